@@ -1,0 +1,16 @@
+"""The patches that ship with trl-packfa, one file per transformers modelling folder. This tuple is the support list."""
+
+from trl_packfa.patches import gemma2, gemma3, granite, llama, mistral, phi, phi3, qwen2, qwen3
+from trl_packfa.patching import Patch
+
+PATCHES: tuple[Patch, ...] = (
+    llama.PATCH,
+    mistral.PATCH,
+    granite.PATCH,
+    phi.PATCH,
+    phi3.PATCH,
+    qwen2.PATCH,
+    qwen3.PATCH,
+    gemma2.PATCH,
+    gemma3.PATCH,
+)

@@ -1,0 +1,21 @@
+"""Gemma-3 text models: normalized query and key, five sliding layers to one full layer."""
+
+from dataclasses import replace
+
+from torch import nn
+
+from trl_packfa.patches.qwen3 import normed_rotary_qkv
+from trl_packfa.patching import AttentionArguments, Patch, read_arguments
+
+
+def without_softcap(module: nn.Module) -> AttentionArguments:
+    """The usual arguments; the module stores `attn_logit_softcapping` but transformers never applies it."""
+    return replace(read_arguments(module), softcap=None)
+
+
+PATCH = Patch(
+    model_types=("gemma3_text",),
+    backbone="Gemma3TextModel",
+    attention={"Gemma3Attention": normed_rotary_qkv},
+    arguments=without_softcap,
+)

@@ -1,0 +1,35 @@
+"""Llama: three projections and rotary embeddings over whole heads."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from trl_packfa.patching import Patch
+
+Embeddings = tuple[torch.Tensor, torch.Tensor]
+
+
+def project_heads(module: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`q_proj`, `k_proj`, `v_proj` of `(B, L, D)`, each as `(B, L, heads, H)`."""
+    shape = (*hidden_states.shape[:-1], -1, module.head_dim)
+    return (
+        module.q_proj(hidden_states).view(shape),
+        module.k_proj(hidden_states).view(shape),
+        module.v_proj(hidden_states).view(shape),
+    )
+
+
+def rotary_qkv(
+    module: nn.Module, hidden_states: torch.Tensor, position_embeddings: Embeddings
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, key and value `(B, L, heads, H)`, query and key rotated."""
+    query, key, value = project_heads(module, hidden_states)
+    cos, sin = position_embeddings
+    # The head axis is 2: tokens stay in front, as the packed kernels want them.
+    query, key = apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=2)
+    return query, key, value
+
+
+PATCH = Patch(model_types=("llama",), backbone="LlamaModel", attention={"LlamaAttention": rotary_qkv})

@@ -1,0 +1,21 @@
+"""Mistral: Llama's attention with one sliding window, kept in the config, for every layer."""
+
+from dataclasses import replace
+
+from torch import nn
+
+from trl_packfa.patches.llama import rotary_qkv
+from trl_packfa.patching import AttentionArguments, Patch, read_arguments
+
+
+def config_window(module: nn.Module) -> AttentionArguments:
+    """The usual arguments, the window read from the module's config."""
+    return replace(read_arguments(module), sliding_window=getattr(module.config, "sliding_window", None))
+
+
+PATCH = Patch(
+    model_types=("mistral",),
+    backbone="MistralModel",
+    attention={"MistralAttention": rotary_qkv},
+    arguments=config_window,
+)

@@ -1,0 +1,29 @@
+"""Phi: biases everywhere, rotary embeddings over a part of each head, optional query/key layer norms."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers.models.phi.modeling_phi import apply_rotary_pos_emb
+
+from trl_packfa.patches.llama import Embeddings, project_heads
+from trl_packfa.patching import Patch
+
+
+def partial_rotary_qkv(
+    module: nn.Module, hidden_states: torch.Tensor, position_embeddings: Embeddings
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, key and value `(B, L, heads, H)`, the first `rotary_ndims` of query and key rotated."""
+    query, key, value = project_heads(module, hidden_states)
+    if module.qk_layernorm:
+        query, key = module.q_layernorm(query), module.k_layernorm(key)
+    cos, sin = position_embeddings
+    split = [module.rotary_ndims, module.head_dim - module.rotary_ndims]
+    (query, query_pass), (key, key_pass) = query.split(split, dim=-1), key.split(split, dim=-1)
+    query, key = apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=2)
+    return torch.cat((query, query_pass), dim=-1), torch.cat((key, key_pass), dim=-1), value
+
+
+PATCH = Patch(
+    model_types=("phi",), backbone="PhiModel", attention={"PhiAttention": partial_rotary_qkv}, output="dense"
+)

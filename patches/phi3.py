@@ -1,0 +1,31 @@
+"""Phi-3 and Phi-4: one fused QKV projection; long rope and partial rotary live in transformers' own embeddings."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
+
+from trl_packfa.patches.llama import Embeddings
+from trl_packfa.patches.mistral import config_window
+from trl_packfa.patching import Patch
+
+
+def fused_qkv(
+    module: nn.Module, hidden_states: torch.Tensor, position_embeddings: Embeddings
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, key and value `(B, L, heads, H)` out of `qkv_proj`, query and key rotated."""
+    num_heads, num_key_value_heads = module.config.num_attention_heads, module.num_key_value_heads
+    qkv = module.qkv_proj(hidden_states).view(*hidden_states.shape[:-1], -1, module.head_dim)
+    query, key, value = qkv.split([num_heads, num_key_value_heads, num_key_value_heads], dim=2)
+    cos, sin = position_embeddings
+    query, key = apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=2)
+    return query, key, value
+
+
+PATCH = Patch(
+    model_types=("phi3",),
+    backbone="Phi3Model",
+    attention={"Phi3Attention": fused_qkv},
+    arguments=config_window,
+)

@@ -1,0 +1,23 @@
+"""Qwen3: query and key are RMS-normalized per head before they are rotated."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from trl_packfa.patches.llama import Embeddings, project_heads
+from trl_packfa.patching import Patch
+
+
+def normed_rotary_qkv(
+    module: nn.Module, hidden_states: torch.Tensor, position_embeddings: Embeddings
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, key and value `(B, L, heads, H)`, query and key normalized, then rotated."""
+    query, key, value = project_heads(module, hidden_states)
+    cos, sin = position_embeddings
+    query, key = apply_rotary_pos_emb(module.q_norm(query), module.k_norm(key), cos, sin, unsqueeze_dim=2)
+    return query, key, value
+
+
+PATCH = Patch(model_types=("qwen3",), backbone="Qwen3Model", attention={"Qwen3Attention": normed_rotary_qkv})

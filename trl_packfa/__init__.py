@@ -1,0 +1,59 @@
+"""trl-packfa: exact sequence packing for TRL.
+
+No example sees another, an optimizer step sees what it saw padded, and no T x T mask is built anywhere.
+Importing this package imports neither transformers nor trl; the names below load on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .check import ExactnessReport as ExactnessReport
+    from .check import check as check
+    from .collator import DataCollatorForPacking as DataCollatorForPacking
+    from .config import PackedSFTConfig as PackedSFTConfig
+    from .layout import PackedLayout as PackedLayout
+    from .patching import AttentionArguments as AttentionArguments
+    from .patching import Patch as Patch
+    from .registry import describe as describe
+    from .registry import patch as patch
+    from .registry import patched as patched
+    from .registry import register as register
+    from .registry import registered as registered
+    from .registry import unpatch as unpatch
+    from .trainer import PackedSFTTrainer as PackedSFTTrainer
+
+_HOME = {
+    "AttentionArguments": "patching",
+    "DataCollatorForPacking": "collator",
+    "ExactnessReport": "check",
+    "PackedLayout": "layout",
+    "PackedSFTConfig": "config",
+    "PackedSFTTrainer": "trainer",
+    "Patch": "patching",
+    "check": "check",
+    "describe": "registry",
+    "patch": "registry",
+    "patched": "registry",
+    "register": "registry",
+    "registered": "registry",
+    "unpatch": "registry",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'trl_packfa' has no attribute '{name}'")
+    # Cached in the module's namespace: importing the submodule `check` would otherwise hide the function `check`.
+    globals()[name] = value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

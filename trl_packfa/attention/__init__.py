@@ -1,0 +1,9 @@
+"""Packed attention: one file a backend, one rule to choose between them.
+
+Knows layouts and tensors; imports neither transformers nor trl (`bridge.py` excepted).
+"""
+
+from .request import AttentionBackend, AttentionRequest
+from .resolve import BACKENDS, get_backend, refusals, resolve
+
+__all__ = ["BACKENDS", "AttentionBackend", "AttentionRequest", "get_backend", "refusals", "resolve"]

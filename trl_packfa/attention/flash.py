@@ -1,0 +1,122 @@
+"""The flash-attn packages (2, 3, 4), or the Hub kernel that transformers would load in their place."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+
+from ..layout import PackedLayout
+from .kernel_limits import flash_refusals, require_indexable
+from .request import AttentionRequest
+
+
+class _Kernel(NamedTuple):
+    """A `flash_attn_varlen_func` and what its signature has room for."""
+
+    function: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
+    parameters: frozenset[str]
+    min_capability: tuple[int, int]
+
+    def name_of(self, *names: str) -> str | None:
+        """The first of `names` that the function takes; flash-attn 4 renamed some of flash-attn 2's."""
+        return next((name for name in names if name in self.parameters), None)
+
+
+# Fastest first on the hardware that each supports. (module, lowest compute capability)
+_PACKAGES = (("flash_attn.cute", (9, 0)), ("flash_attn_interface", (9, 0)), ("flash_attn", (8, 0)))
+
+
+def _candidates(capability: tuple[int, int]) -> Iterator[tuple[Callable[..., torch.Tensor], tuple[int, int]]]:
+    for module, needed in _PACKAGES:
+        if capability >= needed and find_spec(module.split(".")[0]) is not None:
+            try:
+                function = import_module(module).flash_attn_varlen_func
+            except (ImportError, AttributeError):
+                continue  # flash-attn 2 has no `cute`; a package without the function is another package
+            yield function, needed
+    if find_spec("kernels") is not None:
+        from .bridge import hub_flash_attn_varlen_func
+
+        if (hub_function := hub_flash_attn_varlen_func()) is not None:
+            yield hub_function, (8, 0)
+
+
+@cache
+def _kernel(capability: tuple[int, int]) -> _Kernel | None:
+    for function, needed in _candidates(capability):
+        return _Kernel(function, frozenset(inspect.signature(function).parameters), needed)
+    return None
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    """The device's compute capability; ROCm devices count as Ampere, which is what flash-attn's builds assume."""
+    return (8, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
+
+
+class FlashBackend:
+    """FlashAttention 2, 3 or 4."""
+
+    name = "flash"
+    summary = "flash-attn 2, 3 or 4, or the Hub kernel transformers loads; CUDA and ROCm, float16 and bfloat16"
+
+    def refusals(self, request: AttentionRequest) -> list[str]:
+        """The shared kernel limits, the package, and what its signature has no argument for."""
+        reasons = flash_refusals(request, min_capability=(8, 0))
+        if request.device.type != "cuda":
+            return reasons
+        kernel = _kernel(_capability(request.device))
+        if kernel is None:
+            return [*reasons, "needs the flash-attn package (pip install flash-attn) or the kernels package"]
+        wanted = {
+            "sliding windows": (request.sliding_window, ("window_size",)),
+            "softcap": (request.softcap, ("softcap",)),
+            "attention sinks": (request.sinks or None, ("s_aux", "learnable_sink")),
+            "dropout": (request.dropout or None, ("dropout_p",)),
+        }
+        for feature, (value, names) in wanted.items():
+            if value is not None and kernel.name_of(*names) is None:
+                reasons.append(f"this flash-attn's flash_attn_varlen_func has no {feature}")
+        return reasons
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: PackedLayout,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        dropout: float = 0.0,
+    ) -> torch.Tensor:
+        """See [`AttentionBackend`]."""
+        require_indexable(query, layout, self.name)
+        kernel = _kernel(_capability(query.device))
+        assert kernel is not None, "refusals() was not asked"
+        options = {
+            "window_size": None if sliding_window is None else (sliding_window - 1, 0),
+            "softcap": softcap,
+            kernel.name_of("s_aux", "learnable_sink"): sinks,
+            "dropout_p": dropout or None,
+        }
+        result = kernel.function(
+            query,
+            key,
+            value,
+            cu_seqlens_q=layout.cu_seqlens,
+            cu_seqlens_k=layout.cu_seqlens,
+            max_seqlen_q=layout.max_seqlen,
+            max_seqlen_k=layout.max_seqlen,
+            softmax_scale=scaling,
+            causal=True,
+            **{name: option for name, option in options.items() if option is not None},
+        )
+        return result[0] if isinstance(result, tuple) else result  # flash-attn 3 and 4 may add the log-sum-exp

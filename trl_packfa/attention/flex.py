@@ -1,0 +1,103 @@
+"""flex_attention with a block mask of documents: softcap, sinks and odd head sizes on CUDA.
+
+https://docs.pytorch.org/docs/stable/nn.attention.flex_attention.html
+
+Shape letters: T packed tokens, N query heads, H head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from ..layout import PackedLayout
+from .request import AttentionRequest
+
+
+@cache
+def _compiled() -> Callable[..., torch.Tensor]:
+    """Uncompiled, flex_attention materializes the scores; compiled, it is one kernel."""
+    return torch.compile(flex_attention, dynamic=True)
+
+
+class FlexBackend:
+    """One compiled kernel, told by a block mask which documents each block of queries can see."""
+
+    name = "flex"
+    summary = "flex_attention with a document block mask, compiled; CUDA, softcap, sinks and float32"
+
+    def refusals(self, request: AttentionRequest) -> list[str]:
+        """A CUDA device with Triton, no dropout; on a CPU torch has the forward only."""
+        reasons = []
+        if request.device.type == "cuda":
+            if find_spec("triton") is None:
+                reasons.append("needs triton, which is not installed")
+        elif request.device.type != "cpu":
+            reasons.append(f"needs a CUDA device, the model is on {request.device}")
+        elif request.needs_grad:
+            reasons.append("flex_attention has no backward on a CPU")
+        elif request.sinks:
+            reasons.append("flex_attention returns no log-sum-exp on a CPU, which attention sinks need")
+        if request.dropout:
+            reasons.append(f"flex_attention has no dropout, the model asks for {request.dropout}")
+        if request.head_dim < 16 and request.device.type == "cuda":
+            reasons.append(f"needs a head_dim of at least 16, got {request.head_dim}")
+        return reasons
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: PackedLayout,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        dropout: float = 0.0,
+    ) -> torch.Tensor:
+        """See [`AttentionBackend`]."""
+
+        def cap(score: torch.Tensor, *index: torch.Tensor) -> torch.Tensor:
+            return softcap * torch.tanh(score / softcap)
+
+        attend = _compiled() if query.device.type == "cuda" else flex_attention
+        q_NTH, k_KTH, v_KTH = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+        result = attend(
+            q_NTH,
+            k_KTH,
+            v_KTH,
+            score_mod=None if softcap is None else cap,
+            block_mask=_block_mask(layout, sliding_window),
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+            return_lse=sinks is not None,
+        )
+        if sinks is None:
+            return result[0].transpose(0, 1)
+        out_NTH, lse_NT = result[0][0], result[1][0]
+        # A sink adds exp(sink) to the softmax denominator: every probability shrinks by the same factor.
+        share_NT = torch.sigmoid(lse_NT - sinks.to(lse_NT.dtype)[:, None])
+        return (out_NTH * share_NT[..., None].to(out_NTH.dtype)).transpose(0, 1)
+
+
+def _block_mask(layout: PackedLayout, sliding_window: int | None) -> BlockMask:
+    """The layout's block mask, built once per batch and window."""
+    key = ("flex", sliding_window)
+    if key not in layout.memo:
+        ids_T = layout.document_ids().flatten()
+
+        def same_document(
+            batch: torch.Tensor, head: torch.Tensor, q: torch.Tensor, kv: torch.Tensor
+        ) -> torch.Tensor:
+            allowed = (ids_T[q] == ids_T[kv]) & (q >= kv)
+            return allowed if sliding_window is None else allowed & (q - kv < sliding_window)
+
+        tokens = layout.num_tokens
+        layout.memo[key] = create_block_mask(same_document, None, None, tokens, tokens, device=ids_T.device)
+    return layout.memo[key]

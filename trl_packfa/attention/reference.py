@@ -1,0 +1,80 @@
+"""The definition of correct: one dense attention per document, in the query's own dtype.
+
+Quadratic in the longest document and slow; for tests and for reading. Never chosen by `"auto"`.
+
+Shape letters: T packed tokens, N query heads, K key/value heads, H head dim, L document length.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..layout import PackedLayout
+from .request import AttentionRequest
+
+
+class ReferenceBackend:
+    """Plain torch, document by document."""
+
+    name = "reference"
+    summary = "plain torch loop, the definition of correct; tests only"
+
+    def refusals(self, request: AttentionRequest) -> list[str]:
+        """Nothing is beyond plain torch."""
+        return []
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: PackedLayout,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        dropout: float = 0.0,
+    ) -> torch.Tensor:
+        """See [`AttentionBackend`]."""
+        outputs = []
+        for q_LNH, k_LKH, v_LKH in zip(layout.split(query), layout.split(key), layout.split(value), strict=True):
+            index = torch.arange(len(q_LNH), device=query.device)
+            distance = index[:, None] - index[None, :]
+            allowed = (distance >= 0) & (distance < (sliding_window or len(q_LNH)))
+            q_NLH, k_KLH, v_KLH = q_LNH.transpose(0, 1), k_LKH.transpose(0, 1), v_LKH.transpose(0, 1)
+            out_NLH = dense_attention(
+                q_NLH, k_KLH, v_KLH, allowed, scaling=scaling, softcap=softcap, sinks=sinks, dropout=dropout
+            )
+            outputs.append(out_NLH.transpose(0, 1))
+        return torch.cat(outputs)
+
+
+def dense_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    allowed: torch.Tensor,
+    *,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    dropout: float,
+) -> torch.Tensor:
+    """Attention by its formula: `query` `(..., N, Q, H)`, `key`/`value` `(..., K, M, H)`, `allowed` `(Q, M)` bool.
+
+    Scores are soft-capped before masking (Gemma-2), a sink is one more logit per head whose probability is
+    dropped (gpt-oss), probabilities are computed in at least float32.
+    """
+    groups = query.shape[-3] // key.shape[-3]
+    key, value = key.repeat_interleave(groups, dim=-3), value.repeat_interleave(groups, dim=-3)
+    scores = (query @ key.transpose(-1, -2)) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~allowed, float("-inf"))
+    if sinks is not None:
+        sink_column = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink_column], dim=-1)
+    accumulate = torch.promote_types(scores.dtype, torch.float32)
+    weights = torch.softmax(scores, dim=-1, dtype=accumulate)[..., : key.shape[-2]].to(query.dtype)
+    return torch.dropout(weights, dropout, train=dropout > 0) @ value

@@ -1,0 +1,62 @@
+"""Which backend serves a request, and why the ones before it do not."""
+
+from __future__ import annotations
+
+from ..errors import NoBackend
+from .flash import FlashBackend
+from .flex import FlexBackend
+from .reference import ReferenceBackend
+from .request import AttentionBackend, AttentionRequest
+from .sdpa import SdpaBackend
+from .varlen import VarlenBackend
+
+# In order of preference.
+BACKENDS: tuple[AttentionBackend, ...] = (
+    FlashBackend(),
+    VarlenBackend(),
+    FlexBackend(),
+    SdpaBackend(),
+    ReferenceBackend(),
+)
+
+
+def get_backend(name: str) -> AttentionBackend:
+    """The backend of that name.
+
+    Raises:
+        [`NoBackend`]: if there is none.
+    """
+    for backend in BACKENDS:
+        if backend.name == name:
+            return backend
+    raise NoBackend(
+        f"there is no attention backend '{name}'.",
+        do=f"Choose 'auto' or one of {', '.join(repr(backend.name) for backend in BACKENDS)}.",
+    )
+
+
+def refusals(request: AttentionRequest) -> dict[str, list[str]]:
+    """For each backend by name, every reason why it cannot serve the request."""
+    return {backend.name: backend.refusals(request) for backend in BACKENDS}
+
+
+def resolve(request: AttentionRequest, backend: str = "auto") -> AttentionBackend:
+    """The backend for a request: the first without refusals, or the named one.
+
+    `"auto"` never falls to `reference`. A backend named by the user runs or raises.
+
+    Raises:
+        [`NoBackend`]: with the request and every backend's reasons.
+    """
+    candidates = [get_backend(backend)] if backend != "auto" else [b for b in BACKENDS if b.name != "reference"]
+    why = []
+    for candidate in candidates:
+        reasons = candidate.refusals(request)
+        if not reasons:
+            return candidate
+        why += [f"{candidate.name}: {reason}" for reason in reasons]
+    raise NoBackend(
+        f"no attention backend can run this model (asked for: {backend}): {request.describe()}",
+        why=why,
+        do="Change what the reasons name, or pass attention_backend='auto'.",
+    )

@@ -1,0 +1,154 @@
+"""Packed attention on any device, through `torch.nn.functional.scaled_dot_product_attention`.
+
+Documents of similar length are right-padded into one batch: causal attention over right padding needs no mask,
+because padding comes after every real token. Sliding windows, softcap and sinks run in chunks of queries over the
+keys that the chunk can see, so nothing is ever quadratic in the row and the largest temporary is a band.
+
+Shape letters: T packed tokens, N query heads, K key/value heads, H head dim, G documents of a group, L their
+longest length, Q queries of a chunk.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+
+from ..layout import PackedLayout
+from .reference import dense_attention
+from .request import AttentionRequest
+
+# A document joins a group if it is at most this much shorter than the group's longest, in tokens and as a share:
+# below about 16 tokens a call's overhead outweighs the padding.
+_SLACK_TOKENS = 16
+_SLACK_SHARE = 0.15
+# Padded tokens of one group. Keeps each temporary of a 4096-wide model under glibc's 32 MB mmap limit.
+_GROUP_TOKENS = 2048
+_CHUNK_QUERIES = 256
+
+
+class SdpaBackend:
+    """Groups of similar documents through torch's fused attention."""
+
+    name = "sdpa"
+    summary = "torch's scaled_dot_product_attention per group of similar documents; no mask, any device and dtype"
+
+    def refusals(self, request: AttentionRequest) -> list[str]:
+        """Nothing: what the fused kernels lack runs in query chunks."""
+        return []
+
+    # The shapes depend on every batch's lengths: a compiler would recompile for each, so it leaves the graph here.
+    @torch.compiler.disable
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: PackedLayout,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        dropout: float = 0.0,
+    ) -> torch.Tensor:
+        """See [`AttentionBackend`]."""
+        documents = [layout.split(tensor) for tensor in (query, key, value)]
+        outputs: list[torch.Tensor | None] = [None] * layout.num_documents
+        for group in group_by_length(layout.lengths):
+            q_GNLH, k_GKLH, v_GKLH = (_pad([split[i] for i in group]) for split in documents)
+            fits_window = sliding_window is None or q_GNLH.shape[2] <= sliding_window
+            if fits_window and softcap is None and sinks is None:
+                out_GNLH = _causal(q_GNLH, k_GKLH, v_GKLH, scaling=scaling, dropout=dropout)
+            else:
+                window = None if fits_window else sliding_window
+                out_GNLH = _in_chunks(
+                    q_GNLH, k_GKLH, v_GKLH, window, scaling=scaling, softcap=softcap, sinks=sinks, dropout=dropout
+                )
+            out_GLNH = out_GNLH.transpose(1, 2)
+            for slot, i in enumerate(group):
+                outputs[i] = out_GLNH[slot, : layout.lengths[i]]
+        return torch.cat(outputs)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=64)
+def group_by_length(lengths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Indices of the documents, in groups similar enough to be padded together."""
+    groups: list[list[int]] = []
+    longest = 0
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        close = longest - lengths[i] <= max(_SLACK_TOKENS, _SLACK_SHARE * longest)
+        if not groups or not close or (len(groups[-1]) + 1) * longest > _GROUP_TOKENS:
+            groups.append([])
+            longest = lengths[i]
+        groups[-1].append(i)
+    return tuple(map(tuple, groups))
+
+
+def _pad(documents: list[torch.Tensor]) -> torch.Tensor:
+    """G documents `(length, N, H)` as `(G, N, L, H)`, zeros on the right."""
+    batch = documents[0][None] if len(documents) == 1 else pad_sequence(documents, batch_first=True)
+    return batch.transpose(1, 2)
+
+
+def _expand_heads(tensor: torch.Tensor, num_heads: int) -> tuple[torch.Tensor, bool]:
+    """Key/value heads as the device's kernels want them, and whether they share heads by themselves.
+
+    CUDA's memory-efficient kernel, the one that fp32 and Turing get, does not; falling through to the math path
+    there would materialize L x L.
+    """
+    if tensor.shape[1] == num_heads or tensor.device.type == "cpu":
+        return tensor, tensor.shape[1] != num_heads
+    return tensor.repeat_interleave(num_heads // tensor.shape[1], dim=1), False
+
+
+def _causal(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float, dropout: float
+) -> torch.Tensor:
+    """Fused causal attention of a right-padded group."""
+    key, enable_gqa = _expand_heads(key, query.shape[1])
+    value, _ = _expand_heads(value, query.shape[1])
+    return F.scaled_dot_product_attention(
+        query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=enable_gqa
+    )
+
+
+def _in_chunks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int | None,
+    *,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    dropout: float,
+) -> torch.Tensor:
+    """Attention of a right-padded group, `_CHUNK_QUERIES` queries at a time over the keys they can see."""
+
+    def attend(start: int, first_key: int, stop: int) -> torch.Tensor:
+        index = torch.arange(first_key, stop, device=query.device)
+        distance = index[start - first_key :, None] - index[None, :]
+        allowed = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        q, k, v = query[:, :, start:stop], key[:, :, first_key:stop], value[:, :, first_key:stop]
+        if softcap is None and sinks is None:
+            k, enable_gqa = _expand_heads(k, q.shape[1])
+            v, _ = _expand_heads(v, q.shape[1])
+            return F.scaled_dot_product_attention(
+                q, k, v, allowed, dropout_p=dropout, scale=scaling, enable_gqa=enable_gqa
+            )
+        return dense_attention(q, k, v, allowed, scaling=scaling, softcap=softcap, sinks=sinks, dropout=dropout)
+
+    outputs = []
+    for start in range(0, query.shape[2], _CHUNK_QUERIES):
+        stop = min(start + _CHUNK_QUERIES, query.shape[2])
+        first_key = 0 if window is None else max(0, start - window + 1)
+        if torch.is_grad_enabled():
+            # The scores of a chunk are recomputed in the backward pass, so that only one chunk's exist at a time.
+            outputs.append(checkpoint(attend, start, first_key, stop, use_reentrant=False))
+        else:
+            outputs.append(attend(start, first_key, stop))
+    return torch.cat(outputs, dim=2)

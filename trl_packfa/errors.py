@@ -1,0 +1,45 @@
+"""What can go wrong, by name.
+
+Every message has three parts: what failed (with the values), why (every reason), what to do. All of them are
+`ValueError`s, so that a script that guards TRL's own configuration errors guards ours too.
+"""
+
+from collections.abc import Iterable
+
+
+class PackingError(ValueError):
+    """Base of every error of trl-packfa that a user can act on."""
+
+    def __init__(self, what: str, *, why: Iterable[str] = (), do: str = "") -> None:
+        lines = [what, *(f"  - {reason}" for reason in why)]
+        if do:
+            lines.append(do)
+        super().__init__("\n".join(lines))
+
+
+class InvalidLayout(PackingError):
+    """Document boundaries that contradict each other or the batch they came with."""
+
+
+class NoBackend(PackingError):
+    """No attention backend can serve the request, or the one named by the user cannot."""
+
+
+class UnsupportedModel(PackingError):
+    """The model has no patch, or cannot be made exact under packing."""
+
+
+class ContaminationError(PackingError):
+    """The exactness check saw a document change another document's result, or differ from itself alone."""
+
+
+class InvalidDataset(PackingError):
+    """A dataset that cannot be packed as asked: empty, wrong columns, documents too long."""
+
+
+class InvalidConfig(PackingError):
+    """Arguments that contradict each other."""
+
+
+class VersionTooOld(PackingError):
+    """An installed package is older than the API that trl-packfa needs."""

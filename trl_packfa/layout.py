@@ -1,0 +1,183 @@
+"""`PackedLayout`: where each document of a packed batch begins and ends.
+
+The one value that flows from the collator to the attention kernel. It knows lengths and offsets, nothing about
+models, causality or windows: those are arguments of the attention call.
+
+Shape letters: B rows, L row length, T packed tokens (B * L), S documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .errors import InvalidLayout
+
+
+@dataclass(frozen=True, eq=False)
+class PackedLayout:
+    """T tokens cut into S documents; documents never cross a row.
+
+    Two rows holding documents of 2, 3 and 5 tokens:
+
+    ```python
+    >>> layout = PackedLayout.from_lengths([2, 3, 5], rows=2)
+    >>> layout.cu_seqlens
+    tensor([ 0,  2,  5, 10], dtype=torch.int32)
+    >>> layout.lengths, layout.rows, layout.row_length, layout.num_tokens, layout.max_seqlen
+    ((2, 3, 5), 2, 5, 10, 5)
+    >>> layout.position_ids()
+    tensor([[0, 1, 0, 1, 2],
+            [0, 1, 2, 3, 4]])
+    >>> layout.document_ids()
+    tensor([[0, 0, 1, 1, 1],
+            [2, 2, 2, 2, 2]], dtype=torch.int32)
+    ```
+
+    Args:
+        cu_seqlens (`torch.Tensor`):
+            Offsets of the documents in the flattened batch, int32, shape `(S + 1,)`, on the model's device.
+        lengths (`tuple[int, ...]`):
+            The same lengths in tokens, on the host, so that no kernel launch waits for the device.
+        rows (`int`, *optional*, defaults to `1`):
+            Number of rows B the T tokens are laid out in.
+
+    Raises:
+        [`InvalidLayout`]: if a length is not positive, the counts disagree, or a document crosses a row.
+    """
+
+    cu_seqlens: torch.Tensor
+    lengths: tuple[int, ...]
+    rows: int = 1
+    # What a kernel derives from the boundaries (block masks, groups), kept for the other layers of the same forward.
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.lengths or min(self.lengths) < 1:
+            raise InvalidLayout(
+                f"document lengths must all be positive, got {list(self.lengths)}.",
+                do="Drop empty documents before packing.",
+            )
+        if self.cu_seqlens.shape != (len(self.lengths) + 1,) or self.cu_seqlens.dtype != torch.int32:
+            raise InvalidLayout(
+                f"cu_seqlens must be int32 of shape ({len(self.lengths) + 1},) for {len(self.lengths)} documents, "
+                f"got {self.cu_seqlens.dtype} of shape {tuple(self.cu_seqlens.shape)}."
+            )
+        if self.rows < 1 or self.num_tokens % self.rows:
+            raise InvalidLayout(f"{self.num_tokens} tokens cannot be laid out in rows={self.rows} equal rows.")
+        self._require_row_starts()
+
+    def _require_row_starts(self) -> None:
+        """A row boundary is always a document boundary."""
+        if self.rows == 1:
+            return
+        end, row_ends = 0, set(range(self.row_length, self.num_tokens + 1, self.row_length))
+        for length in self.lengths:
+            end += length
+            row_ends.discard(end)
+        if row_ends:
+            raise InvalidLayout(
+                f"a document crosses the end of a row: lengths {list(self.lengths)} in {self.rows} rows of "
+                f"{self.row_length} tokens, no document ends at token {min(row_ends)}.",
+                do="End the last document of each row with the row, padding included as one document.",
+            )
+
+    @classmethod
+    def from_lengths(
+        cls, lengths: Sequence[int], *, rows: int = 1, device: torch.device | str | None = None
+    ) -> PackedLayout:
+        """Layout of documents of these `lengths` (tokens), in order, over `rows` equal rows."""
+        lengths = tuple(int(length) for length in lengths)
+        cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        torch.cumsum(torch.tensor(lengths, dtype=torch.int32), dim=0, out=cu_seqlens[1:])
+        return cls(cu_seqlens.to(device), lengths, rows)
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: torch.Tensor, *, rows: int = 1) -> PackedLayout:
+        """Layout from FlashAttention's offsets, shape `(S + 1,)`; copies them to the host once."""
+        offsets = cu_seqlens.tolist()
+        if cu_seqlens.dim() != 1 or len(offsets) < 2 or offsets[0] != 0:
+            raise InvalidLayout(f"cu_seqlens must be one-dimensional and start at 0, got {offsets}.")
+        lengths = tuple(end - start for start, end in zip(offsets, offsets[1:], strict=False))
+        if min(lengths) < 0:
+            raise InvalidLayout(f"cu_seqlens must not decrease, got {offsets}.")
+        if 0 in lengths:  # repeated offsets pad cu_seqlens to a fixed size, they are no documents
+            return cls.from_lengths([n for n in lengths if n], rows=rows, device=cu_seqlens.device)
+        return cls(cu_seqlens.to(torch.int32), lengths, rows)
+
+    @classmethod
+    def from_position_ids(cls, position_ids: torch.Tensor) -> PackedLayout:
+        """Layout from `position_ids` of shape `(B, L)`: a document starts wherever a position is not its
+        predecessor plus one (transformers' rule), and at the start of each row. Copies them to the host once."""
+        if position_ids.dim() != 2 or position_ids.shape[1] == 0:
+            raise InvalidLayout(f"position_ids must have shape (B, L), got {tuple(position_ids.shape)}.")
+        host = position_ids.detach().cpu()
+        starts = torch.ones(host.shape, dtype=torch.bool)
+        starts[:, 1:] = host.diff(dim=1) != 1
+        offsets = starts.flatten().nonzero().flatten().tolist() + [host.numel()]
+        lengths = [end - start for start, end in zip(offsets, offsets[1:], strict=False)]
+        return cls.from_lengths(lengths, rows=host.shape[0], device=position_ids.device)
+
+    @property
+    def num_tokens(self) -> int:
+        """T, padding included."""
+        return sum(self.lengths)
+
+    @property
+    def num_documents(self) -> int:
+        """S, a trailing document of padding included."""
+        return len(self.lengths)
+
+    @property
+    def row_length(self) -> int:
+        """L, in tokens."""
+        return self.num_tokens // self.rows
+
+    @property
+    def max_seqlen(self) -> int:
+        """Length of the longest document, in tokens."""
+        return max(self.lengths)
+
+    def position_ids(self) -> torch.Tensor:
+        """Positions inside each document, int64, shape `(B, L)`."""
+        lengths, cu_seqlens = self.cu_seqlens.diff(), self.cu_seqlens[:-1]
+        starts = torch.repeat_interleave(cu_seqlens, lengths, output_size=self.num_tokens)
+        positions = torch.arange(self.num_tokens, device=self.cu_seqlens.device) - starts
+        return positions.view(self.rows, self.row_length)
+
+    def document_ids(self) -> torch.Tensor:
+        """Number of the document each token belongs to, int32, shape `(B, L)`."""
+        numbers = torch.arange(self.num_documents, dtype=torch.int32, device=self.cu_seqlens.device)
+        ids = torch.repeat_interleave(numbers, self.cu_seqlens.diff(), output_size=self.num_tokens)
+        return ids.view(self.rows, self.row_length)
+
+    def flash_kwargs(self) -> dict[str, torch.Tensor | int]:
+        """TRL's and transformers' names for the same boundaries, as TRL's padding-free collator sends them."""
+        return {
+            "cu_seq_lens_q": self.cu_seqlens,
+            "cu_seq_lens_k": self.cu_seqlens,
+            "max_length_q": self.max_seqlen,
+            "max_length_k": self.max_seqlen,
+            "seq_idx": self.document_ids(),
+        }
+
+    def dense_mask(self, sliding_window: int | None = None) -> torch.Tensor:
+        """Who may attend to whom, bool, shape `(T, T)`: the meaning of the layout. Quadratic, for tests and plots."""
+        ids, index = self.document_ids().flatten(), torch.arange(self.num_tokens, device=self.cu_seqlens.device)
+        distance = index[:, None] - index[None, :]
+        mask = (ids[:, None] == ids[None, :]) & (distance >= 0)
+        return mask if sliding_window is None else mask & (distance < sliding_window)
+
+    def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The documents of a `(T, ...)` or `(B, L, ...)` tensor, as S views of shape `(length, ...)`."""
+        if tensor.shape[0] != self.num_tokens:
+            tensor = tensor.flatten(0, 1)
+        return tensor.split(list(self.lengths))
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedLayout:
+        """The same layout with its offsets on `device`."""
+        cu_seqlens = self.cu_seqlens.to(device, non_blocking=non_blocking)
+        return self if cu_seqlens is self.cu_seqlens else PackedLayout(cu_seqlens, self.lengths, self.rows)

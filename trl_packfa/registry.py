@@ -1,0 +1,152 @@
+"""Which architectures can be patched, and the public verbs: `patch`, `unpatch`, `patched`, `describe`, `register`.
+
+Built-in patches come from `trl_packfa.patches`, third parties' from the entry-point group `trl_packfa.patches`
+or from `register()`. A model type has one patch; a second one is an error that names both.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from functools import cache
+from importlib.metadata import entry_points
+from typing import TypeVar
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from .errors import InvalidConfig, UnsupportedModel
+from .patching import Patch, apply_patch, find_state, undo_patch
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINT_GROUP = "trl_packfa.patches"
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@cache
+def _table() -> dict[str, Patch]:
+    """The registry itself: model type to patch. Filled at first use, so that importing trl_packfa stays light."""
+    from .patches import PATCHES
+
+    table: dict[str, Patch] = {}
+    for built_in in PATCHES:
+        _add(table, built_in)
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+        third_party = entry_point.load()
+        logger.info("trl-packfa: patch for %s from %s", third_party.model_types, entry_point.value)
+        _add(table, third_party)
+    return table
+
+
+def _add(table: dict[str, Patch], new: Patch) -> None:
+    for model_type in new.model_types:
+        if model_type in table:
+            raise InvalidConfig(
+                f"two patches for model type '{model_type}': one from {table[model_type].origin}, one from {new.origin}.",
+                do="Uninstall one of them, or give the new one another model type.",
+            )
+    table.update(dict.fromkeys(new.model_types, new))
+
+
+def register(new: Patch) -> None:
+    """Add a patch for this process.
+
+    Raises:
+        [`InvalidConfig`]: if one of its model types has a patch already.
+    """
+    _add(_table(), new)
+
+
+def registered() -> dict[str, Patch]:
+    """Every model type that can be patched, with its patch, in alphabetical order."""
+    return dict(sorted(_table().items()))
+
+
+def get_patch(model: nn.Module) -> Patch:
+    """The patch for a model, looked up by the `config.model_type` of the outermost transformers model in it.
+
+    Raises:
+        [`UnsupportedModel`]: with the nearest names.
+    """
+    inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if inner is None:
+        raise UnsupportedModel(
+            f"{type(model).__name__} holds no transformers model.",
+            do="Pass a transformers causal LM, or a PEFT, compiled or wrapped one.",
+        )
+    model_type, table = inner.config.model_type, _table()
+    if model_type not in table:
+        near = get_close_matches(model_type, table, n=3)
+        raise UnsupportedModel(
+            f"there is no patch for model type '{model_type}' ({type(inner).__name__}).",
+            why=[f"nearest: {', '.join(near)}"] if near else [f"supported: {', '.join(sorted(table))}"],
+            do="Declare a trl_packfa.Patch for it and register() it (README, 'Writing a patch'), or train it padded "
+            "with PackedSFTConfig(packing=False).",
+        )
+    return table[model_type]
+
+
+def patch(model: Model, *, backend: str = "auto") -> Model:
+    """Make this model instance honour document boundaries, on any device; returns the same model.
+
+    Boundaries are read from each call: TRL's `cu_seq_lens_q` and friends, or `position_ids` that restart. Calls
+    without boundaries, padded batches and `generate()` run the unpatched code. Works before or after PEFT wrapping,
+    on quantized models, with gradient checkpointing and under `torch.compile`. Idempotent.
+
+    Args:
+        model (`torch.nn.Module`):
+            A transformers causal LM, bare or wrapped.
+        backend (`str`, *optional*, defaults to `"auto"`):
+            Attention backend: `"auto"` or one of `trl-packfa backends`.
+
+    Raises:
+        [`UnsupportedModel`]: if there is no patch for the architecture.
+        [`NoBackend`]: if the named backend does not exist.
+    """
+    state = find_state(model)
+    if state is None:
+        apply_patch(model, get_patch(model), backend)
+    elif state.backend != backend:
+        undo_patch(model)
+        apply_patch(model, get_patch(model), backend)
+    return model
+
+
+def unpatch(model: Model) -> Model:
+    """Restore a patched model to what it was, bit for bit; returns the same model. Idempotent."""
+    undo_patch(model)
+    return model
+
+
+@contextmanager
+def patched(model: Model, *, backend: str = "auto") -> Iterator[Model]:
+    """[`patch`] for the length of a `with` block; a model that was patched before stays patched."""
+    was_patched = find_state(model) is not None
+    try:
+        yield patch(model, backend=backend)
+    finally:
+        if not was_patched:
+            unpatch(model)
+
+
+def describe(model: nn.Module) -> str:
+    """What was changed on a model, one line a fact: rung, modules, attention arguments and backends."""
+    state = find_state(model)
+    if state is None:
+        return "not patched"
+    arguments = [state.patch.arguments(module) for module in state.attention.values()]
+    windows = Counter(f"window {a.sliding_window}" if a.sliding_window else "full" for a in arguments)
+    lines = [
+        f"model types {', '.join(state.patch.model_types)} (patch from {state.patch.origin})",
+        f"rung: {state.patch.rung}",
+        f"{state.patch.backbone}.forward: boundaries read once per call",
+        f"{len(arguments)} attention modules: " + ", ".join(f"{n} x {window}" for window, n in windows.items()),
+        f"backend asked for: {state.backend}",
+    ]
+    lines += [f"backend used: {b.name} for {request.describe()}" for request, b in state.resolved.items()]
+    return "\n".join(lines)
