@@ -1,7 +1,10 @@
-"""The patches that ship with trl-packfa, one file per transformers modelling folder. This tuple is the support list."""
+"""The patches that ship with trl-packfa, one file per transformers modelling folder.
 
+The tuple below is the support list.
+"""
+
+from trl_packfa.declaration import Patch
 from trl_packfa.patches import gemma2, gemma3, granite, llama, mistral, phi, phi3, qwen2, qwen3
-from trl_packfa.patching import Patch
 
 PATCHES: tuple[Patch, ...] = (
     llama.PATCH,

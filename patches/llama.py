@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from trl_packfa.patching import Patch
+from trl_packfa.declaration import Patch
 
 Embeddings = tuple[torch.Tensor, torch.Tensor]
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from torch import nn
 
+from trl_packfa.declaration import AttentionArguments, Patch, read_arguments
 from trl_packfa.patches.llama import rotary_qkv
-from trl_packfa.patching import AttentionArguments, Patch, read_arguments
 
 
 def config_window(module: nn.Module) -> AttentionArguments:

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from transformers.models.phi.modeling_phi import apply_rotary_pos_emb
 
+from trl_packfa.declaration import Patch
 from trl_packfa.patches.llama import Embeddings, project_heads
-from trl_packfa.patching import Patch
 
 
 def partial_rotary_qkv(

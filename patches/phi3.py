@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
+from trl_packfa.declaration import Patch
 from trl_packfa.patches.llama import Embeddings
 from trl_packfa.patches.mistral import config_window
-from trl_packfa.patching import Patch
 
 
 def fused_qkv(

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from trl_packfa.declaration import Patch
 from trl_packfa.patches.llama import Embeddings, project_heads
-from trl_packfa.patching import Patch
 
 
 def normed_rotary_qkv(

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from .check import check as check
     from .collator import DataCollatorForPacking as DataCollatorForPacking
     from .config import PackedSFTConfig as PackedSFTConfig
+    from .declaration import AttentionArguments as AttentionArguments
+    from .declaration import Patch as Patch
     from .layout import PackedLayout as PackedLayout
-    from .patching import AttentionArguments as AttentionArguments
-    from .patching import Patch as Patch
     from .registry import describe as describe
     from .registry import patch as patch
     from .registry import patched as patched
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from .trainer import PackedSFTTrainer as PackedSFTTrainer
 
 _HOME = {
-    "AttentionArguments": "patching",
+    "AttentionArguments": "declaration",
     "DataCollatorForPacking": "collator",
     "ExactnessReport": "check",
     "PackedLayout": "layout",
     "PackedSFTConfig": "config",
     "PackedSFTTrainer": "trainer",
-    "Patch": "patching",
+    "Patch": "declaration",
     "check": "check",
     "describe": "registry",
     "patch": "registry",

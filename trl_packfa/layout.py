@@ -8,6 +8,7 @@ Shape letters: B rows, L row length, T packed tokens (B * L), S documents.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,7 +102,7 @@ class PackedLayout:
         offsets = cu_seqlens.tolist()
         if cu_seqlens.dim() != 1 or len(offsets) < 2 or offsets[0] != 0:
             raise InvalidLayout(f"cu_seqlens must be one-dimensional and start at 0, got {offsets}.")
-        lengths = tuple(end - start for start, end in zip(offsets, offsets[1:], strict=False))
+        lengths = tuple(end - start for start, end in itertools.pairwise(offsets))
         if min(lengths) < 0:
             raise InvalidLayout(f"cu_seqlens must not decrease, got {offsets}.")
         if 0 in lengths:  # repeated offsets pad cu_seqlens to a fixed size, they are no documents
@@ -117,8 +118,8 @@ class PackedLayout:
         host = position_ids.detach().cpu()
         starts = torch.ones(host.shape, dtype=torch.bool)
         starts[:, 1:] = host.diff(dim=1) != 1
-        offsets = starts.flatten().nonzero().flatten().tolist() + [host.numel()]
-        lengths = [end - start for start, end in zip(offsets, offsets[1:], strict=False)]
+        offsets = [*starts.flatten().nonzero().flatten().tolist(), host.numel()]
+        lengths = [end - start for start, end in itertools.pairwise(offsets)]
         return cls.from_lengths(lengths, rows=host.shape[0], device=position_ids.device)
 
     @property

@@ -18,8 +18,9 @@ from typing import TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
+from .declaration import Patch
 from .errors import InvalidConfig, UnsupportedModel
-from .patching import Patch, apply_patch, find_state, undo_patch
+from .patching import apply_patch, find_state, undo_patch
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,8 @@ def _add(table: dict[str, Patch], new: Patch) -> None:
     for model_type in new.model_types:
         if model_type in table:
             raise InvalidConfig(
-                f"two patches for model type '{model_type}': one from {table[model_type].origin}, one from {new.origin}.",
+                f"two patches for model type '{model_type}'.",
+                why=[f"one from {table[model_type].origin}", f"one from {new.origin}"],
                 do="Uninstall one of them, or give the new one another model type.",
             )
     table.update(dict.fromkeys(new.model_types, new))
@@ -111,7 +113,7 @@ def patch(model: Model, *, backend: str = "auto") -> Model:
     state = find_state(model)
     if state is None:
         apply_patch(model, get_patch(model), backend)
-    elif state.backend != backend:
+    elif state.backends.name != backend:
         undo_patch(model)
         apply_patch(model, get_patch(model), backend)
     return model
@@ -146,7 +148,7 @@ def describe(model: nn.Module) -> str:
         f"rung: {state.patch.rung}",
         f"{state.patch.backbone}.forward: boundaries read once per call",
         f"{len(arguments)} attention modules: " + ", ".join(f"{n} x {window}" for window, n in windows.items()),
-        f"backend asked for: {state.backend}",
+        f"backend asked for: {state.backends.name}",
     ]
-    lines += [f"backend used: {b.name} for {request.describe()}" for request, b in state.resolved.items()]
+    lines += [f"backend used: {name} for {request.describe()}" for request, name in state.backends.resolved.items()]
     return "\n".join(lines)

@@ -4,6 +4,6 @@ Knows layouts and tensors; imports neither transformers nor trl (`bridge.py` exc
 """
 
 from .request import AttentionBackend, AttentionRequest
-from .resolve import BACKENDS, get_backend, refusals, resolve
+from .resolve import BACKENDS, BackendChoice, get_backend, refusals, resolve
 
-__all__ = ["BACKENDS", "AttentionBackend", "AttentionRequest", "get_backend", "refusals", "resolve"]
+__all__ = ["BACKENDS", "AttentionBackend", "AttentionRequest", "BackendChoice", "get_backend", "refusals", "resolve"]

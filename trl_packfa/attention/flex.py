@@ -92,9 +92,7 @@ def _block_mask(layout: PackedLayout, sliding_window: int | None) -> BlockMask:
     if key not in layout.memo:
         ids_T = layout.document_ids().flatten()
 
-        def same_document(
-            batch: torch.Tensor, head: torch.Tensor, q: torch.Tensor, kv: torch.Tensor
-        ) -> torch.Tensor:
+        def same_document(batch: torch.Tensor, head: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
             allowed = (ids_T[q] == ids_T[kv]) & (q >= kv)
             return allowed if sliding_window is None else allowed & (q - kv < sliding_window)
 

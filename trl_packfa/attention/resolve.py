@@ -60,3 +60,23 @@ def resolve(request: AttentionRequest, backend: str = "auto") -> AttentionBacken
         why=why,
         do="Change what the reasons name, or pass attention_backend='auto'.",
     )
+
+
+class BackendChoice:
+    """The user's choice for one model, resolved once per kind of request and remembered."""
+
+    def __init__(self, name: str) -> None:
+        if name != "auto":
+            get_backend(name)
+        self.name = name
+        self.resolved: dict[AttentionRequest, str] = {}
+
+    def for_request(self, request: AttentionRequest) -> AttentionBackend:
+        """The backend that serves the request.
+
+        Raises:
+            [`NoBackend`]: if none does.
+        """
+        if request not in self.resolved:
+            self.resolved[request] = resolve(request, self.name).name
+        return get_backend(self.resolved[request])

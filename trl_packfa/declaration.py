@@ -1,0 +1,67 @@
+"""What a patch says about an architecture: a declaration, no code that touches a model.
+
+Shape letters: B rows, L row length, D model dim, H head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+QKV: TypeAlias = Callable[[nn.Module, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionArguments:
+    """What the attention call of one module is given besides query, key and value (transformers' names)."""
+
+    scaling: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    dropout: float = 0.0
+
+
+def read_arguments(module: nn.Module) -> AttentionArguments:
+    """The arguments as most transformers attention modules store them on themselves."""
+    return AttentionArguments(
+        scaling=module.scaling,  # type: ignore[arg-type]
+        sliding_window=getattr(module, "sliding_window", None),
+        softcap=getattr(module, "attn_logit_softcapping", None),
+        sinks=getattr(module, "sinks", None),
+        dropout=float(getattr(module, "attention_dropout", 0.0)),  # type: ignore[arg-type]
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """How to make one family of architectures honour document boundaries.
+
+    Args:
+        model_types (`tuple[str, ...]`):
+            The `config.model_type`s it serves.
+        backbone (`str`):
+            Class name of the module that runs the decoder stack.
+        attention (`Mapping[str, QKV]`):
+            For each attention class by name, the function `(module, hidden_states (B, L, D), position_embeddings)`
+            to `query`, `key`, `value` of shape `(B, L, heads, H)`, rotated and normalized: everything before the
+            attention itself.
+        output (`str`, *optional*, defaults to `"o_proj"`):
+            Name of the output projection of an attention module.
+        arguments (`Callable`, *optional*):
+            Reads the [`AttentionArguments`] off an attention module.
+        origin (`str`, *optional*, defaults to `"trl_packfa"`):
+            The Python package that declares the patch, shown in logs and in duplicates' errors.
+    """
+
+    model_types: tuple[str, ...]
+    backbone: str
+    attention: Mapping[str, QKV]
+    output: str = "o_proj"
+    arguments: Callable[[nn.Module], AttentionArguments] = read_arguments
+    origin: str = "trl_packfa"
+    rung: str = "attention"

@@ -1,0 +1,189 @@
+"""The `forward`s that a patch puts on one model instance: backbone, attention, rotary embedding.
+
+Each goes to the original unless the call is packed. Plain objects instead of closures, so that a patched model can
+be deep-copied and pickled.
+
+Shape letters: B rows, L row length, T packed tokens (B * L), N heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .attention import AttentionRequest, BackendChoice
+from .boundaries import layout_of
+from .declaration import QKV, AttentionArguments, Patch
+from .errors import PackingError
+from .layout import PackedLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# The layout of the packed call that this thread is in. Only rotary embeddings read it: they are handed positions and
+# nothing else, and run in the backbone, never in a checkpoint's recomputation.
+_IN_FLIGHT: ContextVar[PackedLayout | None] = ContextVar("trl_packfa_layout", default=None)
+
+
+class Override:
+    """A `forward` of one instance and the way back to what it replaced."""
+
+    def __init__(self, module: nn.Module, original: Callable[..., Any] | None) -> None:
+        self.module, self.original = module, original
+
+    def call_original(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the replaced forward; the class's own is looked up now, as FSDP2 exchanges an instance's class."""
+        if self.original is None:
+            return type(self.module).forward(self.module, *args, **kwargs)
+        return self.original(*args, **kwargs)
+
+
+class BackboneOverride(Override):
+    """Finds the boundaries once, hands them to every layer, and keeps any T x T mask from being built."""
+
+    def __init__(self, module: nn.Module, original: Callable[..., Any] | None) -> None:
+        super().__init__(module, original)
+        self.names = tuple(inspect.signature(type(module).forward).parameters)[1:]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The backbone's forward."""
+        call = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        layout = layout_of(call)
+        if layout is None:
+            kwargs.pop("packed_layout", None)
+            return self.call_original(*args, **kwargs)
+        if call.get("output_attentions"):
+            raise PackingError(
+                "attention weights cannot be returned for a packed batch: no T x T matrix exists.",
+                do="Pass output_attentions=False, or the documents as a padded batch.",
+            )
+        with _in_flight(layout):
+            return self.call_original(**_packed_call(call, layout))
+
+
+def _packed_call(call: dict[str, Any], layout: PackedLayout) -> dict[str, Any]:
+    """The arguments of a packed call: positions for certain, no cache, no mask to build."""
+    tokens = call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
+    layout = layout.to(tokens.device)
+    if call.get("position_ids") is None:
+        call["position_ids"] = layout.position_ids()
+    # A four-dimensional mask is taken as it is, so none is built; with no elements, no attention that the patch has
+    # missed could use it: an error there, never a leak.
+    no_mask = torch.empty((1, 1, 0, 0), device=tokens.device)
+    return {**call, "attention_mask": no_mask, "past_key_values": None, "use_cache": False, "packed_layout": layout}
+
+
+@contextmanager
+def _in_flight(layout: PackedLayout) -> Iterator[None]:
+    token = _IN_FLIGHT.set(layout)
+    try:
+        yield
+    finally:
+        _IN_FLIGHT.reset(token)
+
+
+class AttentionOverride(Override):
+    """The attention of one layer on `(T, N, H)`: no transposes, no mask, no key/value expansion."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        original: Callable[..., Any] | None,
+        *,
+        patch: Patch,
+        qkv: QKV,
+        backends: BackendChoice,
+    ) -> None:
+        super().__init__(module, original)
+        self.read_arguments, self.output, self.qkv, self.backends = patch.arguments, patch.output, qkv, backends
+
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The attention module's forward: output `(B, L, D)` and, as no T x T matrix exists, no weights."""
+        layout: PackedLayout | None = kwargs.pop("packed_layout", None)
+        if layout is None:
+            return self.call_original(hidden_states, *args, **kwargs)
+        position_embeddings = args[0] if args else kwargs.get("position_embeddings")
+        query, key, value = (t.flatten(0, 1) for t in self.qkv(self.module, hidden_states, position_embeddings))
+        arguments = self.read_arguments(self.module)
+        dropout = arguments.dropout if self.module.training else 0.0
+        backend = self.backends.for_request(_request(query, key, arguments, dropout))
+        out_TNH = backend(
+            query,
+            key,
+            value,
+            layout,
+            scaling=arguments.scaling,
+            sliding_window=arguments.sliding_window,
+            softcap=arguments.softcap,
+            sinks=arguments.sinks,
+            dropout=dropout,
+        )
+        output = getattr(self.module, self.output)
+        return output(out_TNH.reshape(*hidden_states.shape[:-1], -1)), None
+
+
+def _request(
+    query: torch.Tensor, key: torch.Tensor, arguments: AttentionArguments, dropout: float
+) -> AttentionRequest:
+    return AttentionRequest(
+        device=query.device,
+        dtype=query.dtype,
+        head_dim=query.shape[-1],
+        num_heads=query.shape[-2],
+        num_key_value_heads=key.shape[-2],
+        sliding_window=arguments.sliding_window,
+        softcap=arguments.softcap,
+        sinks=arguments.sinks is not None,
+        dropout=dropout,
+        needs_grad=torch.is_grad_enabled() and query.requires_grad,
+    )
+
+
+class RotaryOverride(Override):
+    """Rotary embeddings whose frequencies depend on the longest sequence of the batch, document by document.
+
+    transformers picks long rope's factors, and dynamic NTK's base, from the largest position it is handed: in a
+    packed row one long document would change the frequencies of all others.
+    """
+
+    def __call__(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
+        """The rotary embedding's forward: cos and sin of shape `(B, L, R)`."""
+        options = {} if layer_type is None else {"layer_type": layer_type}
+        layout = _IN_FLIGHT.get()
+        if layout is None or layout.max_seqlen < self._fixed_up_to(layer_type):
+            return self.call_original(x, position_ids, **options)
+        start = torch.zeros_like(position_ids[:, :1])
+        self.call_original(x, start, **options)  # a position of 0 puts a base that had grown back
+        short = position_ids.clamp(max=self._fixed_up_to(layer_type) - 1)
+        cos, sin = (table.flatten(0, 1).clone() for table in self.call_original(x, short, **options))
+        offset = 0
+        for positions in layout.split(position_ids.expand(layout.rows, -1)):
+            if len(positions) >= self._fixed_up_to(layer_type):
+                self.call_original(x, start, **options)
+                tables = self.call_original(x, positions[None], **options)
+                cos[offset : offset + len(positions)], sin[offset : offset + len(positions)] = (
+                    tables[0][0],
+                    tables[1][0],
+                )
+            offset += len(positions)
+        shape = (layout.rows, layout.row_length, -1)
+        return cos.view(shape), sin.view(shape)
+
+    def _fixed_up_to(self, layer_type: str | None) -> int:
+        """The sequence length in tokens up to which the frequencies are fixed."""
+        parameters = self.module.config.rope_parameters  # type: ignore[union-attr]
+        parameters = parameters if layer_type is None else parameters[layer_type]
+        return parameters.get("original_max_position_embeddings") or self.module.original_max_seq_len
+
+
+def depends_on_length(module: nn.Module) -> bool:
+    """Whether a module is a rotary embedding of a length-dependent kind (long rope, dynamic NTK)."""
+    rope_type = getattr(module, "rope_type", None)
+    kinds = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
+    return any(kind in ("longrope", "dynamic") for kind in kinds)
