@@ -141,7 +141,6 @@ def _request(
         softcap=arguments.softcap,
         sinks=arguments.sinks is not None,
         dropout=dropout,
-        needs_grad=torch.is_grad_enabled() and query.requires_grad,
     )
 
 

@@ -81,11 +81,20 @@ def get_patch(model: nn.Module) -> Patch:
             f"{type(model).__name__} holds no transformers model.",
             do="Pass a transformers causal LM, or a PEFT, compiled or wrapped one.",
         )
-    model_type, table = inner.config.model_type, _table()
+    return get_patch_for_type(inner.config.model_type)
+
+
+def get_patch_for_type(model_type: str) -> Patch:
+    """The patch for a `config.model_type`.
+
+    Raises:
+        [`UnsupportedModel`]: with the nearest names.
+    """
+    table = _table()
     if model_type not in table:
         near = get_close_matches(model_type, table, n=3)
         raise UnsupportedModel(
-            f"there is no patch for model type '{model_type}' ({type(inner).__name__}).",
+            f"there is no patch for model type '{model_type}'.",
             why=[f"nearest: {', '.join(near)}"] if near else [f"supported: {', '.join(sorted(table))}"],
             do="Declare a trl_packfa.Patch for it and register() it (README, 'Writing a patch'), or train it padded "
             "with PackedSFTConfig(packing=False).",

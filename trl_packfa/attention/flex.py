@@ -31,20 +31,15 @@ class FlexBackend:
     summary = "flex_attention with a document block mask, compiled; CUDA, softcap, sinks and float32"
 
     def refusals(self, request: AttentionRequest) -> list[str]:
-        """A CUDA device with Triton, no dropout; on a CPU torch has the forward only."""
+        """A CUDA device with Triton, no dropout. On a CPU torch has no backward and materializes the scores."""
         reasons = []
-        if request.device.type == "cuda":
-            if find_spec("triton") is None:
-                reasons.append("needs triton, which is not installed")
-        elif request.device.type != "cpu":
+        if request.device.type != "cuda":
             reasons.append(f"needs a CUDA device, the model is on {request.device}")
-        elif request.needs_grad:
-            reasons.append("flex_attention has no backward on a CPU")
-        elif request.sinks:
-            reasons.append("flex_attention returns no log-sum-exp on a CPU, which attention sinks need")
+        elif find_spec("triton") is None:
+            reasons.append("needs triton, which is not installed")
         if request.dropout:
             reasons.append(f"flex_attention has no dropout, the model asks for {request.dropout}")
-        if request.head_dim < 16 and request.device.type == "cuda":
+        if request.head_dim < 16:
             reasons.append(f"needs a head_dim of at least 16, got {request.head_dim}")
         return reasons
 

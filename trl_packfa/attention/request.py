@@ -27,7 +27,6 @@ class AttentionRequest(NamedTuple):
     softcap: float | None = None
     sinks: bool = False
     dropout: float = 0.0
-    needs_grad: bool = True
 
     def describe(self) -> str:
         """The request in one line, as error messages show it."""
@@ -35,7 +34,7 @@ class AttentionRequest(NamedTuple):
         parts += [f"head_dim={self.head_dim}", f"heads={self.num_heads}/{self.num_key_value_heads}"]
         optional = {"window": self.sliding_window, "softcap": self.softcap, "dropout": self.dropout or None}
         parts += [f"{name}={value}" for name, value in optional.items() if value is not None]
-        return " ".join(parts + ["sinks"] * self.sinks + ["training"] * self.needs_grad)
+        return " ".join(parts + ["sinks"] * self.sinks)
 
 
 class AttentionBackend(Protocol):

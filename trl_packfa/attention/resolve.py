@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from ..errors import NoBackend
 from .flash import FlashBackend
 from .flex import FlexBackend
@@ -18,6 +20,7 @@ BACKENDS: tuple[AttentionBackend, ...] = (
     SdpaBackend(),
     ReferenceBackend(),
 )
+_BY_NAME = {backend.name: backend for backend in BACKENDS}
 
 
 def get_backend(name: str) -> AttentionBackend:
@@ -26,13 +29,12 @@ def get_backend(name: str) -> AttentionBackend:
     Raises:
         [`NoBackend`]: if there is none.
     """
-    for backend in BACKENDS:
-        if backend.name == name:
-            return backend
-    raise NoBackend(
-        f"there is no attention backend '{name}'.",
-        do=f"Choose 'auto' or one of {', '.join(repr(backend.name) for backend in BACKENDS)}.",
-    )
+    if name not in _BY_NAME:
+        raise NoBackend(
+            f"there is no attention backend '{name}'.",
+            do=f"Choose 'auto' or one of {', '.join(map(repr, _BY_NAME))}.",
+        )
+    return _BY_NAME[name]
 
 
 def refusals(request: AttentionRequest) -> dict[str, list[str]]:
@@ -78,5 +80,10 @@ class BackendChoice:
             [`NoBackend`]: if none does.
         """
         if request not in self.resolved:
-            self.resolved[request] = resolve(request, self.name).name
-        return get_backend(self.resolved[request])
+            self._resolve(request)
+        return _BY_NAME[self.resolved[request]]
+
+    # Looks at packages and devices: once, and not something to compile.
+    @torch.compiler.disable
+    def _resolve(self, request: AttentionRequest) -> None:
+        self.resolved[request] = resolve(request, self.name).name

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache
 
 import torch
 
@@ -15,22 +14,14 @@ from ..layout import PackedLayout
 from .kernel_limits import flash_refusals, require_indexable
 from .request import AttentionRequest
 
+_varlen_attn: Callable[..., torch.Tensor] | None
+try:
+    from torch.nn.attention.varlen import varlen_attn as _varlen_attn
+except ImportError:  # torch older than 2.10
+    _varlen_attn = None
 
-@cache
-def _varlen_attn() -> Callable[..., torch.Tensor] | None:
-    """torch's function, or `None` where torch is older than 2.10."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    return varlen_attn
-
-
-@cache
-def _takes(parameter: str) -> bool:
-    """torch 2.10 had `is_causal`, later versions have `window_size` and `enable_gqa`."""
-    function = _varlen_attn()
-    return function is not None and parameter in inspect.signature(function).parameters
+# torch 2.10 had `is_causal`, later versions have `window_size` and `enable_gqa`.
+_PARAMETERS = frozenset(inspect.signature(_varlen_attn).parameters) if _varlen_attn is not None else frozenset()
 
 
 class VarlenBackend:
@@ -41,10 +32,10 @@ class VarlenBackend:
 
     def refusals(self, request: AttentionRequest) -> list[str]:
         """Torch's version, the shared kernel limits, and what the op has no argument for."""
-        if _varlen_attn() is None:
+        if _varlen_attn is None:
             return [f"needs torch >= 2.10, found {torch.__version__}"]
         reasons = flash_refusals(request, min_capability=(8, 0))
-        if request.sliding_window is not None and not _takes("window_size"):
+        if request.sliding_window is not None and "window_size" not in _PARAMETERS:
             reasons.append(f"sliding windows need a newer varlen_attn than torch {torch.__version__} has")
         if request.softcap is not None:
             reasons.append("varlen_attn has no softcap")
@@ -69,18 +60,22 @@ class VarlenBackend:
     ) -> torch.Tensor:
         """See [`AttentionBackend`]."""
         require_indexable(query, layout, self.name)
-        if _takes("enable_gqa"):
-            options: dict[str, object] = {"enable_gqa": query.shape[1] != key.shape[1]}
-        else:
-            options = {}
-        if _takes("window_size"):
+        assert _varlen_attn is not None, "refusals() was not asked"
+        options: dict[str, object] = {}
+        if "enable_gqa" in _PARAMETERS:
+            options["enable_gqa"] = query.shape[1] != key.shape[1]
+        if "window_size" in _PARAMETERS:
             options["window_size"] = (-1 if sliding_window is None else sliding_window - 1, 0)
         else:
             options["is_causal"] = True
-        varlen_attn = _varlen_attn()
-        assert varlen_attn is not None, "refusals() was not asked"
-        offsets, longest = layout.cu_seqlens, layout.max_seqlen
-        return varlen_attn(
-            query.contiguous(), key.contiguous(), value.contiguous(), offsets, offsets, longest, longest,
-            scale=scaling, **options,
-        )  # fmt: skip
+        return _varlen_attn(
+            query.contiguous(),
+            key.contiguous(),
+            value.contiguous(),
+            layout.cu_seqlens,
+            layout.cu_seqlens,
+            layout.max_seqlen,
+            layout.max_seqlen,
+            scale=scaling,
+            **options,
+        )

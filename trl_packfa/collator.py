@@ -1,0 +1,74 @@
+"""Documents to one packed batch, under TRL's key names.
+
+Shape letters: T packed tokens (of the batch's single row), S documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+
+from .layout import PackedLayout
+
+# A column that streaming datasets carry their losses in, see `datasets.py`; summed here, popped by the trainer.
+LOSSES = "packing_losses"
+
+
+@dataclass
+class DataCollatorForPacking:
+    """Concatenates documents into one row and says where each begins, so that nothing has to be derived later.
+
+    ```python
+    >>> collator = DataCollatorForPacking(pad_token_id=0)
+    >>> batch = collator([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5], "labels": [-100, 5]}])
+    >>> batch["input_ids"], batch["labels"], batch["position_ids"]
+    (tensor([[1, 2, 3, 4, 5]]), tensor([[-100,    2,    3, -100,    5]]), tensor([[0, 1, 2, 0, 1]]))
+    >>> batch["packed_layout"].lengths
+    (3, 2)
+    ```
+
+    The batch also holds `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k` and `seq_idx`, exactly as
+    TRL's padding-free collator sends them. The first label of each document is -100: no token precedes it. An
+    example with `seq_lengths` is a row that was packed before.
+
+    Args:
+        pad_token_id (`int`, *optional*, defaults to `0`):
+            Token of the padding.
+        pad_to_multiple_of (`int`, *optional*):
+            Pad the row to a multiple of this; padding is one trailing document whose labels are -100.
+    """
+
+    pad_token_id: int = 0
+    pad_to_multiple_of: int | None = None
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Collate `examples` with `input_ids` and, optionally, `labels` and `seq_lengths`."""
+        input_ids = list(chain.from_iterable(example["input_ids"] for example in examples))
+        labels = list(chain.from_iterable(example.get("labels", example["input_ids"]) for example in examples))
+        lengths = list(chain.from_iterable(example.get("seq_lengths") or [_length(example)] for example in examples))
+        padding = -len(input_ids) % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
+        if padding:
+            input_ids += [self.pad_token_id] * padding
+            labels += [-100] * padding
+            lengths.append(padding)
+        layout = PackedLayout.from_lengths(lengths)
+        labels_T = torch.tensor(labels)
+        labels_T[layout.cu_seqlens[:-1].long()] = -100
+        batch: dict[str, Any] = {
+            "input_ids": torch.tensor(input_ids)[None],
+            "labels": labels_T[None],
+            "position_ids": layout.position_ids(),
+            **layout.flash_kwargs(),
+            "packed_layout": layout,
+        }
+        if any(LOSSES in example for example in examples):
+            batch[LOSSES] = tuple(map(sum, zip(*(example[LOSSES] for example in examples), strict=True)))
+        return batch
+
+
+def _length(example: Mapping[str, Any]) -> int:
+    return len(example["input_ids"])

@@ -1,0 +1,168 @@
+"""`PackedSFTConfig`: `SFTConfig` and `ModelConfig` in one, and the little they lack.
+
+TRL's own fields keep their names and meaning; what has another default here says so in its help text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from transformers import TrainingArguments
+from trl import ModelConfig, SFTConfig
+
+from .attention import get_backend
+from .errors import InvalidConfig
+from .packing import OVERFLOW_POLICIES, require_policy
+
+PACKING_STRATEGIES = ("minibatch", "bfd", "bfd_split")
+
+
+@dataclass
+class PackedSFTConfig(ModelConfig, SFTConfig):
+    """Arguments of [`PackedSFTTrainer`]: all fields of TRL's `SFTConfig` and `ModelConfig`, and three of our own.
+
+    Ours are `overflow`, `check_packing` and `attention_backend`.
+
+    > [!NOTE]
+    > These fields have other defaults than TRL's: `packing=True`, `use_peft=True`,
+    > `lora_target_modules=["all-linear"]`, `packing_strategy="minibatch"`, and `dtype`, which is `"bfloat16"` for a
+    > quantized model trained in bf16 and TRL's `"float32"` otherwise.
+    """
+
+    packing: bool = field(
+        default=True,
+        metadata={"help": "Pack documents, with boundaries honoured. `False` trains padded, as `SFTTrainer` does."},
+    )
+    packing_strategy: str | None = field(
+        default=None,
+        metadata={
+            "help": "`'minibatch'` (default): each micro-batch holds the examples it would hold padded, as one row. "
+            "`'bfd'`: rows of `max_length` tokens, best-fit decreasing over the whole dataset, repacked every epoch. "
+            "`'bfd_split'`: the same with `overflow='split'`.",
+            "choices": list(PACKING_STRATEGIES),
+        },
+    )
+    overflow: str = field(
+        default="truncate",
+        metadata={
+            "help": "What happens to documents longer than `max_length`: `'truncate'`, `'split'` into documents of "
+            "their own, `'drop'`, or `'error'`. All is counted and reported.",
+            "choices": list(OVERFLOW_POLICIES),
+        },
+    )
+    check_packing: bool = field(
+        default=True,
+        metadata={"help": "Prove on this model, before the first step, that no document can see another."},
+    )
+    attention_backend: str = field(
+        default="auto",
+        metadata={
+            "help": "Attention backend: `'auto'`, or a name from `trl-packfa backends`, which then runs or raises."
+        },
+    )
+    use_peft: bool = field(
+        default=True,
+        metadata={"help": "Train a LoRA adapter. `False` trains all parameters."},
+    )
+    lora_target_modules: list[str] | None = field(
+        default_factory=lambda: ["all-linear"],
+        metadata={"help": "LoRA target modules; all linear layers but the LM head by default."},
+    )
+    dtype: str | None = field(
+        default=None,
+        metadata={
+            "help": "Data type to load the model in. Default: `'bfloat16'` for a quantized model trained in bf16, "
+            "else `'float32'`.",
+            "choices": ["auto", "bfloat16", "float16", "float32"],
+        },
+    )
+
+    def __post_init__(self) -> None:
+        ModelConfig.__post_init__(self)
+        SFTConfig.__post_init__(self)
+        if self.dtype is None:
+            quantized = self.load_in_4bit or self.load_in_8bit
+            self.dtype = "bfloat16" if quantized and self.bf16 else "float32"
+        if self.attention_backend != "auto":
+            get_backend(self.attention_backend)
+        require_policy(self.overflow)
+        self._settle_packing()
+        self._require_trainable()
+
+    def _settle_packing(self) -> None:
+        """One strategy if packing is on, none if it is off."""
+        if self.max_length is not None and self.max_length < 2:
+            raise InvalidConfig(f"max_length={self.max_length}: a document needs two tokens to train on one.")
+        if not self.packing:
+            if self.packing_strategy is not None:
+                raise InvalidConfig(
+                    f"packing=False, but packing_strategy='{self.packing_strategy}'.",
+                    do="Drop packing_strategy to train padded, or packing=False to pack.",
+                )
+            return
+        if self.packing_strategy is None:
+            self.packing_strategy = "minibatch"
+        if self.packing_strategy not in PACKING_STRATEGIES:
+            raise InvalidConfig(
+                f"packing_strategy='{self.packing_strategy}' does not exist.",
+                do=f"Choose one of {list(PACKING_STRATEGIES)}.",
+            )
+        if self.packing_strategy == "bfd_split":
+            self.overflow = "split"
+        if self.packs_rows:
+            self._require_rows()
+        # Packing always is padding-free; TRL's switch of that name is for its own collator.
+        self.padding_free = False
+
+    def _require_rows(self) -> None:
+        """What rows of a fixed capacity need, and what contradicts them."""
+        if self.max_length is None:
+            raise InvalidConfig(
+                f"packing_strategy='{self.packing_strategy}' fills rows of max_length tokens, max_length is None.",
+                do="Set max_length, or packing_strategy='minibatch', which needs none.",
+            )
+        if self.train_sampling_strategy in ("group_by_length", "batch_rebalance"):
+            raise InvalidConfig(
+                f"train_sampling_strategy='{self.train_sampling_strategy}' has nothing to order under "
+                f"packing_strategy='{self.packing_strategy}'.",
+                why=["the packer decides which documents share a batch"],
+                do="Drop train_sampling_strategy.",
+            )
+
+    def _require_trainable(self) -> None:
+        """Contradictions between adapters and quantization."""
+        if not self.use_peft and (self.load_in_4bit or self.load_in_8bit):
+            raise InvalidConfig(
+                "use_peft=False with a quantized model: quantized weights cannot be trained.",
+                do="Drop use_peft=False to train a LoRA adapter, or drop load_in_4bit / load_in_8bit.",
+            )
+        targets = self.lora_target_modules
+        if self.use_peft and "lm_head" in ([targets] if isinstance(targets, str) else targets or []):
+            raise InvalidConfig(
+                "lora_target_modules names 'lm_head'.",
+                why=[
+                    "TRL multiplies hidden states with lm_head.weight directly, so its adapter would never be trained"
+                ],
+                do="Remove 'lm_head'; to train it in full, name it in lora_modules_to_save.",
+            )
+
+    @property
+    def packs_rows(self) -> bool:
+        """Whether rows of `max_length` tokens are filled over the whole dataset."""
+        return self.packing and self.packing_strategy in ("bfd", "bfd_split")
+
+    @classmethod
+    def from_args(cls, args: TrainingArguments) -> PackedSFTConfig:
+        """Any of TRL's or transformers' arguments as a `PackedSFTConfig`; one that is already comes back as it is.
+
+        A plain `SFTConfig` has `packing=False` by default, which cannot be told from a wish: packing, patching and
+        LoRA are on, as in a `PackedSFTConfig`. Its strategy counts if it has `packing=True`.
+        """
+        if isinstance(args, cls):
+            return args
+        given = args.to_dict() | {"hub_token": args.hub_token}  # to_dict hides the token
+        names = {f.name for f in fields(cls) if f.init}
+        kept = {name: value for name, value in given.items() if name in names}
+        packing = kept.pop("packing", False)
+        strategy = kept.pop("packing_strategy", None)
+        return cls(**kept, packing_strategy=strategy if packing else None)

@@ -1,0 +1,152 @@
+"""Between `datasets` and the packers: lengths out, spans in, streams packed through a window.
+
+Expects tokenized datasets with an `input_ids` column and, optionally, `labels` and `seq_lengths`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, IterableDataset
+
+from .collator import LOSSES
+from .errors import InvalidDataset
+from .packing import PackingReport, Spans, best_fit_decreasing, plan_overflow
+
+# Documents that a stream packs together, TRL's own window.
+STREAM_WINDOW = 1000
+
+
+class Tokens(NamedTuple):
+    """What packing needs to know of a dataset: tokens of each document `(S,)`, which tokens have a label `(T,)`."""
+
+    lengths: np.ndarray
+    trained: np.ndarray
+
+
+def read_tokens(dataset: Dataset) -> Tokens:
+    """Lengths and label masks of a tokenized dataset, read from Arrow without Python lists."""
+    columns = [name for name in ("input_ids", "labels") if name in dataset.column_names]
+    lengths, trained = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=bool)]
+    for table in dataset.select_columns(columns).with_format("arrow").iter(batch_size=10_000):
+        lengths.append(pc.list_value_length(table["input_ids"]).to_numpy().astype(np.int64))
+        labels = _flat(table[columns[-1]])
+        trained.append(labels != -100)
+    return Tokens(np.concatenate(lengths), np.concatenate(trained))
+
+
+def _flat(column: pa.ChunkedArray) -> np.ndarray:
+    return np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks])
+
+
+def cut_dataset(
+    dataset: Dataset, *, max_length: int | None, overflow: str, name: str
+) -> tuple[Dataset, PackingReport]:
+    """A dataset without documents that are too long or untrained, and the account of what was lost.
+
+    Rows that were packed before (`seq_lengths`) are taken as they are.
+    """
+    tokens = read_tokens(dataset)
+    prepacked = "seq_lengths" in dataset.column_names
+    limit = None if prepacked else max_length
+    spans, report = plan_overflow(tokens.lengths, tokens.trained, max_length=limit, policy=overflow)
+    cut = bool((spans.start > 0).any() or (spans.stop < tokens.lengths[spans.document]).any())
+    if len(spans.document) != len(dataset) or cut:
+        dataset = dataset.select(spans.document)
+    if cut:
+        dataset = dataset.map(
+            _slice,
+            with_indices=True,
+            fn_kwargs={"starts": spans.start, "stops": spans.stop},
+            desc=f"Cutting {name} dataset to max_length ({overflow})",
+        )
+    return dataset, report
+
+
+def _slice(example: dict[str, Any], index: int, starts: np.ndarray, stops: np.ndarray) -> dict[str, Any]:
+    span = slice(starts[index], stops[index])
+    return {column: example[column][span] for column in ("input_ids", "labels") if column in example}
+
+
+def cut_stream(dataset: IterableDataset, *, max_length: int | None, overflow: str, pack: bool) -> IterableDataset:
+    """The same for a stream, window by window; with `pack`, each window comes out as packed rows.
+
+    Every row carries what its window lost in the column `LOSSES`: documents truncated, split, dropped, tokens lost.
+    """
+    columns = list(next(iter(dataset)))
+    options = {"max_length": max_length, "overflow": overflow, "pack": pack}
+    return dataset.map(_cut_window, batched=True, batch_size=STREAM_WINDOW, remove_columns=columns, fn_kwargs=options)
+
+
+def _cut_window(window: dict[str, list[Any]], max_length: int | None, overflow: str, pack: bool) -> dict[str, list]:
+    labels = window.get("labels", window["input_ids"])
+    lengths = np.array([len(ids) for ids in window["input_ids"]], dtype=np.int64)
+    trained = np.concatenate([np.asarray(document, dtype=np.int64) for document in labels]) != -100
+    try:
+        spans, report = plan_overflow(lengths, trained, max_length=max_length, policy=overflow)
+    except InvalidDataset:
+        if overflow == "error" and max_length is not None and (lengths > max_length).any():
+            raise
+        # A window without a trainable document is no error in a stream: the next may have some.
+        return {"input_ids": [], "labels": [], "seq_lengths": [], LOSSES: []}
+    rows = _pack_spans(spans, max_length) if pack else [[i] for i in range(len(spans.document))]
+    losses = [report.truncated, report.split, report.dropped_too_long + report.dropped_untrained, report.tokens_lost]
+    return {
+        "input_ids": [_join(window["input_ids"], spans, row) for row in rows],
+        "labels": [_join(labels, spans, row) for row in rows],
+        "seq_lengths": [[int(spans.stop[i] - spans.start[i]) for i in row] for row in rows],
+        LOSSES: [losses] + [[0] * len(losses)] * (len(rows) - 1),
+    }
+
+
+def _pack_spans(spans: Spans, max_length: int | None) -> list[np.ndarray]:
+    assert max_length is not None, "the config requires max_length for bfd"
+    # A stream is packed the same way whenever it is read again.
+    return best_fit_decreasing(spans.stop - spans.start, max_length, np.random.default_rng(0))
+
+
+def _join(column: list[list[int]], spans: Spans, row: Any) -> list[int]:
+    return [token for i in row for token in column[spans.document[i]][spans.start[i] : spans.stop[i]]]
+
+
+def require_usable(dataset: Dataset | IterableDataset, *, name: str, text_field: str, formatted: bool) -> None:
+    """Refuse a dataset that is empty, or whose first example no TRL format describes, before anything is tokenized.
+
+    Raises:
+        [`InvalidDataset`]: naming the column, its type and what it should be.
+    """
+    example = next(iter(dataset), None)
+    if example is None:
+        raise InvalidDataset(f"the {name} dataset is empty.", do="Check the split, filters and file names.")
+    if formatted:
+        return
+    expected: dict[str, type | tuple[type, ...]] = {
+        "input_ids": (list, tuple, np.ndarray),
+        "labels": (list, tuple, np.ndarray),
+        "messages": list,
+        "conversations": list,
+        "prompt": (str, list),
+        "completion": (str, list),
+        text_field: str,
+    }
+    known = [column for column in expected if column in example]
+    if not known or ("prompt" in example) != ("completion" in example):
+        raise InvalidDataset(
+            f"the {name} dataset has columns {sorted(example)}, which is no TRL format.",
+            why=[f"wanted: '{text_field}', 'messages', 'prompt' and 'completion', or 'input_ids'"],
+            do="Rename the columns, set dataset_text_field, or pass formatting_func.",
+        )
+    for column in known:
+        if not isinstance(example[column], expected[column]):
+            raise InvalidDataset(
+                f"column '{column}' of the {name} dataset holds {type(example[column]).__name__}, "
+                f"expected {_names(expected[column])}.",
+                do="Convert the column before training.",
+            )
+
+
+def _names(types: type | tuple[type, ...]) -> str:
+    return " or ".join(t.__name__ for t in (types if isinstance(types, tuple) else (types,)))

@@ -1,0 +1,15 @@
+"""Lengths to plans: pure functions on numpy arrays. Knows no model, no transformers and no trl."""
+
+from .best_fit import best_fit_decreasing
+from .overflow import OVERFLOW_POLICIES, PackingReport, Spans, plan_overflow, require_policy
+from .sampler import PackedBatchSampler
+
+__all__ = [
+    "OVERFLOW_POLICIES",
+    "PackedBatchSampler",
+    "PackingReport",
+    "Spans",
+    "best_fit_decreasing",
+    "plan_overflow",
+    "require_policy",
+]

@@ -1,0 +1,132 @@
+"""What happens to documents longer than `max_length`, and the count of everything that is lost.
+
+Works on document spans, `(document, start, stop)` in tokens: a kept document is one span, a truncated one a shorter
+span, a split one several. Spans without a trained token are dropped; the first token of a span is never trained,
+because nothing precedes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import InvalidConfig, InvalidDataset
+
+OVERFLOW_POLICIES = ("truncate", "split", "drop", "error")
+
+
+class Spans(NamedTuple):
+    """Parts of documents to train on: three int64 arrays of one length."""
+
+    document: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+
+
+@dataclass(frozen=True)
+class PackingReport:
+    """Documents and tokens in and out of a dataset, and where the difference went."""
+
+    documents: int
+    tokens: int
+    too_long: int
+    truncated: int
+    split: int
+    dropped_too_long: int
+    dropped_untrained: int
+    tokens_lost: int
+    packed_documents: int
+    packed_tokens: int
+    trained_tokens: int
+
+    def to_dict(self) -> dict[str, int]:
+        """For JSON."""
+        return asdict(self)
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Label and value of each count that a reader needs, zeros left out."""
+        always = ("documents", "tokens", "packed_documents", "packed_tokens", "trained_tokens")
+        shown = [f.name for f in fields(self) if f.name in always or getattr(self, f.name)]
+        return [(name.replace("_", " "), f"{getattr(self, name):,}") for name in shown]
+
+
+def plan_overflow(
+    lengths: np.ndarray, trained: np.ndarray, *, max_length: int | None, policy: str
+) -> tuple[Spans, PackingReport]:
+    """Cut documents to `max_length` tokens by `policy` and drop what cannot be trained.
+
+    Args:
+        lengths (`np.ndarray`):
+            Tokens of each document, int64, shape `(S,)`.
+        trained (`np.ndarray`):
+            Whether each token has a label, bool, shape `(T,)`, documents one after the other.
+        max_length (`int` or `None`):
+            Longest span in tokens, `None` for no limit.
+        policy (`str`):
+            One of `OVERFLOW_POLICIES`.
+
+    Raises:
+        [`InvalidDataset`]: with policy `"error"`, naming the first document that is too long; or if nothing is left.
+    """
+    require_policy(policy)
+    limit = max_length if max_length is not None else int(lengths.max(initial=1))
+    too_long = lengths > limit
+    if policy == "error" and too_long.any():
+        first = int(np.flatnonzero(too_long)[0])
+        raise InvalidDataset(
+            f"document {first} has {lengths[first]} tokens, max_length is {limit} (overflow='error').",
+            why=[f"{int(too_long.sum())} of {len(lengths)} documents are too long"],
+            do="Raise max_length, or choose overflow='truncate', 'split' or 'drop'.",
+        )
+    spans = _cut(lengths, limit, policy)
+    counts = _trained_in(spans, lengths, trained)
+    kept = Spans(*(part[counts > 0] for part in spans))
+    if not len(kept.document):
+        raise InvalidDataset(
+            f"no document has a token to train on: {len(lengths)} documents, max_length={max_length}, "
+            f"overflow='{policy}'.",
+            why=["labels are all -100 within max_length, or documents are shorter than two tokens"],
+            do="Raise max_length, or check completion_only_loss, assistant_only_loss and the dataset's labels.",
+        )
+    packed_tokens = int((kept.stop - kept.start).sum())
+    report = PackingReport(
+        documents=len(lengths),
+        tokens=int(lengths.sum()),
+        too_long=int(too_long.sum()),
+        truncated=int(too_long.sum()) if policy == "truncate" else 0,
+        split=int(too_long.sum()) if policy == "split" else 0,
+        dropped_too_long=int(too_long.sum()) if policy == "drop" else 0,
+        dropped_untrained=int((counts == 0).sum()),
+        tokens_lost=int(lengths.sum()) - packed_tokens,
+        packed_documents=len(kept.document),
+        packed_tokens=packed_tokens,
+        trained_tokens=int(counts.sum()),
+    )
+    return kept, report
+
+
+def require_policy(policy: str) -> None:
+    """Refuse a policy that does not exist."""
+    if policy not in OVERFLOW_POLICIES:
+        raise InvalidConfig(f"overflow='{policy}' does not exist.", do=f"Choose one of {list(OVERFLOW_POLICIES)}.")
+
+
+def _cut(lengths: np.ndarray, limit: int, policy: str) -> Spans:
+    documents = np.arange(len(lengths))
+    if policy == "drop":
+        documents = documents[lengths <= limit]
+    pieces = -(-lengths // limit) if policy == "split" else np.ones_like(lengths)
+    document = np.repeat(documents, np.maximum(pieces[documents], 1))
+    number = np.arange(len(document)) - np.searchsorted(document, document)  # of the piece in its document
+    start = number * limit
+    return Spans(document, start, np.minimum(start + limit, lengths[document]))
+
+
+def _trained_in(spans: Spans, lengths: np.ndarray, trained: np.ndarray) -> np.ndarray:
+    """Trained tokens of each span, its first token not counted."""
+    before = np.concatenate([[0], np.cumsum(trained)])
+    offset = (np.cumsum(lengths) - lengths)[spans.document]
+    stop = offset + spans.stop
+    return before[stop] - before[np.minimum(offset + spans.start + 1, stop)]

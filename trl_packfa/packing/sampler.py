@@ -1,0 +1,78 @@
+"""Batches of document indices, packed over the whole dataset and dealt to the ranks.
+
+A plan follows from lengths, seed, epoch and rank alone: every rank computes its own part of the same plan, and all
+have the same number of batches. A new epoch mixes documents of equal length anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from .best_fit import best_fit_decreasing
+
+
+class PackedBatchSampler:
+    """Yields the documents of one micro-batch at a time, for one rank.
+
+    Args:
+        lengths (`np.ndarray`):
+            Tokens of each document, all between 1 and `capacity`.
+        capacity (`int`):
+            Tokens of a row (TRL's `max_length`).
+        rows_per_batch (`int`):
+            Rows of a micro-batch (`per_device_train_batch_size`).
+        seed (`int`), rank (`int`), world_size (`int`):
+            As the Trainer has them.
+        shuffle (`bool`, *optional*, defaults to `True`):
+            Whether the rows come in random order.
+    """
+
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        *,
+        capacity: int,
+        rows_per_batch: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = True,
+    ) -> None:
+        self.lengths, self.capacity, self.rows_per_batch = np.asarray(lengths), capacity, rows_per_batch
+        self.seed, self.rank, self.world_size, self.shuffle = seed, rank, world_size, shuffle
+        self.epoch = 0
+        # The number of bins depends on the lengths only, not on who is mixed with whom.
+        self.num_rows = len(best_fit_decreasing(self.lengths, capacity, np.random.default_rng(seed)))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Which epoch the next iteration packs."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return -(-self.num_rows // (self.rows_per_batch * self.world_size))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rng = np.random.default_rng([self.seed, self.epoch])
+        rows = best_fit_decreasing(self.lengths, self.capacity, rng)
+        if self.shuffle:
+            rows = [rows[i] for i in rng.permutation(len(rows))]
+        per_round = self.rows_per_batch * self.world_size
+        for start in range(0, len(rows), per_round):
+            yield self._share(rows[start : start + per_round])
+
+    def _share(self, rows: list[np.ndarray]) -> list[int]:
+        """This rank's documents of one round: whole rows while they last, else the documents dealt out."""
+        if len(rows) < self.world_size:
+            documents = np.concatenate(rows)
+            if len(documents) < self.world_size:  # every rank must take part in the step: repeat, as accelerate does
+                documents = np.resize(documents, self.world_size)
+            return documents[self.rank :: self.world_size].tolist()
+        first, last = (len(rows) * (self.rank + i) // self.world_size for i in (0, 1))
+        return np.concatenate(rows[first:last]).tolist()
+
+    @property
+    def fill(self) -> float:
+        """True tokens over row capacity, of the whole plan."""
+        return float(self.lengths.sum()) / (self.num_rows * self.capacity)

@@ -1,0 +1,99 @@
+"""What `PackedSFTTrainer` refuses before any data is touched, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from peft import PeftConfig, PeftModel
+from transformers import PreTrainedModel
+
+from .boundaries import layout_of
+from .config import PackedSFTConfig
+from .errors import InvalidConfig, PackingError, UnsupportedModel
+from .registry import get_patch, get_patch_for_type
+
+
+def refuse_arguments(
+    args: PackedSFTConfig, *, compute_metrics: Callable[..., Any] | None, peft_config: PeftConfig | None
+) -> None:
+    """Arguments of the trainer that contradict packing.
+
+    Raises:
+        [`InvalidConfig`]: naming them.
+    """
+    targets = getattr(peft_config, "target_modules", None) or ()
+    if "lm_head" in ([targets] if isinstance(targets, str) else targets):
+        raise InvalidConfig(
+            "peft_config targets 'lm_head'.",
+            why=["TRL multiplies hidden states with lm_head.weight directly: its adapter would never be trained"],
+            do="Remove 'lm_head' from target_modules; to train it in full, name it in modules_to_save.",
+        )
+    if not args.packing:
+        return
+    if compute_metrics is not None and args.eval_packing:
+        raise InvalidConfig(
+            "compute_metrics with eval_packing=True: metrics are computed example by example.",
+            why=["a packed batch has one row of logits for many examples"],
+            do="Leave eval_packing unset; evaluation is then padded, training stays packed.",
+        )
+    if args.accelerator_config.dispatch_batches:
+        raise InvalidConfig(
+            "accelerator_config.dispatch_batches=True cannot carry document boundaries.",
+            why=["accelerate would concatenate and cut the packed batches of several ranks"],
+            do="Leave dispatch_batches unset.",
+        )
+    if getattr(peft_config, "is_prompt_learning", False):
+        _refuse_prompt_learning(peft_config)
+
+
+def refuse_model(model: str | PreTrainedModel | PeftModel, args: PackedSFTConfig) -> None:
+    """A model, or a model type, that has no patch or cannot take the arguments.
+
+    Raises:
+        [`UnsupportedModel`]: with the nearest names.
+        [`InvalidConfig`]: if quantization is asked of a model that is loaded already.
+    """
+    if isinstance(model, str):
+        get_patch_for_type(model)
+        return
+    get_patch(model)
+    quantized = getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
+    if (args.load_in_4bit or args.load_in_8bit) and not quantized:
+        raise InvalidConfig(
+            "load_in_4bit or load_in_8bit is set, but the model is loaded already, unquantized.",
+            do="Pass the model by name, or load it with a BitsAndBytesConfig and drop the argument.",
+        )
+    if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
+        _refuse_prompt_learning(model.active_peft_config)
+
+
+def refuse_collator(collator: Callable[[list[Any]], dict[str, Any]] | None) -> None:
+    """A data collator whose batches do not say where documents begin: tried on two small documents.
+
+    Raises:
+        [`InvalidConfig`]: if it fails on them or loses the boundary.
+    """
+    if collator is None:
+        return
+    why = "it returns no position_ids that restart and no cu_seq_lens_q"
+    try:
+        batch = collator([{"input_ids": ids, "labels": list(ids)} for ids in ([1, 2, 3], [4, 5])])
+        layout = layout_of(batch)
+        if layout is not None and layout.lengths[:2] == (3, 2):
+            return
+    except (PackingError, KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        why = f"it failed on two tokenized documents: {error!r}"
+    raise InvalidConfig(
+        f"data_collator {type(collator).__name__} does not carry document boundaries.",
+        why=[why],
+        do="Leave data_collator unset, use trl_packfa.DataCollatorForPacking, or train padded with packing=False.",
+    )
+
+
+def _refuse_prompt_learning(peft_config: Any) -> None:
+    raise UnsupportedModel(
+        f"{type(peft_config).__name__} cannot be packed.",
+        why=["virtual tokens are put before the row, not before each document"],
+        do="Use LoRA or another adapter that changes weights, or packing=False.",
+    )

@@ -1,0 +1,319 @@
+"""`PackedSFTTrainer`: TRL's `SFTTrainer` with packing, patching, proof and LoRA on together.
+
+What it adds happens in four places: arguments are settled and refused before any data is touched, datasets are cut
+with every loss counted, the model is patched once TRL has built it, and the proof runs before the first step.
+Tokenizing, losses, metrics, checkpoints and distribution stay TRL's.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from peft import PeftConfig, PeftModel
+from torch.utils.data import DataLoader, Sampler
+from transformers import (
+    AutoConfig,
+    BitsAndBytesConfig,
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_pt_utils import BatchRebalanceSampler
+from trl import SFTTrainer, get_peft_config, get_quantization_config
+
+from .check import ExactnessReport, check
+from .collator import LOSSES, DataCollatorForPacking
+from .config import PackedSFTConfig
+from .datasets import cut_dataset, cut_stream, read_tokens, require_usable
+from .packing import PackedBatchSampler, PackingReport
+from .refusals import refuse_arguments, refuse_collator, refuse_model
+from .registry import describe, patch
+from .versions import require_versions
+
+logger = logging.getLogger(__name__)
+
+AnyDataset = Dataset | IterableDataset
+EvalDataset = AnyDataset | DatasetDict | IterableDatasetDict | dict[str, AnyDataset]
+
+
+class _RankAwareSampler(PackedBatchSampler, BatchRebalanceSampler):
+    """The Trainer hands a `BatchRebalanceSampler` to the DataLoader as a batch sampler that knows its rank."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        PackedBatchSampler.__init__(self, *args, **kwargs)
+
+
+class _EpochCallback(TrainerCallback):
+    """Tells the sampler its epoch: accelerate does not forward `set_epoch` to a wrapped batch sampler."""
+
+    def __init__(self, trainer: PackedSFTTrainer) -> None:
+        self.trainer = trainer
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The Trainer's own count, which a resumed run restores."""
+        if self.trainer.packing_sampler is not None:
+            self.trainer.packing_sampler.set_epoch(int(state.epoch or 0))
+
+
+class PackedSFTTrainer(SFTTrainer):
+    """Swap it for `SFTTrainer`: the same arguments, packed.
+
+    ```python
+    from datasets import load_dataset
+    from trl_packfa import PackedSFTConfig, PackedSFTTrainer
+
+    trainer = PackedSFTTrainer(
+        "meta-llama/Llama-3.2-1B",
+        args=PackedSFTConfig("out", load_in_4bit=True),
+        train_dataset=load_dataset("trl-lib/Capybara", split="train"),
+    )
+    trainer.train()
+    ```
+
+    All arguments are TRL's. A plain `SFTConfig` or `TrainingArguments` is taken as a [`PackedSFTConfig`]. A model
+    given by name is loaded with the config's `dtype`, `attn_implementation` and quantization; an adapter is added
+    unless the model has one, `peft_config` says which, or `use_peft=False`.
+
+    Attributes:
+        packing_reports (`dict[str, PackingReport]`): by dataset name, what went in, what came out and what was lost.
+        exactness (`ExactnessReport` or `None`): the proof, once [`~PackedSFTTrainer.train`] has run it.
+
+    Raises:
+        [`PackingError`]: at construction, if arguments, model or data cannot be packed exactly; the message says why.
+    """
+
+    _tag_names = ["trl", "sft", "trl-packfa"]
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | PeftModel,
+        args: PackedSFTConfig | TrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
+        train_dataset: AnyDataset | None = None,
+        eval_dataset: EvalDataset | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        compute_loss_func: Callable | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: PeftConfig | None = None,
+        formatting_func: Callable[[dict], str] | None = None,
+    ) -> None:
+        require_versions()
+        args = PackedSFTConfig.from_args(args if args is not None else PackedSFTConfig(_output_dir(model)))
+        refuse_arguments(args, compute_metrics=compute_metrics, peft_config=peft_config)
+        for name, dataset in _named(train_dataset, eval_dataset):
+            require_usable(
+                dataset, name=name, text_field=args.dataset_text_field, formatted=formatting_func is not None
+            )
+        if args.packing:
+            refuse_model(model if not isinstance(model, str) else _model_type(model, args), args)
+            refuse_collator(data_collator)
+        if isinstance(model, str):
+            args.model_init_kwargs = _init_kwargs(args)
+            quantization_config = quantization_config or _quantization_config(args)
+        if peft_config is None and not isinstance(model, PeftModel):
+            peft_config = get_peft_config(args)
+        self.packing_reports: dict[str, PackingReport] = {}
+        self.packing_sampler: PackedBatchSampler | None = None
+        self.exactness: ExactnessReport | None = None
+        # Logits for metrics come example by example, so evaluation is padded then (and refused if asked packed).
+        self._packs_eval = args.packing and args.eval_packing is not False and compute_metrics is None
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=None if args.packing else data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            formatting_func=formatting_func,
+        )
+        if args.packing:
+            self._pack(data_collator)
+
+    def _pack(self, data_collator: Callable[[list[Any]], dict[str, Any]] | None) -> None:
+        """Patch the model that TRL built and collate documents into rows."""
+        patch(self.model, backend=self.args.attention_backend)
+        self._padding_collator = self._padded_collator()
+        self.data_collator = data_collator or DataCollatorForPacking(
+            pad_token_id=self._tokenizer.pad_token_id, pad_to_multiple_of=self.args.pad_to_multiple_of
+        )
+        self.add_callback(_EpochCallback(self))
+        logger.info("trl-packfa: patched\n%s", describe(self.model))
+
+    def _padded_collator(self) -> Any:
+        """TRL's collator for padded batches, which evaluation with metrics uses."""
+        collator = copy.copy(self.data_collator)
+        collator.padding_free = False
+        return collator
+
+    # Data -----------------------------------------------------------------------------------------------------------
+
+    def _prepare_dataset(
+        self,
+        dataset: AnyDataset,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+        args: PackedSFTConfig,
+        packing: bool,
+        formatting_func: Callable[[dict], str] | None,
+        dataset_name: str,
+    ) -> AnyDataset:
+        """Tokenized and labelled by TRL, cut by us, so that no token is lost without being counted."""
+        if not args.packing:
+            return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        uncut = copy.copy(args)
+        uncut.max_length = None
+        dataset = super()._prepare_dataset(dataset, processing_class, uncut, False, formatting_func, dataset_name)
+        limits = {"max_length": args.max_length, "overflow": args.overflow}
+        if isinstance(dataset, IterableDataset):
+            return cut_stream(dataset, pack=args.packs_rows and dataset_name == "train", **limits)
+        dataset, report = cut_dataset(dataset, name=dataset_name, **limits)
+        self.packing_reports[dataset_name] = report
+        counts = ", ".join(f"{label} {value}" for label, value in report.lines())
+        logger.log(logging.WARNING if report.tokens_lost else logging.INFO, "trl-packfa: %s: %s", dataset_name, counts)
+        return dataset
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        if LOSSES not in self._signature_columns:
+            self._signature_columns = [*self._signature_columns, LOSSES]
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
+        if not self.args.packs_rows:
+            return super()._get_train_sampler(train_dataset)
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        self.packing_sampler = _RankAwareSampler(
+            read_tokens(dataset).lengths,
+            capacity=self.args.max_length,
+            rows_per_batch=self.args.per_device_train_batch_size,
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            rank=self.args.process_index,
+            world_size=self.args.world_size,
+            shuffle=self.args.train_sampling_strategy != "sequential",
+        )
+        return self.packing_sampler  # type: ignore[return-value]
+
+    def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
+        """Evaluation batches hold the examples they would hold padded, packed unless metrics need the logits."""
+        if not self.args.packing or self._packs_eval:
+            return super().get_eval_dataloader(eval_dataset)
+        packing_collator, self.data_collator = self.data_collator, self._padding_collator
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self.data_collator = packing_collator
+
+    # Proof and measurement ------------------------------------------------------------------------------------------
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's `train`, after the exactness check.
+
+        Raises:
+            [`ContaminationError`]: if packing is not exact on this model.
+        """
+        if self.args.packing and self.args.check_packing:
+            self.prove()
+        return super().train(*args, **kwargs)
+
+    def prove(self) -> ExactnessReport:
+        """Run the exactness check on the model as it will train, and keep the report.
+
+        Raises:
+            [`ContaminationError`]: if packing is not exact on this model.
+        """
+        started = time.perf_counter()
+        with self.compute_loss_context_manager():
+            self.exactness = check(self.model, seed=self.args.seed)
+        self.exactness.require_exact()
+        logger.info("trl-packfa: %s in %.1f s", self.exactness, time.perf_counter() - started)
+        return self.exactness
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """TRL's loss; counts what the batch holds on the way."""
+        losses = inputs.pop(LOSSES, None)
+        layout = inputs.get("packed_layout")
+        if layout is not None:
+            metrics = self._metrics["train" if self.model.training else "eval"]
+            metrics["documents"].append(layout.num_documents)
+            metrics["longest_document"].append(layout.max_seqlen)
+            if self.args.packs_rows and self.model.training:
+                capacity = self.args.max_length * self.args.per_device_train_batch_size
+                metrics["fill"].append(layout.num_tokens / capacity)
+        if losses is not None:
+            for name, count in zip(("truncated", "split", "dropped", "tokens_lost"), losses, strict=True):
+                self._metrics["train"][name].append(count)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+            self.save_reports(folder)
+
+    def save_reports(self, folder: str | Path) -> None:
+        """Write `packing_report.json` and, once proven, `exactness_report.json` into a folder."""
+        reports = {name: report.to_dict() for name, report in self.packing_reports.items()}
+        documents: dict[str, Any] = {"packing_report.json": reports}
+        if self.exactness is not None:
+            documents["exactness_report.json"] = self.exactness.to_dict()
+        for name, content in documents.items():
+            (Path(folder) / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _output_dir(model: str | PreTrainedModel | PeftModel) -> str:
+    name = model if isinstance(model, str) else model.config._name_or_path
+    return f"{name.rstrip('/').split('/')[-1] or 'model'}-SFT"
+
+
+def _named(train: AnyDataset | None, evaluation: EvalDataset | None) -> list[tuple[str, AnyDataset]]:
+    evaluations = evaluation if isinstance(evaluation, dict) else {"eval": evaluation}
+    return [(name, d) for name, d in {"train": train, **evaluations}.items() if d is not None]
+
+
+def _model_type(name: str, args: PackedSFTConfig) -> str:
+    revision = (args.model_init_kwargs or {}).get("revision", args.model_revision)
+    return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code).model_type
+
+
+def _init_kwargs(args: PackedSFTConfig) -> dict[str, Any]:
+    """`from_pretrained` arguments as TRL's own script makes them of a `ModelConfig`; the user's win."""
+    kwargs = {"revision": args.model_revision, "dtype": args.dtype, "attn_implementation": args.attn_implementation}
+    return {**kwargs, **(args.model_init_kwargs or {})}
+
+
+def _quantization_config(args: PackedSFTConfig) -> BitsAndBytesConfig | None:
+    if "quantization_config" in (args.model_init_kwargs or {}):
+        return None
+    return get_quantization_config(args)
