@@ -1,0 +1,62 @@
+"""Questions and answers out of the docstrings of the running Python's standard library.
+
+Real text that every machine has, short and very uneven in length, as instruction data is. Sources are parsed with
+`ast`; nothing is imported or executed.
+"""
+
+from __future__ import annotations
+
+import ast
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from datasets import Dataset, DatasetDict
+
+# Generated, vendored or about testing Python itself: not documentation that anybody asks for.
+_SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "__pycache__", "pydoc_data", "turtledemo"}
+_DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def docstring_dataset(*, test_share: float = 0.05, seed: int = 0, limit: int | None = None) -> DatasetDict:
+    """Prompt-completion pairs, shuffled, with splits `train` and `test`; `limit` keeps the first so many pairs."""
+    pairs = [_pair(*found) for found in _docstrings(Path(sysconfig.get_path("stdlib")))]
+    dataset = Dataset.from_list(pairs).shuffle(seed=seed)
+    if limit is not None:
+        dataset = dataset.select(range(min(limit, len(dataset))))
+    return dataset.train_test_split(test_size=test_share, seed=seed)
+
+
+def _docstrings(root: Path) -> Iterator[tuple[str, str, str, str]]:
+    """(kind, qualified name, module, docstring) of every documented definition below `root`, each text once."""
+    seen: set[str] = set()
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if _SKIPPED.isdisjoint(relative.parts):
+            module = ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
+            for kind, name, text in _in_file(path):
+                if text not in seen:
+                    seen.add(text)
+                    yield kind, name, module, text
+
+
+def _in_file(path: Path) -> Iterator[tuple[str, str, str]]:
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError, ValueError):  # templates and test data that are no Python of this version
+        return
+    yield from _in_node(tree, "")
+
+
+def _in_node(node: ast.AST, prefix: str) -> Iterator[tuple[str, str, str]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, _DOCUMENTED):
+            name = f"{prefix}{child.name}"
+            text = ast.get_docstring(child)
+            if text:
+                yield ("class" if isinstance(child, ast.ClassDef) else "function"), name, text
+            yield from _in_node(child, f"{name}.")
+
+
+def _pair(kind: str, name: str, module: str, text: str) -> dict[str, str]:
+    return {"prompt": f"What does the {kind} {name} of Python's module {module} do?\n", "completion": text}

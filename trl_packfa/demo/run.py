@@ -1,0 +1,223 @@
+"""The demo's story: a base model, its 4-bit QLoRA fine-tune, the proof, the adapter, the padded comparison."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import DatasetDict
+from datasets.utils.logging import disable_progress_bar
+from peft import AutoPeftModelForCausalLM
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback
+from transformers.utils import logging as transformers_logging
+from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
+
+from ..config import PackedSFTConfig
+from ..loading import load_dataset_dict
+from ..progress import RichProgressCallback
+from ..trainer import PackedSFTTrainer
+from .base_model import build_model, train_tokenizer
+from .corpus import docstring_dataset
+
+# Padded and packed runs are compared on the same few steps; the first is not timed.
+_COMPARED_STEPS = 6
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What the command line can change.
+
+    Args:
+        model (`str`, *optional*): name or path of a base model instead of the built-in one.
+        dataset (`str`, *optional*): file or name of a dataset instead of the docstrings.
+        output_dir (`Path`): where base, adapter and reports go.
+        base_steps (`int`), steps (`int`): optimizer steps of the base model and of the QLoRA fine-tune.
+        batch_size (`int`): examples per micro-batch.
+        max_length (`int`): longest document in tokens.
+    """
+
+    model: str | None = None
+    dataset: str | None = None
+    output_dir: Path = Path("demo-output")
+    base_steps: int = 80
+    steps: int = 60
+    batch_size: int = 16
+    max_length: int = 1024
+
+
+def run_demo(options: DemoOptions, console: Console | None = None) -> dict[str, float]:
+    """Run it and return the figures that it printed: held-out losses, true tokens per second packed and padded."""
+    console = console or Console()
+    _hush()
+    dataset = _dataset(options, console)
+    base, tokenizer = _base(options, dataset, console)
+    trainer = _qlora_trainer(base, tokenizer, dataset, options)
+    _show_packing(trainer, console)
+    # Tokenized once: the trainers after this one take the datasets as the first has prepared them.
+    prepared = DatasetDict(train=trainer.train_dataset, test=trainer.eval_dataset)
+    console.print(f"exactness check of the 4-bit model with its adapter: {trainer.prove()}", highlight=False)
+    RichProgressCallback.attach(trainer, "QLoRA, packed", console)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    after = trainer.evaluate()["eval_loss"]
+    console.print(f"held-out loss: {before:.3f} before, {after:.3f} after {options.steps} steps")
+    loaded = _save_and_load_back(trainer, tokenizer, prepared, options, console)
+    packed, padded = _compare(base, tokenizer, prepared, options)
+    console.print(
+        f"the same {_COMPARED_STEPS - 1} steps: padded (TRL's SFTTrainer) {padded:,.0f} true tokens/s, "
+        f"packed {packed:,.0f} true tokens/s: {packed / padded:.2f}x"
+    )
+    losses = {"loss_before": before, "loss_after": after, "loss_loaded": loaded}
+    return {**losses, "packed_tokens_per_second": packed, "padded_tokens_per_second": padded}
+
+
+def _hush() -> None:
+    """The demo tells its own story; upstream progress bars and deprecations are not the reader's business."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    disable_progress_bar()
+    logging.getLogger("trl_packfa").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch")
+
+
+def _dataset(options: DemoOptions, console: Console) -> DatasetDict:
+    if options.dataset is None:
+        console.print("reading the docstrings of this Python's standard library ...")
+        dataset = docstring_dataset()
+    else:
+        dataset = load_dataset_dict(options.dataset)
+        if "test" not in dataset:
+            dataset = dataset["train"].train_test_split(test_size=0.05, seed=0)
+    console.print(f"{len(dataset['train']):,} documents to train on, {len(dataset['test']):,} held out")
+    return DatasetDict(train=dataset["train"], test=dataset["test"])
+
+
+def _arguments(options: DemoOptions, **others: Any) -> dict[str, Any]:
+    """Arguments of every run of the demo, packed or padded."""
+    return {
+        "output_dir": str(options.output_dir),
+        "per_device_train_batch_size": options.batch_size,
+        "per_device_eval_batch_size": options.batch_size,
+        "max_length": options.max_length,
+        "bf16": torch.cuda.is_available(),
+        "gradient_checkpointing": False,
+        "learning_rate": 5e-3,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": 5,
+        "logging_steps": 5,
+        "save_strategy": "no",
+        "report_to": "none",
+        **others,
+    }
+
+
+def _base(options: DemoOptions, dataset: DatasetDict, console: Console) -> tuple[str, PreTrainedTokenizerBase]:
+    """Name or path of the base model, and its tokenizer; the built-in one is trained for a minute, packed too."""
+    if options.model is not None:
+        return options.model, AutoTokenizer.from_pretrained(options.model)
+    tokenizer = train_tokenizer(dataset["train"])
+    model = build_model(tokenizer)
+    console.print(
+        f"a Llama of {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M random weights, a tokenizer of "
+        f"{len(tokenizer):,} tokens; LoRA on noise learns little, so the base is trained first"
+    )
+    shape = {"per_device_train_batch_size": 1, "max_steps": options.base_steps, "learning_rate": 1e-3}
+    args = PackedSFTConfig(**_arguments(options, **shape), use_peft=False, packing_strategy="bfd")
+    trainer = PackedSFTTrainer(model, args, train_dataset=dataset["train"], processing_class=tokenizer)
+    RichProgressCallback.attach(trainer, "base, packed", console)
+    trainer.train()
+    path = str(options.output_dir / "base")
+    trainer.save_model(path)
+    return path, tokenizer
+
+
+def _qlora_trainer(
+    base: str, tokenizer: PreTrainedTokenizerBase, dataset: DatasetDict, options: DemoOptions
+) -> PackedSFTTrainer:
+    # The check runs on its own line, not inside train().
+    args = PackedSFTConfig(**_arguments(options, max_steps=options.steps), load_in_4bit=True, check_packing=False)
+    return PackedSFTTrainer(
+        base, args, train_dataset=dataset["train"], eval_dataset=dataset["test"], processing_class=tokenizer
+    )
+
+
+def _show_packing(trainer: PackedSFTTrainer, console: Console) -> None:
+    reports = {name: dict(report.lines()) for name, report in trainer.packing_reports.items()}
+    table = Table("", *reports, title="what packing does to the data")
+    for label in dict.fromkeys(label for report in reports.values() for label in report):
+        table.add_row(label, *(report.get(label, "0") for report in reports.values()))
+    console.print(table)
+
+
+def _save_and_load_back(
+    trainer: PackedSFTTrainer,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: DatasetDict,
+    options: DemoOptions,
+    console: Console,
+) -> float:
+    """Save adapter and reports, load them onto a fresh 4-bit base, and return that model's held-out loss."""
+    path = options.output_dir / "adapter"
+    trainer.save_model(str(path))
+    trainer.save_reports(path)
+    loaded = AutoPeftModelForCausalLM.from_pretrained(
+        path, quantization_config=get_quantization_config(trainer.args), dtype=trainer.args.dtype, is_trainable=True
+    )
+    fresh = PackedSFTTrainer(
+        loaded,
+        PackedSFTConfig(**_arguments(options)),
+        train_dataset=dataset["train"],
+        eval_dataset=dataset["test"],
+        processing_class=tokenizer,
+    )
+    RichProgressCallback.attach(fresh, "", console)
+    loss = fresh.evaluate()["eval_loss"]
+    console.print(f"adapter, proof and packing report saved in {path}; loaded back: held-out loss {loss:.3f}")
+    return loss
+
+
+def _compare(
+    base: str, tokenizer: PreTrainedTokenizerBase, dataset: DatasetDict, options: DemoOptions
+) -> tuple[float, float]:
+    """True tokens per second of the same few steps: packed, and by TRL's own padded trainer."""
+    common = _arguments(options, max_steps=_COMPARED_STEPS, logging_steps=1)
+    args = PackedSFTConfig(**common, load_in_4bit=True, check_packing=False)
+    data = {"train_dataset": dataset["train"], "processing_class": tokenizer}
+    packed = PackedSFTTrainer(base, args, **data)
+    padded = SFTTrainer(
+        base,
+        SFTConfig(**common, model_init_kwargs={"dtype": args.dtype}),
+        quantization_config=get_quantization_config(args),
+        peft_config=get_peft_config(args),
+        **data,
+    )
+    return _tokens_per_second(packed), _tokens_per_second(padded)
+
+
+class _Stopwatch(TrainerCallback):
+    """The time and the true tokens seen at every step."""
+
+    def __init__(self) -> None:
+        self.marks: list[tuple[float, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        """One mark per optimizer step."""
+        if logs and "loss" in logs:
+            self.marks.append((time.perf_counter(), logs["num_tokens"]))
+
+
+def _tokens_per_second(trainer: SFTTrainer) -> float:
+    RichProgressCallback.attach(trainer, "", Console(quiet=True))
+    stopwatch = _Stopwatch()
+    trainer.add_callback(stopwatch)
+    trainer.train()
+    (start, tokens_before), (stop, tokens_after) = stopwatch.marks[0], stopwatch.marks[-1]
+    return (tokens_after - tokens_before) / (stop - start)

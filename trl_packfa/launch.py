@@ -1,0 +1,60 @@
+"""`trl-packfa train`: TRL's parser, our config, one trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trl import DatasetMixtureConfig, ScriptArguments, TrlParser, get_dataset
+
+from .config import PackedSFTConfig
+from .errors import InvalidConfig, InvalidDataset
+from .loading import load_dataset_dict
+from .progress import RichProgressCallback
+from .trainer import PackedSFTTrainer
+
+
+def train(argv: list[str]) -> int:
+    """Parse flags and `--config FILE.yaml`, train, save model and reports into `output_dir`."""
+    parser = TrlParser((ScriptArguments, PackedSFTConfig, DatasetMixtureConfig), prog="trl-packfa train")
+    script_args, args, mixture = parser.parse_args_and_config(args=argv, fail_with_unknown_args=True)
+    if args.model_name_or_path is None:
+        raise InvalidConfig("no model.", do="Pass --model_name_or_path, on the command line or in the YAML file.")
+    trainer = build_trainer(script_args, args, mixture)
+    if trainer.is_world_process_zero() and not args.disable_tqdm:
+        RichProgressCallback.attach(trainer, "training")
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model(args.output_dir)
+    if trainer.is_world_process_zero():
+        trainer.save_reports(Path(args.output_dir))
+    if args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+    return 0
+
+
+def build_trainer(
+    script_args: ScriptArguments, args: PackedSFTConfig, mixture: DatasetMixtureConfig
+) -> PackedSFTTrainer:
+    """The trainer that the arguments describe."""
+    if mixture.datasets:
+        dataset = get_dataset(mixture)
+    elif script_args.dataset_name:
+        dataset = load_dataset_dict(
+            script_args.dataset_name, config=script_args.dataset_config, streaming=script_args.dataset_streaming
+        )
+    else:
+        raise InvalidConfig("no dataset.", do="Pass --dataset_name, or 'datasets' in the YAML file.")
+    splits = [script_args.dataset_train_split]
+    if args.eval_strategy != "no":
+        splits.append(script_args.dataset_test_split)
+    missing = [split for split in splits if split not in dataset]
+    if missing:
+        raise InvalidDataset(
+            f"the dataset has no split {missing}, only {sorted(dataset)}.",
+            do="Set dataset_train_split / dataset_test_split, or eval_strategy='no'.",
+        )
+    return PackedSFTTrainer(
+        args.model_name_or_path,
+        args=args,
+        train_dataset=dataset[splits[0]],
+        eval_dataset=dataset[splits[1]] if len(splits) > 1 else None,
+    )
