@@ -63,12 +63,14 @@ class PackedBatchSampler:
             yield self._share(rows[start : start + per_round])
 
     def _share(self, rows: list[np.ndarray]) -> list[int]:
-        """This rank's documents of one round: whole rows while they last, else the documents dealt out."""
-        if len(rows) < self.world_size:
-            documents = np.concatenate(rows)
-            if len(documents) < self.world_size:  # every rank must take part in the step: repeat, as accelerate does
-                documents = np.resize(documents, self.world_size)
-            return documents[self.rank :: self.world_size].tolist()
+        """This rank's documents of one round; in a last round with fewer rows than ranks, rows are cut in halves."""
+        rows = list(rows)
+        while len(rows) < self.world_size:
+            largest = max(range(len(rows)), key=lambda i: len(rows[i]))
+            documents = rows.pop(largest)
+            half = len(documents) // 2
+            # Every rank must take part in the step: a single document is repeated, as accelerate does.
+            rows += [documents[:half], documents[half:]] if half else [documents, documents]
         first, last = (len(rows) * (self.rank + i) // self.world_size for i in (0, 1))
         return np.concatenate(rows[first:last]).tolist()
 

@@ -1,0 +1,48 @@
+"""What correct means, written without importing trl_packfa: float64, one document at a time.
+
+Shape letters: T packed tokens, N heads, K key/value heads, H head dim.
+"""
+
+import copy
+
+import torch
+
+
+def attention(query, key, value, lengths, *, scaling, sliding_window=None, softcap=None, sinks=None):
+    """Causal attention inside each document, float64, by loops over queries: `(T, N, H)`."""
+    query, key, value = query.double(), key.double(), value.double()
+    group = query.shape[1] // key.shape[1]
+    outputs, start = [], 0
+    for length in lengths:
+        for q in range(start, start + length):
+            first = start if sliding_window is None else max(start, q - sliding_window + 1)
+            keys = key[first : q + 1].repeat_interleave(group, dim=1)
+            values = value[first : q + 1].repeat_interleave(group, dim=1)
+            scores = torch.einsum("nh,knh->nk", query[q], keys) * scaling
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.double()[:, None]], dim=1)
+            weights = torch.softmax(scores, dim=1)[:, : q + 1 - first]
+            outputs.append(torch.einsum("nk,knh->nh", weights, values))
+        start += length
+    return torch.stack(outputs)
+
+
+def nll(logits, ids):
+    """Summed negative log-likelihood of one document, its first token not predicted."""
+    return torch.nn.functional.cross_entropy(logits[:-1].float(), ids[1:], reduction="sum")
+
+
+def alone(model, documents, *, dtype=torch.float64):
+    """Logits of each document and the gradients of their summed loss, from plain forwards of a copy of the model."""
+    model = copy.deepcopy(model).to(dtype)
+    model.zero_grad()
+    logits = []
+    for ids in documents:
+        logits.append(model(input_ids=ids[None], use_cache=False).logits[0])
+        if len(ids) > 1:
+            loss = torch.nn.functional.cross_entropy(logits[-1][:-1], ids[1:], reduction="sum")
+            loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return [x.detach() for x in logits], grads

@@ -1,0 +1,232 @@
+"""One battery for every backend: a new backend adds a row to `BACKENDS`, not a file."""
+
+import oracle
+import pytest
+import torch
+from tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, assert_float32, assert_low_precision, differs
+
+from trl_packfa import PackedLayout
+from trl_packfa.attention import BACKENDS, AttentionRequest, BackendChoice, get_backend, refusals, resolve
+from trl_packfa.attention.sdpa import group_by_length
+from trl_packfa.errors import NoBackend
+
+NAMES = [backend.name for backend in BACKENDS]
+CASES = {
+    "causal": {},
+    "window": {"sliding_window": 16},
+    "window of one": {"sliding_window": 1},
+    "softcap": {"softcap": 4.0},
+    "softcap and window": {"softcap": 4.0, "sliding_window": 16},
+    "sinks": {"sinks": True},
+    "sinks and window": {"sinks": True, "sliding_window": 16},
+}
+LAYOUTS = {
+    "mixed": ((5, 70, 1, 30, 28), 1),
+    "one document": ((40,), 1),
+    "single tokens": ((1,) * 9, 1),
+    "longer than a chunk": ((300, 7), 1),
+    "rows": ((5, 15, 20, 1, 19), 3),
+}
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def inputs(num_tokens, *, dtype=torch.float32, head_dim=16, seed=0):
+    """Query of 4 heads, key and value of 2, sinks; leaves that require gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((num_tokens, 4, head_dim), (num_tokens, 2, head_dim), (num_tokens, 2, head_dim), (4,))
+    return [torch.randn(s, generator=generator).to(DEVICE, dtype).requires_grad_() for s in shapes]
+
+
+def backend_for(name, dtype, case):
+    request = AttentionRequest(
+        DEVICE, dtype, 16, 4, 2, case.get("sliding_window"), case.get("softcap"), bool(case.get("sinks"))
+    )
+    reasons = get_backend(name).refusals(request)
+    if reasons:
+        pytest.skip(f"{name}: {'; '.join(reasons)}")
+    return get_backend(name)
+
+
+def run(attend, tensors, case, upstream):
+    """Output and the gradients of query, key, value and, if there are any, sinks."""
+    query, key, value, sinks = tensors
+    options = {**case, "sinks": sinks if case.get("sinks") else None}
+    out = attend(query, key, value, scaling=0.3, **options)
+    leaves = [query, key, value] + [sinks] * bool(case.get("sinks"))
+    return out, torch.autograd.grad(out, leaves, upstream.to(out.dtype))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("name", NAMES)
+def test_float32_against_the_oracle(name, case):
+    backend = backend_for(name, torch.float32, case)
+    for lengths, rows in LAYOUTS.values():
+        layout = PackedLayout.from_lengths(lengths, rows=rows, device=DEVICE)
+        tensors = inputs(layout.num_tokens)
+        upstream = torch.randn(layout.num_tokens, 4, 16, device=DEVICE)
+        out, grads = run(lambda *qkv, layout=layout, **o: backend(*qkv, layout, **o), tensors, case, upstream)
+        expected, expected_grads = run(
+            lambda *qkv, lengths=lengths, **o: oracle.attention(*qkv, lengths, **o), tensors, case, upstream
+        )
+        assert_float32(out, expected)
+        for grad, expected_grad in zip(grads, expected_grads, strict=True):
+            assert_float32(grad, expected_grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("name", NAMES)
+def test_low_precision_against_eager_attention(name, case, dtype):
+    backend = backend_for(name, dtype, case)
+    lengths = LAYOUTS["mixed"][0]
+    layout = PackedLayout.from_lengths(lengths, device=DEVICE)
+    tensors, upstream = inputs(layout.num_tokens, dtype=dtype), torch.randn(layout.num_tokens, 4, 16, device=DEVICE)
+    results = [
+        run(attend, tensors, case, upstream)
+        for attend in (
+            lambda *qkv, **o: backend(*qkv, layout, **o),
+            lambda *qkv, **o: get_backend("reference")(*qkv, layout, **o),
+            lambda *qkv, **o: oracle.attention(*qkv, lengths, **o),
+        )
+    ]
+    (out, grads), (eager, eager_grads), (exact, exact_grads) = results
+    assert_low_precision(out, eager, exact, factor=FORWARD_FACTOR)
+    for triple in zip(grads, eager_grads, exact_grads, strict=True):
+        assert_low_precision(*triple, factor=GRADIENT_FACTOR)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_isolation_is_exact_to_the_bit(name, case, dtype):
+    backend = backend_for(name, dtype, case)
+    lengths = LAYOUTS["mixed"][0]
+    layout = PackedLayout.from_lengths(lengths, device=DEVICE)
+    upstream = torch.randn(layout.num_tokens, 4, 16, device=DEVICE)
+    before = inputs(layout.num_tokens, dtype=dtype)
+    changed_document = slice(5, 75)
+    after = [tensor.detach().clone() for tensor in before]
+    for tensor in after[:3]:
+        tensor[changed_document] = torch.randn_like(tensor[changed_document])
+    results = [
+        run(lambda *qkv, **o: backend(*qkv, layout, **o), [t.requires_grad_() for t in tensors], case, upstream)
+        for tensors in (before, after)
+    ]
+    others = torch.ones(layout.num_tokens, dtype=torch.bool)
+    others[changed_document] = False
+    (out, grads), (out_after, grads_after) = results
+    assert torch.equal(out[others], out_after[others])
+    for grad, grad_after in zip(grads[:3], grads_after[:3], strict=True):
+        assert torch.equal(grad[others], grad_after[others])
+    assert not torch.equal(out[~others], out_after[~others]), "the change must be one"
+
+
+def test_negative_control_without_boundaries_is_seen():
+    lengths = LAYOUTS["mixed"][0]
+    tensors = inputs(sum(lengths))
+    whole = PackedLayout.from_lengths([sum(lengths)], device=DEVICE)
+    leaking = get_backend("reference")(*tensors[:3], whole, scaling=0.3)
+    assert differs(leaking, oracle.attention(*tensors[:3], lengths, scaling=0.3))
+
+
+@pytest.mark.parametrize("case", [CASES["causal"], CASES["window"], CASES["softcap"]], ids=["causal", "window", "cap"])
+def test_flex_masks_and_scores_on_a_cpu_without_gradients(case):
+    """torch has flex's forward on a CPU: enough to test our block mask and score function where there is no GPU."""
+    lengths, rows = LAYOUTS["rows"]
+    layout = PackedLayout.from_lengths(lengths, rows=rows)
+    with torch.no_grad():
+        query, key, value = (t.detach().cpu() for t in inputs(layout.num_tokens)[:3])
+        out = get_backend("flex")(query, key, value, layout, scaling=0.3, **case)
+    assert_float32(out, oracle.attention(query, key, value, lengths, scaling=0.3, **case))
+
+
+def test_dropout_drops_and_scales():
+    layout = PackedLayout.from_lengths([64, 32])
+    query, key = torch.zeros(96, 4, 16), torch.zeros(96, 2, 16)
+    value = torch.ones(96, 2, 16)
+    for name in ("sdpa", "reference"):
+        out = get_backend(name)(query, key, value, layout, scaling=1.0, dropout=0.5)
+        assert (out == 0).any(), "first tokens see one key, which is dropped half of the time"
+        assert abs(out.mean().item() - 1) < 0.1
+
+
+def test_groups_cover_every_document_once_and_waste_little():
+    lengths = tuple(torch.randint(1, 500, (300,), generator=torch.Generator().manual_seed(0)).tolist())
+    groups = group_by_length(lengths)
+    assert sorted(i for group in groups for i in group) == list(range(300))
+    padded = sum(len(group) * max(lengths[i] for i in group) for group in groups)
+    assert padded / sum(lengths) < 1.15
+
+
+def test_refusals_name_every_reason():
+    request = AttentionRequest(torch.device("cpu"), torch.float32, 12, 4, 2, dropout=0.1, sinks=True, softcap=3.0)
+    reasons = refusals(request)
+    assert reasons["varlen"] == [
+        "needs a CUDA or ROCm device, the model is on cpu",
+        "needs float16 or bfloat16, got float32",
+        "needs a head_dim that is a multiple of 8 up to 256, got 12",
+        "varlen_attn has no softcap",
+        "varlen_attn has no attention sinks",
+        "varlen_attn has no dropout, the model asks for 0.1",
+    ]
+    assert reasons["sdpa"] == reasons["reference"] == []
+    assert "needs a CUDA device, the model is on cpu" in reasons["flex"]
+    assert "needs a CUDA or ROCm device, the model is on cpu" in reasons["flash"]
+
+
+def test_auto_takes_the_first_without_refusals_and_never_reference():
+    request = AttentionRequest(torch.device("cpu"), torch.float32, 16, 4, 2)
+    assert resolve(request).name == "sdpa"
+
+
+def test_a_named_backend_runs_or_raises_with_request_and_reasons():
+    request = AttentionRequest(torch.device("cpu"), torch.float32, 16, 4, 2)
+    assert resolve(request, "reference").name == "reference"
+    with pytest.raises(
+        NoBackend, match=r"asked for: varlen\): device=cpu dtype=float32 head_dim=16(.|\n)*needs a CUDA"
+    ):
+        resolve(request, "varlen")
+
+
+def test_an_unknown_backend_is_refused_with_the_names():
+    with pytest.raises(NoBackend, match=r"no attention backend 'fa2'(.|\n)*'flash', 'varlen', 'flex', 'sdpa'"):
+        BackendChoice("fa2")
+
+
+def test_flash_index_overflow_is_refused_before_the_kernel_runs():
+    from trl_packfa.attention.kernel_limits import require_indexable
+
+    layout = PackedLayout.from_lengths([1] * 70_000)
+    query = torch.empty(70_000, 32, 8, device="meta", requires_grad=True)
+    with pytest.raises(NoBackend, match=r"70000 tokens in 70000 documents(.|\n)*limit 2\^31"):
+        require_indexable(query, layout, "flash")
+
+
+@pytest.mark.parametrize("backend", ["flash", "varlen"])
+def test_kernel_arguments(backend, monkeypatch):
+    """The kernels themselves need a GPU; that they are called with the right arguments does not."""
+    from trl_packfa.attention import flash, varlen
+
+    calls = {}
+
+    def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+                               softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0):  # fmt: skip
+        calls.update(locals())
+        return q
+
+    def varlen_attn(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, scale=None,
+                    window_size=(-1, -1), enable_gqa=False):  # fmt: skip
+        calls.update(locals(), softmax_scale=scale, causal=window_size[1] == 0)
+        return q
+
+    monkeypatch.setattr(flash, "_capability", lambda device: (8, 0))
+    kernel = flash._Kernel(flash_attn_varlen_func, frozenset(flash_attn_varlen_func.__code__.co_varnames), (8, 0))
+    monkeypatch.setattr(flash, "_kernel", lambda capability: kernel)
+    monkeypatch.setattr(varlen, "_varlen_attn", varlen_attn)
+    layout = PackedLayout.from_lengths([3, 5])
+    query, key, value, _ = inputs(8)
+    for window, expected in ((None, (-1, 0) if backend == "varlen" else (-1, -1)), (4, (3, 0))):
+        get_backend(backend)(query, key, value, layout, scaling=0.3, sliding_window=window)
+        assert calls["window_size"] == expected
+        assert (calls["softmax_scale"], calls["causal"], calls["max_seqlen_q"]) == (0.3, True, 5)
+        assert calls["cu_seqlens_k"] is layout.cu_seqlens

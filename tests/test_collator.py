@@ -1,0 +1,39 @@
+import torch
+
+from trl_packfa import DataCollatorForPacking
+
+
+def test_matches_trls_padding_free_collator():
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    examples = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 4]}]
+    ours = DataCollatorForPacking(pad_token_id=0)(examples)
+    theirs = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(examples)
+    assert set(ours) - set(theirs) == {"packed_layout"}
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value) if isinstance(value, torch.Tensor) else ours[name] == value, name
+
+
+def test_first_label_of_every_document_is_masked():
+    batch = DataCollatorForPacking()([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
+    assert batch["labels"].tolist() == [[-100, 2, 3, -100, 5]]
+
+
+def test_padding_is_one_trailing_document():
+    batch = DataCollatorForPacking(pad_token_id=9, pad_to_multiple_of=8)(
+        [{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]
+    )
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 9, 9, 9, 9]]
+    assert batch["labels"].tolist() == [[-100, 2, 3, -100, -100, -100, -100, -100]]
+    assert batch["packed_layout"].lengths == (3, 1, 4)
+
+
+def test_rows_packed_before_keep_their_boundaries():
+    batch = DataCollatorForPacking()([{"input_ids": [1, 2, 3], "seq_lengths": [2, 1]}, {"input_ids": [4, 5]}])
+    assert batch["packed_layout"].lengths == (2, 1, 2)
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 0, 1]]
+
+
+def test_losses_of_a_stream_are_summed():
+    rows = [{"input_ids": [1, 2], "packing_losses": [1, 0, 2, 30]}, {"input_ids": [3], "packing_losses": [0, 0, 0, 4]}]
+    assert DataCollatorForPacking()(rows)["packing_losses"] == (1, 0, 2, 34)

@@ -1,0 +1,95 @@
+import pytest
+import torch
+
+from trl_packfa import PackedLayout
+from trl_packfa.errors import InvalidLayout
+
+
+def test_docstring_example():
+    layout = PackedLayout.from_lengths([2, 3, 5], rows=2)
+    assert layout.cu_seqlens.tolist() == [0, 2, 5, 10]
+    assert layout.cu_seqlens.dtype == torch.int32
+    assert (layout.lengths, layout.rows, layout.row_length, layout.num_tokens) == ((2, 3, 5), 2, 5, 10)
+    assert (layout.max_seqlen, layout.num_documents) == (5, 3)
+    assert layout.position_ids().tolist() == [[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]]
+    assert layout.document_ids().tolist() == [[0, 0, 1, 1, 1], [2, 2, 2, 2, 2]]
+
+
+@pytest.mark.parametrize(("lengths", "rows"), [([1], 1), ([4, 1, 3], 1), ([2, 2, 4, 1, 3], 3), ([5, 5], 2)])
+def test_constructors_invert_the_views(lengths, rows):
+    layout = PackedLayout.from_lengths(lengths, rows=rows)
+    for again in (
+        PackedLayout.from_position_ids(layout.position_ids()),
+        PackedLayout.from_cu_seqlens(layout.cu_seqlens, rows=rows),
+    ):
+        assert (again.lengths, again.rows) == (layout.lengths, rows)
+        assert torch.equal(again.cu_seqlens, layout.cu_seqlens)
+
+
+def test_flash_kwargs_are_trls():
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    theirs = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(
+        [{"input_ids": [1] * n} for n in (3, 1, 4)]
+    )
+    layout = PackedLayout.from_lengths([3, 1, 4])
+    ours = {**layout.flash_kwargs(), "position_ids": layout.position_ids()}
+    for name, value in ours.items():
+        same = torch.equal(value, theirs[name]) if isinstance(value, torch.Tensor) else value == theirs[name]
+        assert same, name
+        assert type(value) is type(theirs[name])
+
+
+def test_dense_mask_is_block_diagonal_causal_and_windowed():
+    mask = PackedLayout.from_lengths([2, 3]).dense_mask(sliding_window=2)
+    assert mask.int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [0, 0, 1, 0, 0],
+        [0, 0, 1, 1, 0],
+        [0, 0, 0, 1, 1],
+    ]
+
+
+def test_split_is_the_inverse_of_concatenation():
+    documents = [torch.randn(n, 4) for n in (3, 1, 2)]
+    layout = PackedLayout.from_lengths([3, 1, 2], rows=1)
+    for packed in (torch.cat(documents), torch.cat(documents)[None]):
+        assert all(torch.equal(a, b) for a, b in zip(layout.split(packed), documents, strict=True))
+
+
+def test_to_keeps_everything_but_the_device():
+    layout = PackedLayout.from_lengths([3, 1], rows=1)
+    assert layout.to("cpu") is layout
+    moved = layout.to("meta")
+    assert moved.cu_seqlens.device.type == "meta"
+    assert (moved.lengths, moved.rows) == (layout.lengths, layout.rows)
+
+
+def test_positions_that_jump_repeat_or_start_above_zero_start_documents():
+    positions = torch.tensor([[5, 6, 7, 9, 9, 0, 1]], dtype=torch.int32)
+    assert PackedLayout.from_position_ids(positions).lengths == (3, 1, 1, 2)
+
+
+def test_repeated_offsets_pad_cu_seqlens():
+    layout = PackedLayout.from_cu_seqlens(torch.tensor([0, 2, 5, 5, 5], dtype=torch.int32))
+    assert layout.lengths == (2, 3)
+    assert layout.cu_seqlens.tolist() == [0, 2, 5]
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: PackedLayout.from_lengths([]), "must all be positive"),
+        (lambda: PackedLayout.from_lengths([3, 0]), r"must all be positive, got \[3, 0\]"),
+        (lambda: PackedLayout.from_lengths([3, 2], rows=2), "cannot be laid out in rows=2"),
+        (lambda: PackedLayout.from_lengths([3, 1], rows=2), "crosses the end of a row"),
+        (lambda: PackedLayout.from_cu_seqlens(torch.tensor([1, 3])), "start at 0"),
+        (lambda: PackedLayout.from_cu_seqlens(torch.tensor([0, 3, 2])), "must not decrease"),
+        (lambda: PackedLayout.from_position_ids(torch.arange(3)), r"must have shape \(B, L\)"),
+        (lambda: PackedLayout(torch.tensor([0, 3]), (3,)), "cu_seqlens must be int32"),
+    ],
+)
+def test_bad_layouts_are_refused(build, message):
+    with pytest.raises(InvalidLayout, match=message):
+        build()

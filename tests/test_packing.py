@@ -1,0 +1,149 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trl_packfa.errors import InvalidConfig, InvalidDataset
+from trl_packfa.packing import PackedBatchSampler, best_fit_decreasing, plan_overflow
+
+lengths_and_capacity = st.integers(1, 60).flatmap(
+    lambda capacity: st.tuples(st.lists(st.integers(1, capacity), max_size=80), st.just(capacity))
+)
+
+
+def naive_best_fit_decreasing(lengths, capacity):
+    spaces = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [s for s in spaces if s >= length]
+        if fitting:
+            spaces.remove(min(fitting))
+            spaces.append(min(fitting) - length)
+        else:
+            spaces.append(capacity - length)
+    return spaces
+
+
+@given(lengths_and_capacity, st.integers(0, 5))
+def test_best_fit_is_the_textbooks(case, seed):
+    lengths, capacity = case
+    bins = best_fit_decreasing(np.array(lengths), capacity, np.random.default_rng(seed))
+    assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
+    spaces = [capacity - sum(lengths[i] for i in b) for b in bins]
+    assert sorted(spaces) == sorted(naive_best_fit_decreasing(lengths, capacity))
+    assert all(space >= 0 for space in spaces)
+
+
+def test_another_draw_mixes_documents_of_one_length_anew():
+    lengths = np.tile([3, 5, 7], 40)
+    plans = [best_fit_decreasing(lengths, 15, np.random.default_rng(seed)) for seed in (0, 0, 1)]
+    as_lists = [[b.tolist() for b in plan] for plan in plans]
+    assert as_lists[0] == as_lists[1]
+    assert as_lists[0] != as_lists[2]
+    assert len(as_lists[0]) == len(as_lists[2])
+
+
+@given(lengths_and_capacity.filter(lambda case: case[0]), st.integers(1, 3), st.integers(1, 5))
+def test_sampler_gives_every_rank_its_share(case, rows, world):
+    lengths, capacity = case
+    samplers = [
+        PackedBatchSampler(
+            np.array(lengths), capacity=capacity, rows_per_batch=rows, seed=3, rank=rank, world_size=world
+        )
+        for rank in range(world)
+    ]
+    batches = [list(sampler) for sampler in samplers]
+    assert {len(b) for b in batches} == {len(samplers[0])}, "all ranks take part in every step"
+    assert all(batch for rank in batches for batch in rank)
+    seen = [i for rank in batches for batch in rank for i in batch]
+    assert set(seen) == set(range(len(lengths)))
+    # Repeats only where the last round has fewer documents than ranks.
+    assert len(seen) - len(lengths) < world
+    assert all(sum(lengths[i] for i in batch) <= rows * capacity for rank in batches for batch in rank)
+
+
+def test_sampler_repacks_every_epoch_reproducibly():
+    lengths = np.tile([3, 5, 7], 40)
+    sampler, again = (PackedBatchSampler(lengths, capacity=15, rows_per_batch=1, seed=0) for _ in range(2))
+    first = list(sampler)
+    sampler.set_epoch(1)
+    again.set_epoch(1)
+    assert list(sampler) == list(again) != first
+    assert len(list(sampler)) == len(sampler) == len(first)
+    assert sampler.fill == 600 / (len(sampler) * 15)
+
+
+def test_planning_a_million_documents_takes_seconds():
+    import time
+
+    lengths = np.clip(np.random.default_rng(0).lognormal(5, 1, 1_000_000).astype(int) + 1, 1, 2048)
+    start = time.perf_counter()
+    bins = best_fit_decreasing(lengths, 2048, np.random.default_rng(0))
+    assert time.perf_counter() - start < 5
+    assert lengths.sum() / (len(bins) * 2048) > 0.99
+
+
+def tokens(*labels):
+    """Lengths and label masks of documents written as strings: `x` is trained, `.` is not."""
+    flat = np.array([c == "x" for c in "".join(labels)], dtype=bool)
+    return np.array([len(label) for label in labels]), flat
+
+
+@pytest.mark.parametrize(
+    ("policy", "spans", "counts"),
+    [
+        ("truncate", [(0, 0, 3), (1, 0, 4)], {"truncated": 2, "dropped_untrained": 2, "tokens_lost": 10}),
+        ("split", [(0, 0, 3), (1, 0, 4), (1, 4, 6), (2, 4, 7)], {"split": 2, "dropped_untrained": 2}),
+        ("drop", [(0, 0, 3)], {"dropped_too_long": 2, "dropped_untrained": 1, "tokens_lost": 14}),
+    ],
+)
+def test_overflow_policies(policy, spans, counts):
+    # One short, one trained throughout, one trained only past the cut, one whose only label is its first token's.
+    lengths, trained = tokens("xxx", "xxxxxx", "....xxx", "x")
+    kept, report = plan_overflow(lengths, trained, max_length=4, policy=policy)
+    assert list(zip(*(part.tolist() for part in kept), strict=True)) == spans
+    assert {name: getattr(report, name) for name in counts} == counts
+    assert report.packed_tokens + report.tokens_lost == report.tokens == 17
+    assert report.packed_documents == len(spans)
+
+
+def test_trained_tokens_exclude_each_spans_first():
+    _, report = plan_overflow(*tokens("xxxxxx"), max_length=3, policy="split")
+    assert report.trained_tokens == 4
+
+
+def test_without_max_length_nothing_is_cut():
+    kept, report = plan_overflow(*tokens("xx", "x" * 50), max_length=None, policy="error")
+    assert report.tokens_lost == 0
+    assert kept.stop.tolist() == [2, 50]
+
+
+@given(
+    st.lists(st.text("x.", max_size=12), min_size=1, max_size=20),
+    st.integers(2, 8),
+    st.sampled_from(["truncate", "split", "drop"]),
+)
+def test_every_token_is_packed_once_or_reported(labels, max_length, policy):
+    lengths, trained = tokens(*labels)
+    try:
+        kept, report = plan_overflow(lengths, trained, max_length=max_length, policy=policy)
+    except InvalidDataset:
+        return  # nothing to train: said, not lost
+    covered = [(d, t) for d, a, b in zip(*kept, strict=True) for t in range(a, b)]
+    assert len(set(covered)) == len(covered) == report.packed_tokens
+    assert report.tokens_lost == lengths.sum() - len(covered)
+    assert (kept.stop - kept.start).max() <= max_length
+
+
+def test_overflow_error_names_the_document():
+    with pytest.raises(InvalidDataset, match=r"document 1 has 6 tokens, max_length is 4(.|\n)*1 of 2 documents"):
+        plan_overflow(*tokens("xxx", "xxxxxx"), max_length=4, policy="error")
+
+
+def test_nothing_left_to_train_is_refused():
+    with pytest.raises(InvalidDataset, match="no document has a token to train on: 2 documents"):
+        plan_overflow(*tokens("x", "....x"), max_length=4, policy="truncate")
+
+
+def test_unknown_policy_is_refused():
+    with pytest.raises(InvalidConfig, match="overflow='wrap' does not exist"):
+        plan_overflow(*tokens("xx"), max_length=4, policy="wrap")

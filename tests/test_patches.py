@@ -1,0 +1,258 @@
+"""One battery for every architecture: a new one adds a row to `tiny.ARCHITECTURES`, not a file."""
+
+import copy
+import pickle
+
+import oracle
+import pytest
+import tiny
+import torch
+from tolerance import FORWARD_FACTOR, assert_float32, assert_low_precision, differs
+
+from trl_packfa import PackedLayout, describe, patch, patched, registered, unpatch
+
+BACKENDS = ["sdpa", "reference"]
+every_architecture = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+
+# Every way in which boundaries reach a model.
+CALLS = {
+    "our collator": lambda docs, layout: tiny.batch(docs),
+    "TRL's keys": lambda docs, layout: {"position_ids": layout.position_ids(), **layout.flash_kwargs()},
+    "position_ids only": lambda docs, layout: {"position_ids": layout.position_ids()},
+    "cu_seq_lens only": lambda docs, layout: layout.flash_kwargs(),
+    "all-ones mask": lambda docs, layout: {
+        "position_ids": layout.position_ids(),
+        "attention_mask": torch.ones(1, layout.num_tokens, dtype=torch.long),
+    },
+    "use_cache": lambda docs, layout: {"position_ids": layout.position_ids(), "use_cache": True},
+}
+
+
+def forward(model, docs, call="our collator"):
+    ids = torch.cat(docs)[None]
+    layout = PackedLayout.from_lengths([len(d) for d in docs])
+    return model(**{"input_ids": ids, **CALLS[call](docs, layout)})
+
+
+def loss_of(logits, docs):
+    split = tiny.split(logits, [len(d) for d in docs])
+    return sum(oracle.nll(x, ids) for x, ids in zip(split, docs, strict=True) if len(ids) > 1)
+
+
+def oracle_dtype(architecture):
+    """Float64, but for dynamic NTK, whose transformers code recomputes its base in float32."""
+    return torch.float32 if architecture == "llama-dynamic" else torch.float64
+
+
+def test_every_registered_architecture_has_a_row():
+    assert {model_type for model_type, _ in tiny.ARCHITECTURES.values()} == set(registered())
+
+
+@every_architecture
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packed_equals_alone(architecture, backend):
+    model, docs = tiny.model(architecture), tiny.documents()
+    expected, expected_grads = oracle.alone(
+        model, docs, dtype=torch.float32 if "dynamic" in architecture else torch.float64
+    )
+    patch(model, backend=backend)
+    logits = forward(model, docs).logits
+    for ours, theirs in zip(tiny.split(logits), expected, strict=True):
+        assert_float32(ours, theirs)
+    loss_of(logits, docs).backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert grads.keys() == expected_grads.keys()
+    for name, grad in grads.items():
+        assert_float32(grad, expected_grads[name])
+
+
+@every_architecture
+def test_negative_control_unpatched_without_boundaries_leaks(architecture):
+    model, docs = tiny.model(architecture), tiny.documents()
+    expected, _ = oracle.alone(model, docs, dtype=torch.float32)
+    contaminated = model(input_ids=torch.cat(docs)[None]).logits
+    assert differs(tiny.split(contaminated)[2], expected[2])
+
+
+@every_architecture
+@pytest.mark.parametrize("call", CALLS)
+def test_boundaries_are_honoured_however_they_come(architecture, call):
+    model, docs = patch(tiny.model(architecture)), tiny.documents()
+    output = forward(model, docs, call)
+    assert torch.equal(output.logits, forward(model, docs).logits)
+    assert output.past_key_values is None
+
+
+@every_architecture
+def test_isolation_is_exact_to_the_bit(architecture):
+    model, docs = patch(tiny.model(architecture)), tiny.documents()
+    changed = [*docs[:2], tiny.documents(seed=1)[2], *docs[3:]]
+    embeddings = [model.get_input_embeddings()(torch.cat(d))[None].detach().requires_grad_() for d in (docs, changed)]
+    layout = PackedLayout.from_lengths(tiny.LENGTHS)
+    weights = torch.randn(1, layout.num_tokens, tiny.VOCAB)
+    for tensor in embeddings:
+        (model(inputs_embeds=tensor, **layout.flash_kwargs()).logits * weights).sum().backward()
+    logits = [forward(model, d).logits for d in (docs, changed)]
+    for pair in (logits, [tensor.grad for tensor in embeddings]):
+        before, after = (tiny.split(t) for t in pair)
+        same = [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+        assert same == [True, True, False, True, True]
+
+
+@every_architecture
+def test_bf16_is_as_good_as_eager_attention(architecture):
+    reference, docs = tiny.model(architecture), tiny.documents()
+    exact, _ = oracle.alone(reference, docs, dtype=oracle_dtype(architecture))
+    model = copy.deepcopy(reference).to(torch.bfloat16)
+    model.set_attn_implementation("eager")
+    eager, _ = oracle.alone(model, docs, dtype=torch.bfloat16)
+    ours = tiny.split(forward(patch(model), docs).logits)
+    assert_low_precision(torch.cat(ours), torch.cat(eager), torch.cat(exact).double(), factor=FORWARD_FACTOR)
+
+
+@every_architecture
+def test_several_rows(architecture):
+    model, docs = patch(tiny.model(architecture)), tiny.documents((9, 3, 5, 7, 12))
+    expected = [model(input_ids=ids[None]).logits[0] for ids in docs]
+    layout = PackedLayout.from_lengths([9, 3, 5, 7, 12], rows=3)
+    for boundaries in ({"position_ids": layout.position_ids()}, layout.flash_kwargs(), {"packed_layout": layout}):
+        logits = model(input_ids=torch.cat(docs).view(3, 12), **boundaries).logits
+        for ours, alone in zip(layout.split(logits), expected, strict=True):
+            assert_float32(ours, alone)
+
+
+@every_architecture
+def test_batches_without_boundaries_run_the_unpatched_code(architecture):
+    model = tiny.model(architecture)
+    ids = torch.stack(tiny.documents((12, 12)))
+    padded = torch.tensor([[1] * 12, [1] * 7 + [0] * 5])
+    left = padded.flip(1)
+    calls = [
+        {"input_ids": ids},
+        {"input_ids": ids, "position_ids": torch.arange(12).expand(2, -1)},
+        {"input_ids": ids, "attention_mask": padded},
+        {"input_ids": ids, "attention_mask": left, "position_ids": (left.cumsum(1) - 1).clamp(min=0)},
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": True},
+    ]
+
+    def run():
+        logits = [model(**call).logits for call in calls]
+        generated = [
+            model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
+            for mask in (padded * 0 + 1, left)
+        ]
+        return logits + generated
+
+    before = run()
+    patch(model)
+    assert all(torch.equal(a, b) for a, b in zip(before, run(), strict=True))
+
+
+@every_architecture
+def test_unpatch_restores_bit_for_bit(architecture):
+    model, docs = tiny.model(architecture), tiny.documents()
+    ids = torch.cat(docs)[None]
+    attributes = [dict(vars(module)) for module in model.modules()]
+    before = model(input_ids=ids).logits
+    patch(model)
+    assert forward(model, docs).logits.shape == before.shape
+    unpatch(model)
+    assert torch.equal(model(input_ids=ids).logits, before)
+    if architecture not in ("llama-dynamic", "phi3-longrope"):  # their buffers change with every length they see
+        assert [dict(vars(module)) for module in model.modules()] == attributes
+    assert describe(model) == "not patched"
+
+
+def test_patch_is_idempotent_and_changes_backend():
+    model = patch(tiny.model())
+    forwards = [vars(module).get("forward") for module in model.modules()]
+    assert patch(model) is model
+    assert [vars(module).get("forward") for module in model.modules()] == forwards
+    assert "reference" in describe(patch(model, backend="reference"))
+    unpatch(unpatch(model))
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_patched_is_for_the_length_of_the_block():
+    model = tiny.model()
+    with pytest.raises(RuntimeError, match="inside"), patched(model):
+        assert describe(model) != "not patched"
+        raise RuntimeError("inside")
+    assert describe(model) == "not patched"
+    patch(model)
+    with patched(model):
+        pass
+    assert describe(model) != "not patched"
+
+
+def test_two_models_of_one_class_do_not_share_a_patch():
+    one, other, docs = tiny.model(seed=0), tiny.model(seed=1), tiny.documents()
+    control = other(input_ids=torch.cat(docs)[None]).logits
+    patch(one, backend="reference")
+    assert torch.equal(other(input_ids=torch.cat(docs)[None]).logits, control)
+    patch(other)
+    forward(one, docs), forward(other, docs)
+    assert "backend used: reference" in describe(one)
+    assert "backend used: sdpa" in describe(other)
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_copies_are_patched_on_their_own(clone):
+    model, docs = patch(tiny.model()), tiny.documents()
+    twin = clone(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(1.1)
+    assert not torch.equal(forward(twin, docs).logits, forward(model, docs).logits)
+    alone = torch.cat([twin(input_ids=ids[None]).logits[0] for ids in docs])
+    assert_float32(forward(twin, docs).logits[0], alone)
+    unpatch(twin)
+    assert describe(model) != "not patched"
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "phi3-longrope"])
+def test_gradient_checkpointing_changes_nothing(architecture, use_reentrant):
+    def gradients(checkpointing):
+        model, docs = patch(tiny.model(architecture)).train(), tiny.documents()
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        loss_of(forward(model, docs).logits, docs).backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    plain, checkpointed = gradients(False), gradients(True)
+    assert plain.keys() == checkpointed.keys()
+    assert all(torch.equal(grad, checkpointed[name]) for name, grad in plain.items())
+
+
+@pytest.mark.parametrize("what", ["layers", "model"])
+def test_torch_compile(what):
+    model, docs = patch(tiny.model(layers=2)), tiny.documents()
+    expected = forward(model, docs).logits
+    torch.compiler.reset()
+    if what == "layers":
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager")
+        compiled = model
+    else:
+        compiled = torch.compile(model, backend="aot_eager")
+    assert_float32(forward(compiled, docs).logits, expected)
+    other = tiny.documents((4, 31, 2), seed=3)
+    assert_float32(forward(compiled, other).logits, forward(model, other).logits)
+    torch.compiler.reset()
+
+
+def test_patching_a_compiled_model():
+    model, docs = torch.compile(tiny.model(layers=2), backend="aot_eager"), tiny.documents()
+    expected = [model._orig_mod(input_ids=ids[None]).logits[0] for ids in docs]
+    assert_float32(forward(patch(model), docs).logits[0], torch.cat(expected))
+
+
+def test_a_long_document_does_not_change_the_others_rope():
+    """Long rope picks its factors from the longest sequence of the batch: contamination without attention."""
+    model, docs = tiny.model("phi3-longrope"), tiny.documents()
+    alone = model(input_ids=docs[0][None]).logits[0]
+    layout = PackedLayout.from_lengths(tiny.LENGTHS)
+    theirs = tiny.split(model(input_ids=torch.cat(docs)[None], position_ids=layout.position_ids()).logits)[0]
+    assert differs(theirs, alone), "control: transformers' own packing is contaminated here"
+    assert_float32(tiny.split(forward(patch(model), docs).logits)[0], alone)

@@ -1,0 +1,101 @@
+"""Small random models of real config classes, a tokenizer, and packed batches."""
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from trl_packfa import DataCollatorForPacking, PackedLayout
+
+LENGTHS = (13, 1, 29, 7, 21)
+VOCAB = 97
+
+_BASE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0 + i for i in range(8)],
+    "original_max_position_embeddings": 16,
+}
+# id -> (model type, config): every registered architecture, with what is special about it switched on.
+ARCHITECTURES = {
+    "llama": ("llama", {"attention_bias": True}),
+    "llama-dynamic": ("llama", {"max_position_embeddings": 16, "rope_parameters": {
+        "rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}}),
+    "mistral": ("mistral", {"sliding_window": 8}),
+    "granite": ("granite", {"attention_multiplier": 0.1, "embedding_multiplier": 12.0,
+                            "residual_multiplier": 0.22, "logits_scaling": 8.0}),
+    "phi": ("phi", {"num_key_value_heads": 4, "qk_layernorm": True}),
+    "phi3": ("phi3", {"sliding_window": 8}),
+    "phi3-longrope": ("phi3", {"max_position_embeddings": 64, "original_max_position_embeddings": 16,
+                               "rope_parameters": _LONGROPE}),
+    "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "gemma2": ("gemma2", {"sliding_window": 8, "head_dim": 16}),
+    "gemma3": ("gemma3_text", {"sliding_window": 8, "head_dim": 16}),
+}  # fmt: skip
+
+
+def model(architecture="llama", *, seed=0, layers=None, **config):
+    """A model whose weights mix tokens strongly, so that a leak cannot hide."""
+    model_type, special = ARCHITECTURES[architecture]
+    values = {**_BASE, **special, **config} | ({"num_hidden_layers": layers} if layers else {})
+    torch.manual_seed(seed)
+    built = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values))
+    for name, parameter in built.named_parameters():
+        if parameter.dim() > 1:
+            std = 1.0 if "embed" in name else 1.5 / parameter.shape[1] ** 0.5
+            torch.nn.init.normal_(parameter, std=std)
+    return built.eval()
+
+
+def documents(lengths=LENGTHS, *, seed=0):
+    """Random token ids of these lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCAB, (length,), generator=generator) for length in lengths]
+
+
+def batch(docs, **options):
+    """What our collator sends, without labels."""
+    collated = DataCollatorForPacking(**options)([{"input_ids": ids.tolist()} for ids in docs])
+    del collated["labels"]
+    return collated
+
+
+def split(tensor, lengths=LENGTHS):
+    """The documents of a packed `(1, T, ...)` tensor."""
+    return PackedLayout.from_lengths(lengths).split(tensor)
+
+
+def tokenizer(words=()):
+    """A word-level tokenizer over numbers and the given words, with a chat template that marks the assistant."""
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "user": 4, "assistant": 5}
+    for word in [*map(str, range(80)), *words]:
+        vocabulary.setdefault(word, len(vocabulary))
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+    fast.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ' ' }}{% if m['role'] == 'assistant' %}"
+        "{% generation %}{{ m['content'] + ' </s> ' }}{% endgeneration %}"
+        "{% else %}{{ m['content'] + ' </s> ' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}assistant {% endif %}"
+    )
+    return fast
+
+
+def words(count, *, seed):
+    """So many random words of the tokenizer's."""
+    generator = torch.Generator().manual_seed(seed)
+    return " ".join(map(str, torch.randint(0, 80, (count,), generator=generator).tolist()))
