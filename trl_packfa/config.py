@@ -160,9 +160,8 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
         """
         if isinstance(args, cls):
             return args
-        given = args.to_dict() | {"hub_token": args.hub_token}  # to_dict hides the token
         names = {f.name for f in fields(cls) if f.init}
-        kept = {name: value for name, value in given.items() if name in names}
+        kept = {f.name: getattr(args, f.name) for f in fields(args) if f.name in names}
         packing = kept.pop("packing", False)
         strategy = kept.pop("packing_strategy", None)
         return cls(**kept, packing_strategy=strategy if packing else None)

@@ -1,7 +1,8 @@
 """Applying a patch to one model instance and taking it back.
 
 The only code that sets attributes on models: an instance's own `forward`, for the backbone, each attention module
-and length-dependent rotary embeddings. Classes, module globals and `torch.nn.functional` are never touched.
+and length-dependent rotary embeddings, and one switch of 4-bit layers. Classes, module globals and
+`torch.nn.functional` are never touched.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from . import quantized
 from .attention import BackendChoice
 from .declaration import Patch
 from .errors import UnsupportedModel
@@ -52,10 +54,11 @@ def apply_patch(model: nn.Module, patch: Patch, backend: str) -> PatchState:
         overrides.append(AttentionOverride(module, _own_forward(module), patch=patch, qkv=qkv, backends=backends))
     rotary = [module for module in backbone.modules() if depends_on_length(module)]
     overrides += [RotaryOverride(module, _own_forward(module)) for module in rotary]
-    for override in overrides:
-        slot = _forward_slot(override.module)
-        state.edits.append((override.module, slot, override.original))
-        setattr(override.module, slot, override)
+    planned: list[tuple[nn.Module, str, Any]] = [(o.module, _forward_slot(o.module), o) for o in overrides]
+    planned += [(module, quantized.SWITCH, False) for module in quantized.convertible_modules(model)]
+    for module, slot, value in planned:
+        state.edits.append((module, slot, vars(module).get(slot)))
+        setattr(module, slot, value)
     setattr(backbone, _STATE, state)
     return state
 
@@ -65,11 +68,11 @@ def undo_patch(model: nn.Module) -> None:
     state = find_state(model)
     if state is None:
         return
-    for module, slot, original in reversed(state.edits):
-        if original is None:
+    for module, slot, before in reversed(state.edits):
+        if before is None:
             delattr(module, slot)
         else:
-            setattr(module, slot, original)
+            setattr(module, slot, before)
     for module in model.modules():
         vars(module).pop(_STATE, None)
 

@@ -1,0 +1,112 @@
+"""PEFT before and after the patch, 4-bit weights, device hooks."""
+
+import pytest
+import tiny
+import torch
+from accelerate import dispatch_model
+from peft import LoraConfig, get_peft_model
+from tolerance import FORWARD_FACTOR, assert_float32, assert_low_precision
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from trl_packfa import describe, patch, unpatch
+from trl_packfa.errors import UnsupportedModel
+
+LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+
+
+def alone(model, docs):
+    with torch.no_grad():
+        return torch.cat([model(input_ids=ids[None]).logits[0] for ids in docs])
+
+
+def packed(model, docs):
+    return model(**tiny.batch(docs)).logits[0]
+
+
+@pytest.mark.parametrize("order", ["patch, then adapter", "adapter, then patch"])
+@pytest.mark.parametrize("architecture", ["llama", "phi", "phi3"])
+def test_lora(architecture, order):
+    model, docs = tiny.model(architecture), tiny.documents()
+    if order.startswith("patch"):
+        patch(model)
+    peft_model = get_peft_model(model, LORA).eval()
+    patch(peft_model)
+    assert_float32(packed(peft_model, docs), alone(peft_model, docs))
+    packed(peft_model, docs).sum().backward()
+    trained = [p for p in peft_model.parameters() if p.requires_grad]
+    assert trained and all(p.grad is not None for p in trained)
+
+
+def test_adapters_switch_merge_and_unload_under_the_patch():
+    docs = tiny.documents()
+    model = patch(get_peft_model(tiny.model(), LORA).eval())
+    model.add_adapter("second", LORA)
+    first = packed(model, docs)
+    model.set_adapter("second")
+    assert not torch.equal(packed(model, docs), first)
+    assert_float32(packed(model, docs), alone(model, docs))
+    merged = model.merge_and_unload()
+    assert_float32(packed(merged, docs), alone(merged, docs))
+    assert describe(unpatch(merged)) == "not patched"
+
+
+def nf4_model(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    tiny.model(layers=2, intermediate_size=128, attention_bias=False).save_pretrained(tmp_path)
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="float32")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantization, dtype=torch.float32)
+    return get_peft_model(model, LORA)
+
+
+def gradients(model, docs):
+    model.train().zero_grad()
+    packed(model, docs).sin().sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_nf4_weights_train_a_lora_adapter(tmp_path):
+    model, docs = patch(nf4_model(tmp_path)), tiny.documents()
+    assert type(model.base_model.model.model.layers[0].self_attn.q_proj.base_layer).__name__ == "Linear4bit"
+    assert_float32(packed(model.eval(), docs), alone(model, docs))
+    assert all(grad.abs().sum() > 0 for grad in gradients(model, docs).values())
+
+
+def test_evaluating_a_patched_nf4_model_leaves_its_gradients_right(tmp_path):
+    """bitsandbytes would turn the weights into a layout without a backward: control and cure."""
+    docs = tiny.documents()
+    model = patch(nf4_model(tmp_path))
+    before = gradients(model, docs)
+    alone(model.eval(), docs)
+    after = gradients(model, docs)
+    assert all(torch.equal(grad, after[name]) for name, grad in before.items())
+    unpatch(model)
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer
+    if not layer.support_avx512bf16_for_cpu:
+        pytest.skip("this CPU has no AVX512-BF16, bitsandbytes converts nothing")
+    alone(model.eval(), docs)
+    with pytest.raises(UnsupportedModel, match="inference-only CPU layout"):
+        patch(model)
+
+
+def test_bf16_adapter_on_bf16_weights():
+    model, docs = patch(get_peft_model(tiny.model().bfloat16(), LORA).eval()), tiny.documents()
+    ours, eager = packed(model, docs), alone(model, docs)
+    reference = alone(model.double(), docs)
+    assert_low_precision(ours, eager, reference, factor=FORWARD_FACTOR)
+
+
+@pytest.mark.parametrize("order", ["patch, then hooks", "hooks, then patch"])
+def test_device_map_hooks_are_kept(order):
+    """A device_map moves the real forward to `_old_forward`; the patch must be behind the hook, not bypassed."""
+    model, docs = tiny.model(layers=2), tiny.documents()
+    expected = alone(model, docs)
+    if order.startswith("patch"):
+        patch(model)
+    device_map = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    device_map |= {f"model.layers.{i}": "cpu" for i in range(2)}
+    model = dispatch_model(model, device_map, main_device="cpu", force_hooks=True)
+    patch(model)
+    assert_float32(packed(model, docs), expected)
+    if order.startswith("hooks"):
+        unpatch(model)
+        assert torch.equal(alone(model, docs), expected)

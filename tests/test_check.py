@@ -1,0 +1,127 @@
+"""The check must pass what is exact, catch what is not, and say so when it cannot tell."""
+
+import json
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig, get_peft_model
+
+from trl_packfa import PackedLayout, check, patch
+from trl_packfa.errors import ContaminationError, UnsupportedModel
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("architecture", [name for name in tiny.ARCHITECTURES if name != "llama-dynamic"])
+def test_exact_models_pass(architecture, dtype):
+    report = check(patch(tiny.model(architecture).to(dtype)))
+    assert report.verdict == "exact", str(report)
+    assert report.isolation == 0.0
+    assert report.control > 1e-2
+    report.require_exact()
+
+
+def test_adapters_and_eval_mode_are_left_as_they_were():
+    model = patch(get_peft_model(tiny.model(), LoraConfig(target_modules="all-linear")))
+    model.train()
+    model.base_model.model.model.layers[0].eval()
+    modes, state = [m.training for m in model.modules()], torch.get_rng_state()
+    assert check(model).is_exact
+    assert [m.training for m in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def faulty(model, module_name, fault):
+    """Wrap the packed forward of one module with a fault."""
+    module = model.get_submodule(module_name)
+    override = vars(module)["forward"]
+
+    def forward(*args, **kwargs):
+        return fault(override, args, kwargs)
+
+    module.forward = forward
+    return model
+
+
+def off_by_one(override, args, kwargs):
+    layout = kwargs.get("packed_layout")
+    if layout is not None and layout.num_documents > 2:
+        first, second, third, *rest = layout.lengths
+        kwargs["packed_layout"] = PackedLayout.from_lengths([first, second, third + 1, rest[0] - 1, *rest[1:]])
+    return override(*args, **kwargs)
+
+
+def no_boundary(override, args, kwargs):
+    layout = kwargs.get("packed_layout")
+    if layout is not None:
+        kwargs["packed_layout"] = PackedLayout.from_lengths([layout.num_tokens])
+    return override(*args, **kwargs)
+
+
+@pytest.mark.parametrize("fault", [off_by_one, no_boundary])
+def test_leaks_are_caught_and_the_layer_is_named(fault):
+    model = faulty(patch(tiny.model()), "model.layers.2.self_attn", fault)
+    report = check(model)
+    assert report.verdict == "leak"
+    with pytest.raises(ContaminationError, match=r"first in module 'model.layers.2.self_attn"):
+        report.require_exact()
+
+
+def test_a_wrong_result_without_a_leak_is_caught():
+    """Rotary positions that do not restart move no other document, but are not those of the document alone."""
+    model = patch(tiny.model())
+
+    def running_positions(override, args, kwargs):
+        if kwargs.get("packed_layout") is not None:
+            positions = torch.arange(kwargs["packed_layout"].num_tokens)[None] // 2
+            kwargs["position_embeddings"] = model.model.rotary_emb(args[0], positions)
+        return override(*args, **kwargs)
+
+    report = check(faulty_attention(model, running_positions))
+    assert (report.verdict, report.isolation) == ("differs", 0.0)
+    with pytest.raises(ContaminationError, match="differ from those of the same document alone"):
+        report.require_exact()
+
+
+def faulty_attention(model, fault):
+    for i in range(len(model.model.layers)):
+        module = model.get_submodule(f"model.layers.{i}.self_attn")
+        override = vars(module)["forward"]
+
+        def forward(hidden_states, *args, override=override, **kwargs):
+            return fault(override, (hidden_states, *args), kwargs)
+
+        module.forward = forward
+    return model
+
+
+def test_a_model_that_mixes_no_tokens_proves_nothing():
+    model = patch(tiny.model())
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.self_attn.o_proj.bias.zero_()
+    report = check(model)
+    assert report.verdict == "no power"
+    with pytest.raises(ContaminationError, match="removing the boundaries changed nothing"):
+        report.require_exact()
+
+
+def test_nan_is_not_exact():
+    model = patch(tiny.model())
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = float("nan")
+    assert not check(model).is_exact
+
+
+def test_an_unpatched_model_is_refused():
+    with pytest.raises(UnsupportedModel, match="not patched"):
+        check(tiny.model())
+
+
+def test_report_is_json_and_reads_well():
+    report = check(patch(tiny.model()))
+    assert json.loads(json.dumps(report.to_dict()))["verdict"] == "exact"
+    assert str(report).startswith("exact: isolation 0.0e+00, parity ")
+    assert "[llama, sdpa, float32]" in str(report)

@@ -1,0 +1,106 @@
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import tiny
+import torch
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+import trl_packfa
+from trl_packfa import Patch, patch, register, registered
+from trl_packfa.errors import InvalidConfig, NoBackend, UnsupportedModel
+
+
+@pytest.fixture
+def fresh_registry():
+    from trl_packfa import registry
+
+    registry._table.cache_clear()
+    yield
+    registry._table.cache_clear()
+
+
+def test_unknown_architecture_names_the_nearest():
+    config = GPTNeoXConfig(
+        vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = GPTNeoXForCausalLM(config)
+    model.config.model_type = "lama"
+    with pytest.raises(UnsupportedModel, match=r"model type 'lama'(.|\n)*nearest: llama(.|\n)*register\(\)"):
+        patch(model)
+
+
+def test_a_model_that_is_none_of_transformers():
+    with pytest.raises(UnsupportedModel, match="Linear holds no transformers model"):
+        patch(torch.nn.Linear(2, 2))
+
+
+def test_unknown_backend_changes_nothing():
+    model = tiny.model()
+    with pytest.raises(NoBackend, match="no attention backend 'fa2'"):
+        patch(model, backend="fa2")
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_duplicates_raise_and_name_both(fresh_registry):
+    theirs = Patch(model_types=("llama",), backbone="X", attention={}, origin="other_package")
+    with pytest.raises(InvalidConfig, match=r"'llama'(.|\n)*one from trl_packfa(.|\n)*one from other_package"):
+        register(theirs)
+
+
+def test_register_for_this_process(fresh_registry):
+    register(Patch(model_types=("new",), backbone="X", attention={}))
+    assert "new" in registered()
+
+
+def test_a_patch_that_does_not_fit_the_model_is_refused(fresh_registry):
+    llama = registered()["llama"]
+    register(Patch(model_types=("other",), backbone="OtherModel", attention=llama.attention))
+    register(Patch(model_types=("fewer",), backbone="LlamaModel", attention={"OtherAttention": lambda *_: None}))
+    model = tiny.model()
+    for model_type, message in (("other", "expects one OtherModel, found 0"), ("fewer", "4 layers, but 0 attention")):
+        model.config.model_type = model_type
+        with pytest.raises(UnsupportedModel, match=message):
+            patch(model)
+
+
+def test_a_third_party_package_registers_by_entry_point(tmp_path):
+    """A real, tiny package, really installed, really found."""
+    source, site = tmp_path / "source", tmp_path / "site"
+    source.mkdir()
+    (source / "pyproject.toml").write_text(
+        textwrap.dedent("""
+            [build-system]
+            requires = ["setuptools"]
+            build-backend = "setuptools.build_meta"
+            [project]
+            name = "my-patches"
+            version = "1.0"
+            [project.entry-points."trl_packfa.patches"]
+            my_llama = "my_patches:PATCH"
+            [tool.setuptools]
+            py-modules = ["my_patches"]
+        """)
+    )
+    (source / "my_patches.py").write_text(
+        textwrap.dedent("""
+            from trl_packfa import Patch
+            from trl_packfa.patches.llama import rotary_qkv
+            PATCH = Patch(model_types=("my_llama",), backbone="LlamaModel",
+                          attention={"LlamaAttention": rotary_qkv}, origin="my_patches")
+        """)
+    )
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation"]
+    subprocess.run([*install, "--target", str(site), str(source)], check=True)
+    script = "import sys, trl_packfa; sys.path.append(sys.argv[1]); print(trl_packfa.registered()['my_llama'].origin)"
+    run = subprocess.run([sys.executable, "-c", script, str(site)], check=True, capture_output=True, text=True)
+    assert run.stdout.strip() == "my_patches"
+
+
+def test_describe_tells_rung_windows_and_backend():
+    model = patch(tiny.model("gemma3"))
+    model(**tiny.batch(tiny.documents()))
+    text = trl_packfa.describe(model)
+    for part in ("rung: attention", "4 attention modules", "window 8", "backend used: sdpa", "gemma3_text"):
+        assert part in text

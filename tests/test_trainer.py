@@ -1,0 +1,449 @@
+"""The trainer: the padded run's losses, every dataset format, everything counted, everything resumed."""
+
+import json
+import logging
+from itertools import chain
+
+import pytest
+import tiny
+import torch
+from datasets import Dataset, IterableDataset
+from peft import LoraConfig, PeftModel, get_peft_model
+from tolerance import assert_trajectory
+from transformers import DataCollatorWithFlattening, TrainingArguments, default_data_collator
+from trl import SFTConfig, SFTTrainer
+
+from trl_packfa import PackedSFTConfig, PackedSFTTrainer, describe
+from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset, UnsupportedModel
+
+LORA = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
+
+
+def rows(count=48, *, seed=0, longest=40):
+    """Prompt-completion pairs of very uneven lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, longest, (count, 2), generator=generator).tolist()
+    return [
+        {"prompt": tiny.words(a, seed=i) + " ", "completion": tiny.words(b, seed=i + 10_000), "source": str(i % 3)}
+        for i, (a, b) in enumerate(sizes)
+    ]
+
+
+def dataset(count=48, **options):
+    return Dataset.from_list(rows(count, **options))
+
+
+def arguments(cls=PackedSFTConfig, out="out", **options):
+    defaults = {
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "max_steps": 3,
+        "save_strategy": "no",
+        "gradient_checkpointing": False,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    return cls(str(out), **{**defaults, **options})
+
+
+def packed_trainer(args=None, *, model=None, **options):
+    options = {"train_dataset": dataset(), "processing_class": tiny.tokenizer(), "peft_config": LORA, **options}
+    if options["peft_config"] is None:
+        del options["peft_config"]
+    return PackedSFTTrainer(tiny.model(layers=2) if model is None else model, args or arguments(), **options)
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+# The same training ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("completion_only_loss", [True, False])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_twenty_steps_equal_the_padded_run(tmp_path, accumulation, completion_only_loss):
+    options = {
+        "max_steps": 20,
+        "gradient_accumulation_steps": accumulation,
+        "completion_only_loss": completion_only_loss,
+        "max_length": 48,
+        "out": tmp_path,
+    }
+    common = {"train_dataset": dataset(), "eval_dataset": dataset(10, seed=5), "processing_class": tiny.tokenizer()}
+    padded = SFTTrainer(tiny.model(layers=2), arguments(SFTConfig, **options), peft_config=LORA, **common)
+    packed = PackedSFTTrainer(tiny.model(layers=2), arguments(**options), peft_config=LORA, **common)
+    padded.train(), packed.train()
+    assert len(losses(padded)) == 20
+    assert_trajectory(losses(packed), losses(padded))
+    assert abs(packed.evaluate()["eval_loss"] - padded.evaluate()["eval_loss"]) <= 1e-6
+    adapters = [{n: p for n, p in t.model.named_parameters() if p.requires_grad} for t in (padded, packed)]
+    for name, parameter in adapters[0].items():
+        torch.testing.assert_close(adapters[1][name], parameter, atol=1e-5, rtol=1e-4)
+    theirs, ours = ([h for h in t.state.log_history if "loss" in h] for t in (padded, packed))
+    for key in ("num_tokens", "learning_rate", "epoch"):
+        assert [h[key] for h in ours] == [h[key] for h in theirs]
+
+
+def test_negative_control_packing_without_boundaries_is_another_training(tmp_path):
+    padded = SFTTrainer(
+        tiny.model(layers=2),
+        arguments(SFTConfig, tmp_path, max_steps=5),
+        train_dataset=dataset(),
+        processing_class=tiny.tokenizer(),
+        peft_config=LORA,
+    )
+    padded.train()
+    packed = packed_trainer(arguments(out=tmp_path, max_steps=5, check_packing=False))
+    collate = packed.data_collator
+
+    def forget(examples):
+        batch = collate(examples)
+        return {"input_ids": batch["input_ids"], "labels": batch["labels"], "position_ids": torch.arange(
+            batch["input_ids"].shape[1])[None]}  # fmt: skip
+
+    packed.data_collator = forget
+    packed.train()
+    with pytest.raises(AssertionError, match="worst step"):
+        assert_trajectory(losses(packed), losses(padded))
+
+
+# Defaults and what is passed in ------------------------------------------------------------------------------------
+
+
+def test_packing_patching_and_lora_are_on_by_default(tmp_path):
+    trainer = packed_trainer(arguments(out=tmp_path), peft_config=None)
+    assert isinstance(trainer.model, PeftModel)
+    assert "rung: attention" in describe(trainer.model)
+    trainer.train()
+    assert trainer.exactness.is_exact
+    assert trainer.state.log_history[0]["documents"] == 4
+
+
+def test_use_peft_false_trains_everything(tmp_path):
+    trainer = packed_trainer(arguments(out=tmp_path, use_peft=False), peft_config=None)
+    assert all(p.requires_grad for p in trainer.model.parameters())
+    trainer.train()
+
+
+@pytest.mark.parametrize("cls", [SFTConfig, TrainingArguments])
+def test_plain_arguments_are_taken_as_ours(tmp_path, cls):
+    options = {} if cls is SFTConfig else {"remove_unused_columns": True}
+    args = arguments(SFTConfig, tmp_path) if cls is SFTConfig else None
+    args = args or TrainingArguments(str(tmp_path), use_cpu=True, max_steps=1, report_to="none", **options)
+    trainer = packed_trainer(args, peft_config=None)
+    assert isinstance(trainer.args, PackedSFTConfig)
+    assert trainer.args.packing and isinstance(trainer.model, PeftModel)
+
+
+def test_a_peft_model_is_trained_as_it_is(tmp_path):
+    model = get_peft_model(tiny.model(layers=2), LORA)
+    trainer = packed_trainer(arguments(out=tmp_path), model=model, peft_config=None)
+    assert trainer.model is model
+    trainer.train()
+
+
+def test_packing_false_is_trls_trainer(tmp_path):
+    trainer = packed_trainer(arguments(out=tmp_path, packing=False))
+    trainer.train()
+    assert describe(trainer.model) == "not patched"
+    assert "documents" not in trainer.state.log_history[0]
+
+
+def test_a_model_by_name_is_loaded_quantized_and_saved(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    sizes = {"layers": 2, "intermediate_size": 128, "attention_bias": False}
+    tiny.model(**sizes).save_pretrained(tmp_path / "base")
+    args = arguments(out=tmp_path / "out", load_in_4bit=True)
+    trainer = packed_trainer(args, model=str(tmp_path / "base"), peft_config=None)
+    assert trainer.model.is_loaded_in_4bit
+    trainer.train()
+    assert trainer.exactness.is_exact
+    trainer.save_model(str(tmp_path / "adapter"))
+    loaded = PeftModel.from_pretrained(tiny.model(**sizes), tmp_path / "adapter")
+    trained = {n: p for n, p in trainer.model.named_parameters() if "lora_B" in n}
+    for name, parameter in loaded.named_parameters():
+        if "lora_B" in name:
+            assert torch.equal(parameter.to(trained[name].dtype), trained[name])
+            assert parameter.abs().sum() > 0
+
+
+# Data --------------------------------------------------------------------------------------------------------------
+
+FORMATS = {
+    "text": [{"text": tiny.words(n, seed=n)} for n in range(2, 26)],
+    "prompt-completion": rows(24),
+    "messages": [
+        {"messages": [{"role": "user", "content": tiny.words(n, seed=n)}, {"role": "assistant", "content": "7 8"}]}
+        for n in range(2, 26)
+    ],
+    "conversational prompt-completion": [
+        {
+            "prompt": [{"role": "user", "content": tiny.words(n, seed=n)}],
+            "completion": [{"role": "assistant", "content": "7 8 9"}],
+        }
+        for n in range(2, 26)
+    ],
+    "pre-tokenized": [{"input_ids": list(range(5, 5 + n)), "labels": [-100, *range(6, 5 + n)]} for n in range(2, 26)],
+}
+
+
+@pytest.mark.parametrize("strategy", ["minibatch", "bfd", "bfd_split"])
+@pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_dataset_formats(tmp_path, kind, streaming, strategy):
+    data = Dataset.from_list(FORMATS[kind])
+    data = data.to_iterable_dataset() if streaming else data
+    args = arguments(out=tmp_path, packing_strategy=strategy, max_length=32, max_steps=2)
+    trainer = packed_trainer(args, train_dataset=data, eval_dataset=Dataset.from_list(FORMATS[kind][:5]))
+    trainer.train()
+    assert all(torch.isfinite(torch.tensor(losses(trainer))))
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+def test_streaming_gives_the_same_losses_as_a_map_dataset(tmp_path):
+    runs = []
+    for data in (dataset(), dataset().to_iterable_dataset()):
+        args = arguments(out=tmp_path, max_steps=5, train_sampling_strategy="sequential")
+        trainer = packed_trainer(args, train_dataset=data)
+        trainer.train()
+        runs.append(losses(trainer))
+    assert runs[0] == runs[1]
+
+
+def test_formatting_func_and_assistant_only_loss(tmp_path):
+    formatted = packed_trainer(
+        arguments(out=tmp_path),
+        train_dataset=Dataset.from_list([{"question": "1 2 3", "answer": "4 5"}] * 8),
+        formatting_func=lambda example: example["question"] + " " + example["answer"],
+    )
+    assert formatted.packing_reports["train"].trained_tokens == 8 * 5  # 6 tokens with eos, the first not trained
+    assistant = packed_trainer(
+        arguments(out=tmp_path, assistant_only_loss=True), train_dataset=Dataset.from_list(FORMATS["messages"])
+    )
+    assert assistant.packing_reports["train"].trained_tokens == 24 * 3  # "7 8 </s>"
+
+
+def test_bfd_fills_rows_and_repacks_every_epoch(tmp_path):
+    args = arguments(out=tmp_path, packing_strategy="bfd", max_length=96, per_device_train_batch_size=1, max_steps=-1)
+    args.num_train_epochs = 2
+    trainer = packed_trainer(args)
+    batches = []
+    collate = trainer.data_collator
+
+    def watch(examples):
+        batches.append(sorted(tuple(e["input_ids"]) for e in examples))
+        return collate(examples)
+
+    trainer.data_collator = watch
+    trainer.train()
+    per_epoch = len(batches) // 2
+    first, second = batches[:per_epoch], batches[per_epoch:]
+    everything = sorted(tuple(e["input_ids"]) for e in trainer.train_dataset)
+    assert sorted(chain(*first)) == sorted(chain(*second)) == everything
+    assert first != second
+    assert max(sum(map(len, batch)) for batch in batches) <= 96
+    assert trainer.packing_sampler.fill > 0.9
+    assert all(0 < entry["fill"] <= 1 for entry in trainer.state.log_history if "fill" in entry)
+
+
+def test_what_is_lost_is_counted_reported_and_saved(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger="trl_packfa"):
+        args = arguments(out=tmp_path, max_length=20, save_strategy="steps", save_steps=3)
+        trainer = packed_trainer(args)
+    report = trainer.packing_reports["train"]
+    assert report.documents == 48 and report.truncated > 0 and report.tokens_lost > 0
+    assert report.dropped_untrained > 0, "prompts alone longer than max_length"
+    assert f"truncated {report.truncated}" in caplog.text and "tokens lost" in caplog.text
+    assert len(trainer.train_dataset) == report.packed_documents == 48 - report.dropped_untrained
+    trainer.train()
+    saved = json.loads((tmp_path / "checkpoint-3" / "packing_report.json").read_text())
+    assert saved["train"] == report.to_dict()
+    assert json.loads((tmp_path / "checkpoint-3" / "exactness_report.json").read_text())["verdict"] == "exact"
+
+
+def test_split_trains_every_token(tmp_path):
+    trainer = packed_trainer(arguments(out=tmp_path, max_length=20, overflow="split", completion_only_loss=False))
+    report = trainer.packing_reports["train"]
+    single_tokens = report.dropped_untrained  # a piece of one token predicts nothing
+    assert report.split > 0 and report.tokens_lost == single_tokens
+    assert max(len(ids) for ids in trainer.train_dataset["input_ids"]) == 20
+    assert "source" in trainer.train_dataset.column_names, "user columns survive"
+
+
+def test_losses_of_a_stream_are_logged(tmp_path):
+    args = arguments(out=tmp_path, max_length=20, max_steps=2)
+    trainer = packed_trainer(args, train_dataset=dataset().to_iterable_dataset())
+    trainer.train()
+    assert sum(entry.get("tokens_lost", 0) for entry in trainer.state.log_history) > 0
+
+
+# Evaluation, resuming -----------------------------------------------------------------------------------------------
+
+
+def test_compute_metrics_gets_what_the_padded_run_gives(tmp_path):
+    seen = []
+
+    def compute_metrics(prediction):
+        seen.append(prediction)
+        return {"shape": prediction.predictions.shape[0]}
+
+    evaluation = dataset(6, seed=5)
+    packed = packed_trainer(arguments(out=tmp_path), eval_dataset=evaluation, compute_metrics=compute_metrics)
+    padded = SFTTrainer(
+        tiny.model(layers=2),
+        arguments(SFTConfig, tmp_path),
+        train_dataset=dataset(),
+        eval_dataset=evaluation,
+        processing_class=tiny.tokenizer(),
+        peft_config=LORA,
+        compute_metrics=compute_metrics,
+    )
+    ours, theirs = packed.evaluate(), padded.evaluate()
+    assert ours["eval_shape"] == theirs["eval_shape"] == 6
+    assert (seen[0].predictions == seen[1].predictions).all()
+    assert (seen[0].label_ids == seen[1].label_ids).all()
+
+
+def test_evaluate_takes_a_raw_dataset_and_a_dict(tmp_path):
+    trainer = packed_trainer(arguments(out=tmp_path), eval_dataset={"a": dataset(5, seed=1), "b": dataset(5, seed=2)})
+    assert {"eval_a_loss", "eval_b_loss"} <= trainer.evaluate().keys()
+    assert trainer.evaluate(dataset(5, seed=1))["eval_loss"] == trainer.evaluate()["eval_a_loss"]
+
+
+@pytest.mark.parametrize("strategy", ["minibatch", "bfd"])
+def test_resume_continues_bit_for_bit(tmp_path, strategy):
+    options = {"packing_strategy": strategy, "max_length": 96, "per_device_train_batch_size": 2, "max_steps": 14}
+    straight = packed_trainer(arguments(out=tmp_path / "a", **options))
+    straight.train()
+    stopped = packed_trainer(arguments(out=tmp_path / "b", save_strategy="steps", save_steps=9, **options))
+    stopped.train()
+    resumed = packed_trainer(arguments(out=tmp_path / "b", **options))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-9"))
+    assert losses(resumed)[-5:] == losses(straight)[-5:]
+    for (name, ours), (_, theirs) in zip(
+        resumed.model.named_parameters(), straight.model.named_parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs), name
+
+
+# Refusals -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_contaminated_model_is_never_trained(tmp_path):
+    trainer = packed_trainer(arguments(out=tmp_path))
+    attention = trainer.model.base_model.model.model.layers[1].self_attn
+    override = vars(attention)["forward"]
+
+    def leak(hidden_states, **kwargs):
+        if kwargs.get("packed_layout") is not None:
+            hidden_states = hidden_states + hidden_states.mean(dim=1, keepdim=True)
+        return override(hidden_states, **kwargs)
+
+    attention.forward = leak
+    with pytest.raises(ContaminationError, match=r"leak: (.|\n)*layers.1.self_attn"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("collator", [default_data_collator, lambda examples: {"input_ids": torch.ones(2, 3).long()}])
+def test_a_collator_without_boundaries_is_refused(tmp_path, collator):
+    with pytest.raises(InvalidConfig, match="does not carry document boundaries"):
+        packed_trainer(arguments(out=tmp_path), data_collator=collator)
+
+
+def test_transformers_flattening_collator_is_welcome(tmp_path):
+    trainer = packed_trainer(
+        arguments(out=tmp_path), data_collator=DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    )
+    trainer.train()
+    own = packed_trainer(arguments(out=tmp_path))
+    own.train()
+    assert losses(trainer) == losses(own)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"train_dataset": Dataset.from_list([])}, InvalidDataset, "the train dataset is empty"),
+        ({"train_dataset": Dataset.from_list([{"a": 1}])}, InvalidDataset, r"\['a'\], which is no TRL format"),
+        ({"train_dataset": Dataset.from_list([{"text": 7}])}, InvalidDataset, "'text' .* holds int, expected str"),
+        ({"train_dataset": Dataset.from_list([{"prompt": "1"}])}, InvalidDataset, "no TRL format"),
+        (
+            {"train_dataset": Dataset.from_list([{"input_ids": [5, 6], "labels": [-100, -100]}])},
+            InvalidDataset,
+            "no document has a token to train on",
+        ),
+        ({"peft_config": LoraConfig(target_modules=["q_proj", "lm_head"])}, InvalidConfig, "targets 'lm_head'"),
+        ({"eval_dataset": Dataset.from_list([])}, InvalidDataset, "the eval dataset is empty"),
+    ],
+)
+def test_bad_input_is_refused_at_construction(tmp_path, options, error, message):
+    with pytest.raises(error, match=message):
+        packed_trainer(arguments(out=tmp_path), **options)
+
+
+def test_overflow_error_names_the_document(tmp_path):
+    with pytest.raises(InvalidDataset, match=r"document \d+ has \d+ tokens, max_length is 20"):
+        packed_trainer(arguments(out=tmp_path, max_length=20, overflow="error"))
+
+
+def test_packed_metrics_are_refused(tmp_path):
+    with pytest.raises(InvalidConfig, match="metrics are computed example by example"):
+        packed_trainer(arguments(out=tmp_path, eval_packing=True), compute_metrics=lambda p: {})
+
+
+def test_quantizing_a_loaded_model_is_refused(tmp_path):
+    with pytest.raises(InvalidConfig, match="loaded already, unquantized"):
+        packed_trainer(arguments(out=tmp_path, load_in_4bit=True), peft_config=None)
+
+
+def test_dispatching_batches_is_refused(tmp_path):
+    args = arguments(out=tmp_path, accelerator_config={"dispatch_batches": True})
+    with pytest.raises(InvalidConfig, match="dispatch_batches=True cannot carry"):
+        packed_trainer(args)
+
+
+def test_prompt_tuning_is_refused(tmp_path):
+    from peft import PromptTuningConfig
+
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(UnsupportedModel, match="virtual tokens are put before the row"):
+        packed_trainer(arguments(out=tmp_path), peft_config=config)
+
+
+def test_unsupported_architecture_is_refused_before_the_data_is_touched(tmp_path):
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    sizes = {"vocab_size": 97, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    model = GPTNeoXForCausalLM(GPTNeoXConfig(num_hidden_layers=1, **sizes))
+    model.save_pretrained(tmp_path / "neox")
+
+    def untouchable():
+        yield {"text": "1 2"}
+        raise AssertionError("the dataset was read")
+
+    for given in (model, str(tmp_path / "neox")):
+        with pytest.raises(UnsupportedModel, match="no patch for model type 'gpt_neox'"):
+            packed_trainer(
+                arguments(out=tmp_path), model=given, train_dataset=IterableDataset.from_generator(untouchable)
+            )
+
+
+def test_vision_datasets_are_refused(tmp_path):
+    data = Dataset.from_list([{"messages": FORMATS["messages"][0]["messages"], "images": ["x"]}])
+    with pytest.raises(ValueError, match="vision"):
+        packed_trainer(arguments(out=tmp_path), train_dataset=data)
+
+
+def test_old_versions_are_named(monkeypatch):
+    from trl_packfa import versions
+    from trl_packfa.errors import VersionTooOld
+
+    monkeypatch.setattr(versions, "installed_version", lambda package: "0.9" if package == "trl" else "99")
+    with pytest.raises(VersionTooOld, match=r"trl 0.9, needed >= 1.16"):
+        versions.require_versions()
