@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from trl_packfa.declaration import Patch
@@ -11,7 +12,7 @@ from trl_packfa.declaration import Patch
 Embeddings = tuple[torch.Tensor, torch.Tensor]
 
 
-def project_heads(module: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def project_heads(module: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`q_proj`, `k_proj`, `v_proj` of `(B, L, D)`, each as `(B, L, heads, H)`."""
     shape = (*hidden_states.shape[:-1], -1, module.head_dim)
     return (
@@ -22,7 +23,7 @@ def project_heads(module: nn.Module, hidden_states: torch.Tensor) -> tuple[torch
 
 
 def rotary_qkv(
-    module: nn.Module, hidden_states: torch.Tensor, position_embeddings: Embeddings
+    module: Any, hidden_states: torch.Tensor, position_embeddings: Embeddings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query, key and value `(B, L, heads, H)`, query and key rotated."""
     query, key, value = project_heads(module, hidden_states)

@@ -1,14 +1,13 @@
 """Mistral: Llama's attention with one sliding window, kept in the config, for every layer."""
 
 from dataclasses import replace
-
-from torch import nn
+from typing import Any
 
 from trl_packfa.declaration import AttentionArguments, Patch, read_arguments
 from trl_packfa.patches.llama import rotary_qkv
 
 
-def config_window(module: nn.Module) -> AttentionArguments:
+def config_window(module: Any) -> AttentionArguments:
     """The usual arguments, the window read from the module's config."""
     return replace(read_arguments(module), sliding_window=getattr(module.config, "sliding_window", None))
 

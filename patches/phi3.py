@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
 from trl_packfa.declaration import Patch
@@ -12,7 +13,7 @@ from trl_packfa.patches.mistral import config_window
 
 
 def fused_qkv(
-    module: nn.Module, hidden_states: torch.Tensor, position_embeddings: Embeddings
+    module: Any, hidden_states: torch.Tensor, position_embeddings: Embeddings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query, key and value `(B, L, heads, H)` out of `qkv_proj`, query and key rotated."""
     num_heads, num_key_value_heads = module.config.num_attention_heads, module.num_key_value_heads

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from trl_packfa.declaration import Patch
@@ -11,7 +12,7 @@ from trl_packfa.patches.llama import Embeddings, project_heads
 
 
 def normed_rotary_qkv(
-    module: nn.Module, hidden_states: torch.Tensor, position_embeddings: Embeddings
+    module: Any, hidden_states: torch.Tensor, position_embeddings: Embeddings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query, key and value `(B, L, heads, H)`, query and key normalized, then rotated."""
     query, key, value = project_heads(module, hidden_states)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from . import __version__
@@ -20,9 +21,9 @@ def main(argv: list[str] | None = None) -> int:
     return _guarded(lambda: args.run(args), debug=args.debug)
 
 
-def _guarded(command, *, debug: bool) -> int:  # noqa: ANN001
+def _guarded(command: Callable[[], int], *, debug: bool) -> int:
     try:
-        return command() or 0
+        return command()
     except PackingError as error:
         if debug:
             raise
@@ -72,6 +73,10 @@ def _add_check(commands: argparse._SubParsersAction) -> None:
 
 
 def _demo(args: argparse.Namespace) -> int:
+    import logging
+
+    # bitsandbytes announces at import that an optional Hub kernel is missing; the demo needs none.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from .demo.run import DemoOptions, run_demo
 
     run_demo(

@@ -14,7 +14,7 @@ import torch
 
 from .layout import PackedLayout
 
-# A column that streaming datasets carry their losses in, see `datasets.py`; summed here, popped by the trainer.
+# A column that streaming datasets carry their losses in, see `tokenized.py`; summed here, popped by the trainer.
 LOSSES = "packing_losses"
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
 
-QKV: TypeAlias = Callable[[nn.Module, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+# torch types every attribute of a module as a tensor or a module, so attention modules are `Any` here.
+QKV: TypeAlias = Callable[[Any, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +26,14 @@ class AttentionArguments:
     dropout: float = 0.0
 
 
-def read_arguments(module: nn.Module) -> AttentionArguments:
+def read_arguments(module: Any) -> AttentionArguments:
     """The arguments as most transformers attention modules store them on themselves."""
     return AttentionArguments(
-        scaling=module.scaling,  # type: ignore[arg-type]
+        scaling=module.scaling,
         sliding_window=getattr(module, "sliding_window", None),
         softcap=getattr(module, "attn_logit_softcapping", None),
         sinks=getattr(module, "sinks", None),
-        dropout=float(getattr(module, "attention_dropout", 0.0)),  # type: ignore[arg-type]
+        dropout=float(getattr(module, "attention_dropout", 0.0)),
     )
 
 
@@ -62,6 +62,6 @@ class Patch:
     backbone: str
     attention: Mapping[str, QKV]
     output: str = "o_proj"
-    arguments: Callable[[nn.Module], AttentionArguments] = read_arguments
+    arguments: Callable[[Any], AttentionArguments] = read_arguments
     origin: str = "trl_packfa"
     rung: str = "attention"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from trl import DatasetMixtureConfig, ScriptArguments, TrlParser, get_dataset
 
 from .config import PackedSFTConfig
-from .errors import InvalidConfig, InvalidDataset
+from .errors import InvalidConfig, InvalidDataset, PackingError
 from .loading import load_dataset_dict
 from .progress import RichProgressCallback
 from .trainer import PackedSFTTrainer
@@ -15,10 +16,14 @@ from .trainer import PackedSFTTrainer
 
 def train(argv: list[str]) -> int:
     """Parse flags and `--config FILE.yaml`, train, save model and reports into `output_dir`."""
-    parser = TrlParser((ScriptArguments, PackedSFTConfig, DatasetMixtureConfig), prog="trl-packfa train")
-    script_args, args, mixture = parser.parse_args_and_config(args=argv, fail_with_unknown_args=True)
-    if args.model_name_or_path is None:
-        raise InvalidConfig("no model.", do="Pass --model_name_or_path, on the command line or in the YAML file.")
+    classes: Any = (ScriptArguments, PackedSFTConfig, DatasetMixtureConfig)
+    parser = TrlParser(classes, prog="trl-packfa train")
+    try:
+        script_args, args, mixture = parser.parse_args_and_config(args=argv, fail_with_unknown_args=True)
+    except PackingError:
+        raise
+    except (ValueError, FileNotFoundError) as error:  # TRL's and transformers' own refusals of arguments
+        raise InvalidConfig(str(error)) from error
     trainer = build_trainer(script_args, args, mixture)
     if trainer.is_world_process_zero() and not args.disable_tqdm:
         RichProgressCallback.attach(trainer, "training")
@@ -35,6 +40,8 @@ def build_trainer(
     script_args: ScriptArguments, args: PackedSFTConfig, mixture: DatasetMixtureConfig
 ) -> PackedSFTTrainer:
     """The trainer that the arguments describe."""
+    if args.model_name_or_path is None:
+        raise InvalidConfig("no model.", do="Pass --model_name_or_path, on the command line or in the YAML file.")
     if mixture.datasets:
         dataset = get_dataset(mixture)
     elif script_args.dataset_name:

@@ -69,13 +69,13 @@ class BackboneOverride(Override):
 
 def _packed_call(call: dict[str, Any], layout: PackedLayout) -> dict[str, Any]:
     """The arguments of a packed call: positions for certain, no cache, no mask to build."""
-    tokens = call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
-    layout = layout.to(tokens.device)
+    device = next(call[name] for name in ("inputs_embeds", "input_ids") if call.get(name) is not None).device
+    layout = layout.to(device)
     if call.get("position_ids") is None:
         call["position_ids"] = layout.position_ids()
     # A four-dimensional mask is taken as it is, so none is built; with no elements, no attention that the patch has
     # missed could use it: an error there, never a leak.
-    no_mask = torch.empty((1, 1, 0, 0), device=tokens.device)
+    no_mask = torch.empty((1, 1, 0, 0), device=device)
     return {**call, "attention_mask": no_mask, "past_key_values": None, "use_cache": False, "packed_layout": layout}
 
 
@@ -176,9 +176,10 @@ class RotaryOverride(Override):
 
     def _fixed_up_to(self, layer_type: str | None) -> int:
         """The sequence length in tokens up to which the frequencies are fixed."""
-        parameters = self.module.config.rope_parameters  # type: ignore[union-attr]
+        rotary: Any = self.module
+        parameters = rotary.config.rope_parameters
         parameters = parameters if layer_type is None else parameters[layer_type]
-        return parameters.get("original_max_position_embeddings") or self.module.original_max_seq_len
+        return parameters.get("original_max_position_embeddings") or rotary.original_max_seq_len
 
 
 def depends_on_length(module: nn.Module) -> bool:

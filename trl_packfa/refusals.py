@@ -37,7 +37,7 @@ def refuse_arguments(
             why=["a packed batch has one row of logits for many examples"],
             do="Leave eval_packing unset; evaluation is then padded, training stays packed.",
         )
-    if args.accelerator_config.dispatch_batches:
+    if getattr(args.accelerator_config, "dispatch_batches", None):
         raise InvalidConfig(
             "accelerator_config.dispatch_batches=True cannot carry document boundaries.",
             why=["accelerate would concatenate and cut the packed batches of several ranks"],

@@ -37,10 +37,10 @@ from trl import SFTTrainer, get_peft_config, get_quantization_config
 from .check import ExactnessReport, check
 from .collator import LOSSES, DataCollatorForPacking
 from .config import PackedSFTConfig
-from .datasets import cut_dataset, cut_stream, read_tokens, require_usable
 from .packing import PackedBatchSampler, PackingReport
 from .refusals import refuse_arguments, refuse_collator, refuse_model
 from .registry import describe, patch
+from .tokenized import cut_dataset, cut_stream, read_tokens, require_usable
 from .versions import require_versions
 
 logger = logging.getLogger(__name__)
@@ -98,6 +98,14 @@ class PackedSFTTrainer(SFTTrainer):
     """
 
     _tag_names = ["trl", "sft", "trl-packfa"]
+
+    # What the Trainer declares more loosely.
+    args: PackedSFTConfig
+    model: Any
+    train_dataset: Any
+    data_collator: Any
+    _tokenizer: Any
+    _signature_columns: Any
 
     def __init__(
         self,
@@ -162,7 +170,8 @@ class PackedSFTTrainer(SFTTrainer):
         patch(self.model, backend=self.args.attention_backend)
         self._padding_collator = self._padded_collator()
         self.data_collator = data_collator or DataCollatorForPacking(
-            pad_token_id=self._tokenizer.pad_token_id, pad_to_multiple_of=self.args.pad_to_multiple_of
+            pad_token_id=self._tokenizer.pad_token_id,
+            pad_to_multiple_of=self.args.pad_to_multiple_of,  # type: ignore[arg-type]  # SFTConfig has made it an int
         )
         self.add_callback(_EpochCallback(self))
         logger.info("trl-packfa: patched\n%s", describe(self.model))
@@ -204,7 +213,7 @@ class PackedSFTTrainer(SFTTrainer):
         if LOSSES not in self._signature_columns:
             self._signature_columns = [*self._signature_columns, LOSSES]
 
-    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         if not self.args.packs_rows:
             return super()._get_train_sampler(train_dataset)
         dataset = self.train_dataset if train_dataset is None else train_dataset
@@ -217,9 +226,9 @@ class PackedSFTTrainer(SFTTrainer):
             world_size=self.args.world_size,
             shuffle=self.args.train_sampling_strategy != "sequential",
         )
-        return self.packing_sampler  # type: ignore[return-value]
+        return self.packing_sampler
 
-    def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Evaluation batches hold the examples they would hold padded, packed unless metrics need the logits."""
         if not self.args.packing or self._packs_eval:
             return super().get_eval_dataloader(eval_dataset)
@@ -268,7 +277,7 @@ class PackedSFTTrainer(SFTTrainer):
             metrics = self._metrics["train" if self.model.training else "eval"]
             metrics["documents"].append(layout.num_documents)
             metrics["longest_document"].append(layout.max_seqlen)
-            if self.args.packs_rows and self.model.training:
+            if self.args.packs_rows and self.args.max_length and self.model.training:
                 capacity = self.args.max_length * self.args.per_device_train_batch_size
                 metrics["fill"].append(layout.num_tokens / capacity)
         if losses is not None:
@@ -298,22 +307,27 @@ def _output_dir(model: str | PreTrainedModel | PeftModel) -> str:
 
 
 def _named(train: AnyDataset | None, evaluation: EvalDataset | None) -> list[tuple[str, AnyDataset]]:
-    evaluations = evaluation if isinstance(evaluation, dict) else {"eval": evaluation}
+    """Every dataset that was given, with the name that TRL gives it."""
+    evaluations: Any = evaluation if isinstance(evaluation, dict) else {"eval": evaluation}
     return [(name, d) for name, d in {"train": train, **evaluations}.items() if d is not None]
 
 
 def _model_type(name: str, args: PackedSFTConfig) -> str:
-    revision = (args.model_init_kwargs or {}).get("revision", args.model_revision)
+    revision = _given_init_kwargs(args).get("revision", args.model_revision)
     return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code).model_type
 
 
 def _init_kwargs(args: PackedSFTConfig) -> dict[str, Any]:
     """`from_pretrained` arguments as TRL's own script makes them of a `ModelConfig`; the user's win."""
     kwargs = {"revision": args.model_revision, "dtype": args.dtype, "attn_implementation": args.attn_implementation}
-    return {**kwargs, **(args.model_init_kwargs or {})}
+    return {**kwargs, **_given_init_kwargs(args)}
+
+
+def _given_init_kwargs(args: PackedSFTConfig) -> dict[str, Any]:
+    return args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
 
 
 def _quantization_config(args: PackedSFTConfig) -> BitsAndBytesConfig | None:
-    if "quantization_config" in (args.model_init_kwargs or {}):
+    if "quantization_config" in _given_init_kwargs(args):
         return None
     return get_quantization_config(args)

@@ -58,16 +58,13 @@ class FlexBackend:
     ) -> torch.Tensor:
         """See [`AttentionBackend`]."""
 
-        def cap(score: torch.Tensor, *index: torch.Tensor) -> torch.Tensor:
-            return softcap * torch.tanh(score / softcap)
-
         attend = _compiled() if query.device.type == "cuda" else flex_attention
         q_NTH, k_KTH, v_KTH = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
         result = attend(
             q_NTH,
             k_KTH,
             v_KTH,
-            score_mod=None if softcap is None else cap,
+            score_mod=None if softcap is None else _capped(softcap),
             block_mask=_block_mask(layout, sliding_window),
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
@@ -79,6 +76,13 @@ class FlexBackend:
         # A sink adds exp(sink) to the softmax denominator: every probability shrinks by the same factor.
         share_NT = torch.sigmoid(lse_NT - sinks.to(lse_NT.dtype)[:, None])
         return (out_NTH * share_NT[..., None].to(out_NTH.dtype)).transpose(0, 1)
+
+
+def _capped(softcap: float) -> Callable[..., torch.Tensor]:
+    def cap(score: torch.Tensor, *index: torch.Tensor) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return cap
 
 
 def _block_mask(layout: PackedLayout, sliding_window: int | None) -> BlockMask:

@@ -40,8 +40,15 @@ class AttentionRequest(NamedTuple):
 class AttentionBackend(Protocol):
     """One way to compute causal attention inside each document of a `PackedLayout`."""
 
-    name: str
-    summary: str
+    @property
+    def name(self) -> str:
+        """What users call it."""
+        ...
+
+    @property
+    def summary(self) -> str:
+        """What it is and where it runs, in one line."""
+        ...
 
     def refusals(self, request: AttentionRequest) -> list[str]:
         """Every reason why this backend cannot serve the request; empty if it can."""

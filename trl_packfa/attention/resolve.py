@@ -13,7 +13,7 @@ from .sdpa import SdpaBackend
 from .varlen import VarlenBackend
 
 # In order of preference.
-BACKENDS: tuple[AttentionBackend, ...] = (
+BACKENDS: tuple[AttentionBackend, ...] = (  # type: ignore[assignment]  # torch.compiler.disable is untyped
     FlashBackend(),
     VarlenBackend(),
     FlexBackend(),
@@ -80,10 +80,11 @@ class BackendChoice:
             [`NoBackend`]: if none does.
         """
         if request not in self.resolved:
-            self._resolve(request)
+            self.resolved[request] = _resolved_name(request, self.name)  # type: ignore[call-arg]
         return _BY_NAME[self.resolved[request]]
 
-    # Looks at packages and devices: once, and not something to compile.
-    @torch.compiler.disable
-    def _resolve(self, request: AttentionRequest) -> None:
-        self.resolved[request] = resolve(request, self.name).name
+
+# Looks at packages and devices: once, and nothing to compile.
+@torch.compiler.disable
+def _resolved_name(request: AttentionRequest, backend: str) -> str:
+    return resolve(request, backend).name

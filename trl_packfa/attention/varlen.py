@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -14,11 +15,11 @@ from ..layout import PackedLayout
 from .kernel_limits import flash_refusals, require_indexable
 from .request import AttentionRequest
 
-_varlen_attn: Callable[..., torch.Tensor] | None
 try:
-    from torch.nn.attention.varlen import varlen_attn as _varlen_attn
+    from torch.nn.attention import varlen
 except ImportError:  # torch older than 2.10
-    _varlen_attn = None
+    varlen = None
+_varlen_attn: Callable[..., Any] | None = None if varlen is None else varlen.varlen_attn
 
 # torch 2.10 had `is_causal`, later versions have `window_size` and `enable_gqa`.
 _PARAMETERS = frozenset(inspect.signature(_varlen_attn).parameters) if _varlen_attn is not None else frozenset()
@@ -61,7 +62,7 @@ class VarlenBackend:
         """See [`AttentionBackend`]."""
         require_indexable(query, layout, self.name)
         assert _varlen_attn is not None, "refusals() was not asked"
-        options: dict[str, object] = {}
+        options: dict[str, Any] = {}
         if "enable_gqa" in _PARAMETERS:
             options["enable_gqa"] = query.shape[1] != key.shape[1]
         if "window_size" in _PARAMETERS:

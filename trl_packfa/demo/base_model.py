@@ -17,12 +17,12 @@ def train_tokenizer(dataset: Dataset) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=[_PAD, _EOS],
+        special_tokens=[_PAD, _EOS],  # ids 0 and 1
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = (example["prompt"] + example["completion"] for example in dataset)
-    tokenizer.train_from_iterator(texts, trainer, length=len(dataset))
+    texts = [a + b for a, b in zip(dataset["prompt"], dataset["completion"], strict=True)]
+    tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_EOS, pad_token=_PAD)
 
 
@@ -37,8 +37,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) -> LlamaFo
         num_attention_heads=6,
         num_key_value_heads=2,
         max_position_embeddings=2048,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        pad_token_id=0,
+        eos_token_id=1,
         bos_token_id=None,
     )
     return LlamaForCausalLM(config)

@@ -61,7 +61,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> dict[str, 
     trainer = _qlora_trainer(base, tokenizer, dataset, options)
     _show_packing(trainer, console)
     # Tokenized once: the trainers after this one take the datasets as the first has prepared them.
-    prepared = DatasetDict(train=trainer.train_dataset, test=trainer.eval_dataset)
+    prepared = DatasetDict({"train": trainer.train_dataset, "test": trainer.eval_dataset})
     console.print(f"exactness check of the 4-bit model with its adapter: {trainer.prove()}", highlight=False)
     RichProgressCallback.attach(trainer, "QLoRA, packed", console)
     before = trainer.evaluate()["eval_loss"]
@@ -89,6 +89,7 @@ def _hush() -> None:
 
 
 def _dataset(options: DemoOptions, console: Console) -> DatasetDict:
+    dataset: Any
     if options.dataset is None:
         console.print("reading the docstrings of this Python's standard library ...")
         dataset = docstring_dataset()
@@ -97,7 +98,7 @@ def _dataset(options: DemoOptions, console: Console) -> DatasetDict:
         if "test" not in dataset:
             dataset = dataset["train"].train_test_split(test_size=0.05, seed=0)
     console.print(f"{len(dataset['train']):,} documents to train on, {len(dataset['test']):,} held out")
-    return DatasetDict(train=dataset["train"], test=dataset["test"])
+    return DatasetDict({"train": dataset["train"], "test": dataset["test"]})
 
 
 def _arguments(options: DemoOptions, **others: Any) -> dict[str, Any]:

@@ -42,11 +42,11 @@ class _OpenBins:
     def place(self, length: int, documents: int) -> np.ndarray:
         """Place so many documents of one length; returns the bin of each."""
         placed = []
-        for space in np.flatnonzero(self.count[length:]) + length:
+        for space in (np.flatnonzero(self.count[length:]) + length).tolist():
             if documents == 0:
                 break
-            bins = self._take(int(space), -(-documents // (space // length)))
-            placed.append(self._fill(bins, int(space), length, documents))
+            bins = self._take(space, -(-documents // (space // length)))
+            placed.append(self._fill(bins, space, length, documents))
             documents -= len(placed[-1])
         if documents:
             fresh = np.arange(self.num_bins, self.num_bins - (-documents // (self.capacity // length)))

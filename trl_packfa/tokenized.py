@@ -31,10 +31,10 @@ def read_tokens(dataset: Dataset) -> Tokens:
     """Lengths and label masks of a tokenized dataset, read from Arrow without Python lists."""
     columns = [name for name in ("input_ids", "labels") if name in dataset.column_names]
     lengths, trained = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=bool)]
+    table: Any  # a pyarrow.Table, which `datasets` does not say
     for table in dataset.select_columns(columns).with_format("arrow").iter(batch_size=10_000):
-        lengths.append(pc.list_value_length(table["input_ids"]).to_numpy().astype(np.int64))
-        labels = _flat(table[columns[-1]])
-        trained.append(labels != -100)
+        lengths.append(pc.call_function("list_value_length", [table["input_ids"]]).to_numpy().astype(np.int64))
+        trained.append(_flat(table[columns[-1]]) != -100)
     return Tokens(np.concatenate(lengths), np.concatenate(trained))
 
 

@@ -1,0 +1,27 @@
+# The two commands of a newcomer. Each makes its own virtual environment in .venv and installs the project into it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# CPU timing: keep large tensors in the heap, where they are reused, instead of mapping each afresh.
+export MALLOC_MMAP_THRESHOLD_ := 4294967296
+export MALLOC_TRIM_THRESHOLD_ := 68719476736
+
+.PHONY: demo test lint
+
+demo: $(VENV)/installed
+	$(BIN)/trl-packfa demo
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest -n 2
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# torch first: its CPU build is a fraction of what a later requirement could pull in.
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install torch==2.13.0
+	$(BIN)/pip install -e '.[tested,plots,dev]'
+	touch $@
