@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from . import __version__
@@ -39,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("train", help="packed fine-tune from a YAML file or flags (see: trl-packfa train --help)")
     _add_demo(commands)
     _add_check(commands)
+    _add_bench(commands)
     for name, run, text in (
         ("models", _models, "list the architectures that can be patched"),
         ("backends", _backends, "list the attention backends and what this machine lacks for each"),
@@ -72,6 +73,16 @@ def _add_check(commands: argparse._SubParsersAction) -> None:
     check.set_defaults(run=_check)
 
 
+def _add_bench(commands: argparse._SubParsersAction) -> None:
+    bench = commands.add_parser("bench", help="time and memory of packed attention on this machine's CPU")
+    bench.add_argument("what", choices=["attention"])
+    bench.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192], help="row lengths")
+    bench.add_argument("--lengths", help="JSON list of document lengths in tokens, instead of a log-normal")
+    bench.add_argument("--repeats", type=int, default=3, help="draws of documents per row length")
+    bench.add_argument("--json", action="store_true", help="machine-readable output")
+    bench.set_defaults(run=_bench)
+
+
 def _demo(args: argparse.Namespace) -> int:
     import logging
 
@@ -101,6 +112,13 @@ def _check(args: argparse.Namespace) -> int:
     report = check(patch(model, backend=args.backend))
     print(json.dumps(report.to_dict(), indent=2) if args.json else report)
     return 0 if report.is_exact else 1
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from .bench import bench_attention
+
+    rows = bench_attention(tokens=args.tokens, source=args.lengths, repeats=args.repeats)
+    return _print_rows(rows, as_json=args.json)
 
 
 def _models(args: argparse.Namespace) -> int:
@@ -141,7 +159,7 @@ def _env(args: argparse.Namespace) -> int:
     return _print_rows([{"what": k, "version": v} for k, v in facts.items()], as_json=args.json)
 
 
-def _print_rows(rows: list[dict[str, str]], *, as_json: bool) -> int:
+def _print_rows(rows: Sequence[Mapping[str, object]], *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(rows, indent=2))
         return 0
@@ -150,7 +168,7 @@ def _print_rows(rows: list[dict[str, str]], *, as_json: bool) -> int:
 
     table = Table(*rows[0])
     for row in rows:
-        table.add_row(*row.values())
+        table.add_row(*map(str, row.values()))
     Console().print(table)
     return 0
 

@@ -16,23 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from datasets import IterableDataset
 from peft import PeftConfig, PeftModel
 from torch.utils.data import DataLoader, Sampler
 from transformers import (
-    AutoConfig,
     BitsAndBytesConfig,
     EvalPrediction,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
     TrainerCallback,
-    TrainerControl,
-    TrainerState,
     TrainingArguments,
 )
-from transformers.trainer_pt_utils import BatchRebalanceSampler
-from trl import SFTTrainer, get_peft_config, get_quantization_config
+from trl import SFTTrainer, get_peft_config
 
 from .check import ExactnessReport, check
 from .collator import LOSSES, DataCollatorForPacking
@@ -40,34 +36,12 @@ from .config import PackedSFTConfig
 from .packing import PackedBatchSampler, PackingReport
 from .refusals import refuse_arguments, refuse_collator, refuse_model
 from .registry import describe, patch
+from .sampling import EpochCallback, RankAwareSampler
+from .sources import AnyDataset, EvalDataset, init_kwargs, model_type, named, output_dir, quantization_of
 from .tokenized import cut_dataset, cut_stream, read_tokens, require_usable
 from .versions import require_versions
 
 logger = logging.getLogger(__name__)
-
-AnyDataset = Dataset | IterableDataset
-EvalDataset = AnyDataset | DatasetDict | IterableDatasetDict | dict[str, AnyDataset]
-
-
-class _RankAwareSampler(PackedBatchSampler, BatchRebalanceSampler):
-    """The Trainer hands a `BatchRebalanceSampler` to the DataLoader as a batch sampler that knows its rank."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        PackedBatchSampler.__init__(self, *args, **kwargs)
-
-
-class _EpochCallback(TrainerCallback):
-    """Tells the sampler its epoch: accelerate does not forward `set_epoch` to a wrapped batch sampler."""
-
-    def __init__(self, trainer: PackedSFTTrainer) -> None:
-        self.trainer = trainer
-
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """The Trainer's own count, which a resumed run restores."""
-        if self.trainer.packing_sampler is not None:
-            self.trainer.packing_sampler.set_epoch(int(state.epoch or 0))
 
 
 class PackedSFTTrainer(SFTTrainer):
@@ -126,18 +100,18 @@ class PackedSFTTrainer(SFTTrainer):
         formatting_func: Callable[[dict], str] | None = None,
     ) -> None:
         require_versions()
-        args = PackedSFTConfig.from_args(args if args is not None else PackedSFTConfig(_output_dir(model)))
+        args = PackedSFTConfig.from_args(args if args is not None else PackedSFTConfig(output_dir(model)))
         refuse_arguments(args, compute_metrics=compute_metrics, peft_config=peft_config)
-        for name, dataset in _named(train_dataset, eval_dataset):
+        for name, dataset in named(train_dataset, eval_dataset):
             require_usable(
                 dataset, name=name, text_field=args.dataset_text_field, formatted=formatting_func is not None
             )
         if args.packing:
-            refuse_model(model if not isinstance(model, str) else _model_type(model, args), args)
+            refuse_model(model if not isinstance(model, str) else model_type(model, args), args)
             refuse_collator(data_collator)
         if isinstance(model, str):
-            args.model_init_kwargs = _init_kwargs(args)
-            quantization_config = quantization_config or _quantization_config(args)
+            args.model_init_kwargs = init_kwargs(args)
+            quantization_config = quantization_config or quantization_of(args)
         if peft_config is None and not isinstance(model, PeftModel):
             peft_config = get_peft_config(args)
         self.packing_reports: dict[str, PackingReport] = {}
@@ -173,7 +147,7 @@ class PackedSFTTrainer(SFTTrainer):
             pad_token_id=self._tokenizer.pad_token_id,
             pad_to_multiple_of=self.args.pad_to_multiple_of,  # type: ignore[arg-type]  # SFTConfig has made it an int
         )
-        self.add_callback(_EpochCallback(self))
+        self.add_callback(EpochCallback(lambda: self.packing_sampler))
         logger.info("trl-packfa: patched\n%s", describe(self.model))
 
     def _padded_collator(self) -> Any:
@@ -217,7 +191,7 @@ class PackedSFTTrainer(SFTTrainer):
         if not self.args.packs_rows:
             return super()._get_train_sampler(train_dataset)
         dataset = self.train_dataset if train_dataset is None else train_dataset
-        self.packing_sampler = _RankAwareSampler(
+        self.packing_sampler = RankAwareSampler(
             read_tokens(dataset).lengths,
             capacity=self.args.max_length,
             rows_per_batch=self.args.per_device_train_batch_size,
@@ -299,35 +273,3 @@ class PackedSFTTrainer(SFTTrainer):
             documents["exactness_report.json"] = self.exactness.to_dict()
         for name, content in documents.items():
             (Path(folder) / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _output_dir(model: str | PreTrainedModel | PeftModel) -> str:
-    name = model if isinstance(model, str) else model.config._name_or_path
-    return f"{name.rstrip('/').split('/')[-1] or 'model'}-SFT"
-
-
-def _named(train: AnyDataset | None, evaluation: EvalDataset | None) -> list[tuple[str, AnyDataset]]:
-    """Every dataset that was given, with the name that TRL gives it."""
-    evaluations: Any = evaluation if isinstance(evaluation, dict) else {"eval": evaluation}
-    return [(name, d) for name, d in {"train": train, **evaluations}.items() if d is not None]
-
-
-def _model_type(name: str, args: PackedSFTConfig) -> str:
-    revision = _given_init_kwargs(args).get("revision", args.model_revision)
-    return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code).model_type
-
-
-def _init_kwargs(args: PackedSFTConfig) -> dict[str, Any]:
-    """`from_pretrained` arguments as TRL's own script makes them of a `ModelConfig`; the user's win."""
-    kwargs = {"revision": args.model_revision, "dtype": args.dtype, "attn_implementation": args.attn_implementation}
-    return {**kwargs, **_given_init_kwargs(args)}
-
-
-def _given_init_kwargs(args: PackedSFTConfig) -> dict[str, Any]:
-    return args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
-
-
-def _quantization_config(args: PackedSFTConfig) -> BitsAndBytesConfig | None:
-    if "quantization_config" in _given_init_kwargs(args):
-        return None
-    return get_quantization_config(args)

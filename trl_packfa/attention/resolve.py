@@ -13,7 +13,7 @@ from .sdpa import SdpaBackend
 from .varlen import VarlenBackend
 
 # In order of preference.
-BACKENDS: tuple[AttentionBackend, ...] = (  # type: ignore[assignment]  # torch.compiler.disable is untyped
+BACKENDS: tuple[AttentionBackend, ...] = (
     FlashBackend(),
     VarlenBackend(),
     FlexBackend(),

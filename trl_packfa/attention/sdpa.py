@@ -10,7 +10,9 @@ longest length, Q queries of a chunk.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +31,13 @@ _SLACK_SHARE = 0.15
 _GROUP_TOKENS = 2048
 _CHUNK_QUERIES = 256
 
+Attend = TypeVar("Attend", bound=Callable[..., torch.Tensor])
+
+
+def _outside_of_graphs(function: Attend) -> Attend:
+    """`torch.compiler.disable`, which hides a function's type."""
+    return torch.compiler.disable(function)  # type: ignore[return-value]
+
 
 class SdpaBackend:
     """Groups of similar documents through torch's fused attention."""
@@ -41,7 +50,7 @@ class SdpaBackend:
         return []
 
     # The shapes depend on every batch's lengths: a compiler would recompile for each, so it leaves the graph here.
-    @torch.compiler.disable
+    @_outside_of_graphs
     def __call__(
         self,
         query: torch.Tensor,

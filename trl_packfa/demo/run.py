@@ -61,7 +61,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> dict[str, 
     trainer = _qlora_trainer(base, tokenizer, dataset, options)
     _show_packing(trainer, console)
     # Tokenized once: the trainers after this one take the datasets as the first has prepared them.
-    prepared = DatasetDict({"train": trainer.train_dataset, "test": trainer.eval_dataset})
+    prepared = {"train": trainer.train_dataset, "test": trainer.eval_dataset}
     console.print(f"exactness check of the 4-bit model with its adapter: {trainer.prove()}", highlight=False)
     RichProgressCallback.attach(trainer, "QLoRA, packed", console)
     before = trainer.evaluate()["eval_loss"]
@@ -161,7 +161,7 @@ def _show_packing(trainer: PackedSFTTrainer, console: Console) -> None:
 def _save_and_load_back(
     trainer: PackedSFTTrainer,
     tokenizer: PreTrainedTokenizerBase,
-    dataset: DatasetDict,
+    dataset: dict[str, Any],
     options: DemoOptions,
     console: Console,
 ) -> float:
@@ -186,7 +186,7 @@ def _save_and_load_back(
 
 
 def _compare(
-    base: str, tokenizer: PreTrainedTokenizerBase, dataset: DatasetDict, options: DemoOptions
+    base: str, tokenizer: PreTrainedTokenizerBase, dataset: dict[str, Any], options: DemoOptions
 ) -> tuple[float, float]:
     """True tokens per second of the same few steps: packed, and by TRL's own padded trainer."""
     common = _arguments(options, max_steps=_COMPARED_STEPS, logging_steps=1)

@@ -1,0 +1,50 @@
+"""What a trainer is built from: which model, which datasets, loaded how."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from peft import PeftModel
+from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel
+from trl import get_quantization_config
+
+from .config import PackedSFTConfig
+
+AnyDataset = Dataset | IterableDataset
+EvalDataset = AnyDataset | DatasetDict | IterableDatasetDict | dict[str, AnyDataset]
+
+
+def output_dir(model: str | PreTrainedModel | PeftModel) -> str:
+    """TRL's default output directory for a model."""
+    name = model if isinstance(model, str) else model.config._name_or_path
+    return f"{name.rstrip('/').split('/')[-1] or 'model'}-SFT"
+
+
+def named(train: AnyDataset | None, evaluation: EvalDataset | None) -> list[tuple[str, AnyDataset]]:
+    """Every dataset that was given, with the name that TRL gives it."""
+    evaluations: Any = evaluation if isinstance(evaluation, dict) else {"eval": evaluation}
+    return [(name, d) for name, d in {"train": train, **evaluations}.items() if d is not None]
+
+
+def model_type(name: str, args: PackedSFTConfig) -> str:
+    """The `config.model_type` of a model by name, read without its weights."""
+    revision = _given_init_kwargs(args).get("revision", args.model_revision)
+    return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code).model_type
+
+
+def init_kwargs(args: PackedSFTConfig) -> dict[str, Any]:
+    """`from_pretrained` arguments as TRL's own script makes them of a `ModelConfig`; the user's win."""
+    kwargs = {"revision": args.model_revision, "dtype": args.dtype, "attn_implementation": args.attn_implementation}
+    return {**kwargs, **_given_init_kwargs(args)}
+
+
+def _given_init_kwargs(args: PackedSFTConfig) -> dict[str, Any]:
+    return args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
+
+
+def quantization_of(args: PackedSFTConfig) -> BitsAndBytesConfig | None:
+    """The quantization that the arguments ask for, unless `model_init_kwargs` has its own."""
+    if "quantization_config" in _given_init_kwargs(args):
+        return None
+    return get_quantization_config(args)
