@@ -6,7 +6,15 @@ import torch
 from tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, assert_float32, assert_low_precision, differs
 
 from trl_packfa import PackedLayout
-from trl_packfa.attention import BACKENDS, AttentionRequest, BackendChoice, get_backend, refusals, resolve
+from trl_packfa.attention import (
+    BACKENDS,
+    AttentionArguments,
+    AttentionRequest,
+    BackendChoice,
+    get_backend,
+    refusals,
+    resolve,
+)
 from trl_packfa.attention.sdpa import group_by_length
 from trl_packfa.errors import NoBackend
 
@@ -47,11 +55,18 @@ def backend_for(name, dtype, case):
     return get_backend(name)
 
 
+def packed(backend, layout):
+    return lambda query, key, value, options: backend(query, key, value, layout, AttentionArguments(**options))
+
+
+def by_oracle(lengths):
+    return lambda query, key, value, options: oracle.attention(query, key, value, lengths, **options)
+
+
 def run(attend, tensors, case, upstream):
     """Output and the gradients of query, key, value and, if there are any, sinks."""
     query, key, value, sinks = tensors
-    options = {**case, "sinks": sinks if case.get("sinks") else None}
-    out = attend(query, key, value, scaling=0.3, **options)
+    out = attend(query, key, value, {**case, "scaling": 0.3, "sinks": sinks if case.get("sinks") else None})
     leaves = [query, key, value] + [sinks] * bool(case.get("sinks"))
     return out, torch.autograd.grad(out, leaves, upstream.to(out.dtype))
 
@@ -64,10 +79,8 @@ def test_float32_against_the_oracle(name, case):
         layout = PackedLayout.from_lengths(lengths, rows=rows, device=DEVICE)
         tensors = inputs(layout.num_tokens)
         upstream = torch.randn(layout.num_tokens, 4, 16, device=DEVICE)
-        out, grads = run(lambda *qkv, layout=layout, **o: backend(*qkv, layout, **o), tensors, case, upstream)
-        expected, expected_grads = run(
-            lambda *qkv, lengths=lengths, **o: oracle.attention(*qkv, lengths, **o), tensors, case, upstream
-        )
+        out, grads = run(packed(backend, layout), tensors, case, upstream)
+        expected, expected_grads = run(by_oracle(lengths), tensors, case, upstream)
         assert_float32(out, expected)
         for grad, expected_grad in zip(grads, expected_grads, strict=True):
             assert_float32(grad, expected_grad)
@@ -84,9 +97,9 @@ def test_low_precision_against_eager_attention(name, case, dtype):
     results = [
         run(attend, tensors, case, upstream)
         for attend in (
-            lambda *qkv, **o: backend(*qkv, layout, **o),
-            lambda *qkv, **o: get_backend("reference")(*qkv, layout, **o),
-            lambda *qkv, **o: oracle.attention(*qkv, lengths, **o),
+            packed(backend, layout),
+            packed(get_backend("reference"), layout),
+            by_oracle(lengths),
         )
     ]
     (out, grads), (eager, eager_grads), (exact, exact_grads) = results
@@ -109,7 +122,7 @@ def test_isolation_is_exact_to_the_bit(name, case, dtype):
     for tensor in after[:3]:
         tensor[changed_document] = torch.randn_like(tensor[changed_document])
     results = [
-        run(lambda *qkv, **o: backend(*qkv, layout, **o), [t.requires_grad_() for t in tensors], case, upstream)
+        run(packed(backend, layout), [t.requires_grad_() for t in tensors], case, upstream)
         for tensors in (before, after)
     ]
     others = torch.ones(layout.num_tokens, dtype=torch.bool)
@@ -125,7 +138,7 @@ def test_negative_control_without_boundaries_is_seen():
     lengths = LAYOUTS["mixed"][0]
     tensors = inputs(sum(lengths))
     whole = PackedLayout.from_lengths([sum(lengths)], device=DEVICE)
-    leaking = get_backend("reference")(*tensors[:3], whole, scaling=0.3)
+    leaking = get_backend("reference")(*tensors[:3], whole, AttentionArguments(scaling=0.3))
     assert differs(leaking, oracle.attention(*tensors[:3], lengths, scaling=0.3))
 
 
@@ -136,7 +149,7 @@ def test_flex_masks_and_scores_on_a_cpu_without_gradients(case):
     layout = PackedLayout.from_lengths(lengths, rows=rows)
     with torch.no_grad():
         query, key, value = (t.detach().cpu() for t in inputs(layout.num_tokens)[:3])
-        out = get_backend("flex")(query, key, value, layout, scaling=0.3, **case)
+        out = get_backend("flex")(query, key, value, layout, AttentionArguments(scaling=0.3, **case))
     assert_float32(out, oracle.attention(query, key, value, lengths, scaling=0.3, **case))
 
 
@@ -145,7 +158,7 @@ def test_dropout_drops_and_scales():
     query, key = torch.zeros(96, 4, 16), torch.zeros(96, 2, 16)
     value = torch.ones(96, 2, 16)
     for name in ("sdpa", "reference"):
-        out = get_backend(name)(query, key, value, layout, scaling=1.0, dropout=0.5)
+        out = get_backend(name)(query, key, value, layout, AttentionArguments(scaling=1.0, dropout=0.5))
         assert (out == 0).any(), "first tokens see one key, which is dropped half of the time"
         assert abs(out.mean().item() - 1) < 0.1
 
@@ -226,7 +239,7 @@ def test_kernel_arguments(backend, monkeypatch):
     layout = PackedLayout.from_lengths([3, 5])
     query, key, value, _ = inputs(8)
     for window, expected in ((None, (-1, 0) if backend == "varlen" else (-1, -1)), (4, (3, 0))):
-        get_backend(backend)(query, key, value, layout, scaling=0.3, sliding_window=window)
+        get_backend(backend)(query, key, value, layout, AttentionArguments(scaling=0.3, sliding_window=window))
         assert calls["window_size"] == expected
         assert (calls["softmax_scale"], calls["causal"], calls["max_seqlen_q"]) == (0.3, True, 5)
         assert calls["cu_seqlens_k"] is layout.cu_seqlens
@@ -271,7 +284,9 @@ def test_memory_of_a_packed_row_grows_with_its_tokens_not_with_their_square():
         query, key, value, _ = inputs(layout.num_tokens)
         for case in ({}, {"sliding_window": 16}, {"softcap": 4.0}):
             with Largest() as seen:
-                get_backend("sdpa")(query, key, value, layout, scaling=0.3, **case).sum().backward()
+                get_backend("sdpa")(
+                    query, key, value, layout, AttentionArguments(scaling=0.3, **case)
+                ).sum().backward()
             largest.setdefault(str(case), []).append(seen.elements / layout.num_tokens)
     for case, (small, large) in largest.items():
         assert large <= 1.2 * small, case

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from .attention import AttentionArguments as AttentionArguments
     from .check import ExactnessReport as ExactnessReport
     from .check import check as check
     from .collator import DataCollatorForPacking as DataCollatorForPacking
     from .config import PackedSFTConfig as PackedSFTConfig
-    from .declaration import AttentionArguments as AttentionArguments
     from .declaration import Patch as Patch
     from .layout import PackedLayout as PackedLayout
     from .registry import describe as describe
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .trainer import PackedSFTTrainer as PackedSFTTrainer
 
 _HOME = {
-    "AttentionArguments": "declaration",
+    "AttentionArguments": "attention",
     "DataCollatorForPacking": "collator",
     "ExactnessReport": "check",
     "PackedLayout": "layout",

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .attention import get_backend
+from .attention import AttentionArguments, get_backend
 from .layout import PackedLayout
 
 _HEADS, _KEY_VALUE_HEADS, _HEAD_DIM = 8, 2, 64
@@ -81,7 +81,8 @@ def _measure(side: str, tokens: int, source: str | None, seed: int) -> dict[str,
 
 
 def _our_side(layout: PackedLayout, backend: str) -> Callable[..., torch.Tensor]:
-    return lambda query, key, value: get_backend(backend)(query, key, value, layout, scaling=_HEAD_DIM**-0.5)
+    arguments = AttentionArguments(scaling=_HEAD_DIM**-0.5)
+    return lambda query, key, value: get_backend(backend)(query, key, value, layout, arguments)
 
 
 def _transformers_side(layout: PackedLayout) -> Callable[..., torch.Tensor]:

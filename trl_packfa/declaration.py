@@ -11,19 +11,10 @@ from typing import Any, TypeAlias
 
 import torch
 
+from .attention import AttentionArguments
+
 # torch types every attribute of a module as a tensor or a module, so attention modules are `Any` here.
 QKV: TypeAlias = Callable[[Any, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionArguments:
-    """What the attention call of one module is given besides query, key and value (transformers' names)."""
-
-    scaling: float
-    sliding_window: int | None = None
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
-    dropout: float = 0.0
 
 
 def read_arguments(module: Any) -> AttentionArguments:

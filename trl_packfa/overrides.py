@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 
 from .attention import AttentionRequest, BackendChoice
 from .boundaries import layout_of
-from .declaration import QKV, AttentionArguments, Patch
+from .declaration import QKV, Patch
 from .errors import PackingError
 from .layout import PackedLayout
 
@@ -111,37 +112,12 @@ class AttentionOverride(Override):
         position_embeddings = args[0] if args else kwargs.get("position_embeddings")
         query, key, value = (t.flatten(0, 1) for t in self.qkv(self.module, hidden_states, position_embeddings))
         arguments = self.read_arguments(self.module)
-        dropout = arguments.dropout if self.module.training else 0.0
-        backend = self.backends.for_request(_request(query, key, arguments, dropout))
-        out_TNH = backend(
-            query,
-            key,
-            value,
-            layout,
-            scaling=arguments.scaling,
-            sliding_window=arguments.sliding_window,
-            softcap=arguments.softcap,
-            sinks=arguments.sinks,
-            dropout=dropout,
-        )
+        if not self.module.training:
+            arguments = replace(arguments, dropout=0.0)
+        backend = self.backends.for_request(AttentionRequest.of(query, key, arguments))
+        out_TNH = backend(query, key, value, layout, arguments)
         output = getattr(self.module, self.output)
         return output(out_TNH.reshape(*hidden_states.shape[:-1], -1)), None
-
-
-def _request(
-    query: torch.Tensor, key: torch.Tensor, arguments: AttentionArguments, dropout: float
-) -> AttentionRequest:
-    return AttentionRequest(
-        device=query.device,
-        dtype=query.dtype,
-        head_dim=query.shape[-1],
-        num_heads=query.shape[-2],
-        num_key_value_heads=key.shape[-2],
-        sliding_window=arguments.sliding_window,
-        softcap=arguments.softcap,
-        sinks=arguments.sinks is not None,
-        dropout=dropout,
-    )
 
 
 class RotaryOverride(Override):

@@ -13,7 +13,7 @@ import torch
 
 from ..layout import PackedLayout
 from .kernel_limits import flash_refusals, require_indexable
-from .request import AttentionRequest
+from .request import AttentionArguments, AttentionRequest
 
 
 class _Kernel(NamedTuple):
@@ -90,22 +90,17 @@ class FlashBackend:
         key: torch.Tensor,
         value: torch.Tensor,
         layout: PackedLayout,
-        *,
-        scaling: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        dropout: float = 0.0,
+        arguments: AttentionArguments,
     ) -> torch.Tensor:
         """See [`AttentionBackend`]."""
         require_indexable(query, layout, self.name)
         kernel = _kernel(_capability(query.device))
         assert kernel is not None, "refusals() was not asked"
         options = {
-            "window_size": None if sliding_window is None else (sliding_window - 1, 0),
-            "softcap": softcap,
-            kernel.name_of("s_aux", "learnable_sink"): sinks,
-            "dropout_p": dropout or None,
+            "window_size": None if arguments.sliding_window is None else (arguments.sliding_window - 1, 0),
+            "softcap": arguments.softcap,
+            kernel.name_of("s_aux", "learnable_sink"): arguments.sinks,
+            "dropout_p": arguments.dropout or None,
         }
         result = kernel.function(
             query,
@@ -115,7 +110,7 @@ class FlashBackend:
             cu_seqlens_k=layout.cu_seqlens,
             max_seqlen_q=layout.max_seqlen,
             max_seqlen_k=layout.max_seqlen,
-            softmax_scale=scaling,
+            softmax_scale=arguments.scaling,
             causal=True,
             **{name: option for name, option in options.items() if option is not None},
         )

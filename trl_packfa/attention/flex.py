@@ -15,7 +15,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from ..layout import PackedLayout
-from .request import AttentionRequest
+from .request import AttentionArguments, AttentionRequest
 
 
 @cache
@@ -49,12 +49,7 @@ class FlexBackend:
         key: torch.Tensor,
         value: torch.Tensor,
         layout: PackedLayout,
-        *,
-        scaling: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        dropout: float = 0.0,
+        arguments: AttentionArguments,
     ) -> torch.Tensor:
         """See [`AttentionBackend`]."""
 
@@ -64,17 +59,17 @@ class FlexBackend:
             q_NTH,
             k_KTH,
             v_KTH,
-            score_mod=None if softcap is None else _capped(softcap),
-            block_mask=_block_mask(layout, sliding_window),
-            scale=scaling,
+            score_mod=None if arguments.softcap is None else _capped(arguments.softcap),
+            block_mask=_block_mask(layout, arguments.sliding_window),
+            scale=arguments.scaling,
             enable_gqa=query.shape[1] != key.shape[1],
-            return_lse=sinks is not None,
+            return_lse=arguments.sinks is not None,
         )
-        if sinks is None:
+        if arguments.sinks is None:
             return result[0].transpose(0, 1)
         out_NTH, lse_NT = result[0][0], result[1][0]
         # A sink adds exp(sink) to the softmax denominator: every probability shrinks by the same factor.
-        share_NT = torch.sigmoid(lse_NT - sinks.to(lse_NT.dtype)[:, None])
+        share_NT = torch.sigmoid(lse_NT - arguments.sinks.to(lse_NT.dtype)[:, None])
         return (out_NTH * share_NT[..., None].to(out_NTH.dtype)).transpose(0, 1)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from ..layout import PackedLayout
-from .request import AttentionRequest
+from .request import AttentionArguments, AttentionRequest
 
 
 class ReferenceBackend:
@@ -29,24 +29,16 @@ class ReferenceBackend:
         key: torch.Tensor,
         value: torch.Tensor,
         layout: PackedLayout,
-        *,
-        scaling: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        dropout: float = 0.0,
+        arguments: AttentionArguments,
     ) -> torch.Tensor:
         """See [`AttentionBackend`]."""
         outputs = []
         for q_LNH, k_LKH, v_LKH in zip(layout.split(query), layout.split(key), layout.split(value), strict=True):
             index = torch.arange(len(q_LNH), device=query.device)
             distance = index[:, None] - index[None, :]
-            allowed = (distance >= 0) & (distance < (sliding_window or len(q_LNH)))
+            allowed = (distance >= 0) & (distance < (arguments.sliding_window or len(q_LNH)))
             q_NLH, k_KLH, v_KLH = q_LNH.transpose(0, 1), k_LKH.transpose(0, 1), v_LKH.transpose(0, 1)
-            out_NLH = dense_attention(
-                q_NLH, k_KLH, v_KLH, allowed, scaling=scaling, softcap=softcap, sinks=sinks, dropout=dropout
-            )
-            outputs.append(out_NLH.transpose(0, 1))
+            outputs.append(dense_attention(q_NLH, k_KLH, v_KLH, allowed, arguments).transpose(0, 1))
         return torch.cat(outputs)
 
 
@@ -55,11 +47,7 @@ def dense_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     allowed: torch.Tensor,
-    *,
-    scaling: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    dropout: float,
+    arguments: AttentionArguments,
 ) -> torch.Tensor:
     """Attention by its formula: `query` `(..., N, Q, H)`, `key`/`value` `(..., K, M, H)`, `allowed` `(Q, M)` bool.
 
@@ -68,13 +56,13 @@ def dense_attention(
     """
     groups = query.shape[-3] // key.shape[-3]
     key, value = key.repeat_interleave(groups, dim=-3), value.repeat_interleave(groups, dim=-3)
-    scores = (query @ key.transpose(-1, -2)) * scaling
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = (query @ key.transpose(-1, -2)) * arguments.scaling
+    if arguments.softcap is not None:
+        scores = arguments.softcap * torch.tanh(scores / arguments.softcap)
     scores = scores.masked_fill(~allowed, float("-inf"))
-    if sinks is not None:
-        sink_column = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+    if arguments.sinks is not None:
+        sink_column = arguments.sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sink_column], dim=-1)
     accumulate = torch.promote_types(scores.dtype, torch.float32)
     weights = torch.softmax(scores, dim=-1, dtype=accumulate)[..., : key.shape[-2]].to(query.dtype)
-    return torch.dropout(weights, dropout, train=dropout > 0) @ value
+    return torch.dropout(weights, arguments.dropout, train=arguments.dropout > 0) @ value

@@ -5,11 +5,36 @@ Shape letters: T packed tokens, N query heads, K key/value heads, H head dim.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 
 from ..layout import PackedLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionArguments:
+    """What one attention call is given besides query, key, value and layout (transformers' names).
+
+    Args:
+        scaling (`float`):
+            Factor of the scores.
+        sliding_window (`int`, *optional*):
+            Keys that a query may see, itself included.
+        softcap (`float`, *optional*):
+            Bound of the scores, `softcap * tanh(score / softcap)` (Gemma-2).
+        sinks (`torch.Tensor`, *optional*):
+            One more logit per head, shape `(N,)`, whose probability is dropped (gpt-oss).
+        dropout (`float`, *optional*, defaults to `0.0`):
+            Dropout of the probabilities.
+    """
+
+    scaling: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    dropout: float = 0.0
 
 
 class AttentionRequest(NamedTuple):
@@ -27,6 +52,21 @@ class AttentionRequest(NamedTuple):
     softcap: float | None = None
     sinks: bool = False
     dropout: float = 0.0
+
+    @classmethod
+    def of(cls, query: torch.Tensor, key: torch.Tensor, arguments: AttentionArguments) -> AttentionRequest:
+        """The request that a call with these tensors and arguments makes."""
+        return cls(
+            device=query.device,
+            dtype=query.dtype,
+            head_dim=query.shape[-1],
+            num_heads=query.shape[-2],
+            num_key_value_heads=key.shape[-2],
+            sliding_window=arguments.sliding_window,
+            softcap=arguments.softcap,
+            sinks=arguments.sinks is not None,
+            dropout=arguments.dropout,
+        )
 
     def describe(self) -> str:
         """The request in one line, as error messages show it."""
@@ -60,12 +100,10 @@ class AttentionBackend(Protocol):
         key: torch.Tensor,
         value: torch.Tensor,
         layout: PackedLayout,
-        *,
-        scaling: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        dropout: float = 0.0,
+        arguments: AttentionArguments,
     ) -> torch.Tensor:
-        """Attend: `query` `(T, N, H)`, `key` and `value` `(T, K, H)`, `sinks` `(N,)`; returns `(T, N, H)`."""
+        """Causal attention inside each document: `query` `(T, N, H)`, `key` and `value` `(T, K, H)`.
+
+        Returns `(T, N, H)` in the query's dtype.
+        """
         ...

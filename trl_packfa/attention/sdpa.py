@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..layout import PackedLayout
 from .reference import dense_attention
-from .request import AttentionRequest
+from .request import AttentionArguments, AttentionRequest
 
 # A document joins a group if it is at most this much shorter than the group's longest, in tokens and as a share:
 # below about 16 tokens a call's overhead outweighs the padding.
@@ -57,27 +57,17 @@ class SdpaBackend:
         key: torch.Tensor,
         value: torch.Tensor,
         layout: PackedLayout,
-        *,
-        scaling: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        dropout: float = 0.0,
+        arguments: AttentionArguments,
     ) -> torch.Tensor:
         """See [`AttentionBackend`]."""
         documents = [layout.split(tensor) for tensor in (query, key, value)]
         outputs: list[torch.Tensor | None] = [None] * layout.num_documents
         for group in group_by_length(layout.lengths):
             q_GNLH, k_GKLH, v_GKLH = (_pad([split[i] for i in group]) for split in documents)
-            fits_window = sliding_window is None or q_GNLH.shape[2] <= sliding_window
-            if fits_window and softcap is None and sinks is None:
-                out_GNLH = _causal(q_GNLH, k_GKLH, v_GKLH, scaling=scaling, dropout=dropout)
-            else:
-                window = None if fits_window else sliding_window
-                out_GNLH = _in_chunks(
-                    q_GNLH, k_GKLH, v_GKLH, window, scaling=scaling, softcap=softcap, sinks=sinks, dropout=dropout
-                )
-            out_GLNH = out_GNLH.transpose(1, 2)
+            fits_window = arguments.sliding_window is None or q_GNLH.shape[2] <= arguments.sliding_window
+            is_plain = fits_window and arguments.softcap is None and arguments.sinks is None
+            attend = _causal if is_plain else _in_chunks
+            out_GLNH = attend(q_GNLH, k_GKLH, v_GKLH, arguments).transpose(1, 2)
             for slot, i in enumerate(group):
                 outputs[i] = out_GLNH[slot, : layout.lengths[i]]
         return torch.cat(outputs)  # type: ignore[arg-type]
@@ -115,49 +105,47 @@ def _expand_heads(tensor: torch.Tensor, num_heads: int) -> tuple[torch.Tensor, b
 
 
 def _causal(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float, dropout: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    arguments: AttentionArguments,
+    allowed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Fused causal attention of a right-padded group."""
+    """Fused attention of a right-padded group, causal unless a mask `allowed` says which keys a chunk sees."""
     key, enable_gqa = _expand_heads(key, query.shape[1])
     value, _ = _expand_heads(value, query.shape[1])
     return F.scaled_dot_product_attention(
-        query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=enable_gqa
+        query,
+        key,
+        value,
+        allowed,
+        dropout_p=arguments.dropout,
+        is_causal=allowed is None,
+        scale=arguments.scaling,
+        enable_gqa=enable_gqa,
     )
 
 
 def _in_chunks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    window: int | None,
-    *,
-    scaling: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    dropout: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: AttentionArguments
 ) -> torch.Tensor:
     """Attention of a right-padded group, `_CHUNK_QUERIES` queries at a time over the keys they can see."""
+    window = arguments.sliding_window or query.shape[2]
+    fused = arguments.softcap is None and arguments.sinks is None
 
     def attend(start: int, first_key: int, stop: int) -> torch.Tensor:
         index = torch.arange(first_key, stop, device=query.device)
         distance = index[start - first_key :, None] - index[None, :]
-        allowed = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        allowed = (distance >= 0) & (distance < window)
         q, k, v = query[:, :, start:stop], key[:, :, first_key:stop], value[:, :, first_key:stop]
-        if softcap is None and sinks is None:
-            k, enable_gqa = _expand_heads(k, q.shape[1])
-            v, _ = _expand_heads(v, q.shape[1])
-            return F.scaled_dot_product_attention(
-                q, k, v, allowed, dropout_p=dropout, scale=scaling, enable_gqa=enable_gqa
-            )
-        return dense_attention(q, k, v, allowed, scaling=scaling, softcap=softcap, sinks=sinks, dropout=dropout)
+        return _causal(q, k, v, arguments, allowed) if fused else dense_attention(q, k, v, allowed, arguments)
 
     outputs = []
     for start in range(0, query.shape[2], _CHUNK_QUERIES):
-        stop = min(start + _CHUNK_QUERIES, query.shape[2])
-        first_key = 0 if window is None else max(0, start - window + 1)
+        span = (start, max(0, start - window + 1), min(start + _CHUNK_QUERIES, query.shape[2]))
         if torch.is_grad_enabled():
             # The scores of a chunk are recomputed in the backward pass, so that only one chunk's exist at a time.
-            outputs.append(checkpoint(attend, start, first_key, stop, use_reentrant=False))
+            outputs.append(checkpoint(attend, *span, use_reentrant=False))
         else:
-            outputs.append(attend(start, first_key, stop))
+            outputs.append(attend(*span))
     return torch.cat(outputs, dim=2)

@@ -13,7 +13,7 @@ import torch
 
 from ..layout import PackedLayout
 from .kernel_limits import flash_refusals, require_indexable
-from .request import AttentionRequest
+from .request import AttentionArguments, AttentionRequest
 
 try:
     from torch.nn.attention import varlen
@@ -52,12 +52,7 @@ class VarlenBackend:
         key: torch.Tensor,
         value: torch.Tensor,
         layout: PackedLayout,
-        *,
-        scaling: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        dropout: float = 0.0,
+        arguments: AttentionArguments,
     ) -> torch.Tensor:
         """See [`AttentionBackend`]."""
         require_indexable(query, layout, self.name)
@@ -66,7 +61,7 @@ class VarlenBackend:
         if "enable_gqa" in _PARAMETERS:
             options["enable_gqa"] = query.shape[1] != key.shape[1]
         if "window_size" in _PARAMETERS:
-            options["window_size"] = (-1 if sliding_window is None else sliding_window - 1, 0)
+            options["window_size"] = ((arguments.sliding_window or 0) - 1, 0)
         else:
             options["is_causal"] = True
         return _varlen_attn(
@@ -77,6 +72,6 @@ class VarlenBackend:
             layout.cu_seqlens,
             layout.max_seqlen,
             layout.max_seqlen,
-            scale=scaling,
+            scale=arguments.scaling,
             **options,
         )
