@@ -19,13 +19,13 @@ def test_every_field_of_trls_configs_is_there_with_help():
     for theirs in (SFTConfig, ModelConfig):
         assert {f.name for f in dataclasses.fields(theirs)} <= ours.keys()
     own = ours.keys() - {f.name for c in (SFTConfig, ModelConfig) for f in dataclasses.fields(c)}
-    assert own == {"overflow", "check_packing", "attention_backend"}
+    assert own == {"max_tokens_per_microbatch", "overflow", "check_packing", "attention_backend"}
     assert all(ours[name].metadata.get("help") for name in own)
 
 
 def test_defaults_pack_and_adapt():
     args = config()
-    assert (args.packing, args.packing_strategy, args.use_peft, args.check_packing) == (True, "minibatch", True, True)
+    assert (args.packing, args.packing_strategy, args.use_peft, args.check_packing) == (True, "step", True, True)
     assert get_peft_config(args).target_modules == "all-linear"
     assert get_quantization_config(args) is None
     assert args.dtype == "float32"
@@ -50,9 +50,12 @@ def test_bfd_split_is_bfd_that_splits():
     [
         ({"packing": False, "packing_strategy": "bfd"}, "packing=False, but packing_strategy='bfd'"),
         ({"packing_strategy": "bfd", "max_length": None}, r"fills rows of max_length tokens, max_length is None"),
-        ({"packing_strategy": "wrap"}, r"'wrap' does not exist(.|\n)*'minibatch', 'bfd'"),
+        ({"packing_strategy": "wrap"}, r"'wrap' does not exist(.|\n)*'step', 'minibatch', 'bfd'"),
         ({"overflow": "cut"}, r"overflow='cut' does not exist(.|\n)*'truncate', 'split'"),
         ({"max_length": 1}, "a document needs two tokens"),
+        ({"max_tokens_per_microbatch": 0}, "max_tokens_per_microbatch=0: a document needs two tokens"),
+        ({"max_tokens_per_microbatch": 9, "packing_strategy": "bfd"}, "has no effect under packing_strategy='bfd'"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "both decide how a step is cut"),
         ({"use_peft": False, "load_in_4bit": True}, "quantized weights cannot be trained"),
         ({"lora_target_modules": ["q_proj", "lm_head"]}, "lora_target_modules names 'lm_head'"),
         (
@@ -84,7 +87,7 @@ def test_other_arguments_are_taken_over():
         padding_free=True,
     )
     args = PackedSFTConfig.from_args(plain)
-    assert (args.learning_rate, args.max_length, args.packing, args.packing_strategy) == (3e-4, 77, True, "minibatch")
+    assert (args.learning_rate, args.max_length, args.packing, args.packing_strategy) == (3e-4, 77, True, "step")
     assert (args.eos_token, args.hub_token) == ("</s>", "x"), "to_dict() would have masked them"
     packed = SFTConfig("o", packing=True, packing_strategy="bfd_split", use_cpu=True, bf16=False)
     assert PackedSFTConfig.from_args(packed).packing_strategy == "bfd_split"

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_packfa.errors import InvalidConfig, InvalidDataset
-from trl_packfa.packing import PackedBatchSampler, best_fit_decreasing, plan_overflow
+from trl_packfa.packing import PackedBatchSampler, best_fit_decreasing, fewest_micro_batches, plan_overflow, recut
 
 lengths_and_capacity = st.integers(1, 60).flatmap(
     lambda capacity: st.tuples(st.lists(st.integers(1, capacity), max_size=80), st.just(capacity))
@@ -147,3 +147,26 @@ def test_nothing_left_to_train_is_refused():
 def test_unknown_policy_is_refused():
     with pytest.raises(InvalidConfig, match="overflow='wrap' does not exist"):
         plan_overflow(*tokens("xx"), max_length=4, policy="wrap")
+
+
+@given(
+    st.lists(st.integers(1, 100), min_size=1, max_size=60),
+    st.integers(2, 300),
+    st.floats(0, 0.1),
+    st.integers(0, 5),
+)
+def test_recut_keeps_every_document_and_the_budget(lengths, budget, quadratic, more):
+    fewest = fewest_micro_batches(np.array(lengths), budget)
+    count = min(fewest + more, len(lengths))
+    parts = recut(np.array(lengths), budget=budget, num_micro_batches=count, quadratic=quadratic)
+    assert len(parts) == count
+    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+    assert all(part == sorted(part) and part for part in parts)
+    assert all(sum(lengths[i] for i in part) <= budget or len(part) == 1 for part in parts)
+
+
+def test_recut_levels_the_cost():
+    lengths = np.clip(np.random.default_rng(0).lognormal(5, 0.8, 64).astype(int), 1, 2048)
+    parts = recut(lengths, budget=100_000, num_micro_batches=8, quadratic=1e-3)
+    cost = [sum(lengths[i] + 1e-3 * lengths[i] ** 2 for i in part) for part in parts]
+    assert max(cost) / (sum(cost) / 8) < 1.05

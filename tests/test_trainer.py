@@ -65,20 +65,23 @@ def losses(trainer):
 
 
 @pytest.mark.parametrize("completion_only_loss", [True, False])
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_twenty_steps_equal_the_padded_run(tmp_path, accumulation, completion_only_loss):
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("strategy", ["step", "minibatch"])
+def test_twenty_steps_equal_the_padded_run(tmp_path, strategy, accumulation, completion_only_loss):
     options = {
         "max_steps": 20,
         "gradient_accumulation_steps": accumulation,
         "completion_only_loss": completion_only_loss,
+        "learning_rate": 2e-3,
         "max_length": 48,
         "out": tmp_path,
     }
     common = {"train_dataset": dataset(), "eval_dataset": dataset(10, seed=5), "processing_class": tiny.tokenizer()}
     padded = SFTTrainer(tiny.model(layers=2), arguments(SFTConfig, **options), peft_config=LORA, **common)
-    packed = PackedSFTTrainer(tiny.model(layers=2), arguments(**options), peft_config=LORA, **common)
+    packing = arguments(packing_strategy=strategy, **options)
+    packed = PackedSFTTrainer(tiny.model(layers=2), packing, peft_config=LORA, **common)
     padded.train(), packed.train()
-    assert len(losses(padded)) == 20
+    assert len(losses(padded)) == len(losses(packed)) == 20
     assert_trajectory(losses(packed), losses(padded))
     assert abs(packed.evaluate()["eval_loss"] - padded.evaluate()["eval_loss"]) <= 1e-6
     adapters = [{n: p for n, p in t.model.named_parameters() if p.requires_grad} for t in (padded, packed)]
@@ -87,6 +90,27 @@ def test_twenty_steps_equal_the_padded_run(tmp_path, accumulation, completion_on
     theirs, ours = ([h for h in t.state.log_history if "loss" in h] for t in (padded, packed))
     for key in ("num_tokens", "learning_rate", "epoch"):
         assert [h[key] for h in ours] == [h[key] for h in theirs]
+
+
+def test_step_takes_fewer_micro_batches_within_the_budget(tmp_path):
+    options = {"gradient_accumulation_steps": 6, "max_steps": 6, "out": tmp_path}
+    trainer, tight = (
+        packed_trainer(arguments(**options, **budget)) for budget in ({}, {"max_tokens_per_microbatch": 70})
+    )
+    seen = {trainer: [], tight: []}
+    for each, sizes in seen.items():
+        collate = each.data_collator
+        each.data_collator = lambda examples, collate=collate, sizes=sizes: (
+            sizes.append([len(e["input_ids"]) for e in examples]) or collate(examples)
+        )
+        each.train()
+    longest = max(map(len, trainer.train_dataset["input_ids"]))
+    assert max(map(sum, seen[trainer])) <= 4 * longest < 6 * 4 * longest
+    assert len(seen[trainer]) < 6 * 6, "fewer micro-batches than the padded run"
+    assert all(sum(sizes) <= 70 or len(sizes) == 1 for sizes in seen[tight])
+    assert len(seen[tight]) > len(seen[trainer])
+    assert_trajectory(losses(tight), losses(trainer))
+    assert trainer.state.log_history[0]["micro_batches"] < 6
 
 
 def test_negative_control_packing_without_boundaries_is_another_training(tmp_path):
@@ -192,7 +216,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["minibatch", "bfd", "bfd_split"])
+@pytest.mark.parametrize("strategy", ["step", "minibatch", "bfd", "bfd_split"])
 @pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_dataset_formats(tmp_path, kind, streaming, strategy):
@@ -315,9 +339,10 @@ def test_evaluate_takes_a_raw_dataset_and_a_dict(tmp_path):
     assert trainer.evaluate(dataset(5, seed=1))["eval_loss"] == trainer.evaluate()["eval_a_loss"]
 
 
-@pytest.mark.parametrize("strategy", ["minibatch", "bfd"])
+@pytest.mark.parametrize("strategy", ["step", "minibatch", "bfd"])
 def test_resume_continues_bit_for_bit(tmp_path, strategy):
     options = {"packing_strategy": strategy, "max_length": 96, "per_device_train_batch_size": 2, "max_steps": 14}
+    options |= {"gradient_accumulation_steps": 2}
     straight = packed_trainer(arguments(out=tmp_path / "a", **options))
     straight.train()
     stopped = packed_trainer(arguments(out=tmp_path / "b", save_strategy="steps", save_steps=9, **options))
@@ -390,6 +415,11 @@ def test_bad_input_is_refused_at_construction(tmp_path, options, error, message)
 def test_overflow_error_names_the_document(tmp_path):
     with pytest.raises(InvalidDataset, match=r"document \d+ has \d+ tokens, max_length is 20"):
         packed_trainer(arguments(out=tmp_path, max_length=20, overflow="error"))
+
+
+def test_a_stream_without_a_budget_is_refused(tmp_path):
+    with pytest.raises(InvalidConfig, match="on a stream needs a token budget"):
+        packed_trainer(arguments(out=tmp_path, max_length=None), train_dataset=dataset().to_iterable_dataset())
 
 
 def test_packed_metrics_are_refused(tmp_path):

@@ -14,18 +14,18 @@ from .attention import get_backend
 from .errors import InvalidConfig
 from .packing import OVERFLOW_POLICIES, require_policy
 
-PACKING_STRATEGIES = ("minibatch", "bfd", "bfd_split")
+PACKING_STRATEGIES = ("step", "minibatch", "bfd", "bfd_split")
 
 
 @dataclass
 class PackedSFTConfig(ModelConfig, SFTConfig):
-    """Arguments of [`PackedSFTTrainer`]: all fields of TRL's `SFTConfig` and `ModelConfig`, and three of our own.
+    """Arguments of [`PackedSFTTrainer`]: all fields of TRL's `SFTConfig` and `ModelConfig`, and four of our own.
 
-    Ours are `overflow`, `check_packing` and `attention_backend`.
+    Ours are `max_tokens_per_microbatch`, `overflow`, `check_packing` and `attention_backend`.
 
     > [!NOTE]
     > These fields have other defaults than TRL's: `packing=True`, `use_peft=True`,
-    > `lora_target_modules=["all-linear"]`, `packing_strategy="minibatch"`, and `dtype`, which is `"bfloat16"` for a
+    > `lora_target_modules=["all-linear"]`, `packing_strategy="step"`, and `dtype`, which is `"bfloat16"` for a
     > quantized model trained in bf16 and TRL's `"float32"` otherwise.
     """
 
@@ -36,10 +36,19 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
     packing_strategy: str | None = field(
         default=None,
         metadata={
-            "help": "`'minibatch'` (default): each micro-batch holds the examples it would hold padded, as one row. "
+            "help": "`'step'` (default): an optimizer step sees the examples of the padded run, re-cut into as few "
+            "and as equal micro-batches as the token budget allows. `'minibatch'`: each micro-batch holds the "
+            "examples it would hold padded, as one row. "
             "`'bfd'`: rows of `max_length` tokens, best-fit decreasing over the whole dataset, repacked every epoch. "
             "`'bfd_split'`: the same with `overflow='split'`.",
             "choices": list(PACKING_STRATEGIES),
+        },
+    )
+    max_tokens_per_microbatch: int | None = field(
+        default=None,
+        metadata={
+            "help": "Token budget of a micro-batch under `packing_strategy='step'`. Default: what the padded run "
+            "would hold at its worst, `per_device_train_batch_size` times the longest document."
         },
     )
     overflow: str = field(
@@ -101,7 +110,7 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
                 )
             return
         if self.packing_strategy is None:
-            self.packing_strategy = "minibatch"
+            self.packing_strategy = "step"
         if self.packing_strategy not in PACKING_STRATEGIES:
             raise InvalidConfig(
                 f"packing_strategy='{self.packing_strategy}' does not exist.",
@@ -111,15 +120,33 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
             self.overflow = "split"
         if self.packs_rows:
             self._require_rows()
+        self._require_budget()
         # Packing always is padding-free; TRL's switch of that name is for its own collator.
         self.padding_free = False
+
+    def _require_budget(self) -> None:
+        """What a token budget may be, and where it means something."""
+        budget = self.max_tokens_per_microbatch
+        if budget is not None and budget < 2:
+            raise InvalidConfig(f"max_tokens_per_microbatch={budget}: a document needs two tokens to train on one.")
+        if budget is not None and not self.packs_steps:
+            raise InvalidConfig(
+                f"max_tokens_per_microbatch={budget} has no effect under packing_strategy='{self.packing_strategy}'.",
+                do="Use packing_strategy='step', or drop it.",
+            )
+        if self.packs_steps and (self.train_sampling_strategy == "batch_rebalance" or self.deepspeed):
+            what = "DeepSpeed" if self.deepspeed else "train_sampling_strategy='batch_rebalance'"
+            raise InvalidConfig(
+                f"{what} with packing_strategy='step': both decide how a step is cut into micro-batches.",
+                do="Use packing_strategy='minibatch'.",
+            )
 
     def _require_rows(self) -> None:
         """What rows of a fixed capacity need, and what contradicts them."""
         if self.max_length is None:
             raise InvalidConfig(
                 f"packing_strategy='{self.packing_strategy}' fills rows of max_length tokens, max_length is None.",
-                do="Set max_length, or packing_strategy='minibatch', which needs none.",
+                do="Set max_length, or packing_strategy='step' or 'minibatch', which need none.",
             )
         if self.train_sampling_strategy in ("group_by_length", "batch_rebalance"):
             raise InvalidConfig(
@@ -150,6 +177,11 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
     def packs_rows(self) -> bool:
         """Whether rows of `max_length` tokens are filled over the whole dataset."""
         return self.packing and self.packing_strategy in ("bfd", "bfd_split")
+
+    @property
+    def packs_steps(self) -> bool:
+        """Whether the examples of an optimizer step are re-cut into micro-batches."""
+        return self.packing and self.packing_strategy == "step"
 
     @classmethod
     def from_args(cls, args: TrainingArguments) -> PackedSFTConfig:

@@ -8,14 +8,16 @@ Tokenizing, losses, metrics, checkpoints and distribution stay TRL's.
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from datasets import IterableDataset
 from peft import PeftConfig, PeftModel
 from torch.utils.data import DataLoader, Sampler
@@ -36,12 +38,14 @@ from .config import PackedSFTConfig
 from .packing import PackedBatchSampler, PackingReport
 from .refusals import refuse_arguments, refuse_collator, refuse_model
 from .registry import describe, patch
+from .reports import count_batch, write_reports
 from .sampling import EpochCallback, RankAwareSampler
 from .sources import AnyDataset, EvalDataset, init_kwargs, model_type, named, output_dir, quantization_of
+from .steps import Documents, Slot, StepCutter
 from .tokenized import cut_dataset, cut_stream, read_tokens, require_usable
 from .versions import require_versions
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class PackedSFTTrainer(SFTTrainer):
@@ -147,6 +151,10 @@ class PackedSFTTrainer(SFTTrainer):
             pad_token_id=self._tokenizer.pad_token_id,
             pad_to_multiple_of=self.args.pad_to_multiple_of,  # type: ignore[arg-type]  # SFTConfig has made it an int
         )
+        if self.args.packs_steps:
+            self._step_cutter = StepCutter(
+                self.args, train_dataset=self.train_dataset, model=self.model, accelerator=self.accelerator
+            )
         self.add_callback(EpochCallback(lambda: self.packing_sampler))
         logger.info("trl-packfa: patched\n%s", describe(self.model))
 
@@ -202,15 +210,63 @@ class PackedSFTTrainer(SFTTrainer):
         )
         return self.packing_sampler
 
+    def get_train_dataloader(self) -> DataLoader:
+        """Under `step`, the padded run's examples in its order, collated once the step is cut."""
+        if not self.args.packs_steps:
+            return super().get_train_dataloader()
+        with self._collating_with(Documents):
+            return super().get_train_dataloader()
+
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Evaluation batches hold the examples they would hold padded, packed unless metrics need the logits."""
         if not self.args.packing or self._packs_eval:
             return super().get_eval_dataloader(eval_dataset)
-        packing_collator, self.data_collator = self.data_collator, self._padding_collator
-        try:
+        with self._collating_with(self._padding_collator):
             return super().get_eval_dataloader(eval_dataset)
+
+    @contextmanager
+    def _collating_with(self, collator: Any) -> Iterator[None]:
+        packing_collator, self.data_collator = self.data_collator, collator
+        try:
+            yield
         finally:
             self.data_collator = packing_collator
+
+    # Steps ----------------------------------------------------------------------------------------------------------
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], torch.Tensor | int | None]:
+        """The micro-batches of one optimizer step, and the number of tokens that it trains over all ranks."""
+        if not self.args.packs_steps:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches = list(islice(epoch_iterator, num_batches))
+        if not batches:
+            return [], None
+        slots = self._step_cutter.cut(batches, self.data_collator)
+        micro_batches = slots[-1].micro_batches
+        _, num_items = super().get_batch_samples(iter(micro_batches), len(micro_batches), device)
+        return slots, num_items
+
+    def training_step(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """TRL's training step; for the slot that holds a whole optimizer step, one per micro-batch."""
+        if not isinstance(inputs, Slot):
+            return super().training_step(model, inputs, num_items_in_batch)
+        loss = torch.zeros((), device=self.args.device)
+        self.current_gradient_accumulation_steps = len(inputs.micro_batches)
+        for i, micro_batch in enumerate(inputs.micro_batches):
+            is_last = i + 1 == len(inputs.micro_batches)
+            # Gradients synchronise once, with the last.
+            with nullcontext() if is_last else self.accelerator.no_sync(model):
+                loss += super().training_step(model, micro_batch, num_items_in_batch)
+        if inputs.micro_batches:
+            self._metrics["train"]["micro_batches"].append(len(inputs.micro_batches))
+        return loss
 
     # Proof and measurement ------------------------------------------------------------------------------------------
 
@@ -245,18 +301,10 @@ class PackedSFTTrainer(SFTTrainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """TRL's loss; counts what the batch holds on the way."""
-        losses = inputs.pop(LOSSES, None)
-        layout = inputs.get("packed_layout")
-        if layout is not None:
-            metrics = self._metrics["train" if self.model.training else "eval"]
-            metrics["documents"].append(layout.num_documents)
-            metrics["longest_document"].append(layout.max_seqlen)
-            if self.args.packs_rows and self.args.max_length and self.model.training:
-                capacity = self.args.max_length * self.args.per_device_train_batch_size
-                metrics["fill"].append(layout.num_tokens / capacity)
-        if losses is not None:
-            for name, count in zip(("truncated", "split", "dropped", "tokens_lost"), losses, strict=True):
-                self._metrics["train"][name].append(count)
+        is_training = self.model.training
+        rows = self.args.per_device_train_batch_size if self.args.packs_rows and is_training else 0
+        metrics = self._metrics["train" if is_training else "eval"]
+        count_batch(metrics, inputs, capacity=rows * (self.args.max_length or 0))
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
@@ -267,9 +315,4 @@ class PackedSFTTrainer(SFTTrainer):
 
     def save_reports(self, folder: str | Path) -> None:
         """Write `packing_report.json` and, once proven, `exactness_report.json` into a folder."""
-        reports = {name: report.to_dict() for name, report in self.packing_reports.items()}
-        documents: dict[str, Any] = {"packing_report.json": reports}
-        if self.exactness is not None:
-            documents["exactness_report.json"] = self.exactness.to_dict()
-        for name, content in documents.items():
-            (Path(folder) / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_reports(folder, self.packing_reports, self.exactness)

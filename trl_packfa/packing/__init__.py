@@ -2,6 +2,7 @@
 
 from .best_fit import best_fit_decreasing
 from .overflow import OVERFLOW_POLICIES, PackingReport, Spans, plan_overflow, require_policy
+from .recut import fewest_micro_batches, recut
 from .sampler import PackedBatchSampler
 
 __all__ = [
@@ -10,6 +11,8 @@ __all__ = [
     "PackingReport",
     "Spans",
     "best_fit_decreasing",
+    "fewest_micro_batches",
     "plan_overflow",
+    "recut",
     "require_policy",
 ]
