@@ -7,59 +7,14 @@ from itertools import chain
 import pytest
 import tiny
 import torch
-from datasets import Dataset, IterableDataset
-from peft import LoraConfig, PeftModel, get_peft_model
+from datasets import Dataset
+from peft import PeftModel, get_peft_model
 from tolerance import assert_trajectory
-from transformers import DataCollatorWithFlattening, TrainingArguments, default_data_collator
+from training import FORMATS, LORA, arguments, dataset, losses, packed_trainer
+from transformers import TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from trl_packfa import PackedSFTConfig, PackedSFTTrainer, describe
-from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset, UnsupportedModel
-
-LORA = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
-
-
-def rows(count=48, *, seed=0, longest=40):
-    """Prompt-completion pairs of very uneven lengths."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = torch.randint(1, longest, (count, 2), generator=generator).tolist()
-    return [
-        {"prompt": tiny.words(a, seed=i) + " ", "completion": tiny.words(b, seed=i + 10_000), "source": str(i % 3)}
-        for i, (a, b) in enumerate(sizes)
-    ]
-
-
-def dataset(count=48, **options):
-    return Dataset.from_list(rows(count, **options))
-
-
-def arguments(cls=PackedSFTConfig, out="out", **options):
-    defaults = {
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "max_steps": 3,
-        "save_strategy": "no",
-        "gradient_checkpointing": False,
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    return cls(str(out), **{**defaults, **options})
-
-
-def packed_trainer(args=None, *, model=None, **options):
-    options = {"train_dataset": dataset(), "processing_class": tiny.tokenizer(), "peft_config": LORA, **options}
-    if options["peft_config"] is None:
-        del options["peft_config"]
-    return PackedSFTTrainer(tiny.model(layers=2) if model is None else model, args or arguments(), **options)
-
-
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
 
 # The same training ------------------------------------------------------------------------------------------------
 
@@ -197,23 +152,6 @@ def test_a_model_by_name_is_loaded_quantized_and_saved(tmp_path):
 
 
 # Data --------------------------------------------------------------------------------------------------------------
-
-FORMATS = {
-    "text": [{"text": tiny.words(n, seed=n)} for n in range(2, 26)],
-    "prompt-completion": rows(24),
-    "messages": [
-        {"messages": [{"role": "user", "content": tiny.words(n, seed=n)}, {"role": "assistant", "content": "7 8"}]}
-        for n in range(2, 26)
-    ],
-    "conversational prompt-completion": [
-        {
-            "prompt": [{"role": "user", "content": tiny.words(n, seed=n)}],
-            "completion": [{"role": "assistant", "content": "7 8 9"}],
-        }
-        for n in range(2, 26)
-    ],
-    "pre-tokenized": [{"input_ids": list(range(5, 5 + n)), "labels": [-100, *range(6, 5 + n)]} for n in range(2, 26)],
-}
 
 
 @pytest.mark.parametrize("strategy", ["step", "minibatch", "bfd", "bfd_split"])
@@ -354,126 +292,3 @@ def test_resume_continues_bit_for_bit(tmp_path, strategy):
         resumed.model.named_parameters(), straight.model.named_parameters(), strict=True
     ):
         assert torch.equal(ours, theirs), name
-
-
-# Refusals -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_contaminated_model_is_never_trained(tmp_path):
-    trainer = packed_trainer(arguments(out=tmp_path))
-    attention = trainer.model.base_model.model.model.layers[1].self_attn
-    override = vars(attention)["forward"]
-
-    def leak(hidden_states, **kwargs):
-        if kwargs.get("packed_layout") is not None:
-            hidden_states = hidden_states + hidden_states.mean(dim=1, keepdim=True)
-        return override(hidden_states, **kwargs)
-
-    attention.forward = leak
-    with pytest.raises(ContaminationError, match=r"leak: (.|\n)*layers.1.self_attn"):
-        trainer.train()
-    assert trainer.state.global_step == 0
-
-
-@pytest.mark.parametrize("collator", [default_data_collator, lambda examples: {"input_ids": torch.ones(2, 3).long()}])
-def test_a_collator_without_boundaries_is_refused(tmp_path, collator):
-    with pytest.raises(InvalidConfig, match="does not carry document boundaries"):
-        packed_trainer(arguments(out=tmp_path), data_collator=collator)
-
-
-def test_transformers_flattening_collator_is_welcome(tmp_path):
-    trainer = packed_trainer(
-        arguments(out=tmp_path), data_collator=DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-    )
-    trainer.train()
-    own = packed_trainer(arguments(out=tmp_path))
-    own.train()
-    assert losses(trainer) == losses(own)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"train_dataset": Dataset.from_list([])}, InvalidDataset, "the train dataset is empty"),
-        ({"train_dataset": Dataset.from_list([{"a": 1}])}, InvalidDataset, r"\['a'\], which is no TRL format"),
-        ({"train_dataset": Dataset.from_list([{"text": 7}])}, InvalidDataset, "'text' .* holds int, expected str"),
-        ({"train_dataset": Dataset.from_list([{"prompt": "1"}])}, InvalidDataset, "no TRL format"),
-        (
-            {"train_dataset": Dataset.from_list([{"input_ids": [5, 6], "labels": [-100, -100]}])},
-            InvalidDataset,
-            "no document has a token to train on",
-        ),
-        ({"peft_config": LoraConfig(target_modules=["q_proj", "lm_head"])}, InvalidConfig, "targets 'lm_head'"),
-        ({"eval_dataset": Dataset.from_list([])}, InvalidDataset, "the eval dataset is empty"),
-    ],
-)
-def test_bad_input_is_refused_at_construction(tmp_path, options, error, message):
-    with pytest.raises(error, match=message):
-        packed_trainer(arguments(out=tmp_path), **options)
-
-
-def test_overflow_error_names_the_document(tmp_path):
-    with pytest.raises(InvalidDataset, match=r"document \d+ has \d+ tokens, max_length is 20"):
-        packed_trainer(arguments(out=tmp_path, max_length=20, overflow="error"))
-
-
-def test_a_stream_without_a_budget_is_refused(tmp_path):
-    with pytest.raises(InvalidConfig, match="on a stream needs a token budget"):
-        packed_trainer(arguments(out=tmp_path, max_length=None), train_dataset=dataset().to_iterable_dataset())
-
-
-def test_packed_metrics_are_refused(tmp_path):
-    with pytest.raises(InvalidConfig, match="metrics are computed example by example"):
-        packed_trainer(arguments(out=tmp_path, eval_packing=True), compute_metrics=lambda p: {})
-
-
-def test_quantizing_a_loaded_model_is_refused(tmp_path):
-    with pytest.raises(InvalidConfig, match="loaded already, unquantized"):
-        packed_trainer(arguments(out=tmp_path, load_in_4bit=True), peft_config=None)
-
-
-def test_dispatching_batches_is_refused(tmp_path):
-    args = arguments(out=tmp_path, accelerator_config={"dispatch_batches": True})
-    with pytest.raises(InvalidConfig, match="dispatch_batches=True cannot carry"):
-        packed_trainer(args)
-
-
-def test_prompt_tuning_is_refused(tmp_path):
-    from peft import PromptTuningConfig
-
-    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    with pytest.raises(UnsupportedModel, match="virtual tokens are put before the row"):
-        packed_trainer(arguments(out=tmp_path), peft_config=config)
-
-
-def test_unsupported_architecture_is_refused_before_the_data_is_touched(tmp_path):
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
-    sizes = {"vocab_size": 97, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
-    model = GPTNeoXForCausalLM(GPTNeoXConfig(num_hidden_layers=1, **sizes))
-    model.save_pretrained(tmp_path / "neox")
-
-    def untouchable():
-        yield {"text": "1 2"}
-        raise AssertionError("the dataset was read")
-
-    for given in (model, str(tmp_path / "neox")):
-        with pytest.raises(UnsupportedModel, match="no patch for model type 'gpt_neox'"):
-            packed_trainer(
-                arguments(out=tmp_path), model=given, train_dataset=IterableDataset.from_generator(untouchable)
-            )
-
-
-def test_vision_datasets_are_refused(tmp_path):
-    data = Dataset.from_list([{"messages": FORMATS["messages"][0]["messages"], "images": ["x"]}])
-    with pytest.raises(ValueError, match="vision"):
-        packed_trainer(arguments(out=tmp_path), train_dataset=data)
-
-
-def test_old_versions_are_named(monkeypatch):
-    from trl_packfa import versions
-    from trl_packfa.errors import VersionTooOld
-
-    monkeypatch.setattr(versions, "installed_version", lambda package: "0.9" if package == "trl" else "99")
-    with pytest.raises(VersionTooOld, match=r"trl 0.9, needed >= 1.16"):
-        versions.require_versions()

@@ -1,0 +1,130 @@
+"""What the trainer refuses, each with one clear error, and what it only seems to."""
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from peft import LoraConfig
+from training import FORMATS, arguments, dataset, losses, packed_trainer
+from transformers import DataCollatorWithFlattening, default_data_collator
+
+from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset, UnsupportedModel
+
+
+def test_a_contaminated_model_is_never_trained(tmp_path):
+    trainer = packed_trainer(arguments(out=tmp_path))
+    attention = trainer.model.base_model.model.model.layers[1].self_attn
+    override = vars(attention)["forward"]
+
+    def leak(hidden_states, **kwargs):
+        if kwargs.get("packed_layout") is not None:
+            hidden_states = hidden_states + hidden_states.mean(dim=1, keepdim=True)
+        return override(hidden_states, **kwargs)
+
+    attention.forward = leak
+    with pytest.raises(ContaminationError, match=r"leak: (.|\n)*layers.1.self_attn"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("collator", [default_data_collator, lambda examples: {"input_ids": torch.ones(2, 3).long()}])
+def test_a_collator_without_boundaries_is_refused(tmp_path, collator):
+    with pytest.raises(InvalidConfig, match="does not carry document boundaries"):
+        packed_trainer(arguments(out=tmp_path), data_collator=collator)
+
+
+def test_transformers_flattening_collator_is_welcome(tmp_path):
+    trainer = packed_trainer(
+        arguments(out=tmp_path), data_collator=DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    )
+    trainer.train()
+    own = packed_trainer(arguments(out=tmp_path))
+    own.train()
+    assert losses(trainer) == losses(own)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"train_dataset": Dataset.from_list([])}, InvalidDataset, "the train dataset is empty"),
+        ({"train_dataset": Dataset.from_list([{"a": 1}])}, InvalidDataset, r"\['a'\], which is no TRL format"),
+        ({"train_dataset": Dataset.from_list([{"text": 7}])}, InvalidDataset, "'text' .* holds int, expected str"),
+        ({"train_dataset": Dataset.from_list([{"prompt": "1"}])}, InvalidDataset, "no TRL format"),
+        (
+            {"train_dataset": Dataset.from_list([{"input_ids": [5, 6], "labels": [-100, -100]}])},
+            InvalidDataset,
+            "no document has a token to train on",
+        ),
+        ({"peft_config": LoraConfig(target_modules=["q_proj", "lm_head"])}, InvalidConfig, "targets 'lm_head'"),
+        ({"eval_dataset": Dataset.from_list([])}, InvalidDataset, "the eval dataset is empty"),
+    ],
+)
+def test_bad_input_is_refused_at_construction(tmp_path, options, error, message):
+    with pytest.raises(error, match=message):
+        packed_trainer(arguments(out=tmp_path), **options)
+
+
+def test_overflow_error_names_the_document(tmp_path):
+    with pytest.raises(InvalidDataset, match=r"document \d+ has \d+ tokens, max_length is 20"):
+        packed_trainer(arguments(out=tmp_path, max_length=20, overflow="error"))
+
+
+def test_a_stream_without_a_budget_is_refused(tmp_path):
+    with pytest.raises(InvalidConfig, match="on a stream needs a token budget"):
+        packed_trainer(arguments(out=tmp_path, max_length=None), train_dataset=dataset().to_iterable_dataset())
+
+
+def test_packed_metrics_are_refused(tmp_path):
+    with pytest.raises(InvalidConfig, match="metrics are computed example by example"):
+        packed_trainer(arguments(out=tmp_path, eval_packing=True), compute_metrics=lambda p: {})
+
+
+def test_quantizing_a_loaded_model_is_refused(tmp_path):
+    with pytest.raises(InvalidConfig, match="loaded already, unquantized"):
+        packed_trainer(arguments(out=tmp_path, load_in_4bit=True), peft_config=None)
+
+
+def test_dispatching_batches_is_refused(tmp_path):
+    args = arguments(out=tmp_path, accelerator_config={"dispatch_batches": True})
+    with pytest.raises(InvalidConfig, match="dispatch_batches=True cannot carry"):
+        packed_trainer(args)
+
+
+def test_prompt_tuning_is_refused(tmp_path):
+    from peft import PromptTuningConfig
+
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(UnsupportedModel, match="virtual tokens are put before the row"):
+        packed_trainer(arguments(out=tmp_path), peft_config=config)
+
+
+def test_unsupported_architecture_is_refused_before_the_data_is_touched(tmp_path):
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    sizes = {"vocab_size": 97, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    model = GPTNeoXForCausalLM(GPTNeoXConfig(num_hidden_layers=1, **sizes))
+    model.save_pretrained(tmp_path / "neox")
+
+    def untouchable():
+        yield {"text": "1 2"}
+        raise AssertionError("the dataset was read")
+
+    for given in (model, str(tmp_path / "neox")):
+        with pytest.raises(UnsupportedModel, match="no patch for model type 'gpt_neox'"):
+            packed_trainer(
+                arguments(out=tmp_path), model=given, train_dataset=IterableDataset.from_generator(untouchable)
+            )
+
+
+def test_vision_datasets_are_refused(tmp_path):
+    data = Dataset.from_list([{"messages": FORMATS["messages"][0]["messages"], "images": ["x"]}])
+    with pytest.raises(ValueError, match="vision"):
+        packed_trainer(arguments(out=tmp_path), train_dataset=data)
+
+
+def test_old_versions_are_named(monkeypatch):
+    from trl_packfa import versions
+    from trl_packfa.errors import VersionTooOld
+
+    monkeypatch.setattr(versions, "installed_version", lambda package: "0.9" if package == "trl" else "99")
+    with pytest.raises(VersionTooOld, match=r"trl 0.9, needed >= 1.16"):
+        versions.require_versions()

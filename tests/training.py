@@ -1,0 +1,70 @@
+"""Small trainers on small data: what the tests of the trainer share."""
+
+import tiny
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+
+from trl_packfa import PackedSFTConfig, PackedSFTTrainer
+
+LORA = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
+
+
+def rows(count=48, *, seed=0, longest=40):
+    """Prompt-completion pairs of very uneven lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, longest, (count, 2), generator=generator).tolist()
+    return [
+        {"prompt": tiny.words(a, seed=i) + " ", "completion": tiny.words(b, seed=i + 10_000), "source": str(i % 3)}
+        for i, (a, b) in enumerate(sizes)
+    ]
+
+
+def dataset(count=48, **options):
+    return Dataset.from_list(rows(count, **options))
+
+
+def arguments(cls=PackedSFTConfig, out="out", **options):
+    defaults = {
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "max_steps": 3,
+        "save_strategy": "no",
+        "gradient_checkpointing": False,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    return cls(str(out), **{**defaults, **options})
+
+
+def packed_trainer(args=None, *, model=None, **options):
+    options = {"train_dataset": dataset(), "processing_class": tiny.tokenizer(), "peft_config": LORA, **options}
+    if options["peft_config"] is None:
+        del options["peft_config"]
+    return PackedSFTTrainer(tiny.model(layers=2) if model is None else model, args or arguments(), **options)
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+FORMATS = {
+    "text": [{"text": tiny.words(n, seed=n)} for n in range(2, 26)],
+    "prompt-completion": rows(24),
+    "messages": [
+        {"messages": [{"role": "user", "content": tiny.words(n, seed=n)}, {"role": "assistant", "content": "7 8"}]}
+        for n in range(2, 26)
+    ],
+    "conversational prompt-completion": [
+        {
+            "prompt": [{"role": "user", "content": tiny.words(n, seed=n)}],
+            "completion": [{"role": "assistant", "content": "7 8 9"}],
+        }
+        for n in range(2, 26)
+    ],
+    "pre-tokenized": [{"input_ids": list(range(5, 5 + n)), "labels": [-100, *range(6, 5 + n)]} for n in range(2, 26)],
+}
