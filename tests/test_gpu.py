@@ -1,0 +1,45 @@
+"""Whole models on a GPU: every backend that runs there, and no waiting for the device. Skipped where there is none."""
+
+import pytest
+import tiny
+import torch
+
+from trl_packfa import check, patch
+from trl_packfa.attention import BACKENDS, AttentionRequest, get_backend
+from trl_packfa.errors import NoBackend
+
+pytestmark = pytest.mark.gpu
+
+
+def on_gpu(architecture, dtype, backend):
+    """A patched model on the GPU that has run once, or a skip with the backend's own reasons."""
+    if not torch.cuda.is_available():
+        request = AttentionRequest(torch.device("cpu"), dtype, 16, 4, 2)
+        reasons = get_backend(backend).refusals(request) or ["runs on a CPU, where test_patches.py tries it"]
+        pytest.skip(f"{backend}: {'; '.join(reasons)}")
+    model = patch(tiny.model(architecture).to("cuda", dtype), backend=backend)
+    batch = {k: v.to("cuda") if hasattr(v, "to") else v for k, v in tiny.batch(tiny.documents()).items()}
+    try:
+        model(**batch)
+    except NoBackend as refusal:
+        pytest.skip(str(refusal))
+    return model, batch
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("backend", [backend.name for backend in BACKENDS])
+@pytest.mark.parametrize("architecture", [name for name in tiny.ARCHITECTURES if name != "llama-dynamic"])
+def test_every_backend_is_exact(architecture, backend, dtype):
+    model, _ = on_gpu(architecture, dtype, backend)
+    report = check(model)
+    assert report.is_exact, str(report)
+
+
+@pytest.mark.parametrize("backend", ["flash", "varlen", "flex"])
+def test_no_forward_waits_for_the_device(backend):
+    model, batch = on_gpu("llama", torch.bfloat16, backend)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(**batch).logits.sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
