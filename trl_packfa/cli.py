@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from .errors import PackingError
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 refused or not exact, 2 wrong usage."""
     argv = sys.argv[1:] if argv is None else argv
+    # bitsandbytes announces at import that an optional Hub kernel is missing; nothing here needs it.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     if argv[:1] == ["train"]:  # TRL's own parser reads everything that takes training arguments
         return _guarded(lambda: _train(argv[1:]), debug="--debug" in argv)
     args = _parser().parse_args(argv)
@@ -84,10 +87,6 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    import logging
-
-    # bitsandbytes announces at import that an optional Hub kernel is missing; the demo needs none.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from .demo.run import DemoOptions, run_demo
 
     run_demo(

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from trl import DatasetMixtureConfig, ScriptArguments, TrlParser, get_dataset
 
 from .config import PackedSFTConfig
 from .errors import InvalidConfig, InvalidDataset, PackingError
 from .loading import load_dataset_dict
-from .progress import RichProgressCallback
+from .progress import RichProgressCallback, packing_table
 from .trainer import PackedSFTTrainer
 
 
@@ -27,6 +28,7 @@ def train(argv: list[str]) -> int:
     trainer = build_trainer(script_args, args, mixture)
     if trainer.is_world_process_zero() and not args.disable_tqdm:
         RichProgressCallback.attach(trainer, "training")
+        _show(trainer)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model(args.output_dir)
     if trainer.is_world_process_zero():
@@ -34,6 +36,15 @@ def train(argv: list[str]) -> int:
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
     return 0
+
+
+def _show(trainer: PackedSFTTrainer) -> None:
+    """What packing does to the data, and the proof, which then need not run again."""
+    console = Console()
+    if trainer.packing_reports:
+        console.print(packing_table(trainer.packing_reports))
+    if trainer.args.packing and trainer.args.check_packing:
+        console.print(f"exactness check: {trainer.prove()}", highlight=False, markup=False)
 
 
 def build_trainer(

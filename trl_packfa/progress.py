@@ -6,12 +6,16 @@ Uses what the Trainer logs and nothing else, so it shows any run of any trainer 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from .packing import PackingReport
 
 
 class RichProgressCallback(TrainerCallback):
@@ -89,3 +93,12 @@ class RichProgressCallback(TrainerCallback):
         now = time.perf_counter()
         (before, tokens_before), self.last = self.last, (now, tokens)
         return f"  {(tokens - tokens_before) / (now - before):,.0f} tokens/s" if tokens > tokens_before else ""
+
+
+def packing_table(reports: Mapping[str, PackingReport]) -> Table:
+    """What packing does to each dataset: documents and tokens in, lost and out."""
+    columns = {name: dict(report.lines()) for name, report in reports.items()}
+    table = Table("", *columns, title="what packing does to the data")
+    for label in dict.fromkeys(label for column in columns.values() for label in column):
+        table.add_row(label, *(column.get(label, "0") for column in columns.values()))
+    return table

@@ -271,12 +271,12 @@ class PackedSFTTrainer(SFTTrainer):
     # Proof and measurement ------------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's `train`, after the exactness check.
+        """TRL's `train`, after the exactness check, if it has not run yet.
 
         Raises:
             [`ContaminationError`]: if packing is not exact on this model.
         """
-        if self.args.packing and self.args.check_packing:
+        if self.args.packing and self.args.check_packing and self.exactness is None:
             self.prove()
         return super().train(*args, **kwargs)
 

@@ -14,14 +14,13 @@ from datasets import DatasetDict
 from datasets.utils.logging import disable_progress_bar
 from peft import AutoPeftModelForCausalLM
 from rich.console import Console
-from rich.table import Table
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback
 from transformers.utils import logging as transformers_logging
 from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
 from ..config import PackedSFTConfig
 from ..loading import load_dataset_dict
-from ..progress import RichProgressCallback
+from ..progress import RichProgressCallback, packing_table
 from ..trainer import PackedSFTTrainer
 from .base_model import build_model, train_tokenizer
 from .corpus import docstring_dataset
@@ -59,10 +58,12 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> dict[str, 
     dataset = _dataset(options, console)
     base, tokenizer = _base(options, dataset, console)
     trainer = _qlora_trainer(base, tokenizer, dataset, options)
-    _show_packing(trainer, console)
+    console.print(packing_table(trainer.packing_reports))
     # Tokenized once: the trainers after this one take the datasets as the first has prepared them.
     prepared = {"train": trainer.train_dataset, "test": trainer.eval_dataset}
-    console.print(f"exactness check of the 4-bit model with its adapter: {trainer.prove()}", highlight=False)
+    console.print(
+        f"exactness check of the 4-bit model with its adapter: {trainer.prove()}", highlight=False, markup=False
+    )
     RichProgressCallback.attach(trainer, "QLoRA, packed", console)
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
@@ -148,14 +149,6 @@ def _qlora_trainer(
     return PackedSFTTrainer(
         base, args, train_dataset=dataset["train"], eval_dataset=dataset["test"], processing_class=tokenizer
     )
-
-
-def _show_packing(trainer: PackedSFTTrainer, console: Console) -> None:
-    reports = {name: dict(report.lines()) for name, report in trainer.packing_reports.items()}
-    table = Table("", *reports, title="what packing does to the data")
-    for label in dict.fromkeys(label for report in reports.values() for label in report):
-        table.add_row(label, *(report.get(label, "0") for report in reports.values()))
-    console.print(table)
 
 
 def _save_and_load_back(

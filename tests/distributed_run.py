@@ -1,0 +1,24 @@
+"""Run by `test_distributed.py`, alone or under torchrun: a few packed steps, the losses as JSON on the last line."""
+
+import json
+import os
+import sys
+
+from training import arguments, losses, packed_trainer
+
+strategy, out = sys.argv[1:]
+world = int(os.environ.get("WORLD_SIZE", "1"))
+args = arguments(
+    out=out,
+    packing_strategy=strategy,
+    per_device_train_batch_size=8 // world,
+    gradient_accumulation_steps=3,
+    max_steps=6,
+    max_length=96,
+    learning_rate=2e-3,
+    ddp_backend="gloo" if world > 1 else None,
+)
+trainer = packed_trainer(args)
+trainer.train()
+if trainer.is_world_process_zero():
+    print(json.dumps({"losses": losses(trainer), "verdict": trainer.exactness.verdict}))
