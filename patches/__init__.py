@@ -4,7 +4,7 @@ The tuple below is the support list.
 """
 
 from trl_packfa.declaration import Patch
-from trl_packfa.patches import gemma2, gemma3, granite, llama, mistral, phi, phi3, qwen2, qwen3
+from trl_packfa.patches import gemma2, gemma3, granite, interface, llama, mistral, phi, phi3, qwen2, qwen3
 
 PATCHES: tuple[Patch, ...] = (
     llama.PATCH,
@@ -16,4 +16,5 @@ PATCHES: tuple[Patch, ...] = (
     qwen3.PATCH,
     gemma2.PATCH,
     gemma3.PATCH,
+    interface.PATCH,
 )

@@ -45,7 +45,8 @@ def oracle_dtype(architecture):
 
 
 def test_every_registered_architecture_has_a_row():
-    assert {model_type for model_type, _ in tiny.ARCHITECTURES.values()} == set(registered())
+    rewritten = {name for name, patch in registered().items() if patch.rung == "attention"}
+    assert {model_type for model_type, _ in tiny.ARCHITECTURES.values()} == rewritten
 
 
 @every_architecture

@@ -143,10 +143,13 @@ def table(title):
 
 
 def test_readme_lists_the_registered_models():
-    rows = table("Supported models")
-    assert rows.keys() == trl_packfa.registered().keys()
+    by_rung = {"attention": set(), "interface": set()}
     for name, patch in trl_packfa.registered().items():
-        assert rows[name][0] == patch.rung
+        by_rung[patch.rung].add(name)
+    assert table("Supported models").keys() == by_rung["attention"]
+    listed = README.split("Rung `interface`", 1)[1].split("\n\n")[1]
+    assert set(re.findall(r"`([\w-]+)`", listed)) == by_rung["interface"]
+    assert f"{len(by_rung['interface'])} more" in README
 
 
 def test_readme_lists_the_backends():

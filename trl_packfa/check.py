@@ -19,7 +19,7 @@ from torch import nn
 from .collator import DataCollatorForPacking
 from .errors import ContaminationError, UnsupportedModel
 from .layout import PackedLayout
-from .patching import find_state
+from .patching import find_state, model_type
 
 # Documents that bite: one token, unequal, a long one in the middle, one at either end.
 _LENGTHS = (11, 1, 37, 5, 19)
@@ -141,7 +141,7 @@ def check(model: nn.Module, *, seed: int = 0) -> ExactnessReport:
     state = find_state(model)
     if state is None:
         raise UnsupportedModel("the model is not patched.", do="Call trl_packfa.patch(model) first.")
-    windows = [state.patch.arguments(module).sliding_window or 0 for module in state.attention.values()]
+    windows = [window or 0 for window in state.windows]
     with _quiet(model):
         probe = _Probe(model, _bite(windows), seed)
         alone = probe.alone()
@@ -155,7 +155,7 @@ def check(model: nn.Module, *, seed: int = 0) -> ExactnessReport:
         floor = _PARITY_FLOOR.get(packed[0].dtype, _PARITY_FLOOR_HALF)
         isolation = _largest(_others(packed), _others(changed)) / scale
         report = ExactnessReport(
-            model_type=" / ".join(state.patch.model_types),
+            model_type=model_type(model),
             backend=", ".join(sorted(set(state.backends.resolved.values()))),
             dtype=str(packed[0].dtype).removeprefix("torch."),
             lengths=probe.lengths,

@@ -6,7 +6,7 @@ Shape letters: B rows, L row length, D model dim, H head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -35,12 +35,13 @@ class Patch:
     Args:
         model_types (`tuple[str, ...]`):
             The `config.model_type`s it serves.
-        backbone (`str`):
-            Class name of the module that runs the decoder stack.
-        attention (`Mapping[str, QKV]`):
-            For each attention class by name, the function `(module, hidden_states (B, L, D), position_embeddings)`
-            to `query`, `key`, `value` of shape `(B, L, heads, H)`, rotated and normalized: everything before the
-            attention itself.
+        backbone (`str`, *optional*):
+            Class name of the module that runs the decoder stack; transformers' own base model by default.
+        attention (`Mapping[str, QKV]`, *optional*):
+            Where the attention forward is rewritten, rung `attention`: for each attention class by name, the function
+            `(module, hidden_states (B, L, D), position_embeddings)` to `query`, `key`, `value` of shape
+            `(B, L, heads, H)`, rotated and normalized: everything before the attention itself. Without it, the patch
+            goes through transformers' attention interface, rung `interface`.
         output (`str`, *optional*, defaults to `"o_proj"`):
             Name of the output projection of an attention module.
         arguments (`Callable`, *optional*):
@@ -50,9 +51,13 @@ class Patch:
     """
 
     model_types: tuple[str, ...]
-    backbone: str
-    attention: Mapping[str, QKV]
+    backbone: str | None = None
+    attention: Mapping[str, QKV] = field(default_factory=dict)
     output: str = "o_proj"
     arguments: Callable[[Any], AttentionArguments] = read_arguments
     origin: str = "trl_packfa"
-    rung: str = "attention"
+
+    @property
+    def rung(self) -> str:
+        """`attention`: its forward is rewritten; `interface`: it goes through transformers' attention interface."""
+        return "attention" if self.attention else "interface"

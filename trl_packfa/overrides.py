@@ -50,7 +50,9 @@ class BackboneOverride(Override):
 
     def __init__(self, module: nn.Module, original: Callable[..., Any] | None) -> None:
         super().__init__(module, original)
-        self.names = tuple(inspect.signature(type(module).forward).parameters)[1:]
+        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+        self.names = tuple(parameter.name for parameter in parameters)
+        self.takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The backbone's forward."""
@@ -64,8 +66,11 @@ class BackboneOverride(Override):
                 "attention weights cannot be returned for a packed batch: no T x T matrix exists.",
                 do="Pass output_attentions=False, or the documents as a padded batch.",
             )
+        call = _packed_call(call, layout)
+        if not self.takes_any:  # the layout then rides on the mask, see `attention/bridge.py`
+            call = {name: value for name, value in call.items() if name in self.names}
         with _in_flight(layout):
-            return self.call_original(**_packed_call(call, layout))
+            return self.call_original(**call)
 
 
 def _packed_call(call: dict[str, Any], layout: PackedLayout) -> dict[str, Any]:
@@ -76,7 +81,8 @@ def _packed_call(call: dict[str, Any], layout: PackedLayout) -> dict[str, Any]:
         call["position_ids"] = layout.position_ids()
     # A four-dimensional mask is taken as it is, so none is built; with no elements, no attention that the patch has
     # missed could use it: an error there, never a leak.
-    no_mask = torch.empty((1, 1, 0, 0), device=device)
+    no_mask: Any = torch.empty((1, 1, 0, 0), device=device)
+    no_mask.packed_layout = layout
     return {**call, "attention_mask": no_mask, "past_key_values": None, "use_cache": False, "packed_layout": layout}
 
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from . import quantized
-from .attention import BackendChoice
+from .attention import BackendChoice, bridge
 from .declaration import Patch
 from .errors import UnsupportedModel
 from .overrides import AttentionOverride, BackboneOverride, Override, RotaryOverride, depends_on_length
@@ -29,12 +30,32 @@ class PatchState:
     patch: Patch
     backends: BackendChoice
     attention: dict[str, nn.Module]
+    windows: tuple[int | None, ...]
     edits: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
 
 
 def find_state(model: nn.Module) -> PatchState | None:
     """The state of a patched model, `None` if it is not patched."""
     return next((vars(module)[_STATE] for module in model.modules() if _STATE in vars(module)), None)
+
+
+def model_type(model: nn.Module) -> str:
+    """`config.model_type` of the outermost transformers model in `model`.
+
+    Raises:
+        [`UnsupportedModel`]: if there is none.
+    """
+    return _inner_model(model).config.model_type
+
+
+def _inner_model(model: nn.Module) -> PreTrainedModel:
+    inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if inner is None:
+        raise UnsupportedModel(
+            f"{type(model).__name__} holds no transformers model.",
+            do="Pass a transformers causal LM, or a PEFT, compiled or wrapped one.",
+        )
+    return inner
 
 
 def apply_patch(model: nn.Module, patch: Patch, backend: str) -> PatchState:
@@ -46,15 +67,20 @@ def apply_patch(model: nn.Module, patch: Patch, backend: str) -> PatchState:
     """
     backends = BackendChoice(backend)
     backbone = _find_backbone(model, patch)
-    state = PatchState(patch, backends, _find_attention(backbone, patch))
+    attention = _find_attention(backbone, patch) if patch.attention else _find_interface(backbone)
+    state = PatchState(patch, backends, attention, _windows(patch, backbone, attention))
     overrides: list[Override] = [BackboneOverride(backbone, _own_forward(backbone))]
-    for module in state.attention.values():
-        patch.arguments(module)  # a module without the attributes fails here, before anything is changed
-        qkv = next(patch.attention[name] for name in _class_names(module) if name in patch.attention)
-        overrides.append(AttentionOverride(module, _own_forward(module), patch=patch, qkv=qkv, backends=backends))
+    planned: list[tuple[nn.Module, str, Any]] = []
+    for module in attention.values():
+        if patch.attention:
+            qkv = next(patch.attention[name] for name in _class_names(module) if name in patch.attention)
+            overrides.append(AttentionOverride(module, _own_forward(module), patch=patch, qkv=qkv, backends=backends))
+        else:
+            config: Any = module.config
+            planned.append((module, "config", bridge.interface_config(config, backends)))
     rotary = [module for module in backbone.modules() if depends_on_length(module)]
     overrides += [RotaryOverride(module, _own_forward(module)) for module in rotary]
-    planned: list[tuple[nn.Module, str, Any]] = [(o.module, _forward_slot(o.module), o) for o in overrides]
+    planned += [(override.module, _forward_slot(override.module), override) for override in overrides]
     planned += [(module, quantized.SWITCH, False) for module in quantized.convertible_modules(model)]
     for module, slot, value in planned:
         state.edits.append((module, slot, vars(module).get(slot)))
@@ -78,6 +104,8 @@ def undo_patch(model: nn.Module) -> None:
 
 
 def _find_backbone(model: nn.Module, patch: Patch) -> nn.Module:
+    if patch.backbone is None:
+        return _inner_model(model).base_model
     found = [module for module in model.modules() if patch.backbone in _class_names(module)]
     if len(found) != 1:
         raise UnsupportedModel(
@@ -102,10 +130,46 @@ def _find_attention(backbone: nn.Module, patch: Patch) -> dict[str, nn.Module]:
             f"{' or '.join(patch.attention)}.",
             do="This architecture differs from the one that the patch was written for; please report it.",
         )
+    return _require_causal(attention)
+
+
+def _find_interface(backbone: nn.Module) -> dict[str, nn.Module]:
+    """The modules that compute attention through transformers' interface: at least one, all causal."""
+    attention = {name: module for name, module in backbone.named_modules() if bridge.uses_interface(module)}
+    if not attention:
+        raise UnsupportedModel(
+            f"{type(backbone).__name__} has no attention that uses transformers' attention interface.",
+            do="Declare a trl_packfa.Patch that rewrites its attention (README, 'Writing a patch').",
+        )
+    return _require_causal(attention)
+
+
+def _windows(patch: Patch, backbone: nn.Module, attention: dict[str, nn.Module]) -> tuple[int | None, ...]:
+    """The sliding window of each attention module; under the interface, where calls say it, the config's.
+
+    Raises:
+        [`UnsupportedModel`]: if a window reaches the attention in the mask alone, which packing does without.
+    """
+    if patch.attention:
+        return tuple(patch.arguments(module).sliding_window for module in attention.values())
+    config: Any = backbone.config
+    config = config.get_text_config()
+    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    told = all(bridge.tells_window(module) for module in attention.values())
+    if chunk or (window and not told):
+        raise UnsupportedModel(
+            f"{type(backbone).__name__} limits attention to {chunk or window} tokens through its mask alone.",
+            why=["packed attention has no mask, and is not told of the limit"],
+            do="Declare a trl_packfa.Patch that rewrites its attention (README, 'Writing a patch').",
+        )
+    return (window or None,) * len(attention)
+
+
+def _require_causal(attention: dict[str, nn.Module]) -> dict[str, nn.Module]:
     for name, module in attention.items():
         if getattr(module, "is_causal", True) is False:
             raise UnsupportedModel(
-                f"{patch.backbone} attends in both directions: is_causal=False in {name}.",
+                f"{type(module).__name__} attends in both directions: is_causal=False in {name}.",
                 why=["packed attention here is causal inside each document"],
                 do="Set use_bidirectional_attention=False in the model's config, or train it padded.",
             )

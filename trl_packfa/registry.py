@@ -16,11 +16,10 @@ from importlib.metadata import entry_points
 from typing import TypeVar
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from .declaration import Patch
 from .errors import InvalidConfig, UnsupportedModel
-from .patching import apply_patch, find_state, undo_patch
+from .patching import apply_patch, find_state, model_type, undo_patch
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +44,11 @@ def _table() -> dict[str, Patch]:
 
 
 def _add(table: dict[str, Patch], new: Patch) -> None:
-    for model_type in new.model_types:
-        if model_type in table:
+    for name in new.model_types:
+        if name in table:
             raise InvalidConfig(
-                f"two patches for model type '{model_type}'.",
-                why=[f"one from {table[model_type].origin}", f"one from {new.origin}"],
+                f"two patches for model type '{name}'.",
+                why=[f"one from {table[name].origin}", f"one from {new.origin}"],
                 do="Uninstall one of them, or give the new one another model type.",
             )
     table.update(dict.fromkeys(new.model_types, new))
@@ -75,31 +74,25 @@ def get_patch(model: nn.Module) -> Patch:
     Raises:
         [`UnsupportedModel`]: with the nearest names.
     """
-    inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    if inner is None:
-        raise UnsupportedModel(
-            f"{type(model).__name__} holds no transformers model.",
-            do="Pass a transformers causal LM, or a PEFT, compiled or wrapped one.",
-        )
-    return get_patch_for_type(inner.config.model_type)
+    return get_patch_for_type(model_type(model))
 
 
-def get_patch_for_type(model_type: str) -> Patch:
+def get_patch_for_type(name: str) -> Patch:
     """The patch for a `config.model_type`.
 
     Raises:
         [`UnsupportedModel`]: with the nearest names.
     """
     table = _table()
-    if model_type not in table:
-        near = get_close_matches(model_type, table, n=3)
+    if name not in table:
+        near = get_close_matches(name, table, n=3)
         raise UnsupportedModel(
-            f"there is no patch for model type '{model_type}'.",
+            f"there is no patch for model type '{name}'.",
             why=[f"nearest: {', '.join(near)}"] if near else [f"supported: {', '.join(sorted(table))}"],
             do="Declare a trl_packfa.Patch for it and register() it (README, 'Writing a patch'), or train it padded "
             "with PackedSFTConfig(packing=False).",
         )
-    return table[model_type]
+    return table[name]
 
 
 def patch(model: Model, *, backend: str = "auto") -> Model:
@@ -150,13 +143,12 @@ def describe(model: nn.Module) -> str:
     state = find_state(model)
     if state is None:
         return "not patched"
-    arguments = [state.patch.arguments(module) for module in state.attention.values()]
-    windows = Counter(f"window {a.sliding_window}" if a.sliding_window else "full" for a in arguments)
+    windows = Counter(f"window {window}" if window else "full" for window in state.windows)
     lines = [
-        f"model types {', '.join(state.patch.model_types)} (patch from {state.patch.origin})",
+        f"model type {model_type(model)} (patch from {state.patch.origin})",
         f"rung: {state.patch.rung}",
-        f"{state.patch.backbone}.forward: boundaries read once per call",
-        f"{len(arguments)} attention modules: " + ", ".join(f"{n} x {window}" for window, n in windows.items()),
+        "backbone: boundaries read once per call, no mask built",
+        f"{len(state.attention)} attention modules: " + ", ".join(f"{n} x {window}" for window, n in windows.items()),
         f"backend asked for: {state.backends.name}",
     ]
     lines += [f"backend used: {name} for {request.describe()}" for request, name in state.backends.resolved.items()]
