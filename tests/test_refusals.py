@@ -98,18 +98,18 @@ def test_prompt_tuning_is_refused(tmp_path):
 
 
 def test_unsupported_architecture_is_refused_before_the_data_is_touched(tmp_path):
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+    from transformers import CpmAntConfig, CpmAntForCausalLM
 
-    sizes = {"vocab_size": 97, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
-    model = GPTNeoXForCausalLM(GPTNeoXConfig(num_hidden_layers=1, **sizes))
-    model.save_pretrained(tmp_path / "neox")
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "dim_head": 4, "dim_ff": 8, "num_hidden_layers": 1}
+    model = CpmAntForCausalLM(CpmAntConfig(vocab_size=97, **sizes))
+    model.save_pretrained(tmp_path / "cpmant")
 
     def untouchable():
         yield {"text": "1 2"}
         raise AssertionError("the dataset was read")
 
-    for given in (model, str(tmp_path / "neox")):
-        with pytest.raises(UnsupportedModel, match="no patch for model type 'gpt_neox'"):
+    for given in (model, str(tmp_path / "cpmant")):
+        with pytest.raises(UnsupportedModel, match="no patch for model type 'cpmant'"):
             packed_trainer(
                 arguments(out=tmp_path), model=given, train_dataset=IterableDataset.from_generator(untouchable)
             )
