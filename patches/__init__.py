@@ -4,7 +4,7 @@ The tuple below is the support list.
 """
 
 from trl_packfa.declaration import Patch
-from trl_packfa.patches import gemma2, gemma3, granite, interface, llama, mistral, phi, phi3, qwen2, qwen3
+from trl_packfa.patches import gemma2, gemma3, granite, interface, llama, mistral, phi, phi3, qwen2, qwen3, rebatch
 
 PATCHES: tuple[Patch, ...] = (
     llama.PATCH,
@@ -17,4 +17,5 @@ PATCHES: tuple[Patch, ...] = (
     gemma2.PATCH,
     gemma3.PATCH,
     interface.PATCH,
+    rebatch.PATCH,
 )

@@ -36,6 +36,13 @@ _SIZES = {
     "qk_rope_head_dim": 16,
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
+    # decoders of encoder-decoders, and encoders used as decoders
+    "is_decoder": True,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 96,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
     # older names
     "num_layers": 4,
     "n_layer": 4,
@@ -43,7 +50,7 @@ _SIZES = {
     "n_embd": 64,
     "d_model": 64,
 }
-_ALWAYS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+_ALWAYS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "is_decoder")
 # Sizes that some classes derive themselves and contradict.
 _DROPPED = (
     (),

@@ -15,8 +15,8 @@ from trl_packfa.attention import (
     refusals,
     resolve,
 )
-from trl_packfa.attention.sdpa import group_by_length
 from trl_packfa.errors import NoBackend
+from trl_packfa.grouping import group_by_length
 
 NAMES = [backend.name for backend in BACKENDS]
 CASES = {

@@ -18,8 +18,8 @@ README = (ROOT / "README.md").read_text()
 # Lower layers first; a module imports from its own layer and below.
 LAYERS = [
     {"errors", "versions"},
-    {"layout", "packing"},
-    {"attention", "boundaries", "collator", "declaration", "quantized"},
+    {"layout", "packing", "grouping"},
+    {"attention", "boundaries", "collator", "declaration", "quantized", "rebatch"},
     {"overrides", "tokenized", "loading", "config", "bench"},
     {"patching"},
     {"patches"},
@@ -143,13 +143,14 @@ def table(title):
 
 
 def test_readme_lists_the_registered_models():
-    by_rung = {"attention": set(), "interface": set()}
+    by_rung = {"attention": set(), "interface": set(), "rebatch": set()}
     for name, patch in trl_packfa.registered().items():
         by_rung[patch.rung].add(name)
     assert table("Supported models").keys() == by_rung["attention"]
-    listed = README.split("Rung `interface`", 1)[1].split("\n\n")[1]
-    assert set(re.findall(r"`([\w-]+)`", listed)) == by_rung["interface"]
-    assert f"{len(by_rung['interface'])} more" in README
+    for rung in ("interface", "rebatch"):
+        listed = README.split(f"Rung `{rung}`", 1)[1].split("\n\n")[1]
+        assert set(re.findall(r"`([\w-]+)`", listed)) == by_rung[rung]
+        assert f"{len(by_rung[rung])} more" in README
 
 
 def test_readme_lists_the_backends():

@@ -46,6 +46,8 @@ class Patch:
             Name of the output projection of an attention module.
         arguments (`Callable`, *optional*):
             Reads the [`AttentionArguments`] off an attention module.
+        rebatch (`bool`, *optional*, defaults to `False`):
+            Run the whole backbone document by document, rung `rebatch`, for what mixes tokens in other ways.
         origin (`str`, *optional*, defaults to `"trl_packfa"`):
             The Python package that declares the patch, shown in logs and in duplicates' errors.
     """
@@ -55,9 +57,13 @@ class Patch:
     attention: Mapping[str, QKV] = field(default_factory=dict)
     output: str = "o_proj"
     arguments: Callable[[Any], AttentionArguments] = read_arguments
+    rebatch: bool = False
     origin: str = "trl_packfa"
 
     @property
     def rung(self) -> str:
-        """`attention`: its forward is rewritten; `interface`: it goes through transformers' attention interface."""
+        """`attention`: its forward is rewritten; `interface`: it goes through transformers' attention interface;
+        `rebatch`: the backbone runs document by document."""
+        if self.rebatch:
+            return "rebatch"
         return "attention" if self.attention else "interface"

@@ -23,12 +23,13 @@ from .boundaries import layout_of
 from .declaration import QKV, Patch
 from .errors import PackingError
 from .layout import PackedLayout
+from .rebatch import BOUNDARIES, run_by_document
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# The layout of the packed call that this thread is in. Only rotary embeddings read it: they are handed positions and
-# nothing else, and run in the backbone, never in a checkpoint's recomputation.
+# The layout of the packed call that this thread is in, for those who are not handed it: rotary embeddings, and
+# backbones whose causal LM keeps its arguments. Neither runs in a checkpoint's recomputation.
 _IN_FLIGHT: ContextVar[PackedLayout | None] = ContextVar("trl_packfa_layout", default=None)
 
 
@@ -57,7 +58,7 @@ class BackboneOverride(Override):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The backbone's forward."""
         call = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        layout = layout_of(call)
+        layout = self.find_layout(call)
         if layout is None:
             kwargs.pop("packed_layout", None)
             return self.call_original(*args, **kwargs)
@@ -66,11 +67,20 @@ class BackboneOverride(Override):
                 "attention weights cannot be returned for a packed batch: no T x T matrix exists.",
                 do="Pass output_attentions=False, or the documents as a padded batch.",
             )
-        call = _packed_call(call, layout)
-        if not self.takes_any:  # the layout then rides on the mask, see `attention/bridge.py`
-            call = {name: value for name, value in call.items() if name in self.names}
+        return self.run_packed(call, layout)
+
+    def find_layout(self, call: dict[str, Any]) -> PackedLayout | None:
+        """Where the documents of this call are, `None` if it is not packed."""
+        return layout_of(call)
+
+    def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
+        """The original forward, its layers told of the layout."""
+        # Where the forward takes no further arguments, the layout rides on the mask, see `attention/bridge.py`.
         with _in_flight(layout):
-            return self.call_original(**call)
+            return self.call_original(**self._accepted(_packed_call(call, layout)))
+
+    def _accepted(self, call: dict[str, Any]) -> dict[str, Any]:
+        return call if self.takes_any else {name: value for name, value in call.items() if name in self.names}
 
 
 def _packed_call(call: dict[str, Any], layout: PackedLayout) -> dict[str, Any]:
@@ -87,12 +97,44 @@ def _packed_call(call: dict[str, Any], layout: PackedLayout) -> dict[str, Any]:
 
 
 @contextmanager
-def _in_flight(layout: PackedLayout) -> Iterator[None]:
+def _in_flight(layout: PackedLayout | None) -> Iterator[None]:
     token = _IN_FLIGHT.set(layout)
     try:
         yield
     finally:
         _IN_FLIGHT.reset(token)
+
+
+class RebatchOverride(BackboneOverride):
+    """Runs the whole backbone document by document: exact for every causal one, without touching its inside."""
+
+    def find_layout(self, call: dict[str, Any]) -> PackedLayout | None:
+        """From the call, or as the causal LM around it has found it."""
+        layout = layout_of(call)
+        return _IN_FLIGHT.get() if layout is None else layout
+
+    def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
+        """See [`run_by_document`]."""
+        if call.get("use_cache") is not None or "use_cache" in self.names:
+            call["use_cache"] = False
+        call.pop("past_key_values", None)
+        with _in_flight(None):  # the documents by themselves are not packed
+            return run_by_document(self.call_original, self._accepted(call), layout)
+
+
+class CausalLMOverride(BackboneOverride):
+    """Finds the boundaries for a causal LM that does not hand all its arguments to its backbone."""
+
+    def __init__(self, module: nn.Module, original: Callable[..., Any] | None) -> None:
+        super().__init__(module, original)
+        # `generate()` reads the forward's parameters.
+        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+        self.__signature__ = inspect.Signature(parameters)
+
+    def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
+        """The original forward without the boundaries, which its backbone finds in flight."""
+        with _in_flight(layout):
+            return self.call_original(**{name: value for name, value in call.items() if name not in BOUNDARIES})
 
 
 class AttentionOverride(Override):

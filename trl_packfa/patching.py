@@ -17,8 +17,16 @@ from transformers import PreTrainedModel
 from . import quantized
 from .attention import BackendChoice, bridge
 from .declaration import Patch
-from .errors import UnsupportedModel
-from .overrides import AttentionOverride, BackboneOverride, Override, RotaryOverride, depends_on_length
+from .errors import NoBackend, UnsupportedModel
+from .overrides import (
+    AttentionOverride,
+    BackboneOverride,
+    CausalLMOverride,
+    Override,
+    RebatchOverride,
+    RotaryOverride,
+    depends_on_length,
+)
 
 _STATE = "_trl_packfa"
 
@@ -67,9 +75,17 @@ def apply_patch(model: nn.Module, patch: Patch, backend: str) -> PatchState:
     """
     backends = BackendChoice(backend)
     backbone = _find_backbone(model, patch)
-    attention = _find_attention(backbone, patch) if patch.attention else _find_interface(backbone)
+    if patch.rebatch:
+        _require_own_attention(patch, backend)
+        attention: dict[str, nn.Module] = {}
+    else:
+        attention = _find_attention(backbone, patch) if patch.attention else _find_interface(backbone)
     state = PatchState(patch, backends, attention, _windows(patch, backbone, attention))
-    overrides: list[Override] = [BackboneOverride(backbone, _own_forward(backbone))]
+    backbone_override = RebatchOverride if patch.rebatch else BackboneOverride
+    overrides: list[Override] = [backbone_override(backbone, _own_forward(backbone))]
+    inner = _inner_model(model)
+    if patch.rebatch and inner is not backbone:
+        overrides.append(CausalLMOverride(inner, _own_forward(inner)))
     planned: list[tuple[nn.Module, str, Any]] = []
     for module in attention.values():
         if patch.attention:
@@ -78,7 +94,7 @@ def apply_patch(model: nn.Module, patch: Patch, backend: str) -> PatchState:
         else:
             config: Any = module.config
             planned.append((module, "config", bridge.interface_config(config, backends)))
-    rotary = [module for module in backbone.modules() if depends_on_length(module)]
+    rotary = [module for module in backbone.modules() if depends_on_length(module) and not patch.rebatch]
     overrides += [RotaryOverride(module, _own_forward(module)) for module in rotary]
     planned += [(override.module, _forward_slot(override.module), override) for override in overrides]
     planned += [(module, quantized.SWITCH, False) for module in quantized.convertible_modules(model)]
@@ -103,9 +119,20 @@ def undo_patch(model: nn.Module) -> None:
         vars(module).pop(_STATE, None)
 
 
+def _require_own_attention(patch: Patch, backend: str) -> None:
+    if backend != "auto":
+        raise NoBackend(
+            f"attention backend '{backend}' cannot serve {', '.join(patch.model_types[:3])}, ... (rung rebatch).",
+            why=["the backbone runs document by document, with the model's own attention"],
+            do="Pass attention_backend='auto', and choose the model's attn_implementation.",
+        )
+
+
 def _find_backbone(model: nn.Module, patch: Patch) -> nn.Module:
     if patch.backbone is None:
-        return _inner_model(model).base_model
+        base: Any = _inner_model(model).base_model
+        # The causal LMs of encoder-decoders keep their decoder in a wrapper that they call past.
+        return base.decoder if type(base).__name__.endswith("DecoderWrapper") else base
     found = [module for module in model.modules() if patch.backbone in _class_names(module)]
     if len(found) != 1:
         raise UnsupportedModel(
@@ -150,6 +177,8 @@ def _windows(patch: Patch, backbone: nn.Module, attention: dict[str, nn.Module])
     Raises:
         [`UnsupportedModel`]: if a window reaches the attention in the mask alone, which packing does without.
     """
+    if patch.rebatch:
+        return ()
     if patch.attention:
         return tuple(patch.arguments(module).sliding_window for module in attention.values())
     config: Any = backbone.config

@@ -148,8 +148,10 @@ def describe(model: nn.Module) -> str:
         f"model type {model_type(model)} (patch from {state.patch.origin})",
         f"rung: {state.patch.rung}",
         "backbone: boundaries read once per call, no mask built",
-        f"{len(state.attention)} attention modules: " + ", ".join(f"{n} x {window}" for window, n in windows.items()),
         f"backend asked for: {state.backends.name}",
     ]
+    if windows:
+        modules = ", ".join(f"{n} x {window}" for window, n in windows.items())
+        lines.insert(3, f"{len(state.attention)} attention modules: {modules}")
     lines += [f"backend used: {name} for {request.describe()}" for request, name in state.backends.resolved.items()]
     return "\n".join(lines)

@@ -11,7 +11,6 @@ longest length, Q queries of a chunk.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import TypeVar
 
 import torch
@@ -19,16 +18,11 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
+from ..grouping import group_by_length
 from ..layout import PackedLayout
 from .reference import dense_attention
 from .request import AttentionArguments, AttentionRequest
 
-# A document joins a group if it is at most this much shorter than the group's longest, in tokens and as a share:
-# below about 16 tokens a call's overhead outweighs the padding.
-_SLACK_TOKENS = 16
-_SLACK_SHARE = 0.15
-# Padded tokens of one group. Keeps each temporary of a 4096-wide model under glibc's 32 MB mmap limit.
-_GROUP_TOKENS = 2048
 _CHUNK_QUERIES = 256
 
 Attend = TypeVar("Attend", bound=Callable[..., torch.Tensor])
@@ -71,20 +65,6 @@ class SdpaBackend:
             for slot, i in enumerate(group):
                 outputs[i] = out_GLNH[slot, : layout.lengths[i]]
         return torch.cat(outputs)  # type: ignore[arg-type]
-
-
-@lru_cache(maxsize=64)
-def group_by_length(lengths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Indices of the documents, in groups similar enough to be padded together."""
-    groups: list[list[int]] = []
-    longest = 0
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        close = longest - lengths[i] <= max(_SLACK_TOKENS, _SLACK_SHARE * longest)
-        if not groups or not close or (len(groups[-1]) + 1) * longest > _GROUP_TOKENS:
-            groups.append([])
-            longest = lengths[i]
-        groups[-1].append(i)
-    return tuple(map(tuple, groups))
 
 
 def _pad(documents: list[torch.Tensor]) -> torch.Tensor:
