@@ -24,7 +24,7 @@ LAYERS = [
     {"patching"},
     {"patches"},
     {"registry", "check"},
-    {"refusals", "progress", "reports", "sampling", "sources", "steps"},
+    {"fused_head", "refusals", "progress", "reports", "sampling", "sources", "steps"},
     {"trainer"},
     {"launch", "demo"},
     {"cli", "__init__", "__main__"},

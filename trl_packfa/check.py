@@ -143,7 +143,7 @@ def check(model: nn.Module, *, seed: int = 0) -> ExactnessReport:
     if state is None:
         raise UnsupportedModel("the model is not patched.", do="Call trl_packfa.patch(model) first.")
     windows = [window or 0 for window in state.windows]
-    with _quiet(model):
+    with quiet(model):
         probe = _Probe(model, _bite(windows), seed)
         alone = probe.alone()
         scale = float(torch.cat(alone).float().std())
@@ -253,7 +253,7 @@ def _largest(left: Any, right: Any) -> float:
 
 
 @contextmanager
-def _quiet(model: nn.Module) -> Iterator[None]:
+def quiet(model: nn.Module) -> Iterator[None]:
     """No gradients, no dropout, and afterwards every module's mode and the random state as before."""
     modes = [(module, module.training) for module in model.modules()]
     devices = [p.device for p in model.parameters() if p.device.type == "cuda"][:1]

@@ -35,6 +35,7 @@ from trl import SFTTrainer, get_peft_config
 from .check import ExactnessReport, check
 from .collator import LOSSES, DataCollatorForPacking
 from .config import PackedSFTConfig
+from .fused_head import require_own_loss
 from .packing import PackedBatchSampler, PackingReport
 from .refusals import refuse_arguments, refuse_collator, refuse_model
 from .registry import describe, patch
@@ -146,7 +147,9 @@ class PackedSFTTrainer(SFTTrainer):
     def _pack(self, data_collator: Callable[[list[Any]], dict[str, Any]] | None) -> None:
         """Patch the model that TRL built and collate documents into rows."""
         patch(self.model, backend=self.args.attention_backend)
-        self._padding_collator = self._padded_collator()
+        # TRL's collator for padded batches, which evaluation with metrics uses.
+        self._padding_collator = copy.copy(self.data_collator)
+        self._padding_collator.padding_free = False
         self.data_collator = data_collator or DataCollatorForPacking(
             pad_token_id=self._tokenizer.pad_token_id,
             pad_to_multiple_of=self.args.pad_to_multiple_of,  # type: ignore[arg-type]  # SFTConfig has made it an int
@@ -157,12 +160,6 @@ class PackedSFTTrainer(SFTTrainer):
             )
         self.add_callback(EpochCallback(lambda: self.packing_sampler))
         logger.info("trl-packfa: patched\n%s", describe(self.model))
-
-    def _padded_collator(self) -> Any:
-        """TRL's collator for padded batches, which evaluation with metrics uses."""
-        collator = copy.copy(self.data_collator)
-        collator.padding_free = False
-        return collator
 
     # Data -----------------------------------------------------------------------------------------------------------
 
@@ -285,9 +282,11 @@ class PackedSFTTrainer(SFTTrainer):
 
         Raises:
             [`ContaminationError`]: if packing is not exact on this model.
+            [`UnsupportedModel`]: if TRL's fused LM head does not compute this model's loss.
         """
         started = time.perf_counter()
         with self.compute_loss_context_manager():
+            require_own_loss(self.model, seed=self.args.seed)
             self.exactness = check(self.model, seed=self.args.seed)
         self.exactness.require_exact()
         logger.info("trl-packfa: %s in %.1f s", self.exactness, time.perf_counter() - started)
