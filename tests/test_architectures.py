@@ -88,6 +88,16 @@ def test_gradient_checkpointing_carries_the_layout():
         assert torch.equal(plain, checkpointed)
 
 
+@pytest.mark.parametrize("model_type", ["olmoe", "gpt_oss", "granitemoe"])
+def test_rerouted_tokens_are_not_taken_for_contamination(model_type):
+    """In bf16, rounding alone sends single tokens to other experts: the check must pass, and still see a leak."""
+    model = patch(generic.model(model_type).bfloat16())
+    assert check(model).verdict == "exact"
+    override = vars(model.base_model)["forward"]
+    model.base_model.forward = lambda *args, **kwargs: override(input_ids=kwargs["input_ids"])
+    assert check(model).verdict == "leak"
+
+
 def test_a_window_that_only_the_mask_knows_is_refused():
     """phimoe's attention is not told its window: without a mask it would see the whole document."""
     sizes = {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
