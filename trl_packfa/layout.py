@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -122,7 +123,7 @@ class PackedLayout:
         lengths = [end - start for start, end in itertools.pairwise(offsets)]
         return cls.from_lengths(lengths, rows=host.shape[0], device=position_ids.device)
 
-    @property
+    @cached_property  # every layer asks
     def num_tokens(self) -> int:
         """T, padding included."""
         return sum(self.lengths)
@@ -137,7 +138,7 @@ class PackedLayout:
         """L, in tokens."""
         return self.num_tokens // self.rows
 
-    @property
+    @cached_property  # every layer asks
     def max_seqlen(self) -> int:
         """Length of the longest document, in tokens."""
         return max(self.lengths)

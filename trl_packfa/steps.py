@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from .config import PackedSFTConfig
 from .errors import InvalidConfig
 from .packing import fewest_micro_batches, recut
-from .tokenized import read_tokens
+from .tokenized import read_lengths
 
 
 class Documents:
@@ -90,7 +90,7 @@ class StepCutter:
 def _longest(train_dataset: Any, max_length: int | None) -> int:
     """Tokens of the longest document; of a stream, the longest that it may have."""
     if not isinstance(train_dataset, IterableDataset):
-        return int(read_tokens(train_dataset).lengths.max())
+        return int(read_lengths(train_dataset).max())
     if max_length is None:
         raise InvalidConfig(
             "packing_strategy='step' on a stream needs a token budget: max_length is None.",

@@ -5,6 +5,7 @@ Expects tokenized datasets with an `input_ids` column and, optionally, `labels` 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,13 +30,20 @@ class Tokens(NamedTuple):
 
 def read_tokens(dataset: Dataset) -> Tokens:
     """Lengths and label masks of a tokenized dataset, read from Arrow without Python lists."""
-    columns = [name for name in ("input_ids", "labels") if name in dataset.column_names]
-    lengths, trained = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=bool)]
-    table: Any  # a pyarrow.Table, which `datasets` does not say
-    for table in dataset.select_columns(columns).with_format("arrow").iter(batch_size=10_000):
-        lengths.append(pc.call_function("list_value_length", [table["input_ids"]]).to_numpy().astype(np.int64))
-        trained.append(_flat(table[columns[-1]]) != -100)
-    return Tokens(np.concatenate(lengths), np.concatenate(trained))
+    labels = "labels" if "labels" in dataset.column_names else "input_ids"
+    trained = [_flat(table[labels]) != -100 for table in _tables(dataset, labels)]
+    return Tokens(read_lengths(dataset), np.concatenate([np.zeros(0, dtype=bool), *trained]))
+
+
+def read_lengths(dataset: Dataset) -> np.ndarray:
+    """Tokens of each document of a tokenized dataset, int64, shape `(S,)`; its labels are not read."""
+    lengths = [pc.call_function("list_value_length", [t["input_ids"]]) for t in _tables(dataset, "input_ids")]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *(part.to_numpy().astype(np.int64) for part in lengths)])
+
+
+def _tables(dataset: Dataset, column: str) -> Iterator[Any]:
+    """One column as `pyarrow.Table`s, which `datasets` does not say."""
+    return dataset.select_columns([column]).with_format("arrow").iter(batch_size=10_000)
 
 
 def _flat(column: pa.ChunkedArray) -> np.ndarray:

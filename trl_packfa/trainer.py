@@ -43,7 +43,7 @@ from .reports import count_batch, write_reports
 from .sampling import EpochCallback, RankAwareSampler
 from .sources import AnyDataset, EvalDataset, init_kwargs, model_type, named, output_dir, quantization_of
 from .steps import Documents, Slot, StepCutter
-from .tokenized import cut_dataset, cut_stream, read_tokens, require_usable
+from .tokenized import cut_dataset, cut_stream, read_lengths, require_usable
 from .versions import require_versions
 
 logger = get_logger(__name__)
@@ -197,7 +197,7 @@ class PackedSFTTrainer(SFTTrainer):
             return super()._get_train_sampler(train_dataset)
         dataset = self.train_dataset if train_dataset is None else train_dataset
         self.packing_sampler = RankAwareSampler(
-            read_tokens(dataset).lengths,
+            read_lengths(dataset),
             capacity=self.args.max_length,
             rows_per_batch=self.args.per_device_train_batch_size,
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
