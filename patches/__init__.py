@@ -1,10 +1,36 @@
-"""The patches that ship with trl-packfa, one file per transformers modelling folder.
+"""The patches that ship with trl-packfa, one file per transformers modelling folder or per way of mixing tokens.
 
 The tuple below is the support list.
 """
 
 from trl_packfa.declaration import Patch
-from trl_packfa.patches import gemma2, gemma3, granite, interface, llama, mistral, phi, phi3, qwen2, qwen3, rebatch
+from trl_packfa.patches import (
+    bloom,
+    doge,
+    falcon,
+    gemma2,
+    gemma3,
+    git,
+    gpt_neo,
+    gpt_neox_japanese,
+    gptj,
+    granite,
+    hybrids,
+    interface,
+    llama,
+    mistral,
+    mpt,
+    own_attention,
+    phi,
+    phi3,
+    positions,
+    qwen2,
+    qwen3,
+    rebatch,
+    sparse,
+    windows,
+    xglm,
+)
 
 PATCHES: tuple[Patch, ...] = (
     llama.PATCH,
@@ -16,6 +42,20 @@ PATCHES: tuple[Patch, ...] = (
     qwen3.PATCH,
     gemma2.PATCH,
     gemma3.PATCH,
+    bloom.PATCH,
+    doge.PATCH,
+    falcon.PATCH,
+    git.PATCH,
+    mpt.PATCH,
+    xglm.PATCH,
     interface.PATCH,
+    windows.PATCH,
+    gptj.PATCH,
+    gpt_neo.PATCH,
+    gpt_neox_japanese.PATCH,
+    positions.PATCH,
+    sparse.PATCH,
+    hybrids.PATCH,
+    own_attention.PATCH,
     rebatch.PATCH,
 )

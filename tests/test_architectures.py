@@ -1,22 +1,22 @@
-"""Every architecture without a patch file of its own, rungs `interface` and `rebatch`, as a small random model."""
+"""Every causal-LM type of transformers that a patch serves, as a small random model."""
 
-import generic
 import pytest
 import tiny
 import torch
-from tolerance import GRADIENT_FACTOR, assert_low_precision
+from tolerance import GRADIENT_FACTOR, assert_low_precision, assert_recomputed
 from transformers import PhimoeConfig, PhimoeForCausalLM
 
 from trl_packfa import PackedLayout, check, describe, patch, registered, unpatch
 from trl_packfa.errors import InvalidLayout, NoBackend, UnsupportedModel
+from trl_packfa.zoo import NOT_BUILDABLE, all_types, small_model
 
-GENERAL = [name for name, patch in registered().items() if patch.rung != "attention"]
+SERVED = [name for name in all_types() if name in registered() and name not in NOT_BUILDABLE]
 LENGTHS = (13, 1, 29, 7)
 
 
-@pytest.mark.parametrize("model_type", GENERAL)
+@pytest.mark.parametrize("model_type", SERVED)
 def test_packed_is_exact_and_the_rest_untouched(model_type):
-    model = generic.model(model_type)
+    model = small_model(model_type)
     docs = tiny.documents(LENGTHS)
     plain = {"input_ids": torch.cat(docs)[None], "use_cache": False}
     before = model(**plain).logits
@@ -25,31 +25,73 @@ def test_packed_is_exact_and_the_rest_untouched(model_type):
     assert report.verdict == "exact", str(report)
     assert report.control > 1e-2
     assert torch.equal(model(**plain).logits, before), "without boundaries, the unpatched model"
+    assert_same_however_the_boundaries_come(model, docs)
     assert_gradients_are_those_of_the_documents_alone(model, model_type, docs)
     unpatch(model)
     assert torch.equal(model(**plain).logits, before)
     assert describe(model) == "not patched"
 
 
+def assert_same_however_the_boundaries_come(model, docs):
+    """TRL's keys, `position_ids` alone, with an all-ones mask, with `use_cache=True`, through the backbone alone."""
+    layout, ours = PackedLayout.from_lengths(LENGTHS), tiny.batch(docs)
+    expected = model(**ours).logits
+    trl = {name: value for name, value in ours.items() if name != "packed_layout"}
+    bare = {"input_ids": ours["input_ids"], "position_ids": layout.position_ids()}
+    ones = torch.ones(1, sum(LENGTHS), dtype=torch.long)
+    for batch in (trl, bare, {**trl, "attention_mask": ones}, {**bare, "attention_mask": ones}):
+        assert torch.equal(model(**batch).logits, expected)
+    cached = model(**bare, use_cache=True)
+    assert torch.equal(cached.logits, expected)
+    assert not any(cached.get(name) for name in ("past_key_values", "cache_params", "state"))
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_gradient_checkpointing_changes_nothing(model_type):
+    def checkpointed_gradients(checkpointing):
+        model = patch(small_model(model_type)).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return gradients(model, docs, lambda m: PackedLayout.from_lengths(LENGTHS).split(m(**tiny.batch(docs)).logits))
+
+    if not small_model(model_type).supports_gradient_checkpointing:
+        pytest.skip(f"{model_type} has no gradient checkpointing")
+    docs = tiny.documents(LENGTHS)
+    plain, checkpointed = checkpointed_gradients(False), checkpointed_gradients(True)
+    assert plain.keys() == checkpointed.keys()
+    for name, grad in plain.items():
+        assert_recomputed(checkpointed[name], grad)
+
+
 def assert_gradients_are_those_of_the_documents_alone(model, model_type, docs):
-    """Against float64, at most three times as wrong as the unpatched model is, document by document, in float32."""
+    """At most three times as wrong as the unpatched model is, document by document in float32, against float64."""
     ours = gradients(model, docs, lambda m: PackedLayout.from_lengths(LENGTHS).split(m(**tiny.batch(docs)).logits))
-    alone = gradients(generic.model(model_type), docs, documents_alone(docs))
-    assert ours.keys() == alone.keys()
-    for name, oracle in oracle_gradients(model_type, docs, alone).items():
-        unit = oracle.abs().max().clamp(min=1.0)
-        assert_low_precision(ours[name] / unit, alone[name] / unit, oracle / unit, factor=GRADIENT_FACTOR)
+    plain, oracle = plain_and_oracle(model_type, docs)
+    assert ours.keys() == plain.keys()
+    for name, exact in oracle.items():
+        unit = exact.abs().max().clamp(min=1.0)
+        assert_low_precision(ours[name] / unit, plain[name] / unit, exact / unit, factor=GRADIENT_FACTOR)
 
 
-def oracle_gradients(model_type, docs, alone):
-    """In float64; where transformers' code insists on float32 inside, those of the documents alone."""
-    model = generic.model(model_type).double()
+def plain_and_oracle(model_type, docs):
+    """Gradients of the documents alone in float32 and in float64; where transformers' code insists on float32 inside,
+    those of the documents in a padded batch and alone."""
+    alone = gradients(small_model(model_type), docs, documents_alone(docs))
+    model = small_model(model_type).double()
     model.set_experts_implementation("eager")  # the grouped products of experts have no float64
     try:
-        return gradients(model, docs, documents_alone(docs))
+        return alone, gradients(model, docs, documents_alone(docs))
     except RuntimeError as error:
         assert "dtype" in str(error) or "overflow" in str(error), error
-        return {name: grad.double() for name, grad in alone.items()}
+        padded = gradients(small_model(model_type), docs, documents_padded(docs))
+        return padded, {name: grad.double() for name, grad in alone.items()}
+
+
+def documents_padded(docs):
+    rows = torch.nn.utils.rnn.pad_sequence(docs, batch_first=True)
+    return lambda model: [
+        row[: len(d)] for row, d in zip(model(input_ids=rows, use_cache=False).logits, docs, strict=True)
+    ]
 
 
 def documents_alone(docs):
@@ -66,32 +108,10 @@ def gradients(model, docs, forward):
     return {name: grad for name, grad in zip(names, grads, strict=True) if grad is not None}
 
 
-@pytest.mark.parametrize("call", ["position_ids only", "all-ones mask", "use_cache"])
-def test_boundaries_are_honoured_however_they_come(call):
-    """gpt_oss: sinks, alternating windows, and a mask that transformers builds without position_ids."""
-    model, docs = patch(generic.model("gpt_oss")), tiny.documents(LENGTHS)
-    layout = PackedLayout.from_lengths(LENGTHS)
-    extra = {"all-ones mask": {"attention_mask": torch.ones(1, sum(LENGTHS))}, "use_cache": {"use_cache": True}}
-    batch = {"input_ids": torch.cat(docs)[None], "position_ids": layout.position_ids(), **extra.get(call, {})}
-    assert torch.equal(model(**batch).logits, model(**tiny.batch(docs)).logits)
-
-
-def test_gradient_checkpointing_carries_the_layout():
-    def checkpointed_gradients(checkpointing):
-        model = patch(generic.model("gpt_oss")).train()
-        if checkpointing:
-            model.gradient_checkpointing_enable()
-        model(**tiny.batch(tiny.documents(LENGTHS))).logits.sum().backward()
-        return [p.grad for p in model.parameters() if p.grad is not None]
-
-    for plain, checkpointed in zip(checkpointed_gradients(False), checkpointed_gradients(True), strict=True):
-        assert torch.equal(plain, checkpointed)
-
-
 @pytest.mark.parametrize("model_type", ["olmoe", "gpt_oss", "granitemoe"])
 def test_rerouted_tokens_are_not_taken_for_contamination(model_type):
     """In bf16, rounding alone sends single tokens to other experts: the check must pass, and still see a leak."""
-    model = patch(generic.model(model_type).bfloat16())
+    model = patch(small_model(model_type).bfloat16())
     assert check(model).verdict == "exact"
     override = vars(model.base_model)["forward"]
     model.base_model.forward = lambda *args, **kwargs: override(input_ids=kwargs["input_ids"])
@@ -113,11 +133,11 @@ def test_a_window_that_only_the_mask_knows_is_refused():
 
 def test_a_backbone_by_document_takes_no_attention_backend():
     with pytest.raises(NoBackend, match=r"'sdpa' cannot serve(.|\n)*with the model's own attention"):
-        patch(generic.model("bloom"), backend="sdpa")
+        patch(small_model("xlnet"), backend="sdpa")
 
 
 def test_a_backbone_by_document_refuses_positions_that_it_could_not_keep():
-    model = patch(generic.model("bloom"))
+    model = patch(small_model("xlnet"))
     layout = PackedLayout.from_lengths([3, 4])
     positions = layout.position_ids() + 1
     with pytest.raises(InvalidLayout, match="do not count each document from 0"):
@@ -126,7 +146,7 @@ def test_a_backbone_by_document_refuses_positions_that_it_could_not_keep():
 
 @pytest.mark.parametrize("model_type", ["mamba", "bloom", "mpt"])
 def test_a_backbone_by_document_still_generates(model_type):
-    model, ids = generic.model(model_type), torch.randint(3, 97, (2, 6))
+    model, ids = small_model(model_type), torch.randint(3, 97, (2, 6))
     before = model.generate(ids, max_new_tokens=4, do_sample=False)
     assert torch.equal(patch(model).generate(ids, max_new_tokens=4, do_sample=False), before)
 
@@ -136,7 +156,7 @@ def test_what_is_not_causal_under_padding_is_not_called_exact():
     from trl_packfa import Patch
     from trl_packfa.patching import apply_patch
 
-    model = generic.model("cpmant")
+    model = small_model("cpmant")
     apply_patch(model, Patch(model_types=("cpmant",), rebatch=True), "auto")
     assert check(model).verdict == "differs"
 
@@ -146,7 +166,7 @@ def test_a_stateful_mixer_beside_the_attention_fails_the_check():
     from trl_packfa import Patch
     from trl_packfa.patching import apply_patch
 
-    model = generic.model("minimax")
+    model = small_model("minimax")
     apply_patch(model, Patch(model_types=("minimax",)), "auto")
     report = check(model)
     assert report.verdict == "leak"

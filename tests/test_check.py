@@ -74,7 +74,8 @@ def test_a_wrong_result_without_a_leak_is_caught():
 
     def running_positions(override, args, kwargs):
         if kwargs.get("packed_layout") is not None:
-            positions = torch.arange(kwargs["packed_layout"].num_tokens)[None] // 2
+            layout = kwargs["packed_layout"]
+            positions = torch.arange(layout.num_tokens).view(layout.rows, -1) // 2
             kwargs["position_embeddings"] = model.model.rotary_emb(args[0], positions)
         return override(*args, **kwargs)
 
@@ -124,4 +125,6 @@ def test_report_is_json_and_reads_well():
     report = check(patch(tiny.model()))
     assert json.loads(json.dumps(report.to_dict()))["verdict"] == "exact"
     assert str(report).startswith("exact: isolation 0.0e+00, parity ")
-    assert "[llama, sdpa, float32]" in str(report)
+    assert "[llama, rung attention, sdpa, float32, all parameters train]" in str(report)
+    assert [row[""] for row in report.rows()] == ["yes"] * 6
+    assert report.versions["torch"] and report.seed == 0 and report.seconds > 0

@@ -46,7 +46,8 @@ def oracle_dtype(architecture):
 
 def test_every_registered_architecture_has_a_row():
     rewritten = {name for name, patch in registered().items() if patch.rung == "attention"}
-    assert {model_type for model_type, _ in tiny.ARCHITECTURES.values()} == rewritten
+    # transformers' XGLM does not run in float64; tests/test_architectures.py has it.
+    assert {model_type for model_type, _ in tiny.ARCHITECTURES.values()} == rewritten - {"xglm"}
 
 
 @every_architecture
@@ -92,7 +93,7 @@ def test_isolation_is_exact_to_the_bit(architecture):
     layout = PackedLayout.from_lengths(tiny.LENGTHS)
     weights = torch.randn(1, layout.num_tokens, tiny.VOCAB)
     for tensor in embeddings:
-        (model(inputs_embeds=tensor, **layout.flash_kwargs()).logits * weights).sum().backward()
+        (model(inputs_embeds=tensor.clone(), **layout.flash_kwargs()).logits * weights).sum().backward()
     logits = [forward(model, d).logits for d in (docs, changed)]
     for pair in (logits, [tensor.grad for tensor in embeddings]):
         before, after = (tiny.split(t) for t in pair)

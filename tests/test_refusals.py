@@ -1,6 +1,5 @@
 """What the trainer refuses, each with one clear error, and what it only seems to."""
 
-import generic
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
@@ -10,6 +9,7 @@ from training import FORMATS, arguments, dataset, losses, packed_trainer
 from transformers import DataCollatorWithFlattening, default_data_collator
 
 from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset, UnsupportedModel
+from trl_packfa.zoo import small_model
 
 
 def test_a_contaminated_model_is_never_trained(tmp_path):
@@ -134,7 +134,7 @@ def test_old_versions_are_named(monkeypatch):
 
 def test_a_head_that_trl_skips_is_refused_before_the_first_step(tmp_path):
     """ModernBERT's decoder transforms its output before the LM head; TRL's fused head does not know."""
-    trainer = packed_trainer(arguments(out=tmp_path), model=generic.model("modernbert-decoder"), peft_config=None)
+    trainer = packed_trainer(arguments(out=tmp_path), model=small_model("modernbert-decoder"), peft_config=None)
     with pytest.raises(UnsupportedModel, match="fused LM head does not compute the loss"):
         trainer.train()
     assert trainer.state.global_step == 0
@@ -144,8 +144,8 @@ def test_a_head_that_trl_skips_is_refused_before_the_first_step(tmp_path):
 def test_general_rungs_train_through_the_trainer(tmp_path, model_type):
     """Packed without a patch file of their own, the losses of TRL's padded trainer."""
     options = {"max_steps": 3, "use_peft": False, "out": tmp_path, "learning_rate": 1e-4}
-    padded = packed_trainer(arguments(packing=False, **options), model=generic.model(model_type), peft_config=None)
-    packed = packed_trainer(arguments(**options), model=generic.model(model_type), peft_config=None)
+    padded = packed_trainer(arguments(packing=False, **options), model=small_model(model_type), peft_config=None)
+    packed = packed_trainer(arguments(**options), model=small_model(model_type), peft_config=None)
     padded.train(), packed.train()
     assert packed.exactness.is_exact
     # These random weights give losses of about a hundred: held in units of the loss.

@@ -18,12 +18,14 @@ README = (ROOT / "README.md").read_text()
 # Lower layers first; a module imports from its own layer and below.
 LAYERS = [
     {"errors", "versions"},
-    {"layout", "packing", "grouping"},
+    {"layout", "packing", "grouping", "zoo"},
+    {"flight"},
     {"attention", "boundaries", "collator", "declaration", "quantized", "rebatch"},
     {"overrides", "tokenized", "loading", "config", "bench"},
+    {"mixers"},
     {"patching"},
     {"patches"},
-    {"registry", "check"},
+    {"registry", "exactness", "results", "trust", "matrix"},
     {"fused_head", "refusals", "progress", "reports", "sampling", "sources", "steps"},
     {"trainer"},
     {"launch", "demo"},

@@ -13,11 +13,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .attention import AttentionArguments as AttentionArguments
-    from .check import ExactnessReport as ExactnessReport
-    from .check import check as check
     from .collator import DataCollatorForPacking as DataCollatorForPacking
     from .config import PackedSFTConfig as PackedSFTConfig
     from .declaration import Patch as Patch
+    from .exactness import ExactnessReport as ExactnessReport
+    from .exactness import check as check
     from .layout import PackedLayout as PackedLayout
     from .registry import describe as describe
     from .registry import patch as patch
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 _HOME = {
     "AttentionArguments": "attention",
     "DataCollatorForPacking": "collator",
-    "ExactnessReport": "check",
+    "ExactnessReport": "exactness",
     "PackedLayout": "layout",
     "PackedSFTConfig": "config",
     "PackedSFTTrainer": "trainer",
     "Patch": "declaration",
-    "check": "check",
+    "check": "exactness",
     "describe": "registry",
     "patch": "registry",
     "patched": "registry",
@@ -50,7 +50,6 @@ __all__ = sorted(_HOME)
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'trl_packfa' has no attribute '{name}'")
-    # Cached in the module's namespace: importing the submodule `check` would otherwise hide the function `check`.
     globals()[name] = value = getattr(import_module(f".{_HOME[name]}", __name__), name)
     return value
 

@@ -27,7 +27,7 @@ def layout_of(call: dict[str, Any]) -> PackedLayout | None:
     """
     embedded = call.get("inputs_embeds")
     tokens = call.get("input_ids") if embedded is None else embedded
-    if tokens is None or _cache_in_use(call.get("past_key_values")):
+    if tokens is None or any(_cache_in_use(call.get(name)) for name in _CACHES):
         return None
     shape = (tokens.shape[0], tokens.shape[1])
     layout = call.get("packed_layout")
@@ -96,5 +96,13 @@ def _all_ones(mask: Any) -> bool:
     return isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all())
 
 
+# What transformers calls a cache: of keys and values, of states, RWKV's list of states.
+_CACHES = ("past_key_values", "cache_params", "state")
+
+
 def _cache_in_use(cache: Any) -> bool:
-    return cache is not None and cache.get_seq_length() > 0
+    """Whether a call continues an earlier one; a cache that has no length counts as filled."""
+    try:
+        return cache is not None and cache.get_seq_length() > 0
+    except (AttributeError, ValueError):
+        return True

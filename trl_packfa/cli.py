@@ -43,8 +43,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_check(commands)
     _add_bench(commands)
+    _add_models(commands)
     for name, run, text in (
-        ("models", _models, "list the architectures that can be patched"),
         ("backends", _backends, "list the attention backends and what this machine lacks for each"),
         ("env", _env, "print what a bug report needs"),
     ):
@@ -72,6 +72,7 @@ def _add_check(commands: argparse._SubParsersAction) -> None:
     check.add_argument("--adapter", help="name or path of a PEFT adapter to put on it")
     check.add_argument("--backend", default="auto", help="attention backend (default: auto)")
     check.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
+    check.add_argument("--seed", type=int, default=0, help="seed of the random tokens")
     check.add_argument("--json", action="store_true", help="machine-readable output")
     check.set_defaults(run=_check)
 
@@ -84,6 +85,20 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     bench.add_argument("--repeats", type=int, default=3, help="draws of documents per row length")
     bench.add_argument("--json", action="store_true", help="machine-readable output")
     bench.set_defaults(run=_bench)
+
+
+def _add_models(commands: argparse._SubParsersAction) -> None:
+    models = commands.add_parser(
+        "models", help="list every causal-LM type of transformers and what packing does there"
+    )
+    models.add_argument(
+        "--run", dest="measure", action="store_true", help="build, patch and check every type, and write the results"
+    )
+    models.add_argument("--output", type=Path, help="results file of --run (default: the package's own)")
+    models.add_argument("--jobs", type=int, default=2, help="processes of --run")
+    models.add_argument("--markdown", action="store_true", help="print the README's table")
+    models.add_argument("--json", action="store_true", help="machine-readable output")
+    models.set_defaults(run=_models)
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -108,8 +123,12 @@ def _check(args: argparse.Namespace) -> int:
     from .loading import load_causal_lm
 
     model = load_causal_lm(args.model, dtype=args.dtype, adapter=args.adapter)
-    report = check(patch(model, backend=args.backend))
-    print(json.dumps(report.to_dict(), indent=2) if args.json else report)
+    report = check(patch(model, backend=args.backend), seed=args.seed)
+    if args.json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        _print_rows(report.rows(), as_json=False)
+        print(f"{report}\n{report.seconds:.1f} s")
     return 0 if report.is_exact else 1
 
 
@@ -121,13 +140,20 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _models(args: argparse.Namespace) -> int:
-    from .registry import registered
+    from . import matrix
+    from .results import RESULTS, results
 
-    rows = [
-        {"model_type": name, "rung": patch.rung, "backbone": patch.backbone, "origin": patch.origin}
-        for name, patch in registered().items()
-    ]
-    return _print_rows(rows, as_json=args.json)
+    types = results()
+    if args.measure:
+        types = matrix.run(args.output or RESULTS, jobs=args.jobs, seen=_show_result)["types"]
+    if args.markdown:
+        print(matrix.markdown(types))
+        return 0
+    return _print_rows(matrix.rows(types), as_json=args.json)
+
+
+def _show_result(name: str, result: Mapping[str, object]) -> None:
+    print(f"{name}: {result['verdict']} {result.get('rung', '')}", file=sys.stderr)
 
 
 def _backends(args: argparse.Namespace) -> int:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .check import quiet
 from .errors import UnsupportedModel
+from .exactness import quiet
 
 _TOKENS = 16
 # Largest difference of a log-probability that rounding explains; wrong heads are off by whole units.
@@ -34,7 +34,7 @@ def require_own_loss(model: Any, *, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     embeddings = model.get_input_embeddings().weight
     ids = torch.randint(1, embeddings.shape[0], (1, _TOKENS), generator=generator).to(embeddings.device)
-    with quiet(model):
+    with quiet(model), torch.no_grad():
         fused = model(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False).log_probs
         logits = model(input_ids=ids, use_cache=False).logits
     own = torch.log_softmax(logits[:, :-1].float(), dim=-1).gather(-1, ids[:, 1:, None])[..., 0]

@@ -1,4 +1,4 @@
-"""The `forward`s that a patch puts on one model instance: backbone, attention, rotary embedding.
+"""The `forward`s that a patch puts on one model instance: causal LM, backbone, attention, rotary embedding.
 
 Each goes to the original unless the call is packed. Plain objects instead of closures, so that a patched model can
 be deep-copied and pickled.
@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,15 +20,9 @@ from .attention import AttentionRequest, BackendChoice
 from .boundaries import layout_of
 from .declaration import QKV, Patch
 from .errors import PackingError
+from .flight import empty_mask, in_flight, layout_in, layout_in_flight
 from .layout import PackedLayout
-from .rebatch import BOUNDARIES, run_by_document
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-# The layout of the packed call that this thread is in, for those who are not handed it: rotary embeddings, and
-# backbones whose causal LM keeps its arguments. Neither runs in a checkpoint's recomputation.
-_IN_FLIGHT: ContextVar[PackedLayout | None] = ContextVar("trl_packfa_layout", default=None)
+from .rebatch import BOUNDARIES, run_backbone_by_document
 
 
 class Override:
@@ -49,8 +41,9 @@ class Override:
 class BackboneOverride(Override):
     """Finds the boundaries once, hands them to every layer, and keeps any T x T mask from being built."""
 
-    def __init__(self, module: nn.Module, original: Callable[..., Any] | None) -> None:
+    def __init__(self, module: nn.Module, original: Callable[..., Any] | None, *, makes_mask: bool = False) -> None:
         super().__init__(module, original)
+        self.makes_mask = makes_mask
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         self.names = tuple(parameter.name for parameter in parameters)
         self.takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
@@ -67,17 +60,26 @@ class BackboneOverride(Override):
                 "attention weights cannot be returned for a packed batch: no T x T matrix exists.",
                 do="Pass output_attentions=False, or the documents as a padded batch.",
             )
+        if call.get("encoder_hidden_states") is not None:
+            raise PackingError(
+                "cross-attention cannot be packed: every document of a row would see the same encoder states.",
+                do="Pass documents that attend to an encoder as a padded batch.",
+            )
         return self.run_packed(call, layout)
 
     def find_layout(self, call: dict[str, Any]) -> PackedLayout | None:
-        """Where the documents of this call are, `None` if it is not packed."""
-        return layout_of(call)
+        """From the call, or as the causal LM around it has found it; `None` if it is not packed."""
+        layout = layout_of(call)
+        return layout_in_flight() if layout is None else layout
 
     def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
         """The original forward, its layers told of the layout."""
         # Where the forward takes no further arguments, the layout rides on the mask, see `attention/bridge.py`.
-        with _in_flight(layout):
-            return self.call_original(**self._accepted(_packed_call(call, layout)))
+        call = _packed_call(call, layout)
+        if self.makes_mask:
+            call["attention_mask"] = None
+        with in_flight(call["packed_layout"]):
+            return self.call_original(**self._accepted(call))
 
     def _accepted(self, call: dict[str, Any]) -> dict[str, Any]:
         return call if self.takes_any else {name: value for name, value in call.items() if name in self.names}
@@ -89,37 +91,20 @@ def _packed_call(call: dict[str, Any], layout: PackedLayout) -> dict[str, Any]:
     layout = layout.to(device)
     if call.get("position_ids") is None:
         call["position_ids"] = layout.position_ids()
-    # A four-dimensional mask is taken as it is, so none is built; with no elements, no attention that the patch has
-    # missed could use it: an error there, never a leak.
-    no_mask: Any = torch.empty((1, 1, 0, 0), device=device)
-    no_mask.packed_layout = layout
-    return {**call, "attention_mask": no_mask, "past_key_values": None, "use_cache": False, "packed_layout": layout}
-
-
-@contextmanager
-def _in_flight(layout: PackedLayout | None) -> Iterator[None]:
-    token = _IN_FLIGHT.set(layout)
-    try:
-        yield
-    finally:
-        _IN_FLIGHT.reset(token)
+    mask = empty_mask(layout, device)
+    return {**call, "attention_mask": mask, "past_key_values": None, "use_cache": False, "packed_layout": layout}
 
 
 class RebatchOverride(BackboneOverride):
     """Runs the whole backbone document by document: exact for every causal one, without touching its inside."""
 
-    def find_layout(self, call: dict[str, Any]) -> PackedLayout | None:
-        """From the call, or as the causal LM around it has found it."""
-        layout = layout_of(call)
-        return _IN_FLIGHT.get() if layout is None else layout
-
     def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
-        """See [`run_by_document`]."""
+        """See [`run_backbone_by_document`]."""
         if call.get("use_cache") is not None or "use_cache" in self.names:
             call["use_cache"] = False
         call.pop("past_key_values", None)
-        with _in_flight(None):  # the documents by themselves are not packed
-            return run_by_document(self.call_original, self._accepted(call), layout)
+        with in_flight(None):  # the documents by themselves are not packed
+            return run_backbone_by_document(self.call_original, self._accepted(call), layout)
 
 
 class CausalLMOverride(BackboneOverride):
@@ -133,8 +118,11 @@ class CausalLMOverride(BackboneOverride):
 
     def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
         """The original forward without the boundaries, which its backbone finds in flight."""
-        with _in_flight(layout):
-            return self.call_original(**{name: value for name, value in call.items() if name not in BOUNDARIES})
+        kept = {
+            name: value for name, value in call.items() if name not in (*BOUNDARIES, "attention_mask", "position_ids")
+        }
+        with in_flight(layout):
+            return self.call_original(**kept)
 
 
 class AttentionOverride(Override):
@@ -150,22 +138,27 @@ class AttentionOverride(Override):
         backends: BackendChoice,
     ) -> None:
         super().__init__(module, original)
-        self.read_arguments, self.output, self.qkv, self.backends = patch.arguments, patch.output, qkv, backends
+        self.patch, self.qkv, self.backends = patch, qkv, backends
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The attention module's forward: output `(B, L, D)` and, as no T x T matrix exists, no weights."""
-        layout: PackedLayout | None = kwargs.pop("packed_layout", None)
+        layout = layout_in(args, kwargs)
+        kwargs.pop("packed_layout", None)
         if layout is None:
             return self.call_original(hidden_states, *args, **kwargs)
-        position_embeddings = args[0] if args else kwargs.get("position_embeddings")
+        position_embeddings = kwargs.get("position_embeddings", args[0] if args else None)
         query, key, value = (t.flatten(0, 1) for t in self.qkv(self.module, hidden_states, position_embeddings))
-        arguments = self.read_arguments(self.module)
+        arguments = self.patch.arguments(self.module)
         if not self.module.training:
             arguments = replace(arguments, dropout=0.0)
+        if self.patch.bias is not None:
+            arguments = replace(arguments, bias=self.patch.bias(self.module, value, layout))
         backend = self.backends.for_request(AttentionRequest.of(query, key, arguments))
         out_TNH = backend(query, key, value, layout, arguments)
-        output = getattr(self.module, self.output)
-        return output(out_TNH.reshape(*hidden_states.shape[:-1], -1)), None
+        attended = out_TNH.reshape(*hidden_states.shape[:-1], -1)
+        if self.patch.finish is not None:
+            return self.patch.finish(self.module, attended, args)
+        return getattr(self.module, self.patch.output)(attended), None
 
 
 class RotaryOverride(Override):
@@ -178,7 +171,7 @@ class RotaryOverride(Override):
     def __call__(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
         """The rotary embedding's forward: cos and sin of shape `(B, L, R)`."""
         options = {} if layer_type is None else {"layer_type": layer_type}
-        layout = _IN_FLIGHT.get()
+        layout = layout_in_flight()
         if layout is None or layout.max_seqlen < self._fixed_up_to(layer_type):
             return self.call_original(x, position_ids, **options)
         start = torch.zeros_like(position_ids[:, :1])

@@ -1,23 +1,26 @@
 """Applying a patch to one model instance and taking it back.
 
-The only code that sets attributes on models: an instance's own `forward`, for the backbone, each attention module
-and length-dependent rotary embeddings, and one switch of 4-bit layers. Classes, module globals and
+The only code that sets attributes on models: an instance's own `forward`, for the backbone, each attention module,
+mixers and length-dependent rotary embeddings, and one switch of 4-bit layers. Classes, module globals and
 `torch.nn.functional` are never touched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from . import quantized
 from .attention import BackendChoice, bridge
 from .declaration import Patch
 from .errors import NoBackend, UnsupportedModel
+from .mixers import FunctionOverride, LayerOverride, MixerOverride
 from .overrides import (
     AttentionOverride,
     BackboneOverride,
@@ -39,6 +42,8 @@ class PatchState:
     backends: BackendChoice
     attention: dict[str, nn.Module]
     windows: tuple[int | None, ...]
+    mixers: dict[str, nn.Module] = field(default_factory=dict)
+    native: dict[type, bool] = field(default_factory=dict)
     edits: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
 
 
@@ -53,7 +58,16 @@ def model_type(model: nn.Module) -> str:
     Raises:
         [`UnsupportedModel`]: if there is none.
     """
-    return _inner_model(model).config.model_type
+    return model_config(model).model_type
+
+
+def model_config(model: nn.Module) -> PreTrainedConfig:
+    """`config` of the outermost transformers model in `model`.
+
+    Raises:
+        [`UnsupportedModel`]: if there is none.
+    """
+    return _inner_model(model).config
 
 
 def _inner_model(model: nn.Module) -> PreTrainedModel:
@@ -77,27 +91,15 @@ def apply_patch(model: nn.Module, patch: Patch, backend: str) -> PatchState:
     backbone = _find_backbone(model, patch)
     if patch.rebatch:
         _require_own_attention(patch, backend)
-        attention: dict[str, nn.Module] = {}
-    else:
-        attention = _find_attention(backbone, patch) if patch.attention else _find_interface(backbone)
-    state = PatchState(patch, backends, attention, _windows(patch, backbone, attention))
-    backbone_override = RebatchOverride if patch.rebatch else BackboneOverride
-    overrides: list[Override] = [backbone_override(backbone, _own_forward(backbone))]
-    inner = _inner_model(model)
-    if patch.rebatch and inner is not backbone:
-        overrides.append(CausalLMOverride(inner, _own_forward(inner)))
-    planned: list[tuple[nn.Module, str, Any]] = []
-    for module in attention.values():
-        if patch.attention:
-            qkv = next(patch.attention[name] for name in _class_names(module) if name in patch.attention)
-            overrides.append(AttentionOverride(module, _own_forward(module), patch=patch, qkv=qkv, backends=backends))
-        else:
-            config: Any = module.config
-            planned.append((module, "config", bridge.interface_config(config, backends)))
-    rotary = [module for module in backbone.modules() if depends_on_length(module) and not patch.rebatch]
-    overrides += [RotaryOverride(module, _own_forward(module)) for module in rotary]
-    planned += [(override.module, _forward_slot(override.module), override) for override in overrides]
+    attention = _find_attention(backbone, patch)
+    mixers = _find_by_class(backbone, (*patch.mixers, *patch.masked_mixers, *patch.beside))
+    state = PatchState(patch, backends, attention, _windows(patch, backbone, attention), mixers)
+    planned = _plan_attention(state)
+    if patch.makes_mask:
+        planned.append((backbone, "config", bridge.interface_config(_config(backbone), backends)))
     planned += [(module, quantized.SWITCH, False) for module in quantized.convertible_modules(model)]
+    overrides = [*_plan_outside(model, backbone, patch), *_plan_by_document(backbone, state)]
+    planned += [(override.module, _forward_slot(override.module), override) for override in overrides]
     for module, slot, value in planned:
         state.edits.append((module, slot, vars(module).get(slot)))
         setattr(module, slot, value)
@@ -130,9 +132,12 @@ def _require_own_attention(patch: Patch, backend: str) -> None:
 
 def _find_backbone(model: nn.Module, patch: Patch) -> nn.Module:
     if patch.backbone is None:
-        base: Any = _inner_model(model).base_model
-        # The causal LMs of encoder-decoders keep their decoder in a wrapper that they call past.
-        return base.decoder if type(base).__name__.endswith("DecoderWrapper") else base
+        inner: Any = _inner_model(model)
+        base: Any = inner.base_model
+        if base is inner:  # a causal LM whose prefix names something else (llama4_text)
+            base = getattr(inner, "model", inner)
+        # Causal LMs call past a base model that only wraps a decoder (OPT, those of encoder-decoders).
+        return base.decoder if hasattr(base, "decoder") and not hasattr(base, "encoder") else base
     found = [module for module in model.modules() if patch.backbone in _class_names(module)]
     if len(found) != 1:
         raise UnsupportedModel(
@@ -143,13 +148,78 @@ def _find_backbone(model: nn.Module, patch: Patch) -> nn.Module:
     return found[0]
 
 
+def _plan_attention(state: PatchState) -> list[tuple[nn.Module, str, Any]]:
+    """The edits of the attention modules."""
+    patch, backends, planned = state.patch, state.backends, []
+    for module in state.attention.values():
+        names = _class_names(module)
+        if patch.attention:
+            qkv = next(patch.attention[name] for name in names if name in patch.attention)
+            override = AttentionOverride(module, _own_forward(module), patch=patch, qkv=qkv, backends=backends)
+            planned.append((module, _forward_slot(module), override))
+        elif not patch.functions.keys().isdisjoint(names):
+            function = next(patch.functions[name] for name in names if name in patch.functions)
+            planned.append((module, function, FunctionOverride(module, function, patch.arguments, backends)))
+        else:
+            planned.append((module, "config", bridge.interface_config(_config(module), backends, patch.window)))
+    return planned
+
+
+def _plan_outside(model: nn.Module, backbone: nn.Module, patch: Patch) -> list[Override]:
+    """Who finds the boundaries: the backbone, and the causal LM around it where that may keep them to itself."""
+    backbone_override = RebatchOverride if patch.rebatch else BackboneOverride
+    overrides: list[Override] = [backbone_override(backbone, _own_forward(backbone), makes_mask=patch.makes_mask)]
+    inner = _inner_model(model)
+    told = patch.attention or (patch.rung == "interface" and not patch.beside and not patch.functions)
+    if inner is not backbone and (patch.makes_mask or not told):
+        overrides.append(CausalLMOverride(inner, _own_forward(inner)))
+    return overrides
+
+
+def _plan_by_document(backbone: nn.Module, state: PatchState) -> list[Override]:
+    """What needs the layout inside the backbone without being attention."""
+    if state.patch.rebatch:
+        return []
+    rotary = [module for module in backbone.modules() if depends_on_length(module)]
+    overrides: list[Override] = [RotaryOverride(module, _own_forward(module)) for module in rotary]
+    overrides += [_mixer_override(module, state) for module in state.mixers.values()]
+    if state.mixers or state.patch.functions or state.patch.makes_mask:
+        layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
+        overrides += [LayerOverride(layer, _own_forward(layer)) for layer in layers]
+    return overrides
+
+
+def _mixer_override(module: nn.Module, state: PatchState) -> Override:
+    names, patch = set(_class_names(module)), state.patch
+    beside = not names.isdisjoint(patch.beside)
+    masked = not names.isdisjoint((*patch.beside, *patch.masked_mixers))
+    config = getattr(module, "config", None)
+    window: Any = getattr(module, "sliding_window", None) or getattr(config, "attention_window_size", None)
+    return MixerOverride(
+        module, _own_forward(module), native=state.native, masked=masked, beside=beside, window=window
+    )
+
+
 def _find_attention(backbone: nn.Module, patch: Patch) -> dict[str, nn.Module]:
-    """The attention modules by name: one per layer, all causal."""
-    attention = {
-        name: module
-        for name, module in backbone.named_modules()
-        if not patch.attention.keys().isdisjoint(_class_names(module))
-    }
+    """The attention modules by name, all causal."""
+    if patch.rebatch:
+        return {}
+    if patch.attention:
+        return _find_rewritten(backbone, patch)
+    if patch.functions:
+        return _find_by_class(backbone, patch.functions)
+    return _find_interface(backbone, patch)
+
+
+def _find_by_class(backbone: nn.Module, classes: Iterable[str]) -> dict[str, nn.Module]:
+    """The modules of these classes by name."""
+    names = set(classes)
+    return {name: module for name, module in backbone.named_modules() if names.intersection(_class_names(module))}
+
+
+def _find_rewritten(backbone: nn.Module, patch: Patch) -> dict[str, nn.Module]:
+    """The attention modules that the patch rewrites: one per layer."""
+    attention = _find_by_class(backbone, patch.attention)
     layers = backbone.config.num_hidden_layers  # type: ignore[union-attr]
     if len(attention) != layers:
         raise UnsupportedModel(
@@ -160,15 +230,33 @@ def _find_attention(backbone: nn.Module, patch: Patch) -> dict[str, nn.Module]:
     return _require_causal(attention)
 
 
-def _find_interface(backbone: nn.Module) -> dict[str, nn.Module]:
+def _find_interface(backbone: nn.Module, patch: Patch) -> dict[str, nn.Module]:
     """The modules that compute attention through transformers' interface: at least one, all causal."""
-    attention = {name: module for name, module in backbone.named_modules() if bridge.uses_interface(module)}
-    if not attention:
+    decoder: Any = getattr(backbone, "language_model", backbone)
+    found = _find_by_class(backbone, (*patch.mixers, *patch.masked_mixers))
+    inside = [id(module) for mixer in found.values() for module in mixer.modules()]
+    attention = {
+        name: module
+        for name, module in decoder.named_modules()
+        if bridge.uses_interface(module) and id(module) not in inside and not _is_elsewhere(name, module)
+    }
+    if not attention and not found:
         raise UnsupportedModel(
             f"{type(backbone).__name__} has no attention that uses transformers' attention interface.",
             do="Declare a trl_packfa.Patch that rewrites its attention (README, 'Writing a patch').",
         )
     return _require_causal(attention)
+
+
+# Words in the names of modules that do not attend to the text's own tokens.
+_ELSEWHERE = re.compile(
+    r"cross|encoder_attn|vision|visual|image|audio|speech|video|vq|embed_tokens_extend", re.IGNORECASE
+)
+
+
+def _is_elsewhere(name: str, module: nn.Module) -> bool:
+    """Attention to an encoder, which packed calls are refused with, or inside the encoder of another modality."""
+    return bool(_ELSEWHERE.search(f"{name} {type(module).__name__}"))
 
 
 def _windows(patch: Patch, backbone: nn.Module, attention: dict[str, nn.Module]) -> tuple[int | None, ...]:
@@ -179,11 +267,15 @@ def _windows(patch: Patch, backbone: nn.Module, attention: dict[str, nn.Module])
     """
     if patch.rebatch:
         return ()
-    if patch.attention:
+    if patch.attention or patch.functions:
         return tuple(patch.arguments(module).sliding_window for module in attention.values())
+    if patch.window is not None:
+        return tuple(patch.window(module) for module in attention.values())
     config: Any = backbone.config
     config = config.get_text_config()
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    if not bridge.masks_windows(backbone):
+        window = None
     told = all(bridge.tells_window(module) for module in attention.values())
     if chunk or (window and not told):
         raise UnsupportedModel(
@@ -196,13 +288,17 @@ def _windows(patch: Patch, backbone: nn.Module, attention: dict[str, nn.Module])
 
 def _require_causal(attention: dict[str, nn.Module]) -> dict[str, nn.Module]:
     for name, module in attention.items():
-        if getattr(module, "is_causal", True) is False:
+        if not bridge.is_causal(module):
             raise UnsupportedModel(
                 f"{type(module).__name__} attends in both directions: is_causal=False in {name}.",
                 why=["packed attention here is causal inside each document"],
                 do="Set use_bidirectional_attention=False in the model's config, or train it padded.",
             )
     return attention
+
+
+def _config(module: Any) -> PreTrainedConfig:
+    return module.config
 
 
 def _class_names(module: nn.Module) -> list[str]:

@@ -19,7 +19,9 @@ from torch import nn
 
 from .declaration import Patch
 from .errors import InvalidConfig, UnsupportedModel
-from .patching import apply_patch, find_state, model_type, undo_patch
+from .patching import find_state, model_config, model_type, undo_patch
+from .results import results
+from .trust import apply_trusted, apply_unknown
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +76,15 @@ def get_patch(model: nn.Module) -> Patch:
     Raises:
         [`UnsupportedModel`]: with the nearest names.
     """
-    return get_patch_for_type(model_type(model))
+    patch = get_patch_for_type(model_type(model))
+    while patch.serves is not None and not patch.serves(model_config(model)):
+        if patch.otherwise is None:
+            raise UnsupportedModel(
+                f"the patch for model type '{model_type(model)}' is not for a config like this one.",
+                do="Train it padded with PackedSFTConfig(packing=False).",
+            )
+        patch = patch.otherwise
+    return patch
 
 
 def get_patch_for_type(name: str) -> Patch:
@@ -86,9 +96,10 @@ def get_patch_for_type(name: str) -> Patch:
     table = _table()
     if name not in table:
         near = get_close_matches(name, table, n=3)
+        known = [results()[name]["why"]] if name in results() else []
         raise UnsupportedModel(
             f"there is no patch for model type '{name}'.",
-            why=[f"nearest: {', '.join(near)}"] if near else [f"supported: {', '.join(sorted(table))}"],
+            why=known or ([f"nearest: {', '.join(near)}"] if near else [f"supported: {', '.join(sorted(table))}"]),
             do="Declare a trl_packfa.Patch for it and register() it (README, 'Writing a patch'), or train it padded "
             "with PackedSFTConfig(packing=False).",
         )
@@ -102,6 +113,9 @@ def patch(model: Model, *, backend: str = "auto") -> Model:
     without boundaries, padded batches and `generate()` run the unpatched code. Works before or after PEFT wrapping,
     on quantized models, with gradient checkpointing and under `torch.compile`. Idempotent.
 
+    An architecture without a patch, or whose code is not the code that its patch was measured with, is checked on this
+    model first ([`check`]).
+
     Args:
         model (`torch.nn.Module`):
             A transformers causal LM, bare or wrapped.
@@ -109,15 +123,20 @@ def patch(model: Model, *, backend: str = "auto") -> Model:
             Attention backend: `"auto"` or one of `trl-packfa backends`.
 
     Raises:
-        [`UnsupportedModel`]: if there is no patch for the architecture.
+        [`UnsupportedModel`]: if there is no patch for the architecture, and no general one is exact on it.
+        [`ContaminationError`]: if the architecture's code has changed and packing is not exact on it.
         [`NoBackend`]: if the named backend does not exist.
     """
     state = find_state(model)
-    if state is None:
-        apply_patch(model, get_patch(model), backend)
-    elif state.backends.name != backend:
-        undo_patch(model)
-        apply_patch(model, get_patch(model), backend)
+    if state is not None and state.backends.name == backend:
+        return model
+    undo_patch(model)
+    try:
+        found = get_patch(model)
+    except UnsupportedModel as refusal:
+        apply_unknown(model, backend, refusal)
+    else:
+        apply_trusted(model, found, backend)
     return model
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .check import ExactnessReport
 from .collator import LOSSES
+from .exactness import ExactnessReport
 from .packing import PackingReport
 
 _LOST = ("truncated", "split", "dropped", "tokens_lost")

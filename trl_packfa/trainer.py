@@ -32,9 +32,9 @@ from transformers import (
 )
 from trl import SFTTrainer, get_peft_config
 
-from .check import ExactnessReport, check
 from .collator import LOSSES, DataCollatorForPacking
 from .config import PackedSFTConfig
+from .exactness import ExactnessReport, check
 from .fused_head import require_own_loss
 from .packing import PackedBatchSampler, PackingReport
 from .refusals import refuse_arguments, refuse_collator, refuse_model
@@ -287,7 +287,7 @@ class PackedSFTTrainer(SFTTrainer):
         started = time.perf_counter()
         with self.compute_loss_context_manager():
             require_own_loss(self.model, seed=self.args.seed)
-            self.exactness = check(self.model, seed=self.args.seed)
+            self.exactness = check(self.model, collator=self.data_collator, seed=self.args.seed)
         self.exactness.require_exact()
         logger.info("trl-packfa: %s in %.1f s", self.exactness, time.perf_counter() - started)
         return self.exactness

@@ -3,7 +3,8 @@
 Knows layouts and tensors; imports neither transformers nor trl (`bridge.py` excepted).
 """
 
-from .request import AttentionArguments, AttentionBackend, AttentionRequest
+from .bias import chosen_keys, key_bias, linear_bias
+from .request import AttentionArguments, AttentionBackend, AttentionRequest, Bias
 from .resolve import BACKENDS, BackendChoice, get_backend, refusals, resolve
 
 __all__ = [
@@ -12,7 +13,11 @@ __all__ = [
     "AttentionBackend",
     "AttentionRequest",
     "BackendChoice",
+    "Bias",
+    "chosen_keys",
     "get_backend",
+    "key_bias",
+    "linear_bias",
     "refusals",
     "resolve",
 ]

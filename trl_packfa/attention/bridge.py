@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
 from ..errors import PackingError
-from ..layout import PackedLayout
+from ..flight import empty_mask, layout_in, layout_in_flight
+from .bias import chosen_keys
 from .request import AttentionArguments, AttentionRequest
 from .resolve import BackendChoice
 
@@ -41,10 +42,16 @@ def hub_flash_attn_varlen_func() -> Callable[..., torch.Tensor] | None:
 INTERFACE = "trl_packfa"
 
 
-def interface_config(config: PreTrainedConfig, backends: BackendChoice) -> PreTrainedConfig:
-    """A copy of an attention module's config that sends its attention here, and elsewhere what is not packed."""
+def interface_config(
+    config: PreTrainedConfig, backends: BackendChoice, window: Callable[[Any], int | None] | None = None
+) -> PreTrainedConfig:
+    """A copy of an attention module's config that sends its attention here, and elsewhere what is not packed.
+
+    `window` reads the sliding window off the module, where its call does not say it.
+    """
     ours = copy.copy(config)
     vars(ours).update(_attn_implementation_internal=INTERFACE, trl_packfa_source=config, trl_packfa_backends=backends)
+    ours.trl_packfa_window = window
     return ours
 
 
@@ -54,10 +61,21 @@ def uses_interface(module: nn.Module) -> bool:
     return hasattr(module, "config") and code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
+def is_causal(module: Any) -> bool:
+    """Whether a module attends backwards only, by itself or, as a decoder's, through its mask."""
+    return getattr(module, "is_causal", True) is not False or bool(getattr(module, "is_decoder", False))
+
+
 def tells_window(module: nn.Module) -> bool:
     """Whether a module tells its attention function the sliding window, and not the mask alone."""
     constants = type(module).forward.__code__.co_consts
     return any("sliding_window" in names for names in constants if isinstance(names, tuple))
+
+
+def masks_windows(backbone: nn.Module) -> bool:
+    """Whether the code around a backbone builds masks of sliding windows; without, a config's window means nothing."""
+    names = vars(sys.modules[type(backbone).__module__])
+    return "create_sliding_window_causal_mask" in names or "create_masks_for_generate" in names
 
 
 def packed_attention_forward(
@@ -71,33 +89,68 @@ def packed_attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """transformers' attention interface: `query` `(B, N, L, H)`, `key` and `value` `(B, K, L, H)` to `(B, L, N, H)`.
 
-    The layout comes with the arguments, or on the mask where a model passes masks but no other arguments to its
-    layers. Without one, the model's own attention function runs.
+    The layout comes with the arguments, on the mask where a model passes masks but no other arguments to its layers,
+    or is in flight. Without one, the model's own attention function runs. `indices` `(B, L, K)` are the keys inside
+    the document that an indexer chose for each query (DeepSeek sparse attention), -1 for none.
     """
-    layout: PackedLayout | None = kwargs.pop("packed_layout", None)
-    layout = getattr(attention_mask, "packed_layout", None) if layout is None else layout
+    layout = layout_in((attention_mask,), kwargs)
+    kwargs.pop("packed_layout", None)
+    layout = layout_in_flight() if layout is None else layout
     options = {"scaling": scaling, "dropout": dropout}
     optional = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
     options |= {name: option for name, option in optional.items() if option is not None}
+    if layout is None and indices is not None:
+        attention_mask = _masked_by_choice(attention_mask, indices, query, key)
     if layout is None:
         return _own_attention(module)(module, query, key, value, attention_mask, **options, **kwargs)
-    if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
-        raise PackingError(f"{type(module).__name__} attends in both directions, packed attention is causal.")
+    _require_known(module, kwargs)
+    if module.config.trl_packfa_window is not None:
+        sliding_window = module.config.trl_packfa_window(module)
     arguments = AttentionArguments(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window=sliding_window,
         softcap=softcap,
         sinks=s_aux,
         dropout=dropout,
+        # Documents no longer than the number of chosen keys see all of theirs.
+        bias=None if indices is None or layout.max_seqlen <= indices.shape[-1] else chosen_keys(indices, layout),
     )
     q_TNH, k_TKH, v_TKH = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     backend = module.config.trl_packfa_backends.for_request(AttentionRequest.of(q_TNH, k_TKH, arguments))
     out_TNH = backend(q_TNH, k_TKH, v_TKH, layout, arguments)
     return out_TNH.view(query.shape[0], query.shape[2], *out_TNH.shape[1:]), None
+
+
+def _masked_by_choice(
+    attention_mask: torch.Tensor, indices: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+) -> torch.Tensor:
+    """The mask of an unpacked call with the keys that an indexer did not choose hidden: models do it themselves, but
+    not for an attention function of another name than `eager` and `sdpa`."""
+    hidden = indices.new_ones((*indices.shape[:2], key.shape[2]), dtype=torch.bool)
+    hidden = hidden.scatter(-1, indices.long(), False).unsqueeze(1)
+    if attention_mask.dtype == torch.bool:
+        return attention_mask & ~hidden
+    return attention_mask.masked_fill(hidden, torch.finfo(query.dtype).min)
+
+
+# What some models add to the scores or choose keys by, which packed attention would have to know of.
+_UNKNOWN = ("position_bias", "sinks", "block_indices", "alibi")
+
+
+def _require_known(module: Any, kwargs: dict[str, Any]) -> None:
+    if kwargs.get("is_causal", is_causal(module)) is False:
+        raise PackingError(f"{type(module).__name__} attends in both directions, packed attention is causal.")
+    unknown = [name for name in _UNKNOWN if kwargs.get(name) is not None]
+    if unknown:
+        raise PackingError(
+            f"{type(module).__name__} hands its attention {', '.join(unknown)}, which packed attention does not know.",
+            do="Declare its class in a trl_packfa.Patch's masked_mixers, which run document by document.",
+        )
 
 
 def _own_attention(module: Any) -> Callable[..., Any]:
@@ -107,4 +160,15 @@ def _own_attention(module: Any) -> Callable[..., Any]:
     return AttentionInterface().get_interface(name, eager)  # type: ignore[arg-type]
 
 
+def empty_packed_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """transformers' mask interface: a packed call's empty mask; without boundaries, the mask of the model's own
+    attention."""
+    layout = layout_in_flight()
+    if layout is not None:
+        return empty_mask(layout, layout.cu_seqlens.device, dtype=torch.bool)
+    config = kwargs["config"]
+    return AttentionMaskInterface()[config.trl_packfa_source._attn_implementation](*args, **kwargs)
+
+
 AttentionInterface.register(INTERFACE, packed_attention_forward)
+AttentionMaskInterface.register(INTERFACE, empty_packed_mask)

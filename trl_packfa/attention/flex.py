@@ -15,6 +15,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from ..layout import PackedLayout
+from .kernel_limits import BIAS
 from .request import AttentionArguments, AttentionRequest
 
 
@@ -41,6 +42,8 @@ class FlexBackend:
             reasons.append(f"flex_attention has no dropout, the model asks for {request.dropout}")
         if request.head_dim < 16:
             reasons.append(f"needs a head_dim of at least 16, got {request.head_dim}")
+        if request.bias:
+            reasons.append(BIAS)
         return reasons
 
     def __call__(

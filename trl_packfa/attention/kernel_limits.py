@@ -13,6 +13,7 @@ _MAX_HEAD_DIM = 256
 # (flash-attention issue 1311).
 _PADDED_TOKENS_PER_DOCUMENT = 128
 _MAX_ELEMENTS = 2**31
+BIAS = "adds no term to the scores, as sparse key selection and position biases do"
 
 
 def flash_refusals(request: AttentionRequest, *, min_capability: tuple[int, int]) -> list[str]:
@@ -27,6 +28,8 @@ def flash_refusals(request: AttentionRequest, *, min_capability: tuple[int, int]
         reasons.append(f"needs float16 or bfloat16, got {str(request.dtype).removeprefix('torch.')}")
     if request.head_dim > _MAX_HEAD_DIM or request.head_dim % 8:
         reasons.append(f"needs a head_dim that is a multiple of 8 up to {_MAX_HEAD_DIM}, got {request.head_dim}")
+    if request.bias:
+        reasons.append(BIAS)
     return reasons
 
 

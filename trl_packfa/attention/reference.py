@@ -32,13 +32,15 @@ class ReferenceBackend:
         arguments: AttentionArguments,
     ) -> torch.Tensor:
         """See [`AttentionBackend`]."""
-        outputs = []
-        for q_LNH, k_LKH, v_LKH in zip(layout.split(query), layout.split(key), layout.split(value), strict=True):
+        outputs, numbers = [], layout.split(torch.arange(layout.num_tokens, device=query.device))
+        documents = zip(*map(layout.split, (query, key, value)), numbers, strict=True)
+        for q_LNH, k_LKH, v_LKH, numbers_L in documents:
             index = torch.arange(len(q_LNH), device=query.device)
             distance = index[:, None] - index[None, :]
             allowed = (distance >= 0) & (distance < (arguments.sliding_window or len(q_LNH)))
             q_NLH, k_KLH, v_KLH = q_LNH.transpose(0, 1), k_LKH.transpose(0, 1), v_LKH.transpose(0, 1)
-            outputs.append(dense_attention(q_NLH, k_KLH, v_KLH, allowed, arguments).transpose(0, 1))
+            bias = None if arguments.bias is None else arguments.bias(numbers_L[None], numbers_L[None])[0]
+            outputs.append(dense_attention(q_NLH, k_KLH, v_KLH, allowed, arguments, bias).transpose(0, 1))
         return torch.cat(outputs)
 
 
@@ -48,8 +50,10 @@ def dense_attention(
     value: torch.Tensor,
     allowed: torch.Tensor,
     arguments: AttentionArguments,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention by its formula: `query` `(..., N, Q, H)`, `key`/`value` `(..., K, M, H)`, `allowed` `(Q, M)` bool.
+    """Attention by its formula: `query` `(..., N, Q, H)`, `key`/`value` `(..., K, M, H)`, `allowed` `(Q, M)` bool,
+    `bias` `(..., 1 or N, Q, M)` added to the scores.
 
     Scores are soft-capped before masking (Gemma-2), a sink is one more logit per head whose probability is
     dropped (gpt-oss), probabilities are computed in at least float32.
@@ -59,6 +63,8 @@ def dense_attention(
     scores = (query @ key.transpose(-1, -2)) * arguments.scaling
     if arguments.softcap is not None:
         scores = arguments.softcap * torch.tanh(scores / arguments.softcap)
+    if bias is not None:
+        scores = scores + bias
     scores = scores.masked_fill(~allowed, float("-inf"))
     if arguments.sinks is not None:
         sink_column = arguments.sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)

@@ -1,16 +1,21 @@
 """What a model asks of an attention backend, and what every backend looks like.
 
-Shape letters: T packed tokens, N query heads, K key/value heads, H head dim.
+Shape letters: T packed tokens, N query heads, K key/value heads, H head dim, G documents of a group, Q queries of a
+chunk, M keys.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from ..layout import PackedLayout
+
+# What is added to the scores: numbers of packed tokens `(G, Q)` and `(G, M)` to a tensor `(G, 1 or N, Q, M)`.
+Bias: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +33,9 @@ class AttentionArguments:
             One more logit per head, shape `(N,)`, whose probability is dropped (gpt-oss).
         dropout (`float`, *optional*, defaults to `0.0`):
             Dropout of the probabilities.
+        bias (`Bias`, *optional*):
+            Added to the scores, `-inf` for keys that are not chosen (sparse indexers, ALiBi). Asked for a chunk of
+            queries and the keys it can see at a time, so that nothing is quadratic in the row.
     """
 
     scaling: float
@@ -35,6 +43,7 @@ class AttentionArguments:
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     dropout: float = 0.0
+    bias: Bias | None = None
 
 
 class AttentionRequest(NamedTuple):
@@ -52,6 +61,7 @@ class AttentionRequest(NamedTuple):
     softcap: float | None = None
     sinks: bool = False
     dropout: float = 0.0
+    bias: bool = False
 
     @classmethod
     def of(cls, query: torch.Tensor, key: torch.Tensor, arguments: AttentionArguments) -> AttentionRequest:
@@ -66,6 +76,7 @@ class AttentionRequest(NamedTuple):
             softcap=arguments.softcap,
             sinks=arguments.sinks is not None,
             dropout=arguments.dropout,
+            bias=arguments.bias is not None,
         )
 
     def describe(self) -> str:
@@ -74,7 +85,7 @@ class AttentionRequest(NamedTuple):
         parts += [f"head_dim={self.head_dim}", f"heads={self.num_heads}/{self.num_key_value_heads}"]
         optional = {"window": self.sliding_window, "softcap": self.softcap, "dropout": self.dropout or None}
         parts += [f"{name}={value}" for name, value in optional.items() if value is not None]
-        return " ".join(parts + ["sinks"] * self.sinks)
+        return " ".join(parts + ["sinks"] * self.sinks + ["bias"] * self.bias)
 
 
 class AttentionBackend(Protocol):

@@ -55,13 +55,18 @@ class SdpaBackend:
     ) -> torch.Tensor:
         """See [`AttentionBackend`]."""
         documents = [layout.split(tensor) for tensor in (query, key, value)]
+        numbers = layout.split(torch.arange(layout.num_tokens, device=query.device)) if arguments.bias else ()
         outputs: list[torch.Tensor | None] = [None] * layout.num_documents
         for group in group_by_length(layout.lengths):
             q_GNLH, k_GKLH, v_GKLH = (_pad([split[i] for i in group]) for split in documents)
             fits_window = arguments.sliding_window is None or q_GNLH.shape[2] <= arguments.sliding_window
-            is_plain = fits_window and arguments.softcap is None and arguments.sinks is None
-            attend = _causal if is_plain else _in_chunks
-            out_GLNH = attend(q_GNLH, k_GKLH, v_GKLH, arguments).transpose(1, 2)
+            is_plain = fits_window and arguments.softcap is None and arguments.sinks is None and not numbers
+            if is_plain:
+                out_GNLH = _causal(q_GNLH, k_GKLH, v_GKLH, arguments)
+            else:
+                tokens_GL = _pad_numbers([numbers[i] for i in group], layout.num_tokens) if numbers else None
+                out_GNLH = _in_chunks(q_GNLH, k_GKLH, v_GKLH, arguments, tokens_GL)
+            out_GLNH = out_GNLH.transpose(1, 2)
             for slot, i in enumerate(group):
                 outputs[i] = out_GLNH[slot, : layout.lengths[i]]
         return torch.cat(outputs)  # type: ignore[arg-type]
@@ -71,6 +76,11 @@ def _pad(documents: list[torch.Tensor]) -> torch.Tensor:
     """G documents `(length, N, H)` as `(G, N, L, H)`, zeros on the right."""
     batch = documents[0][None] if len(documents) == 1 else pad_sequence(documents, batch_first=True)
     return batch.transpose(1, 2)
+
+
+def _pad_numbers(numbers: list[torch.Tensor], padding: int) -> torch.Tensor:
+    """Numbers of G documents' tokens as `(G, L)`, a number that no token has on the right."""
+    return pad_sequence(numbers, batch_first=True, padding_value=padding)
 
 
 def _expand_heads(tensor: torch.Tensor, num_heads: int) -> tuple[torch.Tensor, bool]:
@@ -91,7 +101,8 @@ def _causal(
     arguments: AttentionArguments,
     allowed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Fused attention of a right-padded group, causal unless a mask `allowed` says which keys a chunk sees."""
+    """Fused attention of a right-padded group, causal unless a mask `allowed` says which keys a chunk sees, or a
+    float tensor what is added to the scores."""
     key, enable_gqa = _expand_heads(key, query.shape[1])
     value, _ = _expand_heads(value, query.shape[1])
     return F.scaled_dot_product_attention(
@@ -107,9 +118,14 @@ def _causal(
 
 
 def _in_chunks(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: AttentionArguments
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    arguments: AttentionArguments,
+    tokens_GL: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of a right-padded group, `_CHUNK_QUERIES` queries at a time over the keys they can see."""
+    """Attention of a right-padded group, `_CHUNK_QUERIES` queries at a time over the keys they can see; `tokens_GL`
+    are the numbers of its packed tokens, for a bias."""
     window = arguments.sliding_window or query.shape[2]
     fused = arguments.softcap is None and arguments.sinks is None
 
@@ -118,7 +134,12 @@ def _in_chunks(
         distance = index[start - first_key :, None] - index[None, :]
         allowed = (distance >= 0) & (distance < window)
         q, k, v = query[:, :, start:stop], key[:, :, first_key:stop], value[:, :, first_key:stop]
-        return _causal(q, k, v, arguments, allowed) if fused else dense_attention(q, k, v, allowed, arguments)
+        bias: torch.Tensor | None = None
+        if arguments.bias is not None and tokens_GL is not None:
+            bias = arguments.bias(tokens_GL[:, start:stop], tokens_GL[:, first_key:stop]).to(q.dtype)
+        if not fused:
+            return dense_attention(q, k, v, allowed, arguments, bias)
+        return _causal(q, k, v, arguments, allowed if bias is None else bias.masked_fill(~allowed, float("-inf")))
 
     outputs = []
     for start in range(0, query.shape[2], _CHUNK_QUERIES):

@@ -1,0 +1,53 @@
+"""Bloom: one fused projection, ALiBi, and a residual that the attention adds itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.models.bloom.modeling_bloom import dropout_add
+
+from trl_packfa.attention import AttentionArguments, Bias, linear_bias
+from trl_packfa.declaration import Patch
+from trl_packfa.layout import PackedLayout
+
+
+def fused_qkv(module: Any, hidden_states: torch.Tensor, _: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`query_key_value` of `(B, L, D)`, interleaved head by head, as three `(B, L, heads, H)`."""
+    query, key, value = (t.transpose(1, 2) for t in module._reshape(module.query_key_value(hidden_states)))
+    return query, key, value
+
+
+def read_arguments(module: Any) -> AttentionArguments:
+    """Scaling and dropout of a Bloom attention module."""
+    return AttentionArguments(scaling=module.inv_norm_factor, dropout=module.attention_dropout.p)
+
+
+def alibi(module: Any, value: torch.Tensor, layout: PackedLayout) -> Bias:
+    """ALiBi (arXiv 2108.12409): per head, a slope times the key's position in its document."""
+    return linear_bias(alibi_slopes(module.num_heads).to(value.device), layout)
+
+
+def alibi_slopes(num_heads: int) -> torch.Tensor:
+    """Slopes of ALiBi, float32, shape `(N,)`: a geometric series for the largest power of two of heads, every other
+    term of the series of twice as many for the rest."""
+    power = 2 ** (num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
+    slopes += [2.0 ** (-4.0 * i / power) for i in range(1, 2 * (num_heads - power), 2)]
+    return torch.tensor(slopes)
+
+
+def project_and_add(module: Any, attended: torch.Tensor, args: tuple[Any, ...]) -> tuple[torch.Tensor, None]:
+    """Output projection, dropout and the residual, which is the first argument after the hidden states."""
+    return dropout_add(module.dense(attended), args[0], module.hidden_dropout, module.training), None
+
+
+PATCH = Patch(
+    model_types=("bloom",),
+    backbone="BloomModel",
+    attention={"BloomAttention": fused_qkv},
+    arguments=read_arguments,
+    bias=alibi,
+    finish=project_and_add,
+    makes_mask=True,
+)

@@ -1,0 +1,39 @@
+"""Falcon: one fused projection with a few key/value heads, rotary embeddings or ALiBi."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
+
+from trl_packfa.attention import AttentionArguments
+from trl_packfa.declaration import Patch
+from trl_packfa.patches.llama import Embeddings
+
+
+def rotary_qkv(
+    module: Any, hidden_states: torch.Tensor, position_embeddings: Embeddings
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`query_key_value` of `(B, L, D)` as three `(B, L, heads, H)`, query and key rotated."""
+    query, key, value = module._split_heads(module.query_key_value(hidden_states))
+    cos, sin = position_embeddings
+    query, key = apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=2)
+    return query, key, value
+
+
+def read_arguments(module: Any) -> AttentionArguments:
+    """Scaling of a Falcon attention module; with rotary embeddings transformers applies no dropout."""
+    return AttentionArguments(scaling=module.inv_norm_factor)
+
+
+PATCH = Patch(
+    model_types=("falcon",),
+    backbone="FalconModel",
+    attention={"FalconAttention": rotary_qkv},
+    output="dense",
+    arguments=read_arguments,
+    makes_mask=True,
+    serves=lambda config: not config.alibi,
+    otherwise=Patch(model_types=("falcon",), rebatch=True),
+)

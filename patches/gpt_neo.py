@@ -1,0 +1,21 @@
+"""GPT-Neo: unscaled attention, full and local layers, whose module calls its own attention function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trl_packfa.attention import AttentionArguments
+from trl_packfa.declaration import Patch
+
+
+def read_arguments(module: Any) -> AttentionArguments:
+    """Window and dropout of a GPT-Neo attention module."""
+    window = module.config.window_size if module.attention_type == "local" else None
+    return AttentionArguments(scaling=1.0, sliding_window=window, dropout=module.attn_dropout.p)
+
+
+PATCH = Patch(
+    model_types=("gpt_neo",),
+    functions={"GPTNeoSelfAttention": "_attn"},
+    arguments=read_arguments,
+)

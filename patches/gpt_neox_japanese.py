@@ -1,0 +1,20 @@
+"""GPT-NeoX Japanese: rotary attention whose module calls its own attention function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trl_packfa.attention import AttentionArguments
+from trl_packfa.declaration import Patch
+
+
+def read_arguments(module: Any) -> AttentionArguments:
+    """Scaling and dropout of a GPT-NeoX Japanese attention module."""
+    return AttentionArguments(scaling=1.0 / module.norm_factor, dropout=module.attention_dropout.p)
+
+
+PATCH = Patch(
+    model_types=("gpt_neox_japanese",),
+    functions={"GPTNeoXJapaneseAttention": "_attn"},
+    arguments=read_arguments,
+)

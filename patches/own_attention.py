@@ -1,0 +1,25 @@
+"""Architectures with attention code of their own under a mask they are handed, and positions counted along the row.
+
+Attention and position embeddings run document by document, everything else stays packed.
+"""
+
+from trl_packfa.declaration import Patch
+
+PATCH = Patch(
+    model_types=("big_bird", "megatron-bert", "mvp", "rembert", "trocr"),
+    masked_mixers=(
+        "BigBirdSelfAttention",
+        "MegatronBertSelfAttention",
+        "MvpAttention",
+        "RemBertSelfAttention",
+        "TrOCRAttention",
+    ),
+    beside=(
+        "BigBirdEmbeddings",
+        "MegatronBertEmbeddings",
+        "MvpLearnedPositionalEmbedding",
+        "RemBertEmbeddings",
+        "TrOCRLearnedPositionalEmbedding",
+        "TrOCRSinusoidalPositionalEmbedding",
+    ),
+)

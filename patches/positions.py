@@ -1,0 +1,54 @@
+"""Architectures that find absolute positions by counting along the row, from an offset of their own.
+
+Their position embeddings run document by document; attention goes through transformers' interface. Unpatched they
+leak silently: they build their masks without `position_ids` (transformers 5.23).
+"""
+
+from trl_packfa.declaration import Patch
+
+PATCH = Patch(
+    model_types=(
+        "bart",
+        "bert",
+        "bert-generation",
+        "bigbird_pegasus",
+        "blenderbot",
+        "blenderbot-small",
+        "camembert",
+        "data2vec-text",
+        "electra",
+        "ernie",
+        "marian",
+        "mbart",
+        "pegasus",
+        "plbart",
+        "roberta",
+        "roberta-prelayernorm",
+        "roc_bert",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
+    ),
+    beside=(
+        "BartLearnedPositionalEmbedding",
+        "BertEmbeddings",
+        "BertGenerationEmbeddings",
+        "BigBirdPegasusLearnedPositionalEmbedding",
+        "BlenderbotLearnedPositionalEmbedding",
+        "BlenderbotSmallLearnedPositionalEmbedding",
+        "CamembertEmbeddings",
+        "Data2VecTextEmbeddings",
+        "ElectraEmbeddings",
+        "ErnieEmbeddings",
+        "MBartLearnedPositionalEmbedding",
+        "MarianSinusoidalPositionalEmbedding",
+        "PLBartLearnedPositionalEmbedding",
+        "PegasusSinusoidalPositionalEmbedding",
+        "RobertaEmbeddings",
+        "RobertaPreLayerNormEmbeddings",
+        "RoCBertEmbeddings",
+        "XLMRobertaEmbeddings",
+        "XLMRobertaXLEmbeddings",
+        "XmodEmbeddings",
+    ),
+)

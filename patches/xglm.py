@@ -1,0 +1,30 @@
+"""XGLM: three projections, sinusoidal positions in the embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trl_packfa.attention import AttentionArguments
+from trl_packfa.declaration import Patch
+from trl_packfa.patches.llama import project_heads
+
+
+def read_arguments(module: Any) -> AttentionArguments:
+    """Scaling and dropout of an attention module of the BART kind."""
+    return AttentionArguments(scaling=module.scaling, dropout=float(module.dropout))
+
+
+def plain_qkv(module: Any, hidden_states: torch.Tensor, _: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`q_proj`, `k_proj`, `v_proj` of `(B, L, D)`, each as `(B, L, heads, H)`."""
+    return project_heads(module, hidden_states)
+
+
+PATCH = Patch(
+    model_types=("xglm",),
+    backbone="XGLMModel",
+    attention={"XGLMAttention": plain_qkv},
+    output="out_proj",
+    arguments=read_arguments,
+)

@@ -1,0 +1,178 @@
+"""The `forward`s of modules that mix tokens beside or instead of attention: state, convolutions, positions, indexers.
+
+Each runs document by document, unless its own kernels provably honour the boundaries that it is handed.
+
+Shape letters: B rows, L row length, T packed tokens (B * L), N heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from .attention import AttentionArguments, AttentionRequest, BackendChoice
+from .flight import in_flight, is_empty_mask, layout_in, layout_in_flight
+from .layout import PackedLayout
+from .overrides import Override
+from .rebatch import BOUNDARIES, run_by_document
+
+logger = logging.getLogger(__name__)
+
+# Native kernels round differently from the same kernel on other shapes: what counts as equal, in standard deviations,
+# and how far below a result without boundaries it must stay.
+_EQUAL = {torch.float32: 1e-3, torch.float64: 1e-6}
+_EQUAL_HALF = 5e-2
+_SEPARATION = 30.0
+
+
+class LayerOverride(Override):
+    """Keeps the layout in flight while a decoder layer runs, in the recomputation of a checkpointed layer too."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's forward."""
+        layout, layer = layout_in(args, kwargs), self.module
+        layout = layout_in_flight() if layout is None else layout
+        checkpointed: Any = getattr(layer, "gradient_checkpointing", False) and layer.training
+        if layout is None or not checkpointed:
+            with in_flight(layout):
+                return self.call_original(*args, **kwargs)
+        # transformers would recompute the class's own forward, out of our sight.
+        return layer._gradient_checkpointing_func(partial(self._run, layout, kwargs), *args)  # type: ignore[operator]
+
+    def _run(self, layout: PackedLayout, kwargs: dict[str, Any], *args: Any) -> Any:
+        layer: Any = self.module
+        layer.gradient_checkpointing = False
+        try:
+            with in_flight(layout):
+                return self.call_original(*args, **kwargs)
+        finally:
+            layer.gradient_checkpointing = True
+
+
+class MixerOverride(Override):
+    """A module that mixes tokens: on its own kernels where they provably honour boundaries, else by document."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        original: Callable[..., Any] | None,
+        *,
+        native: dict[type, bool],
+        masked: bool,
+        beside: bool,
+        window: int | None,
+    ) -> None:
+        super().__init__(module, original)
+        self.native, self.masked, self.beside, self.window = native, masked, beside, window
+        parameters = inspect.signature(type(module).forward).parameters.values()
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+        names = {parameter.name for parameter in parameters}
+        self.takes_shape = "input_ids_shape" in names  # a table of positions that is told them, or a shape
+        self.takes = tuple(name for name in (*BOUNDARIES, "cu_seqlens") if takes_any or name in names)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        layout = layout_in(args, kwargs)
+        layout = layout_in_flight() if layout is None else layout
+        if layout is None or layout.num_documents == layout.rows:
+            return self.call_original(*args, **kwargs)
+        if self.beside and self.takes_shape:
+            return self.call_original(*args, **{**kwargs, "position_ids": layout.position_ids()})
+        if self.beside and "position_ids" in kwargs:
+            kwargs["position_ids"] = None  # natural positions may start elsewhere than at 0
+        if not self.masked:
+            args, kwargs = _without_mask(args, kwargs)
+        with in_flight(None):
+            if not self.masked and self._is_native(args, kwargs, layout):
+                return self._run_native(args, kwargs, layout)
+            return run_by_document(self.call_original, args, kwargs, layout, sliding_window=self.window)
+
+    def _run_native(self, args: Sequence[Any], kwargs: Mapping[str, Any], layout: PackedLayout | None) -> Any:
+        """The module's own forward on the packed row, handed the boundaries that it takes, or none."""
+        plain, named = _without_mask(args, kwargs)
+        named = {name: value for name, value in named.items() if name not in BOUNDARIES}
+        if layout is not None:
+            offered = {**layout.flash_kwargs(), "cu_seqlens": layout.cu_seqlens}
+            named |= {name: offered[name] for name in self.takes if name in offered}
+        return self.call_original(*plain, **named)
+
+    def _is_native(self, args: Sequence[Any], kwargs: Mapping[str, Any], layout: PackedLayout) -> bool:
+        """Whether this class of modules honours boundaries by itself; found out once, on its first packed call."""
+        kind = type(self.module)
+        if kind not in self.native:
+            if not self.takes or layout.rows > 1 or torch.compiler.is_compiling():
+                return False
+            found = self._proven(args, kwargs, layout)
+            if found is None:
+                return False
+            self.native[kind] = found
+            how = "on its own kernels" if found else "document by document"
+            logger.info("trl-packfa: %s runs %s.", kind.__name__, how)
+        return self.native[kind]
+
+    @torch.no_grad()
+    def _proven(self, args: Sequence[Any], kwargs: Mapping[str, Any], layout: PackedLayout) -> bool | None:
+        """Own kernels against document by document on this call; `None` if the boundaries make no difference here."""
+        with torch.random.fork_rng(
+            devices=[d for d in {p.device for p in self.module.parameters()} if d.type == "cuda"]
+        ):
+            try:
+                native = _first(self._run_native(args, kwargs, layout))
+            except (ValueError, TypeError, RuntimeError, AttributeError, ImportError) as error:
+                # transformers' guards, where kernels are missing
+                logger.debug("trl-packfa: %s takes no boundaries: %s", type(self.module).__name__, error)
+                return False
+            exact = _first(run_by_document(self.call_original, args, dict(kwargs), layout))
+            blind = _first(self._run_native(args, kwargs, None))
+        unit = exact.float().std()
+        error = float((native.float() - exact.float()).abs().max() / unit)
+        control = float((blind.float() - exact.float()).abs().max() / unit)
+        if not control > _SEPARATION * 1e-6:
+            return None
+        return error <= min(_EQUAL.get(exact.dtype, _EQUAL_HALF), control / _SEPARATION)
+
+
+class FunctionOverride:
+    """An attention module's own function of query, key, value and mask, on packed tokens where a call is packed.
+
+    The older architectures' form of an attention interface: `(query (B, N, L, H), key, value, mask)` to
+    `(output (B, N, L, H), weights)`.
+    """
+
+    def __init__(
+        self, module: nn.Module, name: str, arguments: Callable[[Any], AttentionArguments], backends: BackendChoice
+    ) -> None:
+        self.module, self.name, self.read_arguments, self.backends = module, name, arguments, backends
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The module's attention function."""
+        layout = layout_in(args, kwargs)
+        layout = layout_in_flight() if layout is None else layout
+        if layout is None:
+            return getattr(type(self.module), self.name)(self.module, query, key, value, *args, **kwargs)
+        arguments = self.read_arguments(self.module)
+        if not self.module.training:
+            arguments = replace(arguments, dropout=0.0)
+        q_TNH, k_TKH, v_TKH = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+        q_TNH, k_TKH = q_TNH.to(v_TKH.dtype), k_TKH.to(v_TKH.dtype)
+        backend = self.backends.for_request(AttentionRequest.of(q_TNH, k_TKH, arguments))
+        out_TNH = backend(q_TNH, k_TKH, v_TKH, layout, arguments)
+        return out_TNH.view(query.shape[0], query.shape[2], *out_TNH.shape[1:]).transpose(1, 2), None
+
+
+def _without_mask(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a module that knows masks of padding only, of which there is none."""
+    plain = tuple(None if is_empty_mask(value) else value for value in args)
+    return plain, {name: None if is_empty_mask(value) else value for name, value in kwargs.items()}
+
+
+def _first(output: Any) -> torch.Tensor:
+    """The tensor of a module's output."""
+    return output if isinstance(output, torch.Tensor) else next(iter(output))

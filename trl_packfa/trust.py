@@ -1,0 +1,68 @@
+"""A patch is trusted for code that it was measured with; anything else is measured before it is trusted.
+
+When transformers moves, the failure is a refusal, never a leak.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+from .declaration import Patch
+from .errors import ContaminationError, PackingError, UnsupportedModel
+from .exactness import check
+from .patching import apply_patch, model_type, undo_patch
+from .results import fingerprint, known_sources, results
+
+logger = logging.getLogger(__name__)
+
+
+def apply_trusted(model: nn.Module, patch: Patch, backend: str) -> None:
+    """Patch a model; if its code is not the code that the patch was measured with, only if the check finds it exact.
+
+    Raises:
+        [`ContaminationError`]: if it does not; the model is unpatched again.
+    """
+    apply_patch(model, patch, backend)
+    if patch.origin == "trl_packfa" and fingerprint(model) in known_sources().get(model_type(model), ()):
+        return
+    logger.info("trl-packfa: %s is not code that its patch was measured with: checking it.", type(model).__name__)
+    try:
+        _require_exact(model)
+    except PackingError:
+        undo_patch(model)
+        raise
+
+
+def apply_unknown(model: nn.Module, backend: str, refusal: UnsupportedModel) -> None:
+    """Patch a model of a type without a patch by the first general rung that the check finds exact on it.
+
+    Raises:
+        [`UnsupportedModel`]: `refusal`, with what each rung came to.
+    """
+    name = model_type(model)
+    if name in results():  # measured before: no general rung serves it
+        raise refusal
+    tried = []
+    for patch in (Patch(model_types=(name,)), Patch(model_types=(name,), rebatch=True)):
+        try:
+            apply_patch(model, patch, backend)
+            _require_exact(model)
+        except Exception as error:  # whatever unknown code raises, it is no rung for it
+            undo_patch(model)
+            tried.append(f"rung {patch.rung}: {str(error).splitlines()[0]}")
+            continue
+        logger.warning("trl-packfa: no patch for model type '%s'; rung %s checked and used.", name, patch.rung)
+        return
+    raise UnsupportedModel(f"{refusal}\nTried on this model:", why=tried)
+
+
+def _require_exact(model: nn.Module) -> None:
+    if any(parameter.device == torch.device("meta") for parameter in model.parameters()):
+        raise ContaminationError(
+            f"{type(model).__name__} cannot be checked: its weights are on the meta device.",
+            do="Load its weights before patching it.",
+        )
+    check(model).require_exact()
