@@ -1,6 +1,9 @@
 """What the trainer refuses, each with one clear error, and what it only seems to."""
 
+from functools import partial
+
 import pytest
+import tiny
 import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
@@ -9,6 +12,7 @@ from training import FORMATS, arguments, dataset, losses, packed_trainer
 from transformers import DataCollatorWithFlattening, default_data_collator
 
 from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset, UnsupportedModel
+from trl_packfa.fused_head import OwnHead
 from trl_packfa.zoo import small_model
 
 
@@ -132,12 +136,32 @@ def test_old_versions_are_named(monkeypatch):
         versions.require_versions()
 
 
-def test_a_head_that_trl_skips_is_refused_before_the_first_step(tmp_path):
-    """ModernBERT's decoder transforms its output before the LM head; TRL's fused head does not know."""
-    trainer = packed_trainer(arguments(out=tmp_path), model=small_model("modernbert-decoder"), peft_config=None)
-    with pytest.raises(UnsupportedModel, match="fused LM head does not compute the loss"):
-        trainer.train()
-    assert trainer.state.global_step == 0
+@pytest.mark.parametrize("model_type", ["modernbert-decoder", "llama4_text"])
+def test_a_head_that_trl_skips_is_gone_around(tmp_path, model_type, caplog):
+    """ModernBERT's decoder transforms its output before the LM head, which TRL's fused head does not know; Llama-4's
+    backbone is not where it looks. The losses are those of the model's own logits, packed and padded."""
+    options = {"max_steps": 3, "use_peft": False, "out": tmp_path, "learning_rate": 1e-4}
+    packed = packed_trainer(arguments(**options), model=small_model(model_type), peft_config=None)
+    assert "the model's own logits are scored" in caplog.text
+    packed.train()
+    plain = packed_trainer(arguments(packing=False, **options), model=small_model(model_type), peft_config=None)
+    plain.model.forward = OwnHead(plain.model, partial(type(plain.model).forward, plain.model))
+    plain.train()
+    assert_trajectory(losses(packed), losses(plain))
+    metrics = [entry["mean_token_accuracy"] for entry in packed.state.log_history if "loss" in entry]
+    assert metrics == [entry["mean_token_accuracy"] for entry in plain.state.log_history if "loss" in entry]
+
+
+def test_scoring_ones_own_logits_is_what_the_fused_head_does(tmp_path):
+    """Where the fused head is right, going around it changes nothing: losses, entropy and accuracy."""
+    options = {"max_steps": 3, "use_peft": False, "out": tmp_path, "learning_rate": 1e-4}
+    fused, own = (packed_trainer(arguments(**options), model=tiny.model(), peft_config=None) for _ in range(2))
+    own.model.forward = OwnHead(own.model, partial(type(own.model).forward, own.model))
+    fused.train(), own.train()
+    assert_trajectory(losses(own), losses(fused))
+    for name in ("entropy", "mean_token_accuracy"):
+        logged = [[e[name] for e in trainer.state.log_history if "loss" in e] for trainer in (own, fused)]
+        assert_trajectory(*logged, allowed=1e-4)
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss", "bloom", "mamba"])

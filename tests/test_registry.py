@@ -5,11 +5,11 @@ import textwrap
 import pytest
 import tiny
 import torch
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import trl_packfa
-from trl_packfa import Patch, patch, register, registered
+from trl_packfa import Patch, describe, patch, register, registered
 from trl_packfa.errors import InvalidConfig, NoBackend, UnsupportedModel
+from trl_packfa.zoo import small_model
 
 
 @pytest.fixture
@@ -21,14 +21,13 @@ def fresh_registry():
     registry._table.cache_clear()
 
 
-def test_unknown_architecture_names_the_nearest():
-    config = GPTNeoXConfig(
-        vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
-    )
-    model = GPTNeoXForCausalLM(config)
+def test_unknown_architecture_names_the_nearest_and_what_was_tried():
+    model = small_model("cpmant")
     model.config.model_type = "lama"
-    with pytest.raises(UnsupportedModel, match=r"model type 'lama'(.|\n)*nearest: llama(.|\n)*register\(\)"):
+    expected = r"model type 'lama'(.|\n)*nearest: llama(.|\n)*register\(\)(.|\n)*rung rebatch: packing is not exact"
+    with pytest.raises(UnsupportedModel, match=expected):
         patch(model)
+    assert describe(model) == "not patched"
 
 
 def test_a_model_that_is_none_of_transformers():

@@ -10,6 +10,7 @@ import yaml
 
 import trl_packfa
 from trl_packfa.attention import BACKENDS
+from trl_packfa.errors import PackingError
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "trl_packfa"
@@ -144,15 +145,33 @@ def table(title):
     return {row[0].strip().strip("`"): [cell.strip() for cell in row[1:]] for row in rows}
 
 
-def test_readme_lists_the_registered_models():
-    by_rung = {"attention": set(), "interface": set(), "rebatch": set()}
-    for name, patch in trl_packfa.registered().items():
-        by_rung[patch.rung].add(name)
-    assert table("Supported models").keys() == by_rung["attention"]
-    for rung in ("interface", "rebatch"):
-        listed = README.split(f"Rung `{rung}`", 1)[1].split("\n\n")[1]
-        assert set(re.findall(r"`([\w-]+)`", listed)) == by_rung[rung]
-        assert f"{len(by_rung[rung])} more" in README
+def test_readme_holds_the_generated_table_of_models():
+    from trl_packfa.matrix import markdown
+    from trl_packfa.results import results
+
+    block = README.split("<!-- generated: trl-packfa models --markdown -->\n")[1].split("\n<!-- end -->")[0]
+    assert block == markdown(results())
+    exact = [result for result in results().values() if result["verdict"] == "exact"]
+    assert f"Of the {len(results())} causal-LM types" in README and f"exact on {len(exact)}:" in README
+    assert len(exact) >= 181 and not [r for r in results().values() if r["verdict"] not in ("exact", "refused")]
+
+
+def test_none_that_is_exact_without_a_patch_drops_below_the_interface():
+    from trl_packfa.results import results
+
+    exact_today = {name: result for name, result in results().items() if result.get("unpatched") == "exact"}
+    assert len(exact_today) == 109
+    assert {result["rung"] for result in exact_today.values()} <= {"attention", "interface"}
+
+
+def test_the_results_know_every_type_of_the_installed_transformers():
+    from trl_packfa.matrix import require_known
+    from trl_packfa.results import results
+    from trl_packfa.zoo import all_types
+
+    require_known(results(), all_types())
+    with pytest.raises(PackingError, match=r"1 causal-LM types that models\.json does not know: brand_new"):
+        require_known(results(), [*all_types(), "brand_new"])
 
 
 def test_readme_lists_the_backends():

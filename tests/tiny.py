@@ -47,16 +47,14 @@ ARCHITECTURES = {
     "gemma3": ("gemma3_text", {"sliding_window": 8, "head_dim": 16}),
     # as `trl_packfa.zoo` builds them
     **{name: (name, None) for name in ("bloom", "falcon", "git", "mpt")},
-    "doge": ("doge", {"zoo": True, "is_moe": False}),
 }  # fmt: skip
 
 
 def model(architecture="llama", *, seed=0, layers=None, **config):
     """A model whose weights mix tokens strongly, so that a leak cannot hide."""
     model_type, special = ARCHITECTURES[architecture]
-    if special is None or "zoo" in special:
-        changes = {**(special or {}), **config} | ({"num_hidden_layers": layers} if layers else {})
-        return small_model(model_type, seed=seed, **{k: v for k, v in changes.items() if k != "zoo"})
+    if special is None:
+        return small_model(model_type, seed=seed, **config, **({"num_hidden_layers": layers} if layers else {}))
     values = {**_BASE, **special, **config} | ({"num_hidden_layers": layers} if layers else {})
     torch.manual_seed(seed)
     built = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values))

@@ -194,7 +194,8 @@ def _print_rows(rows: Sequence[Mapping[str, object]], *, as_json: bool) -> int:
     table = Table(*rows[0])
     for row in rows:
         table.add_row(*map(str, row.values()))
-    Console().print(table)
+    # In a pipe there is no width to fit into.
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
     return 0
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -38,8 +37,6 @@ _UNPATCHED_EXACT = 1e-4
 
 def measure_type(name: str) -> dict[str, Any]:
     """Build, patch and check one type; a dictionary for `models.json`. Never raises for what a type does."""
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
     if name in NOT_BUILDABLE:
         return {"verdict": "refused", "why": NOT_BUILDABLE[name]}
     with warnings.catch_warnings(action="ignore"):
@@ -131,6 +128,12 @@ def _unpatched(model: Any) -> str:
     return "exact" if parity <= _UNPATCHED_EXACT else "differs"
 
 
+def _quietly() -> None:
+    """A process of the pool: one thread, no warnings of each model's missing kernels."""
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+
+
 def run(path: Path, *, jobs: int, seen: Callable[[str, dict[str, Any]], None]) -> dict[str, Any]:
     """Measure every type and write `path` after each; types that it holds for the same versions are not run again.
 
@@ -146,9 +149,7 @@ def run(path: Path, *, jobs: int, seen: Callable[[str, dict[str, Any]], None]) -
     old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     types = old.get("types", {}) if old.get("versions") == versions and not old.get("complete") else {}
     missing = [name for name in all_types() if name not in types]
-    environment = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    os.environ.update(environment)
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_quietly) as pool:
         futures = {pool.submit(measure_type, name): name for name in missing}
         for future in as_completed(futures):
             types[futures[future]] = future.result()

@@ -172,5 +172,10 @@ def describe(model: nn.Module) -> str:
     if windows:
         modules = ", ".join(f"{n} x {window}" for window, n in windows.items())
         lines.insert(3, f"{len(state.attention)} attention modules: {modules}")
+    by_document = Counter(type(module).__name__ for module in state.mixers.values())
+    native = {kind.__name__ for kind, honours in state.native.items() if honours}
+    for name, n in by_document.items():
+        how = "on its own kernels" if name in native else "document by document"
+        lines.append(f"{n} x {name}: {how}")
     lines += [f"backend used: {name} for {request.describe()}" for request, name in state.backends.resolved.items()]
     return "\n".join(lines)

@@ -35,7 +35,7 @@ from trl import SFTTrainer, get_peft_config
 from .collator import LOSSES, DataCollatorForPacking
 from .config import PackedSFTConfig
 from .exactness import ExactnessReport, check
-from .fused_head import require_own_loss
+from .fused_head import ensure_own_loss
 from .packing import PackedBatchSampler, PackingReport
 from .refusals import refuse_arguments, refuse_collator, refuse_model
 from .registry import describe, patch
@@ -146,6 +146,8 @@ class PackedSFTTrainer(SFTTrainer):
 
     def _pack(self, data_collator: Callable[[list[Any]], dict[str, Any]] | None) -> None:
         """Patch the model that TRL built and collate documents into rows."""
+        with self.compute_loss_context_manager():
+            ensure_own_loss(self.model, seed=self.args.seed)
         patch(self.model, backend=self.args.attention_backend)
         # TRL's collator for padded batches, which evaluation with metrics uses.
         self._padding_collator = copy.copy(self.data_collator)
@@ -282,11 +284,11 @@ class PackedSFTTrainer(SFTTrainer):
 
         Raises:
             [`ContaminationError`]: if packing is not exact on this model.
-            [`UnsupportedModel`]: if TRL's fused LM head does not compute this model's loss.
         """
         started = time.perf_counter()
+        if self.args.gradient_checkpointing:  # as training will; TRL switches it on later
+            self.model.gradient_checkpointing_enable(self.args.gradient_checkpointing_kwargs)
         with self.compute_loss_context_manager():
-            require_own_loss(self.model, seed=self.args.seed)
             self.exactness = check(self.model, collator=self.data_collator, seed=self.args.seed)
         self.exactness.require_exact()
         logger.info("trl-packfa: %s in %.1f s", self.exactness, time.perf_counter() - started)

@@ -89,8 +89,9 @@ class _Measurement:
     def run(self) -> dict[str, Any]:
         """Every measured field of the report."""
         probe, everything = self.probe, range(len(self.probe.lengths))
+        # With gradients, as what it is compared to: kernels may be others without.
+        changed = [logits.detach() for logits in probe.packed(probe.changed)]
         with torch.no_grad():
-            changed = probe.packed(probe.changed)
             control = _largest(*(_others(probe.packed(t, boundaries=False)) for t in (probe.tokens, probe.changed)))
             two_rows = probe.two_rows()
         input_gradients = self._input_gradients()

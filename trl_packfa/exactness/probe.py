@@ -12,6 +12,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from ..boundaries import layout_of
+from ..errors import InvalidLayout
 from ..layout import PackedLayout
 
 # The documents of each of the two rows; the shorter row ends in padding.
@@ -35,7 +37,13 @@ class Probe:
         self.tokens, other = draw[:-1], draw[-1]
         self.changed = [other if i == changed else tokens for i, tokens in enumerate(self.tokens)]
         # The collator may pad: one more document.
-        self.layout: PackedLayout = collator(_examples(self.tokens))["packed_layout"]
+        layout = layout_of(collator(_examples(self.tokens)))
+        if layout is None:
+            raise InvalidLayout(
+                f"{type(collator).__name__} packs five documents into a batch that tells no boundaries.",
+                do="Let it send position_ids that restart, cu_seq_lens_q or packed_layout, and no padding mask.",
+            )
+        self.layout = layout
 
     def packed(self, tokens: Documents, *, boundaries: bool = True) -> Documents:
         """Logits `(length, V)` of each document, from one packed row as the collator makes it."""

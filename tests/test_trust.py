@@ -1,0 +1,223 @@
+"""What was not measured is checked before it is trusted; what a user meets in old habits stays exact."""
+
+import pytest
+import tiny
+import torch
+from tolerance import assert_float32
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from trl_packfa import PackedLayout, Patch, check, describe, patch, registered, unpatch
+from trl_packfa.errors import ContaminationError, UnsupportedModel
+from trl_packfa.results import fingerprint, known_sources
+from trl_packfa.zoo import small_model
+
+LENGTHS = (13, 1, 29, 7)
+
+
+class UnknownConfig(LlamaConfig):
+    model_type = "never_heard_of"
+
+
+def unknown_model():
+    """A model of a type without a patch, by class and code a Llama."""
+    values = {name: getattr(tiny.model().config, name) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    config = UnknownConfig(**values, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=1.5 / parameter.shape[-1] ** 0.5)
+    return model
+
+
+class Smear(nn.Module):
+    """Mixes neighbouring tokens, and no patch knows."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x):
+        return self.mlp(x + x.roll(1, dims=1) * (torch.arange(x.shape[1])[:, None] > 0))
+
+
+class Blur(Smear):
+    """The same, in both directions: no order of running documents makes it causal."""
+
+    def forward(self, x):
+        return self.mlp(x + x.mean(dim=1, keepdim=True))
+
+
+def test_an_unknown_type_gets_the_highest_general_rung_that_is_exact(caplog):
+    model = patch(unknown_model())
+    assert "rung: interface" in describe(model)
+    assert "no patch for model type 'never_heard_of'; rung interface checked and used" in caplog.text
+    assert check(model).is_exact
+
+
+def test_an_unknown_type_that_mixes_tokens_elsewhere_falls_to_the_backbone_by_document():
+    model = unknown_model()
+    model.model.layers[1].mlp = Smear(model.model.layers[1].mlp)
+    assert "rung: rebatch" in describe(patch(model))
+    assert check(model).is_exact
+
+
+def test_an_unknown_type_that_nothing_makes_exact_is_refused_with_what_was_tried():
+    model = unknown_model()
+    model.model.layers[1].mlp = Blur(model.model.layers[1].mlp)
+    with pytest.raises(UnsupportedModel, match=r"rung interface: (.|\n)*rung rebatch: packing is not exact"):
+        patch(model)
+    assert describe(model) == "not patched"
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_changed_code_is_checked_and_refused_if_it_leaks(monkeypatch):
+    """A Llama that mixes tokens in its MLP is not the code that was measured: the check decides, and says where."""
+    model = tiny.model()
+    known = fingerprint(model)
+    model.model.layers[1].mlp = Smear(model.model.layers[1].mlp)
+    assert fingerprint(model) != known and known in known_sources()["llama"]
+    with pytest.raises(ContaminationError, match=r"leak: (.|\n)*model.layers.1.mlp"):
+        patch(model)
+    assert describe(model) == "not patched"
+
+
+def test_known_code_is_not_checked_again(monkeypatch):
+    from trl_packfa import trust
+
+    monkeypatch.setattr(trust, "check", lambda model: pytest.fail("checked"))
+    patch(tiny.model())
+
+
+def test_changed_code_that_is_exact_is_patched(monkeypatch):
+    from trl_packfa import trust
+
+    checked = []
+    monkeypatch.setattr(trust, "fingerprint", lambda model: "another transformers")
+    monkeypatch.setattr(trust, "check", lambda model: checked.append(model) or check(model))
+    assert "rung: attention" in describe(patch(tiny.model()))
+    assert len(checked) == 1
+
+
+def test_what_cannot_be_checked_is_not_trusted(monkeypatch):
+    from trl_packfa import trust
+
+    monkeypatch.setattr(trust, "fingerprint", lambda model: "another transformers")
+    with torch.device("meta"):
+        model = LlamaForCausalLM(tiny.model().config)
+    with pytest.raises(ContaminationError, match="its weights are on the meta device"):
+        patch(model)
+
+
+@pytest.mark.parametrize("model_type", ["cpmant", "prophetnet", "reformer"])
+def test_a_type_that_no_rung_serves_is_refused_with_the_reason(model_type):
+    with pytest.raises(UnsupportedModel, match="not causal under padding"):
+        patch(small_model(model_type))
+
+
+# Traps ---------------------------------------------------------------------------------------------------------------
+
+
+def batch_of(docs):
+    return {"input_ids": torch.cat(docs)[None], "position_ids": PackedLayout.from_lengths(LENGTHS).position_ids()}
+
+
+def test_pad_tokens_that_come_as_documents_of_one_token_change_nothing():
+    """TRL's `pad_to_multiple_of` gives every pad token position 0."""
+    model, docs = patch(tiny.model()), tiny.documents(LENGTHS)
+    plain = batch_of(docs)
+    padded = {name: torch.nn.functional.pad(value, (0, 14)) for name, value in plain.items()}
+    assert torch.equal(model(**padded).logits[:, :50], model(**plain).logits)
+
+
+def test_a_hybrid_of_attention_alone_needs_no_mixer():
+    """granitemoehybrid without Mamba layers leaks under TRL's keys on any kernel: its mask has no position_ids."""
+    model, docs = small_model("granitemoehybrid", layer_types=["full_attention"] * 4), tiny.documents(LENGTHS)
+    alone = model(input_ids=docs[2][None]).logits[0]
+    leaking = PackedLayout.from_lengths(LENGTHS).split(model(**batch_of(docs)).logits)[2]
+    assert (leaking - alone).abs().max() > 0.1 * alone.std()
+    assert check(patch(model)).is_exact
+    assert_float32(PackedLayout.from_lengths(LENGTHS).split(model(**batch_of(docs)).logits)[2], alone.double())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "implementation"), [("doge", "flex_attention"), ("gpt_oss", "flash_attention_2")]
+)
+def test_the_models_own_attention_implementation_does_not_matter(model_type, implementation):
+    """doge drops flex's block mask; gpt_oss's layers never get position_ids, which FlashAttention would need."""
+    model, docs = patch(small_model(model_type)), tiny.documents(LENGTHS)
+    expected = model(**batch_of(docs)).logits
+    unpatch(model)
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation_internal = implementation
+    assert torch.equal(patch(model)(**batch_of(docs)).logits, expected)
+
+
+def test_every_registered_type_was_found_exact_with_the_rung_it_has():
+    from trl_packfa.results import results
+
+    served = {name: result["rung"] for name, result in results().items() if result["verdict"] == "exact"}
+    patches = {name: patch for name, patch in registered().items() if name in results()}
+    assert served == {name: patch.rung for name, patch in patches.items()}
+
+
+# Native kernels ------------------------------------------------------------------------------------------------------
+
+
+class Decay(nn.Module):
+    """A mixer with a kernel that honours `seq_idx`, or ignores it, or has none."""
+
+    honours = True
+
+    def forward(self, x, seq_idx=None, cu_seq_lens_q=None):
+        if seq_idx is not None and self.honours is None:
+            raise ValueError("can't keep packed sequences apart without the kernel")
+        starts = torch.zeros(x.shape[1], dtype=torch.bool)
+        if seq_idx is not None and self.honours:
+            starts[1:] = seq_idx[0, 1:] != seq_idx[0, :-1]
+            type(self).used = True
+        state, out = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            state = (0 if starts[t] else 0.9) * state + x[:, t]
+            out.append(state)
+        return torch.stack(out, dim=1)
+
+
+class Forgetful(Decay):
+    honours = False
+
+
+class Guarded(Decay):
+    honours = None
+
+
+@pytest.mark.parametrize(("mixer", "native"), [(Decay, True), (Forgetful, False), (Guarded, False)])
+def test_own_kernels_are_used_only_where_they_provably_honour_boundaries(mixer, native):
+    from trl_packfa.flight import in_flight
+    from trl_packfa.mixers import MixerOverride
+
+    torch.manual_seed(0)
+    module, layout, known = mixer(), PackedLayout.from_lengths([5, 1, 9]), {}
+    x = torch.randn(1, 15, 4)
+    exact = torch.cat([module(document[None])[0] for document in layout.split(x)])[None]
+    module.forward = MixerOverride(module, None, native=known, masked=False, beside=False, window=None)
+    mixer.used = False
+    for _ in range(2):
+        with in_flight(layout):
+            torch.testing.assert_close(module(x), exact)
+    assert known == {mixer: native}
+    assert mixer.used is native
+
+
+def test_patch_of_a_third_party_is_checked_before_it_is_trusted(monkeypatch):
+    from trl_packfa import registry
+
+    wrong = Patch(model_types=("never_heard_of",), rebatch=True, origin="somebody")
+    monkeypatch.setitem(registry._table(), "never_heard_of", wrong)
+    assert "patch from somebody" in describe(patch(unknown_model()))
+    model = unknown_model()
+    model.model.layers[1].mlp = Blur(model.model.layers[1].mlp)
+    with pytest.raises(ContaminationError):
+        patch(model)
