@@ -1,5 +1,8 @@
 """Every causal-LM type of transformers that a patch serves, as a small random model."""
 
+import copy
+import pickle
+
 import pytest
 import tiny
 import torch
@@ -144,8 +147,24 @@ def test_a_backbone_by_document_refuses_positions_that_it_could_not_keep():
         model.base_model(input_ids=torch.ones(1, 7, dtype=torch.long), position_ids=positions, packed_layout=layout)
 
 
-@pytest.mark.parametrize("model_type", ["mamba", "bloom", "mpt"])
-def test_a_backbone_by_document_still_generates(model_type):
+BY_EVERY_MEANS = ["axk2", "bart", "bloom", "gptj", "jamba", "mamba", "mpt", "phimoe", "qwen3_next", "rwkv", "xlnet"]
+
+
+@pytest.mark.parametrize("model_type", BY_EVERY_MEANS)
+def test_copies_are_patched_and_stand_on_their_own(model_type):
+    model, docs = patch(small_model(model_type)), tiny.documents(LENGTHS)
+    expected = model(**tiny.batch(docs)).logits
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(**tiny.batch(docs)).logits, expected)
+        assert describe(twin) == describe(model)
+        unpatch(twin)
+        with torch.no_grad():
+            next(twin.parameters()).zero_()
+    assert torch.equal(model(**tiny.batch(docs)).logits, expected)
+
+
+@pytest.mark.parametrize("model_type", [name for name in BY_EVERY_MEANS if name != "xlnet"])
+def test_generation_and_its_cache_are_untouched(model_type):
     model, ids = small_model(model_type), torch.randint(3, 97, (2, 6))
     before = model.generate(ids, max_new_tokens=4, do_sample=False)
     assert torch.equal(patch(model).generate(ids, max_new_tokens=4, do_sample=False), before)

@@ -32,6 +32,33 @@ def test_adapters_and_eval_mode_are_left_as_they_were():
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_the_model_is_checked_as_it_will_train():
+    """Adapter, checkpointed layers and a compiled forward; nothing of it is left changed."""
+    model = patch(get_peft_model(tiny.model(), LoraConfig(target_modules="all-linear")))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    compiled = torch.compile(model.train(), backend="eager")
+    runs = []
+    model.base_model.model.model.layers[0].input_layernorm.register_forward_hook(
+        lambda *_: runs.append(torch.is_grad_enabled())
+    )
+    report = check(compiled)
+    assert report.verdict == "exact", str(report)
+    assert report.training == "LORA, 29696 parameters train, gradient checkpointing, compiled"
+    assert all(p.grad is None for p in model.parameters())
+    with_recomputation = len(runs)
+    model.gradient_checkpointing_disable()
+    runs.clear()
+    check(model)
+    assert with_recomputation > len(runs), "checkpointed layers run again in the backward pass"
+
+
+def test_gradients_are_not_measured_where_nothing_trains():
+    model = patch(tiny.model().requires_grad_(False))
+    report = check(model)
+    assert (report.verdict, report.gradients, report.input_gradients) == ("exact", None, 0.0)
+    assert "gradients not measured" in str(report)
+
+
 def test_a_model_that_mixes_no_tokens_proves_nothing():
     model = patch(tiny.model())
     with torch.no_grad():
