@@ -207,8 +207,30 @@ def test_own_kernels_are_used_only_where_they_provably_honour_boundaries(mixer, 
     for _ in range(2):
         with in_flight(layout):
             torch.testing.assert_close(module(x), exact)
-    assert known == {mixer: native}
+    assert known == {mixer: ("cu_seq_lens_q", "seq_idx") if native else ()}
     assert mixer.used is native
+
+
+@pytest.mark.parametrize("honours", [True, False])
+def test_a_real_mixer_uses_an_installed_kernel_that_honours_boundaries(monkeypatch, honours):
+    """LFM2's short convolution with a stand-in for causal-conv1d: by `seq_idx`, or ignoring it."""
+    from transformers.models.lfm2 import modeling_lfm2
+
+    plain = modeling_lfm2.causal_conv1d_fn
+
+    def kernel(hidden_states, weight, bias=None, activation=None, seq_idx=None, **kwargs):
+        if seq_idx is None or not honours:
+            return plain(hidden_states, weight, bias, activation)
+        ends = [*(seq_idx[0].diff().nonzero().flatten() + 1).tolist(), seq_idx.shape[1]]
+        lengths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+        documents = hidden_states.split(lengths, dim=-1)
+        return torch.cat([plain(document, weight, bias, activation) for document in documents], dim=-1)
+
+    monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", kernel)
+    model = patch(small_model("lfm2"))
+    assert check(model).is_exact
+    how = "on its own kernels" if honours else "document by document"
+    assert f"x Lfm2ShortConv: {how}" in describe(model)
 
 
 def test_patch_of_a_third_party_is_checked_before_it_is_trusted(monkeypatch):

@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 _EQUAL = {torch.float32: 1e-3, torch.float64: 1e-6}
 _EQUAL_HALF = 5e-2
 _SEPARATION = 30.0
+# What modules may call the boundaries: as TRL does, and as flash-linear-attention's functions do besides.
+_FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_OFFERS = (_FLASH, (*_FLASH, "cu_seqlens"))
 
 
 class LayerOverride(Override):
@@ -64,7 +67,7 @@ class MixerOverride(Override):
         module: nn.Module,
         original: Callable[..., Any] | None,
         *,
-        native: dict[type, bool],
+        native: dict[type, tuple[str, ...]],
         masked: bool,
         beside: bool,
         window: int | None,
@@ -75,7 +78,8 @@ class MixerOverride(Override):
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
         names = {parameter.name for parameter in parameters}
         self.takes_shape = "input_ids_shape" in names  # a table of positions that is told them, or a shape
-        self.takes = tuple(name for name in (*BOUNDARIES, "cu_seqlens") if takes_any or name in names)
+        known = [tuple(name for name in offer if takes_any or name in names) for offer in _OFFERS]
+        self.offers = [offer for offer in dict.fromkeys(known) if offer]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
@@ -90,53 +94,70 @@ class MixerOverride(Override):
         if not self.masked:
             args, kwargs = _without_mask(args, kwargs)
         with in_flight(None):
-            if not self.masked and self._is_native(args, kwargs, layout):
-                return self._run_native(args, kwargs, layout)
+            offer = () if self.masked else self._native_offer(args, kwargs, layout)
+            if offer:
+                return self._run_native(args, kwargs, layout, offer)
             return run_by_document(self.call_original, args, kwargs, layout, sliding_window=self.window)
 
-    def _run_native(self, args: Sequence[Any], kwargs: Mapping[str, Any], layout: PackedLayout | None) -> Any:
-        """The module's own forward on the packed row, handed the boundaries that it takes, or none."""
+    def _run_native(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], layout: PackedLayout, offer: tuple[str, ...]
+    ) -> Any:
+        """The module's own forward on the packed row, handed the boundaries of these names."""
         plain, named = _without_mask(args, kwargs)
         named = {name: value for name, value in named.items() if name not in BOUNDARIES}
-        if layout is not None:
-            offered = {**layout.flash_kwargs(), "cu_seqlens": layout.cu_seqlens}
-            named |= {name: offered[name] for name in self.takes if name in offered}
-        return self.call_original(*plain, **named)
+        boundaries = {**layout.flash_kwargs(), "cu_seqlens": layout.cu_seqlens}
+        return self.call_original(*plain, **named, **{name: boundaries[name] for name in offer})
 
-    def _is_native(self, args: Sequence[Any], kwargs: Mapping[str, Any], layout: PackedLayout) -> bool:
-        """Whether this class of modules honours boundaries by itself; found out once, on its first packed call."""
+    def _native_offer(self, args: Sequence[Any], kwargs: Mapping[str, Any], layout: PackedLayout) -> tuple[str, ...]:
+        """Names of the boundaries that this class of modules provably honours; found out once, on its first packed
+        call that can tell. Kernels want one row, so several are never left to them."""
         kind = type(self.module)
+        if layout.rows > 1 or not self.offers:
+            return ()
         if kind not in self.native:
-            if not self.takes or layout.rows > 1 or torch.compiler.is_compiling():
-                return False
-            found = self._proven(args, kwargs, layout)
+            if torch.compiler.is_compiling():
+                return ()
+            found = self._proven_offer(args, kwargs, layout)
             if found is None:
-                return False
+                return ()
             self.native[kind] = found
             how = "on its own kernels" if found else "document by document"
             logger.info("trl-packfa: %s runs %s.", kind.__name__, how)
         return self.native[kind]
 
     @torch.no_grad()
-    def _proven(self, args: Sequence[Any], kwargs: Mapping[str, Any], layout: PackedLayout) -> bool | None:
-        """Own kernels against document by document on this call; `None` if the boundaries make no difference here."""
-        with torch.random.fork_rng(
-            devices=[d for d in {p.device for p in self.module.parameters()} if d.type == "cuda"]
-        ):
-            try:
-                native = _first(self._run_native(args, kwargs, layout))
-            except (ValueError, TypeError, RuntimeError, AttributeError, ImportError) as error:
-                # transformers' guards, where kernels are missing
-                logger.debug("trl-packfa: %s takes no boundaries: %s", type(self.module).__name__, error)
-                return False
-            exact = _first(run_by_document(self.call_original, args, dict(kwargs), layout))
-            blind = _first(self._run_native(args, kwargs, None))
-        unit = exact.float().std()
-        error = float((native.float() - exact.float()).abs().max() / unit)
-        control = float((blind.float() - exact.float()).abs().max() / unit)
-        if not control > _SEPARATION * 1e-6:
-            return None
-        return error <= min(_EQUAL.get(exact.dtype, _EQUAL_HALF), control / _SEPARATION)
+    def _proven_offer(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], layout: PackedLayout
+    ) -> tuple[str, ...] | None:
+        """Own kernels against document by document on this call: the first offer of boundaries that makes them equal,
+        none if no offer does, `None` if this call could not tell."""
+        devices = list({p.device for p in self.module.parameters() if p.device.type == "cuda"})
+        with torch.random.fork_rng(devices=devices):
+            exact = _first(run_by_document(self.call_original, args, dict(kwargs), layout)).float()
+            error_of = partial(self._native_error, args, kwargs, layout, exact)
+            control = error_of(())
+            if not control > _SEPARATION * 1e-6:
+                return None
+            dtype = next((a.dtype for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), torch.float32)
+            allowed = min(_EQUAL.get(dtype, _EQUAL_HALF), control / _SEPARATION)
+            return next((offer for offer in self.offers if error_of(offer) <= allowed), ())
+
+    def _native_error(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        layout: PackedLayout,
+        exact: torch.Tensor,
+        offer: tuple[str, ...],
+    ) -> float:
+        """Largest difference of own kernels from `exact`, in its standard deviations; infinite where they refuse."""
+        try:
+            native = _first(self._run_native(args, kwargs, layout, offer)).float()
+        except (ValueError, TypeError, RuntimeError, AttributeError, ImportError) as error:
+            # transformers' guards, where kernels are missing
+            logger.debug("trl-packfa: %s with %s: %s", type(self.module).__name__, offer, error)
+            return float("inf")
+        return float((native - exact).abs().max() / exact.std())
 
 
 class FunctionOverride:

@@ -43,7 +43,7 @@ class PatchState:
     attention: dict[str, nn.Module]
     windows: tuple[int | None, ...]
     mixers: dict[str, nn.Module] = field(default_factory=dict)
-    native: dict[type, bool] = field(default_factory=dict)
+    native: dict[type, tuple[str, ...]] = field(default_factory=dict)
     edits: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
 
 

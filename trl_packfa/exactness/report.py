@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import ContaminationError
+from ..results import results
 
 # A leak is told from rounding (regrouped experts) by staying this many times below what the control shows.
 _SEPARATION = 30.0
@@ -154,9 +155,15 @@ class ExactnessReport:
         """
         if self.is_exact:
             return
+        known = results().get(self.model_type, {})
+        reasons = self._reasons()
+        if known.get("unpatched") not in (None, "exact"):
+            reasons.append(
+                f"unpatched, {self.model_type} {known['unpatched']} under TRL's keys; its patch: {known['why']}"
+            )
         raise ContaminationError(
             f"packing is not exact on this model: {self}",
-            why=self._reasons(),
+            why=reasons,
             do="Try attention_backend='reference' to tell kernel from patch, train padded with packing=False, and "
             "please report it. check_packing=False trains without this proof.",
         )
