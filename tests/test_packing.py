@@ -4,7 +4,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_packfa.errors import InvalidConfig, InvalidDataset
-from trl_packfa.packing import PackedBatchSampler, best_fit_decreasing, fewest_micro_batches, plan_overflow, recut
+from trl_packfa.packing import (
+    PackedBatchSampler,
+    best_fit_decreasing,
+    fewest_micro_batches,
+    imbalance,
+    plan_overflow,
+    recut,
+    recut_over_ranks,
+)
 
 lengths_and_capacity = st.integers(1, 60).flatmap(
     lambda capacity: st.tuples(st.lists(st.integers(1, capacity), max_size=80), st.just(capacity))
@@ -170,3 +178,26 @@ def test_recut_levels_the_cost():
     parts = recut(lengths, budget=100_000, num_micro_batches=8, quadratic=1e-3)
     cost = [sum(lengths[i] + 1e-3 * lengths[i] ** 2 for i in part) for part in parts]
     assert max(cost) / (sum(cost) / 8) < 1.05
+
+
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(10, 90), st.integers(1, 9), st.floats(0, 0.1)
+)
+def test_ranks_share_a_step_without_loss_and_run_equally_often(lengths, budget, world, quadratic):
+    lengths = np.array(lengths)
+    dealt = recut_over_ranks(lengths, budget=budget, world_size=world, quadratic=quadratic)
+    assert len(dealt) == world and len({len(rank) for rank in dealt}) == 1
+    assert sorted(i for rank in dealt for part in rank for i in part) == list(range(len(lengths)))
+    assert all(sum(lengths[part]) <= max(budget, lengths.max()) for rank in dealt for part in rank if part)
+    assert dealt == recut_over_ranks(lengths, budget=budget, world_size=world, quadratic=quadratic), "on every rank"
+    assert imbalance(dealt, lengths, quadratic) >= 1 - 1e-9
+
+
+@pytest.mark.parametrize(("world", "examples"), [(2, 16), (8, 64), (64, 512)])
+def test_ranks_are_level_where_the_longest_document_allows(world, examples):
+    rng = np.random.default_rng(world)
+    for _ in range(5):
+        lengths = np.clip(rng.lognormal(5, 0.8, examples), 4, 1200).astype(int)
+        dealt = recut_over_ranks(lengths, budget=10**6, world_size=world, quadratic=1e-4)
+        cost = lengths + 1e-4 * lengths**2
+        assert imbalance(dealt, lengths, 1e-4) <= max(1.02, cost.max() / (cost.sum() / world) + 1e-9)

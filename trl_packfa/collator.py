@@ -40,10 +40,14 @@ class DataCollatorForPacking:
             Token of the padding.
         pad_to_multiple_of (`int`, *optional*):
             Pad the row to a multiple of this; padding is one trailing document whose labels are -100.
+        source_column (`str`, *optional*):
+            Column that says where an example comes from; the batch's `sources` name each document's, for the losses
+            of each source that the trainer logs.
     """
 
     pad_token_id: int = 0
     pad_to_multiple_of: int | None = None
+    source_column: str | None = None
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Collate `examples` with `input_ids` and, optionally, `labels` and `seq_lengths`."""
@@ -65,6 +69,8 @@ class DataCollatorForPacking:
             **layout.flash_kwargs(),
             "packed_layout": layout,
         }
+        if self.source_column is not None and all(self.source_column in example for example in examples):
+            batch["sources"] = tuple(str(example[self.source_column]) for example in examples)
         if any(LOSSES in example for example in examples):
             batch[LOSSES] = tuple(map(sum, zip(*(example[LOSSES] for example in examples), strict=True)))
         return batch

@@ -14,14 +14,16 @@ from .attention import get_backend
 from .errors import InvalidConfig
 from .packing import OVERFLOW_POLICIES, require_policy
 
+LOSS_WEIGHTINGS = ("token", "example")
 PACKING_STRATEGIES = ("step", "minibatch", "bfd", "bfd_split")
 
 
 @dataclass
 class PackedSFTConfig(ModelConfig, SFTConfig):
-    """Arguments of [`PackedSFTTrainer`]: all fields of TRL's `SFTConfig` and `ModelConfig`, and four of our own.
+    """Arguments of [`PackedSFTTrainer`]: all fields of TRL's `SFTConfig` and `ModelConfig`, and six of our own.
 
-    Ours are `max_tokens_per_microbatch`, `overflow`, `check_packing` and `attention_backend`.
+    Ours are `max_tokens_per_microbatch`, `overflow`, `loss_weighting`, `loss_by`, `check_packing` and
+    `attention_backend`.
 
     > [!NOTE]
     > These fields have other defaults than TRL's: `packing=True`, `use_peft=True`,
@@ -59,6 +61,18 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
             "choices": list(OVERFLOW_POLICIES),
         },
     )
+    loss_weighting: str = field(
+        default="token",
+        metadata={
+            "help": "What counts in the training loss: `'token'`, every trained token of a step the same (TRL's), or "
+            "`'example'`, every example the same, as unpacked training with one example a micro-batch does.",
+            "choices": list(LOSS_WEIGHTINGS),
+        },
+    )
+    loss_by: str | None = field(
+        default=None,
+        metadata={"help": "Column that says where an example comes from; the loss of each source is logged."},
+    )
     check_packing: bool = field(
         default=True,
         metadata={"help": "Prove on this model, before the first step, that no document can see another."},
@@ -95,6 +109,7 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
         if self.attention_backend != "auto":
             get_backend(self.attention_backend)
         require_policy(self.overflow)
+        self._require_weighting()
         self._settle_packing()
         self._require_trainable()
 
@@ -154,6 +169,20 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
                 f"packing_strategy='{self.packing_strategy}'.",
                 why=["the packer decides which documents share a batch"],
                 do="Drop train_sampling_strategy.",
+            )
+
+    def _require_weighting(self) -> None:
+        """What a weighting of examples contradicts."""
+        if self.loss_weighting not in LOSS_WEIGHTINGS:
+            raise InvalidConfig(
+                f"loss_weighting='{self.loss_weighting}' does not exist.", do=f"Choose one of {list(LOSS_WEIGHTINGS)}."
+            )
+        by_example = self.loss_weighting == "example"
+        if by_example and (self.loss_type != "nll" or self.label_smoothing_factor):
+            what = f"loss_type='{self.loss_type}'" if self.loss_type != "nll" else "label_smoothing_factor"
+            raise InvalidConfig(
+                f"{what} with loss_weighting='example': an example's own mean loss is defined for 'nll' only.",
+                do="Use loss_weighting='token'.",
             )
 
     def _require_trainable(self) -> None:

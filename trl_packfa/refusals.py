@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel
 
 from .boundaries import layout_of
 from .config import PackedSFTConfig
 from .errors import InvalidConfig, PackingError, UnsupportedModel
-from .registry import get_patch, get_patch_for_type
+from .patching import model_type
+from .registry import get_patch_for_type
+from .results import results
 
 
 def refuse_arguments(
@@ -48,16 +51,18 @@ def refuse_arguments(
 
 
 def refuse_model(model: str | PreTrainedModel | PeftModel, args: PackedSFTConfig) -> None:
-    """A model, or a model type, that has no patch or cannot take the arguments.
+    """A model, or a model type, that no patch serves or that cannot take the arguments. What nobody has measured is
+    for [`patch`] to check.
 
     Raises:
         [`UnsupportedModel`]: with the nearest names.
         [`InvalidConfig`]: if quantization is asked of a model that is loaded already.
     """
+    name = model if isinstance(model, str) else model_type(model)
+    if name in results() and results()[name]["verdict"] != "exact":
+        get_patch_for_type(name)  # raises, with the reason
     if isinstance(model, str):
-        get_patch_for_type(model)
         return
-    get_patch(model)
     quantized = getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
     if (args.load_in_4bit or args.load_in_8bit) and not quantized:
         raise InvalidConfig(
@@ -89,6 +94,27 @@ def refuse_collator(collator: Callable[[list[Any]], dict[str, Any]] | None) -> N
         why=[why],
         do="Leave data_collator unset, use trl_packfa.DataCollatorForPacking, or train padded with packing=False.",
     )
+
+
+def refuse_sources(args: PackedSFTConfig, train_dataset: Dataset | IterableDataset | None) -> None:
+    """A column of sources that is not there, or that a stream does not carry along.
+
+    Raises:
+        [`InvalidConfig`]: naming the columns that are.
+    """
+    if args.loss_by is None or train_dataset is None:
+        return
+    if isinstance(train_dataset, IterableDataset):
+        raise InvalidConfig(
+            f"loss_by='{args.loss_by}' with a stream: its documents come without their other columns.",
+            do="Load the dataset with streaming=False, or drop loss_by.",
+        )
+    if args.loss_by not in train_dataset.column_names:
+        raise InvalidConfig(
+            f"loss_by='{args.loss_by}': the training dataset has no such column.",
+            why=[f"columns: {', '.join(train_dataset.column_names)}"],
+            do="Name one of them.",
+        )
 
 
 def _refuse_prompt_learning(peft_config: Any) -> None:

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from datasets import IterableDataset
 from transformers import PreTrainedConfig
 
 from .config import PackedSFTConfig
 from .errors import InvalidConfig
-from .packing import fewest_micro_batches, recut
+from .packing import imbalance, recut_over_ranks
 from .tokenized import read_lengths
 
 
@@ -35,14 +36,14 @@ class Documents:
 class Slot(dict):
     """What the Trainer takes for one micro-batch: the token ids that it counts, and the micro-batches to run."""
 
-    def __init__(self, micro_batches: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, micro_batches: Sequence[dict[str, Any]], imbalance: float = 1.0) -> None:
         ids = [micro_batch["input_ids"] for micro_batch in micro_batches]
         super().__init__(input_ids=torch.cat(ids, dim=1) if ids else torch.empty((1, 0), dtype=torch.long))
-        self.micro_batches = list(micro_batches)
+        self.micro_batches, self.imbalance = list(micro_batches), imbalance
 
 
 class StepCutter:
-    """Cuts the examples of a step, the same number of times on every rank.
+    """Cuts the examples of a step over ranks and micro-batches, level in cost, equally many on every rank.
 
     Args:
         args ([`PackedSFTConfig`]):
@@ -69,22 +70,23 @@ class StepCutter:
         self, batches: Sequence[Documents], collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
     ) -> list[Slot]:
         """One slot per padded micro-batch, all idle but the last, which holds the step's examples re-cut."""
-        examples = [example for batch in batches for example in batch.examples]
+        examples = self._of_all_ranks([example for batch in batches for example in batch.examples])
         lengths = np.array([len(example["input_ids"]) for example in examples], dtype=np.int64)
-        wanted = self._largest_over_ranks(fewest_micro_batches(lengths, self.budget))
-        count = min(wanted, len(lengths))
-        parts = recut(lengths, budget=self.budget, num_micro_batches=count, quadratic=self.quadratic)
-        micro_batches = [collate([examples[i] for i in part]) for part in parts]
-        # A rank with fewer documents than others have micro-batches takes part in their collectives, untrained.
-        idle = {**examples[0], "labels": [-100] * int(lengths[0])}
-        micro_batches += [collate([idle]) for _ in range(wanted - count)]
-        return [Slot([]) for _ in batches[:-1]] + [Slot(micro_batches)]
+        world_size = self.accelerator.num_processes
+        dealt = recut_over_ranks(lengths, budget=self.budget, world_size=world_size, quadratic=self.quadratic)
+        # Where others have a micro-batch more, a rank takes part in their collectives, untrained.
+        shortest = int(lengths.argmin())
+        idle = {**examples[shortest], "labels": [-100] * int(lengths[shortest])}
+        micro_batches = [
+            collate([examples[i] for i in part] or [idle]) for part in dealt[self.accelerator.process_index]
+        ]
+        last = Slot(micro_batches, imbalance=imbalance(dealt, lengths, self.quadratic))
+        return [Slot([]) for _ in batches[:-1]] + [last]
 
-    def _largest_over_ranks(self, count: int) -> int:
-        if self.accelerator.num_processes == 1:
-            return count
-        counts: Any = self.accelerator.gather(torch.tensor([count], device=self.accelerator.device))
-        return int(counts.max())
+    def _of_all_ranks(self, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The examples of the step, rank by rank: every rank makes the same plan of all of them. Token ids are small
+        beside what a step computes."""
+        return examples if self.accelerator.num_processes == 1 else gather_object(examples)
 
 
 def _longest(train_dataset: Any, max_length: int | None) -> int:

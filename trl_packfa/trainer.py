@@ -11,8 +11,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from itertools import islice
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,26 +29,27 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from trl import SFTTrainer, get_peft_config
+from trl import get_peft_config
 
 from .collator import LOSSES, DataCollatorForPacking
 from .config import PackedSFTConfig
 from .exactness import ExactnessReport, check
 from .fused_head import ensure_own_loss
 from .packing import PackedBatchSampler, PackingReport
-from .refusals import refuse_arguments, refuse_collator, refuse_model
+from .refusals import refuse_arguments, refuse_collator, refuse_model, refuse_sources
 from .registry import describe, patch
-from .reports import count_batch, write_reports
+from .reports import write_reports
 from .sampling import EpochCallback, RankAwareSampler
 from .sources import AnyDataset, EvalDataset, init_kwargs, model_type, named, output_dir, quantization_of
-from .steps import Documents, Slot, StepCutter
+from .stepping import SteppingTrainer
+from .steps import Documents, StepCutter
 from .tokenized import cut_dataset, cut_stream, read_lengths, require_usable
 from .versions import require_versions
 
 logger = get_logger(__name__)
 
 
-class PackedSFTTrainer(SFTTrainer):
+class PackedSFTTrainer(SteppingTrainer):
     """Swap it for `SFTTrainer`: the same arguments, packed.
 
     ```python
@@ -155,7 +155,9 @@ class PackedSFTTrainer(SFTTrainer):
         self.data_collator = data_collator or DataCollatorForPacking(
             pad_token_id=self._tokenizer.pad_token_id,
             pad_to_multiple_of=self.args.pad_to_multiple_of,  # type: ignore[arg-type]  # SFTConfig has made it an int
+            source_column=self.args.loss_by,
         )
+        refuse_sources(self.args, self.train_dataset)
         if self.args.packs_steps:
             self._step_cutter = StepCutter(
                 self.args, train_dataset=self.train_dataset, model=self.model, accelerator=self.accelerator
@@ -191,8 +193,8 @@ class PackedSFTTrainer(SFTTrainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
-        if LOSSES not in self._signature_columns:
-            self._signature_columns = [*self._signature_columns, LOSSES]
+        ours = [LOSSES, *([self.args.loss_by] if self.args.loss_by else [])]
+        self._signature_columns += [name for name in ours if name not in self._signature_columns]
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         if not self.args.packs_rows:
@@ -231,42 +233,6 @@ class PackedSFTTrainer(SFTTrainer):
         finally:
             self.data_collator = packing_collator
 
-    # Steps ----------------------------------------------------------------------------------------------------------
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], torch.Tensor | int | None]:
-        """The micro-batches of one optimizer step, and the number of tokens that it trains over all ranks."""
-        if not self.args.packs_steps:
-            return super().get_batch_samples(epoch_iterator, num_batches, device)
-        batches = list(islice(epoch_iterator, num_batches))
-        if not batches:
-            return [], None
-        slots = self._step_cutter.cut(batches, self.data_collator)
-        micro_batches = slots[-1].micro_batches
-        _, num_items = super().get_batch_samples(iter(micro_batches), len(micro_batches), device)
-        return slots, num_items
-
-    def training_step(
-        self,
-        model: torch.nn.Module,
-        inputs: dict[str, Any],
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> torch.Tensor:
-        """TRL's training step; for the slot that holds a whole optimizer step, one per micro-batch."""
-        if not isinstance(inputs, Slot):
-            return super().training_step(model, inputs, num_items_in_batch)
-        loss = torch.zeros((), device=self.args.device)
-        self.current_gradient_accumulation_steps = len(inputs.micro_batches)
-        for i, micro_batch in enumerate(inputs.micro_batches):
-            is_last = i + 1 == len(inputs.micro_batches)
-            # Gradients synchronise once, with the last.
-            with nullcontext() if is_last else self.accelerator.no_sync(model):
-                loss += super().training_step(model, micro_batch, num_items_in_batch)
-        if inputs.micro_batches:
-            self._metrics["train"]["micro_batches"].append(len(inputs.micro_batches))
-        return loss
-
     # Proof and measurement ------------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -293,20 +259,6 @@ class PackedSFTTrainer(SFTTrainer):
         self.exactness.require_exact()
         logger.info("trl-packfa: %s in %.1f s", self.exactness, time.perf_counter() - started)
         return self.exactness
-
-    def compute_loss(
-        self,
-        model: torch.nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> Any:
-        """TRL's loss; counts what the batch holds on the way."""
-        is_training = self.model.training
-        rows = self.args.per_device_train_batch_size if self.args.packs_rows and is_training else 0
-        metrics = self._metrics["train" if is_training else "eval"]
-        count_batch(metrics, inputs, capacity=rows * (self.args.max_length or 0))
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)

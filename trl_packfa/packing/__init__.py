@@ -2,7 +2,7 @@
 
 from .best_fit import best_fit_decreasing
 from .overflow import OVERFLOW_POLICIES, PackingReport, Spans, plan_overflow, require_policy
-from .recut import fewest_micro_batches, recut
+from .recut import fewest_micro_batches, imbalance, recut, recut_over_ranks
 from .sampler import PackedBatchSampler
 
 __all__ = [
@@ -12,7 +12,9 @@ __all__ = [
     "Spans",
     "best_fit_decreasing",
     "fewest_micro_batches",
+    "imbalance",
     "plan_overflow",
     "recut",
+    "recut_over_ranks",
     "require_policy",
 ]

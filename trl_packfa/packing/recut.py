@@ -12,6 +12,11 @@ import numpy as np
 
 from .best_fit import best_fit_decreasing
 
+# Exchanges between parts that are tried; a step's few hundred documents are level long before. Level is what costs at
+# most a thousandth of the step's time, or what its longest document allows.
+_EXCHANGES = 200
+_LEVEL = 1.001
+
 
 def fewest_micro_batches(lengths: np.ndarray, budget: int) -> int:
     """How many micro-batches of at most `budget` tokens these documents need.
@@ -19,6 +24,12 @@ def fewest_micro_batches(lengths: np.ndarray, budget: int) -> int:
     A document longer than the budget is a micro-batch of its own.
     """
     return len(_within_budget(np.asarray(lengths), budget))
+
+
+def document_cost(lengths: np.ndarray, quadratic: float) -> np.ndarray:
+    """Cost of each document, in units of the cost of a token."""
+    lengths = np.asarray(lengths, dtype=np.float64)
+    return lengths + quadratic * lengths**2
 
 
 def recut(lengths: np.ndarray, *, budget: int, num_micro_batches: int, quadratic: float = 0.0) -> list[list[int]]:
@@ -29,17 +40,48 @@ def recut(lengths: np.ndarray, *, budget: int, num_micro_batches: int, quadratic
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     assert fewest_micro_batches(lengths, budget) <= num_micro_batches <= len(lengths), "infeasible cut"
-    cost = lengths + quadratic * lengths.astype(np.float64) ** 2
-    parts = _longest_first(cost, num_micro_batches)
-    longest = max(budget, int(lengths.max()))
-    if any(lengths[part].sum() > longest for part in parts):
+    cost = document_cost(lengths, quadratic)
+    limit = max(budget, int(lengths.max()))
+    parts = _level(_longest_first(cost, num_micro_batches), cost, lengths, limit)
+    if any(lengths[part].sum() > limit for part in parts):
         # Level in cost, but too full: best fit is not as level, but fits.
         parts = [part.tolist() for part in _within_budget(lengths, budget)]
         while len(parts) < num_micro_batches:
             widest = max(range(len(parts)), key=lambda i: len(parts[i]))
             documents = parts.pop(widest)
             parts += [[documents[i] for i in half] for half in _longest_first(cost[documents], 2)]
+        parts = _level(parts, cost, lengths, limit)
     return [sorted(part) for part in parts]
+
+
+def recut_over_ranks(
+    lengths: np.ndarray, *, budget: int, world_size: int, quadratic: float = 0.0
+) -> list[list[list[int]]]:
+    """The same for several ranks: for each rank its micro-batches, equally many on all, level in each round and in
+    total. A rank that has fewer than the others has empty ones at the end."""
+    lengths = np.asarray(lengths, dtype=np.int64)
+    rounds = -(-fewest_micro_batches(lengths, budget) // world_size)
+    parts = recut(
+        lengths, budget=budget, num_micro_batches=min(rounds * world_size, len(lengths)), quadratic=quadratic
+    )
+    cost = document_cost(lengths, quadratic)
+    # Similar ones run at the same time; in every round the rank that has done least so far gets the costliest.
+    parts = sorted(parts, key=lambda part: -cost[part].sum()) + [[]] * (rounds * world_size - len(parts))
+    dealt: list[list[list[int]]] = [[] for _ in range(world_size)]
+    done = np.zeros(world_size)
+    for start in range(0, len(parts), world_size):
+        for rank, part in zip(np.argsort(done, kind="stable"), parts[start : start + world_size], strict=True):
+            dealt[rank].append(part)
+            done[rank] += cost[part].sum()
+    return dealt
+
+
+def imbalance(dealt: list[list[list[int]]], lengths: np.ndarray, quadratic: float = 0.0) -> float:
+    """What a step takes over what it would take if all ranks were always busy: 1 is level. Ranks wait for each other
+    in every round of micro-batches."""
+    cost = document_cost(lengths, quadratic)
+    costs = np.array([[cost[part].sum() for part in rank] for rank in dealt])
+    return float(costs.max(axis=0).sum() / costs.mean(axis=0).sum())
 
 
 def _within_budget(lengths: np.ndarray, budget: int) -> list[np.ndarray]:
@@ -59,3 +101,54 @@ def _longest_first(cost: np.ndarray, parts: int) -> list[list[int]]:
         dealt[part].append(document)
         heapq.heappush(heap, (total + float(cost[document]), part))
     return dealt
+
+
+def _level(parts: list[list[int]], cost: np.ndarray, lengths: np.ndarray, limit: int) -> list[list[int]]:
+    """Exchange documents between the costliest part and others while that makes it cheaper and nothing too full."""
+    totals = np.array([cost[part].sum() for part in parts])
+    tokens = np.array([lengths[part].sum() for part in parts])
+    reachable = max(totals.mean() * _LEVEL, cost.max())
+    for _ in range(_EXCHANGES if len(parts) > 1 else 0):
+        top = int(totals.argmax())
+        if totals[top] <= reachable:
+            break
+        best = _best_exchange(parts, top, totals, tokens, cost, lengths, limit)
+        if best is None:
+            break
+        other, leaves, comes = best
+        parts[top].remove(leaves)
+        parts[other].append(leaves)
+        if comes >= 0:
+            parts[other].remove(comes)
+            parts[top].append(comes)
+        for part in (top, other):
+            totals[part], tokens[part] = cost[parts[part]].sum(), lengths[parts[part]].sum()
+    return parts
+
+
+def _best_exchange(
+    parts: list[list[int]],
+    top: int,
+    totals: np.ndarray,
+    tokens: np.ndarray,
+    cost: np.ndarray,
+    lengths: np.ndarray,
+    limit: int,
+) -> tuple[int, int, int] | None:
+    """The part, the document that goes to it and the one that comes back (-1 for none) with which the costlier of the
+    two parts is cheapest; `None` if nothing helps."""
+    part_of = np.concatenate([np.full(len(part) + 1, i) for i, part in enumerate(parts) if i != top])
+    comes = np.concatenate([[*part, -1] for i, part in enumerate(parts) if i != top]).astype(np.int64)
+    back = np.where(comes >= 0, cost[comes], 0.0)
+    back_tokens = np.where(comes >= 0, lengths[comes], 0)
+    leaves = np.array(parts[top])
+    moved = cost[leaves][:, None] - back[None]
+    worse = np.maximum(totals[top] - moved, totals[part_of][None] + moved)
+    moved_tokens = lengths[leaves][:, None] - back_tokens[None]
+    full = (tokens[part_of][None] + moved_tokens > limit) | (tokens[top] - moved_tokens > limit)
+    empties = (comes[None] < 0) & (len(leaves) == 1)
+    worse = np.where(full | empties, np.inf, worse)
+    i, j = np.unravel_index(int(worse.argmin()), worse.shape)
+    if not worse[i, j] < totals[top] * (1 - 1e-9):
+        return None
+    return int(part_of[j]), int(leaves[i]), int(comes[j])

@@ -1,0 +1,111 @@
+"""How a packed optimizer step is run and counted: the part of the trainer between the data and the report."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import islice
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from trl import SFTTrainer
+
+from .config import PackedSFTConfig
+from .reports import count_batch
+from .steps import Slot, StepCutter
+from .weighting import SOURCES, WeightedModel, as_example_labels, example_weights, losses_by_source
+
+
+class SteppingTrainer(SFTTrainer):
+    """TRL's trainer, running micro-batches that are cut from a whole step, and weighting their losses."""
+
+    # What the Trainer declares more loosely.
+    args: PackedSFTConfig
+    model: Any
+    data_collator: Any
+    _step_cutter: StepCutter
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # By mode and source: summed loss and trained tokens since the last log.
+        self._source_losses: dict[str, dict[str, list[float]]] = {"train": {}, "eval": {}}
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], torch.Tensor | int | None]:
+        """The micro-batches of one optimizer step, and the number of tokens that it trains over all ranks."""
+        if not self.args.packs_steps:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches = list(islice(epoch_iterator, num_batches))
+        if not batches:
+            return [], None
+        slots = self._step_cutter.cut(batches, self.data_collator)
+        micro_batches = slots[-1].micro_batches
+        _, num_items = super().get_batch_samples(iter(micro_batches), len(micro_batches), device)
+        return slots, num_items
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | int | None:
+        if self.args.loss_weighting == "example":
+            batch_samples = [as_example_labels(batch) for batch in batch_samples]
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    def training_step(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """TRL's training step; for the slot that holds a whole optimizer step, one per micro-batch."""
+        if not isinstance(inputs, Slot):
+            return super().training_step(model, inputs, num_items_in_batch)
+        loss = torch.zeros((), device=self.args.device)
+        self.current_gradient_accumulation_steps = len(inputs.micro_batches)
+        for i, micro_batch in enumerate(inputs.micro_batches):
+            is_last = i + 1 == len(inputs.micro_batches)
+            with nullcontext() if is_last else self.accelerator.no_sync(model):
+                loss += super().training_step(model, micro_batch, num_items_in_batch)
+        if inputs.micro_batches:
+            self._metrics["train"]["micro_batches"].append(len(inputs.micro_batches))
+            self._metrics["train"]["imbalance"].append(inputs.imbalance)
+        return loss
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """TRL's loss, weighted as asked; counts what the batch holds on the way."""
+        is_training = self.model.training
+        mode = "train" if is_training else "eval"
+        rows = self.args.per_device_train_batch_size if self.args.packs_rows and is_training else 0
+        count_batch(self._metrics[mode], inputs, capacity=rows * (self.args.max_length or 0))
+        by_example = self.args.loss_weighting == "example" and is_training
+        if not by_example and SOURCES not in inputs:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        sources = {name: inputs[name] for name in ("labels", "packed_layout", SOURCES) if name in inputs}
+        inputs.pop(SOURCES, None)
+        weighted: Any = WeightedModel(model, example_weights(inputs) if by_example else None)
+        result = super().compute_loss(weighted, inputs, return_outputs, num_items_in_batch)
+        if SOURCES in sources and weighted.log_probs is not None:
+            for source, (loss, count) in losses_by_source(sources, weighted.log_probs).items():
+                total = self._source_losses[mode].setdefault(source, [0.0, 0.0])
+                total[0], total[1] = total[0] + loss, total[1] + count
+        return result
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's metrics, and the mean loss of each source since the last time."""
+        mode = "train" if self.model.training else "eval"
+        mine = [self._source_losses[mode]] if self.args.loss_by else []
+        totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for losses in gather_object(mine) if self.accelerator.num_processes > 1 else mine:
+            for source, (loss, count) in losses.items():
+                totals[source][0] += loss
+                totals[source][1] += count
+        self._source_losses[mode] = {}
+        prefix = "" if mode == "train" else "eval_"
+        logs.update({f"{prefix}loss/{source}": loss / n for source, (loss, n) in sorted(totals.items()) if n})
+        super().log(logs, start_time)
