@@ -19,7 +19,14 @@ def test_every_field_of_trls_configs_is_there_with_help():
     for theirs in (SFTConfig, ModelConfig):
         assert {f.name for f in dataclasses.fields(theirs)} <= ours.keys()
     own = ours.keys() - {f.name for c in (SFTConfig, ModelConfig) for f in dataclasses.fields(c)}
-    assert own == {"loss_by", "loss_weighting", "max_tokens_per_microbatch", "overflow", "check_packing", "attention_backend"}
+    assert own == {
+        "loss_by",
+        "loss_weighting",
+        "max_tokens_per_microbatch",
+        "overflow",
+        "check_packing",
+        "attention_backend",
+    }
     assert all(ours[name].metadata.get("help") for name in own)
 
 

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from trl_packfa.errors import InvalidConfig, InvalidDataset
 from trl_packfa.packing import (
+    WRAP,
     PackedBatchSampler,
     best_fit_decreasing,
     fewest_micro_batches,
@@ -201,3 +202,40 @@ def test_ranks_are_level_where_the_longest_document_allows(world, examples):
         dealt = recut_over_ranks(lengths, budget=10**6, world_size=world, quadratic=1e-4)
         cost = lengths + 1e-4 * lengths**2
         assert imbalance(dealt, lengths, 1e-4) <= max(1.02, cost.max() / (cost.sum() / world) + 1e-9)
+
+
+@given(st.lists(st.tuples(st.integers(1, 30), st.booleans()), min_size=1, max_size=40), st.integers(2, 25))
+def test_wrapped_rows_hold_every_trained_document_once_and_are_full(documents, capacity):
+    lengths = np.array([length for length, _ in documents])
+    trained = np.repeat([has_labels for _, has_labels in documents], lengths)
+    keeps = [i for i, (length, has_labels) in enumerate(documents) if has_labels and length > 1]
+    if not keeps:
+        with pytest.raises(InvalidDataset):
+            plan_overflow(lengths, trained, max_length=capacity, policy=WRAP)
+        return
+    spans, report = plan_overflow(lengths, trained, max_length=capacity, policy=WRAP)
+    tokens = [(d, t) for d, start, stop in zip(*spans, strict=True) for t in range(start, stop)]
+    assert tokens == [(i, t) for i in keeps for t in range(lengths[i])], "in order, each exactly once"
+    pieces = spans.stop - spans.start
+    sampler = PackedBatchSampler(pieces, capacity=capacity, rows_per_batch=1, seed=0, shuffle=False, wrapped=True)
+    totals = [int(pieces[row].sum()) for row in sampler]
+    assert all(total == capacity for total in totals[:-1]) and 0 < totals[-1] <= capacity
+    assert report.dropped_untrained == len(documents) - len(keeps)
+    assert report.tokens_lost == lengths.sum() - lengths[keeps].sum()
+    assert report.split == sum(int((spans.document == i).sum() > 1) for i in keeps)
+
+
+def test_rows_that_run_at_the_same_time_cost_alike():
+    """Rows are all full, but attention over one long document costs more than over many short ones."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(5.5, 1.2, 20_000), 4, 4096).astype(int)
+
+    def waiting(quadratic):
+        options = {"capacity": 4096, "rows_per_batch": 2, "seed": 3, "world_size": 8, "quadratic": quadratic}
+        ranks = [list(PackedBatchSampler(lengths, rank=rank, **options)) for rank in range(8)]
+        cost = lengths + 1e-3 * lengths.astype(float) ** 2
+        costs = np.array([[cost[batch].sum() for batch in rank] for rank in ranks])[:, :-1]  # the last may be short
+        assert sorted(i for rank in ranks for batch in rank for i in batch) == list(range(len(lengths)))
+        return costs.max(axis=0).sum() / costs.mean(axis=0).sum()
+
+    assert waiting(1e-3) < 1.02 < 1.1 < waiting(0.0)

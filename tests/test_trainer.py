@@ -7,7 +7,7 @@ from itertools import chain
 import pytest
 import tiny
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from peft import PeftModel, get_peft_model
 from tolerance import assert_trajectory
 from training import FORMATS, LORA, arguments, dataset, losses, packed_trainer
@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from trl_packfa import PackedSFTConfig, PackedSFTTrainer, describe
+from trl_packfa.errors import InvalidConfig
 
 # The same training ------------------------------------------------------------------------------------------------
 
@@ -189,6 +190,31 @@ def test_formatting_func_and_assistant_only_loss(tmp_path):
         arguments(out=tmp_path, assistant_only_loss=True), train_dataset=Dataset.from_list(FORMATS["messages"])
     )
     assert assistant.packing_reports["train"].trained_tokens == 24 * 3  # "7 8 </s>"
+
+
+def test_wrapped_cuts_where_rows_are_full_and_honours_every_boundary(tmp_path):
+    """Each row holds `max_length` tokens; what is cut off is a document of its own, which sees nothing before it."""
+    args = arguments(
+        out=tmp_path, packing_strategy="wrapped", max_length=64, per_device_train_batch_size=1, max_steps=4,
+        completion_only_loss=False,
+    )  # fmt: skip
+    trainer = packed_trainer(args)
+    report = trainer.packing_reports["train"]
+    assert report.split > 0 and report.packed_tokens == report.tokens
+    seen, compute_loss = [], trainer.compute_loss
+
+    def watch(model, inputs, **options):
+        seen.append(inputs["packed_layout"])
+        return compute_loss(model, inputs, **options)
+
+    trainer.compute_loss = watch
+    trainer.train()
+    assert trainer.exactness.is_exact
+    assert sorted(layout.num_tokens for layout in seen)[1:] == [64] * 3
+    assert all(layout.num_documents > 1 for layout in seen)
+    stream = IterableDataset.from_generator(lambda: iter(dataset()))
+    with pytest.raises(InvalidConfig, match="packing_strategy='wrapped' on a stream"):
+        packed_trainer(args, train_dataset=stream)
 
 
 def test_bfd_fills_rows_and_repacks_every_epoch(tmp_path):

@@ -15,7 +15,7 @@ from .errors import InvalidConfig
 from .packing import OVERFLOW_POLICIES, require_policy
 
 LOSS_WEIGHTINGS = ("token", "example")
-PACKING_STRATEGIES = ("step", "minibatch", "bfd", "bfd_split")
+PACKING_STRATEGIES = ("step", "minibatch", "bfd", "bfd_split", "wrapped")
 
 
 @dataclass
@@ -42,7 +42,9 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
             "and as equal micro-batches as the token budget allows. `'minibatch'`: each micro-batch holds the "
             "examples it would hold padded, as one row. "
             "`'bfd'`: rows of `max_length` tokens, best-fit decreasing over the whole dataset, repacked every epoch. "
-            "`'bfd_split'`: the same with `overflow='split'`.",
+            "`'bfd_split'`: the same with `overflow='split'`. "
+            "`'wrapped'`: documents one after the other, cut wherever a row of `max_length` tokens is full; the parts "
+            "are documents of their own.",
             "choices": list(PACKING_STRATEGIES),
         },
     )
@@ -133,6 +135,12 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
             )
         if self.packing_strategy == "bfd_split":
             self.overflow = "split"
+        if self.packing_strategy == "wrapped" and self.overflow != "truncate":
+            raise InvalidConfig(
+                f"overflow='{self.overflow}' has no effect under packing_strategy='wrapped'.",
+                why=["it cuts every document where a row is full"],
+                do="Drop overflow, or use packing_strategy='bfd'.",
+            )
         if self.packs_rows:
             self._require_rows()
         self._require_budget()
@@ -205,7 +213,7 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
     @property
     def packs_rows(self) -> bool:
         """Whether rows of `max_length` tokens are filled over the whole dataset."""
-        return self.packing and self.packing_strategy in ("bfd", "bfd_split")
+        return self.packing and self.packing_strategy in ("bfd", "bfd_split", "wrapped")
 
     @property
     def packs_steps(self) -> bool:

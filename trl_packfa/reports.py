@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .collator import LOSSES
+from .errors import InvalidConfig
 from .exactness import ExactnessReport
 from .packing import PackingReport
 
+logger = logging.getLogger(__name__)
+
+# Written last: a checkpoint that has it is whole.
+PACKING_REPORT = "packing_report.json"
+_PROGRESS = "packing_progress.json"
 _LOST = ("truncated", "split", "dropped", "tokens_lost")
 
 
@@ -37,14 +44,54 @@ def count_batch(metrics: Mapping[str, list[float]], inputs: dict[str, Any], *, c
             metrics[name].append(count)
 
 
+def last_whole_checkpoint(folder: str | Path | None) -> str | None:
+    """The newest `checkpoint-*` in a folder that was written whole, which its report, written last, says; `None` if
+    there is none. Others are named in the log and passed over."""
+    found = [
+        path for path in Path(folder or ".").glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()
+    ]
+    for path in sorted(found, key=lambda path: -int(path.name.removeprefix("checkpoint-"))):
+        if (path / PACKING_REPORT).exists():
+            return str(path)
+        logger.warning("trl-packfa: %s is incomplete (no %s): passed over.", path, PACKING_REPORT)
+    return None
+
+
+def require_whole_checkpoint(folder: str | Path | None) -> str:
+    """[`last_whole_checkpoint`], which must exist.
+
+    Raises:
+        [`InvalidConfig`]: naming those that were not written whole.
+    """
+    found = last_whole_checkpoint(folder)
+    if found is None:
+        partial = sorted(path.name for path in Path(folder or ".").glob("checkpoint-*"))
+        raise InvalidConfig(
+            f"no whole checkpoint to resume from in {folder}.",
+            why=[f"{name} has no {PACKING_REPORT}, which is written last" for name in partial] or ["it holds none"],
+            do="Train without resume_from_checkpoint, or name a checkpoint's folder.",
+        )
+    return found
+
+
+def write_progress(folder: str | Path, progress: dict[str, int]) -> None:
+    """Write what the Trainer's own state does not hold, for a resumed run to go on from."""
+    (Path(folder) / _PROGRESS).write_text(json.dumps(progress) + "\n", encoding="utf-8")
+
+
+def read_progress(folder: str | Path) -> dict[str, int]:
+    """What [`write_progress`] wrote; nothing for a checkpoint of another trainer."""
+    path = Path(folder) / _PROGRESS
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
 def write_reports(
     folder: str | Path, packing_reports: Mapping[str, PackingReport], exactness: ExactnessReport | None
 ) -> None:
     """Write `packing_report.json` and, once proven, `exactness_report.json` into a folder."""
-    contents: dict[str, Any] = {
-        "packing_report.json": {name: report.to_dict() for name, report in packing_reports.items()}
-    }
+    contents: dict[str, Any] = {}
     if exactness is not None:
         contents["exactness_report.json"] = exactness.to_dict()
+    contents[PACKING_REPORT] = {name: report.to_dict() for name, report in packing_reports.items()}
     for name, content in contents.items():
         (Path(folder) / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -33,16 +33,17 @@ from trl import get_peft_config
 
 from .collator import LOSSES, DataCollatorForPacking
 from .config import PackedSFTConfig
+from .errors import InvalidConfig
 from .exactness import ExactnessReport, check
 from .fused_head import ensure_own_loss
-from .packing import PackedBatchSampler, PackingReport
+from .packing import WRAP, PackedBatchSampler, PackingReport
 from .refusals import refuse_arguments, refuse_collator, refuse_model, refuse_sources
 from .registry import describe, patch
-from .reports import write_reports
+from .reports import read_progress, require_whole_checkpoint, write_progress, write_reports
 from .sampling import EpochCallback, RankAwareSampler
 from .sources import AnyDataset, EvalDataset, init_kwargs, model_type, named, output_dir, quantization_of
 from .stepping import SteppingTrainer
-from .steps import Documents, StepCutter
+from .steps import Documents, StepCutter, quadratic_weight
 from .tokenized import cut_dataset, cut_stream, read_lengths, require_usable
 from .versions import require_versions
 
@@ -182,8 +183,14 @@ class PackedSFTTrainer(SteppingTrainer):
         uncut = copy.copy(args)
         uncut.max_length = None
         dataset = super()._prepare_dataset(dataset, processing_class, uncut, False, formatting_func, dataset_name)
-        limits = {"max_length": args.max_length, "overflow": args.overflow}
+        wraps = args.packing_strategy == "wrapped" and dataset_name == "train"
+        limits = {"max_length": args.max_length, "overflow": WRAP if wraps else args.overflow}
         if isinstance(dataset, IterableDataset):
+            if wraps:
+                raise InvalidConfig(
+                    "packing_strategy='wrapped' on a stream: rows would depend on where the stream was entered.",
+                    do="Use packing_strategy='bfd', 'step' or 'minibatch', or load the dataset with streaming=False.",
+                )
             return cut_stream(dataset, pack=args.packs_rows and dataset_name == "train", **limits)
         dataset, report = cut_dataset(dataset, name=dataset_name, **limits)
         self.packing_reports[dataset_name] = report
@@ -208,6 +215,8 @@ class PackedSFTTrainer(SteppingTrainer):
             rank=self.args.process_index,
             world_size=self.args.world_size,
             shuffle=self.args.train_sampling_strategy != "sequential",
+            wrapped=self.args.packing_strategy == "wrapped",
+            quadratic=quadratic_weight(self.model.config, sum(p.numel() for p in self.model.parameters())),
         )
         return self.packing_sampler
 
@@ -235,15 +244,22 @@ class PackedSFTTrainer(SteppingTrainer):
 
     # Proof and measurement ------------------------------------------------------------------------------------------
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's `train`, after the exactness check, if it has not run yet.
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """TRL's `train`, after the exactness check, if it has not run yet; `resume_from_checkpoint=True` takes the
+        last checkpoint that was written whole.
 
         Raises:
             [`ContaminationError`]: if packing is not exact on this model.
+            [`InvalidConfig`]: if there is no whole checkpoint to resume from.
         """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = require_whole_checkpoint(self.args.output_dir)
+        if isinstance(resume_from_checkpoint, str):
+            # TRL counts from 0 again.
+            self._total_train_tokens = read_progress(resume_from_checkpoint).get("num_tokens", 0)
         if self.args.packing and self.args.check_packing and self.exactness is None:
             self.prove()
-        return super().train(*args, **kwargs)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def prove(self) -> ExactnessReport:
         """Run the exactness check on the model as it will train, and keep the report.
@@ -264,6 +280,7 @@ class PackedSFTTrainer(SteppingTrainer):
         super()._save_checkpoint(model, trial)
         if self.args.should_save:
             folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+            write_progress(folder, {"num_tokens": self._total_train_tokens})
             self.save_reports(folder)
 
     def save_reports(self, folder: str | Path) -> None:

@@ -1,12 +1,13 @@
 """Lengths to plans: pure functions on numpy arrays. Knows no model, no transformers and no trl."""
 
 from .best_fit import best_fit_decreasing
-from .overflow import OVERFLOW_POLICIES, PackingReport, Spans, plan_overflow, require_policy
+from .overflow import OVERFLOW_POLICIES, WRAP, PackingReport, Spans, plan_overflow, require_policy
 from .recut import fewest_micro_batches, imbalance, recut, recut_over_ranks
 from .sampler import PackedBatchSampler
 
 __all__ = [
     "OVERFLOW_POLICIES",
+    "WRAP",
     "PackedBatchSampler",
     "PackingReport",
     "Spans",

@@ -15,6 +15,8 @@ import numpy as np
 from ..errors import InvalidConfig, InvalidDataset
 
 OVERFLOW_POLICIES = ("truncate", "split", "drop", "error")
+# Cut wherever a row of `max_length` tokens is full, whatever the document: the strategy `wrapped`, no policy.
+WRAP = "cut at rows"
 
 
 class Spans(NamedTuple):
@@ -70,7 +72,8 @@ def plan_overflow(
     Raises:
         [`InvalidDataset`]: with policy `"error"`, naming the first document that is too long; or if nothing is left.
     """
-    require_policy(policy)
+    if policy != WRAP:
+        require_policy(policy)
     limit = max_length if max_length is not None else int(lengths.max(initial=1))
     too_long = lengths > limit
     if policy == "error" and too_long.any():
@@ -80,9 +83,10 @@ def plan_overflow(
             why=[f"{int(too_long.sum())} of {len(lengths)} documents are too long"],
             do="Raise max_length, or choose overflow='truncate', 'split' or 'drop'.",
         )
-    spans = _cut(lengths, limit, policy)
+    spans = _wrap(lengths, trained, limit) if policy == WRAP else _cut(lengths, limit, policy)
     counts = _trained_in(spans, lengths, trained)
-    kept = Spans(*(part[counts > 0] for part in spans))
+    # A wrapped row stays whole: its untrained parts are context for nobody, and cost nothing to keep in place.
+    kept = spans if policy == WRAP else Spans(*(part[counts > 0] for part in spans))
     if not len(kept.document):
         raise InvalidDataset(
             f"no document has a token to train on: {len(lengths)} documents, max_length={max_length}, "
@@ -91,14 +95,15 @@ def plan_overflow(
             do="Raise max_length, or check completion_only_loss, assistant_only_loss and the dataset's labels.",
         )
     packed_tokens = int((kept.stop - kept.start).sum())
+    cut = int(too_long.sum()) if policy == "split" else int((np.bincount(kept.document) > 1).sum())
     report = PackingReport(
         documents=len(lengths),
         tokens=int(lengths.sum()),
         too_long=int(too_long.sum()),
         truncated=int(too_long.sum()) if policy == "truncate" else 0,
-        split=int(too_long.sum()) if policy == "split" else 0,
+        split=cut if policy in ("split", WRAP) else 0,
         dropped_too_long=int(too_long.sum()) if policy == "drop" else 0,
-        dropped_untrained=int((counts == 0).sum()),
+        dropped_untrained=len(lengths) - len(np.unique(kept.document)) if policy == WRAP else int((counts == 0).sum()),
         tokens_lost=int(lengths.sum()) - packed_tokens,
         packed_documents=len(kept.document),
         packed_tokens=packed_tokens,
@@ -122,6 +127,20 @@ def _cut(lengths: np.ndarray, limit: int, policy: str) -> Spans:
     number = np.arange(len(document)) - np.searchsorted(document, document)  # of the piece in its document
     start = number * limit
     return Spans(document, start, np.minimum(start + limit, lengths[document]))
+
+
+def _wrap(lengths: np.ndarray, trained: np.ndarray, limit: int) -> Spans:
+    """Trained documents one after the other, cut at every multiple of `limit` tokens."""
+    every = np.arange(len(lengths))
+    whole = Spans(every, np.zeros_like(every), lengths)
+    documents = every[_trained_in(whole, lengths, trained) > 0]
+    ends = np.cumsum(lengths[documents])
+    total = int(ends[-1]) if len(ends) else 0
+    cuts = np.union1d(ends, np.arange(limit, total, limit))
+    starts = np.concatenate([[0], cuts[:-1]]).astype(np.int64)[: len(cuts)]
+    owner = np.searchsorted(ends, starts, side="right")
+    first = (ends - lengths[documents])[owner]
+    return Spans(documents[owner], starts - first, cuts.astype(np.int64) - first)
 
 
 def _trained_in(spans: Spans, lengths: np.ndarray, trained: np.ndarray) -> np.ndarray:

@@ -11,6 +11,17 @@ from collections.abc import Iterator
 import numpy as np
 
 from .best_fit import best_fit_decreasing
+from .recut import document_cost
+
+# Rounds whose rows are sorted by cost together: enough to find rows alike, few enough to stay a shuffle.
+_LEVELLED_ROUNDS = 128
+
+
+def consecutive_rows(lengths: np.ndarray, capacity: int, rng: np.random.Generator) -> list[np.ndarray]:
+    """Rows of documents as they come, each row full but the last: documents are cut where a row is
+    ([`plan_overflow`] with `WRAP`)."""
+    row_of = (np.cumsum(lengths) - 1) // capacity
+    return np.split(np.arange(len(lengths)), np.flatnonzero(np.diff(row_of)) + 1)
 
 
 class PackedBatchSampler:
@@ -27,6 +38,11 @@ class PackedBatchSampler:
             As the Trainer has them.
         shuffle (`bool`, *optional*, defaults to `True`):
             Whether the rows come in random order.
+        wrapped (`bool`, *optional*, defaults to `False`):
+            Rows of consecutive documents, which were cut to fill them, instead of best fit.
+        quadratic (`float`, *optional*, defaults to `0.0`):
+            Cost of a token attending to a token in units of the cost of a token: rows of similar cost run at the same
+            time on all ranks.
     """
 
     def __init__(
@@ -39,12 +55,16 @@ class PackedBatchSampler:
         rank: int = 0,
         world_size: int = 1,
         shuffle: bool = True,
+        wrapped: bool = False,
+        quadratic: float = 0.0,
     ) -> None:
         self.lengths, self.capacity, self.rows_per_batch = np.asarray(lengths), capacity, rows_per_batch
         self.seed, self.rank, self.world_size, self.shuffle = seed, rank, world_size, shuffle
+        self.pack = consecutive_rows if wrapped else best_fit_decreasing
+        self.cost = document_cost(self.lengths, quadratic)
         self.epoch = 0
         # The number of bins depends on the lengths only, not on who is mixed with whom.
-        self.num_rows = len(best_fit_decreasing(self.lengths, capacity, np.random.default_rng(seed)))
+        self.num_rows = len(self.pack(self.lengths, capacity, np.random.default_rng(seed)))
 
     def set_epoch(self, epoch: int) -> None:
         """Which epoch the next iteration packs."""
@@ -55,12 +75,41 @@ class PackedBatchSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         rng = np.random.default_rng([self.seed, self.epoch])
-        rows = best_fit_decreasing(self.lengths, self.capacity, rng)
+        rows = self.pack(self.lengths, self.capacity, rng)
         if self.shuffle:
             rows = [rows[i] for i in rng.permutation(len(rows))]
+        for round_ in self._rounds(rows, rng):
+            yield self._share(round_)
+
+    def _rounds(self, rows: list[np.ndarray], rng: np.random.Generator) -> list[list[np.ndarray]]:
+        """The rows that all ranks run at the same time, round by round; on several ranks, of similar cost among some
+        hundred rounds' rows, and dealt so that no rank gets the costliest of every round."""
         per_round = self.rows_per_batch * self.world_size
-        for start in range(0, len(rows), per_round):
-            yield self._share(rows[start : start + per_round])
+        if self.world_size == 1:
+            return [rows[start : start + per_round] for start in range(0, len(rows), per_round)]
+        rounds: list[list[np.ndarray]] = []
+        for start in range(0, len(rows), _LEVELLED_ROUNDS * per_round):
+            stretch = rows[start : start + _LEVELLED_ROUNDS * per_round]
+            tail = len(stretch) % per_round
+            whole = sorted(stretch[: len(stretch) - tail], key=lambda row: -self.cost[row].sum())
+            levelled = [whole[i : i + per_round] for i in range(0, len(whole), per_round)]
+            rounds += [
+                self._dealt(levelled[i])
+                for i in (rng.permutation(len(levelled)) if self.shuffle else range(len(levelled)))
+            ]
+            rounds += [stretch[len(stretch) - tail :]] if tail else []
+        return rounds
+
+    def _dealt(self, rows: list[np.ndarray]) -> list[np.ndarray]:
+        """The rows of a round, rank by rank: the costliest left goes to the rank with the least so far."""
+        ranks: list[list[np.ndarray]] = [[] for _ in range(self.world_size)]
+        done = np.zeros(self.world_size)
+        for row in sorted(rows, key=lambda row: -self.cost[row].sum()):
+            open_ranks = [rank for rank in range(self.world_size) if len(ranks[rank]) < self.rows_per_batch]
+            rank = min(open_ranks, key=lambda rank: done[rank])
+            ranks[rank].append(row)
+            done[rank] += self.cost[row].sum()
+        return [row for rank in ranks for row in rank]
 
     def _share(self, rows: list[np.ndarray]) -> list[int]:
         """This rank's documents of one round; in a last round with fewer rows than ranks, rows are cut in halves."""
