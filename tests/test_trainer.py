@@ -192,6 +192,23 @@ def test_formatting_func_and_assistant_only_loss(tmp_path):
     assert assistant.packing_reports["train"].trained_tokens == 24 * 3  # "7 8 </s>"
 
 
+@pytest.mark.parametrize("strategy", ["step", "minibatch", "bfd"])
+def test_padding_is_counted_nowhere(tmp_path, strategy):
+    """With and without `pad_to_multiple_of`: the same loss, tokens, documents, entropy, accuracy and fill."""
+    logs = []
+    for multiple in (None, 64):
+        options = {"packing_strategy": strategy, "max_length": 96, "gradient_accumulation_steps": 2, "max_steps": 3}
+        trainer = packed_trainer(arguments(out=tmp_path, pad_to_multiple_of=multiple, **options))
+        trainer.train()
+        logs.append([entry for entry in trainer.state.log_history if "loss" in entry])
+    for plain, padded in zip(*logs, strict=True):
+        assert plain["tokens_per_second"] > 0 and padded["tokens_per_second"] > 0
+        exact = [name for name in plain if name in ("num_tokens", "documents", "longest_document", "fill")]
+        assert [plain[name] for name in exact] == [padded[name] for name in exact]
+        near = ["loss", "entropy", "mean_token_accuracy"]
+        assert_trajectory([padded[name] for name in near], [plain[name] for name in near])
+
+
 def test_wrapped_cuts_where_rows_are_full_and_honours_every_boundary(tmp_path):
     """Each row holds `max_length` tokens; what is cut off is a document of its own, which sees nothing before it."""
     args = arguments(

@@ -59,7 +59,7 @@ class DataCollatorForPacking:
             input_ids += [self.pad_token_id] * padding
             labels += [-100] * padding
             lengths.append(padding)
-        layout = PackedLayout.from_lengths(lengths)
+        layout = PackedLayout.from_lengths(lengths, padding=padding)
         labels_T = torch.tensor(labels)
         labels_T[layout.cu_seqlens[:-1].long()] = -100
         batch: dict[str, Any] = {

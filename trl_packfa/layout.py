@@ -46,6 +46,8 @@ class PackedLayout:
             The same lengths in tokens, on the host, so that no kernel launch waits for the device.
         rows (`int`, *optional*, defaults to `1`):
             Number of rows B the T tokens are laid out in.
+        padding (`int`, *optional*, defaults to `0`):
+            Tokens that nobody wrote: the last document, or one that only keeps a rank busy. For counting alone.
 
     Raises:
         [`InvalidLayout`]: if a length is not positive, the counts disagree, or a document crosses a row.
@@ -54,6 +56,7 @@ class PackedLayout:
     cu_seqlens: torch.Tensor
     lengths: tuple[int, ...]
     rows: int = 1
+    padding: int = 0
     # What a kernel derives from the boundaries (block masks, groups), kept for the other layers of the same forward.
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -89,13 +92,18 @@ class PackedLayout:
 
     @classmethod
     def from_lengths(
-        cls, lengths: Sequence[int], *, rows: int = 1, device: torch.device | str | None = None
+        cls,
+        lengths: Sequence[int],
+        *,
+        rows: int = 1,
+        padding: int = 0,
+        device: torch.device | str | None = None,
     ) -> PackedLayout:
         """Layout of documents of these `lengths` (tokens), in order, over `rows` equal rows."""
         lengths = tuple(int(length) for length in lengths)
         cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         torch.cumsum(torch.tensor(lengths, dtype=torch.int32), dim=0, out=cu_seqlens[1:])
-        return cls(cu_seqlens.to(device), lengths, rows)
+        return cls(cu_seqlens.to(device), lengths, rows, padding)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: torch.Tensor, *, rows: int = 1) -> PackedLayout:
@@ -182,4 +190,6 @@ class PackedLayout:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedLayout:
         """The same layout with its offsets on `device`."""
         cu_seqlens = self.cu_seqlens.to(device, non_blocking=non_blocking)
-        return self if cu_seqlens is self.cu_seqlens else PackedLayout(cu_seqlens, self.lengths, self.rows)
+        return (
+            self if cu_seqlens is self.cu_seqlens else PackedLayout(cu_seqlens, self.lengths, self.rows, self.padding)
+        )

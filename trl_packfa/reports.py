@@ -35,10 +35,11 @@ def count_batch(metrics: Mapping[str, list[float]], inputs: dict[str, Any], *, c
     lost = inputs.pop(LOSSES, None)
     layout = inputs.get("packed_layout")
     if layout is not None:
-        metrics["documents"].append(layout.num_documents)
-        metrics["longest_document"].append(layout.max_seqlen)
+        lengths = layout.lengths[:-1] if layout.padding else layout.lengths
+        metrics["documents"].append(len(lengths))
+        metrics["longest_document"].append(max(lengths, default=0))
         if capacity:
-            metrics["fill"].append(layout.num_tokens / capacity)
+            metrics["fill"].append(sum(lengths) / capacity)
     if lost is not None:
         for name, count in zip(_LOST, lost, strict=True):
             metrics[name].append(count)

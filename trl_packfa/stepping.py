@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -31,6 +32,8 @@ class SteppingTrainer(SFTTrainer):
         super().__init__(*args, **kwargs)
         # By mode and source: summed loss and trained tokens since the last log.
         self._source_losses: dict[str, dict[str, list[float]]] = {"train": {}, "eval": {}}
+        # When was logged last, and how many true tokens all ranks had trained by then.
+        self._last_log: tuple[float, int] | None = None
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -58,6 +61,8 @@ class SteppingTrainer(SFTTrainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
         """TRL's training step; for the slot that holds a whole optimizer step, one per micro-batch."""
+        if self._last_log is None:
+            self._last_log = (time.perf_counter(), self._total_train_tokens)
         if not isinstance(inputs, Slot):
             return super().training_step(model, inputs, num_items_in_batch)
         loss = torch.zeros((), device=self.args.device)
@@ -81,6 +86,7 @@ class SteppingTrainer(SFTTrainer):
         """TRL's loss, weighted as asked; counts what the batch holds on the way."""
         is_training = self.model.training
         mode = "train" if is_training else "eval"
+        self._uncount_padding(inputs, mode)
         rows = self.args.per_device_train_batch_size if self.args.packs_rows and is_training else 0
         count_batch(self._metrics[mode], inputs, capacity=rows * (self.args.max_length or 0))
         by_example = self.args.loss_weighting == "example" and is_training
@@ -96,8 +102,19 @@ class SteppingTrainer(SFTTrainer):
                 total[0], total[1] = total[0] + loss, total[1] + count
         return result
 
+    def _uncount_padding(self, inputs: dict[str, Any], mode: str) -> None:
+        """TRL is about to count every token of the batch, on all ranks."""
+        layout = inputs.get("packed_layout")
+        if mode != "train" or layout is None:
+            return
+        padding = layout.padding
+        if self.accelerator.num_processes > 1:
+            counts: Any = self.accelerator.gather(torch.tensor([padding], device=self.accelerator.device))
+            padding = int(counts.sum())
+        self._total_train_tokens -= padding
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL's metrics, and the mean loss of each source since the last time."""
+        """TRL's metrics, true tokens a second, and the mean loss of each source since the last time."""
         mode = "train" if self.model.training else "eval"
         mine = [self._source_losses[mode]] if self.args.loss_by else []
         totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -108,4 +125,9 @@ class SteppingTrainer(SFTTrainer):
         self._source_losses[mode] = {}
         prefix = "" if mode == "train" else "eval_"
         logs.update({f"{prefix}loss/{source}": loss / n for source, (loss, n) in sorted(totals.items()) if n})
+        if "loss" in logs:
+            now, tokens = time.perf_counter(), self._total_train_tokens
+            if self._last_log is not None and tokens > self._last_log[1]:
+                logs["tokens_per_second"] = (tokens - self._last_log[1]) / (now - self._last_log[0])
+            self._last_log = (now, tokens)
         super().log(logs, start_time)

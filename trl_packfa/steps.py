@@ -8,6 +8,7 @@ resuming) is the padded run's: all but the last slot of a step are idle, the las
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from transformers import PreTrainedConfig
 
 from .config import PackedSFTConfig
 from .errors import InvalidConfig
+from .layout import PackedLayout
 from .packing import imbalance, recut_over_ranks
 from .tokenized import read_lengths
 
@@ -77,9 +79,8 @@ class StepCutter:
         # Where others have a micro-batch more, a rank takes part in their collectives, untrained.
         shortest = int(lengths.argmin())
         idle = {**examples[shortest], "labels": [-100] * int(lengths[shortest])}
-        micro_batches = [
-            collate([examples[i] for i in part] or [idle]) for part in dealt[self.accelerator.process_index]
-        ]
+        mine = dealt[self.accelerator.process_index]
+        micro_batches = [collate([examples[i] for i in part]) if part else _untrue(collate([idle])) for part in mine]
         last = Slot(micro_batches, imbalance=imbalance(dealt, lengths, self.quadratic))
         return [Slot([]) for _ in batches[:-1]] + [last]
 
@@ -87,6 +88,14 @@ class StepCutter:
         """The examples of the step, rank by rank: every rank makes the same plan of all of them. Token ids are small
         beside what a step computes."""
         return examples if self.accelerator.num_processes == 1 else gather_object(examples)
+
+
+def _untrue(micro_batch: dict[str, Any]) -> dict[str, Any]:
+    """A micro-batch none of whose tokens counts."""
+    layout: PackedLayout | None = micro_batch.get("packed_layout")
+    if layout is not None:
+        micro_batch["packed_layout"] = replace(layout, padding=layout.num_tokens)
+    return micro_batch
 
 
 def _longest(train_dataset: Any, max_length: int | None) -> int:
