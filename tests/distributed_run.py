@@ -6,7 +6,7 @@ import sys
 
 from training import arguments, losses, packed_trainer
 
-strategy, out = sys.argv[1:]
+strategy, out, *resume = sys.argv[1:]
 world = int(os.environ.get("WORLD_SIZE", "1"))
 args = arguments(
     out=out,
@@ -17,8 +17,10 @@ args = arguments(
     max_length=96,
     learning_rate=2e-3,
     ddp_backend="gloo" if world > 1 else None,
+    save_strategy="steps",
+    save_steps=3,
 )
 trainer = packed_trainer(args)
-trainer.train()
+trainer.train(resume_from_checkpoint=f"{out}/checkpoint-3" if resume else None)
 if trainer.is_world_process_zero():
     print(json.dumps({"losses": losses(trainer), "verdict": trainer.exactness.verdict}))
