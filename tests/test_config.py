@@ -69,6 +69,9 @@ def test_bfd_split_is_bfd_that_splits():
             {"packing_strategy": "bfd", "train_sampling_strategy": "group_by_length"},
             "has nothing to order under packing_strategy='bfd'",
         ),
+        ({"packing_strategy": "bfd", "dataloader_drop_last": True}, "dataloader_drop_last=True has nothing to drop"),
+        ({"packing_strategy": "wrapped", "overflow": "drop"}, "overflow='drop' has no effect under .*'wrapped'"),
+        ({"max_tokens_per_microbatch": -5}, "max_tokens_per_microbatch=-5: a document needs two tokens"),
     ],
 )
 def test_contradictions_are_refused(options, message):

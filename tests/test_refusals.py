@@ -175,3 +175,38 @@ def test_general_rungs_train_through_the_trainer(tmp_path, model_type):
     # These random weights give losses of about a hundred: held in units of the loss.
     unit = max(losses(padded))
     assert_trajectory([x / unit for x in losses(packed)], [x / unit for x in losses(padded)])
+
+
+def test_a_budget_smaller_than_a_document_is_refused_with_its_number(tmp_path):
+    lengths = [len(ids) for ids in packed_trainer(arguments(out=tmp_path)).train_dataset["input_ids"]]
+    longest = max(lengths)
+    with pytest.raises(
+        InvalidConfig,
+        match=rf"max_tokens_per_microbatch={longest - 1} is smaller than document {lengths.index(longest)}, "
+        rf"of up to {longest} tokens(.|\n)*Raise it to {longest}",
+    ):
+        packed_trainer(arguments(out=tmp_path, max_tokens_per_microbatch=longest - 1))
+    stream = IterableDataset.from_generator(lambda: iter(dataset()))
+    with pytest.raises(InvalidConfig, match="smaller than a document of a stream, of up to 64 tokens"):
+        packed_trainer(arguments(out=tmp_path, max_tokens_per_microbatch=63, max_length=64), train_dataset=stream)
+
+
+def test_a_transform_on_the_fly_is_refused(tmp_path):
+    transformed = dataset().with_transform(lambda batch: batch)
+    with pytest.raises(InvalidDataset, match=r"train dataset is transformed on the fly(.|\n)*dataset\.map"):
+        packed_trainer(arguments(out=tmp_path), train_dataset=transformed)
+
+
+@pytest.mark.parametrize("strategy", ["step", "minibatch", "bfd", "wrapped"])
+def test_documents_of_no_or_one_token_and_a_dataset_smaller_than_a_step(tmp_path, strategy):
+    """Documents that cannot be trained are dropped and counted; one short step is trained, as padded training does."""
+    documents = [{"input_ids": ids} for ids in ([], [5], [6, 7, 8], [9, 10])]
+    args = arguments(
+        out=tmp_path, packing_strategy=strategy, max_length=64, gradient_accumulation_steps=4, max_steps=2,
+    )  # fmt: skip
+    trainer = packed_trainer(args, train_dataset=Dataset.from_list(documents))
+    report = trainer.packing_reports["train"]
+    assert (report.dropped_untrained, report.packed_documents, report.trained_tokens) == (2, 2, 3)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert trainer.state.log_history[0]["num_tokens"] == 5

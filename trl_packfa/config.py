@@ -171,6 +171,12 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
                 f"packing_strategy='{self.packing_strategy}' fills rows of max_length tokens, max_length is None.",
                 do="Set max_length, or packing_strategy='step' or 'minibatch', which need none.",
             )
+        if self.dataloader_drop_last:
+            raise InvalidConfig(
+                f"dataloader_drop_last=True has nothing to drop under packing_strategy='{self.packing_strategy}'.",
+                why=["rows are dealt so that every rank takes part in every step, the last one too"],
+                do="Drop it.",
+            )
         if self.train_sampling_strategy in ("group_by_length", "batch_rebalance"):
             raise InvalidConfig(
                 f"train_sampling_strategy='{self.train_sampling_strategy}' has nothing to order under "

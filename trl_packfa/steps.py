@@ -58,11 +58,13 @@ class StepCutter:
             Knows the other ranks.
 
     Raises:
-        [`InvalidConfig`]: if the dataset is a stream and nothing bounds its documents.
+        [`InvalidConfig`]: if the dataset is a stream and nothing bounds its documents, or a document is longer than
+            the budget.
     """
 
     def __init__(self, args: PackedSFTConfig, *, train_dataset: Any, model: Any, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
+        _require_room(train_dataset, args)
         self.budget = args.max_tokens_per_microbatch or args.per_device_train_batch_size * _longest(
             train_dataset, args.max_length
         )
@@ -88,6 +90,24 @@ class StepCutter:
         """The examples of the step, rank by rank: every rank makes the same plan of all of them. Token ids are small
         beside what a step computes."""
         return examples if self.accelerator.num_processes == 1 else gather_object(examples)
+
+
+def _require_room(train_dataset: Any, args: PackedSFTConfig) -> None:
+    """No document may be longer than the user's budget, which is a limit of memory."""
+    budget = args.max_tokens_per_microbatch
+    if budget is None:
+        return
+    if isinstance(train_dataset, IterableDataset):
+        longest, which = args.max_length or budget, "a document of a stream"
+    else:
+        lengths = read_lengths(train_dataset)
+        longest, which = int(lengths.max()), f"document {int(lengths.argmax())}"
+    if longest > budget:
+        raise InvalidConfig(
+            f"max_tokens_per_microbatch={budget} is smaller than {which}, of up to {longest} tokens.",
+            why=["a document is never cut into several micro-batches"],
+            do=f"Raise it to {longest} or more, or lower max_length to {budget}.",
+        )
 
 
 def _untrue(micro_batch: dict[str, Any]) -> dict[str, Any]:

@@ -126,6 +126,12 @@ def require_usable(dataset: Dataset | IterableDataset, *, name: str, text_field:
     Raises:
         [`InvalidDataset`]: naming the column, its type and what it should be.
     """
+    if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
+        raise InvalidDataset(
+            f"the {name} dataset is transformed on the fly (set_transform or with_transform).",
+            why=["lengths are planned before, and a resumed run must see the same documents"],
+            do="Use dataset.map(...), which is computed once, or reset_format().",
+        )
     example = next(iter(dataset), None)
     if example is None:
         raise InvalidDataset(f"the {name} dataset is empty.", do="Check the split, filters and file names.")
