@@ -11,7 +11,7 @@ from trl import DatasetMixtureConfig, ScriptArguments, TrlParser, get_dataset
 from .config import PackedSFTConfig
 from .errors import InvalidConfig, InvalidDataset, PackingError
 from .loading import load_dataset_dict
-from .progress import RichProgressCallback, packing_table
+from .progress import RichProgressCallback, packing_table, plan_table
 from .trainer import PackedSFTTrainer
 
 
@@ -43,6 +43,8 @@ def _show(trainer: PackedSFTTrainer) -> None:
     console = Console()
     if trainer.packing_reports:
         console.print(packing_table(trainer.packing_reports))
+    if trainer.packing_plan:
+        console.print(plan_table(trainer.packing_plan))
     if trainer.args.packing and trainer.args.check_packing:
         console.print(f"exactness check: {trainer.prove()}", highlight=False, markup=False)
 

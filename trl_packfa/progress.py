@@ -102,3 +102,11 @@ def packing_table(reports: Mapping[str, PackingReport]) -> Table:
     for label in dict.fromkeys(label for column in columns.values() for label in column):
         table.add_row(label, *(column.get(label, "0") for column in columns.values()))
     return table
+
+
+def plan_table(plan: Mapping[str, float]) -> Table:
+    """What an epoch comes to."""
+    table = Table("", "an epoch", title="what packing makes of it")
+    for name, value in plan.items():
+        table.add_row(name.replace("_", " "), f"{value:,.4g}" if value % 1 else f"{value:,.0f}")
+    return table

@@ -87,12 +87,18 @@ def read_progress(folder: str | Path) -> dict[str, int]:
 
 
 def write_reports(
-    folder: str | Path, packing_reports: Mapping[str, PackingReport], exactness: ExactnessReport | None
+    folder: str | Path,
+    packing_reports: Mapping[str, PackingReport],
+    exactness: ExactnessReport | None,
+    *,
+    plan: Mapping[str, float] | None = None,
 ) -> None:
     """Write `packing_report.json` and, once proven, `exactness_report.json` into a folder."""
     contents: dict[str, Any] = {}
     if exactness is not None:
         contents["exactness_report.json"] = exactness.to_dict()
     contents[PACKING_REPORT] = {name: report.to_dict() for name, report in packing_reports.items()}
+    if plan:
+        contents[PACKING_REPORT]["plan"] = dict(plan)
     for name, content in contents.items():
         (Path(folder) / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

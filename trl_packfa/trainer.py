@@ -44,6 +44,7 @@ from .sampling import EpochCallback, RankAwareSampler
 from .sources import AnyDataset, EvalDataset, init_kwargs, model_type, named, output_dir, quantization_of
 from .stepping import SteppingTrainer
 from .steps import Documents, StepCutter, quadratic_weight
+from .summary import summarize_plan
 from .tokenized import cut_dataset, cut_stream, read_lengths, require_usable
 from .versions import require_versions
 
@@ -71,6 +72,7 @@ class PackedSFTTrainer(SteppingTrainer):
 
     Attributes:
         packing_reports (`dict[str, PackingReport]`): by dataset name, what went in, what came out and what was lost.
+        packing_plan (`dict[str, float]`): what an epoch comes to: steps, examples a step, micro-batches, fill.
         exactness (`ExactnessReport` or `None`): the proof, once [`~PackedSFTTrainer.train`] has run it.
 
     Raises:
@@ -121,6 +123,7 @@ class PackedSFTTrainer(SteppingTrainer):
         if peft_config is None and not isinstance(model, PeftModel):
             peft_config = get_peft_config(args)
         self.packing_reports: dict[str, PackingReport] = {}
+        self.packing_plan: dict[str, float] = {}
         self.packing_sampler: PackedBatchSampler | None = None
         self.exactness: ExactnessReport | None = None
         # Logits for metrics come example by example, so evaluation is padded then (and refused if asked packed).
@@ -163,8 +166,23 @@ class PackedSFTTrainer(SteppingTrainer):
             self._step_cutter = StepCutter(
                 self.args, train_dataset=self.train_dataset, model=self.model, accelerator=self.accelerator
             )
+        self.packing_plan = self._plan()
         self.add_callback(EpochCallback(lambda: self.packing_sampler))
         logger.info("trl-packfa: patched\n%s", describe(self.model))
+
+    def _plan(self) -> dict[str, float]:
+        """What an epoch comes to; nothing for a stream, whose length is not known."""
+        if self.train_dataset is None or isinstance(self.train_dataset, IterableDataset):
+            return {}
+        sampler: Any = self._get_train_sampler() if self.args.packs_rows else None
+        cut = (
+            {"budget": self._step_cutter.budget, "quadratic": self._step_cutter.quadratic}
+            if self.args.packs_steps
+            else {}
+        )
+        plan = summarize_plan(self.args, read_lengths(self.train_dataset), sampler=sampler, **cut)
+        logger.info("trl-packfa: %s", ", ".join(f"{name} {value:,.4g}" for name, value in plan.items()))
+        return plan
 
     # Data -----------------------------------------------------------------------------------------------------------
 
@@ -285,4 +303,4 @@ class PackedSFTTrainer(SteppingTrainer):
 
     def save_reports(self, folder: str | Path) -> None:
         """Write `packing_report.json` and, once proven, `exactness_report.json` into a folder."""
-        write_reports(folder, self.packing_reports, self.exactness)
+        write_reports(folder, self.packing_reports, self.exactness, plan=self.packing_plan)

@@ -2,7 +2,7 @@
 
 from .best_fit import best_fit_decreasing
 from .overflow import OVERFLOW_POLICIES, WRAP, PackingReport, Spans, plan_overflow, require_policy
-from .recut import fewest_micro_batches, imbalance, recut, recut_over_ranks
+from .recut import document_cost, fewest_micro_batches, imbalance, recut, recut_over_ranks
 from .sampler import PackedBatchSampler
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "PackingReport",
     "Spans",
     "best_fit_decreasing",
+    "document_cost",
     "fewest_micro_batches",
     "imbalance",
     "plan_overflow",
