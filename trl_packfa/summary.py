@@ -54,7 +54,7 @@ def _padding(lengths: np.ndarray, batch_size: int, seed: int) -> float:
 
 
 def _steps(args: PackedSFTConfig, lengths: np.ndarray, budget: int, quadratic: float) -> dict[str, float]:
-    """Micro-batches, their tokens and the ranks' balance, before documents are dealt anew and after; of random steps."""
+    """Micro-batches, their tokens, and the balance of the ranks before and after dealing anew; of random steps."""
     world, per_rank = args.world_size, args.per_device_train_batch_size * args.gradient_accumulation_steps
     drawn = np.random.default_rng(args.seed).permutation(lengths)
     size = min(per_rank * world, len(drawn) // world * world)
