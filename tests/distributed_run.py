@@ -23,4 +23,5 @@ args = arguments(
 trainer = packed_trainer(args)
 trainer.train(resume_from_checkpoint=f"{out}/checkpoint-3" if resume else None)
 if trainer.is_world_process_zero():
-    print(json.dumps({"losses": losses(trainer), "verdict": trainer.exactness.verdict}))
+    print(json.dumps({"losses": losses(trainer), "verdict": trainer.exactness.verdict}), flush=True)
+trainer.accelerator.end_training()  # the process group's threads must not outlive the interpreter

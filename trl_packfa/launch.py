@@ -35,6 +35,8 @@ def train(argv: list[str]) -> int:
         trainer.save_reports(Path(args.output_dir))
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
+    # The process group's threads must not outlive the interpreter: an abort at exit would look like a failed run.
+    trainer.accelerator.end_training()
     return 0
 
 
