@@ -46,6 +46,12 @@ def is_empty_mask(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() >= 3 and value.shape[-2:] == (0, 0)
 
 
+def find_layout(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedLayout | None:
+    """The layout that came with a module's arguments, else the one in flight."""
+    layout = layout_in(args, kwargs)
+    return layout_in_flight() if layout is None else layout
+
+
 def layout_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedLayout | None:
     """The layout that came with a module's arguments: by name, or on the mask."""
     layout = kwargs.get("packed_layout")

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput
 
-from .exactness import quiet
+from .exactness import quiet, vocabulary_of
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +57,9 @@ def ensure_own_loss(model: Any, *, seed: int) -> bool:
 
 def _difference(model: Any, seed: int) -> float | None:
     generator = torch.Generator().manual_seed(seed)
-    embeddings = model.get_input_embeddings().weight
-    ids = torch.randint(1, embeddings.shape[0], (1, _TOKENS), generator=generator).to(embeddings.device)
+    device = model.get_input_embeddings().weight.device
+    ids = torch.randint(1, vocabulary_of(model), (1, _TOKENS), generator=generator).to(device)
     with quiet(model), torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits
-        ids = ids.clamp(max=logits.shape[-1] - 1)
         try:
             fused = model(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False).log_probs
         except (AttributeError, TypeError, RuntimeError, ValueError) as error:

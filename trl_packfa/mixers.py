@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .attention import AttentionArguments, AttentionRequest, BackendChoice
-from .flight import in_flight, is_empty_mask, layout_in, layout_in_flight
+from .attention import AttentionArguments, BackendChoice
+from .flight import find_layout, in_flight, is_empty_mask
 from .layout import PackedLayout
 from .overrides import Override
-from .rebatch import BOUNDARIES, run_by_document
+from .rebatch import BOUNDARIES, FLASH_KEYS, run_by_document
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,7 @@ _EQUAL = {torch.float32: 1e-3, torch.float64: 1e-6}
 _EQUAL_HALF = 5e-2
 _SEPARATION = 30.0
 # What modules may call the boundaries: as TRL does, and as flash-linear-attention's functions do besides.
-_FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-_OFFERS = (_FLASH, (*_FLASH, "cu_seqlens"))
+_OFFERS = (FLASH_KEYS, (*FLASH_KEYS, "cu_seqlens"))
 
 
 class LayerOverride(Override):
@@ -40,8 +39,7 @@ class LayerOverride(Override):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's forward."""
-        layout, layer = layout_in(args, kwargs), self.module
-        layout = layout_in_flight() if layout is None else layout
+        layout, layer = find_layout(args, kwargs), self.module
         checkpointed: Any = getattr(layer, "gradient_checkpointing", False) and layer.training
         if layout is None or not checkpointed:
             with in_flight(layout):
@@ -83,8 +81,7 @@ class MixerOverride(Override):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
-        layout = layout_in(args, kwargs)
-        layout = layout_in_flight() if layout is None else layout
+        layout = find_layout(args, kwargs)
         if layout is None or layout.num_documents == layout.rows:
             return self.call_original(*args, **kwargs)
         if self.beside and self.takes_shape:
@@ -174,8 +171,7 @@ class FunctionOverride:
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The module's attention function."""
-        layout = layout_in(args, kwargs)
-        layout = layout_in_flight() if layout is None else layout
+        layout = find_layout(args, kwargs)
         if layout is None:
             return getattr(type(self.module), self.name)(self.module, query, key, value, *args, **kwargs)
         arguments = self.read_arguments(self.module)
@@ -183,8 +179,7 @@ class FunctionOverride:
             arguments = replace(arguments, dropout=0.0)
         q_TNH, k_TKH, v_TKH = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
         q_TNH, k_TKH = q_TNH.to(v_TKH.dtype), k_TKH.to(v_TKH.dtype)
-        backend = self.backends.for_request(AttentionRequest.of(q_TNH, k_TKH, arguments))
-        out_TNH = backend(q_TNH, k_TKH, v_TKH, layout, arguments)
+        out_TNH = self.backends.attend(q_TNH, k_TKH, v_TKH, layout, arguments)
         return out_TNH.view(query.shape[0], query.shape[2], *out_TNH.shape[1:]).transpose(1, 2), None
 
 

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from .attention import AttentionRequest, BackendChoice
+from .attention import BackendChoice
 from .boundaries import layout_of
 from .declaration import QKV, Patch
 from .errors import PackingError
 from .flight import empty_mask, in_flight, layout_in, layout_in_flight
 from .layout import PackedLayout
-from .rebatch import BOUNDARIES, run_backbone_by_document
+from .rebatch import BOUNDARIES, FOUND_BY_ITSELF, run_backbone_by_document
 
 
 class Override:
@@ -118,9 +118,7 @@ class CausalLMOverride(BackboneOverride):
 
     def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
         """The original forward without the boundaries, which its backbone finds in flight."""
-        kept = {
-            name: value for name, value in call.items() if name not in (*BOUNDARIES, "attention_mask", "position_ids")
-        }
+        kept = {name: value for name, value in call.items() if name not in (*BOUNDARIES, *FOUND_BY_ITSELF)}
         with in_flight(layout):
             return self.call_original(**kept)
 
@@ -153,8 +151,7 @@ class AttentionOverride(Override):
             arguments = replace(arguments, dropout=0.0)
         if self.patch.bias is not None:
             arguments = replace(arguments, bias=self.patch.bias(self.module, value, layout))
-        backend = self.backends.for_request(AttentionRequest.of(query, key, arguments))
-        out_TNH = backend(query, key, value, layout, arguments)
+        out_TNH = self.backends.attend(query, key, value, layout, arguments)
         attended = out_TNH.reshape(*hidden_states.shape[:-1], -1)
         if self.patch.finish is not None:
             return self.patch.finish(self.module, attended, args)

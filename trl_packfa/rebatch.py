@@ -21,7 +21,10 @@ from .grouping import group_by_length
 from .layout import PackedLayout
 
 # What says where documents are, which the separate documents need no more.
-BOUNDARIES = ("packed_layout", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+FLASH_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+BOUNDARIES = ("packed_layout", *FLASH_KEYS)
+# What a backbone finds by itself for documents that are no longer packed.
+FOUND_BY_ITSELF = ("attention_mask", "position_ids")
 
 
 def run_by_document(
@@ -67,10 +70,7 @@ def run_backbone_by_document(forward: Callable[..., Any], call: dict[str, Any], 
         [`PackingError`]: if hidden states of every layer are asked for.
     """
     _require_plain(call, layout)
-    return run_by_document(forward, (), {k: v for k, v in call.items() if k not in _FOUND_BY_ITSELF}, layout)
-
-
-_FOUND_BY_ITSELF = ("attention_mask", "position_ids")
+    return run_by_document(forward, (), {k: v for k, v in call.items() if k not in FOUND_BY_ITSELF}, layout)
 
 
 def _groups(layout: PackedLayout, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:

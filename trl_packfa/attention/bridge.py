@@ -18,9 +18,9 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
 from ..errors import PackingError
-from ..flight import empty_mask, layout_in, layout_in_flight
+from ..flight import empty_mask, find_layout, layout_in_flight
 from .bias import chosen_keys
-from .request import AttentionArguments, AttentionRequest
+from .request import AttentionArguments
 from .resolve import BackendChoice
 
 logger = logging.getLogger(__name__)
@@ -98,9 +98,8 @@ def packed_attention_forward(
     or is in flight. Without one, the model's own attention function runs. `indices` `(B, L, K)` are the keys inside
     the document that an indexer chose for each query (DeepSeek sparse attention), -1 for none.
     """
-    layout = layout_in((attention_mask,), kwargs)
+    layout = find_layout((attention_mask,), kwargs)
     kwargs.pop("packed_layout", None)
-    layout = layout_in_flight() if layout is None else layout
     options = {"scaling": scaling, "dropout": dropout}
     optional = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
     options |= {name: option for name, option in optional.items() if option is not None}
@@ -121,8 +120,7 @@ def packed_attention_forward(
         bias=None if indices is None or layout.max_seqlen <= indices.shape[-1] else chosen_keys(indices, layout),
     )
     q_TNH, k_TKH, v_TKH = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    backend = module.config.trl_packfa_backends.for_request(AttentionRequest.of(q_TNH, k_TKH, arguments))
-    out_TNH = backend(q_TNH, k_TKH, v_TKH, layout, arguments)
+    out_TNH = module.config.trl_packfa_backends.attend(q_TNH, k_TKH, v_TKH, layout, arguments)
     return out_TNH.view(query.shape[0], query.shape[2], *out_TNH.shape[1:]), None
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from ..errors import NoBackend
+from ..layout import PackedLayout
 from .flash import FlashBackend
 from .flex import FlexBackend
 from .reference import ReferenceBackend
-from .request import AttentionBackend, AttentionRequest
+from .request import AttentionArguments, AttentionBackend, AttentionRequest
 from .sdpa import SdpaBackend
 from .varlen import VarlenBackend
 
@@ -72,6 +73,22 @@ class BackendChoice:
             get_backend(name)
         self.name = name
         self.resolved: dict[AttentionRequest, str] = {}
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: PackedLayout,
+        arguments: AttentionArguments,
+    ) -> torch.Tensor:
+        """Packed attention by the backend that serves these tensors and arguments; see [`AttentionBackend`].
+
+        Raises:
+            [`NoBackend`]: if none does.
+        """
+        backend = self.for_request(AttentionRequest.of(query, key, arguments))
+        return backend(query, key, value, layout, arguments)
 
     def for_request(self, request: AttentionRequest) -> AttentionBackend:
         """The backend that serves the request.

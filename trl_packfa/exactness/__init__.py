@@ -5,7 +5,8 @@ the same measurement has to show a leak, otherwise they prove nothing.
 """
 
 from .measure import check
+from .probe import vocabulary_of
 from .quiet import quiet
 from .report import ExactnessReport
 
-__all__ = ["ExactnessReport", "check", "quiet"]
+__all__ = ["ExactnessReport", "check", "quiet", "vocabulary_of"]

@@ -32,7 +32,7 @@ class Probe:
         self.model, self.collator, self.lengths = model, collator, lengths
         self.device = next(p.device for p in model.parameters())
         self.seed, generator = seed, torch.Generator().manual_seed(seed)
-        vocabulary = _vocabulary(model)
+        vocabulary = vocabulary_of(model)
         draw = [torch.randint(1, vocabulary, (n,), generator=generator) for n in (*lengths, lengths[changed])]
         self.tokens, other = draw[:-1], draw[-1]
         self.changed = [other if i == changed else tokens for i, tokens in enumerate(self.tokens)]
@@ -183,7 +183,7 @@ class Probe:
         return {k: v.to(self.device) if hasattr(v, "to") else v for k, v in batch.items()}
 
 
-def _vocabulary(model: Any) -> int:
+def vocabulary_of(model: Any) -> int:
     """How many tokens the model both reads and predicts."""
     head = model.get_output_embeddings()
     sizes = [layer.weight.shape[0] for layer in (model.get_input_embeddings(), head) if hasattr(layer, "weight")]
