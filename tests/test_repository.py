@@ -30,7 +30,8 @@ LAYERS = [
     {"fused_head", "refusals", "progress", "reports", "sampling", "sources", "steps", "summary", "weighting"},
     {"stepping"},
     {"trainer"},
-    {"launch", "demo"},
+    {"launch", "demo", "merging"},
+    {"commands"},
     {"cli", "__init__", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

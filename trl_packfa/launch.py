@@ -15,12 +15,16 @@ from .progress import RichProgressCallback, packing_table, plan_table
 from .trainer import PackedSFTTrainer
 
 
+def train_parser(**options: Any) -> TrlParser:
+    """The parser of `trl-packfa train`: TRL's, with `PackedSFTConfig`; `options` are argparse's."""
+    classes: Any = (ScriptArguments, PackedSFTConfig, DatasetMixtureConfig)
+    return TrlParser(classes, prog="trl-packfa train", **options)
+
+
 def train(argv: list[str]) -> int:
     """Parse flags and `--config FILE.yaml`, train, save model and reports into `output_dir`."""
-    classes: Any = (ScriptArguments, PackedSFTConfig, DatasetMixtureConfig)
-    parser = TrlParser(classes, prog="trl-packfa train")
     try:
-        script_args, args, mixture = parser.parse_args_and_config(args=argv, fail_with_unknown_args=True)
+        script_args, args, mixture = train_parser().parse_args_and_config(args=argv, fail_with_unknown_args=True)
     except PackingError:
         raise
     except (ValueError, FileNotFoundError) as error:  # TRL's and transformers' own refusals of arguments
