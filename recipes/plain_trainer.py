@@ -18,7 +18,7 @@ report.require_exact()
 print(report)
 
 
-def tokenize(example):
+def tokenize(example: dict) -> dict:
     """Ids and labels of a prompt and its completion; the loss is the completion's."""
     prompt = tokenizer(example["prompt"])["input_ids"]
     completion = [*tokenizer(example["completion"])["input_ids"], tokenizer.eos_token_id]

@@ -1,7 +1,8 @@
 """TRL's own SFTTrainer and its own packing, on a patched model. python recipes/trl_sft.py
 
-TRL packs as it does (best-fit decreasing, once, before training; far fewer optimizer steps) and warns that packing needs
-FlashAttention; on a patched model no document sees another, with or without it. PackedSFTTrainer keeps the steps too.
+TRL packs as it does (best-fit decreasing, once, before training; far fewer optimizer steps) and warns that packing
+needs FlashAttention; on a patched model no document sees another, with or without it. PackedSFTTrainer keeps the steps
+of the padded run too.
 """
 
 from datasets import load_dataset

@@ -1,4 +1,4 @@
-"""Every recipe as it stands: read by the real parsers, and trained for two steps on a small model of its architecture."""
+"""Every recipe as it stands: read by the real parsers, trained for two steps on a small model of its kind."""
 
 import json
 import os
@@ -47,8 +47,22 @@ def save_model(name, folder):
     """A small model of a Hub name's architecture, with a tokenizer, as `from_pretrained` finds them."""
     model_type, changes = TYPES[name]
     small_model(model_type, num_hidden_layers=2, **NF4_SIZES, **changes).save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
+    (tiny.tokenizer() if model_type != "gemma3" else composite_processor()).save_pretrained(folder)
     return str(folder)
+
+
+def composite_processor():
+    """What `AutoProcessor` finds beside a composite model: a tokenizer and an image processor."""
+    pytest.importorskip("PIL")
+    from transformers import Gemma3ImageProcessor, Gemma3Processor, PreTrainedTokenizerFast
+
+    marks = {"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"}
+    plain = tiny.tokenizer(list(marks.values()))
+    names = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", "extra_special_tokens": marks}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain.backend_tokenizer, **names)
+    # TRL gives processors blocks of content instead of strings.
+    template = plain.chat_template.replace("m['content']", "m['content'][0]['text']")
+    return Gemma3Processor(Gemma3ImageProcessor(), tokenizer, image_seq_length=4, chat_template=template)
 
 
 def save_data(name, folder):
@@ -132,7 +146,7 @@ def test_composite_recipe_adapts_the_text_model_only(tmp_path):
     assert AutoConfig.for_model("gemma3").get_text_config().model_type == "gemma3_text"
 
 
-# Launch files ---------------------------------------------------------------------------------------------------------
+# Launch files -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", LAUNCHES, ids=lambda path: path.stem)
@@ -169,7 +183,7 @@ def test_a_misspelled_launch_file_is_refused_by_accelerate(tmp_path):
         load_config_from_file(str(wrong))
 
 
-# Scripts --------------------------------------------------------------------------------------------------------------
+# Scripts ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)

@@ -27,7 +27,7 @@ LAYERS = [
     {"patching"},
     {"patches"},
     {"registry", "exactness", "results", "trust", "matrix"},
-    {"fused_head", "refusals", "progress", "reports", "sampling", "sources", "steps", "summary", "weighting"},
+    {"card", "fused_head", "refusals", "progress", "reports", "sampling", "sources", "steps", "summary", "weighting"},
     {"stepping"},
     {"trainer"},
     {"launch", "demo", "merging"},

@@ -1,7 +1,7 @@
 """`trl-packfa`: the command line. The commands are in `commands/`.
 
-Exit codes: 0 done; 1 refused, or failed, with a message on stderr; 2 wrong usage; 3 packing is not exact on this model;
-130 interrupted.
+Exit codes: 0 done; 1 refused, or failed, with a message on stderr; 2 wrong usage; 3 packing is not exact on this
+model; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _split_debug(argv: list[str]) -> tuple[list[str], bool]:
     """The arguments without our `--debug`, and whether it was there; one with a value is the Trainer's."""
-    values = [*argv[1:], "--"]
-    ours = [word == "--debug" and (at == 0 or value.startswith("-")) for at, (word, value) in enumerate(zip(argv, values))]
-    return [word for word, is_ours in zip(argv, ours) if not is_ours], any(ours)
+    followers = [*argv[1:], "--"]
+    ours = {at for at, word in enumerate(argv) if word == "--debug" and (at == 0 or followers[at].startswith("-"))}
+    return [word for at, word in enumerate(argv) if at not in ours], bool(ours)
 
 
 def _guarded(command: Callable[[], int], *, debug: bool) -> int:

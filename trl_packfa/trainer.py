@@ -31,6 +31,7 @@ from transformers import (
 )
 from trl import get_peft_config
 
+from .card import add_packing_section, packing_section
 from .collator import LOSSES, DataCollatorForPacking
 from .config import PackedSFTConfig
 from .errors import InvalidConfig
@@ -300,6 +301,13 @@ class PackedSFTTrainer(SteppingTrainer):
             folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
             write_progress(folder, {"num_tokens": self._total_train_tokens})
             self.save_reports(folder)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """TRL's model card, with a section on packing and its proof."""
+        super().create_model_card(*args, **kwargs)
+        if self.args.packing and self.is_world_process_zero():
+            section = packing_section(self.args, self.packing_reports, self.exactness)
+            add_packing_section(Path(self.args.output_dir or ".") / "README.md", section)
 
     def save_reports(self, folder: str | Path) -> None:
         """Write `packing_report.json` and, once proven, `exactness_report.json` into a folder."""

@@ -43,7 +43,8 @@ def _machine() -> dict[str, str]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu": f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}",
+        "cpu": f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}",
+        "torch threads": str(torch.get_num_threads()),
         "gpu": ", ".join(gpus) or "none",
         "cuda": torch.version.cuda or "not in this torch",
     }
