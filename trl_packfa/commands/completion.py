@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
         [`VersionTooOld`]: without shtab.
     """
     try:
-        import shtab
+        import shtab  # type: ignore[import-not-found]  # optional
     except ImportError as error:
         raise VersionTooOld(
             "completion scripts are made by shtab, which is not installed.", do="pip install 'trl-packfa[completion]'"
