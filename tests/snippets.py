@@ -36,9 +36,8 @@ def localize(text, folder):
     return text
 
 
-def run_shortened(text, folder, monkeypatch):
-    """Run a Python script in a folder of its own on the CPU, every training shortened to two steps; its globals."""
-    monkeypatch.chdir(folder)
+def shorten_training(monkeypatch):
+    """Every training from here on takes two steps, on the CPU."""
     settle = TrainingArguments.__post_init__
 
     def shortened(args):
@@ -46,6 +45,12 @@ def run_shortened(text, folder, monkeypatch):
         settle(args)
 
     monkeypatch.setattr(TrainingArguments, "__post_init__", shortened)
+
+
+def run_shortened(text, folder, monkeypatch):
+    """Run a Python script in a folder of its own, its training shortened; its globals."""
+    monkeypatch.chdir(folder)
+    shorten_training(monkeypatch)
     script = folder / "script.py"
     script.write_text(localize(text, folder))
     return runpy.run_path(str(script))

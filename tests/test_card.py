@@ -47,5 +47,5 @@ def test_a_section_is_appended_where_a_card_has_no_citations(tmp_path):
     card = tmp_path / "README.md"
     card.write_text("# Model\n")
     for section in ("## Packing\n\nfirst\n", "## Packing\n\nsecond\n"):
-        add_packing_section(card, section)
+        add_packing_section(tmp_path, section)
     assert card.read_text() == "# Model\n\n## Packing\n\nsecond\n"

@@ -33,9 +33,10 @@ def packing_section(
     return "\n".join(lines) + "\n"
 
 
-def add_packing_section(card: str | Path, section: str) -> None:
-    """Put the section into a model card of TRL's, before its citations; one that is there already is replaced."""
-    path = Path(card)
+def add_packing_section(folder: str | Path | None, section: str) -> None:
+    """Put the section into the model card that TRL wrote into a folder, before its citations; one that is there
+    already is replaced."""
+    path = Path(folder or ".") / "README.md"
     text = path.read_text(encoding="utf-8")
     if _HEADING in text:
         before, rest = text.split(_HEADING, 1)

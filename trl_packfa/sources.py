@@ -27,6 +27,11 @@ def named(train: AnyDataset | None, evaluation: EvalDataset | None) -> list[tupl
     return [(name, d) for name, d in {"train": train, **evaluations}.items() if d is not None]
 
 
+def asked_for(asked: Any, evaluation: Any) -> Any:
+    """The dataset that `evaluate` was asked for: the trainer's own, one of its names, or another."""
+    return evaluation if asked is None else evaluation[asked] if isinstance(asked, str) else asked
+
+
 def model_type(name: str, args: PackedSFTConfig) -> str:
     """The `config.model_type` of a model by name, read without its weights."""
     revision = _given_init_kwargs(args).get("revision", args.model_revision)

@@ -42,7 +42,7 @@ from .refusals import refuse_arguments, refuse_collator, refuse_model, refuse_so
 from .registry import describe, patch
 from .reports import read_progress, require_whole_checkpoint, write_progress, write_reports
 from .sampling import EpochCallback, RankAwareSampler
-from .sources import AnyDataset, EvalDataset, init_kwargs, model_type, named, output_dir, quantization_of
+from .sources import AnyDataset, EvalDataset, asked_for, init_kwargs, model_type, named, output_dir, quantization_of
 from .stepping import SteppingTrainer
 from .steps import Documents, StepCutter, quadratic_weight
 from .summary import summarize_plan
@@ -247,11 +247,18 @@ class PackedSFTTrainer(SteppingTrainer):
             return super().get_train_dataloader()
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """Evaluation batches hold the examples they would hold padded, packed unless metrics need the logits."""
-        if not self.args.packing or self._packs_eval:
+        """Evaluation batches hold the examples they would hold padded, packed unless metrics need the logits or the
+        dataset is a stream: of those the Trainer counts rows, one a packed batch, and would weigh losses wrongly."""
+        streamed = isinstance(asked_for(eval_dataset, self.eval_dataset), IterableDataset)
+        if not self.args.packing or (self._packs_eval and not streamed):
             return super().get_eval_dataloader(eval_dataset)
         with self._collating_with(self._padding_collator):
             return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """Predictions are rows of logits, one an example: never packed."""
+        with self._collating_with(self._padding_collator if self.args.packing else self.data_collator):
+            return super().get_test_dataloader(test_dataset)
 
     @contextmanager
     def _collating_with(self, collator: Any) -> Iterator[None]:
@@ -307,7 +314,7 @@ class PackedSFTTrainer(SteppingTrainer):
         super().create_model_card(*args, **kwargs)
         if self.args.packing and self.is_world_process_zero():
             section = packing_section(self.args, self.packing_reports, self.exactness)
-            add_packing_section(Path(self.args.output_dir or ".") / "README.md", section)
+            add_packing_section(self.args.output_dir, section)
 
     def save_reports(self, folder: str | Path) -> None:
         """Write `packing_report.json` and, once proven, `exactness_report.json` into a folder."""
