@@ -62,7 +62,7 @@ class PackedSFTTrainer(SteppingTrainer):
     trainer = PackedSFTTrainer(
         "meta-llama/Llama-3.2-1B",
         args=PackedSFTConfig("out", load_in_4bit=True),
-        train_dataset=load_dataset("trl-lib/Capybara", split="train"),
+        train_dataset=load_dataset("trl-lib/tldr", split="train"),
     )
     trainer.train()
     ```
@@ -313,8 +313,7 @@ class PackedSFTTrainer(SteppingTrainer):
         """TRL's model card, with a section on packing and its proof."""
         super().create_model_card(*args, **kwargs)
         if self.args.packing and self.is_world_process_zero():
-            section = packing_section(self.args, self.packing_reports, self.exactness)
-            add_packing_section(self.args.output_dir, section)
+            add_packing_section(self.args.output_dir, packing_section(self.args, self.packing_reports, self.exactness))
 
     def save_reports(self, folder: str | Path) -> None:
         """Write `packing_report.json` and, once proven, `exactness_report.json` into a folder."""
