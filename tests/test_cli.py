@@ -8,6 +8,8 @@ import time
 import pytest
 import tiny
 import torch
+from training import arguments, packed_trainer
+from transformers import TrainerCallback
 
 import trl_packfa
 from trl_packfa.cli import main
@@ -110,7 +112,7 @@ def test_exit_codes_mean_something(monkeypatch, saved_model, capsys):
             with pytest.raises(type(error)):
                 main(argv)
     report = trl_packfa.check(trl_packfa.patch(tiny.model(layers=2)))
-    monkeypatch.setattr("trl_packfa.check", lambda *_, **__: dataclasses.replace(report, isolation=1.0))
+    monkeypatch.setattr("trl_packfa.exactness.check", lambda *_, **__: dataclasses.replace(report, isolation=1.0))
     assert main(["check", saved_model]) == 3
     assert "leak: isolation 1.0e+00" in capsys.readouterr().out
 
@@ -210,3 +212,20 @@ def test_demo_takes_a_model_and_a_dataset(tmp_path, data_file):
     out = str(tmp_path / "out")
     assert main(["demo", "--model", str(model), "--dataset", data_file, "--output-dir", out, "--steps", "2"]) == 0
     assert "adapter_model.safetensors" in os.listdir(os.path.join(out, "adapter"))
+
+
+def test_metrics_reach_whatever_the_trainer_reports_to(tmp_path):
+    """Integrations (TensorBoard, trackio, W&B) are callbacks: what they are handed is all numbers, ours included."""
+    seen = []
+
+    class Recorder(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **_):
+            seen.append(dict(logs))
+
+    trainer = packed_trainer(arguments(out=tmp_path, gradient_accumulation_steps=2, loss_by="source"))
+    trainer.add_callback(Recorder)
+    trainer.train()
+    steps = [logs for logs in seen if "loss" in logs]
+    ours = {"tokens_per_second", "documents", "longest_document", "micro_batches", "imbalance", "loss/0"}
+    assert len(steps) == 3 and all(ours <= logs.keys() for logs in steps)
+    assert all(isinstance(value, (int, float)) for logs in seen for value in logs.values())

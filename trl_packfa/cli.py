@@ -6,18 +6,14 @@ model; 130 interrupted.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 from collections.abc import Callable
 
-from . import __version__
-from .commands import COMMANDS
+from .commands import build_parser
 from .commands.check import NOT_EXACT
 from .commands.train import run as train
 from .errors import ContaminationError, PackingError
-
-_EXIT_CODES = "exit codes: 0 done, 1 refused or failed, 2 wrong usage, 3 packing is not exact, 130 interrupted"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,21 +49,6 @@ def _guarded(command: Callable[[], int], *, debug: bool) -> int:
             raise
         print("trl-packfa: interrupted", file=sys.stderr)
         return 130
-
-
-def build_parser(*, train: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
-    """The parser of all commands; with `train`, that command's flags too, which take long to load."""
-    parser = argparse.ArgumentParser(
-        prog="trl-packfa", description="Exact sequence packing for TRL.", epilog=_EXIT_CODES
-    )
-    parser.add_argument("--version", action="version", version=f"trl-packfa {__version__}")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of user errors")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        command.add(commands)
-    if train is not None:
-        commands.choices["train"]._actions[:] = train._actions
-    return parser
 
 
 if __name__ == "__main__":

@@ -25,8 +25,9 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; 0 if packing is exact."""
-    from .. import check, patch
+    from ..exactness import check
     from ..loading import load_causal_lm
+    from ..registry import patch
 
     model = load_causal_lm(args.model, dtype=args.dtype, adapter=args.adapter)
     report = check(patch(model, backend=args.backend), seed=args.seed)

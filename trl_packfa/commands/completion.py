@@ -26,8 +26,8 @@ def run(args: argparse.Namespace) -> int:
         raise VersionTooOld(
             "completion scripts are made by shtab, which is not installed.", do="pip install 'trl-packfa[completion]'"
         ) from error
-    from ..cli import build_parser
     from ..launch import train_parser
+    from . import build_parser
 
     print(shtab.complete(build_parser(train=train_parser(add_help=False)), shell=args.shell))
     return 0
