@@ -80,7 +80,7 @@ def adapted(model):
 @pytest.mark.parametrize("recipe", YAMLS, ids=lambda path: path.stem)
 def test_every_recipe_trains_two_steps(recipe, tmp_path, monkeypatch):
     config = written(recipe)
-    quantized = config.get("load_in_4bit") or "model_init_kwargs" in config
+    quantized = config.get("load_in_4bit")
     if quantized:
         pytest.importorskip("bitsandbytes")
     trainers = []
@@ -123,18 +123,6 @@ def known_arguments():
     from trl_packfa.launch import train_parser
 
     return {action.dest for action in train_parser()._actions}
-
-
-def test_hybrid_recipes_leave_out_proj_unquantized(tmp_path):
-    """The fused Mamba kernel reads its weight; see the recipe."""
-    pytest.importorskip("bitsandbytes")
-    from transformers import AutoModelForCausalLM
-
-    config = written(RECIPES / "qlora_granite4.yaml")
-    folder = save_model(config["model_name_or_path"], tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(folder, **config["model_init_kwargs"])
-    kinds = {name.split(".")[-1]: type(module).__name__ for name, module in model.named_modules()}
-    assert (kinds["out_proj"], kinds["in_proj"], kinds["q_proj"]) == ("Linear", "Linear4bit", "Linear4bit")
 
 
 def test_composite_recipe_adapts_the_text_model_only(tmp_path):

@@ -29,7 +29,6 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from trl import get_peft_config
 
 from .card import add_packing_section, packing_section
 from .collator import LOSSES, DataCollatorForPacking
@@ -42,7 +41,7 @@ from .refusals import refuse_arguments, refuse_collator, refuse_model, refuse_so
 from .registry import describe, patch
 from .reports import read_progress, require_whole_checkpoint, write_progress, write_reports
 from .sampling import EpochCallback, RankAwareSampler
-from .sources import AnyDataset, EvalDataset, asked_for, init_kwargs, model_type, named, output_dir, quantization_of
+from .sources import AnyDataset, EvalDataset, asked_for, default_adapter, loading, model_type, named, output_dir
 from .stepping import SteppingTrainer
 from .steps import Documents, StepCutter, quadratic_weight
 from .summary import summarize_plan
@@ -119,10 +118,9 @@ class PackedSFTTrainer(SteppingTrainer):
             refuse_model(model if not isinstance(model, str) else model_type(model, args), args)
             refuse_collator(data_collator)
         if isinstance(model, str):
-            args.model_init_kwargs = init_kwargs(args)
-            quantization_config = quantization_config or quantization_of(args)
+            args.model_init_kwargs, quantization_config = loading(model, args, quantization_config)
         if peft_config is None and not isinstance(model, PeftModel):
-            peft_config = get_peft_config(args)
+            peft_config = default_adapter(model, args)
         self.packing_reports: dict[str, PackingReport] = {}
         self.packing_plan: dict[str, float] = {}
         self.packing_sampler: PackedBatchSampler | None = None
