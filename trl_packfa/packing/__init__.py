@@ -1,6 +1,7 @@
 """Lengths to plans: pure functions on numpy arrays. Knows no model, no transformers and no trl."""
 
 from .best_fit import best_fit_decreasing
+from .buffer import BufferedRows, pack_buffer
 from .overflow import OVERFLOW_POLICIES, WRAP, PackingReport, Spans, plan_overflow, require_policy
 from .recut import document_cost, fewest_micro_batches, imbalance, recut, recut_over_ranks
 from .sampler import PackedBatchSampler
@@ -8,6 +9,7 @@ from .sampler import PackedBatchSampler
 __all__ = [
     "OVERFLOW_POLICIES",
     "WRAP",
+    "BufferedRows",
     "PackedBatchSampler",
     "PackingReport",
     "Spans",
@@ -15,6 +17,7 @@ __all__ = [
     "document_cost",
     "fewest_micro_batches",
     "imbalance",
+    "pack_buffer",
     "plan_overflow",
     "recut",
     "recut_over_ranks",
