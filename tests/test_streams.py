@@ -179,7 +179,7 @@ def test_a_resumed_stream_is_not_read_from_its_beginning(tmp_path):
 
     def mapped(document):
         read.append(document["input_ids"][0])
-        return {"input_ids": [token % 50 for token in document["input_ids"]]}
+        return {column: [token % 50 for token in document[column]] for column in ("input_ids", "labels")}
 
     def trainer(**options):
         source = Dataset.from_list(documents(400)).to_iterable_dataset().map(mapped)
