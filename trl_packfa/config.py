@@ -85,6 +85,13 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
             "help": "Attention backend: `'auto'`, or a name from `trl-packfa backends`, which then runs or raises."
         },
     )
+    fused_lora: bool = field(
+        default=True,
+        metadata={
+            "help": "Compute LoRA layers together with their base layers, to PEFT's result within rounding, where they "
+            "can be; `False` leaves them to PEFT."
+        },
+    )
     use_peft: bool = field(
         default=True,
         metadata={"help": "Train a LoRA adapter. `False` trains all parameters."},
