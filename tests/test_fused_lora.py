@@ -257,7 +257,7 @@ def test_adapters_that_come_after_the_patch_are_fused_by_the_next_patch():
     base = patch(tiny.model(layers=2))
     model = patch(adapted(base=base))
     assert "LoRA: fused" in describe(model)
-    assert "LoRA: PEFT own forward (fused_lora=False)" in describe(patch(model, fused_lora=False))
+    assert "LoRA: PEFT's own forward (fused_lora=False)" in describe(patch(model, fused_lora=False))
 
 
 def test_the_check_passes_with_it():

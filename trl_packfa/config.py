@@ -88,8 +88,8 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
     fused_lora: bool = field(
         default=True,
         metadata={
-            "help": "Compute LoRA layers together with their base layers, to PEFT's result within rounding, where they "
-            "can be; `False` leaves them to PEFT."
+            "help": "Compute LoRA layers with their base layers in one product, where they allow it, to PEFT's "
+            "result within rounding; `False` leaves them to PEFT."
         },
     )
     use_peft: bool = field(

@@ -1,7 +1,7 @@
 """The forwards that fuse LoRA layers: one linear layer, projections of one input, gated MLPs.
 
-Only packed calls are fused; all others, and whatever [`why_not`] names, run PEFT's own forward. That is decided in every
-call, so adapters may be switched, merged or disabled under the patch.
+Only packed calls are fused; all others, and whatever [`why_not`] names, run PEFT's own forward. Every call decides, so
+adapters may be switched, merged or disabled under the patch.
 
 Shape letters: B rows, L row length, D input features.
 """
@@ -83,8 +83,8 @@ def fused_overrides(backbone: nn.Module, own_forward: Callable[[nn.Module], Any]
 def describe_lora(layers: Sequence[nn.Module], fused: bool) -> list[str]:
     """Which LoRA layers are fused and why others are not, one line each."""
     reasons = Counter(_reason(layer) if fused else "fused_lora=False" for layer in layers)
-    names = {None: "fused with their base products in packed calls"}
-    return [f"{n} x LoRA: {names.get(why) or f'PEFT own forward ({why})'}" for why, n in reasons.items()]
+    how = {why: f"PEFT's own forward ({why})" if why else "fused, in packed calls" for why in reasons}
+    return [f"{n} x LoRA: {how[why]}" for why, n in reasons.items()]
 
 
 def _reason(layer: nn.Module) -> str | None:

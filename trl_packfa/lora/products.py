@@ -117,7 +117,9 @@ class ProjectTogether(Function):
         merged = _Merged(projections, dtype)
         if x_TD.dtype == dtype and all(out == dtype for out in dtypes_out):
             return tuple(merged.apply(x_TD))
-        outs = [x_TD.new_empty(len(x_TD), p.features, dtype=out) for p, out in zip(projections, dtypes_out, strict=True)]
+        outs = [
+            x_TD.new_empty(len(x_TD), p.features, dtype=out) for p, out in zip(projections, dtypes_out, strict=True)
+        ]
         for x, *parts in _chunks(x_TD, *outs):
             for part, result in zip(parts, merged.apply(x), strict=True):
                 part.copy_(result)
