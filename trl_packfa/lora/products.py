@@ -39,6 +39,17 @@ def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     return zip(*(tensor.split(_CHUNK) for tensor in tensors), strict=True)
 
 
+def _multiply(
+    x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor
+) -> torch.Tensor:
+    """`x @ matrix + bias` written to `out`, rounded to its dtype; returns it unrounded."""
+    into = out if out.dtype == x.dtype else None
+    result = torch.mm(x, matrix, out=into) if bias is None else torch.addmm(bias, x, matrix, out=into)
+    if into is None:
+        out.copy_(result)
+    return result
+
+
 class _Merged:
     """Layers with one input, merged for a forward or a backward, and the gradients of their adapters."""
 
@@ -47,11 +58,11 @@ class _Merged:
         self.weights = [_merge(projection, dtype) for projection in projections]
         self.biases = [None if p.bias is None else p.bias.to(dtype) for p in projections]
 
-    def apply(self, x_TD: torch.Tensor) -> list[torch.Tensor]:
-        """The outputs `(T, O)` of a chunk, in the merged weights' dtype."""
+    def apply(self, x_TD: torch.Tensor, outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Write the outputs `(T, O)` of a chunk; returns them in the merged weights' dtype."""
         x_TD = x_TD.to(self.dtype)
-        pairs = zip(self.weights, self.biases, strict=True)
-        return [torch.nn.functional.linear(x_TD, weight, bias) for weight, bias in pairs]
+        layers = zip(self.weights, self.biases, outs, strict=True)
+        return [_multiply(x_TD, weight.T, bias, out=out) for weight, bias, out in layers]
 
     def start_backward(self) -> None:
         """Make room for the adapters' gradients."""
@@ -61,10 +72,8 @@ class _Merged:
         self.grad_As = None if self.As_RD is None else torch.zeros_like(self.As_RD)
         self.grad_Bs = [None if B is None else torch.zeros_like(B) for B in self.Bs]
 
-    def backward(
-        self, x_TD: torch.Tensor, grads: Sequence[torch.Tensor], *, needs_input: bool = True
-    ) -> torch.Tensor | None:
-        """The gradient of a chunk of the input; adds up those of the adapters."""
+    def backward(self, x_TD: torch.Tensor, grads: Sequence[torch.Tensor], out: torch.Tensor | None) -> None:
+        """Add up the gradients of the adapters over a chunk, and write the input's to `out`, if there is one."""
         x_TD, grads = x_TD.to(self.dtype), [grad.to(self.dtype) for grad in grads]
         if self.As_RD is not None and self.grad_As is not None:
             inner_TR = x_TD @ self.As_RD.T
@@ -76,12 +85,13 @@ class _Merged:
                 grad_B.addmm_(grad.T, inner_TR[:, start : start + B.shape[1]])
                 start += B.shape[1]
             self.grad_As.addmm_(torch.cat(outer, dim=1).T, x_TD)
-        if not needs_input:
-            return None
-        grad_x = grads[0] @ self.weights[0]
+        if out is None:
+            return
+        grad_x = _multiply(grads[0], self.weights[0], out=out)
         for grad, weight in zip(grads[1:], self.weights[1:], strict=True):
             grad_x.addmm_(grad, weight)
-        return grad_x
+        if grad_x is not out:
+            out.copy_(grad_x)
 
     def adapter_gradients(self) -> list[torch.Tensor | None]:
         """Of `lora_A` and `lora_B` of each layer in turn."""
@@ -115,14 +125,11 @@ class ProjectTogether(Function):
         ctx.projections, ctx.dtype = projections, dtype
         ctx.save_for_backward(x_TD, *adapters)
         merged = _Merged(projections, dtype)
-        if x_TD.dtype == dtype and all(out == dtype for out in dtypes_out):
-            return tuple(merged.apply(x_TD))
         outs = [
             x_TD.new_empty(len(x_TD), p.features, dtype=out) for p, out in zip(projections, dtypes_out, strict=True)
         ]
         for x, *parts in _chunks(x_TD, *outs):
-            for part, result in zip(parts, merged.apply(x), strict=True):
-                part.copy_(result)
+            merged.apply(x, parts)
         return tuple(outs)
 
     @staticmethod
@@ -133,11 +140,9 @@ class ProjectTogether(Function):
         merged = _Merged(ctx.projections, ctx.dtype)
         merged.start_backward()
         grad_x = torch.empty_like(x_TD) if ctx.needs_input_grad[0] else None
-        parts = None if grad_x is None else grad_x.split(_CHUNK)
-        for number, (x, *chunk) in enumerate(_chunks(x_TD, *grads)):
-            result = merged.backward(x, chunk, needs_input=parts is not None)
-            if parts is not None and result is not None:
-                parts[number].copy_(result)
+        room = x_TD if grad_x is None else grad_x
+        for x, part, *chunk in _chunks(x_TD, room, *grads):
+            merged.backward(x, chunk, None if grad_x is None else part)
         return grad_x, None, None, None, *merged.adapter_gradients()
 
 
@@ -157,15 +162,13 @@ class GatedMLP(Function):
     ) -> torch.Tensor:
         """`projections` are gate, up, down; `keeps` says whether a backward may come."""
         inner, outer = _Merged(projections[:2], dtype), _Merged(projections[2:], dtype)
-        out_TD = x_TD.new_empty(len(x_TD), projections[2].features, dtype=dtype_out)
-        kept = [x_TD.new_empty(len(x_TD) if keeps else 0, projections[0].features, dtype=dtype_out) for _ in range(2)]
-        keep = list(_chunks(*kept)) if keeps else []
+        tokens, features = len(x_TD), projections[0].features
+        out_TD = x_TD.new_empty(tokens, projections[2].features, dtype=dtype_out)
+        kept = [x_TD.new_empty(tokens if keeps else min(tokens, _CHUNK), features, dtype=dtype_out) for _ in range(2)]
         for number, (x, out) in enumerate(_chunks(x_TD, out_TD)):
-            gate, up = inner.apply(x)
-            if keeps:
-                keep[number][0].copy_(gate)
-                keep[number][1].copy_(up)
-            out.copy_(outer.apply(activation(gate).mul_(up))[0])
+            start = number * _CHUNK if keeps else 0
+            gate, up = inner.apply(x, [part[start : start + len(x)] for part in kept])
+            outer.apply(activation(gate) * up, [out])
         ctx.projections, ctx.activation, ctx.dtype = projections, activation, dtype
         ctx.save_for_backward(x_TD, *kept, *adapters)
         return out_TD
@@ -183,12 +186,10 @@ class GatedMLP(Function):
             gate, up = gate.detach().to(ctx.dtype).requires_grad_(), up.to(ctx.dtype)
             with torch.enable_grad():
                 active = ctx.activation(gate)
-            grad_h = outer.backward(active.detach() * up, [grad])
-            assert grad_h is not None
+            grad_h = torch.empty_like(up)
+            outer.backward(active.detach() * up, [grad], grad_h)
             (grad_gate,) = torch.autograd.grad(active, gate, up * grad_h)
             grad_up = grad_h.mul_(active.detach())
-            result = inner.backward(x, [grad_gate, grad_up], needs_input=ctx.needs_input_grad[0])
-            if result is not None:
-                out.copy_(result)
+            inner.backward(x, [grad_gate, grad_up], out if ctx.needs_input_grad[0] else None)
         grad_adapters = [*inner.adapter_gradients(), *outer.adapter_gradients()]
         return grad_x if ctx.needs_input_grad[0] else None, None, None, None, None, None, *grad_adapters
