@@ -15,6 +15,7 @@ from tolerance import (
     assert_recomputed,
     differs,
 )
+from training import arguments, packed_trainer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from trl_packfa import check, describe, patch, unpatch
@@ -258,6 +259,12 @@ def test_adapters_that_come_after_the_patch_are_fused_by_the_next_patch():
     model = patch(adapted(base=base))
     assert "LoRA: fused" in describe(model)
     assert "LoRA: PEFT's own forward (fused_lora=False)" in describe(patch(model, fused_lora=False))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_trainer_hands_on_the_switch(tmp_path, fused):
+    trainer = packed_trainer(arguments(out=tmp_path, fused_lora=fused))
+    assert ("x LoRA: fused" in describe(trainer.model)) is fused
 
 
 def test_the_check_passes_with_it():
