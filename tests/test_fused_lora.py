@@ -156,6 +156,14 @@ def test_nf4_weights(tmp_path, no_half_products, compute):
     assert all(grad.abs().sum() > 0 for grad in grads.values())
 
 
+def test_int8_weights_are_left_to_peft(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    tiny.model(layers=2).save_pretrained(tmp_path)
+    quantization = BitsAndBytesConfig(load_in_8bit=True)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantization, dtype=torch.float32)
+    assert_left_to_peft(adapted(base=base), "Linear8bitLt computes its product in its own way")
+
+
 @pytest.mark.parametrize(
     ("lora", "reason"),
     [
