@@ -23,7 +23,7 @@ LAYERS = [
     {"flight"},
     {"attention", "boundaries", "collator", "declaration", "quantized", "rebatch"},
     {"overrides", "tokenized", "loading", "config", "bench", "head"},
-    {"mixers"},
+    {"mixers", "lora"},
     {"patching"},
     {"patches"},
     {"registry", "exactness", "results", "trust", "matrix"},

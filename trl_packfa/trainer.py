@@ -157,7 +157,7 @@ class PackedSFTTrainer(FeedingTrainer):
         """Patch the model that TRL built and collate documents into rows."""
         with self.compute_loss_context_manager():
             self._head = ensure_own_loss(self.model, seed=self.args.seed)
-        patch(self.model, backend=self.args.attention_backend)
+        patch(self.model, backend=self.args.attention_backend, fused_lora=self.args.fused_lora)
         # TRL's collator for padded batches, which evaluation with metrics uses.
         self._padding_collator = copy.copy(self.data_collator)
         self._padding_collator.padding_free = False
