@@ -246,7 +246,7 @@ def test_kernel_arguments(backend, monkeypatch):
 
 
 def test_bench_runs_both_sides_and_counts_the_same_tokens():
-    from trl_packfa.bench import TRANSFORMERS, bench_attention, document_lengths
+    from trl_packfa.bench.attention import TRANSFORMERS, bench_attention, document_lengths
 
     assert sum(document_lengths(None, 700, 0)) == 700
     rows = bench_attention(tokens=[512], repeats=1)
@@ -255,7 +255,7 @@ def test_bench_runs_both_sides_and_counts_the_same_tokens():
 
 
 def test_both_sides_of_the_bench_compute_the_same():
-    from trl_packfa.bench import TRANSFORMERS, _our_side, _transformers_side
+    from trl_packfa.bench.attention import TRANSFORMERS, _our_side, _transformers_side
 
     assert TRANSFORMERS
     layout = PackedLayout.from_lengths([30, 1, 65])

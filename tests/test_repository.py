@@ -22,7 +22,7 @@ LAYERS = [
     {"layout", "packing", "grouping", "zoo"},
     {"flight"},
     {"attention", "boundaries", "collator", "declaration", "quantized", "rebatch"},
-    {"overrides", "tokenized", "loading", "config", "bench"},
+    {"overrides", "tokenized", "loading", "config"},
     {"mixers"},
     {"patching"},
     {"patches"},
@@ -30,7 +30,7 @@ LAYERS = [
     {"fused_head", "refusals", "progress", "reports", "sampling", "sources", "steps", "summary", "weighting"},
     {"stepping"},
     {"trainer"},
-    {"launch", "demo"},
+    {"launch", "demo", "bench"},
     {"cli", "__init__", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

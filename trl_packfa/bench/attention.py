@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .attention import AttentionArguments, get_backend
-from .layout import PackedLayout
+from ..attention import AttentionArguments, get_backend
+from ..layout import PackedLayout
 
 _HEADS, _KEY_VALUE_HEADS, _HEAD_DIM = 8, 2, 64
 _WARM_UP, _SECONDS = 2, 1.5
@@ -57,7 +57,7 @@ def bench_attention(
 
 
 def _in_process(side: str, tokens: int, source: str | None, seed: int) -> dict[str, float]:
-    command = [sys.executable, "-m", "trl_packfa.bench", side, str(tokens), str(seed), source or ""]
+    command = [sys.executable, "-m", "trl_packfa.bench.attention", side, str(tokens), str(seed), source or ""]
     # Large tensors from the heap, where they are reused, on either side: else page faults drown the arithmetic.
     heap = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "68719476736"}
     result = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **heap})
