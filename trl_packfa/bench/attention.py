@@ -1,7 +1,7 @@
-"""`trl-packfa bench attention`: time and memory per token of one packed attention, against transformers' own path.
+"""`trl-packfa bench attention`: time and memory of one packed attention, over row lengths and mixes of documents,
+against transformers' own paths and against what arithmetic and memory alone would take.
 
-Sides run interleaved in fresh processes, so that peak memory is each one's own; document lengths are those of a real
-data set (a JSON list of token counts) or drawn from a log-normal that resembles one.
+Each measurement is a process of its own, so that peak memory is its own; sides take turns.
 """
 
 from __future__ import annotations
@@ -12,106 +12,149 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from ..attention import AttentionArguments, get_backend
+from ..attention import AttentionRequest
 from ..layout import PackedLayout
+from .floors import bandwidth, matmul_flops
+from .memory import PeakMemory, available_memory
+from .mixes import document_lengths
+from .paths import TRANSFORMERS, attend_with, attention_sides, dense_bytes
+from .process import HEAP
 
 _HEADS, _KEY_VALUE_HEADS, _HEAD_DIM = 8, 2, 64
-_WARM_UP, _SECONDS = 2, 1.5
-TRANSFORMERS = "transformers-sdpa"
+_WARM_UP, _SECONDS = 2, 1.0
+_LAST_LINE = -1
+Row = dict[str, Any]
 
 
-def document_lengths(source: str | None, tokens: int, seed: int) -> list[int]:
-    """Lengths in tokens that add up to `tokens`, drawn from a JSON list or a log-normal (median 150)."""
-    rng = np.random.default_rng(seed)
-    pool = json.loads(Path(source).read_text()) if source else np.exp(rng.normal(5.0, 0.8, 10_000)).astype(int) + 1
-    lengths: list[int] = []
-    while sum(lengths) < tokens:
-        lengths.append(min(int(rng.choice(pool)), tokens - sum(lengths)))
-    return lengths
+class Floors(NamedTuple):
+    """What this machine can do at best: operations and bytes per second."""
+
+    flops: float
+    bytes: float
 
 
 def bench_attention(
-    *, tokens: list[int], source: str | None = None, repeats: int = 3, dense_up_to: int = 8192
-) -> list[dict[str, float | int | str]]:
-    """One row per number of tokens and side: medians over `repeats` draws, microseconds and bytes per token.
+    *,
+    tokens: list[int],
+    mixes: list[str],
+    sides: list[str] | None = None,
+    repeats: int = 3,
+    slowest: float = 60.0,
+) -> list[Row]:
+    """One row per mix, number of tokens and side: medians over `repeats` draws, or why there are none.
 
-    The side of transformers builds its T x T mask, so it runs up to `dense_up_to` tokens only.
+    Args:
+        tokens (`list[int]`): row lengths.
+        mixes (`list[str]`): names of [`mixes`](MIXES), or JSON files of document lengths.
+        sides (`list[str]`, *optional*): names out of `paths.attention_sides`; default: all.
+        repeats (`int`): draws of documents.
+        slowest (`float`): seconds of one forward and backward above which a side is skipped, by its arithmetic.
     """
-    rows: list[dict[str, float | int | str]] = []
-    for count in tokens:
-        sides = ["sdpa", TRANSFORMERS] if count <= dense_up_to else ["sdpa"]
-        runs = {side: [_in_process(side, count, source, seed) for seed in range(repeats)] for side in sides}
-        for side, results in runs.items():
-            seconds = statistics.median(result["seconds"] for result in results)
-            memory = statistics.median(result["bytes"] for result in results)
-            row = {"tokens": count, "side": side, "us_per_token": round(seconds / count * 1e6, 1)}
-            rows.append({**row, "mb_peak": round(memory / 1e6, 1), "kb_per_token": round(memory / count / 1e3, 1)})
+    known = attention_sides(_request())
+    floors = Floors(matmul_flops(2048, 2048, 2048, dtype=_dtype()), bandwidth())
+    rows = []
+    for mix in mixes:
+        for count in tokens:
+            skipped = {side: _reason(side, known, mix, count, floors, slowest) for side in sides or known}
+            running = [side for side, reason in skipped.items() if not reason]
+            runs: dict[str, list[dict[str, Any]]] = {side: [] for side in running}
+            for seed in range(repeats):
+                for side in running:
+                    runs[side].append(_in_process(side, count, mix, seed))
+            floor = statistics.median(_floor(document_lengths(mix, count, seed=s), floors) for s in range(repeats))
+            rows += [_row(mix, count, side, runs.get(side, []), skipped[side], floor) for side in skipped]
     return rows
 
 
-def _in_process(side: str, tokens: int, source: str | None, seed: int) -> dict[str, float]:
-    command = [sys.executable, "-m", "trl_packfa.bench.attention", side, str(tokens), str(seed), source or ""]
-    # Large tensors from the heap, where they are reused, on either side: else page faults drown the arithmetic.
-    heap = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "68719476736"}
-    result = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **heap})
+def _row(mix: str, tokens: int, side: str, runs: list[dict[str, Any]], reason: str, floor: float) -> Row:
+    failed = [run["failed"] for run in runs if "failed" in run]
+    row = {"mix": mix.rsplit("/", 1)[-1], "tokens": tokens, "side": side}
+    if reason or failed:
+        return {**row, "us/token": None, "times the floor": None, "KB/token": None, "remark": reason or failed[0]}
+    seconds = statistics.median(run["seconds"] for run in runs)
+    memory = statistics.median(run["bytes"] for run in runs)
+    return {
+        **row,
+        "us/token": round(seconds / tokens * 1e6, 1),
+        "times the floor": round(seconds / floor, 1),
+        "KB/token": round(memory / tokens / 1e3, 1),
+        "remark": "",
+    }
+
+
+def _reason(side: str, known: dict[str, str], mix: str, tokens: int, floors: Floors, slowest: float) -> str:
+    """Why a side is not run; nothing if it is."""
+    if side not in known:
+        return f"there is no side '{side}', only {', '.join(known)}"
+    if known[side]:
+        return f"not here: {known[side]}"
+    dense = side == TRANSFORMERS
+    if dense and dense_bytes(tokens) > available_memory() / 2:
+        return f"its T x T mask takes {dense_bytes(tokens) / 1e9:.0f} GB, {available_memory() / 1e9:.0f} are free"
+    lengths = [tokens] if dense else document_lengths(mix, tokens, seed=0)
+    least = attention_flops(lengths) * (2 if dense else 1) / floors.flops
+    return f"its arithmetic alone takes {least:.0f} s" if least > slowest else ""
+
+
+def attention_flops(lengths: list[int]) -> float:
+    """Operations of causal attention over documents, forward and backward, nothing recomputed: two products forward
+    and four backward over half of each square."""
+    return 6.0 * _HEADS * _HEAD_DIM * sum(n * n for n in lengths)
+
+
+def attention_bytes(tokens: int, size: int) -> float:
+    """What must be read and written once: query, key, value, output, and the gradients of all."""
+    return 6.0 * (_HEADS + _KEY_VALUE_HEADS) * _HEAD_DIM * tokens * size
+
+
+def _floor(lengths: list[int], floors: Floors) -> float:
+    """Seconds below which no attention can be."""
+    size = torch.empty(0, dtype=_dtype()).element_size()
+    return max(attention_flops(lengths) / floors.flops, attention_bytes(sum(lengths), size) / floors.bytes)
+
+
+def _in_process(side: str, tokens: int, mix: str, seed: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "trl_packfa.bench.attention", side, str(tokens), mix, str(seed)]
+    result = subprocess.run(command, capture_output=True, text=True, env={**HEAP, **os.environ}, check=False)
+    if result.returncode:
+        reason = result.stderr.strip().splitlines()[_LAST_LINE:] or [f"exit code {result.returncode}"]
+        return {"failed": f"failed: {reason[0]}"}
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def _measure(side: str, tokens: int, source: str | None, seed: int) -> dict[str, float]:
+def measure(side: str, tokens: int, mix: str, seed: int) -> dict[str, float]:
     """Median seconds of a forward and backward, and the peak memory that it added, in this process."""
-    layout = PackedLayout.from_lengths(document_lengths(source, tokens, seed))
+    layout = PackedLayout.from_lengths(document_lengths(mix, tokens, seed=seed), device=_device())
     shapes = [(tokens, heads, _HEAD_DIM) for heads in (_HEADS, _KEY_VALUE_HEADS, _KEY_VALUE_HEADS)]
-    tensors = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    upstream = torch.randn(shapes[0])
-    attend = _transformers_side(layout) if side == TRANSFORMERS else _our_side(layout, side)
-    before = _peak_memory()
-    seconds: list[float] = []
+    tensors = [torch.randn(s, device=_device(), dtype=_dtype(), requires_grad=True) for s in shapes]
+    upstream = torch.randn_like(tensors[0])
+    attend = attend_with(side, layout, heads=_HEADS, key_value_heads=_KEY_VALUE_HEADS, head_dim=_HEAD_DIM)
+    memory, seconds = PeakMemory(), []
+    memory.reset()
     while sum(seconds[_WARM_UP:]) < _SECONDS:
         start = time.perf_counter()
         attend(*tensors).backward(upstream)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    return {"seconds": statistics.median(seconds[_WARM_UP:]), "bytes": _peak_memory() - before}
+    return {"seconds": statistics.median(seconds[_WARM_UP:]), "bytes": memory.peak() - memory.before}
 
 
-def _our_side(layout: PackedLayout, backend: str) -> Callable[..., torch.Tensor]:
-    arguments = AttentionArguments(scaling=_HEAD_DIM**-0.5)
-    return lambda query, key, value: get_backend(backend)(query, key, value, layout, arguments)
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _transformers_side(layout: PackedLayout) -> Callable[..., torch.Tensor]:
-    """Mask and attention by transformers' own functions, as an unpatched Llama calls them."""
-    from transformers import LlamaConfig
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import create_causal_mask
-
-    config = LlamaConfig(hidden_size=_HEADS * _HEAD_DIM, num_attention_heads=_HEADS)
-    config._attn_implementation = "sdpa"
-    module: Any = torch.nn.Module()
-    module.num_key_value_groups, module.is_causal = _HEADS // _KEY_VALUE_HEADS, True
-    embeddings, positions = torch.empty(1, layout.num_tokens, 1), layout.position_ids()
-
-    def attend(*qkv: torch.Tensor) -> torch.Tensor:
-        mask = create_causal_mask(config, embeddings, None, None, position_ids=positions)
-        query, key, value = (tensor.transpose(0, 1)[None] for tensor in qkv)
-        return sdpa_attention_forward(module, query, key, value, mask, scaling=_HEAD_DIM**-0.5)[0][0]
-
-    return attend
+def _dtype() -> torch.dtype:
+    return torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
 
-def _peak_memory() -> int:
-    """Peak resident memory of this process, in bytes (Linux and macOS count in different units)."""
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+def _request() -> AttentionRequest:
+    return AttentionRequest(torch.device(_device()), _dtype(), _HEAD_DIM, _HEADS, _KEY_VALUE_HEADS)
 
 
 if __name__ == "__main__":
-    print(json.dumps(_measure(sys.argv[1], int(sys.argv[2]), sys.argv[4] or None, int(sys.argv[3]))))
+    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))))

@@ -15,9 +15,9 @@ from rich.table import Table
 
 def bench(argv: list[str]) -> int:
     """Run it; returns the exit code: 0 done, 1 if a side failed."""
-    if argv[:1] == ["attention"]:
-        return _attention(argv[1:])
-    return _strategies([argument for argument in argv if argument != "--debug"])
+    argv = [argument for argument in argv if argument != "--debug"]
+    parts = {"attention": _attention, "pack": _pack, "check": _check}
+    return parts[argv[0]](argv[1:]) if argv and argv[0] in parts else _strategies(argv)
 
 
 def _strategies(argv: list[str]) -> int:
@@ -71,16 +71,54 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _attention(argv: list[str]) -> int:
     from .attention import bench_attention
+    from .mixes import MIXES
 
-    parser = argparse.ArgumentParser(prog="trl-packfa bench attention")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192], help="row lengths")
-    parser.add_argument("--lengths", help="JSON list of document lengths in tokens, instead of a log-normal")
-    parser.add_argument("--repeats", type=int, default=3, help="draws of documents per row length")
+    parser = _parser("attention", "one attention, forward and backward, per row length and mix of documents")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2**n for n in range(10, 18)], help="row lengths")
+    parser.add_argument("--mixes", nargs="+", default=["even", "uneven"], help=f"{', '.join(MIXES)}, or a .json file")
+    parser.add_argument("--lengths", nargs="+", default=[], help="JSON lists of document lengths, instead of mixes")
+    parser.add_argument("--sides", nargs="+", help="backends and transformers' paths (default: all)")
+    parser.add_argument("--repeats", type=int, default=3, help="draws of documents")
+    parser.add_argument("--slowest", type=float, default=60.0, help="seconds above which a side is skipped")
+    args = parser.parse_args(argv)
+    return _told(
+        bench_attention(
+            tokens=args.tokens,
+            mixes=args.lengths or args.mixes,
+            sides=args.sides,
+            repeats=args.repeats,
+            slowest=args.slowest,
+        ),
+        as_json=args.json,
+    )
+
+
+def _pack(argv: list[str]) -> int:
+    from .planning import bench_pack
+
+    parser = _parser("pack", "planning: documents to rows and steps, by index")
+    parser.add_argument("--documents", type=int, default=1_000_000)
+    parser.add_argument("--row", type=int, default=4096, help="tokens of a row")
+    parser.add_argument("--mix", default="uneven", help="lengths: a mix, or a .json file")
+    args = parser.parse_args(argv)
+    return _told(bench_pack(documents=args.documents, row=args.row, mix=args.mix), as_json=args.json)
+
+
+def _parser(name: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"trl-packfa bench {name}", description=description)
     parser.add_argument("--json", action="store_true", help="machine-readable output")
-    args = parser.parse_args([argument for argument in argv if argument != "--debug"])
-    rows = bench_attention(tokens=args.tokens, source=args.lengths, repeats=args.repeats)
-    if args.json:
+    return parser
+
+
+def _told(rows: list[dict[str, Any]], *, as_json: bool) -> int:
+    if as_json:
         print(json.dumps(rows, indent=2))
     else:
-        print_rows(rows)
+        print_rows([{name: "-" if value is None else value for name, value in row.items()} for row in rows])
     return 0
+
+
+def _check(argv: list[str]) -> int:
+    from .proof import bench_check
+
+    return _told(bench_check([argument for argument in argv if argument != "--json"]), as_json="--json" in argv)

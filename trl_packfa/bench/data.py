@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from ..packing import PackingReport
 from ..tokenized import cut_dataset, read_lengths
 from ..trainer import PackedSFTTrainer
 from .arguments import Setup
+from .mixes import read_length_list
 
 # Token ids below it are special in the placeholder tokenizer.
 _FIRST_WORD = 4
@@ -41,21 +41,6 @@ def facts(dataset: Dataset) -> Facts:
     total = int(lengths.sum())
     seen = float((lengths.astype(np.float64) ** 2).sum() / total)
     return Facts(len(lengths), total, int(lengths.max()), float(lengths.mean()), seen)
-
-
-def read_length_list(path: str) -> list[int]:
-    """Document lengths, in tokens, of a JSON file.
-
-    Raises:
-        [`InvalidDataset`]: if it is no list of positive integers.
-    """
-    try:
-        lengths = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidDataset(f"cannot read the lengths in {path}.", why=[str(error)]) from error
-    if not isinstance(lengths, list) or not lengths or not all(type(n) is int and n > 0 for n in lengths):
-        raise InvalidDataset(f"{path} holds no document lengths.", do="A JSON list of positive integers, in tokens.")
-    return lengths
 
 
 def random_documents(lengths: list[int], *, vocab_size: int, seed: int) -> Dataset:
@@ -99,8 +84,8 @@ def _tokenized_parts(setup: Setup, tokenizer_name: str) -> tuple[dict[str, Datas
     off = {"packing_strategy": "minibatch", "max_tokens_per_microbatch": None, "use_peft": False}
     off |= {"load_in_4bit": False, "load_in_8bit": False, "check_packing": False, "model_init_kwargs": None}
     given = {f.name: getattr(setup.args, f.name) for f in fields(PackedSFTConfig) if f.init}
-    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    small = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape))
+    shape: Any = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    small: Any = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=len(tokenizer)))
     parts: Any = _named_parts(setup)
     trainer = PackedSFTTrainer(
         small,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -53,3 +54,14 @@ class PeakMemory:
     @staticmethod
     def _now() -> int:
         return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident_peak()
+
+
+def available_memory() -> int:
+    """Bytes that are free: on the device where there is one, else of the machine."""
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0]
+    path = Path("/proc/meminfo")
+    if path.exists():
+        line = next(line for line in path.read_text().splitlines() if line.startswith("MemAvailable"))
+        return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -5,7 +5,6 @@ Shapes are those of the published configs; rotary scaling, which costs nothing, 
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import torch
@@ -14,13 +13,12 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 
 from ..errors import InvalidConfig
-
-logger = logging.getLogger(__name__)
 
 # Name: model type, then hidden size, intermediate size, layers, heads, key/value heads, vocabulary, tied embeddings.
 _SHAPES = {
@@ -36,7 +34,7 @@ PRESETS = tuple(_SHAPES)
 _POSITIONS = 131_072
 
 
-def preset_config(name: str, *, vocab_size: int = 0) -> AutoConfig:
+def preset_config(name: str, *, vocab_size: int = 0) -> PreTrainedConfig:
     """The config of a preset, its vocabulary grown to `vocab_size` if that is larger."""
     model_type, hidden, intermediate, layers, heads, key_value_heads, vocabulary, tied = _SHAPES[name]
     special = {"sliding_window": None} if model_type == "mistral" else {}

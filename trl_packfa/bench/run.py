@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def run_bench(argv: list[str], tell: Tell = lambda text: None) -> dict[str, Any]
     setup = read_arguments(argv)
     with tempfile.TemporaryDirectory(prefix="trl-packfa-bench-") as name:
         folder = Path(name)
-        model = _model(setup, folder, tell)
+        model = model_path(setup, folder, tell)
         lost = save_documents(setup, model, folder)
         dataset: Any = load_from_disk(str(folder / "train"))
         data = facts(dataset)
@@ -55,7 +55,8 @@ def run_bench(argv: list[str], tell: Tell = lambda text: None) -> dict[str, Any]
     }
 
 
-def _model(setup: Setup, folder: Path, tell: Tell) -> str:
+def model_path(setup: Setup, folder: Path, tell: Tell = lambda text: None) -> str:
+    """The model as its sides load it: its name, or where a preset was written."""
     name = setup.bench.model or setup.args.model_name_or_path or ""
     if name not in PRESETS:
         return name
@@ -67,33 +68,30 @@ def _model(setup: Setup, folder: Path, tell: Tell) -> str:
 
 def _measure(results: list[Result], setup: Setup, spec: dict[str, Any], folder: Path, tell: Tell) -> None:
     """Build all sides, one after the other, then step them in turn until each has had its steps."""
-    with _processes(results, spec, folder) as processes:
+    with ExitStack() as stack:
+        processes: dict[Side, SideProcess] = {}
         for result in results:
             tell(f"{result.side.name}: building")
-            _guarded(result, lambda r=result: r.built(processes[r.side].ready()))
-        rounds = 0
-        while any(result.is_running for result in results):
-            for result in results:
-                if result.is_running:
-                    _guarded(result, lambda r=result: r.stepped(processes[r.side].step(), setup))
-            rounds += 1
-            tell(f"step {rounds}: " + ", ".join(f"{r.side.name} {r.last_seconds:.2f} s" for r in results))
+            side = SideProcess({**spec, "side": as_json(result.side)}, folder, len(processes))
+            processes[result.side] = stack.enter_context(closing(side))
+            _guarded(result, lambda r=result, s=side: r.built(s.ready()))
+            if result.failure:
+                side.close()
+        _take_turns(results, processes, setup, tell)
         for result in results:
             if not result.failure:
                 _guarded(result, lambda r=result: r.traced(processes[r.side].trace()))
                 _guarded(result, lambda r=result: r.ended(processes[r.side].finish()))
 
 
-@contextmanager
-def _processes(results: list[Result], spec: dict[str, Any], folder: Path) -> Iterator[dict[Side, SideProcess]]:
-    processes = {}
-    try:
-        for number, result in enumerate(results):
-            processes[result.side] = SideProcess({**spec, "side": as_json(result.side)}, folder, number)
-        yield processes
-    finally:
-        for process in processes.values():
-            process.close()
+def _take_turns(results: list[Result], processes: dict[Side, SideProcess], setup: Setup, tell: Tell) -> None:
+    rounds = 0
+    while any(result.is_running for result in results):
+        for result in results:
+            if result.is_running:
+                _guarded(result, lambda r=result: r.stepped(processes[r.side].step(), setup))
+        rounds += 1
+        tell(f"step {rounds}: " + ", ".join(f"{r.side.name} {r.last_seconds:.2f} s" for r in results if not r.failure))
 
 
 def _guarded(result: Result, act: Callable[[], None]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 # What makes the host wait for a device: by name of the operation, and of CUDA's own calls.
-_WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim")
+WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim")
 _CUDA_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 _LISTED = 15
 
@@ -40,7 +40,7 @@ class Trace:
         """Host waits and aten calls of the step, and its operations by their own time, in milliseconds."""
         events: Any = self._profile.key_averages()
         counts = {event.key: event.count for event in events}
-        waits = _CUDA_WAITS if torch.cuda.is_available() else _WAITS
+        waits = _CUDA_WAITS if torch.cuda.is_available() else WAITS
         on_device = any(getattr(event, "self_device_time_total", 0) for event in events)
         field = "self_device_time_total" if on_device else "self_cpu_time_total"
         by_time = sorted(events, key=lambda event: -getattr(event, field))[:_LISTED]
