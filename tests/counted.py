@@ -66,12 +66,14 @@ def count_attention(side):
 
 def measure():
     """Every case by name."""
-    steps = {f"step/{name}": count_step(packing_strategy=name, **_rows(name)) for name in STRATEGIES}
+    steps = {f"step/{name}": count_step(**options(name)) for name in STRATEGIES}
     return {**steps, **{f"attention/{name}": count_attention(name) for name in BACKENDS}}
 
 
-def _rows(strategy):
-    return {"max_length": 128, "per_device_train_batch_size": 1} if strategy == "bfd" else {}
+def options(strategy):
+    """The arguments of a packed step."""
+    rows = {"max_length": 128, "per_device_train_batch_size": 1} if strategy == "bfd" else {}
+    return {"packing_strategy": strategy, **rows}
 
 
 def main():

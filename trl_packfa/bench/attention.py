@@ -20,7 +20,7 @@ from ..attention import AttentionRequest
 from ..layout import PackedLayout
 from .floors import bandwidth, matmul_flops
 from .memory import PeakMemory, available_memory
-from .mixes import document_lengths
+from .mixes import document_lengths, draw_lengths
 from .paths import TRANSFORMERS, attend_with, attention_sides, dense_bytes
 from .process import HEAP
 
@@ -53,7 +53,12 @@ def bench_attention(
         sides (`list[str]`, *optional*): names out of `paths.attention_sides`; default: all.
         repeats (`int`): draws of documents.
         slowest (`float`): seconds of one forward and backward above which a side is skipped, by its arithmetic.
+
+    Raises:
+        [`InvalidConfig`] or [`InvalidDataset`]: if there is no such mix, before anything is measured.
     """
+    for mix in mixes:
+        draw_lengths(mix, 1, seed=0)
     known = attention_sides(_request())
     floors = Floors(matmul_flops(2048, 2048, 2048, dtype=_dtype()), bandwidth())
     rows = []
