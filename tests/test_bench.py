@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import tiny
@@ -19,7 +20,7 @@ from trl_packfa.bench.counting import StepCounter
 from trl_packfa.bench.data import facts, random_documents, save_documents
 from trl_packfa.bench.floors import model_flops_per_token
 from trl_packfa.bench.leaks import leaks
-from trl_packfa.bench.mixes import document_lengths, draw_lengths
+from trl_packfa.bench.mixes import document_lengths, draw_lengths, every_length
 from trl_packfa.bench.operations import OperationCounter
 from trl_packfa.bench.paths import TRANSFORMERS, attend_with
 from trl_packfa.bench.planning import bench_pack
@@ -168,6 +169,14 @@ def test_bad_length_lists_are_refused(preset, tmp_path, content, message):
     (tmp_path / "bad.json").write_text(content)
     with pytest.raises(InvalidDataset, match=message):
         save_documents(setup(preset, "--lengths", str(tmp_path / "bad.json")), preset, tmp_path)
+
+
+def test_the_recipe_of_the_papers_table_is_read(tmp_path):
+    path = Path(__file__).parent.parent / "recipes" / "bench" / "paper.yaml"
+    asked = read_arguments(["--config", str(path), "--output_dir", str(tmp_path), "--dtype", "float32"])
+    assert [side.strategy for side in asked.sides][:3] == ["padding", "group_by_length", "fixed"]
+    assert (asked.args.gradient_accumulation_steps, asked.bench.interleave, asked.args.max_steps) == (2, False, 20)
+    assert len(every_length(asked.bench.lengths, seed=0)) == 20_000
 
 
 def test_too_little_data_is_refused(preset, tmp_path):

@@ -32,7 +32,10 @@ class BenchArguments:
     dataset: str | None = field(default=None, metadata={"help": "File or name of a dataset in any of TRL's formats."})
     lengths: str | None = field(
         default=None,
-        metadata={"help": "JSON list of document lengths in tokens: random tokens of these lengths are the data."},
+        metadata={
+            "help": "JSON list of document lengths in tokens, or the name of a mix (see `mixes.py`): random tokens of "
+            "these lengths are the data."
+        },
     )
     tokenizer: str | None = field(
         default=None, metadata={"help": "Name or path of a tokenizer, for a model with random weights."}

@@ -19,7 +19,7 @@ from ..packing import PackingReport
 from ..tokenized import cut_dataset, read_lengths
 from ..trainer import PackedSFTTrainer
 from .arguments import Setup
-from .mixes import read_length_list
+from .mixes import every_length
 
 # Token ids below it are special in the placeholder tokenizer.
 _FIRST_WORD = 4
@@ -68,9 +68,8 @@ def save_documents(setup: Setup, model: str, folder: Path) -> dict[str, Any]:
 
 def _random_parts(setup: Setup, model: str) -> tuple[dict[str, Dataset], dict[str, PackingReport]]:
     vocab_size = AutoConfig.from_pretrained(model).get_text_config().vocab_size
-    documents = random_documents(
-        read_length_list(setup.bench.lengths or ""), vocab_size=vocab_size, seed=setup.args.seed
-    )
+    lengths = every_length(setup.bench.lengths or "", seed=setup.args.seed)
+    documents = random_documents(lengths, vocab_size=vocab_size, seed=setup.args.seed)
     cut = {
         name: cut_dataset(part, name=name, max_length=setup.args.max_length, overflow=setup.args.overflow)
         for name, part in _hold_out(documents, setup).items()

@@ -43,6 +43,11 @@ def read_length_list(path: str) -> list[int]:
     return lengths
 
 
+def every_length(mix: str, *, seed: int) -> list[int]:
+    """A data set's document lengths: of a JSON file, all; of a mix, as many as the paper's data sets have."""
+    return draw_lengths(mix, _DRAWN, seed=seed).tolist() if mix in MIXES else read_length_list(mix)
+
+
 def draw_lengths(mix: str, count: int, *, seed: int) -> np.ndarray:
     """So many document lengths of a mix or, where `mix` is a path, of a JSON list.
 
