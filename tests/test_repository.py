@@ -22,7 +22,7 @@ LAYERS = [
     {"layout", "packing", "grouping", "zoo"},
     {"flight"},
     {"attention", "boundaries", "collator", "declaration", "quantized", "rebatch"},
-    {"overrides", "tokenized", "loading", "config", "bench", "head"},
+    {"overrides", "tokenized", "loading", "config", "head"},
     {"mixers", "lora"},
     {"patching"},
     {"patches"},
@@ -42,7 +42,7 @@ LAYERS = [
     {"stepping"},
     {"feeding"},
     {"trainer"},
-    {"launch", "demo"},
+    {"launch", "demo", "bench"},
     {"cli", "__init__", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

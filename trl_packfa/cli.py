@@ -20,6 +20,8 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     if argv[:1] == ["train"]:  # TRL's own parser reads everything that takes training arguments
         return _guarded(lambda: _train(argv[1:]), debug="--debug" in argv)
+    if argv[:1] == ["bench"]:
+        return _guarded(lambda: _bench(argv[1:]), debug="--debug" in argv)
     args = _parser().parse_args(argv)
     return _guarded(lambda: args.run(args), debug=args.debug)
 
@@ -42,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("train", help="packed fine-tune from a YAML file or flags (see: trl-packfa train --help)")
     _add_demo(commands)
     _add_check(commands)
-    _add_bench(commands)
+    commands.add_parser("bench", help="packed and padded training side by side (see: trl-packfa bench --help)")
     _add_models(commands)
     for name, run, text in (
         ("backends", _backends, "list the attention backends and what this machine lacks for each"),
@@ -75,16 +77,6 @@ def _add_check(commands: argparse._SubParsersAction) -> None:
     check.add_argument("--seed", type=int, default=0, help="seed of the random tokens")
     check.add_argument("--json", action="store_true", help="machine-readable output")
     check.set_defaults(run=_check)
-
-
-def _add_bench(commands: argparse._SubParsersAction) -> None:
-    bench = commands.add_parser("bench", help="time and memory of packed attention on this machine's CPU")
-    bench.add_argument("what", choices=["attention"])
-    bench.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192], help="row lengths")
-    bench.add_argument("--lengths", help="JSON list of document lengths in tokens, instead of a log-normal")
-    bench.add_argument("--repeats", type=int, default=3, help="draws of documents per row length")
-    bench.add_argument("--json", action="store_true", help="machine-readable output")
-    bench.set_defaults(run=_bench)
 
 
 def _add_models(commands: argparse._SubParsersAction) -> None:
@@ -132,11 +124,10 @@ def _check(args: argparse.Namespace) -> int:
     return 0 if report.is_exact else 1
 
 
-def _bench(args: argparse.Namespace) -> int:
-    from .bench import bench_attention
+def _bench(argv: list[str]) -> int:
+    from .bench.command import bench
 
-    rows = bench_attention(tokens=args.tokens, source=args.lengths, repeats=args.repeats)
-    return _print_rows(rows, as_json=args.json)
+    return bench(argv)
 
 
 def _models(args: argparse.Namespace) -> int:
