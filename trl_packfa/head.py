@@ -86,6 +86,8 @@ class TrainedHead:
             isinstance(weight, DTensor) or routed or weight.device.type in ("cuda", "xpu")
         )  # fmt: skip
 
+    # The number of trained positions is another in every batch: compiled, each would be a recompilation.
+    @torch.compiler.disable
     def _score(
         self,
         hidden_BLD: torch.Tensor,
