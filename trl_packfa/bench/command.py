@@ -1,4 +1,4 @@
-"""`trl-packfa bench`: strategies by default; `attention`, `pack` and `check` measure one part each."""
+"""`trl-packfa bench`: strategies by default; `attention`, `pack`, `balance` and `check` measure one part each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 def bench(argv: list[str]) -> int:
     """Run it; returns the exit code: 0 done, 1 if a side failed."""
     argv = [argument for argument in argv if argument != "--debug"]
-    parts = {"attention": _attention, "pack": _pack, "check": _check}
+    parts = {"attention": _attention, "pack": _pack, "balance": _balance, "check": _check}
     return parts[argv[0]](argv[1:]) if argv and argv[0] in parts else _strategies(argv)
 
 
@@ -102,6 +102,19 @@ def _pack(argv: list[str]) -> int:
     parser.add_argument("--mix", default="uneven", help="lengths: a mix, or a .json file")
     args = parser.parse_args(argv)
     return _told(bench_pack(documents=args.documents, row=args.row, mix=args.mix), as_json=args.json)
+
+
+def _balance(argv: list[str]) -> int:
+    from .balance import bench_balance
+
+    parser = _parser("balance", "the busiest rank of a step over the mean, by who deals the documents")
+    parser.add_argument("--mixes", nargs="+", default=["even", "uneven"], help="lengths: mixes, or .json files")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64, 512])
+    parser.add_argument("--documents", type=int, default=8, help="of a step, per rank")
+    parser.add_argument("--row", type=int, default=4096, help="tokens of a row")
+    args = parser.parse_args(argv)
+    rows = bench_balance(mixes=args.mixes, ranks=args.ranks, per_rank=args.documents, row=args.row)
+    return _told(rows, as_json=args.json)
 
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:
