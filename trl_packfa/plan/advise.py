@@ -1,0 +1,158 @@
+"""What follows from the figures, in words, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ..batching import PADDED, ROW_STRATEGIES
+from .compare import total_steps
+from .report import Plan
+
+# Memory of GPUs that can be rented, in GB of 10^9 bytes, and what CUDA and fragmentation take of it.
+_CARDS = (12, 16, 24, 40, 48, 80, 96, 141, 180)
+_RESERVED, _SLACK = 1e9, 1.15
+# Fewer optimizer steps than this share of the padded run's are worth a word; so are runs of few steps at all.
+_FEWER, _FEW_STEPS = 0.67, 200
+# Below this share of pads there is little to gain; above this share of lost tokens there is much to lose.
+_LITTLE_PADDING, _MUCH_LOST = 0.10, 0.01
+_UNEVEN, _WAITING = 4.0, 1.1
+PAPER = (
+    "The paper (arXiv 2407.09105, Table 2: Mistral-7B, 20k FLAN examples, one epoch) measured a validation loss of "
+    "1.284 with rows packed over the whole dataset, 1.129 padded, 1.127 with the padded run's number of steps"
+)
+
+
+def advise(plan: Plan) -> tuple[str, ...]:
+    """Sentences, the recommendation first."""
+    parts = (_recommend, _steps, _few, _lost, _outlier, _waiting, _untrained, _fits)
+    return tuple(sentence for part in parts for sentence in part(plan))
+
+
+def _recommend(plan: Plan) -> Iterator[str]:
+    padding, chosen = plan.padded.epoch().padding, plan.chosen
+    best = "step" if "step" in plan.outcomes else "minibatch"
+    gain = plan.speed_up(plan.outcomes[best])
+    if padding < _LITTLE_PADDING:
+        yield (
+            f"Packing gains little here: {padding:.0%} of a padded run's tokens are pads at "
+            f"per_device_train_batch_size={plan.args.per_device_train_batch_size} (predicted {gain:.2f}x). It gains "
+            "with larger batches and more uneven lengths."
+        )
+        return
+    ours, theirs = plan.outcomes[best].epoch(), plan.padded.epoch()
+    yours = " (your choice)" if chosen.strategy == best else ""
+    same = "on the same examples, so the loss is the padded run's" if ours.tokens == theirs.tokens else (
+        f"on other documents: overflow='{plan.args.overflow}' where the padded run truncates"
+    )  # fmt: skip
+    yield (
+        f"Use packing_strategy='{best}'{yours}: {padding:.0%} of a padded run's tokens are pads, it computes none of "
+        f"them (predicted {gain:.2f}x). It takes {ours.steps:,} optimizer steps an epoch (padded {theirs.steps:,}), "
+        f"{same}. A step is {ours.micro_batches / ours.steps:.1f} micro-batches of "
+        f"{ours.tokens_per_micro_batch:,.0f} true tokens; padded, {theirs.micro_batches / theirs.steps:.1f} of "
+        f"{theirs.tokens_per_micro_batch:,.0f}."
+    )
+
+
+def _steps(plan: Plan) -> Iterator[str]:
+    """Rows over the whole dataset take fewer, larger steps."""
+    padded = plan.padded.epoch()
+    strategy = plan.chosen.strategy if plan.chosen.strategy in ROW_STRATEGIES else "bfd"
+    if strategy not in plan.outcomes:
+        return
+    rows = plan.outcomes[strategy].epoch()
+    if rows.steps >= _FEWER * padded.steps:
+        return
+    yours = plan.chosen.strategy == strategy
+    yield (
+        f"{'Warning: your' if yours else 'Not'} packing_strategy='{strategy}'{' takes' if yours else ': it takes'} "
+        f"{rows.steps:,} optimizer steps an epoch where the padded run takes {padded.steps:,}, "
+        f"{padded.steps / rows.steps:.1f} times fewer, of {rows.examples_per_step:,.0f} examples instead of "
+        f"{padded.examples_per_step:,.0f}. {PAPER}. "
+        f"{'Smaller' if yours else 'If you want it all the same, smaller'} per_device_train_batch_size and "
+        "gradient_accumulation_steps give steps back; a learning rate tuned padded does not carry over."
+    )
+
+
+def _few(plan: Plan) -> Iterator[str]:
+    steps = total_steps(plan.chosen.epoch(), plan.args)
+    if steps < _FEW_STEPS:
+        yield (
+            f"The whole run is {steps:,} optimizer steps ({plan.args.num_train_epochs:g} epochs of "
+            f"{plan.chosen.epoch().steps:,}): few, with warm-up. A smaller batch or more epochs give more."
+            if plan.args.max_steps <= 0
+            else f"The whole run is max_steps={steps:,} optimizer steps, "
+            f"{steps / plan.chosen.epoch().steps:.2f} epochs: few, with warm-up."
+        )
+
+
+def _lost(plan: Plan) -> Iterator[str]:
+    report, lengths = plan.chosen.report, plan.source.tokens.lengths
+    share = report.tokens_lost / report.tokens
+    if share > _MUCH_LOST and plan.args.max_length is not None:
+        covers = int(np.percentile(lengths, 99))
+        yield (
+            f"{report.tokens_lost:,} tokens ({share:.1%}) are lost: {report.too_long:,} of {report.documents:,} "
+            f"documents are longer than max_length={plan.args.max_length}. max_length={covers:,} holds 99 % of the documents; "
+            "overflow='split' keeps every token, in documents of their own."
+        )
+    if plan.chosen.strategy in ("wrapped", "bfd_split") and report.split:
+        yield (
+            f"{report.split:,} documents are cut into several: what comes after a cut does not see what came before."
+        )
+
+
+def _outlier(plan: Plan) -> Iterator[str]:
+    """One long document decides the memory of every micro-batch."""
+    lengths = plan.chosen.lengths
+    longest, usual = int(lengths.max()), float(np.percentile(lengths, 99))
+    if plan.chosen.strategy == "step" and plan.args.max_tokens_per_microbatch is None and longest > _UNEVEN * usual:
+        size = plan.args.per_device_train_batch_size
+        yield (
+            f"The longest document ({longest:,} tokens) is {longest / usual:.0f} times as long as 99 % of them: the "
+            f"token budget, {size} times the longest, is {size * longest:,}, and so is memory. A lower max_length, or "
+            f"max_tokens_per_microbatch={longest:,}, makes micro-batches smaller."
+        )
+
+
+def _waiting(plan: Plan) -> Iterator[str]:
+    for ranks, epoch in plan.chosen.epochs.items():
+        if epoch.imbalance > _WAITING:
+            yield (
+                f"On {ranks} ranks a step takes {epoch.imbalance:.2f} times what it would if all were always busy: "
+                + (
+                    "the longest document of a step alone takes that long. More examples a step level it."
+                    if plan.chosen.strategy == "step"
+                    else "packing_strategy='step' deals the examples of a step anew to all ranks."
+                )
+            )
+            return
+
+
+def _untrained(plan: Plan) -> Iterator[str]:
+    dropped = plan.chosen.report.dropped_untrained
+    if dropped:
+        yield (
+            f"{dropped:,} documents have no token to train on within max_length and are dropped: their prompt fills "
+            "it, or nothing in them has a label."
+        )
+
+
+def _fits(plan: Plan) -> Iterator[str]:
+    memory = plan.memory.get(plan.chosen.strategy)
+    if memory is None:
+        return
+    needed = memory.total * _SLACK + _RESERVED
+    card = next((size for size in _CARDS if size * 1e9 >= needed), None)
+    saved = plan.memory[PADDED].total
+    yield (
+        f"Memory: about {memory.total / 1e9:.1f} GB at the largest micro-batch of "
+        f"{plan.chosen.epoch().largest_micro_batch:,} tokens (padded {saved / 1e9:.1f} GB), an estimate. "
+        + (
+            f"With {_SLACK - 1:.0%} slack and 1 GB for CUDA it fits a GPU of {card} GB."
+            if card
+            else "No single GPU has that: lower per_device_train_batch_size or max_length, set "
+            "gradient_checkpointing, load_in_4bit, or share it out with FSDP."
+        )
+    )
