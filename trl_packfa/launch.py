@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ def parse(classes: tuple[type, ...], argv: list[str], *, prog: str) -> tuple[Any
         [`InvalidConfig`]: for what TRL or transformers refuse; our own errors pass.
     """
     parser = TrlParser(classes, prog=prog)  # type: ignore[arg-type]  # dataclasses, which TRL does not say
+    # TRL's own default of it, which nobody has to answer for.
+    warnings.filterwarnings("ignore", message="`gradient_checkpointing` is deprecated", category=FutureWarning)
     try:
         return parser.parse_args_and_config(args=argv, fail_with_unknown_args=True)
     except PackingError:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
-from ..batching import PADDED, ROW_STRATEGIES
+from ..batching import PADDED, ROW_STRATEGIES, Batching
+from ..summary import EpochPlan, plan_epoch
 from .compare import total_steps
+from .memory import estimate
 from .report import Plan
 
 # Memory of GPUs that can be rented, in GB of 10^9 bytes, and what CUDA and fragmentation take of it.
@@ -18,6 +21,8 @@ _FEWER, _FEW_STEPS = 0.67, 200
 # Below this share of pads there is little to gain; above this share of lost tokens there is much to lose.
 _LITTLE_PADDING, _MUCH_LOST = 0.10, 0.01
 _UNEVEN, _WAITING = 4.0, 1.1
+# A token budget that is used less than this can be smaller; so much above the mean a micro-batch may have.
+_HALF_EMPTY, _ROOM = 0.5, 1.3
 PAPER = (
     "The paper (arXiv 2407.09105, Table 2: Mistral-7B, 20k FLAN examples, one epoch) measured a validation loss of "
     "1.284 with rows packed over the whole dataset, 1.129 padded, 1.127 with the padded run's number of steps"
@@ -26,7 +31,7 @@ PAPER = (
 
 def advise(plan: Plan) -> tuple[str, ...]:
     """Sentences, the recommendation first."""
-    parts = (_recommend, _steps, _few, _lost, _outlier, _waiting, _untrained, _fits)
+    parts = (_recommend, _steps, _few, _lost, _outlier, _budget, _waiting, _untrained, _fits)
     return tuple(sentence for part in parts for sentence in part(plan))
 
 
@@ -49,10 +54,14 @@ def _recommend(plan: Plan) -> Iterator[str]:
     yield (
         f"Use packing_strategy='{best}'{yours}: {padding:.0%} of a padded run's tokens are pads, it computes none of "
         f"them (predicted {gain:.2f}x). It takes {ours.steps:,} optimizer steps an epoch (padded {theirs.steps:,}), "
-        f"{same}. A step is {ours.micro_batches / ours.steps:.1f} micro-batches of "
-        f"{ours.tokens_per_micro_batch:,.0f} true tokens; padded, {theirs.micro_batches / theirs.steps:.1f} of "
-        f"{theirs.tokens_per_micro_batch:,.0f}."
+        f"{same}. A step runs {_micro_batches(ours)}; padded, {_micro_batches(theirs)}."
     )
+
+
+def _micro_batches(epoch: EpochPlan) -> str:
+    count = epoch.micro_batches / epoch.steps
+    each = f"{epoch.tokens_per_micro_batch:,.0f} true tokens"
+    return f"one micro-batch of {each}" if count == 1 else f"{count:.1f} micro-batches of {each}"
 
 
 def _steps(plan: Plan) -> Iterator[str]:
@@ -94,8 +103,8 @@ def _lost(plan: Plan) -> Iterator[str]:
         covers = int(np.percentile(lengths, 99))
         yield (
             f"{report.tokens_lost:,} tokens ({share:.1%}) are lost: {report.too_long:,} of {report.documents:,} "
-            f"documents are longer than max_length={plan.args.max_length}. max_length={covers:,} holds 99 % of the documents; "
-            "overflow='split' keeps every token, in documents of their own."
+            f"documents are longer than max_length={plan.args.max_length}. max_length={covers} holds 99 % of the "
+            "documents; overflow='split' keeps every token, in documents of their own."
         )
     if plan.chosen.strategy in ("wrapped", "bfd_split") and report.split:
         yield (
@@ -110,10 +119,32 @@ def _outlier(plan: Plan) -> Iterator[str]:
     if plan.chosen.strategy == "step" and plan.args.max_tokens_per_microbatch is None and longest > _UNEVEN * usual:
         size = plan.args.per_device_train_batch_size
         yield (
-            f"The longest document ({longest:,} tokens) is {longest / usual:.0f} times as long as 99 % of them: the "
-            f"token budget, {size} times the longest, is {size * longest:,}, and so is memory. A lower max_length, or "
-            f"max_tokens_per_microbatch={longest:,}, makes micro-batches smaller."
+            f"The longest document ({longest:,} tokens) is {longest / usual:.0f} times as long as 99 % of them are at "
+            f"most, and a micro-batch must be able to hold {size} such: a lower max_length saves memory."
         )
+
+
+def _budget(plan: Plan) -> Iterator[str]:
+    """A token budget made for the longest documents, which most steps do not need."""
+    epoch, args = plan.chosen.epoch(), plan.args
+    if plan.chosen.strategy != "step" or args.max_tokens_per_microbatch is not None or (epoch.fill or 1) > _HALF_EMPTY:
+        return
+    # Room for the documents of a step in as many micro-batches, and for the longest.
+    budget = max(int(epoch.tokens_per_micro_batch * _ROOM), int(plan.chosen.lengths.max()))
+    if budget >= epoch.largest_micro_batch:
+        return
+    batching = Batching.of(args, strategy="step", world_size=epoch.world_size)
+    smaller = plan_epoch(plan.chosen.lengths, replace(batching, budget=budget))
+    memory = ""
+    if plan.shape is not None:
+        less, more = estimate(plan.shape, args, budget).total, plan.memory["step"].total
+        memory = f" and {less / 1e9:.1f} GB instead of {more / 1e9:.1f}"
+    yield (
+        f"Micro-batches are {epoch.fill:.0%} full: the default budget of {epoch.largest_micro_batch:,} tokens is the "
+        f"padded run's worst micro-batch. max_tokens_per_microbatch={budget} needs "
+        f"{smaller.micro_batches / smaller.steps:.1f} micro-batches a step instead of "
+        f"{epoch.micro_batches / epoch.steps:.1f}{memory}; the training is the same."
+    )
 
 
 def _waiting(plan: Plan) -> Iterator[str]:

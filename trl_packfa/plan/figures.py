@@ -152,7 +152,7 @@ def _memory(plan: Plan) -> Figure:
 
 
 def _row(plan: Plan) -> Figure:
-    figure, axes = _axes(4.6, 4.6)
+    figure, axes = _axes(5.6, 5.0)
     draw_row(axes, [(int(tokens), False) for tokens in row_of(plan)])
     return figure
 

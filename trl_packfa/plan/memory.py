@@ -25,11 +25,11 @@ _STATES: dict[str, tuple[float, int | None]] = {
     "ademamix": (3, None),
 }
 FORMULA = (
-    "weights: parameters x bytes (4-bit: 0.5 + 4/64, double quantization 0.5 + 1/64, of linear layers but the LM head); "
-    "gradients and optimizer: per trained parameter; activations: with gradient checkpointing tokens x layers x width "
-    "and one layer in full, without it every layer in full, a layer being 8 W + b (4 W + 2 Q + 2 K + 4 F) bytes a token "
-    "(W width, Q query, K key/value, F feed-forward width, b bytes of an activation); LM head: fp32 gradient of the "
-    "hidden states and one tile of logits"
+    "weights: parameters x bytes (4-bit: 0.5 + 4/64, double quantization 0.5 + 1/64, of linear layers but the LM "
+    "head); gradients and optimizer: per trained parameter; activations: with gradient checkpointing tokens x "
+    "layers x width and one layer in full, without it every layer in full, a layer being 8 W + b (4 W + 2 Q + 2 K "
+    "+ 4 F) bytes a token (W width, Q query, K key/value, F feed-forward width, b bytes of an activation); LM "
+    "head: fp32 gradient of the hidden states and one tile of logits"
 )
 
 

@@ -30,7 +30,7 @@ def render(plan: Plan) -> str:
         [`MissingPackage`]: if matplotlib is not installed.
     """
     plots = "\n".join(
-        f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>" for caption, svg in figures(plan)
+        f"<figure><figcaption>{escape(caption)}</figcaption>{svg}</figure>" for caption, svg in figures(plan)
     )
     advice = "\n".join(f"<li>{escape(sentence)}</li>" for sentence in plan.advice)
     shown = "\n".join(f"<h2>{escape(title)}</h2>\n{_table(rows)}" for title, rows in tables(plan))

@@ -102,7 +102,7 @@ def _ranks(plan: Plan) -> Rows:
     """Steps, waiting and predicted speed-up of every strategy on each number of ranks."""
     columns = ["strategy"]
     for ranks in plan.chosen.epochs:
-        columns += [f"{ranks}: steps", "waiting", "predicted"]
+        columns += [f"{ranks} GPU{'s' if ranks > 1 else ''}: steps", "waiting", "predicted"]
     rows = []
     for name, outcome in plan.outcomes.items():
         row = [_mark(plan, name)]
