@@ -37,10 +37,11 @@ def test_long_rows_are_scaled_down_and_rows_kept_apart(tmp_path):
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_the_figure_covers_what_the_mask_allows(window):
+    from matplotlib.patches import Polygon
     from matplotlib.path import Path
 
     figure = trl_packfa.plot(LAYOUT, sliding_window=window)
-    outlines = [Path(patch.get_xy()) for patch in figure.axes[0].patches if patch.get_xy().shape[1:] == (2,)]
+    outlines = [Path(patch.get_xy()) for patch in figure.axes[0].patches if isinstance(patch, Polygon)]
     drawn = [[any(o.contains_point((k + 0.3, q + 0.7)) for o in outlines) for k in range(20)] for q in range(20)]
     assert torch.equal(torch.tensor(drawn), LAYOUT.dense_mask(window))
 

@@ -4,6 +4,7 @@ import json
 import re
 import time
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -369,3 +370,17 @@ def test_a_million_documents_take_seconds_and_little_memory(tmp_path):
     tracemalloc.stop()
     assert plan.padded.epoch().steps == -(-1_000_000 // 16)
     assert time.perf_counter() - start < 120 and peak < 1e9
+
+
+def test_the_readmes_commands_run(saved, tmp_path, capsys, monkeypatch):
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    lines = [line.split()[1:] for line in readme.splitlines() if line.startswith("trl-packfa plan ")]
+    (tmp_path / "lengths.json").write_text("[5, 60, 100, 7]")
+    (tmp_path / "run.yaml").write_text(f"dataset_name: {saved['DATA']}\nmodel_name_or_path: {saved['MODEL']}\n")
+    names = {"my_data.jsonl": saved["DATA"], "my_model": saved["MODEL"]}
+    monkeypatch.chdir(tmp_path)
+    assert len(lines) == 4
+    for line in lines:
+        assert main([names.get(word, word) for word in line]) == 0, line
+        assert capsys.readouterr().out
+    assert (tmp_path / "plan.html").exists()

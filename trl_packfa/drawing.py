@@ -108,18 +108,18 @@ def _figure(layout: PackedLayout, window: int | None) -> Figure:
 
 def draw_row(axes: Axes, row: list[tuple[int, bool]], window: int | None = None) -> None:
     """One row on matplotlib axes, from (tokens, is padding) of its documents."""
-    from matplotlib.patches import Polygon
+    from matplotlib.patches import Polygon, Rectangle
 
-    end = 0
+    end, total = 0, sum(tokens for tokens, _ in row)
     for i, (tokens, padding) in enumerate(row):
         begin, end = end, end + tokens
         colour = "#d9d9d9" if padding else _COLOURS[i % len(_COLOURS)]
         axes.add_patch(Polygon(_outline(begin, end, window), closed=True, facecolor=colour, edgecolor="none"))
-        axes.axvspan(begin, end, ymax=0.02, facecolor=colour)
-    axes.set(xlim=(0, end), ylim=(end, 0), aspect="equal")
+        axes.add_patch(Rectangle((begin, -0.03 * total), tokens, 0.02 * total, facecolor=colour, edgecolor="none"))
+    axes.set(xlim=(0, total), ylim=(total, -0.03 * total), aspect="equal")
     axes.set(xlabel="token attended to", ylabel="token that attends")
     documents = sum(not padding for _, padding in row)
-    axes.set_title(f"{documents} documents, {end:,} tokens", fontsize=10)
+    axes.set_title(f"{documents} documents, {total:,} tokens", fontsize=10)
 
 
 def _outline(begin: int, end: int, window: int | None) -> list[tuple[int, int]]:

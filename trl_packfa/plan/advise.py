@@ -100,11 +100,11 @@ def _lost(plan: Plan) -> Iterator[str]:
     report, lengths = plan.chosen.report, plan.source.tokens.lengths
     share = report.tokens_lost / report.tokens
     if share > _MUCH_LOST and plan.args.max_length is not None:
-        covers = int(np.percentile(lengths, 99))
+        covers, split = int(np.percentile(lengths, 99)), plan.outcomes["bfd_split"].report.tokens_lost
         yield (
             f"{report.tokens_lost:,} tokens ({share:.1%}) are lost: {report.too_long:,} of {report.documents:,} "
             f"documents are longer than max_length={plan.args.max_length}. max_length={covers} holds 99 % of the "
-            "documents; overflow='split' keeps every token, in documents of their own."
+            f"documents; overflow='split', which makes documents of the pieces, loses {split:,} tokens."
         )
     if plan.chosen.strategy in ("wrapped", "bfd_split") and report.split:
         yield (

@@ -70,13 +70,16 @@ def _axes(width: float = 5.6, height: float = 3.2) -> tuple[Figure, Any]:
 
 
 def _lengths(plan: Plan) -> Figure:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     figure, axes = _axes()
     lengths, limit = plan.source.tokens.lengths, plan.args.max_length
     edges = np.unique(np.geomspace(max(lengths.min(), 1), lengths.max() + 1, _BINS).round())
     axes.hist(lengths, bins=edges if len(edges) > 1 else 1, color=_TRUE)
     axes.set(xscale="log", xlabel="tokens", ylabel="documents")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
-    axes.xaxis.set_minor_formatter(lambda tokens, _: "")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     if limit is not None:
         axes.axvline(limit, color="#c44536", linewidth=1)
         axes.annotate(f"max_length {limit:,}", (limit, 1), xycoords=("data", "axes fraction"), rotation=90,
