@@ -359,17 +359,17 @@ def test_the_page_without_matplotlib_fails_before_the_work(saved, tmp_path, caps
 
 @pytest.mark.slow
 def test_a_million_documents_take_seconds_and_little_memory(tmp_path):
-    """Lengths only: 40 s and 400 MB are several times what was measured on one core."""
+    """Lengths only, in the processor time of one thread."""
     lengths = np.exp(np.random.default_rng(0).normal(5.3, 0.8, 1_000_000)).astype(np.int64).clip(2, 20_000)
     (tmp_path / "lengths.json").write_text(json.dumps(lengths.tolist()))
     args = arguments(out=tmp_path, max_length=4096, gradient_accumulation_steps=4, max_steps=-1)
-    start = time.perf_counter()
+    start = time.process_time()
     tracemalloc.start()
     plan = make_plan(lengths_from_file(str(tmp_path / "lengths.json")), args, [1, 8])
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert plan.padded.epoch().steps == -(-1_000_000 // 16)
-    assert time.perf_counter() - start < 120 and peak < 1e9
+    assert time.process_time() - start < 120 and peak < 1e9
 
 
 def test_the_readmes_commands_run(saved, tmp_path, capsys, monkeypatch):

@@ -48,13 +48,17 @@ def _recommend(plan: Plan) -> Iterator[str]:
         return
     ours, theirs = plan.outcomes[best].epoch(), plan.padded.epoch()
     yours = " (your choice)" if chosen.strategy == best else ""
+    if chosen.strategy == "minibatch" and plan.world_size == 1 and plan.args.gradient_accumulation_steps == 1:
+        yours = " (your 'minibatch' does the same on one GPU without accumulation)"
+    runs = _micro_batches(ours)
+    padded = ", as padded" if _micro_batches(theirs) == runs else f"; padded, {_micro_batches(theirs)}"
     same = "on the same examples, so the loss is the padded run's" if ours.tokens == theirs.tokens else (
         f"on other documents: overflow='{plan.args.overflow}' where the padded run truncates"
     )  # fmt: skip
     yield (
         f"Use packing_strategy='{best}'{yours}: {padding:.0%} of a padded run's tokens are pads, it computes none of "
         f"them (predicted {gain:.2f}x). It takes {ours.steps:,} optimizer steps an epoch (padded {theirs.steps:,}), "
-        f"{same}. A step runs {_micro_batches(ours)}; padded, {_micro_batches(theirs)}."
+        f"{same}. A step runs {runs}{padded}."
     )
 
 
@@ -165,8 +169,8 @@ def _untrained(plan: Plan) -> Iterator[str]:
     dropped = plan.chosen.report.dropped_untrained
     if dropped:
         yield (
-            f"{dropped:,} documents have no token to train on within max_length and are dropped: their prompt fills "
-            "it, or nothing in them has a label."
+            f"{dropped:,} {'documents have' if dropped > 1 else 'document has'} no token to train on within max_length: "
+            "dropped. The prompt fills it, or nothing has a label."
         )
 
 
@@ -187,3 +191,9 @@ def _fits(plan: Plan) -> Iterator[str]:
             "gradient_checkpointing, load_in_4bit, or share it out with FSDP."
         )
     )
+    shape, quantized = plan.shape, plan.args.load_in_4bit or plan.args.load_in_8bit
+    if shape is not None and shape.lora_rank and shape.dtype_bytes == 4 and not quantized and plan.args.bf16:
+        yield (
+            f"The frozen weights are float32, TRL's default: dtype='bfloat16' halves their "
+            f"{memory.weights / 1e9:.1f} GB, load_in_4bit does more."
+        )

@@ -58,6 +58,8 @@ def plan(argv: list[str]) -> int:
         print(json.dumps(made.to_dict(), indent=2))
     else:
         show(made)
+        if wanted.html:
+            print(f"\nThe same with plots: {wanted.html}")
     return 0
 
 
