@@ -169,8 +169,8 @@ def _untrained(plan: Plan) -> Iterator[str]:
     dropped = plan.chosen.report.dropped_untrained
     if dropped:
         yield (
-            f"{dropped:,} {'documents have' if dropped > 1 else 'document has'} no token to train on within max_length: "
-            "dropped. The prompt fills it, or nothing has a label."
+            f"{dropped:,} {'documents have' if dropped > 1 else 'document has'} no token to train on within "
+            "max_length: dropped. The prompt fills it, or nothing has a label."
         )
 
 
