@@ -263,6 +263,14 @@ def test_advice_names_what_is_lost_and_what_waits(tmp_path):
     assert "documents are cut into several" in "\n".join(made(tmp_path, packing_strategy="wrapped").advice)
 
 
+def test_memory_that_no_gpu_has_is_said_with_what_is_left_to_do(tmp_path, saved):
+    args = {"model_name_or_path": saved["MODEL"], "gradient_checkpointing": False, "max_length": None}
+    shape = read_shape(arguments(out=tmp_path, **args))
+    text = "\n".join(made(tmp_path, [40_000_000, 5], shape=shape, **args).advice)
+    assert "No single GPU has that: lower per_device_train_batch_size or max_length, gradient_checkpointing," in text
+    assert "it fits a GPU of 12 GB" in "\n".join(made(tmp_path, shape=shape, **args).advice)
+
+
 def test_the_suggested_budget_does_what_is_said(tmp_path):
     plan = made(tmp_path, gradient_accumulation_steps=1, per_device_train_batch_size=16)
     sentence = next(s for s in plan.advice if "max_tokens_per_microbatch=" in s)

@@ -124,7 +124,7 @@ def _outlier(plan: Plan) -> Iterator[str]:
         size = plan.args.per_device_train_batch_size
         yield (
             f"The longest document ({longest:,} tokens) is {longest / usual:.0f} times as long as 99 % of them are at "
-            f"most, and a micro-batch must be able to hold {size} such: a lower max_length saves memory."
+            f"most ({usual:.0f}), and a micro-batch must be able to hold {size} such: a lower max_length saves memory."
         )
 
 
@@ -174,6 +174,16 @@ def _untrained(plan: Plan) -> Iterator[str]:
         )
 
 
+def _smaller(plan: Plan) -> str:
+    """What takes less memory and is not done yet."""
+    args = plan.args
+    ways = ["lower per_device_train_batch_size or max_length"]
+    ways += [] if args.gradient_checkpointing else ["gradient_checkpointing"]
+    ways += [] if args.use_peft else ["use_peft"]
+    ways += [] if args.load_in_4bit or not args.use_peft else ["load_in_4bit"]
+    return ", ".join([*ways, "or share it out with FSDP"])
+
+
 def _fits(plan: Plan) -> Iterator[str]:
     memory = plan.memory.get(plan.chosen.strategy)
     if memory is None:
@@ -187,8 +197,7 @@ def _fits(plan: Plan) -> Iterator[str]:
         + (
             f"With {_SLACK - 1:.0%} slack and 1 GB for CUDA it fits a GPU of {card} GB."
             if card
-            else "No single GPU has that: lower per_device_train_batch_size or max_length, set "
-            "gradient_checkpointing, load_in_4bit, or share it out with FSDP."
+            else f"No single GPU has that: {_smaller(plan)}."
         )
     )
     shape, quantized = plan.shape, plan.args.load_in_4bit or plan.args.load_in_8bit

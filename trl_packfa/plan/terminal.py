@@ -61,6 +61,8 @@ def notes(plan: Plan) -> list[str]:
         f"predicted: {plan.basis}",
         "waiting: what the epoch takes over what it would take if all ranks were always busy.",
     ]
+    if plan.args.max_length is None:
+        lines.append("bfd, bfd_split and wrapped: left out, they fill rows of max_length tokens, which is None.")
     if plan.memory:
         return [*lines, f"memory: {FORMULA}. CUDA's own context and fragmentation come on top."]
     return [*lines, "memory: left out, for want of a model (--model_name_or_path; its config is enough)."]
