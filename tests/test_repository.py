@@ -22,7 +22,7 @@ LAYERS = [
     {"layout", "packing", "grouping", "zoo"},
     {"flight"},
     {"attention", "boundaries", "collator", "declaration", "quantized", "rebatch"},
-    {"overrides", "tokenized", "loading", "config", "head"},
+    {"overrides", "tokenized", "loading", "config", "batching", "drawing", "head"},
     {"mixers", "lora"},
     {"patching"},
     {"patches"},
@@ -42,7 +42,7 @@ LAYERS = [
     {"stepping"},
     {"feeding"},
     {"trainer"},
-    {"launch", "demo", "bench"},
+    {"launch", "demo", "bench", "plan"},
     {"cli", "__init__", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -121,6 +121,7 @@ def test_public_names_are_frozen_and_load():
         "describe",
         "patch",
         "patched",
+        "plot",
         "register",
         "registered",
         "unpatch",

@@ -22,6 +22,8 @@ def main(argv: list[str] | None = None) -> int:
         return _guarded(lambda: _train(argv[1:]), debug="--debug" in argv)
     if argv[:1] == ["bench"]:
         return _guarded(lambda: _bench(argv[1:]), debug="--debug" in argv)
+    if argv[:1] == ["plan"]:
+        return _guarded(lambda: _plan(argv[1:]), debug="--debug" in argv)
     args = _parser().parse_args(argv)
     return _guarded(lambda: args.run(args), debug=args.debug)
 
@@ -42,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--debug", action="store_true", help="show tracebacks of user errors")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     commands.add_parser("train", help="packed fine-tune from a YAML file or flags (see: trl-packfa train --help)")
+    commands.add_parser("plan", help="what packing will do to a dataset (see: trl-packfa plan --help)")
     _add_demo(commands)
     _add_check(commands)
     commands.add_parser("bench", help="packed and padded training side by side (see: trl-packfa bench --help)")
@@ -194,6 +197,12 @@ def _train(argv: list[str]) -> int:
     from .launch import train
 
     return train([argument for argument in argv if argument != "--debug"])
+
+
+def _plan(argv: list[str]) -> int:
+    from .plan.run import plan
+
+    return plan([argument for argument in argv if argument != "--debug"])
 
 
 if __name__ == "__main__":

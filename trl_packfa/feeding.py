@@ -90,7 +90,7 @@ class FeedingTrainer(SteppingTrainer):
             "seed": self.args.seed if self.args.data_seed is None else self.args.data_seed,
             "rank": self.args.process_index,
             "world_size": self.args.world_size,
-            "quadratic": quadratic_weight(self.model.config, sum(p.numel() for p in self.model.parameters())),
+            "quadratic": quadratic_weight(self.model),
         }
 
     def get_train_dataloader(self) -> DataLoader:

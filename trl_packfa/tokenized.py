@@ -15,24 +15,24 @@ from datasets import Dataset, IterableDataset
 
 from .collator import LOSSES
 from .errors import InvalidDataset
-from .packing import WRAP, PackingReport, Spans, plan_overflow
+from .packing import WRAP, PackingReport, Spans, TrainedTokens, plan_overflow
 
 # Documents of a stream that are cut by one call.
 _CUT_TOGETHER = 100
 
 
 class Tokens(NamedTuple):
-    """What packing needs to know of a dataset: tokens of each document `(S,)`, which tokens have a label `(T,)`."""
+    """What packing needs to know of a dataset: tokens of each document, int64 `(S,)`, and which have a label."""
 
     lengths: np.ndarray
-    trained: np.ndarray
+    trained: TrainedTokens
 
 
 def read_tokens(dataset: Dataset) -> Tokens:
     """Lengths and label masks of a tokenized dataset, read from Arrow without Python lists."""
     labels = "labels" if "labels" in dataset.column_names else "input_ids"
-    trained = [_flat(table[labels]) != -100 for table in _tables(dataset, labels)]
-    return Tokens(read_lengths(dataset), np.concatenate([np.zeros(0, dtype=bool), *trained]))
+    masks = (_flat(table[labels]) != -100 for table in _tables(dataset, labels))
+    return Tokens(read_lengths(dataset), TrainedTokens.from_masks(masks))
 
 
 def read_lengths(dataset: Dataset) -> np.ndarray:

@@ -45,7 +45,7 @@ from .reports import (
 )
 from .sampling import EpochCallback
 from .sources import AnyDataset, EvalDataset, init_kwargs, model_type, named, output_dir, quantization_of
-from .steps import StepCutter
+from .steps import StepCutter, quadratic_weight
 from .streams import PackedStream, resumes_by_state
 from .summary import summarize_plan
 from .tokenized import read_lengths, require_usable
@@ -180,12 +180,8 @@ class PackedSFTTrainer(FeedingTrainer):
         if self.train_dataset is None or isinstance(self.train_dataset, IterableDataset):
             return {}
         sampler: Any = self._get_train_sampler() if self.args.packs_rows else None
-        cut = (
-            {"budget": self._step_cutter.budget, "quadratic": self._step_cutter.quadratic}
-            if self.args.packs_steps
-            else {}
-        )
-        plan = summarize_plan(self.args, read_lengths(self.train_dataset), sampler=sampler, **cut)
+        lengths = read_lengths(self.train_dataset)
+        plan = summarize_plan(self.args, lengths, quadratic=quadratic_weight(self.model), sampler=sampler)
         logger.info("trl-packfa: %s", ", ".join(f"{name} {value:,.4g}" for name, value in plan.items()))
         return plan
 

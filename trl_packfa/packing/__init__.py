@@ -5,6 +5,7 @@ from .buffer import BufferedRows, pack_buffer
 from .overflow import OVERFLOW_POLICIES, WRAP, PackingReport, Spans, plan_overflow, require_policy
 from .recut import document_cost, fewest_micro_batches, imbalance, recut, recut_over_ranks
 from .sampler import PackedBatchSampler
+from .trained import TrainedTokens
 
 __all__ = [
     "OVERFLOW_POLICIES",
@@ -13,6 +14,7 @@ __all__ = [
     "PackedBatchSampler",
     "PackingReport",
     "Spans",
+    "TrainedTokens",
     "best_fit_decreasing",
     "document_cost",
     "fewest_micro_batches",

@@ -72,11 +72,16 @@ class PackedBatchSampler:
         return -(-self.num_rows // (self.rows_per_batch * self.world_size))
 
     def __iter__(self) -> Iterator[list[int]]:
+        for round_ in self.rounds():
+            yield self.share(round_, self.rank)
+
+    def rounds(self) -> list[list[np.ndarray]]:
+        """The rows that all ranks run at the same time, round by round; [`~PackedBatchSampler.share`] deals them."""
         rng = np.random.default_rng([self.seed, self.epoch])
         rows = self.pack(self.lengths, self.capacity, rng)
         if self.shuffle:
             rows = [rows[i] for i in rng.permutation(len(rows))]
-        rounds = levelled_rounds(
+        return levelled_rounds(
             rows,
             self.cost,
             rows_per_batch=self.rows_per_batch,
@@ -84,11 +89,9 @@ class PackedBatchSampler:
             rng=rng,
             shuffle=self.shuffle,
         )
-        for round_ in rounds:
-            yield self._share(round_)
 
-    def _share(self, rows: list[np.ndarray]) -> list[int]:
-        """This rank's documents of one round; in a last round with fewer rows than ranks, rows are cut in halves."""
+    def share(self, rows: list[np.ndarray], rank: int) -> list[int]:
+        """A rank's documents of one round; in a last round with fewer rows than ranks, rows are cut in halves."""
         rows = list(rows)
         while len(rows) < self.world_size:
             largest = max(range(len(rows)), key=lambda i: len(rows[i]))
@@ -96,7 +99,7 @@ class PackedBatchSampler:
             half = len(documents) // 2
             # Every rank must take part in the step: a single document is repeated, as accelerate does.
             rows += [documents[:half], documents[half:]] if half else [documents, documents]
-        first, last = (len(rows) * (self.rank + i) // self.world_size for i in (0, 1))
+        first, last = (len(rows) * (rank + i) // self.world_size for i in (0, 1))
         return np.concatenate(rows[first:last]).tolist()
 
     @property
