@@ -8,6 +8,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from trl_packfa.declaration import Patch
+from trl_packfa.lora import project_together
 
 Embeddings = tuple[torch.Tensor, torch.Tensor]
 
@@ -15,11 +16,8 @@ Embeddings = tuple[torch.Tensor, torch.Tensor]
 def project_heads(module: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`q_proj`, `k_proj`, `v_proj` of `(B, L, D)`, each as `(B, L, heads, H)`."""
     shape = (*hidden_states.shape[:-1], -1, module.head_dim)
-    return (
-        module.q_proj(hidden_states).view(shape),
-        module.k_proj(hidden_states).view(shape),
-        module.v_proj(hidden_states).view(shape),
-    )
+    query, key, value = project_together(hidden_states, module.q_proj, module.k_proj, module.v_proj)
+    return query.view(shape), key.view(shape), value.view(shape)
 
 
 def rotary_qkv(

@@ -245,25 +245,6 @@ def test_kernel_arguments(backend, monkeypatch):
         assert calls["cu_seqlens_k"] is layout.cu_seqlens
 
 
-def test_bench_runs_both_sides_and_counts_the_same_tokens():
-    from trl_packfa.bench import TRANSFORMERS, bench_attention, document_lengths
-
-    assert sum(document_lengths(None, 700, 0)) == 700
-    rows = bench_attention(tokens=[512], repeats=1)
-    assert [row["side"] for row in rows] == ["sdpa", TRANSFORMERS]
-    assert all(row["us_per_token"] > 0 for row in rows)
-
-
-def test_both_sides_of_the_bench_compute_the_same():
-    from trl_packfa.bench import TRANSFORMERS, _our_side, _transformers_side
-
-    assert TRANSFORMERS
-    layout = PackedLayout.from_lengths([30, 1, 65])
-    query, key, value = (torch.randn(96, heads, 64) for heads in (8, 2, 2))
-    ours, theirs = _our_side(layout, "sdpa")(query, key, value), _transformers_side(layout)(query, key, value)
-    assert_float32(ours, theirs)
-
-
 def test_memory_of_a_packed_row_grows_with_its_tokens_not_with_their_square():
     """Counted, not timed: the largest tensor that a forward and backward saves or makes stays linear."""
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -25,8 +25,7 @@ def trainer_of(out, strategy, *, stream=False, workers=0, **options):
         out=out, packing_strategy=strategy, max_length=96, max_steps=STEPS, save_strategy="steps", save_steps=SAVE,
         gradient_accumulation_steps=2, dataloader_num_workers=workers, check_packing=False, **options,
     )  # fmt: skip
-    # The Trainer does not know how long a stream is, and resumes only in its first pass.
-    data = IterableDataset.from_generator(rows, gen_kwargs={"count": 400}) if stream else dataset()
+    data = IterableDataset.from_generator(rows, gen_kwargs={"count": 48}) if stream else dataset()
     return packed_trainer(args, train_dataset=data)
 
 
@@ -119,7 +118,8 @@ def test_twenty_kill_points(tmp_path, strategy):
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [("minibatch", {}), ("wrapped", {}), ("step", {"stream": True}), ("minibatch", {"stream": True}),
-     ("bfd", {"stream": True}), ("step", {"workers": 2}), ("bfd", {"workers": 2})],
+     ("bfd", {"stream": True}), ("step", {"workers": 2}),
+     ("wrapped", {"stream": True, "workers": 2}), ("bfd", {"workers": 2})],
     ids=lambda value: str(value),
 )  # fmt: skip
 def test_resumed_elsewhere_too(tmp_path, strategy, options):

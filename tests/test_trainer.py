@@ -7,7 +7,7 @@ from itertools import chain
 import pytest
 import tiny
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from peft import PeftModel, get_peft_model
 from tolerance import assert_trajectory
 from training import FORMATS, LORA, arguments, dataset, losses, packed_trainer
@@ -15,7 +15,6 @@ from transformers import TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from trl_packfa import PackedSFTConfig, PackedSFTTrainer, describe
-from trl_packfa.errors import InvalidConfig
 
 # The same training ------------------------------------------------------------------------------------------------
 
@@ -253,9 +252,6 @@ def test_wrapped_cuts_where_rows_are_full_and_honours_every_boundary(tmp_path):
     assert trainer.exactness.is_exact
     assert sorted(layout.num_tokens for layout in seen)[1:] == [64] * 3
     assert all(layout.num_documents > 1 for layout in seen)
-    stream = IterableDataset.from_generator(lambda: iter(dataset()))
-    with pytest.raises(InvalidConfig, match="packing_strategy='wrapped' on a stream"):
-        packed_trainer(args, train_dataset=stream)
 
 
 def test_bfd_fills_rows_and_repacks_every_epoch(tmp_path):

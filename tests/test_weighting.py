@@ -118,5 +118,14 @@ def test_sources_that_are_not_there_are_refused(tmp_path):
     with pytest.raises(InvalidConfig, match=r"loss_by='origin': the training dataset has no such column(.|\n)*source"):
         packed_trainer(arguments(out=tmp_path, loss_by="origin"))
     stream = IterableDataset.from_generator(lambda: iter(dataset()))
-    with pytest.raises(InvalidConfig, match="loss_by='source' with a stream"):
-        packed_trainer(arguments(out=tmp_path, loss_by="source"), train_dataset=stream)
+    with pytest.raises(InvalidConfig, match=r"loss_by='origin'(.|\n)*source"):
+        packed_trainer(arguments(out=tmp_path, loss_by="origin"), train_dataset=stream)
+
+
+@pytest.mark.parametrize("strategy", ["step", "bfd"])
+def test_sources_of_a_stream_are_logged(tmp_path, strategy):
+    stream = IterableDataset.from_generator(lambda: iter(dataset()))
+    args = arguments(out=tmp_path, loss_by="source", packing_strategy=strategy, max_length=96, max_steps=2)
+    trainer = packed_trainer(args, train_dataset=stream)
+    trainer.train()
+    assert {"loss/0", "loss/1", "loss/2"} <= set(trainer.state.log_history[0])

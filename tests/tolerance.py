@@ -45,3 +45,8 @@ def assert_trajectory(actual, expected, *, allowed=TRAJECTORY):
 def differs(actual, expected):
     """Whether a negative control shows a difference that no tolerance here would forgive."""
     return (actual.double() - expected.double()).abs().max() > 1e-2 * expected.double().abs().max()
+
+
+def assert_estimate(actual, expected):
+    """A figure that is said to be an estimate: within 15 per cent."""
+    assert abs(actual - expected) <= 0.15 * abs(expected), f"estimated {actual:.4g}, measured {expected:.4g}"

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .collator import DataCollatorForPacking as DataCollatorForPacking
     from .config import PackedSFTConfig as PackedSFTConfig
     from .declaration import Patch as Patch
+    from .drawing import plot as plot
     from .exactness import ExactnessReport as ExactnessReport
     from .exactness import check as check
     from .layout import PackedLayout as PackedLayout
@@ -39,6 +40,7 @@ _HOME = {
     "describe": "registry",
     "patch": "registry",
     "patched": "registry",
+    "plot": "drawing",
     "register": "registry",
     "registered": "registry",
     "unpatch": "registry",

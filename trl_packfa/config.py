@@ -85,6 +85,13 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
             "help": "Attention backend: `'auto'`, or a name from `trl-packfa backends`, which then runs or raises."
         },
     )
+    fused_lora: bool = field(
+        default=True,
+        metadata={
+            "help": "Compute LoRA layers with their base layers in one product, where they allow it, to PEFT's "
+            "result within rounding; `False` leaves them to PEFT."
+        },
+    )
     use_peft: bool = field(
         default=True,
         metadata={"help": "Train a LoRA adapter. `False` trains all parameters."},

@@ -43,3 +43,7 @@ class InvalidConfig(PackingError):
 
 class VersionTooOld(PackingError):
     """An installed package is older than the API that trl-packfa needs."""
+
+
+class MissingPackage(PackingError):
+    """An optional package that what was asked for needs; the message names the extra that installs it."""

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput
 
 from .exactness import quiet, vocabulary_of
+from .head import TrainedHead
 
 logger = logging.getLogger(__name__)
 
@@ -30,21 +31,31 @@ _ALLOWED, _ALLOWED_HALF = 1e-3, 0.25
 _CHUNK = 256
 
 
-def ensure_own_loss(model: Any, *, seed: int) -> bool:
-    """Compare the fused head's log-probabilities with those of the model's logits, on a few random tokens; where they
-    differ by more than rounding, score the model's own logits from now on. Returns whether that was so.
+def ensure_own_loss(model: Any, *, seed: int) -> TrainedHead | OwnHead | None:
+    """Give a model the cheapest head whose log-probabilities are those of its own logits, on a few random tokens, to
+    within rounding: one that scores trained positions only, where no Triton kernel does; TRL's; or the logits' own.
 
     Args:
         model (`torch.nn.Module`):
             A causal LM with TRL's fused LM head, bare or wrapped, not yet patched.
         seed (`int`):
             Seed of the tokens.
+
+    Returns:
+        The head, or `None` for TRL's.
     """
-    difference = _difference(model, seed)
-    if difference is not None and difference <= _allowed(model):
-        return False
     inner: Any = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
-    inner.forward = OwnHead(inner, inner.forward)
+    by_trl, allowed = inner.forward, _allowed(model)
+    if model.get_input_embeddings().weight.device.type not in ("cuda", "xpu"):
+        inner.forward = head = TrainedHead(inner, by_trl)
+        difference = _difference(model, seed)
+        if difference is not None and difference <= allowed:
+            return head
+        inner.forward = by_trl
+    difference = _difference(model, seed)
+    if difference is not None and difference <= allowed:
+        return None
+    inner.forward = own = OwnHead(inner, by_trl)
     why = "it raises" if difference is None else f"log-probabilities are off by {difference:.3f}"
     logger.warning(
         "trl-packfa: TRL's fused LM head does not compute the loss of %s (%s): "
@@ -52,7 +63,7 @@ def ensure_own_loss(model: Any, *, seed: int) -> bool:
         type(inner).__name__,
         why,
     )
-    return True
+    return own
 
 
 def _difference(model: Any, seed: int) -> float | None:

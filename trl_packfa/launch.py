@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,27 @@ def train_parser(**options: Any) -> TrlParser:
     return TrlParser(classes, prog="trl-packfa train", **options)
 
 
-def train(argv: list[str]) -> int:
-    """Parse flags and `--config FILE.yaml`, train, save model and reports into `output_dir`."""
+def parse(classes: tuple[type, ...], argv: list[str], *, prog: str) -> tuple[Any, ...]:
+    """Flags and `--config FILE.yaml` on TRL's own parser, one instance of each class.
+
+    Raises:
+        [`InvalidConfig`]: for what TRL or transformers refuse; our own errors pass.
+    """
+    parser = TrlParser(classes, prog=prog)  # type: ignore[arg-type]  # dataclasses, which TRL does not say
+    # TRL's own default of it, which nobody has to answer for.
+    warnings.filterwarnings("ignore", message="`gradient_checkpointing` is deprecated", category=FutureWarning)
     try:
-        script_args, args, mixture = train_parser().parse_args_and_config(args=argv, fail_with_unknown_args=True)
+        return parser.parse_args_and_config(args=argv, fail_with_unknown_args=True)
     except PackingError:
         raise
-    except (ValueError, FileNotFoundError) as error:  # TRL's and transformers' own refusals of arguments
+    except (ValueError, FileNotFoundError) as error:
         raise InvalidConfig(str(error)) from error
+
+
+def train(argv: list[str]) -> int:
+    """Parse flags and `--config FILE.yaml`, train, save model and reports into `output_dir`."""
+    classes = (ScriptArguments, PackedSFTConfig, DatasetMixtureConfig)
+    script_args, args, mixture = parse(classes, argv, prog="trl-packfa train")
     trainer = build_trainer(script_args, args, mixture)
     if trainer.is_world_process_zero() and not args.disable_tqdm:
         RichProgressCallback.attach(trainer, "training")
@@ -61,8 +75,24 @@ def build_trainer(
     """The trainer that the arguments describe."""
     if args.model_name_or_path is None:
         raise InvalidConfig("no model.", do="Pass --model_name_or_path, on the command line or in the YAML file.")
+    train_split, *test_split = _splits(script_args, args, mixture)
+    return PackedSFTTrainer(
+        args.model_name_or_path,
+        args=args,
+        train_dataset=train_split,
+        eval_dataset=test_split[0] if test_split else None,
+    )
+
+
+def train_dataset(script_args: ScriptArguments, args: PackedSFTConfig, mixture: DatasetMixtureConfig) -> Any:
+    """The training split that the arguments name."""
+    return _splits(script_args, args, mixture)[0]
+
+
+def _splits(script_args: ScriptArguments, args: PackedSFTConfig, mixture: DatasetMixtureConfig) -> list[Any]:
+    """The training split, and the test split if the arguments evaluate."""
     if mixture.datasets:
-        dataset = get_dataset(mixture)
+        dataset: Any = get_dataset(mixture)
     elif script_args.dataset_name:
         dataset = load_dataset_dict(
             script_args.dataset_name, config=script_args.dataset_config, streaming=script_args.dataset_streaming
@@ -78,9 +108,4 @@ def build_trainer(
             f"the dataset has no split {missing}, only {sorted(dataset)}.",
             do="Set dataset_train_split / dataset_test_split, or eval_strategy='no'.",
         )
-    return PackedSFTTrainer(
-        args.model_name_or_path,
-        args=args,
-        train_dataset=dataset[splits[0]],
-        eval_dataset=dataset[splits[1]] if len(splits) > 1 else None,
-    )
+    return [dataset[split] for split in splits]

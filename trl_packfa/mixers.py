@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from .attention import AttentionArguments, BackendChoice
-from .flight import find_layout, in_flight, is_empty_mask
+from .flight import find_layout, in_flight, is_empty_mask, layout_in_flight
 from .layout import PackedLayout
 from .overrides import Override
 from .rebatch import BOUNDARIES, FLASH_KEYS, run_by_document
@@ -41,6 +41,8 @@ class LayerOverride(Override):
         """The layer's forward."""
         layout, layer = find_layout(args, kwargs), self.module
         checkpointed: Any = getattr(layer, "gradient_checkpointing", False) and layer.training
+        if not checkpointed and layout is layout_in_flight():
+            return self.call_original(*args, **kwargs)
         if layout is None or not checkpointed:
             with in_flight(layout):
                 return self.call_original(*args, **kwargs)

@@ -1,8 +1,7 @@
 """Applying a patch to one model instance and taking it back.
 
 The only code that sets attributes on models: an instance's own `forward`, for the backbone, each attention module,
-mixers and length-dependent rotary embeddings, and one switch of 4-bit layers. Classes, module globals and
-`torch.nn.functional` are never touched.
+mixers, rotary embeddings, LoRA layers, and one switch of 4-bit layers. Never classes, module globals or functions.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from . import quantized
 from .attention import BackendChoice, bridge
 from .declaration import Patch
 from .errors import NoBackend, UnsupportedModel
+from .lora import adapted_layers, fused_overrides
 from .mixers import FunctionOverride, LayerOverride, MixerOverride
 from .overrides import (
     AttentionOverride,
@@ -44,6 +44,8 @@ class PatchState:
     windows: tuple[int | None, ...]
     mixers: dict[str, nn.Module] = field(default_factory=dict)
     native: dict[type, tuple[str, ...]] = field(default_factory=dict)
+    fused_lora: bool = False
+    adapted: list[nn.Module] = field(default_factory=list)
     edits: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
 
 
@@ -80,7 +82,7 @@ def _inner_model(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
-def apply_patch(model: nn.Module, patch: Patch, backend: str) -> PatchState:
+def apply_patch(model: nn.Module, patch: Patch, backend: str, *, fused_lora: bool = True) -> PatchState:
     """Patch this instance in place. Every edit is resolved before any is made.
 
     Raises:
@@ -93,13 +95,14 @@ def apply_patch(model: nn.Module, patch: Patch, backend: str) -> PatchState:
         _require_own_attention(patch, backend)
     attention = _find_attention(backbone, patch)
     mixers = _find_by_class(backbone, (*patch.mixers, *patch.masked_mixers, *patch.beside))
-    state = PatchState(patch, backends, attention, _windows(patch, backbone, attention), mixers)
+    windows, lora = _windows(patch, backbone, attention), adapted_layers(model)
+    state = PatchState(patch, backends, attention, windows, mixers, fused_lora=fused_lora, adapted=lora)
     planned = _plan_attention(state)
     if patch.makes_mask:
         planned.append((backbone, "config", bridge.interface_config(_config(backbone), backends)))
     planned += [(module, quantized.SWITCH, False) for module in quantized.convertible_modules(model)]
-    overrides = [*_plan_outside(model, backbone, patch), *_plan_by_document(backbone, state)]
-    planned += [(override.module, _forward_slot(override.module), override) for override in overrides]
+    for override in (*_plan_outside(model, backbone, patch), *_plan_inside(backbone, state)):
+        planned.append((override.module, _forward_slot(override.module), override))
     for module, slot, value in planned:
         state.edits.append((module, slot, vars(module).get(slot)))
         setattr(module, slot, value)
@@ -176,17 +179,18 @@ def _plan_outside(model: nn.Module, backbone: nn.Module, patch: Patch) -> list[O
     return overrides
 
 
-def _plan_by_document(backbone: nn.Module, state: PatchState) -> list[Override]:
+def _plan_inside(backbone: nn.Module, state: PatchState) -> list[Override]:
     """What needs the layout inside the backbone without being attention."""
     if state.patch.rebatch:
         return []
     rotary = [module for module in backbone.modules() if depends_on_length(module)]
     overrides: list[Override] = [RotaryOverride(module, _own_forward(module)) for module in rotary]
     overrides += [_mixer_override(module, state) for module in state.mixers.values()]
-    if state.mixers or state.patch.functions or state.patch.makes_mask:
+    fused = fused_overrides(backbone, _own_forward) if state.fused_lora else []
+    if state.mixers or state.patch.functions or state.patch.makes_mask or fused:
         layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
         overrides += [LayerOverride(layer, _own_forward(layer)) for layer in layers]
-    return overrides
+    return overrides + fused
 
 
 def _mixer_override(module: nn.Module, state: PatchState) -> Override:

@@ -97,22 +97,18 @@ def refuse_collator(collator: Callable[[list[Any]], dict[str, Any]] | None) -> N
 
 
 def refuse_sources(args: PackedSFTConfig, train_dataset: Dataset | IterableDataset | None) -> None:
-    """A column of sources that is not there, or that a stream does not carry along.
+    """A column of sources that is not there.
 
     Raises:
         [`InvalidConfig`]: naming the columns that are.
     """
     if args.loss_by is None or train_dataset is None:
         return
-    if isinstance(train_dataset, IterableDataset):
-        raise InvalidConfig(
-            f"loss_by='{args.loss_by}' with a stream: its documents come without their other columns.",
-            do="Load the dataset with streaming=False, or drop loss_by.",
-        )
-    if args.loss_by not in train_dataset.column_names:
+    columns = train_dataset.column_names or list(next(iter(train_dataset), {}))
+    if args.loss_by not in columns:
         raise InvalidConfig(
             f"loss_by='{args.loss_by}': the training dataset has no such column.",
-            why=[f"columns: {', '.join(train_dataset.column_names)}"],
+            why=[f"columns: {', '.join(columns)}"],
             do="Name one of them.",
         )
 

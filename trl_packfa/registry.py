@@ -19,7 +19,8 @@ from torch import nn
 
 from .declaration import Patch
 from .errors import InvalidConfig, UnsupportedModel
-from .patching import find_state, model_config, model_type, undo_patch
+from .lora import adapted_layers, describe_lora
+from .patching import PatchState, find_state, model_config, model_type, undo_patch
 from .results import results
 from .trust import apply_trusted, apply_unknown
 
@@ -106,7 +107,7 @@ def get_patch_for_type(name: str) -> Patch:
     return table[name]
 
 
-def patch(model: Model, *, backend: str = "auto") -> Model:
+def patch(model: Model, *, backend: str = "auto", fused_lora: bool = True) -> Model:
     """Make this model instance honour document boundaries, on any device; returns the same model.
 
     Boundaries are read from each call: TRL's `cu_seq_lens_q` and friends, or `position_ids` that restart. Calls
@@ -121,6 +122,9 @@ def patch(model: Model, *, backend: str = "auto") -> Model:
             A transformers causal LM, bare or wrapped.
         backend (`str`, *optional*, defaults to `"auto"`):
             Attention backend: `"auto"` or one of `trl-packfa backends`.
+        fused_lora (`bool`, *optional*, defaults to `True`):
+            Compute LoRA layers together with their base layers in packed calls, to PEFT's result within rounding.
+            What cannot be fused runs PEFT's own forward; [`describe`] says why.
 
     Raises:
         [`UnsupportedModel`]: if there is no patch for the architecture, and no general one is exact on it.
@@ -128,16 +132,23 @@ def patch(model: Model, *, backend: str = "auto") -> Model:
         [`NoBackend`]: if the named backend does not exist.
     """
     state = find_state(model)
-    if state is not None and state.backends.name == backend:
+    if state is not None and _is_as_asked(state, model, backend, fused_lora):
         return model
     undo_patch(model)
     try:
         found = get_patch(model)
     except UnsupportedModel as refusal:
-        apply_unknown(model, backend, refusal)
+        apply_unknown(model, backend, refusal, fused_lora=fused_lora)
     else:
-        apply_trusted(model, found, backend)
+        apply_trusted(model, found, backend, fused_lora=fused_lora)
     return model
+
+
+def _is_as_asked(state: PatchState, model: nn.Module, backend: str, fused_lora: bool) -> bool:
+    """Whether nothing is left to do: LoRA layers may have been added since."""
+    known = {id(layer) for layer in state.adapted}
+    new = fused_lora and any(id(layer) not in known for layer in adapted_layers(model))
+    return state.backends.name == backend and state.fused_lora == fused_lora and not new
 
 
 def unpatch(model: Model) -> Model:
@@ -147,11 +158,11 @@ def unpatch(model: Model) -> Model:
 
 
 @contextmanager
-def patched(model: Model, *, backend: str = "auto") -> Iterator[Model]:
+def patched(model: Model, *, backend: str = "auto", fused_lora: bool = True) -> Iterator[Model]:
     """[`patch`] for the length of a `with` block; a model that was patched before stays patched."""
     was_patched = find_state(model) is not None
     try:
-        yield patch(model, backend=backend)
+        yield patch(model, backend=backend, fused_lora=fused_lora)
     finally:
         if not was_patched:
             unpatch(model)
@@ -178,4 +189,5 @@ def describe(model: nn.Module) -> str:
         how = "on its own kernels" if name in native else "document by document"
         lines.append(f"{n} x {name}: {how}")
     lines += [f"backend used: {name} for {request.describe()}" for request, name in state.backends.resolved.items()]
+    lines += describe_lora(state.adapted, state.fused_lora)
     return "\n".join(lines)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .collator import LOSSES
+from .config import PackedSFTConfig
 from .errors import InvalidConfig
 from .exactness import ExactnessReport
 from .packing import PackingReport
@@ -84,6 +85,41 @@ def read_progress(folder: str | Path) -> dict[str, int]:
     """What [`write_progress`] wrote; nothing for a checkpoint of another trainer."""
     path = Path(folder) / _PROGRESS
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def write_stream_state(folder: str | Path, args: PackedSFTConfig, state: dict[str, Any]) -> None:
+    """Write where this rank's stream stands; not with loader workers, which have read ahead, nor if its documents hold
+    what JSON does not: a resumed run then reads the stream from its beginning."""
+    if args.dataloader_num_workers or not state:
+        return
+    try:
+        content = json.dumps({"of": _stream_identity(args), "state": state})
+    except TypeError:
+        return
+    _stream_path(folder, args).write_text(content + "\n", encoding="utf-8")
+
+
+def read_stream_state(folder: str | Path, args: PackedSFTConfig) -> dict[str, Any] | None:
+    """What [`write_stream_state`] wrote for this rank, if it was written by a run that packs and deals as this one."""
+    path = _stream_path(folder, args)
+    written = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if not args.dataloader_num_workers and written.get("of") == _stream_identity(args):
+        return written["state"]
+    logger.warning("trl-packfa: the stream is read again from its beginning to where %s stands.", folder)
+    return None
+
+
+def _stream_path(folder: str | Path, args: PackedSFTConfig) -> Path:
+    return Path(folder) / f"packing_stream_{args.process_index}.json"
+
+
+def _stream_identity(args: PackedSFTConfig) -> dict[str, Any]:
+    """What decides which documents are in which micro-batch of a stream."""
+    names = (
+        "packing_strategy", "max_length", "overflow", "per_device_train_batch_size", "gradient_accumulation_steps",
+        "world_size", "seed", "data_seed",
+    )  # fmt: skip
+    return {name: getattr(args, name) for name in names}
 
 
 def write_reports(

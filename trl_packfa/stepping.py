@@ -14,6 +14,7 @@ from accelerate.utils import gather_object
 from trl import SFTTrainer
 
 from .config import PackedSFTConfig
+from .head import TrainedHead
 from .reports import count_batch
 from .steps import Slot, StepCutter
 from .weighting import SOURCES, WeightedModel, as_example_labels, example_weights, losses_by_source
@@ -27,6 +28,8 @@ class SteppingTrainer(SFTTrainer):
     model: Any
     data_collator: Any
     _step_cutter: StepCutter
+    # The head that scores trained positions, unless it is TRL's or the model's own.
+    _head: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -89,18 +92,39 @@ class SteppingTrainer(SFTTrainer):
         self._uncount_padding(inputs, mode)
         rows = self.args.per_device_train_batch_size if self.args.packs_rows and is_training else 0
         count_batch(self._metrics[mode], inputs, capacity=rows * (self.args.max_length or 0))
+        measures = self._measures(is_training)
         by_example = self.args.loss_weighting == "example" and is_training
         if not by_example and SOURCES not in inputs:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            self._drop_unmeasured(mode, measures)
+            return result
         sources = {name: inputs[name] for name in ("labels", "packed_layout", SOURCES) if name in inputs}
         inputs.pop(SOURCES, None)
         weighted: Any = WeightedModel(model, example_weights(inputs) if by_example else None)
         result = super().compute_loss(weighted, inputs, return_outputs, num_items_in_batch)
+        self._drop_unmeasured(mode, measures)
         if SOURCES in sources and weighted.log_probs is not None:
             for source, (loss, count) in losses_by_source(sources, weighted.log_probs).items():
                 total = self._source_losses[mode].setdefault(source, [0.0, 0.0])
                 total[0], total[1] = total[0] + loss, total[1] + count
         return result
+
+    def _measures(self, is_training: bool) -> bool:
+        """Whether entropy and accuracy of the batch will be seen: while training, those of logged steps."""
+        if not isinstance(self._head, TrainedHead):
+            return True
+        step, every = self.state.global_step + 1, max(self.state.logging_steps, 1)
+        by_steps = self.args.logging_strategy == "steps"
+        first = step == 1 and self.args.logging_first_step
+        self._head.measures = not is_training or not by_steps or first or step % every == 0
+        return self._head.measures
+
+    def _drop_unmeasured(self, mode: str, measured: bool) -> None:
+        """Take back the zeros that TRL has noted of a batch that was not measured."""
+        for name in () if measured else ("entropy", "mean_token_accuracy"):
+            self._metrics[mode][name].pop()
+            if not self._metrics[mode][name]:
+                del self._metrics[mode][name]
 
     def _uncount_padding(self, inputs: dict[str, Any], mode: str) -> None:
         """TRL is about to count every token of the batch, on all ranks."""

@@ -16,7 +16,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import IterableDataset
-from transformers import PreTrainedConfig
+from peft import PeftModel
+from transformers import PreTrainedModel
 
 from .config import PackedSFTConfig
 from .errors import InvalidConfig
@@ -68,7 +69,7 @@ class StepCutter:
         self.budget = args.max_tokens_per_microbatch or args.per_device_train_batch_size * _longest(
             train_dataset, args.max_length
         )
-        self.quadratic = quadratic_weight(model.config, sum(p.numel() for p in model.parameters()))
+        self.quadratic = quadratic_weight(model)
 
     def cut(
         self, batches: Sequence[Documents], collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
@@ -102,6 +103,15 @@ def _require_room(train_dataset: Any, args: PackedSFTConfig) -> None:
     else:
         lengths = read_lengths(train_dataset)
         longest, which = int(lengths.max()), f"document {int(lengths.argmax())}"
+    require_budget(budget, longest, which)
+
+
+def require_budget(budget: int, longest: int, which: str) -> None:
+    """No document may be longer than the user's budget of tokens a micro-batch.
+
+    Raises:
+        [`InvalidConfig`]: naming the document that is.
+    """
     if longest > budget:
         raise InvalidConfig(
             f"max_tokens_per_microbatch={budget} is smaller than {which}, of up to {longest} tokens.",
@@ -131,13 +141,21 @@ def _longest(train_dataset: Any, max_length: int | None) -> int:
     return max_length
 
 
-def quadratic_weight(config: PreTrainedConfig, num_parameters: int) -> float:
-    """Cost of a token attending to a token, in units of the cost of a token.
+def quadratic_weight(model: Any) -> float:
+    """Cost of a token attending to a token, in units of the cost of a token, of a model or its `PeftModel`.
 
     Forward operations per token: 2 per parameter, and 2 * layers * width per token that it attends to (half of the
     document on average, scores and values).
     """
-    text = config.get_text_config()
+    text = model.config.get_text_config()
     heads = getattr(text, "num_attention_heads", 0)
     width = heads * (getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1))
-    return text.num_hidden_layers * width / max(num_parameters, 1)
+    return text.num_hidden_layers * width / max(_num_parameters(model), 1)
+
+
+def _num_parameters(model: Any) -> int:
+    """Of 4-bit weights, of which two share a byte, transformers knows how many there are."""
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    if isinstance(inner, PreTrainedModel):
+        return inner.num_parameters()
+    return sum(parameter.numel() for parameter in inner.parameters())

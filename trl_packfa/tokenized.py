@@ -1,4 +1,4 @@
-"""Between `datasets` and the packers: lengths out, spans in, streams packed through a window.
+"""Between `datasets` and the packers: lengths out, spans in.
 
 Expects tokenized datasets with an `input_ids` column and, optionally, `labels` and `seq_lengths`.
 """
@@ -15,30 +15,39 @@ from datasets import Dataset, IterableDataset
 
 from .collator import LOSSES
 from .errors import InvalidDataset
-from .packing import PackingReport, Spans, best_fit_decreasing, plan_overflow
+from .packing import WRAP, PackingReport, Spans, TrainedTokens, plan_overflow
 
-# Documents that a stream packs together, TRL's own window.
-STREAM_WINDOW = 1000
+# Documents of a stream that are cut by one call.
+_CUT_TOGETHER = 100
 
 
 class Tokens(NamedTuple):
-    """What packing needs to know of a dataset: tokens of each document `(S,)`, which tokens have a label `(T,)`."""
+    """What packing needs to know of a dataset: tokens of each document, int64 `(S,)`, and which have a label."""
 
     lengths: np.ndarray
-    trained: np.ndarray
+    trained: TrainedTokens
 
 
 def read_tokens(dataset: Dataset) -> Tokens:
     """Lengths and label masks of a tokenized dataset, read from Arrow without Python lists."""
     labels = "labels" if "labels" in dataset.column_names else "input_ids"
-    trained = [_flat(table[labels]) != -100 for table in _tables(dataset, labels)]
-    return Tokens(read_lengths(dataset), np.concatenate([np.zeros(0, dtype=bool), *trained]))
+    masks = (_flat(table[labels]) != -100 for table in _tables(dataset, labels))
+    return Tokens(read_lengths(dataset), TrainedTokens.from_masks(masks))
 
 
 def read_lengths(dataset: Dataset) -> np.ndarray:
     """Tokens of each document of a tokenized dataset, int64, shape `(S,)`; its labels are not read."""
-    lengths = [pc.call_function("list_value_length", [t["input_ids"]]) for t in _tables(dataset, "input_ids")]
-    return np.concatenate([np.zeros(0, dtype=np.int64), *(part.to_numpy().astype(np.int64) for part in lengths)])
+    counted = dataset.select_columns(["input_ids"]).with_format("arrow")
+    # `datasets` keeps the result beside the dataset, under the fingerprint of its contents.
+    counted = counted.map(
+        _count, batched=True, batch_size=10_000, remove_columns=["input_ids"], desc="Counting tokens"
+    )
+    parts = [table["length"].to_numpy() for table in _tables(counted, "length")]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
+
+
+def _count(table: Any) -> Any:
+    return pa.table({"length": pc.call_function("list_value_length", [table["input_ids"]]).cast(pa.int64())})
 
 
 def _tables(dataset: Dataset, column: str) -> Iterator[Any]:
@@ -79,45 +88,44 @@ def _slice(example: dict[str, Any], index: int, starts: np.ndarray, stops: np.nd
     return {column: example[column][span] for column in ("input_ids", "labels") if column in example}
 
 
-def cut_stream(dataset: IterableDataset, *, max_length: int | None, overflow: str, pack: bool) -> IterableDataset:
-    """The same for a stream, window by window; with `pack`, each window comes out as packed rows.
+def cut_stream(dataset: IterableDataset, *, max_length: int | None, overflow: str) -> IterableDataset:
+    """The same for a stream, some documents at a time; `overflow=WRAP` cuts nothing, the packer does.
 
-    Every row carries what its window lost in the column `LOSSES`: documents truncated, split, dropped, tokens lost.
+    Documents carry what was lost beside them in the column `LOSSES`: documents truncated, split, dropped, tokens lost.
     """
-    columns = list(next(iter(dataset)))
-    options = {"max_length": max_length, "overflow": overflow, "pack": pack}
-    return dataset.map(_cut_window, batched=True, batch_size=STREAM_WINDOW, remove_columns=columns, fn_kwargs=options)
+    options = (
+        {"max_length": None, "overflow": "truncate"}
+        if overflow == WRAP
+        else {"max_length": max_length, "overflow": overflow}
+    )
+    columns = list(next(iter(dataset), {}))
+    return dataset.map(_cut_some, batched=True, batch_size=_CUT_TOGETHER, remove_columns=columns, fn_kwargs=options)
 
 
-def _cut_window(window: dict[str, list[Any]], max_length: int | None, overflow: str, pack: bool) -> dict[str, list]:
-    labels = window.get("labels", window["input_ids"])
-    lengths = np.array([len(ids) for ids in window["input_ids"]], dtype=np.int64)
+def _cut_some(documents: dict[str, list[Any]], max_length: int | None, overflow: str) -> dict[str, list]:
+    labels = documents.get("labels", documents["input_ids"])
+    lengths = np.array([len(ids) for ids in documents["input_ids"]], dtype=np.int64)
     trained = np.concatenate([np.asarray(document, dtype=np.int64) for document in labels]) != -100
+    limit = None if "seq_lengths" in documents else max_length
     try:
-        spans, report = plan_overflow(lengths, trained, max_length=max_length, policy=overflow)
+        spans, report = plan_overflow(lengths, trained, max_length=limit, policy=overflow)
     except InvalidDataset:
-        if overflow == "error" and max_length is not None and (lengths > max_length).any():
+        if overflow == "error" and limit is not None and (lengths > limit).any():
             raise
-        # A window without a trainable document is no error in a stream: the next may have some.
-        return {"input_ids": [], "labels": [], "seq_lengths": [], LOSSES: []}
-    rows = _pack_spans(spans, max_length) if pack else [[i] for i in range(len(spans.document))]
+        # So many documents without a trainable one are no error in a stream: the next may be.
+        return {column: [] for column in (*documents, "labels", LOSSES)}
     losses = [report.truncated, report.split, report.dropped_too_long + report.dropped_untrained, report.tokens_lost]
+    kept = {column: [values[i] for i in spans.document] for column, values in documents.items()}
     return {
-        "input_ids": [_join(window["input_ids"], spans, row) for row in rows],
-        "labels": [_join(labels, spans, row) for row in rows],
-        "seq_lengths": [[int(spans.stop[i] - spans.start[i]) for i in row] for row in rows],
-        LOSSES: [losses] + [[0] * len(losses)] * (len(rows) - 1),
+        **kept,
+        "input_ids": _parts(documents["input_ids"], spans),
+        "labels": _parts(labels, spans),
+        LOSSES: [losses] + [[0] * len(losses)] * (len(spans.document) - 1),
     }
 
 
-def _pack_spans(spans: Spans, max_length: int | None) -> list[np.ndarray]:
-    assert max_length is not None, "the config requires max_length for bfd"
-    # A stream is packed the same way whenever it is read again.
-    return best_fit_decreasing(spans.stop - spans.start, max_length, np.random.default_rng(0))
-
-
-def _join(column: list[list[int]], spans: Spans, row: Any) -> list[int]:
-    return [token for i in row for token in column[spans.document[i]][spans.start[i] : spans.stop[i]]]
+def _parts(column: list[list[int]], spans: Spans) -> list[list[int]]:
+    return [column[i][start:stop] for i, start, stop in zip(*spans, strict=True)]
 
 
 def require_usable(dataset: Dataset | IterableDataset, *, name: str, text_field: str, formatted: bool) -> None:

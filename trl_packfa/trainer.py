@@ -8,10 +8,8 @@ Tokenizing, losses, metrics, checkpoints and distribution stay TRL's.
 from __future__ import annotations
 
 import copy
-import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ import torch
 from accelerate.logging import get_logger
 from datasets import IterableDataset
 from peft import PeftConfig, PeftModel
-from torch.utils.data import DataLoader, Sampler
 from transformers import (
     BitsAndBytesConfig,
     EvalPrediction,
@@ -31,27 +28,33 @@ from transformers import (
 )
 
 from .card import add_packing_section, packing_section
-from .collator import LOSSES, DataCollatorForPacking
+from .collator import DataCollatorForPacking
 from .config import PackedSFTConfig
-from .errors import InvalidConfig
 from .exactness import ExactnessReport, check
+from .feeding import FeedingTrainer
 from .fused_head import ensure_own_loss
-from .packing import WRAP, PackedBatchSampler, PackingReport
+from .packing import PackedBatchSampler, PackingReport
 from .refusals import refuse_arguments, refuse_collator, refuse_model, refuse_sources
 from .registry import describe, patch
-from .reports import read_progress, require_whole_checkpoint, write_progress, write_reports
-from .sampling import EpochCallback, RankAwareSampler
-from .sources import AnyDataset, EvalDataset, asked_for, default_adapter, loading, model_type, named, output_dir
-from .stepping import SteppingTrainer
-from .steps import Documents, StepCutter, quadratic_weight
+from .reports import (
+    read_progress,
+    require_whole_checkpoint,
+    write_progress,
+    write_reports,
+    write_stream_state,
+)
+from .sampling import EpochCallback
+from .sources import AnyDataset, EvalDataset, default_adapter, loading, model_type, named, output_dir
+from .steps import StepCutter, quadratic_weight
+from .streams import PackedStream, resumes_by_state
 from .summary import summarize_plan
-from .tokenized import cut_dataset, cut_stream, read_lengths, require_usable
+from .tokenized import read_lengths, require_usable
 from .versions import require_versions
 
 logger = get_logger(__name__)
 
 
-class PackedSFTTrainer(SteppingTrainer):
+class PackedSFTTrainer(FeedingTrainer):
     """Swap it for `SFTTrainer`: the same arguments, packed.
 
     ```python
@@ -125,6 +128,8 @@ class PackedSFTTrainer(SteppingTrainer):
         self.packing_plan: dict[str, float] = {}
         self.packing_sampler: PackedBatchSampler | None = None
         self.exactness: ExactnessReport | None = None
+        self._stream: PackedStream | None = None
+        self._resumed_from: str | None = None
         # Logits for metrics come example by example, so evaluation is padded then (and refused if asked packed).
         self._packs_eval = args.packing and args.eval_packing is not False and compute_metrics is None
         super().__init__(
@@ -150,8 +155,8 @@ class PackedSFTTrainer(SteppingTrainer):
     def _pack(self, data_collator: Callable[[list[Any]], dict[str, Any]] | None) -> None:
         """Patch the model that TRL built and collate documents into rows."""
         with self.compute_loss_context_manager():
-            ensure_own_loss(self.model, seed=self.args.seed)
-        patch(self.model, backend=self.args.attention_backend)
+            self._head = ensure_own_loss(self.model, seed=self.args.seed)
+        patch(self.model, backend=self.args.attention_backend, fused_lora=self.args.fused_lora)
         # TRL's collator for padded batches, which evaluation with metrics uses.
         self._padding_collator = copy.copy(self.data_collator)
         self._padding_collator.padding_free = False
@@ -174,99 +179,10 @@ class PackedSFTTrainer(SteppingTrainer):
         if self.train_dataset is None or isinstance(self.train_dataset, IterableDataset):
             return {}
         sampler: Any = self._get_train_sampler() if self.args.packs_rows else None
-        cut = (
-            {"budget": self._step_cutter.budget, "quadratic": self._step_cutter.quadratic}
-            if self.args.packs_steps
-            else {}
-        )
-        plan = summarize_plan(self.args, read_lengths(self.train_dataset), sampler=sampler, **cut)
+        lengths = read_lengths(self.train_dataset)
+        plan = summarize_plan(self.args, lengths, quadratic=quadratic_weight(self.model), sampler=sampler)
         logger.info("trl-packfa: %s", ", ".join(f"{name} {value:,.4g}" for name, value in plan.items()))
         return plan
-
-    # Data -----------------------------------------------------------------------------------------------------------
-
-    def _prepare_dataset(
-        self,
-        dataset: AnyDataset,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin,
-        args: PackedSFTConfig,
-        packing: bool,
-        formatting_func: Callable[[dict], str] | None,
-        dataset_name: str,
-    ) -> AnyDataset:
-        """Tokenized and labelled by TRL, cut by us, so that no token is lost without being counted."""
-        if not args.packing:
-            return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
-        uncut = copy.copy(args)
-        uncut.max_length = None
-        dataset = super()._prepare_dataset(dataset, processing_class, uncut, False, formatting_func, dataset_name)
-        wraps = args.packing_strategy == "wrapped" and dataset_name == "train"
-        limits = {"max_length": args.max_length, "overflow": WRAP if wraps else args.overflow}
-        if isinstance(dataset, IterableDataset):
-            if wraps:
-                raise InvalidConfig(
-                    "packing_strategy='wrapped' on a stream: rows would depend on where the stream was entered.",
-                    do="Use packing_strategy='bfd', 'step' or 'minibatch', or load the dataset with streaming=False.",
-                )
-            return cut_stream(dataset, pack=args.packs_rows and dataset_name == "train", **limits)
-        dataset, report = cut_dataset(dataset, name=dataset_name, **limits)
-        self.packing_reports[dataset_name] = report
-        counts = ", ".join(f"{label} {value}" for label, value in report.lines())
-        logger.log(logging.WARNING if report.tokens_lost else logging.INFO, "trl-packfa: %s: %s", dataset_name, counts)
-        return dataset
-
-    def _set_signature_columns_if_needed(self) -> None:
-        super()._set_signature_columns_if_needed()
-        ours = [LOSSES, *([self.args.loss_by] if self.args.loss_by else [])]
-        self._signature_columns += [name for name in ours if name not in self._signature_columns]
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
-        if not self.args.packs_rows:
-            return super()._get_train_sampler(train_dataset)
-        dataset = self.train_dataset if train_dataset is None else train_dataset
-        self.packing_sampler = RankAwareSampler(
-            read_lengths(dataset),
-            capacity=self.args.max_length,
-            rows_per_batch=self.args.per_device_train_batch_size,
-            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
-            rank=self.args.process_index,
-            world_size=self.args.world_size,
-            shuffle=self.args.train_sampling_strategy != "sequential",
-            wrapped=self.args.packing_strategy == "wrapped",
-            quadratic=quadratic_weight(self.model.config, sum(p.numel() for p in self.model.parameters())),
-        )
-        return self.packing_sampler
-
-    def get_train_dataloader(self) -> DataLoader:
-        """Under `step`, the padded run's examples in its order, collated once the step is cut."""
-        if not self.args.packs_steps:
-            return super().get_train_dataloader()
-        with self._collating_with(Documents):
-            return super().get_train_dataloader()
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """Evaluation batches hold the examples they would hold padded, packed unless metrics need the logits or the
-        dataset is a stream: of those the Trainer counts rows, one a packed batch, and would weigh losses wrongly."""
-        streamed = isinstance(asked_for(eval_dataset, self.eval_dataset), IterableDataset)
-        if not self.args.packing or (self._packs_eval and not streamed):
-            return super().get_eval_dataloader(eval_dataset)
-        with self._collating_with(self._padding_collator):
-            return super().get_eval_dataloader(eval_dataset)
-
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        """Predictions are rows of logits, one an example: never packed."""
-        with self._collating_with(self._padding_collator if self.args.packing else self.data_collator):
-            return super().get_test_dataloader(test_dataset)
-
-    @contextmanager
-    def _collating_with(self, collator: Any) -> Iterator[None]:
-        packing_collator, self.data_collator = self.data_collator, collator
-        try:
-            yield
-        finally:
-            self.data_collator = packing_collator
-
-    # Proof and measurement ------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """TRL's `train`, after the exactness check, if it has not run yet; `resume_from_checkpoint=True` takes the
@@ -278,6 +194,7 @@ class PackedSFTTrainer(SteppingTrainer):
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = require_whole_checkpoint(self.args.output_dir)
+        self._resumed_from = resume_from_checkpoint or None
         if isinstance(resume_from_checkpoint, str):
             # TRL counts from 0 again.
             self._total_train_tokens = read_progress(resume_from_checkpoint).get("num_tokens", 0)
@@ -302,8 +219,10 @@ class PackedSFTTrainer(SteppingTrainer):
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
+        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        if self._stream is not None and resumes_by_state(self._stream.source):
+            write_stream_state(folder, self.args, self._stream.state_dict())
         if self.args.should_save:
-            folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
             write_progress(folder, {"num_tokens": self._total_train_tokens})
             self.save_reports(folder)
 

@@ -19,13 +19,13 @@ from .results import fingerprint, known_sources, results
 logger = logging.getLogger(__name__)
 
 
-def apply_trusted(model: nn.Module, patch: Patch, backend: str) -> None:
+def apply_trusted(model: nn.Module, patch: Patch, backend: str, *, fused_lora: bool = True) -> None:
     """Patch a model; if its code is not the code that the patch was measured with, only if the check finds it exact.
 
     Raises:
         [`ContaminationError`]: if it does not; the model is unpatched again.
     """
-    apply_patch(model, patch, backend)
+    apply_patch(model, patch, backend, fused_lora=fused_lora)
     if patch.origin == "trl_packfa" and fingerprint(model) in known_sources().get(model_type(model), ()):
         return
     logger.info("trl-packfa: %s is not code that its patch was measured with: checking it.", type(model).__name__)
@@ -36,7 +36,7 @@ def apply_trusted(model: nn.Module, patch: Patch, backend: str) -> None:
         raise
 
 
-def apply_unknown(model: nn.Module, backend: str, refusal: UnsupportedModel) -> None:
+def apply_unknown(model: nn.Module, backend: str, refusal: UnsupportedModel, *, fused_lora: bool = True) -> None:
     """Patch a model of a type without a patch by the first general rung that the check finds exact on it.
 
     Raises:
@@ -48,7 +48,7 @@ def apply_unknown(model: nn.Module, backend: str, refusal: UnsupportedModel) -> 
     tried = []
     for patch in (Patch(model_types=(name,)), Patch(model_types=(name,), rebatch=True)):
         try:
-            apply_patch(model, patch, backend)
+            apply_patch(model, patch, backend, fused_lora=fused_lora)
             _require_exact(model)
         except Exception as error:  # whatever unknown code raises, it is no rung for it
             undo_patch(model)

@@ -8,12 +8,15 @@ from __future__ import annotations
 import argparse
 
 from .. import __version__
-from . import backends, bench, check, completion, demo, env, merge, models, recipes, train
+from . import backends, bench, check, completion, demo, env, merge, models, plan, recipes, train
 
 # In the order of `--help`; a new command is a file with `add(commands)` and a name here.
-COMMANDS = (train, demo, check, bench, merge, models, backends, recipes, env, completion)
+COMMANDS = (train, plan, demo, check, bench, merge, models, backends, recipes, env, completion)
 
-__all__ = ["COMMANDS", "build_parser"]
+# Those that read their arguments themselves, on TRL's parser.
+OWN_PARSERS = {"train": train.run, "plan": plan.run, "bench": bench.run}
+
+__all__ = ["COMMANDS", "OWN_PARSERS", "build_parser"]
 
 _EXIT_CODES = "exit codes: 0 done, 1 refused or failed, 2 wrong usage, 3 packing is not exact, 130 interrupted"
 

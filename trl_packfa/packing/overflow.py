@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import InvalidConfig, InvalidDataset
+from .trained import TrainedTokens
 
 OVERFLOW_POLICIES = ("truncate", "split", "drop", "error")
 # Cut wherever a row of `max_length` tokens is full, whatever the document: the strategy `wrapped`, no policy.
@@ -55,14 +56,14 @@ class PackingReport:
 
 
 def plan_overflow(
-    lengths: np.ndarray, trained: np.ndarray, *, max_length: int | None, policy: str
+    lengths: np.ndarray, trained: np.ndarray | TrainedTokens, *, max_length: int | None, policy: str
 ) -> tuple[Spans, PackingReport]:
     """Cut documents to `max_length` tokens by `policy` and drop what cannot be trained.
 
     Args:
         lengths (`np.ndarray`):
             Tokens of each document, int64, shape `(S,)`.
-        trained (`np.ndarray`):
+        trained (`np.ndarray` or [`TrainedTokens`]):
             Whether each token has a label, bool, shape `(T,)`, documents one after the other.
         max_length (`int` or `None`):
             Longest span in tokens, `None` for no limit.
@@ -74,6 +75,7 @@ def plan_overflow(
     """
     if policy != WRAP:
         require_policy(policy)
+    trained = TrainedTokens.from_masks([trained]) if isinstance(trained, np.ndarray) else trained
     limit = max_length if max_length is not None else int(lengths.max(initial=1))
     too_long = lengths > limit
     if policy == "error" and too_long.any():
@@ -129,7 +131,7 @@ def _cut(lengths: np.ndarray, limit: int, policy: str) -> Spans:
     return Spans(document, start, np.minimum(start + limit, lengths[document]))
 
 
-def _wrap(lengths: np.ndarray, trained: np.ndarray, limit: int) -> Spans:
+def _wrap(lengths: np.ndarray, trained: TrainedTokens, limit: int) -> Spans:
     """Trained documents one after the other, cut at every multiple of `limit` tokens."""
     every = np.arange(len(lengths))
     whole = Spans(every, np.zeros_like(every), lengths)
@@ -143,9 +145,8 @@ def _wrap(lengths: np.ndarray, trained: np.ndarray, limit: int) -> Spans:
     return Spans(documents[owner], starts - first, cuts.astype(np.int64) - first)
 
 
-def _trained_in(spans: Spans, lengths: np.ndarray, trained: np.ndarray) -> np.ndarray:
+def _trained_in(spans: Spans, lengths: np.ndarray, trained: TrainedTokens) -> np.ndarray:
     """Trained tokens of each span, its first token not counted."""
-    before = np.concatenate([[0], np.cumsum(trained)])
     offset = (np.cumsum(lengths) - lengths)[spans.document]
     stop = offset + spans.stop
-    return before[stop] - before[np.minimum(offset + spans.start + 1, stop)]
+    return trained.before(stop) - trained.before(np.minimum(offset + spans.start + 1, stop))

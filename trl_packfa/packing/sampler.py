@@ -11,10 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from .best_fit import best_fit_decreasing
+from .dealing import levelled_rounds
 from .recut import document_cost
-
-# Rounds whose rows are sorted by cost together: enough to find rows alike, few enough to stay a shuffle.
-_LEVELLED_ROUNDS = 128
 
 
 def consecutive_rows(lengths: np.ndarray, capacity: int, rng: np.random.Generator) -> list[np.ndarray]:
@@ -74,45 +72,26 @@ class PackedBatchSampler:
         return -(-self.num_rows // (self.rows_per_batch * self.world_size))
 
     def __iter__(self) -> Iterator[list[int]]:
+        for round_ in self.rounds():
+            yield self.share(round_, self.rank)
+
+    def rounds(self) -> list[list[np.ndarray]]:
+        """The rows that all ranks run at the same time, round by round; [`~PackedBatchSampler.share`] deals them."""
         rng = np.random.default_rng([self.seed, self.epoch])
         rows = self.pack(self.lengths, self.capacity, rng)
         if self.shuffle:
             rows = [rows[i] for i in rng.permutation(len(rows))]
-        for round_ in self._rounds(rows, rng):
-            yield self._share(round_)
+        return levelled_rounds(
+            rows,
+            self.cost,
+            rows_per_batch=self.rows_per_batch,
+            world_size=self.world_size,
+            rng=rng,
+            shuffle=self.shuffle,
+        )
 
-    def _rounds(self, rows: list[np.ndarray], rng: np.random.Generator) -> list[list[np.ndarray]]:
-        """The rows that all ranks run at the same time, round by round; on several ranks, of similar cost among some
-        hundred rounds' rows, and dealt so that no rank gets the costliest of every round."""
-        per_round = self.rows_per_batch * self.world_size
-        if self.world_size == 1:
-            return [rows[start : start + per_round] for start in range(0, len(rows), per_round)]
-        rounds: list[list[np.ndarray]] = []
-        for start in range(0, len(rows), _LEVELLED_ROUNDS * per_round):
-            stretch = rows[start : start + _LEVELLED_ROUNDS * per_round]
-            tail = len(stretch) % per_round
-            whole = sorted(stretch[: len(stretch) - tail], key=lambda row: -self.cost[row].sum())
-            levelled = [whole[i : i + per_round] for i in range(0, len(whole), per_round)]
-            rounds += [
-                self._dealt(levelled[i])
-                for i in (rng.permutation(len(levelled)) if self.shuffle else range(len(levelled)))
-            ]
-            rounds += [stretch[len(stretch) - tail :]] if tail else []
-        return rounds
-
-    def _dealt(self, rows: list[np.ndarray]) -> list[np.ndarray]:
-        """The rows of a round, rank by rank: the costliest left goes to the rank with the least so far."""
-        ranks: list[list[np.ndarray]] = [[] for _ in range(self.world_size)]
-        done = np.zeros(self.world_size)
-        for row in sorted(rows, key=lambda row: -self.cost[row].sum()):
-            open_ranks = [rank for rank in range(self.world_size) if len(ranks[rank]) < self.rows_per_batch]
-            rank = min(open_ranks, key=lambda rank: done[rank])
-            ranks[rank].append(row)
-            done[rank] += self.cost[row].sum()
-        return [row for rank in ranks for row in rank]
-
-    def _share(self, rows: list[np.ndarray]) -> list[int]:
-        """This rank's documents of one round; in a last round with fewer rows than ranks, rows are cut in halves."""
+    def share(self, rows: list[np.ndarray], rank: int) -> list[int]:
+        """A rank's documents of one round; in a last round with fewer rows than ranks, rows are cut in halves."""
         rows = list(rows)
         while len(rows) < self.world_size:
             largest = max(range(len(rows)), key=lambda i: len(rows[i]))
@@ -120,7 +99,7 @@ class PackedBatchSampler:
             half = len(documents) // 2
             # Every rank must take part in the step: a single document is repeated, as accelerate does.
             rows += [documents[:half], documents[half:]] if half else [documents, documents]
-        first, last = (len(rows) * (self.rank + i) // self.world_size for i in (0, 1))
+        first, last = (len(rows) * (rank + i) // self.world_size for i in (0, 1))
         return np.concatenate(rows[first:last]).tolist()
 
     @property

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# The paper's table for each of its model families, both kinds of data and both accumulations, on one CUDA GPU with
+# 40 GB or more. Writes one JSON file and one plot per case into the folder named first (default: bench-results).
+# About 10 minutes a case; name models after the folder to run fewer: paper.sh out mistral-7b
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+out=${1:-bench-results}
+shift || true
+models=("$@")
+[ ${#models[@]} -gt 0 ] || models=(llama-3.2-1b llama-3-8b mistral-7b granite-8b phi-3-mini)
+mkdir -p "$out"
+for model in "${models[@]}"; do
+  for lengths in uneven even; do
+    for accumulation in 2 16; do
+      name="$model-$lengths-x$accumulation"
+      echo "== $name"
+      # A side that fails is a row with its reason: the other cases go on.
+      trl-packfa bench --config "$here/paper.yaml" --model "$model" --lengths "$lengths" \
+        --gradient_accumulation_steps "$accumulation" --output "$out/$name.json" --plot "$out/$name.png" \
+        > "$out/$name.txt" || true
+    done
+  done
+done
+trl-packfa bench attention --json > "$out/attention.json"

@@ -1,0 +1,86 @@
+"""Small steps whose operations are counted; `python tests/counted.py` writes the bounds that CI holds, counts.json."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import tiny
+import torch
+import training
+from transformers import TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from trl_packfa import PackedLayout, PackedSFTConfig, PackedSFTTrainer
+from trl_packfa.bench.attention import attend_with
+from trl_packfa.bench.operations import OperationCounter
+
+BOUNDS = Path(__file__).parent / "counts.json"
+LENGTHS = (60, 1, 200, 33, 90, 128)
+STRATEGIES = ("step", "minibatch", "bfd")
+BACKENDS = ("sdpa", "reference")
+
+
+class _OneStep(TrainerCallback):
+    """Counts the second optimizer step, from the log of the first to its own."""
+
+    def __init__(self):
+        self.counter = OperationCounter()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.global_step == 1:
+            self.counter.__enter__()
+        if state.global_step == 2 and "loss" in logs:
+            self.counter.__exit__(None, None, None)
+
+
+def count_step(**options):
+    """One optimizer step of a tiny LoRA Llama; without `packing_strategy`, TRL's own, with a dense mask."""
+    with tempfile.TemporaryDirectory() as out:
+        common = {"out": out, "max_steps": 2, "gradient_accumulation_steps": 2, **options}
+        cls, arguments = (
+            (PackedSFTTrainer, PackedSFTConfig) if "packing_strategy" in options else (SFTTrainer, SFTConfig)
+        )
+        data = {
+            "train_dataset": training.dataset(),
+            "processing_class": tiny.tokenizer(),
+            "peft_config": training.LORA,
+        }
+        trainer = cls(tiny.model(layers=2), training.arguments(arguments, **common), **data)
+        step = _OneStep()
+        trainer.add_callback(step)
+        trainer.train()
+    return step.counter.to_dict()
+
+
+def count_attention(side):
+    """One attention over a packed row, forward and backward."""
+    layout = PackedLayout.from_lengths(LENGTHS)
+    torch.manual_seed(0)
+    tensors = [torch.randn(layout.num_tokens, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
+    attend = attend_with(side, layout, heads=4, key_value_heads=2, head_dim=16)
+    upstream = torch.randn_like(tensors[0])
+    with OperationCounter() as counter:
+        attend(*tensors).backward(upstream)
+    return counter.to_dict()
+
+
+def measure():
+    """Every case by name."""
+    steps = {f"step/{name}": count_step(**options(name)) for name in STRATEGIES}
+    return {**steps, **{f"attention/{name}": count_attention(name) for name in BACKENDS}}
+
+
+def options(strategy):
+    """The arguments of a packed step."""
+    rows = {"max_length": 128, "per_device_train_batch_size": 1} if strategy == "bfd" else {}
+    return {"packing_strategy": strategy, **rows}
+
+
+def main():
+    torch.set_num_threads(1)
+    BOUNDS.write_text(json.dumps({"torch": torch.__version__.split("+")[0], "cases": measure()}, indent=2) + "\n")
+    print(f"wrote {BOUNDS}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,404 @@
+"""The benchmark: that it counts truly, refuses what is not comparable, and concludes no more than the steps allow."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+import training
+from datasets import Dataset
+from tolerance import assert_float32
+
+from trl_packfa import PackedLayout, PackedSFTConfig
+from trl_packfa.bench import plot
+from trl_packfa.bench.arguments import read_arguments
+from trl_packfa.bench.attention import bench_attention
+from trl_packfa.bench.compare import Result, compare, require_equal_work
+from trl_packfa.bench.counting import StepCounter
+from trl_packfa.bench.data import facts, random_documents, save_documents
+from trl_packfa.bench.floors import model_flops_per_token
+from trl_packfa.bench.leaks import leaks
+from trl_packfa.bench.mixes import document_lengths, draw_lengths, every_length
+from trl_packfa.bench.operations import OperationCounter
+from trl_packfa.bench.paths import TRANSFORMERS, attend_with
+from trl_packfa.bench.planning import bench_pack
+from trl_packfa.bench.presets import PRESETS, preset_config, save_preset
+from trl_packfa.bench.process import SideFailed, SideProcess
+from trl_packfa.bench.sides import STRATEGIES, Side, build_trainer, parse_sides
+from trl_packfa.bench.table import remarks, speed_rows
+from trl_packfa.cli import main
+from trl_packfa.errors import InvalidConfig, InvalidDataset
+
+LENGTHS = [n for i in range(40) for n in (5 + i % 7, 31, 2 + i % 3)]
+
+
+@pytest.fixture(scope="module")
+def lengths_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("lengths") / "lengths.json"
+    path.write_text(json.dumps(LENGTHS))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def preset(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("preset"))
+    save_preset("tiny", path, dtype="float32")
+    return path
+
+
+def built(name, preset, **options):
+    """The trainer of a side on random documents."""
+    from transformers import AutoTokenizer
+
+    side = parse_sides(name)[0]
+    args = training.arguments(PackedSFTConfig, max_length=64, **options)
+    documents = random_documents(LENGTHS, vocab_size=512, seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(preset)
+    return build_trainer(side, args, model=preset, tokenizer=tokenizer, train=documents, evaluation=None), side
+
+
+# Sides ------------------------------------------------------------------------------------------------------------
+
+
+def test_sides_are_read_as_they_are_written():
+    sides = parse_sides("padding, trl-bfd@2048x1,bfd@64/sdpa,step", backends="auto,sdpa")
+    assert [side.name for side in sides] == ["padding", "trl-bfd@2048x1", "bfd@64/sdpa", "step", "step/sdpa"]
+    assert (sides[1].row, sides[1].rows) == (2048, 1)
+    assert parse_sides("trl-bfd", contaminated="trl-bfd")[0].allowed
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("padding,pading", {}, "there is no strategy 'pading'.\nChoose from padding, group_by_length"),
+        ("step", {"contaminated": "x"}, "there is no strategy 'x'"),
+        ("step@2048", {}, "'step@2048': step has no rows of a fixed length"),
+        ("padding/sdpa", {}, "'padding/sdpa': TRL's own trainer knows no attention backend"),
+        ("step/fa2", {}, "there is no attention backend 'fa2'"),
+        ("bfd@a", {}, "cannot read the strategy 'bfd@a'"),
+        ("step,step", {}, "['step'] more than once"),
+        ("", {}, "strategies='': none"),
+    ],
+)
+def test_sides_that_do_not_exist_are_refused(text, options, message):
+    with pytest.raises(ValueError) as error:
+        parse_sides(text, **options)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_is_the_trainer_that_it_says(name, preset):
+    trainer, side = built(name, preset)
+    assert type(trainer).__name__ == ("PackedSFTTrainer" if side.kind.ours else "SFTTrainer")
+    assert type(trainer).__module__.split(".")[0] == ("trl_packfa" if side.kind.ours else "trl")
+    assert {key: getattr(trainer.args, key) for key in side.kind.options} == side.kind.options
+    assert leaks(trainer, side) == (name == "fixed")
+
+
+def test_rows_that_would_cut_documents_are_refused(preset):
+    with pytest.raises(InvalidConfig, match=r"rows of 16 tokens cut documents of up to 31.*\n.*trl-bfd@31 or more"):
+        built("trl-bfd@16", preset)
+    assert built("fixed@16", preset)[0].args.max_length == 16
+
+
+# Counting ---------------------------------------------------------------------------------------------------------
+
+
+def work(name, preset, **options):
+    """What the first two steps of a side hold."""
+    trainer, _ = built(name, preset, max_steps=2, gradient_accumulation_steps=2, check_packing=False, **options)
+    counter, counted = StepCounter(trainer), []
+    trainer.log = lambda *args, **kwargs: counted.append(counter.take())
+    trainer.train()
+    return counted[:2]
+
+
+def test_the_same_examples_count_the_same_padded_and_packed(preset):
+    padded, free, packed, mini = (work(n, preset) for n in ("padding", "padding_free", "step", "minibatch"))
+    for a, b, c, d in zip(padded, free, packed, mini, strict=True):
+        assert a.tokens == b.tokens == c.tokens == d.tokens == c.computed
+        assert a.fingerprint == b.fingerprint == c.fingerprint == d.fingerprint
+        assert a.documents == b.documents == c.documents == d.documents == 8
+        assert a.computed > a.tokens  # pads are computed, and never counted
+    assert padded[0].fingerprint != padded[1].fingerprint
+    assert (padded[0].micro_batches, packed[0].micro_batches) == (2, 1)
+
+
+def test_rows_count_their_true_tokens(preset):
+    for name in ("bfd@64x1", "trl-bfd@64x1", "fixed@64x1"):
+        for step in work(name, preset):
+            assert step.tokens <= step.computed <= 2 * 64
+            assert step.micro_batches == 2 and step.documents >= 2
+
+
+# Data -------------------------------------------------------------------------------------------------------------
+
+
+def setup(preset, *argv):
+    return read_arguments(["--model", preset, "--output_dir", "out", *argv])
+
+
+def test_lengths_become_random_documents(preset, lengths_file, tmp_path):
+    save_documents(setup(preset, "--lengths", lengths_file, "--eval_documents", "6"), preset, tmp_path)
+    train, held_out = (Dataset.load_from_disk(str(tmp_path / name)) for name in ("train", "eval"))
+    counted = facts(train)
+    assert (counted.documents, counted.tokens, len(held_out)) == (len(LENGTHS) - 6, sum(LENGTHS[:-6]), 6)
+    assert counted.tokens_seen_by_token == pytest.approx(sum(n * n for n in LENGTHS[:-6]) / sum(LENGTHS[:-6]))
+    assert train[0]["input_ids"] == train[0]["labels"] and len(set(train[1]["input_ids"])) > 5
+
+
+def test_a_dataset_is_tokenized_and_cut_once(tmp_path):
+    tiny.model(layers=1).save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(map(json.dumps, training.rows(24))))
+    asked = setup(str(tmp_path / "model"), "--dataset", str(data), "--max_length", "32", "--eval_documents", "4")
+    report = save_documents(asked, str(tmp_path / "model"), tmp_path)
+    train = Dataset.load_from_disk(str(tmp_path / "train"))
+    assert facts(train).longest <= 32 and report["train"]["tokens_lost"] > 0
+    assert train.column_names == ["input_ids", "labels"] and -100 in train[0]["labels"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("[3, 0]", "holds no document lengths"), ("[]", "holds no document lengths"), ("{", "cannot read the lengths")],
+)
+def test_bad_length_lists_are_refused(preset, tmp_path, content, message):
+    (tmp_path / "bad.json").write_text(content)
+    with pytest.raises(InvalidDataset, match=message):
+        save_documents(setup(preset, "--lengths", str(tmp_path / "bad.json")), preset, tmp_path)
+
+
+def test_the_recipe_of_the_papers_table_is_read(tmp_path):
+    path = Path(__file__).parent.parent / "recipes" / "bench" / "paper.yaml"
+    asked = read_arguments(["--config", str(path), "--output_dir", str(tmp_path), "--dtype", "float32"])
+    assert [side.strategy for side in asked.sides][:3] == ["padding", "group_by_length", "fixed"]
+    assert (asked.args.gradient_accumulation_steps, asked.bench.interleave, asked.args.max_steps) == (2, False, 20)
+    assert len(every_length(asked.bench.lengths, seed=0)) == 20_000
+
+
+def test_too_little_data_is_refused(preset, tmp_path):
+    (tmp_path / "few.json").write_text("[5, 6, 7]")
+    with pytest.raises(InvalidDataset, match="3 documents, 1 held out: less than the 4 of one step"):
+        few = ("--per_device_train_batch_size", "4", "--eval_documents", "1")
+        save_documents(setup(preset, "--lengths", str(tmp_path / "few.json"), *few), preset, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "no model"),
+        (["--model", "tiny", "--max_steps", "0"], "max_steps=0: nothing to time"),
+        (["--model", "tiny", "--untimed_steps", "0"], "untimed_steps=0: a side's first step is never typical"),
+        (["--model", "tiny", "--packing_strategy", "bfd"], "packing_strategy='bfd': a benchmark has many"),
+        (["--model", "tiny", "--learning_speed", "1"], "learning_speed"),
+        (["--model", "tiny"], "no data"),
+        (["--model", "tiny", "--lengths", "/nowhere.json"], "cannot read the lengths in /nowhere.json"),
+        (["attention", "--mixes", "flan"], "there is no mix of lengths 'flan'"),
+    ],
+)
+def test_wrong_arguments_are_one_message(argv, message, capsys):
+    assert main(["bench", *argv]) == 1
+    captured = capsys.readouterr()
+    assert message in captured.err and "Traceback" not in captured.err
+
+
+# Conclusions ------------------------------------------------------------------------------------------------------
+
+
+def result(name="step", *, seconds=(1.0,) * 6, tokens=100, **facts):
+    """A side that ran."""
+    one = Result(parse_sides(name)[0])
+    one.facts = {"equal": {"threads": 2, **facts}, "leaks": False, "steps_per_epoch": 9}
+    steps = [{"seconds": s, "tokens": tokens + i, "fingerprint": i} for i, s in enumerate(seconds)]
+    one.steps = [
+        {**s, "computed": 200, "documents": 4, "micro_batches": 2, "largest": 100, "loss": 2.0} for s in steps
+    ]
+    for step in one.steps:
+        step["compiled"] = 0
+    one.end = {"peak_bytes": 1, "bytes_before": 1, "life_peak_bytes": 1, "eval_loss": None}
+    return one
+
+
+def rows(results):
+    data = facts(random_documents([25, 25], vocab_size=9, seed=0))
+    return {"sides": [one.to_dict(data, flops=1.0, peak=1.0, base=results[0]) for one in results]}
+
+
+def test_a_clear_ratio_stands():
+    ratio = compare(result(seconds=(0.5, 0.52, 0.49, 0.51, 0.5, 0.5)), result("padding"))
+    assert ratio.low < ratio.value < ratio.high and ratio.value == pytest.approx(1.99, abs=0.02)
+    assert not ratio.verdict
+    assert compare(base := result("padding"), base).value == 1.0
+
+
+def test_a_short_run_concludes_nothing():
+    ratio = compare(result(seconds=(0.5,) * 4), result("padding", seconds=(1.0,) * 4))
+    assert ratio.verdict == "too short to conclude: 4 timed steps; raise --max_steps to 5 or more"
+
+
+def test_a_noisy_run_concludes_nothing():
+    noisy = compare(result(seconds=(0.2, 3.0, 0.3, 0.2, 2.0, 0.4)), result("padding"))
+    assert "holds 1; raise --max_steps, or free the machine" in noisy.verdict
+
+
+def test_no_ratio_to_or_from_a_side_that_failed():
+    failed = dataclasses.replace(result("padding"), failure="died of something")
+    report = rows([failed, result()])
+    assert speed_rows(report)[0]["true tokens/s"] == "-" and speed_rows(report)[1]["times"] == "-"
+    assert speed_rows(report)[1]["true tokens/s"] == "102"
+    assert remarks(report) == ["padding failed: died of something", "step: no ratio: padding failed"]
+    assert "ratio" not in rows([result("padding"), dataclasses.replace(result(), failure="x")])["sides"][1]
+
+
+def test_unequal_work_is_not_compared():
+    require_equal_work([result("padding"), result()])
+    with pytest.raises(InvalidConfig, match=r"padding and step did not do the same work.\n  - threads: 2 and 1"):
+        require_equal_work([result("padding"), result(threads=1)])
+    with pytest.raises(InvalidConfig, match="step 1 holds other examples: 100 and 90 tokens"):
+        require_equal_work([result("padding"), result(tokens=90)])
+    # Rows take other examples in a step by design, and a side that failed did no work.
+    require_equal_work([result("padding"), result("bfd", tokens=90)])
+    require_equal_work([result("padding"), dataclasses.replace(result(threads=1), failure="x")])
+
+
+def test_a_contaminated_side_runs_only_if_named():
+    for name, contaminated, fails in (("trl-bfd", "", True), ("trl-bfd", "trl-bfd", False), ("fixed", "", False)):
+        one = Result(parse_sides(name, contaminated=contaminated)[0])
+        one.built({"leaks": True})
+        assert bool(one.failure) == fails
+    assert "documents see each other" in remarks(rows([leaking(result("padding"))]))[0]
+
+
+def leaking(one):
+    one.facts["leaks"] = True
+    return one
+
+
+def test_data_that_ends_before_the_clock_runs_is_a_failure(preset):
+    one = Result(Side("step"))
+    one.stepped({"seconds": 1.0}, setup(preset))
+    one.stepped(None, setup(preset))
+    assert "the data lasts for 1 steps, none of them timed" in one.failure
+
+
+def test_plot_is_written_or_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    plot.save_plot(rows([result("padding"), result()]), str(tmp_path / "bench.png"))
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    assert main(["bench", "--model", "tiny", "--lengths", "x.json", "--plot", "x.png"]) == 1
+    assert "a plot needs matplotlib.\npip install 'trl-packfa[plots]'" in capsys.readouterr().err
+
+
+# Processes --------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_dies_leaves_its_reason(tmp_path):
+    side = SideProcess({"argv": [], "side": {}, "folder": "", "model": ""}, tmp_path, 0)
+    side._process.kill()
+    with pytest.raises(SideFailed, match="killed by the system, most likely for its memory"):
+        side.ready()
+    side.close()
+
+
+def test_sides_run_interleaved_and_one_that_fails_is_a_row(lengths_file, tmp_path, capsys):
+    """The whole command; `bfd@8` has no room for the documents and says so."""
+    output, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    argv = ["--model", "tiny", "--lengths", lengths_file, "--strategies", "padding,step,bfd@8", "--max_steps", "2"]
+    argv += ["--untimed_steps", "1", "--eval_documents", "8", "--per_device_train_batch_size", "4"]
+    argv += ["--gradient_accumulation_steps", "2", "--gradient_checkpointing", "false", "--lora_dropout", "0"]
+    argv += ["--output", str(output), "--plot", str(picture), "--output_dir", str(tmp_path / "out")]
+    assert main(["bench", *argv]) == 1
+    said = capsys.readouterr().out
+    assert "bfd@8 failed: InvalidConfig: rows of 8 tokens cut documents of up to 31" in said
+    assert "step: too short to conclude" in said and picture.exists()
+    report = json.loads(output.read_text())
+    padding, step, failed = report["sides"]
+    assert set(failed) == {"side", "trainer", "failed"}
+    assert padding["tokens_per_step"] == step["tokens_per_step"] and step["fill"] == 1.0 > padding["fill"]
+    assert step["validation_loss"] == pytest.approx(padding["validation_loss"], abs=1e-4)
+    assert step["final_loss"] == pytest.approx(padding["final_loss"], abs=1e-4)
+    assert padding["equal"] == step["equal"] and step["peak_bytes"] > 0 and step["host_syncs_per_step"] > 0
+    assert report["environment"]["versions"]["torch"] and report["environment"]["allocator"]
+
+
+# Parts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_the_sizes_that_their_names_say(name):
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(preset_config(name))
+    billions = sum(p.numel() for p in model.parameters()) / 1e9
+    sizes = {"llama-3.2-1b": 1.24, "llama-3-8b": 8.03, "mistral-7b": 7.25, "granite-8b": 8.17, "phi-3-mini": 3.82}
+    if name in sizes:
+        assert billions == pytest.approx(sizes[name], abs=0.02)
+    assert preset_config(name, vocab_size=200_000).vocab_size == 200_000
+
+
+def test_model_flops_are_those_that_torch_counts():
+    config, tokens = preset_config("tiny"), 40
+    model = tiny.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with OperationCounter() as counter, torch.no_grad():
+        model(input_ids=torch.ones(1, tokens, dtype=torch.long))
+    full = PackedSFTConfig("out", use_peft=False, use_cpu=True, bf16=False)
+    # Training is three forwards; a forward without the causal mask's half sees twice as much.
+    assert model_flops_per_token(config, full, 2 * tokens) * tokens / 3 == pytest.approx(
+        counter.flops, abs=0.02 * counter.flops
+    )
+    lora = PackedSFTConfig("out", lora_r=4, use_cpu=True, bf16=False)
+    weights = model_flops_per_token(config, full, 0) / 6
+    assert 4 * weights < model_flops_per_token(config, lora, 0) < 6 * weights
+
+
+def test_lengths_add_up():
+    for mix in ("short", "even", "uneven", "long", "whole"):
+        assert sum(document_lengths(mix, 700, seed=0)) == 700
+    assert document_lengths("whole", 700, seed=0) == [700]
+    assert draw_lengths("even", 9, seed=1).tolist() != draw_lengths("even", 9, seed=2).tolist()
+
+
+def test_bench_attention_runs_what_can_run_and_says_why_not(lengths_file):
+    rows = bench_attention(tokens=[512], mixes=[lengths_file], sides=["sdpa", TRANSFORMERS, "flex"], repeats=1)
+    ours, theirs, flex = rows
+    assert ours["us/token"] > 0 and ours["KB/token"] >= 0 and theirs["times the floor"] > 0
+    assert flex["us/token"] is None and (torch.cuda.is_available() or "CUDA" in flex["remark"])
+    huge = bench_attention(tokens=[2**22], mixes=["whole"], sides=["sdpa", TRANSFORMERS, "x"], repeats=1, slowest=1.0)
+    assert [row["us/token"] for row in huge] == [None] * 3
+    assert "its arithmetic alone takes" in huge[0]["remark"] and "its T x T mask takes" in huge[1]["remark"]
+    assert "there is no side 'x'" in huge[2]["remark"]
+
+
+def test_both_sides_of_the_attention_bench_compute_the_same():
+    layout = PackedLayout.from_lengths([30, 1, 65])
+    query, key, value = (torch.randn(96, heads, 64) for heads in (8, 2, 2))
+    shape = {"heads": 8, "key_value_heads": 2, "head_dim": 64}
+    ours, theirs = (attend_with(side, layout, **shape)(query, key, value) for side in ("sdpa", TRANSFORMERS))
+    assert_float32(ours, theirs)
+
+
+def test_bench_pack_times_every_part():
+    rows = bench_pack(documents=2000, row=256, mix="short")
+    assert [row["documents"] for row in rows] == [2000, 2000, 1984] and all(row["documents/s"] > 0 for row in rows)
+
+
+def test_bench_check_times_the_proof_beside_a_step(lengths_file, capsys):
+    assert main(["bench", "check", "--model", "tiny", "--lengths", lengths_file, "--json", "--output_dir", "out"]) == 0
+    check, step = json.loads(capsys.readouterr().out)
+    assert check["seconds"] > 0 and step["seconds"] > 0 and check["share of 500 steps"].endswith("%")
+
+
+# Balance -------------------------------------------------------------------------------------------------------------
+
+
+def test_balance_is_told_by_who_deals(capsys):
+    """Ours is at its bound; the padded order, the control, is far from it."""
+    assert main(["bench", "balance", "--mixes", "uneven", "--ranks", "8", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["longest document"] <= row["step"] <= 1.02 * row["longest document"] < row["padded order"]
+    assert row["step"] <= min(row["by tokens"], row["by squares"])

@@ -1,0 +1,65 @@
+"""`trl_packfa.plot`: what is drawn is the mask that the layout means."""
+
+import sys
+
+import pytest
+import tiny
+import torch
+
+import trl_packfa
+from trl_packfa import PackedLayout
+from trl_packfa.errors import InvalidLayout, MissingPackage
+
+pytest.importorskip("matplotlib")
+LAYOUT = PackedLayout.from_lengths([5, 9, 5, 1])
+
+
+def as_mask(drawing):
+    return torch.tensor([[cell == "X" for cell in line.split(" ")] for line in drawing.splitlines()])
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 50])
+def test_characters_are_the_dense_mask(tmp_path, window):
+    drawing = trl_packfa.plot(LAYOUT, tmp_path / "row.txt", sliding_window=window)
+    assert torch.equal(as_mask(drawing), LAYOUT.dense_mask(window))
+    assert (tmp_path / "row.txt").read_text() == drawing + "\n"
+    other = PackedLayout.from_lengths([6, 8, 5, 1])
+    assert not torch.equal(as_mask(drawing), other.dense_mask(window)) or window == 1, "another boundary is seen"
+
+
+def test_long_rows_are_scaled_down_and_rows_kept_apart(tmp_path):
+    long = trl_packfa.plot(PackedLayout.from_lengths([3000, 1000]), tmp_path / "long.txt")
+    mask = as_mask(long)
+    assert len(mask) <= 60 and mask[-1].sum() == pytest.approx(len(mask) / 4, abs=1)
+    two = trl_packfa.plot(PackedLayout.from_lengths([2, 3, 5], rows=2), tmp_path / "two.txt")
+    assert [len(row.splitlines()) for row in two.split("\n\n")] == [5, 5]
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_the_figure_covers_what_the_mask_allows(window):
+    from matplotlib.patches import Polygon
+    from matplotlib.path import Path
+
+    figure = trl_packfa.plot(LAYOUT, sliding_window=window)
+    outlines = [Path(patch.get_xy()) for patch in figure.axes[0].patches if isinstance(patch, Polygon)]
+    drawn = [[any(o.contains_point((k + 0.3, q + 0.7)) for o in outlines) for k in range(20)] for q in range(20)]
+    assert torch.equal(torch.tensor(drawn), LAYOUT.dense_mask(window))
+
+
+def test_a_batch_is_drawn_into_a_file(tmp_path):
+    batch = tiny.batch(tiny.documents(), pad_to_multiple_of=16)
+    for name in ("row.svg", "row.png"):
+        figure = trl_packfa.plot(batch, tmp_path / name)
+        assert (tmp_path / name).stat().st_size > 1000
+    assert figure.axes[0].get_title() == "5 documents, 80 tokens"
+
+
+def test_what_cannot_be_drawn_is_said(tmp_path, monkeypatch):
+    with pytest.raises(InvalidLayout, match=r"a batch with \['input_ids'\] does not say where documents begin"):
+        trl_packfa.plot({"input_ids": torch.ones(1, 4)})
+    with pytest.raises(InvalidLayout, match=r"cannot draw into .*row\.docx"):
+        trl_packfa.plot(LAYOUT, tmp_path / "row.docx")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingPackage, match=r"(?s)plot needs matplotlib.*pip install 'trl-packfa\[plots\]'"):
+        trl_packfa.plot(LAYOUT)
+    assert "X" in trl_packfa.plot(LAYOUT, tmp_path / "row.txt")

@@ -1,0 +1,309 @@
+"""Fused LoRA layers against PEFT's own forward: results, gradients, what falls back, what is left alone."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from tolerance import (
+    FORWARD_FACTOR,
+    GRADIENT_FACTOR,
+    assert_float32,
+    assert_low_precision,
+    assert_recomputed,
+    differs,
+)
+from training import arguments, packed_trainer
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from trl_packfa import check, describe, patch, unpatch
+from trl_packfa.lora import projections
+
+EVERYWHERE = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+
+
+def adapted(architecture="llama", *, base=None, seed=0, **lora):
+    base = tiny.model(architecture, layers=2) if base is None else base
+    torch.manual_seed(seed)
+    model = get_peft_model(base, LoraConfig(**{**EVERYWHERE, **lora}))
+    return model.train()
+
+
+def run(model, *, fused, context=nullcontext):
+    """Logits of the packed documents, and the gradients of the adapters."""
+    patch(unpatch(model), fused_lora=fused)
+    model.zero_grad()
+    with context():
+        logits = model(**tiny.batch(tiny.documents())).logits
+    logits.sin().sum().backward()
+    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_like_peft(model, **options):
+    """Tier 3, and that something was fused at all."""
+    (expected, expected_grads), (logits, grads) = run(model, fused=False, **options), run(model, fused=True, **options)
+    assert not torch.equal(logits, expected), "nothing was fused"
+    assert_float32(logits, expected)
+    assert grads.keys() == expected_grads.keys() and grads
+    for name, grad in grads.items():
+        assert_recomputed(grad, expected_grads[name])
+
+
+def assert_left_to_peft(model, reason):
+    (expected, expected_grads), (logits, grads) = run(model, fused=False), run(model, fused=True)
+    assert reason in describe(model)
+    assert torch.equal(logits, expected) and grads.keys() == expected_grads.keys()
+    assert all(torch.equal(grad, expected_grads[name]) for name, grad in grads.items())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi", "phi3", "qwen3", "granite", "gemma2", "mistral", "bloom"])
+def test_results_and_gradients_are_pefts(architecture):
+    model = adapted(architecture)
+    assert_like_peft(model)
+    assert "LoRA: fused" in describe(model)
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["gate_proj", "down_proj"], ["up_proj", "o_proj"]])
+def test_layers_without_an_adapter_take_part(targets):
+    assert_like_peft(adapted(target_modules=targets, use_rslora=True))
+
+
+def test_frozen_factors_get_no_gradient():
+    model = adapted()
+    for name, parameter in model.named_parameters():
+        if "lora_A" in name:
+            parameter.requires_grad_(False)
+    assert_like_peft(model)
+
+
+@pytest.mark.parametrize("trains_inputs", [True, False])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing(use_reentrant, trains_inputs):
+    model = adapted()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    if trains_inputs or use_reentrant:
+        model.enable_input_require_grads()
+    assert_like_peft(model)
+
+
+def test_rows_longer_than_a_chunk(monkeypatch):
+    model = adapted()
+    for chunk in (7, 16):
+        monkeypatch.setattr("trl_packfa.lora.products._CHUNK", chunk)
+        assert_like_peft(model)
+
+
+def oracle(model):
+    """In float64, by PEFT's forward."""
+    return run(copy.deepcopy(model).double(), fused=False)
+
+
+def assert_half_precision(model, **options):
+    """Tier 4 against PEFT's forward in the same dtypes."""
+    exact, exact_grads = oracle(unpatch(model))
+    (eager, eager_grads), (logits, grads) = run(model, fused=False, **options), run(model, fused=True, **options)
+    assert logits.dtype == eager.dtype and not torch.equal(logits, eager)
+    assert_low_precision(logits, eager, exact, factor=FORWARD_FACTOR)
+    assert grads.keys() == eager_grads.keys()
+    for name, grad in grads.items():
+        assert grad.dtype == eager_grads[name].dtype
+        assert_low_precision(grad, eager_grads[name], exact_grads[name], factor=GRADIENT_FACTOR)
+
+
+@pytest.fixture
+def no_half_products(monkeypatch):
+    """As on a CPU that emulates half precision."""
+    monkeypatch.setattr(projections, "has_half_products", lambda dtype, device: False)
+
+
+@pytest.mark.parametrize("adapter", [torch.float32, torch.bfloat16])
+def test_bfloat16_weights(no_half_products, adapter):
+    model = adapted(base=tiny.model(layers=2).bfloat16())
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.to(adapter)
+    assert_half_precision(model)
+
+
+def test_autocast(no_half_products):
+    assert_half_precision(adapted(), context=lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+
+
+def test_half_precision_is_left_to_devices_that_have_it(monkeypatch):
+    monkeypatch.setattr(projections, "has_half_products", lambda dtype, device: True)
+    assert_left_to_peft(adapted(base=tiny.model(layers=2).bfloat16()), "merged weights need float32")
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_nf4_weights(tmp_path, no_half_products, compute):
+    pytest.importorskip("bitsandbytes")
+    tiny.model(layers=2, intermediate_size=128).save_pretrained(tmp_path)
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantization, dtype=torch.float32)
+    model = adapted(base=base)
+    if compute == "float32":
+        assert_like_peft(model)
+        return
+    (expected, _), (logits, grads) = run(model, fused=False), run(model, fused=True)
+    base.config.quantization_config.bnb_4bit_compute_dtype = torch.float32
+    for module in model.modules():
+        if hasattr(module, "compute_dtype"):
+            module.compute_dtype = torch.float32
+    exact, _ = run(model, fused=False)
+    assert_low_precision(logits, expected, exact.double(), factor=FORWARD_FACTOR)
+    assert all(grad.abs().sum() > 0 for grad in grads.values())
+
+
+def test_int8_weights_are_left_to_peft(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    tiny.model(layers=2).save_pretrained(tmp_path)
+    quantization = BitsAndBytesConfig(load_in_8bit=True)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantization, dtype=torch.float32)
+    assert_left_to_peft(adapted(base=base), "Linear8bitLt computes its product in its own way")
+
+
+@pytest.mark.parametrize(
+    ("lora", "reason"),
+    [
+        ({"lora_dropout": 1e-9}, "lora_dropout=1e-09"),
+        ({"use_dora": True}, "a variant of LoRA (DoraLinearVariant)"),
+        ({"lora_bias": True}, "lora_bias=True"),
+    ],
+)
+def test_other_kinds_of_lora_are_left_to_peft(lora, reason):
+    assert_left_to_peft(adapted(**lora), reason)
+
+
+def two_adapters(model):
+    model.add_adapter("second", LoraConfig(**EVERYWHERE))
+    model.base_model.set_adapter(["default", "second"])
+
+
+def hook(model):
+    for module in model.modules():
+        if type(module).__name__ == "Linear":
+            module.register_forward_hook(lambda *_: None)
+
+
+def train_bases(model):
+    for name, parameter in model.named_parameters():
+        if name.endswith(("base_layer.weight", "base_layer.bias")):
+            parameter.requires_grad_(True)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (two_adapters, "2 adapters active at once"),
+        (hook, "hooks on the layer"),
+        (train_bases, "the base layer is trained too"),
+    ],
+)
+def test_states_that_are_left_to_peft(change, reason):
+    model = adapted()
+    change(model)
+    assert_left_to_peft(model, reason)
+
+
+def packed(model):
+    with torch.no_grad():
+        return model(**tiny.batch(tiny.documents())).logits
+
+
+def test_adapters_switched_under_the_patch():
+    model = patch(adapted().eval())
+    plain = patch(copy.deepcopy(unpatch(model)), fused_lora=False)
+    patch(model)
+    for each in (model, plain):
+        torch.manual_seed(1)
+        each.add_adapter("second", LoraConfig(**{**EVERYWHERE, "r": 2}))
+    first = packed(model)
+    for each in (model, plain):
+        each.set_adapter("second")
+    assert differs(packed(model), first)
+    assert_float32(packed(model), packed(plain))
+    with model.disable_adapter(), plain.disable_adapter():
+        assert torch.equal(packed(model), packed(plain))
+    for each in (model, plain):
+        each.merge_adapter()
+    assert torch.equal(packed(model), packed(plain))
+    assert "adapters disabled, merged or not active" in describe(model)
+
+
+def test_a_wrong_scaling_is_seen():
+    """Negative control of every comparison here."""
+    model = adapted()
+    expected, expected_grads = run(model, fused=False)
+    for module in model.modules():
+        if isinstance(getattr(module, "scaling", None), dict):
+            module.scaling = {name: 1.5 * value for name, value in module.scaling.items()}
+    logits, grads = run(model, fused=True)
+    assert differs(logits, expected)
+    assert all(differs(grad, expected_grads[name]) for name, grad in grads.items())
+
+
+def test_adapters_are_saved_and_loaded_by_peft(tmp_path):
+    model = patch(adapted().eval())
+    expected = packed(model)
+    model.save_pretrained(tmp_path)
+    loaded = patch(PeftModel.from_pretrained(tiny.model(layers=2), tmp_path).eval())
+    assert torch.equal(packed(loaded), expected)
+
+
+def test_calls_that_are_not_packed_and_unpatched_models_are_pefts_bit_for_bit():
+    model, ids = adapted(), tiny.documents()[0][None]
+    before, forwards = model(input_ids=ids).logits, {name: dict(vars(m)) for name, m in model.named_modules()}
+    patch(model)
+    assert torch.equal(model(input_ids=ids).logits, before)
+    unpatch(model)
+    assert torch.equal(model(input_ids=ids).logits, before)
+    assert all("forward" not in vars(m) or "forward" in forwards[name] for name, m in model.named_modules())
+
+
+def test_adapters_that_come_after_the_patch_are_fused_by_the_next_patch():
+    base = patch(tiny.model(layers=2))
+    model = patch(adapted(base=base))
+    assert "LoRA: fused" in describe(model)
+    assert "LoRA: PEFT's own forward (fused_lora=False)" in describe(patch(model, fused_lora=False))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_trainer_hands_on_the_switch(tmp_path, fused):
+    trainer = packed_trainer(arguments(out=tmp_path, fused_lora=fused))
+    assert ("x LoRA: fused" in describe(trainer.model)) is fused
+
+
+def test_the_check_passes_with_it():
+    report = check(patch(adapted().eval()))
+    assert report.is_exact, str(report)
+
+
+def test_compiled_models_run():
+    model = patch(adapted().eval())
+    compiled = torch.compile(model, backend="eager")
+    assert_float32(compiled(**tiny.batch(tiny.documents())).logits, packed(model))
+
+
+def saved_bytes(model, fused):
+    """Of activations that the backward keeps, each storage once."""
+    patch(unpatch(model), fused_lora=fused)
+    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        logits = model(**tiny.batch(tiny.documents())).logits
+    logits.sum().backward()
+    return sum(found.values())
+
+
+def test_fewer_activations_are_kept():
+    model = adapted()
+    assert saved_bytes(model, fused=True) < 0.8 * saved_bytes(model, fused=False)

@@ -1,0 +1,160 @@
+"""The LM head that scores trained positions only: TRL's numbers, at less work."""
+
+import pytest
+import tiny
+import torch
+from tolerance import assert_float32, assert_low_precision, assert_trajectory, differs
+from torch.utils.flop_counter import FlopCounterMode
+from training import LORA, arguments, losses, packed_trainer
+from trl.trainer.utils import add_fused_lm_head
+
+from trl_packfa.fused_head import ensure_own_loss
+from trl_packfa.head import TrainedHead, TrainedLogProbs, Transform
+
+OUTPUTS = ("log_probs", "entropy", "is_top1")
+
+
+def batch(count=40, *, seed=0):
+    """One row whose first half, and three tokens more, are no labels."""
+    ids = torch.randint(3, tiny.VOCAB, (1, count), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    labels[:, : count // 2] = -100
+    labels[:, [25, 30, 31]] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def with_heads(architecture="llama", **config):
+    """The same model twice: with TRL's head, and with ours on top of it."""
+    models = [tiny.model(architecture, layers=1, **config) for _ in range(2)]
+    for model in models:
+        add_fused_lm_head(model, outputs=("entropy", "is_top1"))
+    models[1].forward = head = TrainedHead(models[1], models[1].forward)
+    return *models, head
+
+
+@pytest.mark.parametrize("architecture", ["llama", "granite", "gemma2", "phi"])
+def test_scores_are_trls(architecture):
+    """Plain, scaled, softly capped, with a bias."""
+    trl, ours, _ = with_heads(architecture)
+    expected, actual = (model(**batch(), fused_lm_head=True) for model in (trl, ours))
+    assert torch.equal(actual.label_mask, expected.label_mask)
+    assert torch.equal(actual.is_top1, expected.is_top1)
+    for name in ("loss", "log_probs", "entropy"):
+        assert_float32(getattr(actual, name), getattr(expected, name).double())
+    assert differs(actual.log_probs, model_without_labels(ours).log_probs)
+
+
+def model_without_labels(model):
+    """The control: every position scored."""
+    everything = batch()
+    return model(input_ids=everything["input_ids"], labels=everything["input_ids"], fused_lm_head=True)
+
+
+@pytest.mark.parametrize("trains", ["hidden", "head", "both"])
+@pytest.mark.parametrize("transform", [Transform(), Transform(0.3), Transform(2.0, 5.0)], ids=str)
+def test_gradients_are_those_of_the_logits(trains, transform, monkeypatch):
+    """Against float64, in tiles of 64 positions of which the last is short, for any gradient of the scores."""
+    monkeypatch.setattr("trl_packfa.head._TILE", 0)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=generator).requires_grad_(which in (trains, "both") or trains == "both")
+        for shape, which in (((150, 16), "hidden"), ((40, 16), "head"), ((40,), "head"))
+    )
+    labels = torch.randint(0, 40, (150,), generator=generator)
+    upstream = torch.randn(150, generator=generator)
+    leaves = [t for t in (hidden, weight, bias) if t.requires_grad]
+    log_probs, entropy, _ = TrainedLogProbs.apply(hidden, weight, bias, labels, transform, True)
+    actual = torch.autograd.grad(log_probs, leaves, upstream)
+    doubles = [t.detach().double().requires_grad_(t.requires_grad) for t in (hidden, weight, bias)]
+    logits = (doubles[0] @ doubles[1].t() + doubles[2]) * transform.scale
+    if transform.softcap:
+        logits = transform.softcap * torch.tanh(logits / transform.softcap)
+    oracle = torch.log_softmax(logits, -1)
+    expected = torch.autograd.grad(
+        oracle.gather(-1, labels[:, None])[:, 0], [t for t in doubles if t.requires_grad], upstream.double()
+    )
+    assert_float32(entropy, -(oracle.exp() * oracle).sum(-1).detach())
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert_float32(ours, theirs)
+        assert differs(ours.roll(1, 0), theirs)
+
+
+def test_half_precision_is_no_worse_than_trls():
+    trl, ours, _ = with_heads(hidden_size=64)
+    oracle = tiny.model(layers=1).double()
+    add_fused_lm_head(oracle)
+    results = []
+    for model in (ours.bfloat16(), trl.bfloat16(), oracle):
+        loss = model(**batch(), fused_lm_head=True).loss
+        (grad,) = torch.autograd.grad(loss, [model.model.norm.weight])
+        results.append((loss.detach().double(), grad.double()))
+    for i, factor in ((0, 2), (1, 3)):
+        assert_low_precision(results[0][i], results[1][i], results[2][i], factor=factor)
+
+
+def test_prompts_cost_nothing_and_a_frozen_head_is_multiplied_twice():
+    """Counted: what the head adds to the layers is two products of the trained positions; TRL's, of all."""
+    trl, ours, _ = with_heads()
+    counts = []
+    for model in (trl, ours, ours):
+        model.lm_head.weight.requires_grad_(False)
+        with FlopCounterMode(display=False) as counter:
+            if len(counts) < 2:
+                model(**batch(), fused_lm_head=True).loss.backward()
+            else:
+                model.model(input_ids=batch()["input_ids"]).last_hidden_state.sum().backward()
+        counts.append(counter.get_total_flops())
+    product = 2 * tiny.VOCAB * 64
+    trained = int((batch()["labels"][:, 1:] != -100).sum())
+    assert counts[1] - counts[2] == product * 2 * trained
+    assert counts[0] - counts[2] >= product * 2 * 39  # and another that the counter does not know, in place
+
+
+def test_no_trained_position_is_a_zero_with_a_gradient():
+    _, ours, _ = with_heads()
+    nothing = batch() | {"labels": torch.full((1, 40), -100)}
+    loss = ours(**nothing, fused_lm_head=True).loss
+    loss.backward()
+    assert loss == 0 and not ours.model.norm.weight.grad.any()
+
+
+def test_other_calls_are_the_models_own():
+    trl, ours, _ = with_heads()
+    assert torch.equal(ours(**batch()).loss, trl(**batch()).loss)
+    assert torch.equal(ours.generate(batch()["input_ids"][:, :5], max_new_tokens=3),
+                       trl.generate(batch()["input_ids"][:, :5], max_new_tokens=3))  # fmt: skip
+
+
+def test_a_head_that_is_wrong_is_not_taken(monkeypatch):
+    model = tiny.model("granite", layers=1)
+    add_fused_lm_head(model, outputs=("entropy", "is_top1"))
+    assert isinstance(ensure_own_loss(model, seed=0), TrainedHead)
+    broken = tiny.model("granite", layers=1)
+    add_fused_lm_head(broken, outputs=("entropy", "is_top1"))
+    by_trl = broken.forward
+    monkeypatch.setattr("trl_packfa.head.Transform.of", lambda config: Transform(3.0))
+    assert ensure_own_loss(broken, seed=0) is None
+    assert broken.forward == by_trl
+
+
+@pytest.mark.parametrize("logging_steps", [1, 2])
+def test_training_measures_what_is_logged(tmp_path, logging_steps):
+    """Entropy and accuracy of logged steps are what TRL logs for them; losses are the same."""
+    logs, scored = {}, []
+    for name in ("trl", "ours"):
+        args = arguments(out=tmp_path / name, logging_steps=logging_steps, max_steps=4)
+        trainer = packed_trainer(args, peft_config=LORA)
+        if name == "trl":
+            inner = trainer._head.module
+            inner.forward = trainer._head.forward
+            trainer._head = None
+        trainer.train()
+        logs[name] = [entry for entry in trainer.state.log_history if "loss" in entry]
+        scored.append(losses(trainer))
+    assert_trajectory(scored[1], scored[0])
+    for ours, trl in zip(logs["ours"], logs["trl"], strict=True):
+        assert {"entropy", "mean_token_accuracy"} <= set(ours)
+        if logging_steps == 1:
+            assert_trajectory(
+                [ours["entropy"], ours["mean_token_accuracy"]], [trl["entropy"], trl["mean_token_accuracy"]]
+            )

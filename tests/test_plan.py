@@ -1,0 +1,394 @@
+"""`trl-packfa plan`: figures against brute force and against the trainers that really run, page, messages."""
+
+import json
+import re
+import time
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from tolerance import assert_estimate
+from training import FORMATS, arguments, packed_trainer
+from training import dataset as small_dataset
+
+from trl_packfa.batching import PADDED, Batching
+from trl_packfa.cli import main
+from trl_packfa.config import PACKING_STRATEGIES
+from trl_packfa.packing import TrainedTokens, fewest_micro_batches, plan_overflow
+from trl_packfa.plan.gather import Source, lengths_from_file, read_documents
+from trl_packfa.plan.memory import estimate, layer_bytes
+from trl_packfa.plan.page import render
+from trl_packfa.plan.run import make_plan
+from trl_packfa.plan.shape import read_shape
+from trl_packfa.summary import plan_epoch
+from trl_packfa.tokenized import Tokens
+
+pytest.importorskip("matplotlib")
+UNEVEN = [int(n) for n in np.exp(np.random.default_rng(0).normal(3.5, 0.9, 300)).clip(2, 400)]
+
+
+def source(lengths=UNEVEN):
+    lengths = np.array(lengths, dtype=np.int64)
+    return Source("lengths", Tokens(lengths, TrainedTokens.every(int(lengths.sum()))))
+
+
+def made(tmp_path, lengths=UNEVEN, ranks=(1, 4), shape=None, **options):
+    options = {"max_steps": -1, "num_train_epochs": 1, "max_length": 200, "gradient_checkpointing": True, **options}
+    args = arguments(out=tmp_path, **options)
+    return make_plan(source(lengths), args, list(ranks), shape)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder with a config and a tokenizer, no weights; and a dataset file."""
+    folder = tmp_path / "model"
+    tiny.model(layers=2).config.save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps(row) for row in FORMATS["prompt-completion"]))
+    return {"MODEL": str(folder), "DATA": str(data), "DIR": str(tmp_path)}
+
+
+def brute_force(lengths, size, accumulation, world, strategy, budget):
+    """Steps, micro-batches of a rank, pads: an epoch counted one document at a time, documents in their order."""
+    batches = [lengths[i : i + size] for i in range(0, len(lengths), size)]
+    if world > 1:  # accelerate begins again at the front until every rank has a whole batch
+        again = lengths * 2
+        while len(batches[-1]) < size or len(batches) % world:
+            dealt = sum(map(len, batches))
+            if len(batches[-1]) < size:
+                batches[-1] = batches[-1] + again[dealt - len(lengths) :][: size - len(batches[-1])]
+            else:
+                batches.append(again[dealt - len(lengths) :][:size])
+    rounds = [batches[i : i + world] for i in range(0, len(batches), world)]
+    steps = [rounds[i : i + accumulation] for i in range(0, len(rounds), accumulation)]
+    if strategy == "step":
+        flat = [[n for round_ in step for batch in round_ for n in batch] for step in steps]
+        needed = [-(-fewest_micro_batches(np.array(step), budget) // world) for step in flat]
+        return len(steps), sum(needed), 0
+    pads = sum(max(batch) * len(batch) - sum(batch) for batch in batches) if strategy == PADDED else 0
+    return len(steps), len(rounds), pads
+
+
+@pytest.mark.parametrize("strategy", [PADDED, "minibatch", "step"])
+@pytest.mark.parametrize(("count", "size", "accumulation", "world"), [(53, 4, 1, 1), (53, 4, 3, 1), (61, 3, 2, 4)])
+def test_figures_are_those_of_a_count_by_hand(strategy, count, size, accumulation, world):
+    lengths = UNEVEN[:count]
+    batching = Batching(strategy, size, accumulation, world, sampling="sequential")
+    epoch = plan_epoch(np.array(lengths), batching)
+    budget = size * max(lengths)
+    steps, micro_batches, pads = brute_force(lengths, size, accumulation, world, strategy, budget)
+    assert (epoch.steps, epoch.micro_batches) == (steps, micro_batches)
+    assert epoch.tokens == sum(lengths) and epoch.examples_per_step == count / steps
+    tokens = batching.draw(np.array(lengths)).sum()
+    assert epoch.padding == pytest.approx(pads / (tokens + pads))
+    if strategy == PADDED:
+        assert epoch.padding > 0.2 and epoch.fill == pytest.approx(tokens / (tokens + pads)) and epoch.rows == count
+        assert brute_force(lengths[::-1], size, accumulation, world, strategy, budget)[2] != pads, "it is no accident"
+    if strategy == "step":
+        assert epoch.fill == pytest.approx(tokens / (budget * micro_batches * world))
+
+
+def test_rows_are_counted_as_they_are_packed():
+    lengths = np.array(UNEVEN).clip(max=200)
+    for strategy, wrapped in (("bfd", False), ("wrapped", True)):
+        batching = Batching(strategy, 2, 3, 4, max_length=200, sampling="sequential")
+        cut = lengths
+        if wrapped:
+            spans, _ = plan_overflow(lengths, TrainedTokens.every(lengths.sum()), max_length=200, policy="cut at rows")
+            cut = spans.stop - spans.start
+        epoch, rows = plan_epoch(cut, batching), batching.row_sampler(cut).num_rows
+        assert epoch.rows == rows >= -(-lengths.sum() // 200) and epoch.padding == 0
+        assert epoch.steps == -(-rows // (2 * 4 * 3)) and epoch.fill == pytest.approx(lengths.sum() / (rows * 200))
+        assert epoch.micro_batches == -(-rows // 8)
+
+
+def test_cost_waits_for_the_slowest_and_counts_pads_and_attention():
+    lengths = np.array([10, 2, 4, 8])
+    batching = Batching(PADDED, 2, quadratic=0.1, sampling="sequential")
+    padded = plan_epoch(lengths, batching)
+    assert padded.cost == pytest.approx(2 * (10 + 10) + 2 * (8 + 6.4)) and padded.imbalance == 1.0
+    ours = plan_epoch(lengths, Batching("minibatch", 2, quadratic=0.1, sampling="sequential"))
+    assert ours.cost == pytest.approx(24 + 0.1 * (100 + 4 + 16 + 64))
+    two = plan_epoch(lengths, Batching("minibatch", 2, world_size=2, sampling="sequential"))
+    assert (two.cost, two.imbalance) == (12, pytest.approx(1.0))
+    uneven = plan_epoch(np.array([10, 10, 1, 1]), Batching("minibatch", 2, world_size=2, sampling="sequential"))
+    assert (uneven.cost, uneven.imbalance) == (20, pytest.approx(20 / 11))
+    rounded = plan_epoch(lengths, Batching("minibatch", 2, pad_to=16, sampling="sequential"))
+    assert rounded.padding == pytest.approx(1 - 24 / 32) and rounded.largest_micro_batch == 32
+
+
+def test_order_and_dropping_follow_the_arguments():
+    lengths = np.array(UNEVEN)
+    random, grouped = (plan_epoch(lengths, Batching(PADDED, 8, sampling=s)) for s in ("random", "group_by_length"))
+    assert grouped.padding < random.padding / 2, "batches of similar lengths have fewer pads"
+    dropped = plan_epoch(lengths[:53], Batching("step", 4, world_size=2, drop_last=True))
+    assert (dropped.documents, dropped.steps) == (48, 6)
+
+
+def test_long_epochs_are_sampled_and_near_the_whole(monkeypatch):
+    lengths = np.array(UNEVEN * 8)
+    sampled = plan_epoch(lengths, Batching("step", 2, 4, quadratic=1e-3))
+    monkeypatch.setattr("trl_packfa.summary._SAMPLED", 10_000)
+    whole = plan_epoch(lengths, Batching("step", 2, 4, quadratic=1e-3))
+    assert (sampled.steps, sampled.documents) == (whole.steps, whole.documents)
+    assert_estimate(sampled.micro_batches, whole.micro_batches)
+    assert_estimate(sampled.cost, whole.cost)
+
+
+def test_equal_lengths_gain_nothing(tmp_path):
+    plan = made(tmp_path, [100] * 64)
+    assert all(plan.speed_up(outcome) == pytest.approx(1) for outcome in plan.outcomes.values())
+    assert plan.padded.epoch().padding == 0 and plan.advice[0].startswith("Packing gains little here: 0%")
+
+
+@pytest.mark.parametrize("strategy", [PADDED, *PACKING_STRATEGIES])
+def test_steps_are_those_that_the_trainer_takes(tmp_path, strategy):
+    packing = {"packing": False} if strategy == PADDED else {"packing_strategy": strategy}
+    args = arguments(
+        out=tmp_path, **packing, max_length=48, per_device_train_batch_size=2, gradient_accumulation_steps=3,
+        max_steps=-1, num_train_epochs=1, check_packing=False,
+    )  # fmt: skip
+    trainer = packed_trainer(args, train_dataset=small_dataset(41))
+    tokens = read_documents("d", small_dataset(41), tokenizer_folder(tmp_path), args).tokens
+    plan = make_plan(Source("d", tokens), args, [1])
+    trainer.train()
+    epoch = plan.chosen.epoch()
+    assert plan.chosen.strategy == strategy
+    assert epoch.steps == trainer.state.global_step
+    assert plan.to_dict()["strategies"][strategy]["ranks"]["1"]["total_steps"] == trainer.state.max_steps
+    if strategy != PADDED:
+        assert plan.chosen.report == trainer.packing_reports["train"]
+        assert trainer.packing_plan["steps_per_epoch"] == epoch.steps
+        assert trainer.packing_plan["examples_per_step"] == epoch.examples_per_step
+        assert {"fill": epoch.fill}.items() <= trainer.packing_plan.items() or not args.packs_rows
+    else:
+        assert epoch.documents == len(trainer.train_dataset)
+
+
+def tokenizer_folder(tmp_path):
+    tiny.tokenizer().save_pretrained(tmp_path / "tokenizer")
+    return str(tmp_path / "tokenizer")
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "assistant only", "whole text"])
+def test_documents_are_tokenized_and_labelled_as_the_trainer_does(tmp_path, name):
+    from datasets import Dataset
+
+    rows = FORMATS["messages" if name == "assistant only" else name if name in FORMATS else "prompt-completion"]
+    only = {"assistant only": {"assistant_only_loss": True}, "whole text": {"completion_only_loss": False}}
+    args = arguments(out=tmp_path, max_length=24, **only.get(name, {}))
+    trainer = packed_trainer(args, train_dataset=Dataset.from_list(rows))
+    tokens = read_documents(name, Dataset.from_list(rows), tokenizer_folder(tmp_path), args).tokens
+    _, report = plan_overflow(*tokens, max_length=24, policy="truncate")
+    assert report == trainer.packing_reports["train"]
+    assert (report.trained_tokens < report.packed_tokens - report.packed_documents) == (
+        name not in ("text", "messages", "whole text", "pre-tokenized")
+    )
+
+
+def test_runs_of_trained_tokens_count_as_masks_do():
+    rng = np.random.default_rng(0)
+    for share in (0.0, 0.1, 0.5, 1.0):
+        mask = rng.random(500) < share
+        runs = TrainedTokens.from_masks(np.split(mask, [0, 7, 7, 200, 499]))
+        positions = rng.integers(0, 501, 300)
+        assert runs.before(positions).tolist() == [int(mask[:p].sum()) for p in positions]
+
+
+def test_memory_is_that_of_the_model_and_near_what_autograd_keeps(tmp_path, saved):
+    args = arguments(out=tmp_path, model_name_or_path=saved["MODEL"], lora_r=8)
+    shape = read_shape(args)
+    model = tiny.model(layers=2)
+    assert shape.parameters == model.num_parameters() and shape.layers == 2
+    assert estimate(shape, args, 100).weights == sum(p.numel() * 4 for p in model.parameters())
+    adapted = packed_trainer(args, model=model, peft_config=None)
+    assert shape.trainable == adapted.model.num_parameters(only_trainable=True)
+    assert shape.quadratic == adapted._step_cutter.quadratic
+    full = arguments(out=tmp_path, model_name_or_path=saved["MODEL"], use_peft=False)
+    memory = estimate(read_shape(full), full, 100)
+    assert memory.optimizer == 2 * memory.gradients == 2 * memory.weights and memory.adapter == 0
+    quantized = arguments(out=tmp_path, model_name_or_path=saved["MODEL"], load_in_4bit=True)
+    assert estimate(read_shape(quantized), quantized, 100).weights < estimate(shape, args, 100).weights
+
+
+def test_a_layer_keeps_what_is_estimated(tmp_path, saved):
+    """On a wide layer, where what grows with the number of heads and with the rotation does not matter."""
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 2}
+    kept = {}
+    for layers in (1, 3):
+        model, tokens = tiny.model(layers=layers, attention_bias=False, **sizes).train(), 64
+        storages = {}
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+        def note(tensor, storages=storages):
+            storages[tensor.untyped_storage().data_ptr()] = (tensor, tensor.untyped_storage().nbytes())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = model.model(input_ids=torch.arange(tokens)[None] % 90).last_hidden_state.sum()
+        kept[layers] = sum(size for pointer, (_, size) in storages.items() if pointer not in weights)
+        del loss
+    model.config.save_pretrained(tmp_path / "wide")
+    shape = read_shape(arguments(out=tmp_path, model_name_or_path=str(tmp_path / "wide")))
+    assert_estimate(layer_bytes(shape, 4), (kept[3] - kept[1]) / 2 / tokens)
+
+
+def test_advice_warns_of_fewer_steps_with_the_figures(tmp_path):
+    plan = made(tmp_path, packing_strategy="bfd", per_device_train_batch_size=4)
+    steps, padded = plan.chosen.epoch().steps, plan.padded.epoch().steps
+    text = "\n".join(plan.advice)
+    assert padded >= 3 * steps
+    assert f"Warning: your packing_strategy='bfd' takes {steps} optimizer steps an epoch where the padded run" in text
+    assert f"takes {padded}, {padded / steps:.1f} times fewer" in text and "1.284" in text and "1.129" in text
+    assert text.startswith("Use packing_strategy='step': ")
+    ours = "\n".join(made(tmp_path, packing_strategy="step").advice)
+    assert ours.startswith("Use packing_strategy='step' (your choice)") and "Warning" not in ours
+    even = "\n".join(made(tmp_path, [190] * 400, per_device_train_batch_size=1, packing_strategy="bfd").advice)
+    assert "Warning" not in even, "where rows hold one document each, nothing changes"
+
+
+def test_advice_names_what_is_lost_and_what_waits(tmp_path):
+    lengths = [*UNEVEN, 3000]
+    text = "\n".join(made(tmp_path, lengths, max_length=100).advice)
+    assert re.search(r"tokens \(\d+\.\d%\) are lost: \d+ of 301 documents are longer than max_length=100", text)
+    text = "\n".join(made(tmp_path, lengths, max_length=None).advice)
+    assert "The longest document (3,000 tokens)" in text and "max_tokens_per_microbatch=" in text
+    text = "\n".join(made(tmp_path, packing_strategy="minibatch", ranks=(8,)).advice)
+    assert "On 8 ranks" in text and "deals the examples of a step anew" in text
+    assert "The whole run is max_steps=3 optimizer steps" in "\n".join(made(tmp_path, max_steps=3).advice)
+    assert "documents are cut into several" in "\n".join(made(tmp_path, packing_strategy="wrapped").advice)
+
+
+def test_memory_that_no_gpu_has_is_said_with_what_is_left_to_do(tmp_path, saved):
+    args = {"model_name_or_path": saved["MODEL"], "gradient_checkpointing": False, "max_length": None}
+    shape = read_shape(arguments(out=tmp_path, **args))
+    text = "\n".join(made(tmp_path, [40_000_000, 5], shape=shape, **args).advice)
+    assert "No single GPU has that: lower per_device_train_batch_size or max_length, gradient_checkpointing," in text
+    assert "it fits a GPU of 12 GB" in "\n".join(made(tmp_path, shape=shape, **args).advice)
+
+
+def test_the_suggested_budget_does_what_is_said(tmp_path):
+    plan = made(tmp_path, gradient_accumulation_steps=1, per_device_train_batch_size=16)
+    sentence = next(s for s in plan.advice if "max_tokens_per_microbatch=" in s)
+    budget, said = re.search(r"max_tokens_per_microbatch=(\d+) needs ([\d.]+) micro", sentence).groups()
+    again = made(tmp_path, per_device_train_batch_size=16, max_tokens_per_microbatch=int(budget))
+    epoch = again.chosen.epoch()
+    assert f"{epoch.micro_batches / epoch.steps:.1f}" == said and epoch.fill > plan.chosen.epoch().fill
+    assert epoch.steps == plan.chosen.epoch().steps
+
+
+def test_the_page_stands_alone(tmp_path, saved):
+    shape = read_shape(arguments(out=tmp_path, model_name_or_path=saved["MODEL"]))
+    plan = made(tmp_path, shape=shape)
+    page = render(plan)
+    assert page.count("<svg") == 6 and "<script" not in page and "@import" not in page
+    outside = [t for t in re.findall(r"(?:src|href|url)\s*[=(]\s*[\"']?([^\"')>\s]+)", page) if not t.startswith("#")]
+    assert outside == []
+    assert re.findall(r"(?:src|href)=[\"']?([^\"'>]+)", page.replace("#", "http://x/#", 1)) != [], (
+        "the search finds some"
+    )
+    assert all(sentence.split("'")[0] in page for sentence in plan.advice)
+
+
+def test_the_command_shows_tables_json_and_page(saved, capsys):
+    page = f"{saved['DIR']}/plan.html"
+    argv = ["plan", "--dataset_name", saved["DATA"], "--output_dir", saved["DIR"] + "/out", "--bf16", "true"]
+    assert main([*argv, "--model_name_or_path", saved["MODEL"], "--html", page, "--ranks", "2,1"]) == 0
+    text = capsys.readouterr().out
+    for part in ("24 documents", "step *", "bfd_split", "2 GPUs: steps", "GB on one GPU", "Use packing_strategy"):
+        assert part in text, part
+    assert "<svg" in open(page).read()
+    assert main([*argv, "--tokenizer", saved["MODEL"], "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["documents"] == 24 and plan["model"] is None and plan["memory_formula"] is None
+    assert plan["strategies"]["step"]["cut"]["trained_tokens"] < plan["strategies"]["step"]["cut"]["packed_tokens"]
+
+
+def test_the_command_takes_yaml_and_lengths(saved, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(f"output_dir: {tmp_path}\nmax_length: 64\npacking_strategy: bfd\nbf16: true\n")
+    (tmp_path / "lengths.json").write_text("[5, 60, 100, 7]")
+    argv = ["plan", "--config", str(tmp_path / "run.yaml"), "--lengths", str(tmp_path / "lengths.json")]
+    assert main([*argv, "--max_length", "80", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["arguments"]["max_length"] == 80 and plan["arguments"]["packing_strategy"] == "bfd"
+    assert plan["strategies"]["bfd"]["cut"]["tokens_lost"] == 20
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--dataset_name", "DATA"], "InvalidConfig: no tokenizer"),
+        (["--tokenizer", "MODEL"], "InvalidConfig: no dataset"),
+        (["--dataset_name", "DATA", "--tokenizer", "/nowhere"], "cannot load a tokenizer from '/nowhere'"),
+        (["--dataset_name", "DATA", "--model_name_or_path", "/nowhere"], "cannot make the model '/nowhere'"),
+        (["--dataset_name", "DATA", "--tokenizer", "MODEL", "--dataset_streaming", "true"], "is a stream"),
+        (["--dataset_name", "DATA", "--tokenizer", "MODEL", "--assistant_only_loss", "true"], "TRL cannot tokenize"),
+        (["--dataset_name", "DATA", "--tokenizer", "MODEL", "--overflow", "error", "--max_length", "9"],
+         "overflow='error'"),
+        (["--dataset_name", "DATA", "--tokenizer", "MODEL", "--max_tokens_per_microbatch", "3"],
+         "max_tokens_per_microbatch=3 is smaller than document"),
+        (["--dataset_name", "PACKED", "--tokenizer", "MODEL"], "its rows were packed before"),
+        (["--lengths", "/nowhere.json"], "cannot read lengths from /nowhere.json"),
+        (["--lengths", "DATA"], "cannot read lengths from"),
+        (["--lengths", "EMPTY"], "is no list of document lengths"),
+        (["--lengths", "FLOATS"], "is no list of document lengths"),
+        (["--lengths", "ZERO"], "is no list of document lengths"),
+        (["--lengths", "GOOD", "--ranks", "1,none"], "--ranks 1,none is no list"),
+        (["--lengths", "GOOD", "--ranks", "0"], "--ranks 0 is no list"),
+        (["--lengths", "GOOD", "--html", "/nowhere/plan.html"], "cannot write to /nowhere/plan.html"),
+        (["--lengths", "GOOD", "--packing_strategy", "bfd", "--max_length", "none"], "max_length"),
+        (["--lengths", "GOOD", "--learning_speed", "1"], "learning_speed"),
+    ],
+)  # fmt: skip
+def test_user_errors_are_one_message_without_traceback(saved, tmp_path, capsys, argv, message):
+    row = {"input_ids": [1, 2, 3], "labels": [1, 2, 3], "seq_lengths": [2, 1]}
+    files = {"EMPTY": [], "FLOATS": [1.5, 2], "ZERO": [3, 0], "GOOD": [5, 9, 4], "PACKED": row}
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        saved[name] = str(tmp_path / f"{name}.json")
+    assert main(["plan", "--output_dir", str(tmp_path), *(saved.get(word, word) for word in argv)]) == 1
+    captured = capsys.readouterr()
+    assert message in captured.err and "Traceback" not in captured.err
+    assert main(["plan", "--output_dir", str(tmp_path), "--lengths", saved["GOOD"]]) == 0, "the files are fine"
+
+
+def test_the_page_without_matplotlib_fails_before_the_work(saved, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    (tmp_path / "lengths.json").write_text("[5, 9]")
+    argv = ["plan", "--output_dir", str(tmp_path), "--lengths", str(tmp_path / "lengths.json")]
+    assert main([*argv, "--html", str(tmp_path / "plan.html")]) == 1
+    assert "MissingPackage: --html needs matplotlib, which is not installed." in capsys.readouterr().err
+    assert main(argv) == 0, "tables need none"
+
+
+@pytest.mark.slow
+def test_a_million_documents_take_seconds_and_little_memory(tmp_path):
+    """Lengths only, in the processor time of one thread."""
+    lengths = np.exp(np.random.default_rng(0).normal(5.3, 0.8, 1_000_000)).astype(np.int64).clip(2, 20_000)
+    (tmp_path / "lengths.json").write_text(json.dumps(lengths.tolist()))
+    args = arguments(out=tmp_path, max_length=4096, gradient_accumulation_steps=4, max_steps=-1)
+    start = time.process_time()
+    tracemalloc.start()
+    plan = make_plan(lengths_from_file(str(tmp_path / "lengths.json")), args, [1, 8])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert plan.padded.epoch().steps == -(-1_000_000 // 16)
+    assert time.process_time() - start < 120 and peak < 4e8
+
+
+def test_the_readmes_commands_run(saved, tmp_path, capsys, monkeypatch):
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    lines = [line.split()[1:] for line in readme.splitlines() if line.startswith("trl-packfa plan ")]
+    (tmp_path / "lengths.json").write_text("[5, 60, 100, 7]")
+    (tmp_path / "run.yaml").write_text(f"dataset_name: {saved['DATA']}\nmodel_name_or_path: {saved['MODEL']}\n")
+    names = {"my_data.jsonl": saved["DATA"], "my_model": saved["MODEL"]}
+    monkeypatch.chdir(tmp_path)
+    assert len(lines) == 4
+    for line in lines:
+        assert main([names.get(word, word) for word in line]) == 0, line
+        assert capsys.readouterr().out
+    assert (tmp_path / "plan.html").exists()

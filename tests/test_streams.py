@@ -1,0 +1,195 @@
+"""Streams: every document once in a pass, whatever the ranks, shards and workers; resumed where they stopped."""
+
+import json
+from collections import Counter
+from itertools import chain, islice
+
+import numpy as np
+import pytest
+from datasets import Dataset, IterableDataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+from training import arguments, losses, packed_trainer
+
+from trl_packfa.errors import InvalidDataset
+from trl_packfa.packing import pack_buffer
+from trl_packfa.streams import PackedStream, resumes_by_state
+
+COUNT = 120
+WAYS = {"documents": {}, "bfd": {"capacity": 40, "window": 30}, "wrapped": {"capacity": 40, "wrapped": True}}
+
+
+def documents(count=COUNT):
+    """Documents of 1 to 40 tokens; the first token says which it is."""
+    sizes = np.random.default_rng(0).integers(1, 41, count).tolist()
+    return [{"input_ids": [i, *range(1000, 999 + n)], "labels": [i] * n} for i, n in enumerate(sizes)]
+
+
+def stream(shards=1, count=COUNT, **options):
+    source = Dataset.from_list(documents(count)).to_iterable_dataset(num_shards=shards)
+    return PackedStream(source, **{"batch_size": 2, **options})
+
+
+def seen(batches):
+    """How often each document began."""
+    return Counter(d["input_ids"][0] for batch in batches for d in batch if d["input_ids"][0] < 1000)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("shards", "workers"), [(1, 0), (4, 0), (4, 2), (1, 2), (3, 0)])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_document_once_in_a_pass(way, shards, workers, world_size):
+    """Read for at least three passes: ranks together have begun no document more often than the passes say."""
+    times, taken = Counter(), 0
+    for rank in range(world_size):
+        one = stream(shards, rank=rank, world_size=world_size, **WAYS[way])
+        loader = DataLoader(one, batch_size=None, num_workers=workers, collate_fn=lambda batch: batch)
+        batches = list(islice(loader, 4 * COUNT // (2 * world_size)))
+        times, taken = times + seen(batches), taken + sum(len(d["input_ids"]) for batch in batches for d in batch)
+    assert set(times) == set(range(COUNT))
+    # Shards and workers go through passes at a pace of their own; within each, every document as often or once less,
+    # but for those that wait in a buffer.
+    spread = max(times.values()) - min(times.values())
+    assert spread <= (1 if shards == 1 and way == "documents" else 3)
+    assert taken == sum(len(documents()[i]["input_ids"]) * n for i, n in times.items()) or way == "wrapped"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_share_what_one_process_reads(way):
+    """The same documents in the same rounds, whatever the number of ranks."""
+    whole = list(islice(stream(batch_size=6, **WAYS[way]), 30))
+    ranks = [list(islice(stream(rank=r, world_size=3, **WAYS[way]), 30)) for r in range(3)]
+    together = [[document for rank in ranks for document in rank[i]] for i in range(30)]
+    if way == "bfd":  # rounds of similar rows run in another order
+        whole, together = ([list(chain(*batches))] for batches in (whole[:10], together[:10]))
+    for one, many in zip(whole, together, strict=True):
+        assert sorted(map(str, one)) == sorted(map(str, many)) or way == "bfd"
+    assert seen(ranks[0]) != seen(ranks[1])  # the control: ranks read different documents
+
+
+@settings(max_examples=20, deadline=None)
+@given(way=st.sampled_from(sorted(WAYS)), stop=st.integers(1, 150), shards=st.integers(1, 3), rank=st.integers(0, 1))
+def test_resumed_where_it_stopped(way, stop, shards, rank):
+    """State after any micro-batch, through JSON: the same ones follow, after placeholders for those before."""
+    options = {"rank": rank, "world_size": 2, **WAYS[way]}
+    expected = list(islice(stream(shards, **options), stop + 20))
+    first = stream(shards, **options)
+    reader = iter(first)
+    assert [next(reader) for _ in range(stop)] == expected[:stop]
+    state = json.loads(json.dumps(first.state_dict()))
+    resumed = stream(shards, **options)
+    resumed.load_state_dict(state)
+    again = list(islice(resumed, stop + 20))
+    assert again[stop:] == expected[stop:]
+    assert all(len(batch) == 1 and not any(batch[0]["input_ids"]) for batch in again[:stop])
+    assert list(islice(resumed, 3)) == expected[:3]  # a second iteration begins anew
+
+
+def test_rows_hold_their_capacity_and_nobody_waits_for_long():
+    batches = list(islice(stream(batch_size=1, **WAYS["bfd"]), 300))
+    assert max(sum(len(d["input_ids"]) for d in batch) for batch in batches) <= 40
+    times = seen(batches)
+    assert max(times.values()) - min(times.values()) <= 2
+
+
+def test_wrapped_rows_are_full():
+    batches = list(islice(stream(batch_size=1, **WAYS["wrapped"]), 100))
+    assert {sum(len(d["input_ids"]) for d in batch) for batch in batches} == {40}
+    tokens = [token for batch in batches for d in batch for token in d["input_ids"]]
+    everything = [token for _ in range(3) for d in documents() for token in d["input_ids"]]
+    assert tokens == everything[: len(tokens)]
+
+
+def test_carrying_over_fills_rows():
+    """Against the same buffers, each packed to its end."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(10, 60, 4000)
+    alone = carried = 0
+    waiting: list[tuple[int, int]] = []
+    rows = {"alone": 0, "carried": 0}
+    for start in range(0, 4000, 100):
+        window = lengths[start : start + 100]
+        packed = pack_buffer(window, np.zeros(100), capacity=100, rows_per_batch=1, world_size=1, quadratic=0, rng=rng)
+        alone, rows["alone"] = (
+            alone + int(window.sum()),
+            rows["alone"] + len(packed.rounds) + -(-len(packed.carried) // 2),
+        )
+        buffer = waiting + [(int(n), 0) for n in window]
+        sizes, waited = (np.array(column) for column in zip(*buffer, strict=True))
+        packed = pack_buffer(sizes, waited, capacity=100, rows_per_batch=1, world_size=1, quadratic=0, rng=rng)
+        waiting = [(int(sizes[i]), int(waited[i]) + 1) for i in packed.carried]
+        rows["carried"] += len(packed.rounds)
+        carried += sum(int(sizes[row].sum()) for round_ in packed.rounds for row in round_)
+    assert carried / (100 * rows["carried"]) > alone / (100 * rows["alone"])
+    assert carried + sum(n for n, _ in waiting) == lengths.sum()
+
+
+def test_rounds_are_level_over_the_ranks():
+    """Rows run beside others like them: the busiest of four ranks has hardly more than its share."""
+    lengths = np.random.default_rng(1).integers(1, 41, 1000)
+    ranks = [stream(count=1000, capacity=40, window=500, rank=r, world_size=4, quadratic=1.0) for r in range(4)]
+    assert lengths.max() == 40
+    costs = np.array([[_cost(batch) for batch in islice(rank, 60)] for rank in ranks])
+    shuffled = np.random.default_rng(0).permutation(costs.ravel()).reshape(4, -1)
+    assert (costs.max(0) / costs.mean(0)).mean() < 0.5 + 0.5 * (shuffled.max(0) / shuffled.mean(0)).mean()
+
+
+def _cost(batch):
+    return sum(len(d["input_ids"]) ** 2 for d in batch)
+
+
+def test_a_shuffled_stream_is_read_again():
+    source = Dataset.from_list(documents()).to_iterable_dataset()
+    assert resumes_by_state(source) and resumes_by_state(source.map(dict))
+    assert not resumes_by_state(source.shuffle(buffer_size=10)) and not resumes_by_state(source.shuffle().map(dict))
+
+
+def test_an_empty_stream_is_refused():
+    with pytest.raises(InvalidDataset, match="no document to train on"):
+        next(iter(PackedStream(IterableDataset.from_generator(from_file, gen_kwargs={"rows": []}), batch_size=2)))
+
+
+def from_file(rows):
+    yield from rows
+
+
+@pytest.mark.parametrize("strategy", ["step", "minibatch", "bfd", "wrapped"])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_training_goes_on_in_a_later_pass(tmp_path, strategy, shuffled):
+    """Six documents, four steps: the second pass is not the first one, and a resumed run is in it."""
+
+    def trainer(out):
+        source = IterableDataset.from_generator(from_file, gen_kwargs={"rows": documents(6)})
+        source = source.map(lambda d: {"input_ids": [token % 50 for token in d["input_ids"]]})
+        args = arguments(out=out, packing_strategy=strategy, max_length=64, max_steps=6, per_device_train_batch_size=2,
+                         save_strategy="steps", save_steps=4, check_packing=False)  # fmt: skip
+        return packed_trainer(args, train_dataset=source.shuffle(seed=0, buffer_size=3) if shuffled else source)
+
+    whole = trainer(tmp_path / "whole")
+    whole.train()
+    resumed = trainer(tmp_path / "resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    assert losses(resumed) == losses(whole) and len(losses(whole)) == 6
+    assert (tmp_path / "whole" / "checkpoint-4" / "packing_stream_0.json").exists() != shuffled
+
+
+def test_a_resumed_stream_is_not_read_from_its_beginning(tmp_path):
+    read = []
+
+    def mapped(document):
+        read.append(document["input_ids"][0])
+        return {column: [token % 50 for token in document[column]] for column in ("input_ids", "labels")}
+
+    def trainer(**options):
+        source = Dataset.from_list(documents(400)).to_iterable_dataset().map(mapped)
+        args = arguments(out=tmp_path, packing_strategy="minibatch", max_length=64, max_steps=80, save_steps=70,
+                         save_strategy="steps", check_packing=False, **options)  # fmt: skip
+        return packed_trainer(args, train_dataset=source)
+
+    trainer().train()
+    for options, again in (({}, False), ({"seed": 7}, True)):
+        resumed = trainer(**options)
+        read.clear()
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-70"))
+        assert (0 in read) == again

@@ -1,0 +1,115 @@
+"""What `trl-packfa bench` takes beside TRL's own arguments, and how all are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from trl import DatasetMixtureConfig, ScriptArguments, TrlParser
+
+from ..config import PackedSFTConfig
+from ..errors import InvalidConfig, PackingError
+from .presets import PRESETS
+from .sides import STRATEGIES, Side, parse_sides
+
+# What a benchmark wants otherwise than a training; YAML file and flags win.
+_DEFAULTS = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "max_steps": 10}
+_ON_CPU = {"use_cpu": True, "bf16": False}
+
+
+@dataclass
+class BenchArguments:
+    """What is compared, on what, and where the result goes.
+
+    All of TRL's arguments are taken beside them: `max_length`, `per_device_train_batch_size`, `load_in_4bit`, ...
+    """
+
+    model: str | None = field(
+        default=None,
+        metadata={"help": "Name or path of a model, or a size with random weights (see `presets.py`)."},
+    )
+    dataset: str | None = field(default=None, metadata={"help": "File or name of a dataset in any of TRL's formats."})
+    lengths: str | None = field(
+        default=None,
+        metadata={
+            "help": "JSON list of document lengths in tokens, or the name of a mix (see `mixes.py`): random tokens of "
+            "these lengths are the data."
+        },
+    )
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "Name or path of a tokenizer, for a model with random weights."}
+    )
+    strategies: str = field(
+        default="padding,step",
+        metadata={
+            "help": "What is compared, separated by commas, the first is what ratios refer to: "
+            f"{', '.join(STRATEGIES)}. "
+            "`bfd@4096` fills rows of 4,096 tokens, `bfd@4096x1` one such row a micro-batch."
+        },
+    )
+    backends: str = field(
+        default="auto", metadata={"help": "Attention backends of our strategies, separated by commas; each is a side."}
+    )
+    contaminated: str = field(
+        default="",
+        metadata={"help": "Strategies that are compared although documents see each other, separated by commas."},
+    )
+    untimed_steps: int = field(default=2, metadata={"help": "Optimizer steps of each side before the clock runs."})
+    interleave: bool = field(
+        default=True,
+        metadata={"help": "Step all sides in turn. `False`: one after the other, where they do not fit together."},
+    )
+    eval_documents: int = field(default=64, metadata={"help": "Documents held out for the validation loss."})
+    profile: bool = field(default=False, metadata={"help": "Also list each side's operations by their own time."})
+    peak_tflops: float | None = field(
+        default=None, metadata={"help": "The machine's peak; default: the best matrix product measured on it."}
+    )
+    output: str | None = field(default=None, metadata={"help": "JSON file of all that was measured."})
+    plot: str | None = field(default=None, metadata={"help": "PNG file; needs the `plots` extra."})
+
+
+class Setup(NamedTuple):
+    """A benchmark as asked for."""
+
+    bench: BenchArguments
+    script: ScriptArguments
+    args: PackedSFTConfig
+    mixture: DatasetMixtureConfig
+    sides: list[Side]
+
+
+def read_arguments(argv: list[str]) -> Setup:
+    """Flags and `--config FILE.yaml`, by TRL's own parser.
+
+    Raises:
+        [`InvalidConfig`]: for unknown arguments, strategies and contradictions.
+    """
+    classes: Any = (BenchArguments, ScriptArguments, PackedSFTConfig, DatasetMixtureConfig)
+    parser = TrlParser(classes, prog="trl-packfa bench")
+    parser.set_defaults(**_DEFAULTS, **({} if torch.cuda.is_available() else _ON_CPU))
+    try:
+        bench, script, args, mixture = parser.parse_args_and_config(args=argv, fail_with_unknown_args=True)
+    except PackingError:
+        raise
+    except (ValueError, FileNotFoundError) as error:  # TRL's and transformers' own refusals of arguments
+        raise InvalidConfig(str(error)) from error
+    _require_sense(bench, args)
+    sides = parse_sides(bench.strategies, backends=bench.backends, contaminated=bench.contaminated)
+    return Setup(bench, script, args, mixture, sides)
+
+
+def _require_sense(bench: BenchArguments, args: PackedSFTConfig) -> None:
+    if bench.model is None and args.model_name_or_path is None:
+        raise InvalidConfig("no model.", do=f"Pass --model: a name, a path, or one of {sorted(PRESETS)}.")
+    if not args.packing or args.packing_strategy != "step":
+        raise InvalidConfig(
+            f"packing={args.packing}, packing_strategy='{args.packing_strategy}': a benchmark has many.",
+            do="Name them in --strategies.",
+        )
+    if bench.untimed_steps < 1:
+        raise InvalidConfig(
+            f"untimed_steps={bench.untimed_steps}: a side's first step is never typical.", do="1 or more."
+        )
+    if args.max_steps == 0:
+        raise InvalidConfig("max_steps=0: nothing to time.", do="Set it to 10 or more, or -1 for whole epochs.")

@@ -1,0 +1,165 @@
+"""`trl-packfa bench attention`: time and memory of one packed attention, over row lengths and mixes of documents,
+against transformers' own paths and against what arithmetic and memory alone would take.
+
+Each measurement is a process of its own, so that peak memory is its own; sides take turns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any, NamedTuple
+
+import torch
+
+from ..attention import AttentionRequest
+from ..layout import PackedLayout
+from .floors import bandwidth, matmul_flops
+from .memory import PeakMemory, available_memory
+from .mixes import document_lengths, draw_lengths
+from .paths import TRANSFORMERS, attend_with, attention_sides, dense_bytes
+from .process import HEAP
+
+_HEADS, _KEY_VALUE_HEADS, _HEAD_DIM = 8, 2, 64
+_WARM_UP, _SECONDS = 2, 1.0
+_LAST_LINE = -1
+Row = dict[str, Any]
+
+
+class Floors(NamedTuple):
+    """What this machine can do at best: operations and bytes per second."""
+
+    flops: float
+    bytes: float
+
+
+def bench_attention(
+    *,
+    tokens: list[int],
+    mixes: list[str],
+    sides: list[str] | None = None,
+    repeats: int = 3,
+    slowest: float = 60.0,
+) -> list[Row]:
+    """One row per mix, number of tokens and side: medians over `repeats` draws, or why there are none.
+
+    Args:
+        tokens (`list[int]`): row lengths.
+        mixes (`list[str]`): names of [`mixes`](MIXES), or JSON files of document lengths.
+        sides (`list[str]`, *optional*): names out of `paths.attention_sides`; default: all.
+        repeats (`int`): draws of documents.
+        slowest (`float`): seconds of one forward and backward above which a side is skipped, by its arithmetic.
+
+    Raises:
+        [`InvalidConfig`] or [`InvalidDataset`]: if there is no such mix, before anything is measured.
+    """
+    for mix in mixes:
+        draw_lengths(mix, 1, seed=0)
+    known = attention_sides(_request())
+    floors = Floors(matmul_flops(2048, 2048, 2048, dtype=_dtype()), bandwidth())
+    rows = []
+    for mix in mixes:
+        for count in tokens:
+            skipped = {side: _reason(side, known, mix, count, floors, slowest) for side in sides or known}
+            running = [side for side, reason in skipped.items() if not reason]
+            runs: dict[str, list[dict[str, Any]]] = {side: [] for side in running}
+            for seed in range(repeats):
+                for side in running:
+                    runs[side].append(_in_process(side, count, mix, seed))
+            floor = statistics.median(_floor(document_lengths(mix, count, seed=s), floors) for s in range(repeats))
+            rows += [_row(mix, count, side, runs.get(side, []), skipped[side], floor) for side in skipped]
+    return rows
+
+
+def _row(mix: str, tokens: int, side: str, runs: list[dict[str, Any]], reason: str, floor: float) -> Row:
+    failed = [run["failed"] for run in runs if "failed" in run]
+    row = {"mix": mix.rsplit("/", 1)[-1], "tokens": tokens, "side": side}
+    if reason or failed:
+        return {**row, "us/token": None, "times the floor": None, "KB/token": None, "remark": reason or failed[0]}
+    seconds = statistics.median(run["seconds"] for run in runs)
+    memory = statistics.median(run["bytes"] for run in runs)
+    return {
+        **row,
+        "us/token": round(seconds / tokens * 1e6, 1),
+        "times the floor": round(seconds / floor, 1),
+        "KB/token": round(memory / tokens / 1e3, 1),
+        "remark": "",
+    }
+
+
+def _reason(side: str, known: dict[str, str], mix: str, tokens: int, floors: Floors, slowest: float) -> str:
+    """Why a side is not run; nothing if it is."""
+    if side not in known:
+        return f"there is no side '{side}', only {', '.join(known)}"
+    if known[side]:
+        return f"not here: {known[side]}"
+    dense = side == TRANSFORMERS
+    if dense and dense_bytes(tokens) > available_memory() / 2:
+        return f"its T x T mask takes {dense_bytes(tokens) / 1e9:.0f} GB, {available_memory() / 1e9:.0f} are free"
+    lengths = [tokens] if dense else document_lengths(mix, tokens, seed=0)
+    least = attention_flops(lengths) * (2 if dense else 1) / floors.flops
+    return f"its arithmetic alone takes {least:.0f} s" if least > slowest else ""
+
+
+def attention_flops(lengths: list[int]) -> float:
+    """Operations of causal attention over documents, forward and backward, nothing recomputed: two products forward
+    and four backward over half of each square."""
+    return 6.0 * _HEADS * _HEAD_DIM * sum(n * n for n in lengths)
+
+
+def attention_bytes(tokens: int, size: int) -> float:
+    """What must be read and written once: query, key, value, output, and the gradients of all."""
+    return 6.0 * (_HEADS + _KEY_VALUE_HEADS) * _HEAD_DIM * tokens * size
+
+
+def _floor(lengths: list[int], floors: Floors) -> float:
+    """Seconds below which no attention can be."""
+    size = torch.empty(0, dtype=_dtype()).element_size()
+    return max(attention_flops(lengths) / floors.flops, attention_bytes(sum(lengths), size) / floors.bytes)
+
+
+def _in_process(side: str, tokens: int, mix: str, seed: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "trl_packfa.bench.attention", side, str(tokens), mix, str(seed)]
+    result = subprocess.run(command, capture_output=True, text=True, env={**HEAP, **os.environ}, check=False)
+    if result.returncode:
+        reason = result.stderr.strip().splitlines()[_LAST_LINE:] or [f"exit code {result.returncode}"]
+        return {"failed": f"failed: {reason[0]}"}
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def measure(side: str, tokens: int, mix: str, seed: int) -> dict[str, float]:
+    """Median seconds of a forward and backward, and the peak memory that it added, in this process."""
+    layout = PackedLayout.from_lengths(document_lengths(mix, tokens, seed=seed), device=_device())
+    shapes = [(tokens, heads, _HEAD_DIM) for heads in (_HEADS, _KEY_VALUE_HEADS, _KEY_VALUE_HEADS)]
+    tensors = [torch.randn(s, device=_device(), dtype=_dtype(), requires_grad=True) for s in shapes]
+    upstream = torch.randn_like(tensors[0])
+    attend = attend_with(side, layout, heads=_HEADS, key_value_heads=_KEY_VALUE_HEADS, head_dim=_HEAD_DIM)
+    memory, seconds = PeakMemory(), []
+    memory.reset()
+    while sum(seconds[_WARM_UP:]) < _SECONDS:
+        start = time.perf_counter()
+        attend(*tensors).backward(upstream)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return {"seconds": statistics.median(seconds[_WARM_UP:]), "bytes": memory.peak() - memory.before}
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _dtype() -> torch.dtype:
+    return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+
+
+def _request() -> AttentionRequest:
+    return AttentionRequest(torch.device(_device()), _dtype(), _HEAD_DIM, _HEADS, _KEY_VALUE_HEADS)
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))))

@@ -1,0 +1,77 @@
+"""`trl-packfa bench balance`: how long the busiest rank of a step takes, over the mean, by who deals the documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..packing import best_fit_decreasing, document_cost, imbalance, recut_over_ranks
+from .mixes import draw_lengths
+
+# A token attending to a token, in units of the cost of a token: a model of a billion parameters (`quadratic_weight`).
+_QUADRATIC = 1 / (6 * 2048)
+_DOCUMENTS = 50_000
+_DRAWS = 20
+
+
+def bench_balance(
+    *, mixes: Sequence[str], ranks: Sequence[int], per_rank: int, row: int, seed: int = 0
+) -> list[dict[str, Any]]:
+    """Maximum over mean of the ranks' cost in a step, mean of 20 draws, for each way to deal.
+
+    Args:
+        mixes (`Sequence[str]`): lengths, as in `bench attention`.
+        ranks (`Sequence[int]`): numbers of ranks.
+        per_rank (`int`): documents of a step per rank.
+        row (`int`): tokens of a row; longer documents are cut to it.
+    """
+    rows = []
+    for mix in mixes:
+        lengths = np.minimum(draw_lengths(mix, _DOCUMENTS, seed=seed), row).astype(np.int64)
+        rng = np.random.default_rng(seed)
+        packed = best_fit_decreasing(lengths, row, rng)
+        row_costs = np.array([document_cost(lengths[documents], _QUADRATIC).sum() for documents in packed])
+        rows += [{"lengths": mix, "ranks": n, **_ways(lengths, row_costs, n, per_rank, row, rng)} for n in ranks]
+    return rows
+
+
+def _ways(
+    lengths: np.ndarray, row_costs: np.ndarray, ranks: int, per_rank: int, row: int, rng: np.random.Generator
+) -> dict[str, float]:
+    rows_per_rank = max(1, round(float(lengths.mean()) * per_rank / row))
+    drawn = [rng.choice(lengths, ranks * per_rank) for _ in range(_DRAWS)]
+    ways: dict[str, Callable[[np.ndarray], float]] = {
+        "step": lambda step: _ours(step, ranks, per_rank * row),
+        "longest document": lambda step: _bound(document_cost(step, _QUADRATIC), ranks),
+        "padded order": lambda step: _busiest(document_cost(step, _QUADRATIC).reshape(ranks, -1).sum(1)),
+        "by tokens": lambda step: _dealt(step, step.astype(float), ranks),
+        "by squares": lambda step: _dealt(step, step.astype(float) ** 2, ranks),
+        "rows of bfd": lambda step: _busiest(rng.choice(row_costs, (ranks, rows_per_rank)).sum(1)),
+    }
+    return {name: round(float(np.mean([way(step) for step in drawn])), 3) for name, way in ways.items()}
+
+
+def _ours(step: np.ndarray, ranks: int, budget: int) -> float:
+    return imbalance(recut_over_ranks(step, budget=budget, world_size=ranks, quadratic=_QUADRATIC), step, _QUADRATIC)
+
+
+def _bound(cost: np.ndarray, ranks: int) -> float:
+    """What cannot be undercut: some rank runs the costliest document."""
+    return max(1.0, float(cost.max() * ranks / cost.sum()))
+
+
+def _dealt(step: np.ndarray, weight: np.ndarray, ranks: int) -> float:
+    """The heaviest document left goes to the rank with the least so far, as multipack samplers deal."""
+    done, costs = np.zeros(ranks), np.zeros(ranks)
+    cost = document_cost(step, _QUADRATIC)
+    for document in np.argsort(-weight, kind="stable"):
+        rank = int(done.argmin())
+        done[rank] += weight[document]
+        costs[rank] += cost[document]
+    return _busiest(costs)
+
+
+def _busiest(costs: np.ndarray) -> float:
+    return float(costs.max() / costs.mean())

@@ -1,0 +1,137 @@
+"""`trl-packfa bench`: strategies by default; `attention`, `pack`, `balance` and `check` measure one part each."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def bench(argv: list[str]) -> int:
+    """Run it; returns the exit code: 0 done, 1 if a side failed."""
+    argv = [argument for argument in argv if argument != "--debug"]
+    parts = {"attention": _attention, "pack": _pack, "balance": _balance, "check": _check}
+    return parts[argv[0]](argv[1:]) if argv and argv[0] in parts else _strategies(argv)
+
+
+def _strategies(argv: list[str]) -> int:
+    from datasets.utils.logging import disable_progress_bar
+    from transformers.utils import logging as transformers_logging
+
+    from .arguments import read_arguments
+    from .plot import require_matplotlib, save_plot
+    from .run import run_bench, save
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    disable_progress_bar()
+    logging.getLogger("trl_packfa").setLevel(logging.ERROR)
+    wanted = read_arguments(argv).bench
+    if wanted.plot:
+        require_matplotlib()
+    report = run_bench(argv, tell=lambda text: print(text, file=sys.stderr, flush=True))
+    if wanted.output:
+        save(report, wanted.output)
+    show(report, operations=wanted.profile)
+    if wanted.plot:
+        save_plot(report, wanted.plot)
+    return int(any("failed" in side for side in report["sides"]))
+
+
+def show(report: dict[str, Any], *, operations: bool = False) -> None:
+    """Print tables and remarks."""
+    from .table import heading, operation_rows, remarks, speed_rows, training_rows
+
+    print(heading(report))
+    print_rows(speed_rows(report))
+    print_rows(training_rows(report))
+    for line in remarks(report):
+        print(f"! {line}")
+    for side in report["sides"] if operations else []:
+        print(f"{side['side']}, one step:")
+        print_rows(operation_rows(side))
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """A table of dictionaries with the same keys; nothing for none."""
+    if not rows:
+        return
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    # In a pipe there is no width to fit into.
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def _attention(argv: list[str]) -> int:
+    from .attention import bench_attention
+    from .mixes import MIXES
+
+    parser = _parser("attention", "one attention, forward and backward, per row length and mix of documents")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2**n for n in range(10, 18)], help="row lengths")
+    parser.add_argument("--mixes", nargs="+", default=["even", "uneven"], help=f"{', '.join(MIXES)}, or a .json file")
+    parser.add_argument("--lengths", nargs="+", default=[], help="JSON lists of document lengths, instead of mixes")
+    parser.add_argument("--sides", nargs="+", help="backends and transformers' paths (default: all)")
+    parser.add_argument("--repeats", type=int, default=3, help="draws of documents")
+    parser.add_argument("--slowest", type=float, default=60.0, help="seconds above which a side is skipped")
+    args = parser.parse_args(argv)
+    return _told(
+        bench_attention(
+            tokens=args.tokens,
+            mixes=args.lengths or args.mixes,
+            sides=args.sides,
+            repeats=args.repeats,
+            slowest=args.slowest,
+        ),
+        as_json=args.json,
+    )
+
+
+def _pack(argv: list[str]) -> int:
+    from .planning import bench_pack
+
+    parser = _parser("pack", "planning: documents to rows and steps, by index")
+    parser.add_argument("--documents", type=int, default=1_000_000)
+    parser.add_argument("--row", type=int, default=4096, help="tokens of a row")
+    parser.add_argument("--mix", default="uneven", help="lengths: a mix, or a .json file")
+    args = parser.parse_args(argv)
+    return _told(bench_pack(documents=args.documents, row=args.row, mix=args.mix), as_json=args.json)
+
+
+def _balance(argv: list[str]) -> int:
+    from .balance import bench_balance
+
+    parser = _parser("balance", "the busiest rank of a step over the mean, by who deals the documents")
+    parser.add_argument("--mixes", nargs="+", default=["even", "uneven"], help="lengths: mixes, or .json files")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64, 512])
+    parser.add_argument("--documents", type=int, default=8, help="of a step, per rank")
+    parser.add_argument("--row", type=int, default=4096, help="tokens of a row")
+    args = parser.parse_args(argv)
+    rows = bench_balance(mixes=args.mixes, ranks=args.ranks, per_rank=args.documents, row=args.row)
+    return _told(rows, as_json=args.json)
+
+
+def _parser(name: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"trl-packfa bench {name}", description=description)
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    return parser
+
+
+def _told(rows: list[dict[str, Any]], *, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps(rows, indent=2))
+    else:
+        print_rows([{name: "-" if value is None else value for name, value in row.items()} for row in rows])
+    return 0
+
+
+def _check(argv: list[str]) -> int:
+    from .proof import bench_check
+
+    return _told(bench_check([argument for argument in argv if argument != "--json"]), as_json="--json" in argv)

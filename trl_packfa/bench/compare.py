@@ -1,0 +1,208 @@
+"""What was measured of a side, and what may be concluded from two of them."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..errors import InvalidConfig
+from .arguments import Setup
+from .data import Facts
+from .sides import Side
+
+# Fewer timed steps say nothing about how much they vary.
+FEWEST_STEPS = 5
+_DRAWS = 2000
+_CONFIDENCE = 95
+
+
+@dataclass
+class Result:
+    """One side: facts, steps, and why it failed if it did."""
+
+    side: Side
+    failure: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+    warm_up: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    trace: dict[str, Any] = field(default_factory=dict)
+    end: dict[str, Any] = field(default_factory=dict)
+    is_over: bool = False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has steps to run."""
+        return not self.failure and not self.is_over
+
+    @property
+    def last_seconds(self) -> float:
+        """Of its last step."""
+        return [*self.warm_up, *self.steps, {"seconds": 0.0}][len(self.warm_up) + len(self.steps) - 1]["seconds"]
+
+    def built(self, facts: dict[str, Any]) -> None:
+        """Its trainer stands; one whose documents see each other goes no further, unless that was asked for."""
+        self.facts = facts
+        if facts["leaks"] and not self.side.kind.contaminated and not self.side.allowed:
+            self.failure = (
+                f"contaminated: documents see each other on this model and machine; "
+                f"--contaminated {self.side.strategy} measures it all the same"
+            )
+
+    def stepped(self, event: dict[str, Any] | None, setup: Setup) -> None:
+        """A step is over; `None`: there are none left."""
+        if event is None:
+            self.is_over = True
+        elif len(self.warm_up) < setup.bench.untimed_steps:
+            self.warm_up.append(event)
+        else:
+            self.steps.append(event)
+            self.is_over = len(self.steps) == setup.args.max_steps
+        if self.is_over and not self.steps:
+            self.failure = f"the data lasts for {len(self.warm_up)} steps, none of them timed; raise num_train_epochs"
+
+    def traced(self, event: dict[str, Any]) -> None:
+        """What the profiler saw."""
+        self.trace = event
+
+    def ended(self, event: dict[str, Any]) -> None:
+        """Memory and validation loss."""
+        self.end = event
+
+    def total(self, name: str) -> float:
+        """Sum of a figure over the timed steps."""
+        return sum(step[name] for step in self.steps)
+
+    def to_dict(self, data: Facts, *, flops: float, peak: float, base: Result) -> dict[str, Any]:
+        """All figures of a side; of one that failed, the reason and nothing that could be compared."""
+        row: dict[str, Any] = {"side": self.side.name, "trainer": "trl-packfa" if self.side.kind.ours else "TRL"}
+        if self.failure:
+            return {**row, "failed": self.failure}
+        seconds = [step["seconds"] for step in self.steps]
+        quarters = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
+        rate = self.total("tokens") / self.total("seconds")
+        row |= {
+            "tokens_per_second": rate,
+            "examples_per_second": rate / self._tokens_per_example(data),
+            "seconds_per_step": statistics.median(seconds),
+            "seconds_per_step_quartiles": [quarters[0], quarters[2]],
+            "ratio": compare(self, base).to_dict(),
+            "peak_bytes": self.end["peak_bytes"],
+            "bytes_before_steps": self.end["bytes_before"],
+            "life_peak_bytes": self.end["life_peak_bytes"],
+            "steps_per_epoch": self.facts["steps_per_epoch"],
+            "tokens_per_step": self.total("tokens") / len(self.steps),
+            "micro_batches_per_step": self.total("micro_batches") / len(self.steps),
+            "fill": self.total("tokens") / self.total("computed"),
+            "largest_micro_batch": max(step["largest"] for step in self.steps),
+            "first_loss": (self.warm_up or self.steps)[0]["loss"],
+            "final_loss": self.steps[-1]["loss"],
+            "validation_loss": self.end["eval_loss"],
+            "flops_utilization": flops * rate / peak,
+            "recompiles": int(self.total("compiled")),
+            "host_syncs_per_step": self.trace.get("host_syncs"),
+            "aten_calls_per_step": self.trace.get("aten_calls"),
+            "leaks": self.facts["leaks"],
+            "equal": self.facts["equal"],
+            "operations": self.trace.get("operations", []),
+            "steps": self.steps,
+        }
+        return row
+
+    def _tokens_per_example(self, data: Facts) -> float:
+        """Documents are counted, where the side knows them; parts of documents are not."""
+        cut = self.side.kind.cuts or not self.total("documents")
+        return data.mean_length if cut else self.total("tokens") / self.total("documents")
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """True tokens per second of a side over those of the base, with the range that the steps allow.
+
+    Args:
+        value, low, high (`float`): the ratio, and the 95 % interval over redrawn steps.
+        verdict (`str`): empty if a conclusion stands, else what to raise.
+    """
+
+    value: float
+    low: float
+    high: float
+    verdict: str = ""
+
+    def to_dict(self) -> dict[str, Any] | None:
+        """`None` where there is no ratio."""
+        if np.isnan(self.value):
+            return {"value": None, "low": None, "high": None, "verdict": self.verdict}
+        return {"value": self.value, "low": self.low, "high": self.high, "verdict": self.verdict}
+
+
+def compare(side: Result, base: Result) -> Ratio:
+    """The ratio of two sides; none if one of them failed or is the other."""
+    nothing = float("nan")
+    if side.failure or base.failure:
+        who = base if base.failure else side
+        return Ratio(nothing, nothing, nothing, f"no ratio: {who.side.name} failed")
+    if side is base:
+        return Ratio(1.0, 1.0, 1.0)
+    value = _rate(side.steps) / _rate(base.steps)
+    low, high = _interval(side.steps, base.steps)
+    return Ratio(value, low, high, _verdict(len(side.steps), len(base.steps), low, high))
+
+
+def _rate(steps: list[dict[str, Any]]) -> float:
+    return sum(step["tokens"] for step in steps) / sum(step["seconds"] for step in steps)
+
+
+def _interval(mine: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tuple[float, float]:
+    """Of the ratio over steps drawn anew; steps of one round are drawn together, they met the same machine."""
+    rng, common = np.random.default_rng(0), min(len(mine), len(theirs))
+    drawn = rng.integers(common, size=(_DRAWS, common))
+    tokens, seconds = (
+        [np.array([step[name] for step in steps[:common]])[drawn].sum(axis=1) for steps in (mine, theirs)]
+        for name in ("tokens", "seconds")
+    )
+    ratios = (tokens[0] / seconds[0]) / (tokens[1] / seconds[1])
+    tail = (100 - _CONFIDENCE) / 2
+    return float(np.percentile(ratios, tail)), float(np.percentile(ratios, 100 - tail))
+
+
+def _verdict(mine: int, theirs: int, low: float, high: float) -> str:
+    steps = min(mine, theirs)
+    if steps < FEWEST_STEPS:
+        return f"too short to conclude: {steps} timed steps; raise --max_steps to {FEWEST_STEPS} or more"
+    if low <= 1.0 <= high:
+        return f"no difference shown: {low:.2f} to {high:.2f} holds 1; raise --max_steps, or free the machine"
+    return ""
+
+
+def require_equal_work(results: list[Result]) -> None:
+    """Refuse to compare what is not the same work.
+
+    Raises:
+        [`InvalidConfig`]: naming the two sides and what differs.
+    """
+    whole = [result for result in results if not result.failure]
+    for result in whole[1:]:
+        first = whole[0]
+        mine, theirs = result.facts["equal"], first.facts["equal"]
+        why = [f"{name}: {theirs[name]} and {mine[name]}" for name in theirs if theirs[name] != mine[name]]
+        why += _other_examples(first, result)
+        if why:
+            raise InvalidConfig(
+                f"{first.side.name} and {result.side.name} did not do the same work.",
+                why=why,
+                do="Only equal work can be compared; give both sides the same arguments and environment.",
+            )
+
+
+def _other_examples(first: Result, second: Result) -> list[str]:
+    """Steps of sides that keep the padded run's order must hold the same tokens."""
+    if not (first.side.kind.in_order and second.side.kind.in_order):
+        return []
+    pairs = zip([*first.warm_up, *first.steps], [*second.warm_up, *second.steps], strict=False)
+    for number, (mine, theirs) in enumerate(pairs, 1):
+        if (mine["tokens"], mine["fingerprint"]) != (theirs["tokens"], theirs["fingerprint"]):
+            return [f"step {number} holds other examples: {mine['tokens']} and {theirs['tokens']} tokens"]
+    return []

@@ -1,0 +1,130 @@
+"""The documents of a benchmark, tokenized and cut once, so that every side has the same ones."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from trl import get_dataset
+
+from ..config import PackedSFTConfig
+from ..errors import InvalidConfig, InvalidDataset
+from ..loading import load_dataset_dict
+from ..packing import PackingReport
+from ..tokenized import cut_dataset, read_lengths
+from ..trainer import PackedSFTTrainer
+from .arguments import Setup
+from .mixes import every_length
+
+# Token ids below it are special in the placeholder tokenizer.
+_FIRST_WORD = 4
+
+
+class Facts(NamedTuple):
+    """What is trained on: documents, their tokens, and the mean over tokens of the length of their document."""
+
+    documents: int
+    tokens: int
+    longest: int
+    mean_length: float
+    tokens_seen_by_token: float
+
+
+def facts(dataset: Dataset) -> Facts:
+    """Counts of a tokenized dataset."""
+    lengths = read_lengths(dataset)
+    total = int(lengths.sum())
+    seen = float((lengths.astype(np.float64) ** 2).sum() / total)
+    return Facts(len(lengths), total, int(lengths.max()), float(lengths.mean()), seen)
+
+
+def random_documents(lengths: list[int], *, vocab_size: int, seed: int) -> Dataset:
+    """Documents of these lengths, of random tokens that all count."""
+    total, rng = sum(lengths), np.random.default_rng(seed)
+    ids = rng.integers(min(_FIRST_WORD, vocab_size - 1), vocab_size, size=total, dtype=np.int64)
+    column = pa.ListArray.from_arrays(np.cumsum([0, *lengths]).astype(np.int32), pa.array(ids))
+    return Dataset(pa.table({"input_ids": column, "labels": column}))
+
+
+def save_documents(setup: Setup, model: str, folder: Path) -> dict[str, Any]:
+    """Tokenize, cut, hold some out, and write both parts; returns what was lost on the way.
+
+    Raises:
+        [`InvalidConfig`] or [`InvalidDataset`]: if there is no data, or too little.
+    """
+    if setup.bench.lengths is not None:
+        parts, reports = _random_parts(setup, model)
+    else:
+        parts, reports = _tokenized_parts(setup, setup.bench.tokenizer or model)
+    for name, dataset in parts.items():
+        dataset.select_columns(["input_ids", "labels"]).save_to_disk(folder / name)
+    return {name: report.to_dict() for name, report in reports.items()}
+
+
+def _random_parts(setup: Setup, model: str) -> tuple[dict[str, Dataset], dict[str, PackingReport]]:
+    vocab_size = AutoConfig.from_pretrained(model).get_text_config().vocab_size
+    lengths = every_length(setup.bench.lengths or "", seed=setup.args.seed)
+    documents = random_documents(lengths, vocab_size=vocab_size, seed=setup.args.seed)
+    cut = {
+        name: cut_dataset(part, name=name, max_length=setup.args.max_length, overflow=setup.args.overflow)
+        for name, part in _hold_out(documents, setup).items()
+    }
+    return {name: part for name, (part, _) in cut.items()}, {name: report for name, (_, report) in cut.items()}
+
+
+def _tokenized_parts(setup: Setup, tokenizer_name: str) -> tuple[dict[str, Dataset], dict[str, PackingReport]]:
+    """TRL tokenizes inside of a trainer; the smallest model will do."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
+    off = {"packing_strategy": "minibatch", "max_tokens_per_microbatch": None, "use_peft": False}
+    off |= {"load_in_4bit": False, "load_in_8bit": False, "check_packing": False, "model_init_kwargs": None}
+    given = {f.name: getattr(setup.args, f.name) for f in fields(PackedSFTConfig) if f.init}
+    shape: Any = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    small: Any = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=len(tokenizer)))
+    parts: Any = _named_parts(setup)
+    trainer = PackedSFTTrainer(
+        small,
+        PackedSFTConfig(**{**given, **off}),
+        train_dataset=parts["train"],
+        eval_dataset=parts.get("eval"),
+        processing_class=tokenizer,
+    )
+    prepared = {"train": trainer.train_dataset, "eval": trainer.eval_dataset}
+    return {name: prepared[name] for name in parts}, trainer.packing_reports
+
+
+def _named_parts(setup: Setup) -> dict[str, Dataset]:
+    """The splits to train on and to validate on, as they are in the dataset."""
+    name = setup.bench.dataset or setup.script.dataset_name
+    if setup.mixture.datasets:
+        found: Any = get_dataset(setup.mixture)
+    elif name:
+        found = load_dataset_dict(name, config=setup.script.dataset_config)
+    else:
+        raise InvalidConfig("no data.", do="Pass --dataset, or --lengths for random tokens of given lengths.")
+    split, held_out = setup.script.dataset_train_split, setup.script.dataset_test_split
+    if split not in found:
+        raise InvalidDataset(
+            f"the dataset has no split '{split}', only {sorted(found)}.", do="Set dataset_train_split."
+        )
+    if held_out in found and setup.bench.eval_documents:
+        few = min(setup.bench.eval_documents, len(found[held_out]))
+        return {"train": found[split], "eval": found[held_out].select(range(few))}
+    return _hold_out(found[split], setup)
+
+
+def _hold_out(dataset: Dataset, setup: Setup) -> dict[str, Dataset]:
+    """The last documents are for validation."""
+    kept = len(dataset) - setup.bench.eval_documents
+    needed = setup.args.per_device_train_batch_size * setup.args.gradient_accumulation_steps
+    if kept < needed:
+        raise InvalidDataset(
+            f"{len(dataset)} documents, {setup.bench.eval_documents} held out: less than the {needed} of one step.",
+            do="Use a larger dataset, or lower eval_documents or the batch.",
+        )
+    parts = {"train": dataset.select(range(kept))}
+    return {**parts, "eval": dataset.select(range(kept, len(dataset)))} if kept < len(dataset) else parts

@@ -1,0 +1,53 @@
+"""Where figures come from: hardware, versions, threads, allocator."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..versions import MINIMUM_VERSIONS, installed_version
+from .process import HEAP
+from .worker import ALLOCATOR
+
+_PACKAGES = ["trl-packfa", *MINIMUM_VERSIONS, "bitsandbytes", "flash-attn", "kernels", "triton"]
+
+
+def environment() -> dict[str, Any]:
+    """What must stand beside a figure for another to get it again."""
+    versions = {package: installed_version(package) for package in _PACKAGES}
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpus": gpus,
+        "cuda": torch.version.cuda,
+        "versions": {name: version for name, version in versions.items() if version},
+        "commit": _commit(),
+        "allocator": {name: {**HEAP, **os.environ}.get(name, "") for name in ALLOCATOR},
+    }
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in path.read_text().splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit of a checkout; `None` for an installed wheel, whose version says it."""
+    folder = Path(__file__).parents[2]
+    if not (folder / ".git").exists():
+        return None
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return result.stdout.strip() or None

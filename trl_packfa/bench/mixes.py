@@ -1,0 +1,71 @@
+"""Document lengths to measure with: real ones from files, and shapes that bring out what costs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import InvalidConfig, InvalidDataset
+
+Draw = Callable[[np.random.Generator, int], np.ndarray]
+
+
+def _log_normal(median: float, spread: float) -> Draw:
+    return lambda rng, count: np.exp(rng.normal(np.log(median), spread, count)).astype(int) + 1
+
+
+# By name: so many lengths, in tokens.
+MIXES: dict[str, Draw] = {
+    "short": lambda rng, count: np.full(count, 128),
+    "even": _log_normal(150, 0.35),  # as arithmetic problems: mean 160, 1 % above 340
+    "uneven": _log_normal(170, 1.0),  # as FLAN: mean 280, 1 % above 1,700
+    "long": lambda rng, count: np.full(count, 4096),
+    "whole": lambda rng, count: np.full(count, 2**30),  # one document, the whole row
+}
+_DRAWN = 20_000
+
+
+def read_length_list(path: str) -> list[int]:
+    """Document lengths, in tokens, of a JSON file.
+
+    Raises:
+        [`InvalidDataset`]: if it is no list of positive integers.
+    """
+    try:
+        lengths = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidDataset(f"cannot read the lengths in {path}.", why=[str(error)]) from error
+    if not isinstance(lengths, list) or not lengths or not all(type(n) is int and n > 0 for n in lengths):
+        raise InvalidDataset(f"{path} holds no document lengths.", do="A JSON list of positive integers, in tokens.")
+    return lengths
+
+
+def every_length(mix: str, *, seed: int) -> list[int]:
+    """A data set's document lengths: of a JSON file, all; of a mix, as many as the paper's data sets have."""
+    return draw_lengths(mix, _DRAWN, seed=seed).tolist() if mix in MIXES else read_length_list(mix)
+
+
+def draw_lengths(mix: str, count: int, *, seed: int) -> np.ndarray:
+    """So many document lengths of a mix or, where `mix` is a path, of a JSON list.
+
+    Raises:
+        [`InvalidConfig`]: if it is neither.
+    """
+    rng = np.random.default_rng(seed)
+    if mix in MIXES:
+        return MIXES[mix](rng, count)
+    if not mix.endswith(".json"):
+        raise InvalidConfig(f"there is no mix of lengths '{mix}'.", do=f"One of {', '.join(MIXES)}, or a .json file.")
+    return rng.choice(read_length_list(mix), count)
+
+
+def document_lengths(mix: str, tokens: int, *, seed: int) -> list[int]:
+    """Lengths of a mix that add up to `tokens`, the last one cut."""
+    lengths = draw_lengths(mix, min(tokens, _DRAWN), seed=seed)
+    before = np.cumsum(lengths) - lengths
+    kept = lengths[before < tokens]
+    kept[-1] = min(int(kept[-1]), tokens - int(before[len(kept) - 1]))
+    return [*kept.tolist(), *([tokens - int(kept.sum())] if kept.sum() < tokens else [])]

@@ -1,0 +1,80 @@
+"""Counts instead of seconds: what one step asks of torch, the same on every machine of one version."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from .tracing import WAITS, compiled_graphs
+
+_aten: Any = torch.ops.aten
+# torch counts the fused attention of GPUs, not that of CPUs: first the operands, from which place on, then how.
+_CPU_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: (3, sdpa_flop_count),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (4, sdpa_backward_flop_count),
+}
+
+
+class OperationCounter(TorchDispatchMode):
+    """Counts what runs inside of it, forward and backward.
+
+    Attributes:
+        calls (`int`): aten operations.
+        allocated (`int`): bytes of their results, views and in-place results not counted.
+        largest (`int`): bytes of the largest result.
+        syncs (`int`): operations that make the host wait for a device.
+        flops (`int`): floating point operations of matrix products and attention.
+        compiled (`int`): graphs that torch.compile made.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = self.allocated = self.largest = self.syncs = self.flops = self.compiled = 0
+
+    def __enter__(self) -> OperationCounter:
+        self._graphs = compiled_graphs()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self.compiled += compiled_graphs() - self._graphs
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.calls += 1
+        self.syncs += func._schema.name in WAITS
+        self.flops += _flops(func, args, kwargs or {}, result)
+        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and _storage(leaf) not in given:
+                size = leaf.untyped_storage().nbytes()
+                self.allocated, self.largest = self.allocated + size, max(self.largest, size)
+        return result
+
+    def to_dict(self) -> dict[str, int]:
+        """All counts by name."""
+        return {
+            "flops": self.flops,
+            "calls": self.calls,
+            "allocated_bytes": self.allocated,
+            "largest_bytes": self.largest,
+            "host_syncs": self.syncs,
+            "recompiles": self.compiled,
+        }
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _flops(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    """Of one operation; twice what causal attention needs, as torch counts it."""
+    packet = func._overloadpacket
+    if packet in _CPU_ATTENTION:
+        operands, count = _CPU_ATTENTION[packet]
+        return count(*(tensor.shape for tensor in args[:operands]))
+    return flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0

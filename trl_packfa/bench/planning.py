@@ -1,0 +1,60 @@
+"""`trl-packfa bench pack`: how long planning takes: documents to rows and to steps, by index."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..packing import PackedBatchSampler, recut_over_ranks
+from .memory import PeakMemory
+from .mixes import draw_lengths
+
+# A step of the paper's setting, and what it would hold padded.
+_PER_DEVICE, _ACCUMULATION, _RANKS = 4, 2, 8
+_TIMED_STEPS = 200
+
+
+def bench_pack(*, documents: int, row: int, mix: str, seed: int = 0) -> list[dict[str, Any]]:
+    """Seconds, documents per second and the peak memory that each part of planning adds.
+
+    Args:
+        documents (`int`): how many.
+        row (`int`): tokens of a row; longer documents are cut to it.
+        mix (`str`): lengths, as in `bench attention`.
+    """
+    lengths = np.minimum(draw_lengths(mix, documents, seed=seed), row).astype(np.int64)
+    size = _PER_DEVICE * _ACCUMULATION * _RANKS
+    steps = [lengths[i : i + size] for i in range(0, documents - size + 1, size)][:_TIMED_STEPS]
+
+    def plan() -> PackedBatchSampler:
+        return PackedBatchSampler(lengths, capacity=row, rows_per_batch=_PER_DEVICE, seed=seed, world_size=_RANKS)
+
+    def cut() -> None:
+        for step in steps:
+            recut_over_ranks(step, budget=_PER_DEVICE * row, world_size=_RANKS, quadratic=0.0)
+
+    sampler = plan()
+    parts: dict[str, tuple[Callable[[], object], int]] = {
+        f"bfd: plan, {_RANKS} ranks (fill {sampler.fill:.2%})": (plan, documents),
+        "bfd: an epoch of batches, one rank": (lambda: sum(1 for _ in sampler), documents),
+        f"step: re-cut {len(steps)} steps of {size} documents": (cut, len(steps) * size),
+    }
+    return [_timed(name, act, count) for name, (act, count) in parts.items() if count]
+
+
+def _timed(name: str, act: Callable[[], object], documents: int) -> dict[str, Any]:
+    memory = PeakMemory()
+    memory.reset()
+    start = time.perf_counter()
+    act()
+    seconds = time.perf_counter() - start
+    return {
+        "part": name,
+        "documents": documents,
+        "seconds": round(seconds, 3),
+        "documents/s": round(documents / seconds),
+        "peak MB added": round((memory.peak() - memory.before) / 1e6, 1),
+    }

@@ -1,0 +1,67 @@
+"""`trl-packfa bench check`: what the exactness check costs, beside one optimizer step of the same training."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from datasets import load_from_disk
+from transformers import AutoTokenizer, TrainerCallback
+
+from .arguments import read_arguments
+from .data import save_documents
+from .run import model_path
+from .sides import Side, build_trainer
+
+_STEPS, _RUN = 4, 500
+
+
+class _Clock(TrainerCallback):
+    """When each step was over."""
+
+    def __init__(self) -> None:
+        self.marks: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """One more."""
+        self.marks.append(time.perf_counter())
+
+
+def bench_check(argv: list[str]) -> list[dict[str, Any]]:
+    """Seconds of the check and of a step, and their share of a run; takes the arguments of `trl-packfa bench`.
+
+    Raises:
+        [`ContaminationError`]: if the model is not exact.
+    """
+    setup = read_arguments(argv)
+    with tempfile.TemporaryDirectory(prefix="trl-packfa-bench-") as name:
+        folder = Path(name)
+        model = model_path(setup, folder)
+        save_documents(setup, model, folder)
+        train: Any = load_from_disk(str(folder / "train"))
+        trainer: Any = build_trainer(
+            Side("step"),
+            setup.args,
+            model=model,
+            tokenizer=AutoTokenizer.from_pretrained(setup.bench.tokenizer or model),
+            train=train,
+            evaluation=None,
+            output_dir=str(folder / "output"),
+            max_steps=_STEPS,
+        )
+        seconds = trainer.prove().seconds
+        clock = _Clock()
+        trainer.add_callback(clock)
+        trainer.train()
+    step = statistics.median(b - a for a, b in zip(clock.marks, clock.marks[1:], strict=False))
+    return [
+        {
+            "part": "exactness check",
+            "seconds": round(seconds, 3),
+            f"share of {_RUN} steps": f"{seconds / _RUN / step:.3%}",
+        },
+        {"part": "one optimizer step", "seconds": round(step, 3), f"share of {_RUN} steps": f"{1 / _RUN:.3%}"},
+    ]

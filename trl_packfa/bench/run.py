@@ -1,0 +1,107 @@
+"""The benchmark: one process per side, stepped in turn, so that whatever the machine does meets all of them."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+from datasets import load_from_disk
+from transformers import AutoConfig
+
+from .arguments import Setup, read_arguments
+from .compare import Result, require_equal_work
+from .data import facts, save_documents
+from .environment import environment
+from .floors import model_flops_per_token, peak_flops
+from .presets import PRESETS, save_preset
+from .process import SideFailed, SideProcess
+from .sides import Side, as_json
+
+Tell = Callable[[str], None]
+
+
+def run_bench(argv: list[str], tell: Tell = lambda text: None) -> dict[str, Any]:
+    """Measure what the arguments ask for; returns all of it, ready for JSON.
+
+    Raises:
+        [`PackingError`]: for arguments and data that cannot be compared; a side that fails is a row of the result.
+    """
+    setup = read_arguments(argv)
+    with tempfile.TemporaryDirectory(prefix="trl-packfa-bench-") as name:
+        folder = Path(name)
+        model = model_path(setup, folder, tell)
+        lost = save_documents(setup, model, folder)
+        dataset: Any = load_from_disk(str(folder / "train"))
+        data = facts(dataset)
+        tell(f"{data.documents:,} documents, {data.tokens:,} tokens, longest {data.longest:,}")
+        results = [Result(side) for side in setup.sides]
+        spec = {"argv": argv, "model": model, "folder": name}
+        for group in [results] if setup.bench.interleave else [[result] for result in results]:
+            _measure(group, setup, spec, folder, tell)
+        require_equal_work(results)
+        flops = model_flops_per_token(AutoConfig.from_pretrained(model), setup.args, data.tokens_seen_by_token)
+        peak = peak_flops(AutoConfig.from_pretrained(model), setup.args, given=setup.bench.peak_tflops)
+    return {
+        "environment": environment(),
+        "arguments": argv,
+        "data": {**data._asdict(), "report": lost},
+        "model_flops_per_token": flops,
+        "peak_flops": peak,
+        "sides": [result.to_dict(data, flops=flops, peak=peak, base=results[0]) for result in results],
+    }
+
+
+def model_path(setup: Setup, folder: Path, tell: Tell = lambda text: None) -> str:
+    """The model as its sides load it: its name, or where a preset was written."""
+    name = setup.bench.model or setup.args.model_name_or_path or ""
+    if name not in PRESETS:
+        return name
+    tell(f"making {name} with random weights ...")
+    path = folder / "model"
+    save_preset(name, path, dtype=setup.args.dtype or "float32", tokenizer=setup.bench.tokenizer, seed=setup.args.seed)
+    return str(path)
+
+
+def _measure(results: list[Result], setup: Setup, spec: dict[str, Any], folder: Path, tell: Tell) -> None:
+    """Build all sides, one after the other, then step them in turn until each has had its steps."""
+    with ExitStack() as stack:
+        processes: dict[Side, SideProcess] = {}
+        for result in results:
+            tell(f"{result.side.name}: building")
+            side = SideProcess({**spec, "side": as_json(result.side)}, folder, len(processes))
+            processes[result.side] = stack.enter_context(closing(side))
+            _guarded(result, lambda r=result, s=side: r.built(s.ready()))
+            if result.failure:
+                side.close()
+        _take_turns(results, processes, setup, tell)
+        for result in results:
+            if not result.failure:
+                _guarded(result, lambda r=result: r.traced(processes[r.side].trace()))
+                _guarded(result, lambda r=result: r.ended(processes[r.side].finish()))
+
+
+def _take_turns(results: list[Result], processes: dict[Side, SideProcess], setup: Setup, tell: Tell) -> None:
+    rounds = 0
+    while any(result.is_running for result in results):
+        for result in results:
+            if result.is_running:
+                _guarded(result, lambda r=result: r.stepped(processes[r.side].step(), setup))
+        rounds += 1
+        tell(f"step {rounds}: " + ", ".join(f"{r.side.name} {r.last_seconds:.2f} s" for r in results if not r.failure))
+
+
+def _guarded(result: Result, act: Callable[[], None]) -> None:
+    """A side that fails is a row with its reason; the others go on."""
+    try:
+        act()
+    except SideFailed as error:
+        result.failure = str(error)
+
+
+def save(report: dict[str, Any], path: str) -> None:
+    """Write the JSON file."""
+    Path(path).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

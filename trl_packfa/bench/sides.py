@@ -1,0 +1,198 @@
+"""The sides of a comparison: what each is called, and the trainer that it is."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, NamedTuple
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+from trl import SFTConfig, SFTTrainer, get_peft_config
+
+from ..attention import get_backend
+from ..config import PackedSFTConfig
+from ..errors import InvalidConfig
+from ..sources import init_kwargs, quantization_of
+from ..trainer import PackedSFTTrainer
+
+
+class Strategy(NamedTuple):
+    """One way to batch.
+
+    Attributes:
+        ours (`bool`): `PackedSFTTrainer` runs it, else TRL's own `SFTTrainer`, unmodified.
+        options (`dict`): the arguments that make it.
+        rows (`bool`): whether it fills rows of `max_length` tokens over the whole dataset; such a side takes other
+            examples in a step than the others, and as many over the epoch.
+        cuts (`bool`): whether documents are cut where a row is full.
+        in_order (`bool`): whether a step holds the examples of the padded run's.
+        contaminated (`bool`): whether its name says that documents see each other.
+    """
+
+    ours: bool
+    options: dict[str, Any] = {}
+    rows: bool = False
+    cuts: bool = False
+    in_order: bool = False
+    contaminated: bool = False
+
+
+STRATEGIES = {
+    "padding": Strategy(ours=False, in_order=True),
+    "group_by_length": Strategy(ours=False, options={"train_sampling_strategy": "group_by_length"}),
+    "padding_free": Strategy(ours=False, options={"padding_free": True}, in_order=True),
+    "fixed": Strategy(
+        ours=False,
+        options={"packing": True, "packing_strategy": "wrapped"},
+        rows=True,
+        cuts=True,
+        contaminated=True,
+    ),
+    "trl-bfd": Strategy(ours=False, options={"packing": True, "packing_strategy": "bfd"}, rows=True),
+    "fixed+posid": Strategy(ours=True, options={"packing_strategy": "wrapped"}, rows=True, cuts=True),
+    "bfd": Strategy(ours=True, options={"packing_strategy": "bfd"}, rows=True),
+    "minibatch": Strategy(ours=True, options={"packing_strategy": "minibatch"}, in_order=True),
+    "step": Strategy(ours=True, options={"packing_strategy": "step"}, in_order=True),
+}
+_NAME = re.compile(r"(?P<strategy>[^@/]+)(@(?P<row>\d+)(x(?P<rows>\d+))?)?(/(?P<backend>.+))?")
+
+
+@dataclass(frozen=True)
+class Side:
+    """A strategy with what was asked of it.
+
+    Args:
+        strategy (`str`): a name in [`STRATEGIES`].
+        row (`int`, *optional*): tokens of a row, instead of `max_length`.
+        rows (`int`, *optional*): rows of a micro-batch, instead of `per_device_train_batch_size`.
+        backend (`str`): attention backend, of our strategies.
+        allowed (`bool`): whether it may run contaminated.
+    """
+
+    strategy: str
+    row: int | None = None
+    rows: int | None = None
+    backend: str = "auto"
+    allowed: bool = False
+    kind: Strategy = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", STRATEGIES[self.strategy])
+
+    @property
+    def name(self) -> str:
+        """As the user would write it."""
+        row = f"@{self.row}" if self.row else ""
+        rows = f"x{self.rows}" if self.rows else ""
+        return self.strategy + row + rows + (f"/{self.backend}" if self.backend != "auto" else "")
+
+
+def parse_sides(strategies: str, *, backends: str = "auto", contaminated: str = "") -> list[Side]:
+    """`padding,trl-bfd@2048x1,step/sdpa`: strategies, perhaps with rows and an attention backend.
+
+    Ours without a backend of their own are taken once for each of `backends`.
+
+    Raises:
+        [`InvalidConfig`]: for names that do not exist, rows where there are none, and sides named twice.
+    """
+    allowed = _split(contaminated)
+    for name in [*allowed, *(text.split("@")[0].split("/")[0] for text in _split(strategies))]:
+        if name not in STRATEGIES:
+            raise InvalidConfig(f"there is no strategy '{name}'.", do=f"Choose from {', '.join(STRATEGIES)}.")
+    sides = [side for text in _split(strategies) for side in _sides(text, _split(backends), allowed)]
+    twice = sorted({side.name for side in sides if sides.count(side) > 1})
+    if twice or not sides:
+        raise InvalidConfig(f"strategies='{strategies}': " + (f"{twice} more than once." if twice else "none."))
+    return sides
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _sides(text: str, backends: list[str], allowed: list[str]) -> list[Side]:
+    match = _NAME.fullmatch(text)
+    kind = STRATEGIES[text.split("@")[0].split("/")[0]]
+    if match is None:
+        raise InvalidConfig(f"cannot read the strategy '{text}'.", do="Write it as bfd, bfd@4096, bfd@4096x1/sdpa.")
+    if match["row"] and not kind.rows:
+        raise InvalidConfig(f"'{text}': {match['strategy']} has no rows of a fixed length.", do="Drop the @.")
+    if match["backend"] and not kind.ours:
+        raise InvalidConfig(
+            f"'{text}': TRL's own trainer knows no attention backend.", do="Set --attn_implementation."
+        )
+    chosen = [match["backend"]] if match["backend"] else backends if kind.ours else ["auto"]
+    for backend in chosen:
+        if backend != "auto":
+            get_backend(backend)
+    size = {"row": int(match["row"]) if match["row"] else None, "rows": int(match["rows"]) if match["rows"] else None}
+    return [Side(match["strategy"], **size, backend=b, allowed=match["strategy"] in allowed) for b in chosen]
+
+
+def build_trainer(
+    side: Side,
+    args: PackedSFTConfig,
+    *,
+    model: str,
+    tokenizer: PreTrainedTokenizerBase,
+    train: Dataset,
+    evaluation: Dataset | None,
+    **overrides: Any,
+) -> SFTTrainer:
+    """The trainer of a side, on documents that are tokenized and cut already.
+
+    Raises:
+        [`InvalidConfig`]: if its rows have no room for the longest document.
+    """
+    data = {"train_dataset": train, "eval_dataset": evaluation, "processing_class": tokenizer}
+    options = {**side.kind.options, **overrides, **_row_options(side, args, train)}
+    # Labels are made and documents cut: what would do so again is off.
+    options |= {
+        "assistant_only_loss": False,
+        "completion_only_loss": None,
+        "logging_steps": 1,
+        "logging_strategy": "steps",
+    }
+    options |= {"eval_strategy": "no", "load_best_model_at_end": False, "push_to_hub": False}
+    if side.kind.ours:
+        budget = args.max_tokens_per_microbatch if side.strategy == "step" else None
+        given = {**_fields(args, PackedSFTConfig), "max_tokens_per_microbatch": budget, "overflow": "truncate"}
+        return PackedSFTTrainer(
+            model, PackedSFTConfig(**{**given, **options, "attention_backend": side.backend}), **data
+        )
+    given = {"packing": False, "packing_strategy": "bfd", "padding_free": False, "eval_packing": False}
+    kept = {k: v for k, v in _fields(args, SFTConfig).items() if k not in given}
+    return SFTTrainer(
+        model,
+        SFTConfig(**{**kept, **given, **options, "model_init_kwargs": init_kwargs(args)}),
+        quantization_config=quantization_of(args),
+        peft_config=get_peft_config(args),
+        **data,
+    )
+
+
+def _fields(args: PackedSFTConfig, cls: type) -> dict[str, Any]:
+    """What was given, without the strategy, which is a side's own."""
+    names = {f.name for f in fields(cls) if f.init} - {"packing_strategy"}
+    return {name: getattr(args, name) for name in names}
+
+
+def _row_options(side: Side, args: PackedSFTConfig, train: Dataset) -> dict[str, Any]:
+    """Length and number of rows, where there are rows; no limit where there are none: documents are cut already."""
+    if not side.kind.rows:
+        return {"max_length": None}
+    from ..tokenized import read_lengths
+
+    row, longest = side.row or args.max_length or 0, int(read_lengths(train).max())
+    if row < longest and not side.kind.cuts:
+        raise InvalidConfig(
+            f"rows of {row} tokens cut documents of up to {longest}, which the other sides train whole.",
+            do=f"Write {side.strategy}@{longest} or more, or pass --max_length {row}.",
+        )
+    return {"max_length": row, **({"per_device_train_batch_size": side.rows} if side.rows else {})}
+
+
+def as_json(side: Side) -> dict[str, Any]:
+    """A side as a worker process is told."""
+    return {name: value for name, value in asdict(side).items() if name != "kind"}

@@ -1,0 +1,92 @@
+"""The result as tables: speed, then what was trained, then what cannot be concluded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Rows = list[dict[str, str]]
+
+
+def speed_rows(report: dict[str, Any]) -> Rows:
+    """How fast and how large each side is; sides that failed have no figures."""
+    return [_speed(side) for side in report["sides"]]
+
+
+def _speed(side: dict[str, Any]) -> dict[str, str]:
+    columns = ("true tokens/s", "times", "examples/s", "s/step (quartiles)", "FLOPs used", "peak memory")
+    if "failed" in side:
+        return {"side": side["side"], **dict.fromkeys(columns, "-")}
+    low, high = side["seconds_per_step_quartiles"]
+    values = (
+        f"{side['tokens_per_second']:,.0f}",
+        _times(side["ratio"]),
+        f"{side['examples_per_second']:.2f}",
+        f"{side['seconds_per_step']:.3f} ({low:.3f} to {high:.3f})",
+        f"{side['flops_utilization']:.1%}",
+        f"{side['peak_bytes'] / 1e6:,.0f} MB",
+    )
+    return {"side": side["side"], **dict(zip(columns, values, strict=True))}
+
+
+def _times(ratio: dict[str, Any]) -> str:
+    if ratio["value"] is None:
+        return "-"
+    if ratio["low"] == ratio["high"]:
+        return f"{ratio['value']:.2f}"
+    return f"{ratio['value']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})" + (" ?" if ratio["verdict"] else "")
+
+
+def training_rows(report: dict[str, Any]) -> Rows:
+    """What each side trained, and what it cost besides arithmetic."""
+    rows = []
+    for side in report["sides"]:
+        if "failed" in side:
+            continue
+        loss = side["validation_loss"]
+        rows.append(
+            {
+                "side": side["side"],
+                "trainer": side["trainer"],
+                "steps/epoch": f"{side['steps_per_epoch']:,}",
+                "tokens/step": f"{side['tokens_per_step']:,.0f}",
+                "forwards/step": f"{side['micro_batches_per_step']:.1f}",
+                "fill": f"{side['fill']:.1%}",
+                "loss, last step": f"{side['final_loss']:.4f}",
+                "validation loss": "-" if loss is None else f"{loss:.4f}",
+                "recompiles": str(side["recompiles"]),
+                "host syncs/step": str(side["host_syncs_per_step"]),
+                "documents": "see each other" if side["leaks"] else "apart",
+            }
+        )
+    return rows
+
+
+def remarks(report: dict[str, Any]) -> list[str]:
+    """Why a side has no figures, and which ratios conclude nothing."""
+    said = []
+    for side in report["sides"]:
+        if "failed" in side:
+            said.append(f"{side['side']} failed: {side['failed']}")
+        elif side["ratio"]["verdict"]:
+            said.append(f"{side['side']}: {side['ratio']['verdict']}")
+        if side.get("leaks"):
+            said.append(f"{side['side']}: documents see each other; its loss is that of another training")
+    return said
+
+
+def heading(report: dict[str, Any]) -> str:
+    """Data, machine and versions in two lines."""
+    data, place = report["data"], report["environment"]
+    device = ", ".join(place["gpus"]) or f"{place['processor']}, {place['cpus']} CPUs, {place['threads']} threads"
+    versions = ", ".join(f"{name} {place['versions'][name]}" for name in ("torch", "transformers", "trl"))
+    return (
+        f"{data['documents']:,} documents, {data['tokens']:,} tokens, mean {data['mean_length']:.0f}, "
+        f"longest {data['longest']:,}; {report['model_flops_per_token'] / 1e6:,.1f} MFLOPs a true token, "
+        f"peak {report['peak_flops'] / 1e9:,.0f} GFLOP/s\n{device}; {versions}; "
+        f"trl-packfa {place['versions'].get('trl-packfa', '')} {place['commit'] or ''}"
+    )
+
+
+def operation_rows(side: dict[str, Any]) -> list[dict[str, Any]]:
+    """A side's operations by their own time, in one step."""
+    return [{"operation": name, "calls": calls, "own ms": ms} for name, calls, ms in side.get("operations", [])]

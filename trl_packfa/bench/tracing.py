@@ -1,0 +1,51 @@
+"""What a step does besides arithmetic: waits for the device, graphs compiled anew, and the operations by time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+# What makes the host wait for a device: by name of the operation, and of CUDA's own calls.
+WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim")
+_CUDA_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+_LISTED = 15
+
+
+def compiled_graphs() -> int:
+    """Graphs that torch.compile has made in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+class Trace:
+    """One step under torch's profiler."""
+
+    def __init__(self) -> None:
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        self._profile = profile(activities=kinds, acc_events=True)
+
+    def start(self) -> Trace:
+        """Watch."""
+        self._profile.start()
+        return self
+
+    def stop(self) -> None:
+        """Watch no more."""
+        self._profile.stop()
+
+    def summary(self) -> dict[str, Any]:
+        """Host waits and aten calls of the step, and its operations by their own time, in milliseconds."""
+        events: Any = self._profile.key_averages()
+        counts = {event.key: event.count for event in events}
+        waits = _CUDA_WAITS if torch.cuda.is_available() else WAITS
+        on_device = any(getattr(event, "self_device_time_total", 0) for event in events)
+        field = "self_device_time_total" if on_device else "self_cpu_time_total"
+        by_time = sorted(events, key=lambda event: -getattr(event, field))[:_LISTED]
+        return {
+            "host_syncs": sum(counts.get(name, 0) for name in waits),
+            "aten_calls": sum(count for name, count in counts.items() if name.startswith("aten::")),
+            "operations": [[e.key, e.count, round(getattr(e, field) / 1000, 2)] for e in by_time],
+        }

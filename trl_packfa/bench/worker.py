@@ -1,0 +1,174 @@
+"""One side in a process of its own: builds its trainer, then runs one optimizer step whenever it is told to.
+
+Talks in JSON lines: commands come on stdin, events go out on what was stdout; everything that libraries print goes to
+stderr. Run as `python -m trl_packfa.bench.worker SPEC.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from datasets import Dataset, load_from_disk
+from transformers import AutoTokenizer, TrainerCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from .arguments import read_arguments
+from .counting import StepCounter
+from .leaks import leaks
+from .memory import PeakMemory
+from .sides import Side, build_trainer
+from .tracing import Trace, compiled_graphs
+
+STEP, TRACE, FINISH = "step", "trace", "finish"
+
+
+class Channel:
+    """The two lines to the process that measures."""
+
+    def __init__(self) -> None:
+        self._out: TextIO = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+
+    def send(self, event: str, **facts: Any) -> None:
+        """Tell."""
+        self._out.write(json.dumps({"event": event, **facts}) + "\n")
+        self._out.flush()
+
+    def receive(self) -> str:
+        """Wait for a command; a closed line ends the run."""
+        return sys.stdin.readline().strip() or FINISH
+
+
+class Pacer(TrainerCallback):
+    """Holds the training still between two steps, where the loss of the last one is logged."""
+
+    def __init__(self, channel: Channel, counter: StepCounter, memory: PeakMemory) -> None:
+        self.channel, self.counter, self.memory = channel, counter, memory
+        self.started, self.graphs, self.finished = 0.0, 0, False
+        self.trace: Trace | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The model is built, patched and proven: from here on it is the steps' memory."""
+        self.memory.reset()
+        self._wait(control)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        """A step is over."""
+        if not logs or "loss" not in logs or self.finished:
+            return
+        _synchronize()
+        seconds = time.perf_counter() - self.started
+        if self.trace is not None:
+            self.trace.stop()
+            self.channel.send("trace", **self.trace.summary())
+            self.trace = None
+        else:
+            work = self.counter.take()._asdict()
+            graphs = compiled_graphs() - self.graphs
+            self.channel.send("step", seconds=seconds, loss=logs["loss"], compiled=graphs, **work)
+        self._wait(control)
+
+    def _wait(self, control: Any) -> None:
+        command = self.channel.receive()
+        if command == FINISH:
+            control.should_training_stop = self.finished = True
+        if command == TRACE:
+            self.trace = Trace().start()
+        self.graphs = compiled_graphs()
+        _synchronize()
+        self.started = time.perf_counter()
+
+
+def run(spec: dict[str, Any], channel: Channel) -> None:
+    """Build the side, train as told, evaluate."""
+    setup, side, folder = read_arguments(spec["argv"]), Side(**spec["side"]), Path(spec["folder"])
+    train, evaluation = _load(folder / "train"), _load(folder / "eval") if (folder / "eval").exists() else None
+    steps = {} if setup.args.max_steps < 0 else {"max_steps": setup.args.max_steps + setup.bench.untimed_steps + 1}
+    trainer = build_trainer(
+        side,
+        setup.args,
+        model=spec["model"],
+        tokenizer=AutoTokenizer.from_pretrained(setup.bench.tokenizer or spec["model"]),
+        train=train,
+        evaluation=evaluation,
+        output_dir=str(folder / "output"),
+        **steps,
+    )
+    for callback in (ProgressCallback, PrinterCallback):
+        trainer.remove_callback(callback)
+    memory = PeakMemory()
+    channel.send("ready", **_facts(trainer, side))
+    pacer = Pacer(channel, StepCounter(trainer), memory)
+    trainer.add_callback(pacer)
+    trainer.train()
+    peak = memory.peak()
+    while not pacer.finished and channel.receive() != FINISH:
+        channel.send("ended")
+    loss = trainer.evaluate()["eval_loss"] if evaluation is not None else None
+    channel.send("done", peak_bytes=peak, bytes_before=memory.before, life_peak_bytes=memory.life, eval_loss=loss)
+
+
+def _load(path: Path) -> Dataset:
+    dataset: Any = load_from_disk(str(path))
+    return dataset
+
+
+def _facts(trainer: Any, side: Side) -> dict[str, Any]:
+    """What must be equal on all sides, and what is told of one."""
+    model, optimizer = trainer.model, trainer.args.optim
+    parameters = list(model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    batches = len(trainer.get_train_dataloader())
+    leaking = leaks(trainer, side)
+    equal = {
+        "device": str(trainer.args.device),
+        "weights": sorted({str(p.dtype) for p in parameters}),
+        "trained weights": sorted({str(p.dtype) for p in trained}),
+        "parameters": sum(p.numel() for p in parameters),
+        "trained parameters": sum(p.numel() for p in trained),
+        "autocast": "bfloat16" if trainer.args.bf16 else "float16" if trainer.args.fp16 else "none",
+        "gradient checkpointing": bool(trainer.args.gradient_checkpointing),
+        "accumulation": trainer.args.gradient_accumulation_steps,
+        "optimizer": f"{optimizer}, learning rate {trainer.args.learning_rate}",
+        "threads": torch.get_num_threads(),
+        "allocator": {name: os.environ.get(name, "") for name in ALLOCATOR},
+    }
+    steps = -(-batches // trainer.args.gradient_accumulation_steps)
+    return {"equal": equal, "steps_per_epoch": steps, "leaks": leaking}
+
+
+# Environment variables that change how memory is found, and with it speed.
+ALLOCATOR = (
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_ARENA_MAX",
+    "LD_PRELOAD",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def main(path: str) -> None:
+    """Run a side; what goes wrong is an event too."""
+    channel = Channel()
+    spec = json.loads(Path(path).read_text(encoding="utf-8"))
+    try:
+        run(spec, channel)
+    except Exception as error:
+        channel.send("failed", reason=f"{type(error).__name__}: {error}")
+        raise
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,136 @@
+"""What a packed training is fed with: datasets cut with every loss counted, samplers and loaders of packed batches."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from accelerate.logging import get_logger
+from datasets import IterableDataset
+from torch.utils.data import DataLoader, Sampler
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+from .collator import LOSSES
+from .config import PackedSFTConfig
+from .packing import WRAP, PackedBatchSampler, PackingReport
+from .reports import read_stream_state
+from .sampling import RankAwareSampler
+from .sources import AnyDataset, asked_for
+from .stepping import SteppingTrainer
+from .steps import Documents, quadratic_weight
+from .streams import PackedStream, stream_loader
+from .tokenized import cut_dataset, cut_stream, read_lengths
+
+logger = get_logger(__name__)
+
+
+class FeedingTrainer(SteppingTrainer):
+    """TRL's trainer on documents that are cut, packed and dealt by us."""
+
+    # What the Trainer declares more loosely.
+    train_dataset: Any
+    _signature_columns: Any
+    packing_reports: dict[str, PackingReport]
+    packing_sampler: PackedBatchSampler | None
+    _stream: PackedStream | None
+    _resumed_from: str | None
+    _packs_eval: bool
+    _padding_collator: Any
+
+    def _prepare_dataset(
+        self,
+        dataset: AnyDataset,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+        args: PackedSFTConfig,
+        packing: bool,
+        formatting_func: Callable[[dict], str] | None,
+        dataset_name: str,
+    ) -> AnyDataset:
+        """Tokenized and labelled by TRL, cut by us, so that no token is lost without being counted."""
+        if not args.packing:
+            return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        uncut = copy.copy(args)
+        uncut.max_length = None
+        dataset = super()._prepare_dataset(dataset, processing_class, uncut, False, formatting_func, dataset_name)
+        wraps = args.packing_strategy == "wrapped" and dataset_name == "train"
+        limits = {"max_length": args.max_length, "overflow": WRAP if wraps else args.overflow}
+        if isinstance(dataset, IterableDataset):
+            return cut_stream(dataset, **limits)
+        dataset, report = cut_dataset(dataset, name=dataset_name, **limits)
+        self.packing_reports[dataset_name] = report
+        counts = ", ".join(f"{label} {value}" for label, value in report.lines())
+        logger.log(logging.WARNING if report.tokens_lost else logging.INFO, "trl-packfa: %s: %s", dataset_name, counts)
+        return dataset
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        ours = [LOSSES, *([self.args.loss_by] if self.args.loss_by else [])]
+        self._signature_columns += [name for name in ours if name not in self._signature_columns]
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
+        if not self.args.packs_rows:
+            return super()._get_train_sampler(train_dataset)
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        self.packing_sampler = RankAwareSampler(
+            read_lengths(dataset),
+            capacity=self.args.max_length,
+            rows_per_batch=self.args.per_device_train_batch_size,
+            shuffle=self.args.train_sampling_strategy != "sequential",
+            wrapped=self.args.packing_strategy == "wrapped",
+            **self._dealing(),
+        )
+        return self.packing_sampler
+
+    def _dealing(self) -> dict[str, Any]:
+        """How rows are drawn and dealt to the ranks."""
+        return {
+            "seed": self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            "rank": self.args.process_index,
+            "world_size": self.args.world_size,
+            "quadratic": quadratic_weight(self.model),
+        }
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Under `step`, the padded run's examples in its order, collated once the step is cut."""
+        collator = Documents if self.args.packs_steps else self.data_collator
+        if self.args.packing and isinstance(self.train_dataset, IterableDataset):
+            return self._stream_loader(self._get_collator_with_removed_columns(collator, description="training"))
+        with self._collating_with(collator):
+            return super().get_train_dataloader()
+
+    def _stream_loader(self, collator: Callable[[list[Any]], Any]) -> DataLoader:
+        self._stream = PackedStream(
+            self.train_dataset,
+            batch_size=self.args.per_device_train_batch_size,
+            capacity=self.args.max_length if self.args.packs_rows else None,
+            wrapped=self.args.packing_strategy == "wrapped",
+            **self._dealing(),
+        )
+        if self._resumed_from is not None:
+            self._stream.load_state_dict(read_stream_state(self._resumed_from, self.args))
+        return stream_loader(self._stream, collator, self.args)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Evaluation batches hold the examples they would hold padded, packed unless metrics need the logits or the
+        dataset is a stream: of those the Trainer counts rows, one a packed batch, and would weigh losses wrongly."""
+        streamed = isinstance(asked_for(eval_dataset, self.eval_dataset), IterableDataset)
+        if not self.args.packing or (self._packs_eval and not streamed):
+            return super().get_eval_dataloader(eval_dataset)
+        with self._collating_with(self._padding_collator):
+            return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """Predictions are rows of logits, one an example: never packed."""
+        with self._collating_with(self._padding_collator if self.args.packing else self.data_collator):
+            return super().get_test_dataloader(test_dataset)
+
+    @contextmanager
+    def _collating_with(self, collator: Any) -> Iterator[None]:
+        packing_collator, self.data_collator = self.data_collator, collator
+        try:
+            yield
+        finally:
+            self.data_collator = packing_collator

@@ -1,0 +1,221 @@
+"""The LM head where no Triton kernel is: only trained positions are scored, in tiles, once.
+
+TRL's head scores every position there, prompt tokens and all, and multiplies with the head three times: for the
+logits, for the logits again in the backward, and for the gradient. A frozen head's gradient is linear in that of each
+log-probability, so it is computed with the logits and only scaled later: two products, of trained positions.
+
+Shape letters: B rows, L row length, P trained positions, D model dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from trl.trainer.utils import FusedCausalLMOutput
+
+# Logits of a tile: 16 MB of float32. Larger temporaries are mapped afresh by glibc, page by page.
+_TILE = 4 * 1024**2
+# Positions of a tile at least: fewer would read the head's weight too often.
+_FEWEST = 64
+
+
+class Transform(NamedTuple):
+    """What a model does to its head's output: multiply, then softly cap."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> Transform:
+        """As transformers' models do by their configs; what a config does not say, the comparison with the model's
+        own logits finds ([`~fused_head.ensure_own_loss`])."""
+        text = config.get_text_config()
+        divisor = getattr(text, "logits_scaling", None)
+        scale = getattr(text, "logit_scale", None) or getattr(text, "lm_head_multiplier", None)
+        return cls(scale or (1 / divisor if divisor else 1.0), getattr(text, "final_logit_softcapping", None))
+
+
+class TrainedHead:
+    """A causal LM's forward that answers `fused_lm_head=True` with scores of the trained positions.
+
+    Args:
+        module (`PreTrainedModel`):
+            The causal LM, with TRL's fused head.
+        forward (`Callable`):
+            Its forward, which serves all other calls, and heads that are sharded, quantized or feed experts' losses.
+
+    Attributes:
+        measures (`bool`): whether entropy and accuracy are computed; zeros otherwise.
+    """
+
+    def __init__(self, module: PreTrainedModel, forward: Callable[..., Any]) -> None:
+        self.module, self.forward, self.transform = module, forward, Transform.of(module.config)
+        self.measures = True
+        # `generate()` reads the forward's parameters.
+        self.__signature__ = inspect.Signature(list(inspect.signature(type(module).forward).parameters.values())[1:])
+
+    def __call__(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        """The forward, TRL's output type with `fused_lm_head`."""
+        if not fused_lm_head:
+            return self.forward(*args, **kwargs)
+        if not self._serves(kwargs):
+            return self.forward(*args, fused_lm_head=True, **kwargs)
+        labels, shift_labels = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
+        num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+        kwargs["use_cache"] = False
+        hidden_BLD = self.module.base_model(*args, **kwargs).last_hidden_state
+        if shift_labels is None:
+            assert labels is not None  # TRL sends one or the other
+            hidden_BLD, shift_labels = hidden_BLD[:, :-1], labels[:, 1:]
+        head: Any = self.module.get_output_embeddings()
+        device = head.weight.device
+        return self._score(hidden_BLD.to(device), head, shift_labels.to(device), num_items_in_batch)
+
+    def _serves(self, kwargs: dict[str, Any]) -> bool:
+        weight: Any = getattr(self.module.get_output_embeddings(), "weight", None)
+        routed = kwargs.get("output_router_logits") or getattr(
+            self.module.config.get_text_config(), "output_router_logits", False
+        )
+        return isinstance(weight, torch.Tensor) and weight.is_floating_point() and not (
+            isinstance(weight, DTensor) or routed or weight.device.type in ("cuda", "xpu")
+        )  # fmt: skip
+
+    # The number of trained positions is another in every batch: compiled, each would be a recompilation.
+    @torch.compiler.disable
+    def _score(
+        self,
+        hidden_BLD: torch.Tensor,
+        head: Any,
+        labels_BL: torch.Tensor,
+        num_items_in_batch: torch.Tensor | int | None,
+    ) -> FusedCausalLMOutput:
+        mask = labels_BL != -100
+        scores = TrainedLogProbs.apply(
+            hidden_BLD[mask], head.weight, head.bias, labels_BL[mask], self.transform, self.measures
+        )
+        # `masked_scatter` keeps a micro-batch without trained labels connected to the model.
+        log_probs, entropy, is_top1 = (x.new_zeros(mask.shape).masked_scatter(mask, x) for x in scores)
+        count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        return FusedCausalLMOutput(
+            loss=-log_probs.sum() / count, log_probs=log_probs, entropy=entropy, is_top1=is_top1, label_mask=mask
+        )
+
+
+class TrainedLogProbs(torch.autograd.Function):
+    """Log-probability `(P,)` of each label, entropy `(P,)` and whether the label is the likeliest `(P,)`, from hidden
+    states `(P, D)`, the head's weight `(V, D)`, its bias `(V,)` or `None`, and labels `(P,)`.
+
+    Logits are multiplied in the hidden states' dtype, or autocast's; their softmax is float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Score tile by tile; with a frozen head, keep the gradient of each log-probability."""
+        hidden, weight, bias, labels, transform, measures = inputs
+        ctx.set_materialize_grads(False)
+        head_trains = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        slopes = torch.empty_like(hidden) if ctx.needs_input_grad[0] and not head_trains else None
+        scores = hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
+        tiles = _Tiles(hidden, weight, bias, transform)
+        for part, logits in tiles:
+            target = labels[part, None]
+            log_p = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+            scores[0, part] = log_p.gather(-1, target)[:, 0]
+            if measures:
+                scores[2, part] = (logits.argmax(-1, keepdim=True) == target)[:, 0].float()
+                scores[1, part] = -(log_p.exp() * log_p).sum(-1)
+            if slopes is not None:
+                slopes[part] = tiles.slope(log_p, target, logits)
+        if head_trains:
+            ctx.save_for_backward(hidden, weight, bias, labels)
+        else:
+            ctx.save_for_backward(slopes)
+        ctx.head_trains, ctx.transform, ctx.autocast = head_trains, transform, tiles.dtype
+        is_top1 = scores[2].bool()
+        ctx.mark_non_differentiable(scores[1], is_top1)
+        return scores[0], scores[1], is_top1
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
+        """Scale the kept gradients, or compute those of hidden states and head tile by tile."""
+        if grad is None:
+            return (None,) * 6
+        if not ctx.head_trains:
+            (slopes,) = ctx.saved_tensors
+            return (None if slopes is None else slopes * grad[:, None].to(slopes.dtype), *(None,) * 5)
+        hidden, weight, bias, labels = ctx.saved_tensors
+        tiles = _Tiles(hidden, weight, bias, ctx.transform, dtype=ctx.autocast)
+        by_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        by_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        by_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        for part, logits in tiles:
+            log_p = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+            by_logits = tiles.by_logits(log_p, labels[part, None], logits).mul_(grad[part, None])
+            if by_bias is not None:
+                by_bias += by_logits.sum(0)
+            by_logits = by_logits.to(tiles.dtype)
+            if by_hidden is not None:
+                by_hidden[part] = (by_logits @ tiles.weight).to(hidden.dtype)
+            if by_weight is not None:
+                by_weight += by_logits.t() @ hidden[part].to(tiles.dtype)
+        return (
+            by_hidden,
+            None if by_weight is None else by_weight.to(weight.dtype),
+            None if by_bias is None else by_bias.to(bias.dtype),
+            *(None,) * 3,
+        )
+
+
+class _Tiles:
+    """Logits of some positions at a time, `(slice, (n, V))`, and their derivatives."""
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        transform: Transform,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        kind = hidden.device.type
+        cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        self.dtype = dtype or cast
+        self.hidden, self.weight, self.transform = hidden, weight.to(self.dtype), transform
+        self.bias = None if bias is None else bias.to(self.dtype)
+        self.size = max(_TILE // len(weight), _FEWEST)
+
+    def __iter__(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        buffer = self.hidden.new_empty((min(self.size, len(self.hidden)), len(self.weight)), dtype=self.dtype)
+        for start in range(0, len(self.hidden), self.size):
+            part = slice(start, min(start + self.size, len(self.hidden)))
+            logits = torch.mm(self.hidden[part].to(self.dtype), self.weight.t(), out=buffer[: part.stop - start])
+            if self.bias is not None:
+                logits.add_(self.bias)
+            yield part, self._transformed(logits)
+
+    def _transformed(self, logits: torch.Tensor) -> torch.Tensor:
+        scale, softcap = self.transform
+        if scale != 1.0:
+            logits.mul_(scale)
+        return logits if softcap is None else logits.float().div_(softcap).tanh_().mul_(softcap)
+
+    def by_logits(self, log_p: torch.Tensor, target: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Derivative of the target's log-probability by the head's output, `(n, V)`, float32, in place of `log_p`."""
+        by = log_p.exp_().neg_()
+        by.scatter_add_(-1, target, torch.ones_like(target, dtype=by.dtype))
+        scale, softcap = self.transform
+        if softcap is not None:
+            by.mul_(1 - (logits / softcap).square())
+        return by.mul_(scale) if scale != 1.0 else by
+
+    def slope(self, log_p: torch.Tensor, target: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The same by the hidden states, `(n, D)`."""
+        return (self.by_logits(log_p, target, logits).to(self.dtype) @ self.weight).to(self.hidden.dtype)

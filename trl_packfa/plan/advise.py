@@ -1,0 +1,208 @@
+"""What follows from the figures, in words, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from ..batching import PADDED, ROW_STRATEGIES, Batching
+from ..summary import EpochPlan, plan_epoch
+from .compare import total_steps
+from .memory import estimate
+from .report import Plan
+
+# Memory of GPUs that can be rented, in GB of 10^9 bytes, and what CUDA and fragmentation take of it.
+_CARDS = (12, 16, 24, 40, 48, 80, 96, 141, 180)
+_RESERVED, _SLACK = 1e9, 1.15
+# Fewer optimizer steps than this share of the padded run's are worth a word; so are runs of few steps at all.
+_FEWER, _FEW_STEPS = 0.67, 200
+# Below this share of pads there is little to gain; above this share of lost tokens there is much to lose.
+_LITTLE_PADDING, _MUCH_LOST = 0.10, 0.01
+_UNEVEN, _WAITING = 4.0, 1.1
+# A token budget that is used less than this can be smaller; so much above the mean a micro-batch may have.
+_HALF_EMPTY, _ROOM = 0.5, 1.3
+PAPER = (
+    "The paper (arXiv 2407.09105, Table 2: Mistral-7B, 20k FLAN examples, one epoch) measured a validation loss of "
+    "1.284 with rows packed over the whole dataset, 1.129 padded, 1.127 with the padded run's number of steps"
+)
+
+
+def advise(plan: Plan) -> tuple[str, ...]:
+    """Sentences, the recommendation first."""
+    parts = (_recommend, _steps, _few, _lost, _outlier, _budget, _waiting, _untrained, _fits)
+    return tuple(sentence for part in parts for sentence in part(plan))
+
+
+def _recommend(plan: Plan) -> Iterator[str]:
+    padding, chosen = plan.padded.epoch().padding, plan.chosen
+    best = "step" if "step" in plan.outcomes else "minibatch"
+    gain = plan.speed_up(plan.outcomes[best])
+    if padding < _LITTLE_PADDING:
+        yield (
+            f"Packing gains little here: {padding:.0%} of a padded run's tokens are pads at "
+            f"per_device_train_batch_size={plan.args.per_device_train_batch_size} (predicted {gain:.2f}x). It gains "
+            "with larger batches and more uneven lengths."
+        )
+        return
+    ours, theirs = plan.outcomes[best].epoch(), plan.padded.epoch()
+    yours = " (your choice)" if chosen.strategy == best else ""
+    if chosen.strategy == "minibatch" and plan.world_size == 1 and plan.args.gradient_accumulation_steps == 1:
+        yours = " (your 'minibatch' does the same on one GPU without accumulation)"
+    runs = _micro_batches(ours)
+    padded = ", as padded" if _micro_batches(theirs) == runs else f"; padded, {_micro_batches(theirs)}"
+    same = "on the same examples, so the loss is the padded run's" if ours.tokens == theirs.tokens else (
+        f"on other documents: overflow='{plan.args.overflow}' where the padded run truncates"
+    )  # fmt: skip
+    yield (
+        f"Use packing_strategy='{best}'{yours}: {padding:.0%} of a padded run's tokens are pads, it computes none of "
+        f"them (predicted {gain:.2f}x). It takes {ours.steps:,} optimizer steps an epoch (padded {theirs.steps:,}), "
+        f"{same}. A step runs {runs}{padded}."
+    )
+
+
+def _micro_batches(epoch: EpochPlan) -> str:
+    count = epoch.micro_batches / epoch.steps
+    each = f"{epoch.tokens_per_micro_batch:,.0f} true tokens"
+    return f"one micro-batch of {each}" if count == 1 else f"{count:.1f} micro-batches of {each}"
+
+
+def _steps(plan: Plan) -> Iterator[str]:
+    """Rows over the whole dataset take fewer, larger steps."""
+    padded = plan.padded.epoch()
+    strategy = plan.chosen.strategy if plan.chosen.strategy in ROW_STRATEGIES else "bfd"
+    if strategy not in plan.outcomes:
+        return
+    rows = plan.outcomes[strategy].epoch()
+    if rows.steps >= _FEWER * padded.steps:
+        return
+    yours = plan.chosen.strategy == strategy
+    yield (
+        f"{'Warning: your' if yours else 'Not'} packing_strategy='{strategy}'{' takes' if yours else ': it takes'} "
+        f"{rows.steps:,} optimizer steps an epoch where the padded run takes {padded.steps:,}, "
+        f"{padded.steps / rows.steps:.1f} times fewer, of {rows.examples_per_step:,.0f} examples instead of "
+        f"{padded.examples_per_step:,.0f}. {PAPER}. "
+        f"{'Smaller' if yours else 'If you want it all the same, smaller'} per_device_train_batch_size and "
+        "gradient_accumulation_steps give steps back; a learning rate tuned padded does not carry over."
+    )
+
+
+def _few(plan: Plan) -> Iterator[str]:
+    steps = total_steps(plan.chosen.epoch(), plan.args)
+    if steps < _FEW_STEPS:
+        yield (
+            f"The whole run is {steps:,} optimizer steps ({plan.args.num_train_epochs:g} epochs of "
+            f"{plan.chosen.epoch().steps:,}): few, with warm-up. A smaller batch or more epochs give more."
+            if plan.args.max_steps <= 0
+            else f"The whole run is max_steps={steps:,} optimizer steps, "
+            f"{steps / plan.chosen.epoch().steps:.2f} epochs: few, with warm-up."
+        )
+
+
+def _lost(plan: Plan) -> Iterator[str]:
+    report, lengths = plan.chosen.report, plan.source.tokens.lengths
+    share = report.tokens_lost / report.tokens
+    if share > _MUCH_LOST and plan.args.max_length is not None:
+        covers, split = int(np.percentile(lengths, 99)), plan.outcomes["bfd_split"].report.tokens_lost
+        yield (
+            f"{report.tokens_lost:,} tokens ({share:.1%}) are lost: {report.too_long:,} of {report.documents:,} "
+            f"documents are longer than max_length={plan.args.max_length}. max_length={covers} holds 99 % of the "
+            f"documents; overflow='split', which makes documents of the pieces, loses {split:,} tokens."
+        )
+    if plan.chosen.strategy in ("wrapped", "bfd_split") and report.split:
+        yield (
+            f"{report.split:,} documents are cut into several: what comes after a cut does not see what came before."
+        )
+
+
+def _outlier(plan: Plan) -> Iterator[str]:
+    """One long document decides the memory of every micro-batch."""
+    lengths = plan.chosen.lengths
+    longest, usual = int(lengths.max()), float(np.percentile(lengths, 99))
+    if plan.chosen.strategy == "step" and plan.args.max_tokens_per_microbatch is None and longest > _UNEVEN * usual:
+        size = plan.args.per_device_train_batch_size
+        yield (
+            f"The longest document ({longest:,} tokens) is {longest / usual:.0f} times as long as 99 % of them are at "
+            f"most ({usual:.0f}), and a micro-batch must be able to hold {size} such: a lower max_length saves memory."
+        )
+
+
+def _budget(plan: Plan) -> Iterator[str]:
+    """A token budget made for the longest documents, which most steps do not need."""
+    epoch, args = plan.chosen.epoch(), plan.args
+    if plan.chosen.strategy != "step" or args.max_tokens_per_microbatch is not None or (epoch.fill or 1) > _HALF_EMPTY:
+        return
+    # Room for the documents of a step in as many micro-batches, and for the longest.
+    budget = max(int(epoch.tokens_per_micro_batch * _ROOM), int(plan.chosen.lengths.max()))
+    if budget >= epoch.largest_micro_batch:
+        return
+    batching = Batching.of(args, strategy="step", world_size=epoch.world_size)
+    smaller = plan_epoch(plan.chosen.lengths, replace(batching, budget=budget))
+    memory = ""
+    if plan.shape is not None:
+        less, more = estimate(plan.shape, args, budget).total, plan.memory["step"].total
+        memory = f" and {less / 1e9:.1f} GB instead of {more / 1e9:.1f}"
+    yield (
+        f"Micro-batches are {epoch.fill:.0%} full: the default budget of {epoch.largest_micro_batch:,} tokens is the "
+        f"padded run's worst micro-batch. max_tokens_per_microbatch={budget} needs "
+        f"{smaller.micro_batches / smaller.steps:.1f} micro-batches a step instead of "
+        f"{epoch.micro_batches / epoch.steps:.1f}{memory}; the training is the same."
+    )
+
+
+def _waiting(plan: Plan) -> Iterator[str]:
+    for ranks, epoch in plan.chosen.epochs.items():
+        if epoch.imbalance > _WAITING:
+            yield (
+                f"On {ranks} ranks a step takes {epoch.imbalance:.2f} times what it would if all were always busy: "
+                + (
+                    "the longest document of a step alone takes that long. More examples a step level it."
+                    if plan.chosen.strategy == "step"
+                    else "packing_strategy='step' deals the examples of a step anew to all ranks."
+                )
+            )
+            return
+
+
+def _untrained(plan: Plan) -> Iterator[str]:
+    dropped = plan.chosen.report.dropped_untrained
+    if dropped:
+        yield (
+            f"{dropped:,} {'documents have' if dropped > 1 else 'document has'} no token to train on within "
+            "max_length: dropped. The prompt fills it, or nothing has a label."
+        )
+
+
+def _smaller(plan: Plan) -> str:
+    """What takes less memory and is not done yet."""
+    args = plan.args
+    ways = ["lower per_device_train_batch_size or max_length"]
+    ways += [] if args.gradient_checkpointing else ["gradient_checkpointing"]
+    ways += [] if args.use_peft else ["use_peft"]
+    ways += [] if args.load_in_4bit or not args.use_peft else ["load_in_4bit"]
+    return ", ".join([*ways, "or share it out with FSDP"])
+
+
+def _fits(plan: Plan) -> Iterator[str]:
+    memory = plan.memory.get(plan.chosen.strategy)
+    if memory is None:
+        return
+    needed = memory.total * _SLACK + _RESERVED
+    card = next((size for size in _CARDS if size * 1e9 >= needed), None)
+    saved = plan.memory[PADDED].total
+    yield (
+        f"Memory: about {memory.total / 1e9:.1f} GB at the largest micro-batch of "
+        f"{plan.chosen.epoch().largest_micro_batch:,} tokens (padded {saved / 1e9:.1f} GB), an estimate. "
+        + (
+            f"With {_SLACK - 1:.0%} slack and 1 GB for CUDA it fits a GPU of {card} GB."
+            if card
+            else f"No single GPU has that: {_smaller(plan)}."
+        )
+    )
+    shape, quantized = plan.shape, plan.args.load_in_4bit or plan.args.load_in_8bit
+    if shape is not None and shape.lora_rank and shape.dtype_bytes == 4 and not quantized and plan.args.bf16:
+        yield (
+            f"The frozen weights are float32, TRL's default: dtype='bfloat16' halves their "
+            f"{memory.weights / 1e9:.1f} GB, load_in_4bit does more."
+        )

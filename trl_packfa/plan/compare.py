@@ -1,0 +1,80 @@
+"""Every strategy beside the padded run, on the same documents: what is cut, what is computed, how long it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..batching import PADDED, ROW_STRATEGIES, Batching
+from ..config import PACKING_STRATEGIES, PackedSFTConfig
+from ..errors import InvalidConfig
+from ..packing import WRAP, PackingReport, plan_overflow
+from ..steps import require_budget
+from ..summary import EpochPlan, plan_epoch
+from ..tokenized import Tokens
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one strategy makes of the documents: the account of what was cut, and the epoch on each number of ranks."""
+
+    strategy: str
+    report: PackingReport
+    lengths: np.ndarray
+    epochs: dict[int, EpochPlan]
+
+    def epoch(self) -> EpochPlan:
+        """On the first number of ranks."""
+        return next(iter(self.epochs.values()))
+
+
+def compare(tokens: Tokens, args: PackedSFTConfig, ranks: Sequence[int], quadratic: float) -> dict[str, Outcome]:
+    """By strategy, the padded run first. Strategies that the arguments rule out are left out; the chosen one raises.
+
+    Raises:
+        [`InvalidConfig`]: if a document is longer than `max_tokens_per_microbatch`.
+        [`InvalidDataset`]: if documents are too long under `overflow="error"`, or nothing can be trained.
+    """
+    chosen = args.packing_strategy if args.packing else PADDED
+    outcomes: dict[str, Outcome] = {}
+    for strategy in (PADDED, *PACKING_STRATEGIES):
+        if strategy in ROW_STRATEGIES and args.max_length is None:
+            continue
+        try:
+            outcomes[strategy] = _outcome(tokens, args, ranks, strategy, quadratic)
+        except InvalidConfig:
+            if strategy == chosen:
+                raise
+    return outcomes
+
+
+def _outcome(tokens: Tokens, args: PackedSFTConfig, ranks: Sequence[int], strategy: str, quadratic: float) -> Outcome:
+    spans, report = plan_overflow(*tokens, max_length=args.max_length, policy=policy_of(strategy, args))
+    lengths = spans.stop - spans.start
+    if strategy == "step" and args.max_tokens_per_microbatch is not None:
+        longest = int(lengths.argmax())
+        which = f"document {int(spans.document[longest])}"
+        require_budget(args.max_tokens_per_microbatch, int(lengths[longest]), which)
+    batchings = {n: Batching.of(args, strategy=strategy, world_size=n, quadratic=quadratic) for n in ranks}
+    return Outcome(strategy, report, lengths, {n: plan_epoch(lengths, b) for n, b in batchings.items()})
+
+
+def policy_of(strategy: str, args: PackedSFTConfig) -> str:
+    """What a strategy does with documents that are too long; TRL's padded run cuts them."""
+    named = {PADDED: "truncate", "wrapped": WRAP, "bfd_split": "split"}
+    # Under strategies that have a policy of their own, `overflow` is not the user's word.
+    own = args.overflow if args.packing_strategy != "bfd_split" else "truncate"
+    return named.get(strategy, own)
+
+
+def speed_up(outcome: Outcome, padded: Outcome, world_size: int) -> float:
+    """True tokens per unit of cost over the padded run's; ranks wait for the slowest in both."""
+    ours, theirs = outcome.epochs[world_size], padded.epochs[world_size]
+    return (ours.tokens / ours.cost) / (theirs.tokens / theirs.cost) if ours.cost and theirs.cost else 1.0
+
+
+def total_steps(epoch: EpochPlan, args: PackedSFTConfig) -> int:
+    """Optimizer steps of the whole run, as the Trainer counts them."""
+    return args.max_steps if args.max_steps > 0 else int(np.ceil(args.num_train_epochs * epoch.steps))

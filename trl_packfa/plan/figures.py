@@ -1,0 +1,182 @@
+"""The plan's plots, as SVG that stands in a page by itself."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..batching import PADDED, ROW_STRATEGIES, Batching
+from ..drawing import draw_row, require_matplotlib
+from ..packing import recut_over_ranks
+from .report import Plan
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_TRUE, _PADS, _GREY = "#2a6f97", "#e9b872", "#8a8a8a"
+_PARTS = {
+    "weights": "#2a6f97",
+    "adapter": "#4c956c",
+    "gradients": "#9b5de5",
+    "optimizer": "#c44536",
+    "activations": "#e9b872",
+    "logits": "#6c757d",
+}
+_BINS = 60
+
+
+def figures(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Caption and SVG of each plot.
+
+    Raises:
+        [`MissingPackage`]: if matplotlib is not installed.
+    """
+    matplotlib = require_matplotlib("--html")
+    style = {
+        "svg.fonttype": "none",
+        "font.family": "sans-serif",
+        "font.size": 10,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    with matplotlib.rc_context(style):
+        yield "Documents by length, before anything is cut.", _svg(_lengths(plan))
+        yield "What an epoch computes: true tokens and pads.", _svg(_tokens(plan))
+        yield "Optimizer steps of an epoch: fewer steps are another training.", _svg(_steps(plan))
+        yield "Waiting of ranks for each other: 1 is none.", _svg(_waiting(plan))
+        if plan.memory:
+            yield "Memory of one GPU at the largest micro-batch, an estimate.", _svg(_memory(plan))
+        yield _row_caption(plan), _svg(_row(plan))
+
+
+def _svg(figure: Figure) -> str:
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :]
+    # Its own size in points would not shrink with the window; `viewBox` keeps the proportions.
+    return re.sub(r' (?:width|height)="[^"]*pt"', "", svg, count=2)
+
+
+def _axes(width: float = 5.6, height: float = 3.2) -> tuple[Figure, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _lengths(plan: Plan) -> Figure:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    figure, axes = _axes()
+    lengths, limit = plan.source.tokens.lengths, plan.args.max_length
+    edges = np.unique(np.geomspace(max(lengths.min(), 1), lengths.max() + 1, _BINS).round())
+    axes.hist(lengths, bins=edges if len(edges) > 1 else 1, color=_TRUE)
+    axes.set(xscale="log", xlabel="tokens", ylabel="documents")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    if limit is not None:
+        axes.axvline(limit, color="#c44536", linewidth=1)
+        axes.annotate(f"max_length {limit:,}", (limit, 1), xycoords=("data", "axes fraction"), rotation=90,
+                      xytext=(3, -4), textcoords="offset points", va="top", color="#c44536", fontsize=8)  # fmt: skip
+    return figure
+
+
+def _bars(plan: Plan) -> tuple[Figure, Any, list[str]]:
+    figure, axes = _axes()
+    names = list(plan.outcomes)
+    axes.set_yticks(range(len(names)), [f"{n} *" if n == plan.chosen.strategy else n for n in names])
+    axes.invert_yaxis()
+    return figure, axes, names
+
+
+def _tokens(plan: Plan) -> Figure:
+    figure, axes, names = _bars(plan)
+    epochs = [plan.outcomes[name].epoch() for name in names]
+    true = np.array([epoch.tokens for epoch in epochs], dtype=float)
+    pads = true / (1 - np.array([epoch.padding for epoch in epochs])) - true
+    axes.barh(range(len(names)), true, color=_TRUE, label="true tokens")
+    axes.barh(range(len(names)), pads, left=true, color=_PADS, label="pads")
+    axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1e6:,g} M")
+    axes.legend(frameon=False, loc="lower right")
+    return figure
+
+
+def _steps(plan: Plan) -> Figure:
+    figure, axes, names = _bars(plan)
+    steps = [plan.outcomes[name].epoch().steps for name in names]
+    fewer = [name in ROW_STRATEGIES for name in names]
+    colours = ["#c44536" if few and count < steps[0] else _TRUE for few, count in zip(fewer, steps, strict=True)]
+    bars = axes.barh(range(len(names)), steps, color=colours)
+    axes.bar_label(bars, [f"{count:,}" for count in steps], padding=3)
+    axes.set_xmargin(0.15)
+    axes.set_xlabel("optimizer steps")
+    return figure
+
+
+def _waiting(plan: Plan) -> Figure:
+    figure, axes = _axes()
+    shown = [
+        name for name in dict.fromkeys((PADDED, "minibatch", "step", plan.chosen.strategy)) if name in plan.outcomes
+    ]
+    ranks = list(plan.chosen.epochs)
+    for i, name in enumerate(shown):
+        values = [plan.outcomes[name].epochs[n].imbalance for n in ranks]
+        width = 0.8 / len(shown)
+        at = np.arange(len(ranks)) + (i - (len(shown) - 1) / 2) * width
+        bars = axes.bar(at, values, width, label=name, color=[_PADS, _GREY, _TRUE, "#c44536"][i])
+        axes.bar_label(bars, [f"{value:.2f}" for value in values], fontsize=8, padding=2)
+    axes.set_xticks(range(len(ranks)), [f"{n} GPU{'s' if n > 1 else ''}" for n in ranks])
+    axes.axhline(1, color="black", linewidth=0.6)
+    axes.set_ylim(0)
+    axes.set_ymargin(0.25)
+    axes.legend(frameon=False, ncols=len(shown), fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 1.15))
+    return figure
+
+
+def _memory(plan: Plan) -> Figure:
+    figure, axes, names = _bars(plan)
+    begin = np.zeros(len(names))
+    for part, colour in _PARTS.items():
+        values = np.array([getattr(plan.memory[name], part) for name in names]) / 1e9
+        label = "LM head" if part == "logits" else part
+        bars = axes.barh(range(len(names)), values, left=begin, color=colour, label=label)
+        begin += values
+    axes.bar_label(bars, [f"{total:.1f}" for total in begin], padding=3)
+    axes.set_xmargin(0.1)
+    axes.set_xlabel("GB")
+    figure.legend(frameon=False, ncols=3, fontsize=8, loc="outside upper center")
+    return figure
+
+
+def _row(plan: Plan) -> Figure:
+    figure, axes = _axes(5.6, 5.0)
+    draw_row(axes, [(int(tokens), False) for tokens in row_of(plan)])
+    return figure
+
+
+def _row_caption(plan: Plan) -> str:
+    name = "step" if plan.chosen.strategy == PADDED else plan.chosen.strategy
+    return f"One packed micro-batch of '{name}', drawn from these documents: who may attend to whom."
+
+
+def row_of(plan: Plan) -> list[int]:
+    """Document lengths of one packed micro-batch, as the chosen strategy (`step` for a padded run) makes it."""
+    outcome = plan.outcomes["step"] if plan.chosen.strategy == PADDED else plan.chosen
+    q = plan.shape.quadratic if plan.shape else 0.0
+    batching = Batching.of(plan.args, strategy=outcome.strategy, world_size=plan.world_size, quadratic=q)
+    if outcome.strategy in ROW_STRATEGIES:
+        sampler = batching.row_sampler(outcome.lengths)
+        return outcome.lengths[sampler.share(sampler.rounds()[0], 0)].tolist()
+    step = batching.draw(outcome.lengths)[: batching.accumulation]
+    if outcome.strategy == "minibatch":
+        return [tokens for tokens in step[0, 0].tolist() if tokens]
+    documents = step[step > 0]
+    budget = batching.micro_batch_tokens(outcome.lengths)
+    dealt = recut_over_ranks(documents, budget=budget, world_size=batching.world_size, quadratic=q)
+    return documents[dealt[0][0]].tolist()

@@ -1,0 +1,120 @@
+"""Lengths and labels of every document, through the trainer's own tokenization, or out of a file."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from transformers import AutoProcessor
+from trl import SFTTrainer
+
+from ..config import PackedSFTConfig
+from ..errors import InvalidConfig, InvalidDataset
+from ..packing import TrainedTokens
+from ..tokenized import Tokens, read_tokens, require_usable
+from ..zoo import small_model
+
+
+@dataclass(frozen=True)
+class Source:
+    """Documents before anything is cut: where they come from, their tokens, and which have a label."""
+
+    name: str
+    tokens: Tokens
+
+
+def lengths_from_file(path: str) -> Source:
+    """A JSON list of document lengths in tokens; every token counts as trained.
+
+    Raises:
+        [`InvalidDataset`]: if the file is not that.
+    """
+    try:
+        numbers = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidDataset(
+            f"cannot read lengths from {path}.", why=[str(error)], do="Pass a JSON file with a list of token counts."
+        ) from error
+    lengths = np.array(numbers) if isinstance(numbers, list) and numbers else np.zeros(1)
+    if lengths.ndim != 1 or lengths.dtype.kind != "i" or lengths.min() < 1:
+        raise InvalidDataset(
+            f"{path} is no list of document lengths.",
+            why=["wanted: a JSON list of whole numbers of tokens, each 1 or more, such as [163, 485, 71]"],
+            do="Write one number of tokens for each document.",
+        )
+    lengths = lengths.astype(np.int64)
+    return Source(Path(path).name, Tokens(lengths, TrainedTokens.every(int(lengths.sum()))))
+
+
+def read_documents(name: str, dataset: Any, tokenizer: str, args: PackedSFTConfig) -> Source:
+    """Tokenize and label a dataset as [`PackedSFTTrainer`] would, with the tokenizer of that name.
+
+    Raises:
+        [`InvalidDataset`]: if it is a stream, packed already, of no TRL format, or TRL refuses it.
+        [`InvalidConfig`]: if there is no such tokenizer.
+    """
+    if not isinstance(dataset, Dataset):
+        raise InvalidDataset(
+            f"the dataset '{name}' is a stream: its lengths are not known before it is read.",
+            do="Drop dataset_streaming, or pass the lengths themselves with --lengths.",
+        )
+    require_usable(dataset, name="train", text_field=args.dataset_text_field, formatted=False)
+    if "seq_lengths" in dataset.column_names:
+        raise InvalidDataset(
+            f"the dataset '{name}' has a column 'seq_lengths': its rows were packed before.",
+            do="Plan with the documents that the rows were packed from.",
+        )
+    try:
+        return Source(name, read_tokens(_prepared(dataset, _tokenizer(tokenizer, args), args)))
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, (InvalidConfig, InvalidDataset)):
+            raise
+        raise InvalidDataset(
+            f"TRL cannot tokenize the dataset '{name}' with the tokenizer '{tokenizer}'.", why=[str(error)]
+        ) from error
+
+
+def _tokenizer(name: str, args: PackedSFTConfig) -> Any:
+    """As TRL loads it beside the model."""
+    try:
+        return AutoProcessor.from_pretrained(
+            name, revision=args.model_revision, trust_remote_code=args.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(
+            f"cannot load a tokenizer from '{name}'.",
+            why=[str(error)],
+            do="Check the name, pass --tokenizer, or pass the documents' lengths with --lengths.",
+        ) from error
+
+
+def _prepared(dataset: Dataset, tokenizer: Any, args: PackedSFTConfig) -> Dataset:
+    """What TRL's trainer makes of the dataset, which it is asked for with a model of a few weights."""
+    args = copy.copy(args)
+    args.packing, args.packing_strategy, args.padding_free, args.max_length = False, "bfd", False, None
+    args.model_init_kwargs, args.gradient_checkpointing = None, False
+    try:
+        trainer = _Tokenizing(small_model("llama"), args=args, train_dataset=dataset, processing_class=tokenizer)
+    except _Tokenized as tokenized:
+        return tokenized.dataset
+    return trainer.train_dataset  # type: ignore[return-value]  # dataset_kwargs said to skip the preparation
+
+
+class _Tokenized(Exception):
+    """Carries the prepared dataset out of TRL's constructor: a trainer is not wanted."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        super().__init__()
+        self.dataset = dataset
+
+
+class _Tokenizing(SFTTrainer):
+    """Settles templates, special tokens and loss masks as any trainer does, and stops when the data is ready."""
+
+    def _prepare_dataset(self, *args: Any, **kwargs: Any) -> Any:
+        raise _Tokenized(super()._prepare_dataset(*args, **kwargs))  # type: ignore[arg-type]

@@ -1,0 +1,68 @@
+"""The plan as one HTML page that needs nothing beside it: style, tables and plots inside."""
+
+from __future__ import annotations
+
+from html import escape
+
+from .figures import figures
+from .report import Plan
+from .terminal import Rows, heading, notes, tables
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.4rem; margin-bottom: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
+.advice li { margin: .4rem 0; max-width: 60rem; } .advice li:first-child { font-weight: 600; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; } .wide { overflow-x: auto; }
+th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid #ddd; }
+th { font-weight: 600; border-bottom: 2px solid #999; vertical-align: bottom; }
+th:first-child, td:first-child { text-align: left; } tr.chosen { background: #eef5f9; font-weight: 600; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(25rem, 1fr)); gap: 1.5rem; }
+figure { margin: 0; } figure svg { width: 100%; height: auto; } figcaption, .notes { color: #555; font-size: .9rem; }
+"""
+
+_CHOSEN = ' class="chosen"'
+
+
+def render(plan: Plan) -> str:
+    """The page's HTML.
+
+    Raises:
+        [`MissingPackage`]: if matplotlib is not installed.
+    """
+    plots = "\n".join(
+        f"<figure><figcaption>{escape(caption)}</figcaption>{svg}</figure>" for caption, svg in figures(plan)
+    )
+    advice = "\n".join(f"<li>{escape(sentence)}</li>" for sentence in plan.advice)
+    shown = "\n".join(f"<h2>{escape(title)}</h2>\n{_table(rows)}" for title, rows in tables(plan))
+    rests = "\n".join(f"<p>{escape(line)}</p>" for line in notes(plan))
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Packing plan of {escape(plan.source.name)}</title><style>{_STYLE}</style></head>
+<body>
+<h1>Packing plan of {escape(plan.source.name)}</h1>
+<p>{escape(heading(plan))}</p>
+<ul class="advice">
+{advice}
+</ul>
+{shown}
+<div class="notes">
+{rests}
+</div>
+<h2>plots</h2>
+<div class="plots">
+{plots}
+</div>
+</body>
+</html>
+"""
+
+
+def _table(table: Rows) -> str:
+    columns, rows = table
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    body = "\n".join(
+        f"<tr{_CHOSEN if row[0].endswith('*') else ''}>" + "".join(f"<td>{escape(v)}</td>" for v in row) + "</tr>"
+        for row in rows
+    )
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'

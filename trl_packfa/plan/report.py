@@ -1,0 +1,100 @@
+"""One plan with all its figures: what `--json` prints, and what terminal and page show."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..batching import PADDED
+from ..config import PackedSFTConfig
+from .compare import Outcome, speed_up, total_steps
+from .gather import Source
+from .memory import FORMULA, Memory
+from .shape import ModelShape
+
+_PERCENTILES = (50, 90, 99)
+BASIS = (
+    "work per true token, pads included, against the padded run: a token costs 1, a token that it attends to q; ranks "
+    "wait for the slowest. An arithmetic ratio, not a timing: it takes the GPU to be as busy in small micro-batches "
+    "as in large ones"
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Documents, strategies and advice; `shape` and `memory` (by strategy) only if there is a model."""
+
+    source: Source
+    args: PackedSFTConfig
+    outcomes: dict[str, Outcome]
+    shape: ModelShape | None
+    memory: dict[str, Memory] = field(default_factory=dict)
+    advice: tuple[str, ...] = ()
+
+    @property
+    def chosen(self) -> Outcome:
+        """The strategy that the arguments name."""
+        return self.outcomes[(self.args.packing_strategy if self.args.packing else None) or PADDED]
+
+    @property
+    def padded(self) -> Outcome:
+        """TRL without packing."""
+        return self.outcomes[PADDED]
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the main tables, the first that was asked for."""
+        return self.chosen.epoch().world_size
+
+    @property
+    def basis(self) -> str:
+        """What the predicted speed-up rests on."""
+        q = f"q = {self.shape.quadratic:.2e}" if self.shape else "q = 0 without a model: attention's cost is left out"
+        return f"{BASIS} ({q})."
+
+    def speed_up(self, outcome: Outcome, world_size: int | None = None) -> float:
+        """Over the padded run."""
+        return speed_up(outcome, self.padded, world_size or self.world_size)
+
+    def lengths(self) -> dict[str, float]:
+        """Tokens of the documents before anything is cut."""
+        lengths = self.source.tokens.lengths
+        marks = {f"p{p}": float(np.percentile(lengths, p)) for p in _PERCENTILES}
+        return {"mean": float(lengths.mean()), **marks, "longest": float(lengths.max())}
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        q = self.shape.quadratic if self.shape else 0.0
+        return {
+            "source": self.source.name,
+            "documents": len(self.source.tokens.lengths),
+            "lengths": self.lengths(),
+            "arguments": {
+                "per_device_train_batch_size": self.args.per_device_train_batch_size,
+                "gradient_accumulation_steps": self.args.gradient_accumulation_steps,
+                "max_length": self.args.max_length,
+                "overflow": self.args.overflow,
+                "packing_strategy": self.chosen.strategy,
+            },
+            "strategies": {name: self._strategy(outcome) for name, outcome in self.outcomes.items()},
+            "speed_up_basis": {"quadratic": q, "text": self.basis},
+            "model": asdict(self.shape) if self.shape else None,
+            "memory_formula": FORMULA if self.shape else None,
+            "advice": list(self.advice),
+        }
+
+    def _strategy(self, outcome: Outcome) -> dict[str, Any]:
+        epochs = {}
+        for ranks, epoch in outcome.epochs.items():
+            derived = {
+                "examples_per_step": epoch.examples_per_step,
+                "tokens_per_micro_batch": epoch.tokens_per_micro_batch,
+                "total_steps": total_steps(epoch, self.args),
+                "speed_up": self.speed_up(outcome, ranks),
+            }
+            epochs[str(ranks)] = {**asdict(epoch), **derived}
+        memory = self.memory.get(outcome.strategy)
+        kept = {**asdict(memory), "total": memory.total} if memory else None
+        return {"cut": outcome.report.to_dict(), "ranks": epochs, "memory_bytes": kept}

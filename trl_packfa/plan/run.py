@@ -1,0 +1,107 @@
+"""The command: arguments to a plan, and the plan to terminal, page or JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trl import DatasetMixtureConfig, ScriptArguments
+
+from ..config import PackedSFTConfig
+from ..drawing import require_matplotlib
+from ..errors import InvalidConfig
+from ..launch import parse, train_dataset
+from .advise import advise
+from .compare import compare
+from .gather import Source, lengths_from_file, read_documents
+from .memory import estimate
+from .report import Plan
+from .shape import read_shape
+from .terminal import show
+
+
+@dataclass
+class PlanArguments:
+    """What `trl-packfa plan` takes beside the arguments of `trl-packfa train`."""
+
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "Tokenizer by name or path; by default the model's. Enough without a model."}
+    )
+    lengths: str | None = field(
+        default=None, metadata={"help": "JSON list of document lengths in tokens, instead of a dataset."}
+    )
+    ranks: str = field(default="1,2,8", metadata={"help": "Numbers of GPUs; the tables are for the first."})
+    html: str | None = field(default=None, metadata={"help": "Write one self-contained page with plots to this file."})
+    json: bool = field(default=False, metadata={"help": "Print everything as JSON instead of tables."})
+
+
+def plan(argv: list[str]) -> int:
+    """Parse flags and `--config FILE.yaml`, read lengths, show the plan. Returns 0: what is planned can be trained."""
+    # A plan for a GPU is made where there is none: what only a GPU has is not asked for here.
+    classes = (ScriptArguments, PackedSFTConfig, DatasetMixtureConfig, PlanArguments)
+    given = ["--use_cpu", "true", *argv, "--tf32", "false"]
+    script, args, mixture, wanted = parse(classes, given, prog="trl-packfa plan")
+    ranks = _ranks(wanted.ranks)
+    if wanted.html:
+        require_matplotlib("--html")  # before minutes of tokenizing
+        _require_writable(wanted.html)
+    shape = read_shape(args) if args.model_name_or_path else None
+    source = _source(script, args, mixture, wanted)
+    made = make_plan(source, args, ranks, shape)
+    if wanted.html:
+        from .page import render
+
+        Path(wanted.html).write_text(render(made))
+    if wanted.json:
+        print(json.dumps(made.to_dict(), indent=2))
+    else:
+        show(made)
+        if wanted.html:
+            print(f"\nThe same with plots: {wanted.html}")
+    return 0
+
+
+def make_plan(source: Source, args: PackedSFTConfig, ranks: list[int], shape: Any = None) -> Plan:
+    """All figures and the advice that follows from them.
+
+    Raises:
+        [`PackingError`]: where `trl-packfa train` would raise it for these documents.
+    """
+    outcomes = compare(source.tokens, args, ranks, shape.quadratic if shape else 0.0)
+    memory = {}
+    if shape:
+        memory = {name: estimate(shape, args, o.epoch().largest_micro_batch) for name, o in outcomes.items()}
+    figures = Plan(source, args, outcomes, shape, memory)
+    return Plan(source, args, outcomes, shape, memory, advise(figures))
+
+
+def _source(script: Any, args: PackedSFTConfig, mixture: Any, wanted: PlanArguments) -> Source:
+    if wanted.lengths:
+        return lengths_from_file(wanted.lengths)
+    dataset = train_dataset(script, args, mixture)
+    tokenizer = wanted.tokenizer or args.model_name_or_path
+    if tokenizer is None:
+        raise InvalidConfig(
+            "no tokenizer.",
+            do="Pass --tokenizer or --model_name_or_path, or document lengths with --lengths FILE.json.",
+        )
+    return read_documents(Path(script.dataset_name or "the mixture").name, dataset, tokenizer, args)
+
+
+def _ranks(text: str) -> list[int]:
+    try:
+        ranks = list(dict.fromkeys(int(part) for part in text.split(",")))
+        if min(ranks) < 1:
+            raise ValueError
+    except ValueError as error:
+        raise InvalidConfig(
+            f"--ranks {text} is no list of numbers of GPUs.", do="Write for example --ranks 1,2,8."
+        ) from error
+    return ranks
+
+
+def _require_writable(path: str) -> None:
+    if not Path(path).resolve().parent.is_dir() or Path(path).is_dir():
+        raise InvalidConfig(f"cannot write to {path}.", do="Name a file in a folder that exists.")

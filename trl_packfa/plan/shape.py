@@ -1,0 +1,115 @@
+"""A model's shape from its config alone: parameters, adapter, widths. Built on the meta device, so without weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+from trl import get_peft_config
+
+from ..config import PackedSFTConfig
+from ..errors import InvalidConfig, PackingError
+from ..refusals import refuse_model
+from ..sources import init_kwargs, model_type
+from ..steps import quadratic_weight
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What memory and cost follow from; numbers of parameters, widths in elements.
+
+    `quantizable` are the weights of linear layers but the LM head, `largest` the largest of them, `feed_forward` the
+    width that a token passes through in one layer (of its experts together), `quadratic` the cost of a token attending
+    to a token in units of the cost of a token.
+    """
+
+    model_type: str
+    parameters: int
+    quantizable: int
+    largest: int
+    trainable: int
+    head: int
+    layers: int
+    hidden: int
+    feed_forward: int
+    query: int
+    key_value: int
+    lora_rank: int
+    quadratic: float
+    dtype_bytes: int
+
+
+def read_shape(args: PackedSFTConfig) -> ModelShape:
+    """The shape of `args.model_name_or_path` with the adapter that the arguments ask for.
+
+    Raises:
+        [`InvalidConfig`]: if there is no such model, or its adapter cannot be put on it.
+        [`UnsupportedModel`]: if its type cannot be packed.
+    """
+    name = args.model_name_or_path
+    assert name is not None, "asked for a model"
+    try:
+        if args.packing:
+            refuse_model(model_type(name, args), args)
+        return _measured(_weightless(name, args), args)
+    except PackingError:
+        raise
+    except (OSError, ValueError, TypeError) as error:
+        raise InvalidConfig(
+            f"cannot make the model '{name}' from its config.",
+            why=[str(error)],
+            do="Check the name, or pass --tokenizer without a model: memory and attention's cost are then left out.",
+        ) from error
+
+
+def _weightless(name: str, args: PackedSFTConfig) -> Any:
+    kwargs = init_kwargs(args)
+    config = AutoConfig.from_pretrained(
+        name, revision=kwargs.get("revision"), trust_remote_code=args.trust_remote_code
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+    return model
+
+
+def _measured(model: Any, args: PackedSFTConfig) -> ModelShape:
+    head = model.get_output_embeddings()
+    linear = [m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    parameters, text = model.num_parameters(), model.config.get_text_config()
+    heads = getattr(text, "num_attention_heads", 0) or 0
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1)
+    adapter = get_peft_config(args)
+    if adapter is not None:
+        model = get_peft_model(model, adapter, low_cpu_mem_usage=True)
+    return ModelShape(
+        model_type=model.config.model_type,
+        parameters=parameters,
+        quantizable=sum(linear),
+        largest=max(linear, default=0),
+        trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        head=head.weight.shape[0],
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        feed_forward=_feed_forward(text),
+        query=heads * head_dim,
+        key_value=(getattr(text, "num_key_value_heads", None) or heads) * head_dim,
+        lora_rank=adapter.r if adapter is not None else 0,  # type: ignore[attr-defined]  # TRL's is a LoraConfig
+        quadratic=quadratic_weight(model),
+        dtype_bytes=_dtype_bytes(args.dtype, text),
+    )
+
+
+def _feed_forward(text: Any) -> int:
+    """Of the experts that a token goes to, where there are experts; four times the width where a config says none."""
+    width = getattr(text, "intermediate_size", None) or getattr(text, "ffn_dim", None) or 4 * text.hidden_size
+    width = max(width) if isinstance(width, (list, tuple)) else width
+    experts = getattr(text, "num_experts_per_tok", None) or 0
+    return experts * (getattr(text, "moe_intermediate_size", None) or width) if experts else width
+
+
+def _dtype_bytes(dtype: str | None, text: Any) -> int:
+    name = (getattr(text, "dtype", None) or "float32") if dtype in ("auto", None) else dtype
+    return 4 if "32" in str(name) else 2

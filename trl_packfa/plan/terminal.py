@@ -1,0 +1,150 @@
+"""The plan on a terminal, in tables."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from .memory import FORMULA
+from .report import Plan
+
+_BINS, _BAR = 14, 40
+Rows = tuple[list[str], list[list[str]]]
+
+
+def show(plan: Plan, console: Console | None = None) -> None:
+    """Print everything; in a pipe there is no width to fit into."""
+    console = console or Console(width=None if sys.stdout.isatty() else 150)
+    console.print(heading(plan), highlight=False, markup=False)
+    console.print("\n".join(_histogram(plan.source.tokens.lengths, plan.args.max_length)), highlight=False)
+    for title, (columns, rows) in tables(plan):
+        table = Table(title=title, title_justify="left")
+        for i, column in enumerate(columns):
+            table.add_column(column, justify="left" if i == 0 else "right")
+        for row in rows:
+            table.add_row(*row, style="bold" if row[0].endswith("*") else "")
+        console.print(table)
+    for line in notes(plan):
+        console.print(line, highlight=False, markup=False)
+    console.print()
+    for sentence in plan.advice:
+        console.print(f"- {sentence}", highlight=False, markup=False)
+
+
+def heading(plan: Plan) -> str:
+    """Where the documents come from, and how long they are."""
+    lengths, marks = plan.source.tokens.lengths, plan.lengths()
+    shown = ", ".join(f"{name} {value:,.0f}" for name, value in marks.items())
+    return f"{plan.source.name}: {len(lengths):,} documents, {int(lengths.sum()):,} tokens ({shown})"
+
+
+def tables(plan: Plan) -> Iterator[tuple[str, Rows]]:
+    """Title, columns and rows of each table; the page shows the same."""
+    world = plan.world_size
+    on = f"{world} GPU{'s' if world > 1 else ''}"
+    size, steps = plan.args.per_device_train_batch_size, plan.args.gradient_accumulation_steps
+    yield f"an epoch on {on}, batch size {size}, accumulation {steps} (* chosen)", _strategies(plan)
+    yield f"what is cut at max_length={plan.args.max_length}", _cuts(plan)
+    yield "by number of GPUs", _ranks(plan)
+    if plan.memory:
+        yield "GB on one GPU at the largest micro-batch (estimate)", _memory(plan)
+
+
+def notes(plan: Plan) -> list[str]:
+    """What the tables' figures rest on."""
+    lines = [
+        "fill: true tokens over what rows could hold (the padded batch, the token budget, max_length).",
+        f"predicted: {plan.basis}",
+        "waiting: what the epoch takes over what it would take if all ranks were always busy.",
+    ]
+    if plan.args.max_length is None:
+        lines.append("bfd, bfd_split and wrapped: left out, they fill rows of max_length tokens, which is None.")
+    if plan.memory:
+        return [*lines, f"memory: {FORMULA}. CUDA's own context and fragmentation come on top."]
+    return [*lines, "memory: left out, for want of a model (--model_name_or_path; its config is enough)."]
+
+
+def _strategies(plan: Plan) -> Rows:
+    columns = ["strategy", "steps", "examples/step", "micro-batches/step", "true tokens/micro-batch", "rows", "pads"]
+    rows = []
+    for name, outcome in plan.outcomes.items():
+        epoch = outcome.epoch()
+        rows.append(
+            [
+                _mark(plan, name),
+                f"{epoch.steps:,}",
+                _short(epoch.examples_per_step),
+                f"{epoch.micro_batches / epoch.steps:.1f}",
+                f"{epoch.tokens_per_micro_batch:,.0f}",
+                f"{epoch.rows:,.0f}",
+                f"{epoch.padding:.1%}",
+                "-" if epoch.fill is None else f"{epoch.fill:.1%}",
+                f"{plan.speed_up(outcome):.2f}x",
+            ]
+        )
+    return [*columns, "fill", "predicted"], rows
+
+
+def _cuts(plan: Plan) -> Rows:
+    columns = ["strategy", "truncated", "split", "dropped: too long", "dropped: untrained", "tokens lost"]
+    rows = []
+    for name, outcome in plan.outcomes.items():
+        cut = outcome.report
+        counts = (cut.truncated, cut.split, cut.dropped_too_long, cut.dropped_untrained, cut.tokens_lost)
+        documents = [f"{cut.packed_documents:,}", f"{cut.trained_tokens / cut.packed_tokens:.1%}"]
+        rows.append([_mark(plan, name), *(f"{count:,}" for count in counts), *documents])
+    return [*columns, "documents out", "trained tokens"], rows
+
+
+def _ranks(plan: Plan) -> Rows:
+    """Steps, waiting and predicted speed-up of every strategy on each number of ranks."""
+    columns = ["strategy"]
+    for ranks in plan.chosen.epochs:
+        columns += [f"{ranks} GPU{'s' if ranks > 1 else ''}: steps", "waiting", "predicted"]
+    rows = []
+    for name, outcome in plan.outcomes.items():
+        row = [_mark(plan, name)]
+        for ranks, epoch in outcome.epochs.items():
+            row += [f"{epoch.steps:,}", f"{epoch.imbalance:.2f}x", f"{plan.speed_up(outcome, ranks):.2f}x"]
+        rows.append(row)
+    return columns, rows
+
+
+def _memory(plan: Plan) -> Rows:
+    columns = ["strategy", "tokens", "weights", "adapter", "gradients", "optimizer", "activations", "LM head", "total"]
+    rows = []
+    for name, kept in plan.memory.items():
+        parts = (kept.weights, kept.adapter, kept.gradients, kept.optimizer, kept.activations, kept.logits, kept.total)
+        tokens = f"{plan.outcomes[name].epoch().largest_micro_batch:,}"
+        rows.append([_mark(plan, name), tokens, *(f"{part / 1e9:.2f}" for part in parts)])
+    return columns, rows
+
+
+def _mark(plan: Plan, name: str) -> str:
+    return f"{name} *" if name == plan.chosen.strategy else name
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 or number == int(number) else f"{number:.1f}"
+
+
+def histogram_bins(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Documents by length: counts, and edges in tokens, evenly spaced on a logarithmic scale."""
+    low, high = max(int(lengths.min()), 1), int(lengths.max()) + 1
+    edges = np.unique(np.geomspace(low, high, _BINS + 1).round().astype(int))
+    counts, edges = np.histogram(lengths, bins=edges if len(edges) > 1 else np.array([low, high]))
+    return counts, edges
+
+
+def _histogram(lengths: np.ndarray, max_length: int | None) -> Sequence[str]:
+    counts, edges = histogram_bins(lengths)
+    lines, most = [], max(int(counts.max()), 1)
+    for count, low, high in zip(counts, edges[:-1], edges[1:], strict=True):
+        beyond = "  longer than max_length" if max_length is not None and low > max_length else ""
+        bar = "#" * -(-int(count) * _BAR // most)
+        lines.append(f"{low:>9,} to {high - 1:>9,} tokens {count:>9,} {bar}{beyond}")
+    return lines
