@@ -1,15 +1,24 @@
 """PEFT before and after the patch, 4-bit weights, device hooks."""
 
+import importlib
+import importlib.util
+import re
+from pathlib import Path
+
 import pytest
 import tiny
 import torch
 from accelerate import dispatch_model
 from peft import LoraConfig, get_peft_model
 from tolerance import FORWARD_FACTOR, assert_float32, assert_low_precision
+from training import LORA as LORA_ALL
+from training import arguments, packed_trainer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from trl_packfa import describe, patch, unpatch
+from trl_packfa import describe, patch, registered, unpatch
 from trl_packfa.errors import UnsupportedModel
+from trl_packfa.sources import READ_DIRECTLY
+from trl_packfa.zoo import small_model
 
 LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
 
@@ -110,3 +119,42 @@ def test_device_map_hooks_are_kept(order):
     if order.startswith("hooks"):
         unpatch(model)
         assert torch.equal(alone(model, docs), expected)
+
+
+def weights_read_directly(model_type):
+    """Linear layers of Mamba mixers whose weight a modelling file uses elsewhere than in its initialization."""
+    source = Path(importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}").__file__)
+    lines = [line for line in source.read_text().splitlines() if "init." not in line and "p = module" not in line]
+    return {name for name in re.findall(r"self\.(out_proj|x_proj|dt_proj|in_proj)\.weight", "\n".join(lines))}
+
+
+def test_layers_that_mamba_kernels_read_are_known():
+    """The table in sources.py against transformers' own code."""
+    hybrids = [name for name in registered() if importlib.util.find_spec(f"transformers.models.{name}")]
+    found = {name: weights_read_directly(name) for name in hybrids if "mamba" in mixers_of(name).lower()}
+    assert {name: set(read) for name, read in READ_DIRECTLY.items()} == {n: read for n, read in found.items() if read}
+
+
+def mixers_of(model_type):
+    return " ".join(registered()[model_type].mixers)
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["lora", "qlora"])
+@pytest.mark.parametrize("model_type", ["granitemoehybrid", "falcon_h1", "mamba"])
+def test_all_linear_leaves_out_what_mamba_kernels_read(tmp_path, model_type, quantized):
+    """PEFT refuses such a layer on some types, and trains it to no effect on others; the control has it."""
+    if quantized:
+        pytest.importorskip("bitsandbytes")
+    small_model(model_type, intermediate_size=128).save_pretrained(tmp_path / "model")
+    args = arguments(out=tmp_path, load_in_4bit=quantized, max_steps=1)
+    trainer = packed_trainer(args, model=str(tmp_path / "model"), peft_config=None)
+    trainer.train()
+    modules = dict(trainer.model.named_modules())
+    for name in READ_DIRECTLY[model_type]:
+        layers = [module for path, module in modules.items() if path.endswith(f".{name}")]
+        assert layers and all(type(layer) is torch.nn.Linear for layer in layers)
+    adapted = {path.split(".lora_A")[0].split(".")[-1] for path in modules if path.endswith("lora_A.default")}
+    assert adapted and not adapted & set(READ_DIRECTLY[model_type])
+    if model_type == "granitemoehybrid":
+        control = get_peft_model(small_model(model_type), LORA_ALL)
+        assert any("out_proj.lora_A" in path for path, _ in control.named_modules())

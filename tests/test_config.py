@@ -71,6 +71,7 @@ def test_bfd_split_is_bfd_that_splits():
         ),
         ({"packing_strategy": "bfd", "dataloader_drop_last": True}, "dataloader_drop_last=True has nothing to drop"),
         ({"packing_strategy": "wrapped", "overflow": "drop"}, "overflow='drop' has no effect under .*'wrapped'"),
+        ({"truncation_mode": "keep_end"}, "truncation_mode='keep_end' with packing: documents are cut at their end"),
         ({"max_tokens_per_microbatch": -5}, "max_tokens_per_microbatch=-5: a document needs two tokens"),
     ],
 )

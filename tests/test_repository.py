@@ -18,7 +18,7 @@ README = (ROOT / "README.md").read_text()
 
 # Lower layers first; a module imports from its own layer and below.
 LAYERS = [
-    {"errors", "versions"},
+    {"errors", "versions", "graphs"},
     {"layout", "packing", "grouping", "zoo"},
     {"flight"},
     {"attention", "boundaries", "collator", "declaration", "quantized", "rebatch"},
@@ -28,6 +28,7 @@ LAYERS = [
     {"patches"},
     {"registry", "exactness", "results", "trust", "matrix"},
     {
+        "card",
         "fused_head",
         "refusals",
         "progress",
@@ -42,7 +43,8 @@ LAYERS = [
     {"stepping"},
     {"feeding"},
     {"trainer"},
-    {"launch", "demo", "bench", "plan"},
+    {"launch", "demo", "bench", "plan", "merging"},
+    {"commands"},
     {"cli", "__init__", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

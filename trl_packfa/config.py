@@ -142,6 +142,12 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
             )
         if self.packing_strategy == "bfd_split":
             self.overflow = "split"
+        if self.truncation_mode != "keep_start" and self.max_length is not None:
+            raise InvalidConfig(
+                f"truncation_mode='{self.truncation_mode}' with packing: documents are cut at their end only.",
+                why=["TRL has deprecated it"],
+                do="Drop it, cut the data yourself, or use overflow='split', which trains every token.",
+            )
         if self.packing_strategy == "wrapped" and self.overflow != "truncate":
             raise InvalidConfig(
                 f"overflow='{self.overflow}' has no effect under packing_strategy='wrapped'.",

@@ -18,7 +18,7 @@ from .config import PackedSFTConfig
 from .packing import WRAP, PackedBatchSampler, PackingReport
 from .reports import read_stream_state
 from .sampling import RankAwareSampler
-from .sources import AnyDataset
+from .sources import AnyDataset, asked_for
 from .stepping import SteppingTrainer
 from .steps import Documents, quadratic_weight
 from .streams import PackedStream, stream_loader
@@ -39,6 +39,7 @@ class FeedingTrainer(SteppingTrainer):
     _resumed_from: str | None
     _packs_eval: bool
     _padding_collator: Any
+    eval_dataset: Any
 
     def _prepare_dataset(
         self,
@@ -114,11 +115,18 @@ class FeedingTrainer(SteppingTrainer):
         return stream_loader(self._stream, collator, self.args)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """Evaluation batches hold the examples they would hold padded, packed unless metrics need the logits."""
-        if not self.args.packing or self._packs_eval:
+        """Evaluation batches hold the examples they would hold padded, packed unless metrics need the logits or the
+        dataset is a stream: of those the Trainer counts rows, one a packed batch, and would weigh losses wrongly."""
+        streamed = isinstance(asked_for(eval_dataset, self.eval_dataset), IterableDataset)
+        if not self.args.packing or (self._packs_eval and not streamed):
             return super().get_eval_dataloader(eval_dataset)
         with self._collating_with(self._padding_collator):
             return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """Predictions are rows of logits, one an example: never packed."""
+        with self._collating_with(self._padding_collator if self.args.packing else self.data_collator):
+            return super().get_test_dataloader(test_dataset)
 
     @contextmanager
     def _collating_with(self, collator: Any) -> Iterator[None]:

@@ -15,6 +15,14 @@ from .loading import load_dataset_dict
 from .progress import RichProgressCallback, packing_table, plan_table
 from .trainer import PackedSFTTrainer
 
+# What `train` takes.
+_CLASSES: Any = (ScriptArguments, PackedSFTConfig, DatasetMixtureConfig)
+
+
+def train_parser(**options: Any) -> TrlParser:
+    """The parser of `trl-packfa train`: TRL's, with `PackedSFTConfig`; `options` are argparse's."""
+    return TrlParser(_CLASSES, prog="trl-packfa train", **options)
+
 
 def parse(classes: tuple[type, ...], argv: list[str], *, prog: str) -> tuple[Any, ...]:
     """Flags and `--config FILE.yaml` on TRL's own parser, one instance of each class.
@@ -35,8 +43,7 @@ def parse(classes: tuple[type, ...], argv: list[str], *, prog: str) -> tuple[Any
 
 def train(argv: list[str]) -> int:
     """Parse flags and `--config FILE.yaml`, train, save model and reports into `output_dir`."""
-    classes = (ScriptArguments, PackedSFTConfig, DatasetMixtureConfig)
-    script_args, args, mixture = parse(classes, argv, prog="trl-packfa train")
+    script_args, args, mixture = parse(_CLASSES, argv, prog="trl-packfa train")
     trainer = build_trainer(script_args, args, mixture)
     if trainer.is_world_process_zero() and not args.disable_tqdm:
         RichProgressCallback.attach(trainer, "training")

@@ -39,7 +39,8 @@ def measure_type(name: str) -> dict[str, Any]:
     """Build, patch and check one type; a dictionary for `models.json`. Never raises for what a type does."""
     if name in NOT_BUILDABLE:
         return {"verdict": "refused", "why": NOT_BUILDABLE[name]}
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         model = small_model(name)
         found: dict[str, Any] = {"config_type": model_type(model), "source": fingerprint(model)}
         found["unpatched"] = _unpatched(model)

@@ -7,12 +7,22 @@ from typing import Any
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from peft import PeftModel
 from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel
-from trl import get_quantization_config
+from trl import get_peft_config, get_quantization_config
 
 from .config import PackedSFTConfig
+from .patching import model_type as type_of
 
 AnyDataset = Dataset | IterableDataset
 EvalDataset = AnyDataset | DatasetDict | IterableDatasetDict | dict[str, AnyDataset]
+
+
+# Linear layers of Mamba mixers whose weights their kernels (and partly their plain code) read, instead of calling
+# them: an adapter there has no effect, a quantized weight cannot be read. By model type (transformers 5.23).
+READ_DIRECTLY: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"), ("out_proj",)),
+    **dict.fromkeys(("falcon_mamba", "mamba"), ("out_proj", "x_proj", "dt_proj")),
+    "jamba": ("dt_proj",),
+}
 
 
 def output_dir(model: str | PreTrainedModel | PeftModel) -> str:
@@ -27,10 +37,22 @@ def named(train: AnyDataset | None, evaluation: EvalDataset | None) -> list[tupl
     return [(name, d) for name, d in {"train": train, **evaluations}.items() if d is not None]
 
 
+def asked_for(asked: Any, evaluation: Any) -> Any:
+    """The dataset that `evaluate` was asked for: the trainer's own, one of its names, or another."""
+    return evaluation if asked is None else evaluation[asked] if isinstance(asked, str) else asked
+
+
 def model_type(name: str, args: PackedSFTConfig) -> str:
     """The `config.model_type` of a model by name, read without its weights."""
     revision = _given_init_kwargs(args).get("revision", args.model_revision)
     return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code).model_type
+
+
+def loading(
+    name: str, args: PackedSFTConfig, quantization: BitsAndBytesConfig | None
+) -> tuple[dict[str, Any], BitsAndBytesConfig | None]:
+    """How a model by name is loaded: `from_pretrained` arguments, and the quantization, a given one first."""
+    return init_kwargs(args), quantization or quantization_of(name, args)
 
 
 def init_kwargs(args: PackedSFTConfig) -> dict[str, Any]:
@@ -43,8 +65,21 @@ def _given_init_kwargs(args: PackedSFTConfig) -> dict[str, Any]:
     return args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
 
 
-def quantization_of(args: PackedSFTConfig) -> BitsAndBytesConfig | None:
+def quantization_of(name: str, args: PackedSFTConfig) -> BitsAndBytesConfig | None:
     """The quantization that the arguments ask for, unless `model_init_kwargs` has its own."""
     if "quantization_config" in _given_init_kwargs(args):
         return None
-    return get_quantization_config(args)
+    config = get_quantization_config(args)
+    if config is not None and (read := READ_DIRECTLY.get(model_type(name, args))):
+        config.llm_int8_skip_modules = ["lm_head", *read]
+    return config
+
+
+def default_adapter(model: str | PreTrainedModel, args: PackedSFTConfig) -> Any:
+    """The LoRA config that the arguments ask for, `None` for full fine-tuning; `"all-linear"` leaves out layers which
+    are never called, where an adapter would not be trained."""
+    config: Any = get_peft_config(args)
+    kind = model_type(model, args) if isinstance(model, str) else type_of(model)
+    if config is not None and config.target_modules == "all-linear" and kind in READ_DIRECTLY:
+        config.exclude_modules = set(READ_DIRECTLY[kind])
+    return config

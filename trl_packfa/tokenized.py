@@ -134,6 +134,11 @@ def require_usable(dataset: Dataset | IterableDataset, *, name: str, text_field:
     Raises:
         [`InvalidDataset`]: naming the column, its type and what it should be.
     """
+    if not isinstance(dataset, Dataset | IterableDataset):
+        raise InvalidDataset(
+            f"{name}_dataset must be a `Dataset` or `IterableDataset`, not {type(dataset).__name__}.",
+            do="Name one of its splits." if isinstance(dataset, dict) else "",
+        )
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise InvalidDataset(
             f"the {name} dataset is transformed on the fly (set_transform or with_transform).",

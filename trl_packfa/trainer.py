@@ -26,8 +26,8 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from trl import get_peft_config
 
+from .card import add_packing_section, packing_section
 from .collator import DataCollatorForPacking
 from .config import PackedSFTConfig
 from .exactness import ExactnessReport, check
@@ -44,7 +44,7 @@ from .reports import (
     write_stream_state,
 )
 from .sampling import EpochCallback
-from .sources import AnyDataset, EvalDataset, init_kwargs, model_type, named, output_dir, quantization_of
+from .sources import AnyDataset, EvalDataset, default_adapter, loading, model_type, named, output_dir
 from .steps import StepCutter, quadratic_weight
 from .streams import PackedStream, resumes_by_state
 from .summary import summarize_plan
@@ -64,7 +64,7 @@ class PackedSFTTrainer(FeedingTrainer):
     trainer = PackedSFTTrainer(
         "meta-llama/Llama-3.2-1B",
         args=PackedSFTConfig("out", load_in_4bit=True),
-        train_dataset=load_dataset("trl-lib/Capybara", split="train"),
+        train_dataset=load_dataset("trl-lib/tldr", split="train"),
     )
     trainer.train()
     ```
@@ -121,10 +121,9 @@ class PackedSFTTrainer(FeedingTrainer):
             refuse_model(model if not isinstance(model, str) else model_type(model, args), args)
             refuse_collator(data_collator)
         if isinstance(model, str):
-            args.model_init_kwargs = init_kwargs(args)
-            quantization_config = quantization_config or quantization_of(args)
+            args.model_init_kwargs, quantization_config = loading(model, args, quantization_config)
         if peft_config is None and not isinstance(model, PeftModel):
-            peft_config = get_peft_config(args)
+            peft_config = default_adapter(model, args)
         self.packing_reports: dict[str, PackingReport] = {}
         self.packing_plan: dict[str, float] = {}
         self.packing_sampler: PackedBatchSampler | None = None
@@ -226,6 +225,12 @@ class PackedSFTTrainer(FeedingTrainer):
         if self.args.should_save:
             write_progress(folder, {"num_tokens": self._total_train_tokens})
             self.save_reports(folder)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """TRL's model card, with a section on packing and its proof."""
+        super().create_model_card(*args, **kwargs)
+        if self.args.packing and self.is_world_process_zero():
+            add_packing_section(self.args.output_dir, packing_section(self.args, self.packing_reports, self.exactness))
 
     def save_reports(self, folder: str | Path) -> None:
         """Write `packing_report.json` and, once proven, `exactness_report.json` into a folder."""

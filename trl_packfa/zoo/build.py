@@ -45,7 +45,8 @@ def small_config(model_type: str, **changes: Any) -> PreTrainedConfig:
 def small_model(model_type: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """The model in eval mode; the same seed and changes give the same weights, torch's random state is left alone."""
     config = small_config(model_type, **changes)
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         with torch.device("meta"):
             parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
         if parameters > _MOST_PARAMETERS:

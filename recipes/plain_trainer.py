@@ -1,0 +1,38 @@
+"""A plain transformers.Trainer on packed rows: one line patches the model. python recipes/plain_trainer.py
+
+The collator concatenates the examples of a micro-batch and lets position_ids restart; the patched model takes that for
+boundaries. Unpatched, many architectures would not (see README, "Supported models").
+"""
+
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorWithFlattening, Trainer, TrainingArguments
+
+import trl_packfa
+
+MODEL = "Qwen/Qwen3-0.6B"
+
+tokenizer = AutoTokenizer.from_pretrained(MODEL)
+model = trl_packfa.patch(AutoModelForCausalLM.from_pretrained(MODEL, dtype="float32"))
+report = trl_packfa.check(model)
+report.require_exact()
+print(report)
+
+
+def tokenize(example: dict) -> dict:
+    """Ids and labels of a prompt and its completion; the loss is the completion's."""
+    prompt = tokenizer(example["prompt"])["input_ids"]
+    completion = [*tokenizer(example["completion"])["input_ids"], tokenizer.eos_token_id]
+    return {"input_ids": prompt + completion, "labels": [-100] * len(prompt) + completion}
+
+
+dataset = load_dataset("trl-lib/tldr", split="train")
+dataset = dataset.map(tokenize, remove_columns=dataset.column_names)
+trainer = Trainer(
+    model,
+    args=TrainingArguments("qwen3-plain-packed", per_device_train_batch_size=8, learning_rate=1e-5),
+    train_dataset=dataset,
+    data_collator=DataCollatorWithFlattening(),
+)
+trainer.train()
+trl_packfa.unpatch(model)
+trainer.save_model()

@@ -1,0 +1,56 @@
+"""Runs code that is printed for readers, as it is printed: Hub names lead to small local ones, and two steps do."""
+
+import json
+import runpy
+
+import tiny
+from training import FORMATS, rows
+from transformers import TrainingArguments
+
+from trl_packfa.zoo import small_model
+
+# What stands behind every Hub name in README, recipes and scripts.
+MODELS = {
+    "meta-llama/Llama-3.2-1B": "llama",
+    "meta-llama/Llama-3.2-3B": "llama",
+    "Qwen/Qwen3-0.6B": "qwen3",
+    "ibm-granite/granite-3.3-2b-base": "granite",
+}
+DATASETS = {"trl-lib/tldr": rows(24), "trl-lib/Capybara": FORMATS["messages"]}
+
+
+def localize(text, folder):
+    """The text with every Hub name in it replaced by a folder that holds a small stand-in."""
+    for name, model_type in MODELS.items():
+        if name in text:
+            path = folder / "hub" / name.replace("/", "--")
+            small_model(model_type, num_hidden_layers=2, intermediate_size=128).save_pretrained(path)
+            tiny.tokenizer().save_pretrained(path)
+            text = text.replace(f'"{name}"', repr(str(path)))
+    for name, data in DATASETS.items():
+        if name in text:
+            path = folder / "hub" / name.replace("/", "--")
+            path.mkdir(parents=True)
+            (path / "train.jsonl").write_text("\n".join(map(json.dumps, data)))
+            text = text.replace(f'"{name}"', repr(str(path)))
+    return text
+
+
+def shorten_training(monkeypatch):
+    """Every training from here on takes two steps, on the CPU."""
+    settle = TrainingArguments.__post_init__
+
+    def shortened(args):
+        args.max_steps, args.use_cpu, args.bf16, args.report_to, args.disable_tqdm = 2, True, False, "none", True
+        settle(args)
+
+    monkeypatch.setattr(TrainingArguments, "__post_init__", shortened)
+
+
+def run_shortened(text, folder, monkeypatch):
+    """Run a Python script in a folder of its own, its training shortened; its globals."""
+    monkeypatch.chdir(folder)
+    shorten_training(monkeypatch)
+    script = folder / "script.py"
+    script.write_text(localize(text, folder))
+    return runpy.run_path(str(script))

@@ -1,0 +1,134 @@
+"""What README and the pages print for readers runs as it is printed, with small local models behind the Hub names."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import tiny
+import yaml
+from snippets import DATASETS, run_shortened
+
+from trl_packfa import registry
+from trl_packfa.cli import main
+from trl_packfa.zoo import small_model
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "recipes").glob("*.md")), ROOT / ".github" / "CONTRIBUTING.md"]
+# Lines for a shell that install or start this very test suite; the Makefile and CI run those.
+INSTALLS = ("pip ", "python3 -m venv", ".venv/bin/", "make ", "python -m pytest", "python -m pip")
+EXTRA = {
+    "train": "--output_dir out --use_cpu true --bf16 false --report_to none --disable_tqdm true".split(),
+    "demo": ["--steps", "1", "--base-steps", "1", "--batch-size", "2", "--max-length", "64"],
+    "bench": ["--tokens", "256", "--repeats", "1"],
+    "merge": ["--dtype", "float32"],
+}
+
+
+def blocks(language):
+    """Every fenced block of a language, with the page it is on."""
+    for page in PAGES:
+        found, inside = [], None
+        for line in page.read_text().splitlines():
+            if line.startswith("```"):
+                if inside is None:
+                    inside = (line[3:].strip(), [])
+                    continue
+                found.append(inside)
+                inside = None
+            elif inside is not None:
+                inside[1].append(line)
+        texts = ["\n".join(lines) for kind, lines in found if kind == language]
+        yield from (pytest.param(text, id=f"{page.name}-{number}") for number, text in enumerate(texts))
+
+
+def commands():
+    """Every `trl-packfa` line in a block for a shell, optional arguments included."""
+    for parameters in blocks(""):
+        for line in parameters.values[0].splitlines():
+            line = line.split("  #")[0].strip()
+            if line.startswith("trl-packfa ") and " demo" not in line:
+                yield pytest.param(line, id=line[:60])
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """A folder in which the names that the pages use stand for something small."""
+    monkeypatch.chdir(tmp_path)
+    # The registry of patches is the process's own; what a snippet registers goes into a copy.
+    table = dict(registry.registered())
+    monkeypatch.setattr(registry, "_table", lambda: table)
+    model = small_model("qwen3", num_hidden_layers=2, intermediate_size=128)
+    for folder in ("merged", "NAME_OR_PATH"):
+        model.save_pretrained(folder)
+        tiny.tokenizer().save_pretrained(folder)
+    return tmp_path
+
+
+def save_adapter(folder):
+    from peft import get_peft_model
+    from training import LORA
+    from transformers import AutoModelForCausalLM
+
+    get_peft_model(AutoModelForCausalLM.from_pretrained("NAME_OR_PATH"), LORA).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("text", blocks("python"))
+def test_every_python_snippet_runs(text, workplace, monkeypatch):
+    if "load_in_4bit" in text:
+        pytest.importorskip("bitsandbytes")
+    run_shortened(text, workplace, monkeypatch)
+
+
+@pytest.mark.parametrize("line", commands())
+def test_every_command_runs(line, workplace, capsys):
+    argv = shlex.split(line.replace("[", "").replace("]", ""))[1:]
+    if argv[0] == "merge" and argv[1] == "out":
+        save_adapter("out")
+        argv[2] = "out/merged"
+    if argv[0] == "check" and "--adapter" in argv:
+        save_adapter("PATH")
+        argv[argv.index("NAME")] = "sdpa"
+    if "my_data.jsonl" in argv:
+        argv = stand_ins(argv, workplace)
+    assert main([*argv, *EXTRA.get(argv[0], [])]) == 0
+    assert capsys.readouterr().out
+
+
+def stand_ins(argv, workplace):
+    """Two steps of a recipe copied here, on data and a model that are here."""
+    pytest.importorskip("bitsandbytes")
+    recipe = argv[argv.index("--config") + 1]
+    assert main(["recipes", "cp", Path(recipe).name]) == 0
+    data = DATASETS[yaml.safe_load(Path(recipe).read_text())["dataset_name"]]
+    (workplace / "my_data.jsonl").write_text("\n".join(map(json.dumps, data)))
+    return [*("2" if word == "100" else word for word in argv), "--model_name_or_path", "NAME_OR_PATH"]
+
+
+def test_lines_for_a_shell_are_installs_or_commands_that_are_tested():
+    """Nothing is printed for a shell that no test knows."""
+    known = ("trl-packfa ", "accelerate launch ", *INSTALLS)
+    for parameters in blocks(""):
+        lines = [line.strip() for line in parameters.values[0].splitlines() if line.strip()]
+        if lines[0].startswith(known):
+            assert all(line.startswith(known) for line in lines), lines
+
+
+def test_every_accelerate_line_names_files_that_are_there():
+    for page in [*PAGES, *(ROOT / "recipes").glob("*.yaml"), *(ROOT / "recipes" / "launch").glob("*.yaml")]:
+        for name in re.findall(r"(?:--config_file|--config) (recipes/\S+\.yaml)", page.read_text()):
+            assert name.endswith("RECIPE.yaml") or (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def test_links_between_pages_resolve():
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_recipe_is_in_the_table():
+    listed = (ROOT / "recipes" / "README.md").read_text()
+    for path in (ROOT / "recipes").rglob("*"):
+        if path.suffix in (".yaml", ".py", ".md") and path.name not in ("__init__.py", "README.md"):
+            assert path.name in listed, path.name

@@ -1,0 +1,186 @@
+"""Every recipe as it stands: read by the real parsers, trained for two steps on a small model of its kind."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+import yaml
+from training import FORMATS, rows
+from transformers import AutoConfig
+
+from trl_packfa.cli import main
+from trl_packfa.zoo import small_model
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+YAMLS = sorted(RECIPES.glob("*.yaml"))
+LAUNCHES = sorted((RECIPES / "launch").glob("*.yaml"))
+SCRIPTS = sorted(path for path in RECIPES.glob("*.py") if path.name != "__init__.py")
+# Weights that divide into NF4's blocks of 64.
+NF4_SIZES = {"intermediate_size": 128}
+# The model type of every Hub name in the recipes, and what its small model has otherwise.
+TYPES = {
+    "meta-llama/Llama-3.2-1B": ("llama", {}),
+    "meta-llama/Llama-3.2-3B": ("llama", {}),
+    "mistralai/Mistral-7B-v0.3": ("mistral", {"sliding_window": None}),
+    "ibm-granite/granite-3.3-2b-base": ("granite", {}),
+    "ibm-granite/granite-4.0-h-micro": ("granitemoehybrid", {"num_local_experts": 0, "num_experts_per_tok": 0}),
+    "ibm-granite/granite-4.0-h-tiny": ("granitemoehybrid", {}),
+    "microsoft/Phi-3-mini-4k-instruct": ("phi3", {}),
+    "microsoft/phi-4": ("phi3", {"sliding_window": None}),
+    "Qwen/Qwen3-8B": ("qwen3", {}),
+    "Qwen/Qwen3-0.6B": ("qwen3", {}),
+    "google/gemma-3-1b-it": ("gemma3_text", {}),
+    "google/gemma-3-4b-it": ("gemma3", {}),
+}
+ROWS = {"trl-lib/tldr": rows(32), "trl-lib/Capybara": FORMATS["messages"]}
+
+
+def written(recipe):
+    return yaml.safe_load(recipe.read_text())
+
+
+def save_model(name, folder):
+    """A small model of a Hub name's architecture, with a tokenizer, as `from_pretrained` finds them."""
+    model_type, changes = TYPES[name]
+    small_model(model_type, num_hidden_layers=2, **NF4_SIZES, **changes).save_pretrained(folder)
+    (tiny.tokenizer() if model_type != "gemma3" else composite_processor()).save_pretrained(folder)
+    return str(folder)
+
+
+def composite_processor():
+    """What `AutoProcessor` finds beside a composite model: a tokenizer and an image processor."""
+    pytest.importorskip("PIL")
+    from transformers import Gemma3ImageProcessor, Gemma3Processor, PreTrainedTokenizerFast
+
+    marks = {"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"}
+    plain = tiny.tokenizer(list(marks.values()))
+    names = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", "extra_special_tokens": marks}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain.backend_tokenizer, **names)
+    # TRL gives processors blocks of content instead of strings.
+    template = plain.chat_template.replace("m['content']", "m['content'][0]['text']")
+    return Gemma3Processor(Gemma3ImageProcessor(), tokenizer, image_seq_length=4, chat_template=template)
+
+
+def save_data(name, folder):
+    """A dataset folder that `load_dataset` reads as it would read the Hub's."""
+    folder.mkdir()
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, ROWS[name])))
+    return str(folder)
+
+
+def adapted(model):
+    """Names of the modules that have a trained adapter."""
+    return {name.split(".lora_B")[0] for name, p in model.named_parameters() if "lora_B" in name and p.abs().sum() > 0}
+
+
+@pytest.mark.parametrize("recipe", YAMLS, ids=lambda path: path.stem)
+def test_every_recipe_trains_two_steps(recipe, tmp_path, monkeypatch):
+    config = written(recipe)
+    quantized = config.get("load_in_4bit")
+    if quantized:
+        pytest.importorskip("bitsandbytes")
+    trainers = []
+    from trl_packfa import launch
+
+    build = launch.build_trainer
+    monkeypatch.setattr(launch, "build_trainer", lambda *given: trainers.append(build(*given)) or trainers[-1])
+    model = save_model(config["model_name_or_path"], tmp_path / "model")
+    data = save_data(config["dataset_name"], tmp_path / "data")
+    out = str(tmp_path / "out")
+    # TRL knows the templates of the real tokenizers; the small one's has its own markers.
+    assert main(["train", "--config", str(recipe), "--model_name_or_path", model, "--dataset_name", data,
+                 "--output_dir", out, "--max_steps", "2", "--use_cpu", "true", "--bf16", "false",
+                 "--report_to", "none", "--disable_tqdm", "true", "--logging_steps", "1"]) == 0  # fmt: skip
+    (trainer,) = trainers
+    assert trainer.exactness.is_exact
+    assert bool(getattr(trainer.model, "is_loaded_in_4bit", False)) == bool(quantized)
+    saved = os.listdir(out)
+    assert {"packing_report.json", "exactness_report.json", "README.md"} <= set(saved)
+    if config.get("use_peft") is False:
+        assert all(p.requires_grad for p in trainer.model.parameters()) and "model.safetensors" in saved
+    else:
+        assert "adapter_model.safetensors" in saved
+        names = {name.split(".")[-1] for name in adapted(trainer.model)}
+        assert names and "out_proj" not in names and "lm_head" not in names
+        assert not any("vision" in name for name in adapted(trainer.model))
+
+
+@pytest.mark.parametrize("recipe", YAMLS, ids=lambda path: path.stem)
+def test_every_recipe_says_what_it_is_and_how_to_run_it(recipe):
+    text = recipe.read_text()
+    assert f"trl-packfa train --config recipes/{recipe.name}" in text
+    assert re.search(rf"-m trl_packfa train --config recipes/{recipe.name}", text)
+    for launch in re.findall(r"recipes/launch/\S+", text):
+        assert (RECIPES.parent / launch).exists()
+    assert not set(written(recipe)) - known_arguments(), "a misspelled key"
+
+
+def known_arguments():
+    from trl_packfa.launch import train_parser
+
+    return {action.dest for action in train_parser()._actions}
+
+
+def test_composite_recipe_adapts_the_text_model_only(tmp_path):
+    config = written(RECIPES / "qlora_gemma3_4b.yaml")
+    (pattern,) = config["lora_target_modules"]
+    names = [name for name, _ in small_model("gemma3").named_modules()]
+    assert any(re.fullmatch(pattern, name) for name in names)
+    assert not any("vision" in name for name in names if re.fullmatch(pattern, name))
+    assert AutoConfig.for_model("gemma3").get_text_config().model_type == "gemma3_text"
+
+
+# Launch files -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", LAUNCHES, ids=lambda path: path.stem)
+def test_launch_files_go_through_accelerates_own_parser(path, monkeypatch):
+    from accelerate.commands import launch
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(path))
+    recipe = RECIPES / "lora_llama3.yaml"
+    argv = ["--config_file", str(path), "-m", "trl_packfa", "train", "--config", str(recipe)]
+    args = launch.launch_command_parser().parse_args(argv)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(launch, "is_bf16_available", lambda *_: True, raising=False)
+    parsed, _, _ = launch._validate_launch_command(args)
+    assert parsed.num_processes == config.num_processes == 8 * parsed.num_machines
+    assert parsed.training_script == "trl_packfa" and parsed.module
+    assert parsed.mixed_precision == "bf16"
+    kind = path.stem.split("_")[0]
+    assert parsed.use_fsdp == (kind == "fsdp2") and parsed.use_deepspeed == kind.startswith("zero")
+    assert parsed.multi_gpu == (kind == "ddp")
+    if kind == "fsdp2":
+        assert str(parsed.fsdp_version) == "2"
+    if kind.startswith("zero"):
+        assert str(parsed.zero_stage) == kind[-1] and "--packing_strategy minibatch" in path.read_text()
+
+
+def test_a_misspelled_launch_file_is_refused_by_accelerate(tmp_path):
+    """The negative control of the test above."""
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(LAUNCHES[0].read_text() + "num_procs: 8\n")
+    with pytest.raises(ValueError, match="num_procs"):
+        load_config_from_file(str(wrong))
+
+
+# Scripts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_every_script_runs(script, tmp_path, monkeypatch, capsys):
+    """As written, but for the Hub names and the time that it takes."""
+    from snippets import run_shortened
+
+    if "load_in_4bit" in script.read_text():
+        pytest.importorskip("bitsandbytes")
+    run_shortened(script.read_text(), tmp_path, monkeypatch)
+    assert "exact: isolation 0.0e+00" in capsys.readouterr().out
+    assert [path for path in tmp_path.glob("*-packed/*.safetensors")]

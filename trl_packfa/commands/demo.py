@@ -1,0 +1,37 @@
+"""`trl-packfa demo`: the main job from nothing."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    """Declare the command."""
+    demo = commands.add_parser("demo", help="the main job from nothing: QLoRA, packed and proven, on a CPU")
+    demo.add_argument("--model", help="name or path of a base model instead of the built-in one")
+    demo.add_argument("--dataset", help="file or name of a dataset instead of Python's docstrings")
+    demo.add_argument("--output-dir", type=Path, default=Path("demo-output"))
+    demo.add_argument("--base-steps", type=int, default=80, help="optimizer steps of the built-in base model")
+    demo.add_argument("--steps", type=int, default=60, help="optimizer steps of the QLoRA fine-tune")
+    demo.add_argument("--batch-size", type=int, default=16, help="examples per micro-batch")
+    demo.add_argument("--max-length", type=int, default=1024, help="longest document in tokens")
+    demo.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tell the demo's story."""
+    from ..demo.run import DemoOptions, run_demo
+
+    run_demo(
+        DemoOptions(
+            model=args.model,
+            dataset=args.dataset,
+            output_dir=args.output_dir,
+            base_steps=args.base_steps,
+            steps=args.steps,
+            batch_size=args.batch_size,
+            max_length=args.max_length,
+        )
+    )
+    return 0

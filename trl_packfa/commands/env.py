@@ -1,0 +1,68 @@
+"""`trl-packfa env`: what a bug report needs."""
+
+from __future__ import annotations
+
+import argparse
+
+from .output import add_json, print_rows
+
+_PACKAGES = (
+    "bitsandbytes",
+    "flash-attn",
+    "kernels",
+    "triton",
+    "mamba-ssm",
+    "causal-conv1d",
+    "flash-linear-attention",
+    "deepspeed",
+    "tokenizers",
+    "numpy",
+)
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    """Declare the command."""
+    env = commands.add_parser("env", help="print what a bug report needs")
+    add_json(env)
+    env.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print machine, packages and backends, a row each."""
+    facts = {**_machine(), **_versions(), **_backends()}
+    return print_rows([{"what": name, "version": value} for name, value in facts.items()], as_json=args.json)
+
+
+def _machine() -> dict[str, str]:
+    import os
+    import platform
+
+    import torch
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}",
+        "torch threads": str(torch.get_num_threads()),
+        "gpu": ", ".join(gpus) or "none",
+        "cuda": torch.version.cuda or "not in this torch",
+    }
+
+
+def _versions() -> dict[str, str]:
+    from ..versions import MINIMUM_VERSIONS, installed_version
+
+    packages = ["trl-packfa", *MINIMUM_VERSIONS, *_PACKAGES]
+    return {package: installed_version(package) or "not installed" for package in packages}
+
+
+def _backends() -> dict[str, str]:
+    """The backends that would serve a usual request, best first."""
+    import torch
+
+    from ..attention import BACKENDS, AttentionRequest
+
+    device, dtype = ("cuda:0", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    request = AttentionRequest(torch.device(device), dtype, head_dim=128, num_heads=32, num_key_value_heads=8)
+    return {"attention backends": ", ".join(b.name for b in BACKENDS if not b.refusals(request))}

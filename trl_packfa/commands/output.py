@@ -1,0 +1,29 @@
+"""What commands print: a table for people, JSON for programs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+
+
+def add_json(command: argparse.ArgumentParser) -> None:
+    """The `--json` switch, the same for every command that has one."""
+    command.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def print_rows(rows: Sequence[Mapping[str, object]], *, as_json: bool) -> int:
+    """Print rows that share their keys; returns the exit code of a command that is done."""
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    # In a pipe there is no width to fit into.
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    return 0
