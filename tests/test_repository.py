@@ -31,6 +31,7 @@ LAYERS = [
         "fused_head",
         "refusals",
         "progress",
+        "ranks",
         "reports",
         "sampling",
         "sources",

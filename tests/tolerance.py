@@ -42,6 +42,13 @@ def assert_trajectory(actual, expected, *, allowed=TRAJECTORY):
     assert differences.mean().abs() <= allowed / 2, f"drift {differences.mean():.2e}, allowed {allowed / 2:.0e}"
 
 
+def assert_weights(actual, expected, *, allowed=TRAJECTORY):
+    """Tier 5 for what a run ends with: every weight."""
+    assert actual.keys() == expected.keys()
+    worst = max(float((actual[name].double() - expected[name].double()).abs().max()) for name in expected)
+    assert worst <= allowed, f"worst weight {worst:.2e}, allowed {allowed:.0e}"
+
+
 def differs(actual, expected):
     """Whether a negative control shows a difference that no tolerance here would forgive."""
     return (actual.double() - expected.double()).abs().max() > 1e-2 * expected.double().abs().max()
