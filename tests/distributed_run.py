@@ -15,7 +15,11 @@ from pathlib import Path
 import tiny
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, gather_object
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from training import LORA, arguments, losses, packed_trainer
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import trl_packfa
 from trl_packfa.errors import ContaminationError
@@ -27,12 +31,22 @@ def model():
     return tiny.model(layers=2, hidden_size=32, num_attention_heads=2, num_key_value_heads=1, intermediate_size=48)
 
 
-def trainer_of(folder, *, strategy="step", lora=True, fsdp=None, patch_first=False, **options):
+def quantized(base, storage):
+    """The saved model in NF4, its codes kept in tensors of this dtype."""
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="float32", bnb_4bit_quant_storage=storage
+    )
+    return AutoModelForCausalLM.from_pretrained(base, quantization_config=config, dtype="float32")
+
+
+def trainer_of(folder, *, strategy="step", lora=True, fsdp=None, patch_first=False, nf4=None, **options):
     """A trainer whose steps hold the same examples under any number of processes."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:  # another engine this time; the process group stays
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
+        os.environ.pop("ACCELERATE_USE_FSDP", None)  # accelerate's own note of the last one
+        os.environ.pop("ACCELERATE_USE_FSDP", None)  # accelerate's own note of the last one
     defaults = {"max_steps": STEPS, "max_length": 96, "learning_rate": 2e-3, "gradient_accumulation_steps": 3}
     args = arguments(
         out=folder,
@@ -45,7 +59,9 @@ def trainer_of(folder, *, strategy="step", lora=True, fsdp=None, patch_first=Fal
         **({} if fsdp is None else {"fsdp": True, "fsdp_config": fsdp}),
         **{**defaults, **options},
     )
-    built = trl_packfa.patch(model()) if patch_first else model()
+    built = quantized(*nf4) if nf4 else model()
+    if patch_first:
+        trl_packfa.patch(built)
     return packed_trainer(args, model=built, peft_config=LORA if lora else None)
 
 
@@ -63,9 +79,11 @@ def take_fsdp_on_a_cpu():
     AcceleratorState.__init__ = enter
 
 
-def run(folder, *, resume=None, leak=None, callbacks=(), **scenario):
-    """Train; losses, counts, engine, and where the result was saved. With `leak`, the rank whose attention leaks:
-    what each rank raised."""
+def run(folder, *, resume=None, leak=None, wrap=None, callbacks=(), **scenario):
+    """Train and save; losses, counts, engine. With `leak`, the rank whose attention leaks: what each rank raised.
+    With `wrap`, an engine: what each rank finds on a model that is patched after it was wrapped."""
+    if wrap is not None:
+        return check_wrapped(wrap)
     trainer = trainer_of(folder, **scenario)
     if leak is not None:
         return errors_of_all(trainer, leak)
@@ -101,6 +119,19 @@ def errors_of_all(trainer, rank):
     except ContaminationError as error:
         return gather_object([f"{error!s} at step {trainer.state.global_step}"])
     return gather_object([None])
+
+
+def check_wrapped(engine):
+    """The verdict of each rank on a model that is patched when it is wrapped already."""
+    built = model()
+    if engine == "FSDP2":
+        mesh = init_device_mesh("cpu", (PartialState().num_processes,))
+        for layer in built.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(built, mesh=mesh)
+    else:
+        built = DistributedDataParallel(built)
+    return gather_object([trl_packfa.check(trl_packfa.patch(built)).verdict])
 
 
 def main():

@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 import traceback
+from datetime import timedelta
 from pathlib import Path
 
 import distributed_run
@@ -163,7 +164,9 @@ def train(folder, options, *, point=None, resume=False):
     def work(rank):
         callbacks = arm(point) if point and rank in point["victims"] else []
         distributed_run.take_fsdp_on_a_cpu()
-        result = run(str(folder), resume=resume, callbacks=callbacks, ddp_timeout=TIME_OUT, **options)
+        # transformers 5.23 drops `ddp_timeout` under `use_cpu`; it takes the process group that it finds.
+        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=TIME_OUT))
+        result = run(str(folder), resume=resume, callbacks=callbacks, **options)
         if rank == 0:
             weights = sorted((folder / "saved").glob("*.safetensors"))
             result["weights"] = hashlib.sha256(b"".join(path.read_bytes() for path in weights)).hexdigest()

@@ -10,7 +10,7 @@ from pathlib import Path
 import distributed_run
 import pytest
 from peft import PeftModel
-from tolerance import assert_trajectory, assert_weights, differs
+from tolerance import BFLOAT16_TRAJECTORY, assert_trajectory, assert_weights, differs
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.slow
@@ -28,10 +28,14 @@ LONG = {"max_steps": 6}
 TWO = {
     **{f"DDP {name}": options for name, options in RUNS.items()},
     **{f"FSDP2 {name}": {**options, **FSDP2} for name, options in RUNS.items()},
+    "DDP wrapped": {"wrap": "DDP"},
+    "FSDP2 wrapped": {"wrap": "FSDP2"},
     "DDP leak": {"leak": 1},
     "FSDP2 leak": {"leak": 1, **FSDP2},
     "resume": LONG,
 }
+# A 4-bit model, by how it is wrapped and how its codes are kept: those in bytes stay whole on every rank.
+NF4 = {"DDP": ({}, "uint8"), "FSDP2, whole": (FSDP2, "uint8"), "FSDP2, sharded": (FSDP2, "float32")}
 FOUR = {
     "DDP step, LoRA": {},
     "FSDP2 step, full": {"lora": False, **FSDP2},
@@ -57,15 +61,19 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def one(folder):
     """The same runs in this process."""
-    results = {name: distributed_run.run(str(folder / "one" / name), **options) for name, options in RUNS.items()}
-    return {**results, "resume": distributed_run.run(str(folder / "one" / "resume"), **LONG)}
+    distributed_run.model().save_pretrained(folder / "base")
+    scenarios = {**RUNS, "resume": LONG, "NF4": {"nf4": (str(folder / "base"), "uint8")}}
+    return {name: distributed_run.run(str(folder / "one" / name), **options) for name, options in scenarios.items()}
 
 
 @pytest.fixture(scope="module")
-def two(folder):
+def two(folder, one):
+    nf4 = {
+        f"NF4 {name}": {**engine, "nf4": (str(folder / "base"), storage)} for name, (engine, storage) in NF4.items()
+    }
     port = str(29_500 + os.getpid() % 1000)
     launcher = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
-    results, done = launch(launcher, folder / "two", TWO)
+    results, done = launch(launcher, folder / "two", {**TWO, **nf4})
     assert done.returncode == 0, done.stderr[-3000:]
     return results
 
@@ -116,6 +124,21 @@ def test_trained_weights_are_told_from_others(folder, one):
     trained = merged(folder / "one" / "step, full" / "saved", lora=False)
     for other in (merged(folder / "one" / "bfd, full" / "saved", lora=False), distributed_run.model().state_dict()):
         assert any(differs(trained[name], other[name]) for name in trained)
+
+
+@pytest.mark.parametrize("name", NF4)
+def test_two_processes_train_a_4bit_model_as_one(one, two, name):
+    """TRL keeps the adapters of a 4-bit model in bfloat16, whose rounding shows."""
+    result = two[f"NF4 {name}"]
+    assert_trajectory(result["losses"], one["NF4"]["losses"], allowed=BFLOAT16_TRAJECTORY)
+    assert result["verdict"] == "exact"
+    if NF4[name][1] == "uint8":
+        assert result["losses"] == two["NF4 DDP"]["losses"]
+
+
+@pytest.mark.parametrize("engine", ["DDP", "FSDP2"])
+def test_a_wrapped_model_can_be_patched_and_checked(two, engine):
+    assert two[f"{engine} wrapped"] == ["exact", "exact"]
 
 
 @pytest.mark.parametrize("engine", ["DDP", "FSDP2"])

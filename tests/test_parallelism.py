@@ -56,6 +56,39 @@ def test_a_model_that_was_loaded_in_parts_is_refused(tmp_path, size):
         packed_trainer(arguments(out=tmp_path), model=model)
 
 
+@pytest.mark.parametrize(
+    ("stage", "config", "message"),
+    [
+        (3, {}, r"ZeRO-3 cannot be packed(.|\n)*ZeRO-2"),
+        (1, {"tensor_parallel": {"autotp_size": 2}}, "tp_size=2 cannot be packed"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["step", "minibatch"])
+def test_what_deepspeed_divides_is_refused(tmp_path, stage, config, message, strategy):
+    """Its plugin, as the arguments keep it: DeepSpeed itself need not be installed."""
+    args = arguments(out=tmp_path, packing_strategy=strategy)
+    args.deepspeed_plugin = SimpleNamespace(zero_stage=stage, deepspeed_config=config)
+    with pytest.raises(InvalidConfig, match=message):
+        packed_trainer(args)
+
+
+def test_each_micro_batch_of_a_step_says_whether_it_is_the_last(tmp_path):
+    """DeepSpeed's engine reduces and steps when `accelerator.backward` is told so."""
+    trainer, told = packed_trainer(arguments(out=tmp_path, max_tokens_per_microbatch=100, check_packing=False)), []
+    backward = trainer.accelerator.backward
+
+    def watched(*args, **kwargs):
+        told.append((trainer.state.global_step, trainer.accelerator.sync_gradients))
+        backward(*args, **kwargs)
+
+    trainer.accelerator.backward = watched
+    trainer.train()
+    for step in range(3):
+        assert [last for at, last in told if at == step][-1] is True
+        assert [last for at, last in told if at == step].count(True) == 1
+    assert len(told) > 3
+
+
 @pytest.fixture
 def offloaded(tmp_path):
     """A model whose second layer lies on the disk."""

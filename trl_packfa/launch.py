@@ -47,8 +47,9 @@ def train(argv: list[str]) -> int:
         if shown:
             Console().print(f"exactness check: {proof}", highlight=False, markup=False)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    if trainer.is_fsdp_enabled:  # of a sharded state dict the Trainer would save nothing, without a word
-        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None:  # of a sharded state dict the Trainer would save nothing, without a word
+        plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(args.output_dir)
     if trainer.is_world_process_zero():
         trainer.save_reports(Path(args.output_dir))

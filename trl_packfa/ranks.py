@@ -28,22 +28,24 @@ def agree(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
     """
     if accelerator.num_processes == 1:
         return work()
-    result, error = None, None
+    result: Any = None
+    error: Exception | None = None
     try:
         result = work()
     except Exception as caught:
         error = caught
-    told = None if error is None else (type(error) if isinstance(error, PackingError) else RuntimeError, _told(error))
-    failures = [(rank, *told) for rank, told in enumerate(gather_object([told])) if told is not None]
+    mine = None if error is None else (_kind(error), _message(error))
+    failures = [(rank, *told) for rank, told in enumerate(gather_object([mine])) if told is not None]
     if not failures:
-        return result  # type: ignore[return-value]  # it has run
+        return result
     messages = [f"rank {rank} of {accelerator.num_processes}: {message}" for rank, _, message in failures]
-    raise failures[0][1]("\n".join(messages[:_SHOWN])) from error
+    kind: type[Exception] = failures[0][1]
+    raise kind("\n".join(messages[:_SHOWN])) from error
 
 
 def from_main_rank(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
     """What `work` returns on the main process, or the error that it raises there, on every rank."""
-    found = [agree(accelerator, lambda: work() if accelerator.is_main_process else None)]
+    found: list[Any] = [agree(accelerator, lambda: work() if accelerator.is_main_process else None)]
     return found[0] if accelerator.num_processes == 1 else broadcast_object_list(found)[0]
 
 
@@ -71,7 +73,11 @@ def require_same_documents(accelerator: Accelerator, lengths: np.ndarray) -> Non
         )
 
 
-def _told(error: Exception) -> str:
+def _kind(error: Exception) -> type[Exception]:
+    return type(error) if isinstance(error, PackingError) else RuntimeError
+
+
+def _message(error: Exception) -> str:
     return str(error) if isinstance(error, PackingError) else f"{type(error).__name__}: {error}"
 
 

@@ -52,6 +52,12 @@ def refuse_arguments(
     if getattr(peft_config, "is_prompt_learning", False):
         _refuse_prompt_learning(peft_config)
     refuse_parallelism(asked_parallelism(args))
+    if getattr(args.deepspeed_plugin, "zero_stage", 0) == 3:
+        raise InvalidConfig(
+            "DeepSpeed ZeRO-3 cannot be packed.",
+            why=["weights are partitioned while the model is loaded, before packing can be proven on it"],
+            do="Use ZeRO-2, or FSDP2 (fsdp=True), which shards as much and is proven on the sharded model.",
+        )
 
 
 # Ways to divide a model or a row over ranks, by the name of the size that switches them on.
@@ -73,6 +79,8 @@ def asked_parallelism(args: PackedSFTConfig) -> dict[str, int]:
     kwargs = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
     native = kwargs.get("distributed_config")
     of_native: Any = native.get if isinstance(native, dict) else partial(getattr, native)
+    deepspeed: Any = getattr(args.deepspeed_plugin, "deepspeed_config", None) or {}
+    sizes["tp_size"] = max(sizes["tp_size"], deepspeed.get("tensor_parallel", {}).get("autotp_size") or 1)
     for name in ("tp_size", "ep_size", "pp_size"):
         sizes[name] = max(sizes[name], kwargs.get(name) or 1, of_native(name, None) or 1)
     if kwargs.get("tp_plan") or of_native("tp_plan", None):
