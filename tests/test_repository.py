@@ -32,6 +32,7 @@ LAYERS = [
         "fused_head",
         "refusals",
         "progress",
+        "ranks",
         "reports",
         "sampling",
         "sources",

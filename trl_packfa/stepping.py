@@ -72,7 +72,9 @@ class SteppingTrainer(SFTTrainer):
         self.current_gradient_accumulation_steps = len(inputs.micro_batches)
         for i, micro_batch in enumerate(inputs.micro_batches):
             is_last = i + 1 == len(inputs.micro_batches)
-            with nullcontext() if is_last else self.accelerator.no_sync(model):
+            # DeepSpeed reduces and steps where it is told that a step ends; all others defer what they reduce.
+            self.accelerator.gradient_state._set_sync_gradients(is_last)
+            with nullcontext() if is_last or self.is_deepspeed_enabled else self.accelerator.no_sync(model):
                 loss += super().training_step(model, micro_batch, num_items_in_batch)
         if inputs.micro_batches:
             self._metrics["train"]["micro_batches"].append(len(inputs.micro_batches))
