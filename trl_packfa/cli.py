@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("train", help="packed fine-tune from a YAML file or flags (see: trl-packfa train --help)")
     _add_demo(commands)
     _add_check(commands)
-    commands.add_parser("bench", help="packed and padded training by time and memory; also: bench attention, bench pack, bench check")
+    commands.add_parser("bench", help="packed and padded training side by side; also bench attention, pack, check")
     _add_models(commands)
     for name, run, text in (
         ("backends", _backends, "list the attention backends and what this machine lacks for each"),
