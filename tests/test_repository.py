@@ -20,10 +20,10 @@ README = (ROOT / "README.md").read_text()
 LAYERS = [
     {"errors", "versions"},
     {"layout", "packing", "grouping", "zoo"},
-    {"flight"},
+    {"flight", "contradictions"},
     {"attention", "boundaries", "collator", "declaration", "quantized", "rebatch"},
     {"overrides", "tokenized", "loading", "config", "head"},
-    {"mixers", "lora"},
+    {"mixers", "lora", "finding"},
     {"patching"},
     {"patches"},
     {"registry", "exactness", "results", "trust", "matrix"},

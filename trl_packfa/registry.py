@@ -19,8 +19,9 @@ from torch import nn
 
 from .declaration import Patch
 from .errors import InvalidConfig, UnsupportedModel
+from .finding import model_config, model_type
 from .lora import adapted_layers, describe_lora
-from .patching import PatchState, find_state, model_config, model_type, undo_patch
+from .patching import PatchState, find_state, undo_patch
 from .results import results
 from .trust import apply_trusted, apply_unknown
 

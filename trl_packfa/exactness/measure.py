@@ -12,7 +12,8 @@ from torch import nn
 
 from ..collator import DataCollatorForPacking
 from ..errors import UnsupportedModel
-from ..patching import PatchState, find_state, model_config, model_type
+from ..finding import model_config, model_type
+from ..patching import PatchState, find_state
 from ..versions import MINIMUM_VERSIONS, installed_version
 from .probe import Collator, Probe
 from .quiet import quiet
