@@ -20,10 +20,10 @@ from trl_packfa.zoo import small_model
 MODELS = {
     "llama": (lambda: tiny.model(layers=1), False, None, 6000),
     "phi3-longrope": (lambda: tiny.model("phi3-longrope", layers=1), True, None, 1000),
-    "gpt2": (lambda: small_model("gpt2", num_hidden_layers=1), False, 64, 1000),
-    "gpt_neo": (lambda: small_model("gpt_neo"), True, 64, 1000),
+    "gpt2": (lambda: small_model("gpt2", num_hidden_layers=1, max_position_embeddings=64), False, 64, 1000),
+    "gpt_neo": (lambda: small_model("gpt_neo", max_position_embeddings=64), True, 64, 1000),
     "mamba": (lambda: small_model("mamba", num_hidden_layers=1), True, None, 600),
-    "roformer": (lambda: small_model("roformer", num_hidden_layers=1), True, 64, 400),
+    "roformer": (lambda: small_model("roformer", num_hidden_layers=1, max_position_embeddings=64), True, 64, 400),
 }
 WITHOUT_POSITIONS = ("mamba", "roformer")
 

@@ -29,9 +29,11 @@ LAYERS = [
     {"registry", "exactness", "results", "trust", "matrix"},
     {
         "fused_head",
+        "mishaps",
         "refusals",
         "progress",
         "reports",
+        "resuming",
         "sampling",
         "sources",
         "steps",

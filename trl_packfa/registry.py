@@ -41,6 +41,7 @@ def _table() -> dict[str, Patch]:
     for built_in in PATCHES:
         _add(table, built_in)
     for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+        logger.info("trl-packfa: loading a patch from %s", entry_point.value)  # before any of its code runs
         third_party = entry_point.load()
         logger.info("trl-packfa: patch for %s from %s", third_party.model_types, entry_point.value)
         _add(table, third_party)

@@ -76,15 +76,25 @@ def require_whole_checkpoint(folder: str | Path | None) -> str:
     return found
 
 
-def write_progress(folder: str | Path, progress: dict[str, int]) -> None:
+def write_progress(folder: str | Path, progress: dict[str, Any]) -> None:
     """Write what the Trainer's own state does not hold, for a resumed run to go on from."""
     (Path(folder) / _PROGRESS).write_text(json.dumps(progress) + "\n", encoding="utf-8")
 
 
-def read_progress(folder: str | Path) -> dict[str, int]:
-    """What [`write_progress`] wrote; nothing for a checkpoint of another trainer."""
+def read_progress(folder: str | Path) -> dict[str, Any]:
+    """What [`write_progress`] wrote; nothing for a checkpoint of another trainer.
+
+    Raises:
+        [`InvalidConfig`]: if it cannot be read.
+    """
     path = Path(folder) / _PROGRESS
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError as error:
+        raise InvalidConfig(
+            f"{path} is corrupt: {error}.", do="Resume from another checkpoint, or remove the file to count from 0."
+        ) from error
+    return found if isinstance(found, dict) else {}
 
 
 def write_stream_state(folder: str | Path, args: PackedSFTConfig, state: dict[str, Any]) -> None:
