@@ -72,8 +72,9 @@ class Watch(TrainerCallback):
 def soak(steps, kind, strategy, out):
     """Train so many steps and say what grew after the first tenth."""
     model = tiny.model(layers=1, hidden_size=16, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1)
+    packing = {"packing": False} if strategy == "padded" else {"packing_strategy": strategy}
     args = arguments(
-        out=out, packing_strategy=strategy, max_length=64, max_steps=steps, logging_steps=max(steps // 20, 1),
+        out=out, **packing, max_length=64, max_steps=steps, logging_steps=max(steps // 20, 1),
         learning_rate=1e-3, use_peft=False,
     )  # fmt: skip
     started = time.perf_counter()
@@ -109,7 +110,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--data", choices=("map", "stream"), default="map")
-    parser.add_argument("--strategy", default="step")
+    parser.add_argument("--strategy", default="step", help="a packing strategy, or 'padded' for TRL's own training")
     options = parser.parse_args()
     logging.getLogger("trl_packfa").setLevel(logging.INFO)
     with tempfile.TemporaryDirectory() as out:

@@ -5,8 +5,7 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
+from contextlib import contextmanager
 
 import pytest
 import tiny
@@ -120,20 +119,31 @@ def test_the_watch_forgets_what_was_logged(tmp_path):
     assert not trainer._loss_watch.losses and not trainer._loss_watch.where
 
 
+@contextmanager
+def other_run_in(folder):
+    """A process that trains into the folder until it is killed."""
+    ready, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with only_run_in(folder):
+            os.write(tell, b"in")
+            signal.pause()
+    assert os.read(ready, 2) == b"in"
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
 def test_a_second_run_in_the_folder_is_refused(tmp_path):
-    code = (
-        "import sys; from trl_packfa.mishaps import only_run_in\n"
-        f"with only_run_in({str(tmp_path)!r}):\n print('in', flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout.readline() == b"in\n"
-        trainer = packed_trainer(arguments(out=tmp_path, **SAVING))
+    trainer = packed_trainer(arguments(out=tmp_path, **SAVING))
+    with other_run_in(tmp_path):
         with pytest.raises(InvalidConfig, match="another run is training into"):
             trainer.train()
         # without checkpoints there is nothing to fight over
         packed_trainer(arguments(out=tmp_path, **ONE_STEP)).train()
-        other.kill()
-    trainer.train()
+    trainer.train()  # the killed one has left no lock
     assert (tmp_path / "checkpoint-4").exists()
     with only_run_in(tmp_path):
         assert (tmp_path / LOCK).exists()
@@ -159,8 +169,14 @@ def test_a_read_only_folder(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_leaves_the_last_whole_checkpoint(tmp_path):
-    """The second checkpoint fails half way: the run says so, and resumes from the first."""
-    trainer = packed_trainer(arguments(out=tmp_path, **SAVING))
+    """The second checkpoint fails half way: the run says so, and resumes from the first with the same losses."""
+    saving = {**SAVING, "max_steps": 6}
+
+    def fresh(out):
+        torch.manual_seed(0)  # of the adapter
+        return packed_trainer(arguments(out=out, **saving))
+
+    trainer = fresh(tmp_path / "full")
     saved = trainer.save_reports
 
     def full(folder):
@@ -171,12 +187,11 @@ def test_a_full_disk_leaves_the_last_whole_checkpoint(tmp_path):
     trainer.save_reports = full
     with pytest.raises(OSError, match="No space left"):
         trainer.train()
-    assert (tmp_path / "checkpoint-4").exists()
-    resumed = packed_trainer(arguments(out=tmp_path, **{**SAVING, "max_steps": 6}))
+    assert (tmp_path / "full" / "checkpoint-4").exists()
+    resumed, straight = fresh(tmp_path / "full"), fresh(tmp_path / "straight")
     resumed.train(resume_from_checkpoint=True)
-    straight = packed_trainer(arguments(out=tmp_path / "straight", **{**SAVING, "max_steps": 6}))
     straight.train()
-    assert losses(resumed)[-4:] == losses(straight)[-4:]
+    assert losses(resumed) == losses(straight)
 
 
 def test_a_file_size_limit_stops_the_run_and_the_first_checkpoint_stays_whole(tmp_path):

@@ -85,7 +85,9 @@ def _require_even(example: Mapping[str, Any]) -> None:
     if labels is not None and len(labels) != tokens:
         raise InvalidLayout(f"an example has {tokens} input_ids and {len(labels)} labels.", do="Send one for each.")
     if parts and sum(parts) != tokens:
-        raise InvalidLayout(f"an example has {tokens} input_ids, its seq_lengths {list(parts)} sum up to {sum(parts)}.")
+        raise InvalidLayout(
+            f"an example has {tokens} input_ids, its seq_lengths {list(parts)} sum up to {sum(parts)}."
+        )
 
 
 def _length(example: Mapping[str, Any]) -> int:
