@@ -77,7 +77,8 @@ def refuse_contradictions(
         )
     believed = call.get("packed_layout") is not None
     _refuse_other_offsets(layout, call, believed)
-    _refuse_short_maximum(layout, call)
+    if not torch.compiler.is_compiling():  # reading lengths there would compile anew for every batch
+        _refuse_short_maximum(layout, call)
     position_ids, seq_idx = call.get("position_ids"), call.get("seq_idx")
     if position_ids is not None and not _left_on_device(position_ids, believed):
         _refuse_positions(layout, position_ids, counts_positions, most_positions)
@@ -167,7 +168,7 @@ def _refuse_short_maximum(layout: PackedLayout, call: dict[str, Any]) -> None:
     for name in ("max_length_q", "max_length_k"):
         longest = call.get(name)
         if isinstance(longest, torch.Tensor):
-            if longest.device.type != "cpu" or torch.compiler.is_compiling():
+            if longest.device.type != "cpu":
                 continue
             longest = longest.item() if longest.numel() == 1 else -1
         if longest is not None and longest < layout.max_seqlen:

@@ -79,12 +79,16 @@ class BackboneOverride(Override):
         """From the call, or as the causal LM around it has found it; `None` if it is not packed."""
         layout = layout_of(call, counts_positions=self.counts_positions, most_positions=self.most_positions)
         layout = layout_in_flight() if layout is None else layout
-        if layout is not None and self.most_positions is not None and layout.max_seqlen > self.most_positions:
-            raise PackingError(
-                f"a document of {layout.max_seqlen} tokens, the model has {self.most_positions} positions.",
-                do=f"Pass max_length={self.most_positions} or less, or cut the document.",
-            )
+        if layout is not None and self.most_positions is not None and not torch.compiler.is_compiling():
+            self._require_positions(layout, self.most_positions)
         return layout
+
+    def _require_positions(self, layout: PackedLayout, most: int) -> None:
+        if layout.max_seqlen > most:
+            raise PackingError(
+                f"a document of {layout.max_seqlen} tokens, the model has {most} positions.",
+                do=f"Pass max_length={most} or less, or cut the document.",
+            )
 
     def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
         """The original forward, its layers told of the layout."""
