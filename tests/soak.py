@@ -92,7 +92,9 @@ def soak(steps, kind, strategy, out):
         "steps": steps,
         "seconds": round(time.perf_counter() - started, 1),
         "built_s": round(built - started, 2),
-        "memory_mb": [round(first[0] / 2**20, 1), round(last[0] / 2**20, 1)],
+        "memory_mb": [
+            round(sample[0] / 2**20, 1) for sample in watch.samples[warm :: max(len(watch.samples) // 10, 1)]
+        ],
         "memory_growth": round(last[0] / first[0] - 1, 4),
         "files": [first[1], last[1]],
         "threads": [first[2], last[2]],

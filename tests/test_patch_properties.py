@@ -199,7 +199,7 @@ class Interleavings(RuleBasedStateMachine):
 
 TestInterleavings = Interleavings.TestCase
 TestInterleavings.settings = settings(
-    max_examples=12, stateful_step_count=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=8, stateful_step_count=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 
 
