@@ -16,7 +16,7 @@ from training import arguments, dataset, losses, packed_trainer, rows
 from transformers import TrainerCallback
 
 from trl_packfa.errors import InvalidConfig, NonFiniteLoss
-from trl_packfa.mishaps import LOCK, only_run_in
+from trl_packfa.mishaps import LOCK, LossWatch, only_run_in
 from trl_packfa.reports import last_whole_checkpoint
 
 ONE_STEP = {"max_steps": 2, "check_packing": False}
@@ -65,7 +65,7 @@ def test_out_of_memory_says_which_budget_to_lower(kind, tmp_path):
         ({"packing_strategy": "minibatch"}, "per_device_train_batch_size from 4 to 2 and raise gradient_accumulation"),
         (
             {"packing_strategy": "minibatch", "per_device_train_batch_size": 1},
-            "It is one document: lower max_length from 1024 to",
+            "It is one document: lower max_length to",
         ),
     ],
 )
@@ -117,6 +117,15 @@ def test_the_watch_forgets_what_was_logged(tmp_path):
     trainer = packed_trainer(arguments(out=tmp_path, max_steps=4, logging_steps=2, check_packing=False))
     trainer.train()
     assert not trainer._loss_watch.losses and not trainer._loss_watch.where
+
+
+def test_the_watch_looks_without_a_log_before_it_grows():
+    watch, batch = LossWatch(), {"input_ids": torch.ones(1, 4, dtype=torch.long)}
+    while not watch.is_full:
+        watch.add(1, batch, torch.tensor(1.0))
+    assert len(watch.losses) == 1024
+    watch.require_finite(None)
+    assert not watch.is_full
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from .errors import InvalidConfig, NonFiniteLoss
 # Underscored: transformers leaves such files out when it uploads the folder.
 LOCK = "_training.lock"
 _SHOWN = 8
+_REMEMBERED = 1024
 
 
 @contextmanager
@@ -58,7 +59,7 @@ def _advice(args: PackedSFTConfig, inputs: dict[str, Any], budget: int | None) -
             f"gradient_accumulation_steps from {accumulation} to {math.ceil(accumulation * batch / (batch // 2))}."
         )
     more = "" if args.gradient_checkpointing else ", or set gradient_checkpointing=True"
-    return f"{held} It is one document: lower max_length from {args.max_length} to {longest // 2}{more}."
+    return f"{held} It is one document: lower max_length to {longest // 2}{more}."
 
 
 def _add_note(error: BaseException, note: str) -> None:
@@ -79,6 +80,11 @@ class LossWatch:
         """Remember a micro-batch of this step; keeps its token ids, which are small, alive until the next log."""
         self.losses.append(loss.detach())
         self.where.append((step, {name: inputs.get(name) for name in ("input_ids", "packed_layout")}))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is time to look without a log: runs that log rarely or never must not gather losses for ever."""
+        return len(self.losses) >= _REMEMBERED
 
     def require_finite(self, tokenizer: Any) -> None:
         """Called where the host waits for the loss anyway; forgets what it has seen.

@@ -56,7 +56,8 @@ class LayerOverride(Override):
     def _uncheckpointed(self, *args: Any, **kwargs: Any) -> Any:
         layer: Any = self.module
         forward: Any = type(layer).forward
-        if self.original is None and forward.__code__.co_name == "forward_with_checkpointing":
+        code = getattr(forward, "__code__", None)
+        if self.original is None and code is not None and code.co_name == "forward_with_checkpointing":
             return forward.__wrapped__(layer, *args, **kwargs)  # the switch below is seen by other threads
         layer.gradient_checkpointing = False
         try:

@@ -91,6 +91,8 @@ class SteppingTrainer(SFTTrainer):
             loss = super().training_step(model, inputs, num_items_in_batch)
         if self.args.packing:
             self._loss_watch.add(self.state.global_step + 1, inputs, loss)
+            if self._loss_watch.is_full:
+                self._loss_watch.require_finite(self._tokenizer)
         return loss
 
     def compute_loss(
