@@ -39,7 +39,7 @@ def agree(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
     if not failures:
         return result
     messages = [f"rank {rank} of {accelerator.num_processes}: {message}" for rank, _, message in failures]
-    kind: type[Exception] = failures[0][1]
+    kind: Any = failures[0][1]
     raise kind("\n".join(messages[:_SHOWN])) from error
 
 

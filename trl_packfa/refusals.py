@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from .boundaries import layout_of
 from .config import PackedSFTConfig
 from .errors import InvalidConfig, PackingError, UnsupportedModel
-from .patching import model_config, model_type
+from .finding import model_config, model_type
 from .registry import get_patch_for_type
 from .results import results
 

@@ -112,15 +112,25 @@ def whole_checkpoint(folder: Path, trainer: Any) -> Iterator[None]:
     rotate_checkpoints(str(folder.parent), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
 
 
-def write_progress(folder: str | Path, progress: dict[str, int]) -> None:
+def write_progress(folder: str | Path, progress: dict[str, Any]) -> None:
     """Write what the Trainer's own state does not hold, for a resumed run to go on from."""
     _write(Path(folder) / _PROGRESS, progress)
 
 
-def read_progress(folder: str | Path) -> dict[str, int]:
-    """What [`write_progress`] wrote; nothing for a checkpoint of another trainer."""
+def read_progress(folder: str | Path) -> dict[str, Any]:
+    """What [`write_progress`] wrote; nothing for a checkpoint of another trainer.
+
+    Raises:
+        [`InvalidConfig`]: if it cannot be read.
+    """
     path = Path(folder) / _PROGRESS
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError as error:
+        raise InvalidConfig(
+            f"{path} is corrupt: {error}.", do="Resume from another checkpoint, or remove the file to count from 0."
+        ) from error
+    return found if isinstance(found, dict) else {}
 
 
 def write_stream_state(folder: str | Path, args: PackedSFTConfig, state: dict[str, Any]) -> None:

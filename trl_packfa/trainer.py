@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from .config import PackedSFTConfig
 from .exactness import ExactnessReport, check
 from .feeding import FeedingTrainer
 from .fused_head import ensure_own_loss
+from .mishaps import only_run_in
 from .packing import PackedBatchSampler, PackingReport
 from .ranks import TrainBeginCallback, agree, from_main_rank, require_same_documents
 from .refusals import refuse_arguments, refuse_collator, refuse_model, refuse_sources
@@ -45,6 +48,7 @@ from .reports import (
     write_reports,
     write_stream_state,
 )
+from .resuming import identity, require_same_run
 from .sampling import EpochCallback
 from .sources import AnyDataset, EvalDataset, default_adapter, loading, model_type, named, output_dir
 from .steps import StepCutter, quadratic_weight
@@ -201,11 +205,20 @@ class PackedSFTTrainer(FeedingTrainer):
             resume_from_checkpoint = from_main_rank(self.accelerator, lambda: require_whole_checkpoint(folder))
         self._resumed_from = resume_from_checkpoint or None
         if isinstance(resume_from_checkpoint, str):
+            progress = read_progress(resume_from_checkpoint)
+            if self.args.packing and not self.args.ignore_data_skip:
+                require_same_run(progress, self._identity)
             # TRL counts from 0 again.
-            self._total_train_tokens = read_progress(resume_from_checkpoint).get("num_tokens", 0)
+            self._total_train_tokens = progress.get("num_tokens", 0)
         if not self.is_fsdp_enabled:  # sharded models are proven sharded: before, they may fit no device
             self._require_proof()
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        saves = self.args.should_save and self.args.save_strategy != "no"
+        with only_run_in(self.args.output_dir) if saves else nullcontext():  # type: ignore[arg-type]
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    @cached_property
+    def _identity(self) -> dict[str, str]:
+        return identity(self.train_dataset, self._tokenizer)
 
     def _require_proof(self) -> None:
         if self.args.packing and self.args.check_packing and self.exactness is None:
@@ -238,7 +251,7 @@ class PackedSFTTrainer(FeedingTrainer):
             if self._stream is not None and resumes_by_state(self._stream.source):
                 write_stream_state(folder, self.args, self._stream.state_dict())
             if self.args.should_save:
-                write_progress(folder, {"num_tokens": self._total_train_tokens})
+                write_progress(folder, {"num_tokens": self._total_train_tokens, **self._identity})
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """TRL's model card, with a section on packing and its proof."""

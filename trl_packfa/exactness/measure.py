@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..collator import DataCollatorForPacking
 from ..errors import UnsupportedModel
-from ..patching import PatchState, find_state, model_config, model_type
+from ..finding import model_config, model_type
+from ..patching import PatchState, find_state
 from ..versions import MINIMUM_VERSIONS, installed_version
 from .probe import Collator, Probe, device_of
 from .quiet import quiet
