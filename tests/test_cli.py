@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 
 import trl_packfa
 from trl_packfa.cli import main
+from trl_packfa.commands import OWN_PARSERS
 from trl_packfa.errors import ContaminationError, InvalidConfig
 
 
@@ -105,7 +106,7 @@ def test_exit_codes_mean_something(monkeypatch, saved_model, capsys):
         main(["chekc"])
     assert wrong_usage.value.code == 2
     for error, code in ((InvalidConfig("no"), 1), (ContaminationError("leak"), 3), (KeyboardInterrupt(), 130)):
-        monkeypatch.setattr("trl_packfa.cli.train", raises(error))
+        monkeypatch.setitem(OWN_PARSERS, "train", raises(error))
         assert main(["train"]) == code
         assert "Traceback" not in capsys.readouterr().err
         for argv in (["--debug", "train"], ["train", "--debug"]):
@@ -119,7 +120,7 @@ def test_exit_codes_mean_something(monkeypatch, saved_model, capsys):
 
 def test_the_trainers_own_debug_flag_is_left_to_it(monkeypatch):
     seen = []
-    monkeypatch.setattr("trl_packfa.cli.train", lambda argv: seen.append(argv) or 0)
+    monkeypatch.setitem(OWN_PARSERS, "train", lambda argv: seen.append(argv) or 0)
     assert main(["train", "--debug", "underflow_overflow", "--max_steps", "1"]) == 0
     assert main(["train", "--debug", "--max_steps", "1"]) == 0
     assert seen == [["--debug", "underflow_overflow", "--max_steps", "1"], ["--max_steps", "1"]]

@@ -36,7 +36,7 @@ FIELDS = {
 }
 # Fields of TRL's with another default.
 DEFAULTS = {"packing": True, "packing_strategy": None, "use_peft": True, "dtype": None}
-COMMANDS = "train demo check bench merge models backends recipes env completion".split()
+COMMANDS = "train plan demo check bench merge models backends recipes env completion".split()
 
 
 def signature(function):
