@@ -35,12 +35,13 @@ def agree(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
     except Exception as caught:
         error = caught
     mine = None if error is None else (_kind(error), _message(error))
-    failures = [(rank, *told) for rank, told in enumerate(gather_object([mine])) if told is not None]
-    if not failures:
+    told: list[tuple[type[Exception], str] | None] = gather_object([mine])
+    kinds = [one[0] for one in told if one is not None]
+    if not kinds:
         return result
-    messages = [f"rank {rank} of {accelerator.num_processes}: {message}" for rank, _, message in failures]
-    kind: Any = failures[0][1]
-    raise kind("\n".join(messages[:_SHOWN])) from error
+    ranks = f"of {accelerator.num_processes}"
+    messages = [f"rank {rank} {ranks}: {one[1]}" for rank, one in enumerate(told) if one is not None]
+    raise kinds[0]("\n".join(messages[:_SHOWN])) from error
 
 
 def from_main_rank(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
