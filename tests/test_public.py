@@ -20,14 +20,16 @@ SOURCES = [path for folder in ("trl_packfa", "patches", "recipes") for path in (
 SIGNATURES = {
     "check": "model * collator= seed=",
     "describe": "model",
-    "patch": "model * backend=",
-    "patched": "model * backend=",
+    "patch": "model * backend= fused_lora=",
+    "patched": "model * backend= fused_lora=",
+    "plot": "batch_or_layout path= * sliding_window=",
     "register": "new",
     "registered": "",
     "unpatch": "model",
 }
 FIELDS = {
     "check_packing": True,
+    "fused_lora": True,
     "loss_by": None,
     "loss_weighting": "token",
     "max_tokens_per_microbatch": None,
