@@ -333,9 +333,6 @@ def test_sides_run_interleaved_and_one_that_fails_is_a_row(lengths_file, tmp_pat
     assert report["environment"]["versions"]["torch"] and report["environment"]["allocator"]
 
 
-# Parts ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_have_the_sizes_that_their_names_say(name):
     from transformers import AutoModelForCausalLM
@@ -399,14 +396,3 @@ def test_bench_check_times_the_proof_beside_a_step(lengths_file, capsys):
     assert main(["bench", "check", "--model", "tiny", "--lengths", lengths_file, "--json", "--output_dir", "out"]) == 0
     check, step = json.loads(capsys.readouterr().out)
     assert check["seconds"] > 0 and step["seconds"] > 0 and check["share of 500 steps"].endswith("%")
-
-
-# Balance -------------------------------------------------------------------------------------------------------------
-
-
-def test_balance_is_told_by_who_deals(capsys):
-    """Ours is at its bound; the padded order, the control, is far from it."""
-    assert main(["bench", "balance", "--mixes", "uneven", "--ranks", "8", "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)
-    assert row["longest document"] <= row["step"] <= 1.02 * row["longest document"] < row["padded order"]
-    assert row["step"] <= min(row["by tokens"], row["by squares"])

@@ -28,7 +28,7 @@ MODELS = {
     "mamba": lambda: small_model("mamba", num_hidden_layers=1),
     "roformer": lambda: small_model("roformer", num_hidden_layers=1),
 }
-TARGETS = {"mamba": ["in_proj", "out_proj"], "gpt2": ["c_attn", "c_proj"]}
+TARGETS = {"mamba": ["in_proj", "x_proj"], "gpt2": ["c_attn", "c_proj"]}
 
 
 def lora(name, rank):
@@ -62,7 +62,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @initialize(name=st.sampled_from(sorted(MODELS)), seed=st.integers(0, 3))
     def build(self, name, seed):
-        self.name, self.model, self.is_patched = name, MODELS[name](), False
+        self.name, self.model, self.is_patched, self.hooked = name, MODELS[name](), False, False
         self.docs, self.adapters, self.keys = tiny.documents(LENGTHS, seed=seed), 0, None
         self.keys = list(self.model.state_dict())
 
@@ -103,6 +103,7 @@ class Interleavings(RuleBasedStateMachine):
     @rule()
     def merge_and_unload(self):
         self.model, self.adapters = self.model.merge_and_unload(), 0
+        self.model.requires_grad_(True)  # PEFT leaves it frozen
 
     @precondition(lambda self: self.peft)
     @rule()
@@ -114,6 +115,8 @@ class Interleavings(RuleBasedStateMachine):
     def replace_by_copy(self, how):
         if how == "deepcopy":
             self.model = copy.deepcopy(self.model)
+        elif self.hooked:
+            return  # transformers' hook on the embeddings cannot be pickled, patched or not
         elif how == "pickle":
             self.model = pickle.loads(pickle.dumps(self.model))
         else:
@@ -141,6 +144,7 @@ class Interleavings(RuleBasedStateMachine):
     def checkpointing(self, on, reentrant):
         if not self.model.supports_gradient_checkpointing:
             return
+        self.hooked |= on
         if on:
             self.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         else:

@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import Callable
 
-from .commands import TAKING_ALL_ARGUMENTS, build_parser
+from .commands import OWN_PARSERS, build_parser
 from .commands.check import NOT_EXACT
 from .errors import ContaminationError, PackingError
 
@@ -21,8 +21,8 @@ def main(argv: list[str] | None = None) -> int:
     # bitsandbytes announces at import that an optional Hub kernel is missing; nothing here needs it.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     argv, debug = _split_debug(argv)
-    if argv and argv[0] in TAKING_ALL_ARGUMENTS:  # TRL's own parser reads everything that takes training arguments
-        return _guarded(lambda: TAKING_ALL_ARGUMENTS[argv[0]](argv[1:]), debug=debug)
+    if argv and argv[0] in OWN_PARSERS:  # TRL's own parser reads everything that takes training arguments
+        return _guarded(lambda: OWN_PARSERS[argv[0]](argv[1:]), debug=debug)
     args = build_parser().parse_args(argv)
     return _guarded(lambda: args.run(args), debug=debug)
 

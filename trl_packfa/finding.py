@@ -182,7 +182,8 @@ def most_positions(backbone: nn.Module) -> int | None:
     sizes = []
     for name, table in backbone.named_modules():
         own_name = name.rpartition(".")[2]
-        if isinstance(table, nn.Embedding) and _POSITIONS.search(own_name) and "rel" not in own_name:
+        elsewhere = _ELSEWHERE.search(name)
+        if isinstance(table, nn.Embedding) and _POSITIONS.search(own_name) and "rel" not in own_name and not elsewhere:
             before = getattr(table, "offset", 0) + (0 if table.padding_idx is None else table.padding_idx + 1)
             sizes.append(table.num_embeddings - before)
     return min(sizes, default=None)

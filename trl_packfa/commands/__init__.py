@@ -14,9 +14,9 @@ from . import backends, bench, check, completion, demo, env, merge, models, plan
 COMMANDS = (train, plan, demo, check, bench, merge, models, backends, recipes, env, completion)
 
 # Commands whose flags, training arguments among them, are read by TRL's parser.
-TAKING_ALL_ARGUMENTS = {"train": train.run, "plan": plan.run, "bench": bench.run}
+OWN_PARSERS = {"train": train.run, "plan": plan.run, "bench": bench.run}
 
-__all__ = ["COMMANDS", "TAKING_ALL_ARGUMENTS", "build_parser"]
+__all__ = ["COMMANDS", "OWN_PARSERS", "build_parser"]
 
 _EXIT_CODES = "exit codes: 0 done, 1 refused or failed, 2 wrong usage, 3 packing is not exact, 130 interrupted"
 
