@@ -1,27 +1,151 @@
-"""Run by `test_distributed.py`, alone or under torchrun: a few packed steps, the losses as JSON on the last line."""
+"""Run by `test_distributed.py` under torchrun or accelerate: packed runs one after the other in one process group,
+what came of each as JSON on one line.
+
+    distributed_run.py FOLDER SCENARIOS [RANK]
+
+SCENARIOS is JSON, {name: arguments of `run`}. RANK, if given, is killed at the end, while the others wait for it.
+"""
 
 import json
 import os
+import signal
 import sys
+from pathlib import Path
 
-from training import arguments, losses, packed_trainer
+import tiny
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType, gather_object
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from training import LORA, arguments, losses, packed_trainer
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-strategy, out, *resume = sys.argv[1:]
-world = int(os.environ.get("WORLD_SIZE", "1"))
-args = arguments(
-    out=out,
-    packing_strategy=strategy,
-    per_device_train_batch_size=8 // world,
-    gradient_accumulation_steps=3,
-    max_steps=6,
-    max_length=96,
-    learning_rate=2e-3,
-    ddp_backend="gloo" if world > 1 else None,
-    save_strategy="steps",
-    save_steps=3,
-)
-trainer = packed_trainer(args)
-trainer.train(resume_from_checkpoint=f"{out}/checkpoint-3" if resume else None)
-if trainer.is_world_process_zero():
-    print(json.dumps({"losses": losses(trainer), "verdict": trainer.exactness.verdict}), flush=True)
-trainer.accelerator.end_training()  # the process group's threads must not outlive the interpreter
+import trl_packfa
+from trl_packfa.errors import ContaminationError
+
+STEPS, SAVE, BATCH = 4, 2, 8
+
+
+def model():
+    return tiny.model(layers=2, hidden_size=32, num_attention_heads=2, num_key_value_heads=1, intermediate_size=48)
+
+
+def quantized(base, storage):
+    """The saved model in NF4, its codes kept in tensors of this dtype."""
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="float32", bnb_4bit_quant_storage=storage
+    )
+    return AutoModelForCausalLM.from_pretrained(base, quantization_config=config, dtype="float32")
+
+
+def trainer_of(folder, *, strategy="step", lora=True, fsdp=None, patch_first=False, nf4=None, **options):
+    """A trainer whose steps hold the same examples under any number of processes."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:  # another engine this time; the process group stays
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        os.environ.pop("ACCELERATE_USE_FSDP", None)  # accelerate's own note of the last one
+        os.environ.pop("ACCELERATE_USE_FSDP", None)  # accelerate's own note of the last one
+    defaults = {"max_steps": STEPS, "max_length": 96, "learning_rate": 2e-3, "gradient_accumulation_steps": 3}
+    args = arguments(
+        out=folder,
+        packing_strategy=strategy,
+        per_device_train_batch_size=BATCH // world,
+        save_strategy="steps",
+        save_steps=SAVE,
+        ddp_backend="gloo" if world > 1 else None,
+        use_peft=lora,
+        **({} if fsdp is None else {"fsdp": True, "fsdp_config": fsdp}),
+        **{**defaults, **options},
+    )
+    built = quantized(*nf4) if nf4 else model()
+    if patch_first:
+        trl_packfa.patch(built)
+    return packed_trainer(args, model=built, peft_config=LORA if lora else None)
+
+
+def take_fsdp_on_a_cpu():
+    """accelerate 1.15 shards on accelerators only and runs FSDP on a CPU as DDP, without a word; torch's `fully_shard`
+    itself runs on a CPU. This enters accelerate's FSDP branch; what follows is accelerate's own code."""
+    construct = AcceleratorState.__init__
+
+    def enter(self, *args, fsdp_plugin=None, **kwargs):
+        construct(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    AcceleratorState.__init__ = enter
+
+
+def run(folder, *, resume=None, leak=None, wrap=None, callbacks=(), **scenario):
+    """Train and save; losses, counts, engine. With `leak`, the rank whose attention leaks: what each rank raised.
+    With `wrap`, an engine: what each rank finds on a model that is patched after it was wrapped."""
+    if wrap is not None:
+        return check_wrapped(wrap)
+    trainer = trainer_of(folder, **scenario)
+    if leak is not None:
+        return errors_of_all(trainer, leak)
+    for callback in callbacks:
+        trainer.add_callback(callback)
+    trainer.train(resume_from_checkpoint=resume)
+    if trainer.is_fsdp_enabled:  # of a sharded state dict the Trainer would save nothing, without a word
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    trainer.save_model(f"{folder}/saved")
+    return {
+        "losses": losses(trainer),
+        "tokens": [entry["num_tokens"] for entry in trainer.state.log_history if "loss" in entry],
+        "verdict": trainer.exactness.verdict,
+        "engine": str(trainer.accelerator.distributed_type).removeprefix("DistributedType."),
+        "wrapped": [type(trainer.model_wrapped).__name__, type(trainer.model).__name__],
+    }
+
+
+def errors_of_all(trainer, rank):
+    """What each rank raises if on one of them a document sees its neighbours."""
+    if trainer.accelerator.process_index == rank:
+        attention = next(m for name, m in trainer.model.named_modules() if name.endswith("layers.1.self_attn"))
+        override = vars(attention)["forward"]
+
+        def leaks(hidden_states, **kwargs):
+            if kwargs.get("packed_layout") is not None:
+                hidden_states = hidden_states + hidden_states.mean(dim=1, keepdim=True)
+            return override(hidden_states, **kwargs)
+
+        attention.forward = leaks
+    try:
+        trainer.train()
+    except ContaminationError as error:
+        return gather_object([f"{error!s} at step {trainer.state.global_step}"])
+    return gather_object([None])
+
+
+def check_wrapped(engine):
+    """The verdict of each rank on a model that is patched when it is wrapped already."""
+    built = model()
+    if engine == "FSDP2":
+        mesh = init_device_mesh("cpu", (PartialState().num_processes,))
+        for layer in built.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(built, mesh=mesh)
+    else:
+        built = DistributedDataParallel(built)
+    return gather_object([trl_packfa.check(trl_packfa.patch(built)).verdict])
+
+
+def main():
+    take_fsdp_on_a_cpu()
+    folder, scenarios, victim = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
+    results = {name: run(str(folder / name), **scenario) for name, scenario in scenarios.items()}
+    state = PartialState()
+    if state.is_main_process:
+        print(json.dumps(results), flush=True)
+    if victim == [str(state.process_index)]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    state.wait_for_everyone()
+    state.destroy_process_group()  # its threads must not outlive the interpreter
+
+
+if __name__ == "__main__":
+    main()

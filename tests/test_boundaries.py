@@ -23,8 +23,10 @@ def test_one_set_of_positions_serves_every_row():
 
 
 def test_a_padded_batch_is_left_alone():
-    mask = torch.tensor([[1] * 8 + [0] * 2])
-    assert layout_of({"input_ids": IDS, "position_ids": LAYOUT.position_ids(), "attention_mask": mask}) is None
+    for mask in (torch.tensor([[1] * 8 + [0] * 2]), torch.tensor([[0] * 2 + [1] * 8])):
+        counted = (mask.cumsum(1) - 1).clamp(min=0)
+        for positions in (torch.arange(10)[None], counted, counted.masked_fill(mask == 0, 1)):
+            assert layout_of({"input_ids": IDS, "position_ids": positions, "attention_mask": mask}) is None
 
 
 def test_boundaries_may_be_finer_than_positions():

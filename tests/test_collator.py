@@ -1,6 +1,8 @@
+import pytest
 import torch
 
 from trl_packfa import DataCollatorForPacking
+from trl_packfa.errors import InvalidLayout
 
 
 def test_matches_trls_padding_free_collator():
@@ -37,3 +39,16 @@ def test_rows_packed_before_keep_their_boundaries():
 def test_losses_of_a_stream_are_summed():
     rows = [{"input_ids": [1, 2], "packing_losses": [1, 0, 2, 30]}, {"input_ids": [3], "packing_losses": [0, 0, 0, 4]}]
     assert DataCollatorForPacking()(rows)["packing_losses"] == (1, 0, 2, 34)
+
+
+@pytest.mark.parametrize(
+    ("examples", "message"),
+    [
+        ([{"input_ids": [1, 2], "labels": [1]}, {"input_ids": [1], "labels": [1, 2]}], "2 input_ids and 1 labels"),
+        ([{"input_ids": [1, 2, 3], "seq_lengths": [2, 2]}], r"3 input_ids, its seq_lengths \[2, 2\] sum up to 4"),
+        ([{"input_ids": [1, 2]}, {"input_ids": []}], "lengths must all be positive"),
+    ],
+)
+def test_examples_that_do_not_add_up_are_refused(examples, message):
+    with pytest.raises(InvalidLayout, match=message):
+        DataCollatorForPacking()(examples)

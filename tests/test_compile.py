@@ -37,9 +37,8 @@ def test_nothing_is_compiled_after_warm_up(tmp_path, strategy):
     assert_trajectory(compiled, graphs(tmp_path / "eager", strategy, compiled=False)[1])
 
 
-def test_fixed_shapes_would_be(tmp_path, monkeypatch):
+def test_fixed_shapes_would_be(tmp_path):
     """The control."""
-    monkeypatch.setattr(torch._dynamo.config, "automatic_dynamic_shapes", False)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 64)
-    seen, _ = graphs(tmp_path, "step")
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=64):
+        seen, _ = graphs(tmp_path, "step")
     assert seen[-1] > seen[WARM - 1]

@@ -1,4 +1,5 @@
-"""Two real processes on a CPU (gloo): the same losses as one process with the same global batch."""
+"""Real processes on a CPU (gloo), under torchrun and accelerate: losses and weights of one process with the same
+global batch, wrapped in DDP and in FSDP2."""
 
 import json
 import os
@@ -6,37 +7,156 @@ import subprocess
 import sys
 from pathlib import Path
 
+import distributed_run
 import pytest
-from tolerance import assert_trajectory
+from peft import PeftModel
+from tolerance import BFLOAT16_TRAJECTORY, assert_trajectory, assert_weights, differs
+from transformers import AutoModelForCausalLM
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parent / "distributed_run.py"
+FSDP2 = {"fsdp": {"version": 2}}
+RUNS = {
+    "step, LoRA": {},
+    "step, full": {"lora": False},
+    "minibatch, LoRA": {"strategy": "minibatch"},
+    "bfd, full": {"strategy": "bfd", "lora": False},
+    "patched first": {"patch_first": True},
+}
+LONG = {"max_steps": 6}
+TWO = {
+    **{f"DDP {name}": options for name, options in RUNS.items()},
+    **{f"FSDP2 {name}": {**options, **FSDP2} for name, options in RUNS.items()},
+    "DDP wrapped": {"wrap": "DDP"},
+    "FSDP2 wrapped": {"wrap": "FSDP2"},
+    "DDP leak": {"leak": 1},
+    "FSDP2 leak": {"leak": 1, **FSDP2},
+    "resume": LONG,
+}
+# A 4-bit model, by how it is wrapped and how its codes are kept: those in bytes stay whole on every rank.
+NF4 = {"DDP": ({}, "uint8"), "FSDP2, whole": (FSDP2, "uint8"), "FSDP2, sharded": (FSDP2, "float32")}
+FOUR = {
+    "DDP step, LoRA": {},
+    "FSDP2 step, full": {"lora": False, **FSDP2},
+    "resume": {**LONG, "resume": "checkpoint-2"},
+}
 
 
-def run(launcher, strategy, out, *resume):
+def launch(launcher, folder, scenarios, *more):
+    """What came of each scenario, and how the launcher ended."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, str(SCRIPT), strategy, str(out), *resume]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(next(line for line in reversed(result.stdout.splitlines()) if line.startswith("{")))
+    command = [sys.executable, "-m", *launcher, str(SCRIPT), str(folder), json.dumps(scenarios), *more]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    results = [line for line in done.stdout.splitlines() if line.startswith('{"')]
+    assert results, done.stderr[-3000:]
+    return json.loads(results[-1]), done
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["step", "minibatch", "bfd"])
-def test_two_processes_train_as_one(tmp_path, strategy):
-    one = run([], strategy, tmp_path / "one")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("distributed")
+
+
+@pytest.fixture(scope="module")
+def one(folder):
+    """The same runs in this process."""
+    distributed_run.model().save_pretrained(folder / "base")
+    scenarios = {**RUNS, "resume": LONG, "NF4": {"nf4": (str(folder / "base"), "uint8")}}
+    return {name: distributed_run.run(str(folder / "one" / name), **options) for name, options in scenarios.items()}
+
+
+@pytest.fixture(scope="module")
+def two(folder, one):
+    nf4 = {
+        f"NF4 {name}": {**engine, "nf4": (str(folder / "base"), storage)} for name, (engine, storage) in NF4.items()
+    }
     port = str(29_500 + os.getpid() % 1000)
-    two = run(
-        ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port], strategy, tmp_path / "two"
-    )
-    assert one["verdict"] == two["verdict"] == "exact"
-    assert_trajectory(two["losses"], one["losses"])
+    launcher = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
+    results, done = launch(launcher, folder / "two", {**TWO, **nf4})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return results
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["step", "bfd"])
-def test_another_number_of_processes_resumes_with_the_same_examples(tmp_path, strategy):
-    """Two processes up to step 3, one from there, with the same examples in every step."""
+@pytest.fixture(scope="module")
+def four(folder, two):
+    """Resumed from what two processes wrote; at the end rank 1 is killed."""
+    scenarios = {**FOUR, "resume": {**FOUR["resume"], "resume": str(folder / "two" / "resume" / "checkpoint-2")}}
     port = str(30_500 + os.getpid() % 1000)
-    whole = run(["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port], strategy, tmp_path)
-    resumed = run([], strategy, tmp_path, "resume")
-    assert_trajectory(resumed["losses"], whole["losses"])
+    launcher = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "4", "--num_machines", "1"]
+    launcher += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", port]
+    return launch(launcher, folder / "four", scenarios, "1")
+
+
+def merged(folder, *, lora):
+    if not lora:
+        return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    return PeftModel.from_pretrained(distributed_run.model(), folder).merge_and_unload().state_dict()
+
+
+def assert_same(result, expected, saved, reference, *, lora):
+    assert_trajectory(result["losses"], expected["losses"])
+    assert result["tokens"] == expected["tokens"]
+    assert result["verdict"] == "exact"
+    assert_weights(merged(saved, lora=lora), merged(reference, lora=lora))
+
+
+@pytest.mark.parametrize("engine", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_train_as_one(folder, one, two, engine, name):
+    result, lora = two[f"{engine} {name}"], RUNS[name].get("lora", True)
+    assert_same(
+        result, one[name], folder / "two" / f"{engine} {name}" / "saved", folder / "one" / name / "saved", lora=lora
+    )
+    assert result["engine"] == {"DDP": "MULTI_CPU", "FSDP2": "FSDP"}[engine]
+    assert ("FSDP" in result["wrapped"][1]) == (engine == "FSDP2")
+
+
+@pytest.mark.parametrize("name", ["DDP step, LoRA", "FSDP2 step, full"])
+def test_four_processes_train_as_one(folder, one, four, name):
+    same = name.split(" ", 1)[1]
+    saved, reference = folder / "four" / name / "saved", folder / "one" / same / "saved"
+    assert_same(four[0][name], one[same], saved, reference, lora=same.endswith("LoRA"))
+
+
+def test_trained_weights_are_told_from_others(folder, one):
+    """The control: another strategy, and no training, are not the same."""
+    trained = merged(folder / "one" / "step, full" / "saved", lora=False)
+    for other in (merged(folder / "one" / "bfd, full" / "saved", lora=False), distributed_run.model().state_dict()):
+        assert any(differs(trained[name], other[name]) for name in trained)
+
+
+@pytest.mark.parametrize("name", NF4)
+def test_two_processes_train_a_4bit_model_as_one(one, two, name):
+    """TRL keeps the adapters of a 4-bit model in bfloat16, whose rounding shows."""
+    result = two[f"NF4 {name}"]
+    assert_trajectory(result["losses"], one["NF4"]["losses"], allowed=BFLOAT16_TRAJECTORY)
+    assert result["verdict"] == "exact"
+    if NF4[name][1] == "uint8":
+        assert result["losses"] == two["NF4 DDP"]["losses"]
+
+
+@pytest.mark.parametrize("engine", ["DDP", "FSDP2"])
+def test_a_wrapped_model_can_be_patched_and_checked(two, engine):
+    assert two[f"{engine} wrapped"] == ["exact", "exact"]
+
+
+@pytest.mark.parametrize("engine", ["DDP", "FSDP2"])
+def test_all_ranks_refuse_what_one_rank_finds(two, engine):
+    messages = two[f"{engine} leak"]
+    assert messages[0] == messages[1]
+    assert "rank 1 of 2: packing is not exact on this model: leak" in messages[0]
+    assert "layers.1.self_attn" in messages[0] and messages[0].endswith("at step 0")
+
+
+def test_another_number_of_processes_resumes_with_the_same_examples(folder, one, four):
+    """Two processes up to step 2, four up to step 4, one to the end."""
+    newest = str(folder / "four" / "resume" / "checkpoint-4")
+    result = distributed_run.run(str(folder / "again"), resume=newest, **LONG)
+    assert_same(result, one["resume"], folder / "again" / "saved", folder / "one" / "resume" / "saved", lora=True)
+
+
+def test_the_launcher_names_the_rank_that_was_killed(four):
+    done = four[1]
+    assert done.returncode != 0
+    assert "Signal 9 (SIGKILL)" in done.stderr and "rank      : 1 " in done.stderr

@@ -158,7 +158,7 @@ def test_launch_files_go_through_accelerates_own_parser(path, monkeypatch):
     if kind == "fsdp2":
         assert str(parsed.fsdp_version) == "2"
     if kind.startswith("zero"):
-        assert str(parsed.zero_stage) == kind[-1] and "--packing_strategy minibatch" in path.read_text()
+        assert str(parsed.zero_stage) == kind[-1]
 
 
 def test_a_misspelled_launch_file_is_refused_by_accelerate(tmp_path):

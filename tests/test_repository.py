@@ -18,21 +18,24 @@ README = (ROOT / "README.md").read_text()
 
 # Lower layers first; a module imports from its own layer and below.
 LAYERS = [
-    {"errors", "versions"},
+    {"errors", "versions", "graphs"},
     {"layout", "packing", "grouping", "zoo"},
-    {"flight"},
+    {"flight", "contradictions"},
     {"attention", "boundaries", "collator", "declaration", "quantized", "rebatch"},
     {"overrides", "tokenized", "loading", "config", "batching", "drawing", "head"},
-    {"mixers", "lora"},
+    {"mixers", "lora", "finding"},
     {"patching"},
     {"patches"},
     {"registry", "exactness", "results", "trust", "matrix"},
     {
         "card",
         "fused_head",
+        "mishaps",
         "refusals",
         "progress",
+        "ranks",
         "reports",
+        "resuming",
         "sampling",
         "sources",
         "steps",

@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     # bitsandbytes announces at import that an optional Hub kernel is missing; nothing here needs it.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     argv, debug = _split_debug(argv)
-    if argv[:1] and argv[0] in OWN_PARSERS:
+    if argv and argv[0] in OWN_PARSERS:  # TRL's own parser reads everything that takes training arguments
         return _guarded(lambda: OWN_PARSERS[argv[0]](argv[1:]), debug=debug)
     args = build_parser().parse_args(argv)
     return _guarded(lambda: args.run(args), debug=debug)

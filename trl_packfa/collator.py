@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .errors import InvalidLayout
 from .layout import PackedLayout
 
 # A column that streaming datasets carry their losses in, see `tokenized.py`; summed here, popped by the trainer.
@@ -51,6 +52,8 @@ class DataCollatorForPacking:
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Collate `examples` with `input_ids` and, optionally, `labels` and `seq_lengths`."""
+        for example in examples:
+            _require_even(example)
         input_ids = list(chain.from_iterable(example["input_ids"] for example in examples))
         labels = list(chain.from_iterable(example.get("labels", example["input_ids"]) for example in examples))
         lengths = list(chain.from_iterable(example.get("seq_lengths") or [_length(example)] for example in examples))
@@ -74,6 +77,17 @@ class DataCollatorForPacking:
         if any(LOSSES in example for example in examples):
             batch[LOSSES] = tuple(map(sum, zip(*(example[LOSSES] for example in examples), strict=True)))
         return batch
+
+
+def _require_even(example: Mapping[str, Any]) -> None:
+    """Lengths that cancel out over a batch would shift labels and boundaries silently."""
+    tokens, labels, parts = len(example["input_ids"]), example.get("labels"), example.get("seq_lengths")
+    if labels is not None and len(labels) != tokens:
+        raise InvalidLayout(f"an example has {tokens} input_ids and {len(labels)} labels.", do="Send one for each.")
+    if parts and sum(parts) != tokens:
+        raise InvalidLayout(
+            f"an example has {tokens} input_ids, its seq_lengths {list(parts)} sum up to {sum(parts)}."
+        )
 
 
 def _length(example: Mapping[str, Any]) -> int:

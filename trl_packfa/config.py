@@ -170,10 +170,10 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
                 f"max_tokens_per_microbatch={budget} has no effect under packing_strategy='{self.packing_strategy}'.",
                 do="Use packing_strategy='step', or drop it.",
             )
-        if self.packs_steps and (self.train_sampling_strategy == "batch_rebalance" or self.deepspeed):
-            what = "DeepSpeed" if self.deepspeed else "train_sampling_strategy='batch_rebalance'"
+        if self.packs_steps and self.train_sampling_strategy == "batch_rebalance":
             raise InvalidConfig(
-                f"{what} with packing_strategy='step': both decide how a step is cut into micro-batches.",
+                "train_sampling_strategy='batch_rebalance' with packing_strategy='step'.",
+                why=["both decide how a step is cut into micro-batches"],
                 do="Use packing_strategy='minibatch'.",
             )
 

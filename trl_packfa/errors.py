@@ -41,6 +41,10 @@ class InvalidConfig(PackingError):
     """Arguments that contradict each other."""
 
 
+class NonFiniteLoss(PackingError):
+    """The training loss is NaN or infinite."""
+
+
 class VersionTooOld(PackingError):
     """An installed package is older than the API that trl-packfa needs."""
 

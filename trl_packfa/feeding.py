@@ -39,6 +39,7 @@ class FeedingTrainer(SteppingTrainer):
     _resumed_from: str | None
     _packs_eval: bool
     _padding_collator: Any
+    eval_dataset: Any
 
     def _prepare_dataset(
         self,

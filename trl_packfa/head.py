@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput
 
+from .graphs import outside_of_graphs
+
 # Logits of a tile: 16 MB of float32. Larger temporaries are mapped afresh by glibc, page by page.
 _TILE = 4 * 1024**2
 # Positions of a tile at least: fewer would read the head's weight too often.
@@ -86,8 +88,8 @@ class TrainedHead:
             isinstance(weight, DTensor) or routed or weight.device.type in ("cuda", "xpu")
         )  # fmt: skip
 
-    # The number of trained positions is another in every batch: compiled, each would be a recompilation.
-    @torch.compiler.disable
+    # The number of trained positions is another in every batch.
+    @outside_of_graphs
     def _score(
         self,
         hidden_BLD: torch.Tensor,

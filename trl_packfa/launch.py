@@ -15,11 +15,13 @@ from .loading import load_dataset_dict
 from .progress import RichProgressCallback, packing_table, plan_table
 from .trainer import PackedSFTTrainer
 
+# What `train` takes.
+_CLASSES: Any = (ScriptArguments, PackedSFTConfig, DatasetMixtureConfig)
+
 
 def train_parser(**options: Any) -> TrlParser:
     """The parser of `trl-packfa train`: TRL's, with `PackedSFTConfig`; `options` are argparse's."""
-    classes: Any = (ScriptArguments, PackedSFTConfig, DatasetMixtureConfig)
-    return TrlParser(classes, prog="trl-packfa train", **options)
+    return TrlParser(_CLASSES, prog="trl-packfa train", **options)
 
 
 def parse(classes: tuple[type, ...], argv: list[str], *, prog: str) -> tuple[Any, ...]:
@@ -41,13 +43,20 @@ def parse(classes: tuple[type, ...], argv: list[str], *, prog: str) -> tuple[Any
 
 def train(argv: list[str]) -> int:
     """Parse flags and `--config FILE.yaml`, train, save model and reports into `output_dir`."""
-    classes = (ScriptArguments, PackedSFTConfig, DatasetMixtureConfig)
-    script_args, args, mixture = parse(classes, argv, prog="trl-packfa train")
+    script_args, args, mixture = parse(_CLASSES, argv, prog="trl-packfa train")
     trainer = build_trainer(script_args, args, mixture)
-    if trainer.is_world_process_zero() and not args.disable_tqdm:
+    shown = trainer.is_world_process_zero() and not args.disable_tqdm
+    if shown:
         RichProgressCallback.attach(trainer, "training")
         _show(trainer)
+    if args.packing and args.check_packing and not trainer.is_fsdp_enabled:
+        proof = trainer.prove()  # on every rank: they wait for each other
+        if shown:
+            Console().print(f"exactness check: {proof}", highlight=False, markup=False)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None:  # of a sharded state dict the Trainer would save nothing, without a word
+        plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(args.output_dir)
     if trainer.is_world_process_zero():
         trainer.save_reports(Path(args.output_dir))
@@ -59,14 +68,12 @@ def train(argv: list[str]) -> int:
 
 
 def _show(trainer: PackedSFTTrainer) -> None:
-    """What packing does to the data, and the proof, which then need not run again."""
+    """What packing does to the data."""
     console = Console()
     if trainer.packing_reports:
         console.print(packing_table(trainer.packing_reports))
     if trainer.packing_plan:
         console.print(plan_table(trainer.packing_plan))
-    if trainer.args.packing and trainer.args.check_packing:
-        console.print(f"exactness check: {trainer.prove()}", highlight=False, markup=False)
 
 
 def build_trainer(

@@ -9,6 +9,7 @@ Shape letters: B rows, L row length, T packed tokens (B * L), S documents.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 
 from .errors import InvalidLayout
+
+_MOST_TOKENS = torch.iinfo(torch.int32).max
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +103,15 @@ class PackedLayout:
         device: torch.device | str | None = None,
     ) -> PackedLayout:
         """Layout of documents of these `lengths` (tokens), in order, over `rows` equal rows."""
-        lengths = tuple(int(length) for length in lengths)
+        try:
+            lengths = tuple(operator.index(length) for length in lengths)
+        except TypeError as error:
+            raise InvalidLayout(f"document lengths must be integers, got {lengths!r:.200}.") from error
+        if sum(lengths) > _MOST_TOKENS or min(lengths, default=0) < 0:
+            raise InvalidLayout(
+                f"document lengths must all be positive, of {_MOST_TOKENS} tokens at most, got {sum(lengths)}.",
+                why=["kernels take offsets as int32"],
+            )
         cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         torch.cumsum(torch.tensor(lengths, dtype=torch.int32), dim=0, out=cu_seqlens[1:])
         return cls(cu_seqlens.to(device), lengths, rows, padding)

@@ -21,8 +21,9 @@ from . import __version__
 from .collator import DataCollatorForPacking
 from .errors import PackingError, UnsupportedModel
 from .exactness import ExactnessReport, check
+from .finding import model_type
 from .layout import PackedLayout
-from .patching import apply_patch, find_state, model_type
+from .patching import apply_patch, find_state
 from .registry import get_patch, registered
 from .results import fingerprint
 from .versions import installed_version

@@ -41,9 +41,17 @@ class Override:
 class BackboneOverride(Override):
     """Finds the boundaries once, hands them to every layer, and keeps any T x T mask from being built."""
 
-    def __init__(self, module: nn.Module, original: Callable[..., Any] | None, *, makes_mask: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        original: Callable[..., Any] | None,
+        *,
+        makes_mask: bool = False,
+        counts_positions: bool = False,
+        most_positions: int | None = None,
+    ) -> None:
         super().__init__(module, original)
-        self.makes_mask = makes_mask
+        self.makes_mask, self.counts_positions, self.most_positions = makes_mask, counts_positions, most_positions
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         self.names = tuple(parameter.name for parameter in parameters)
         self.takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
@@ -69,8 +77,18 @@ class BackboneOverride(Override):
 
     def find_layout(self, call: dict[str, Any]) -> PackedLayout | None:
         """From the call, or as the causal LM around it has found it; `None` if it is not packed."""
-        layout = layout_of(call)
-        return layout_in_flight() if layout is None else layout
+        layout = layout_of(call, counts_positions=self.counts_positions, most_positions=self.most_positions)
+        layout = layout_in_flight() if layout is None else layout
+        if layout is not None and self.most_positions is not None and not torch.compiler.is_compiling():
+            self._require_positions(layout, self.most_positions)
+        return layout
+
+    def _require_positions(self, layout: PackedLayout, most: int) -> None:
+        if layout.max_seqlen > most:
+            raise PackingError(
+                f"a document of {layout.max_seqlen} tokens, the model has {most} positions.",
+                do=f"Pass max_length={most} or less, or cut the document.",
+            )
 
     def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
         """The original forward, its layers told of the layout."""
@@ -91,6 +109,8 @@ def _packed_call(call: dict[str, Any], layout: PackedLayout) -> dict[str, Any]:
     layout = layout.to(device)
     if call.get("position_ids") is None:
         call["position_ids"] = layout.position_ids()
+    if call["position_ids"].dtype not in (torch.int32, torch.int64):  # tables of learned positions take no others
+        call["position_ids"] = call["position_ids"].long()
     mask = empty_mask(layout, device)
     return {**call, "attention_mask": mask, "past_key_values": None, "use_cache": False, "packed_layout": layout}
 
@@ -111,7 +131,7 @@ class CausalLMOverride(BackboneOverride):
     """Finds the boundaries for a causal LM that does not hand all its arguments to its backbone."""
 
     def __init__(self, module: nn.Module, original: Callable[..., Any] | None) -> None:
-        super().__init__(module, original)
+        super().__init__(module, original, counts_positions=True)  # it hands none on
         # `generate()` reads the forward's parameters.
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         self.__signature__ = inspect.Signature(parameters)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from accelerate import ParallelismConfig
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel
@@ -12,7 +15,7 @@ from transformers import PreTrainedModel
 from .boundaries import layout_of
 from .config import PackedSFTConfig
 from .errors import InvalidConfig, PackingError, UnsupportedModel
-from .patching import model_type
+from .finding import model_config, model_type
 from .registry import get_patch_for_type
 from .results import results
 
@@ -48,6 +51,60 @@ def refuse_arguments(
         )
     if getattr(peft_config, "is_prompt_learning", False):
         _refuse_prompt_learning(peft_config)
+    refuse_parallelism(asked_parallelism(args))
+    if getattr(args.deepspeed_plugin, "zero_stage", 0) == 3:
+        raise InvalidConfig(
+            "DeepSpeed ZeRO-3 cannot be packed.",
+            why=["weights are partitioned while the model is loaded, before packing can be proven on it"],
+            do="Use ZeRO-2, or FSDP2 (fsdp=True), which shards as much and is proven on the sharded model.",
+        )
+
+
+# Ways to divide a model or a row over ranks, by the name of the size that switches them on.
+_DIVIDED = {
+    "tp_size": "tensor parallelism: ranks that share a layer need the same rows; packed rows are dealt to all ranks",
+    "ep_size": "expert parallelism: ranks that share a layer need rows that pass it together",
+    "pp_size": "pipeline parallelism: stages hand each other hidden states, without the boundaries of their documents",
+    "cp_size": "context parallelism: a row is cut anywhere, and attention across the cut knows no document boundaries",
+    "sp_size": "sequence parallelism: ranks exchange heads for tokens inside the attention that packing replaces",
+}
+
+
+def asked_parallelism(args: PackedSFTConfig) -> dict[str, int]:
+    """The sizes that arguments, accelerate's environment or DeepSpeed's config ask for."""
+    config = args.parallelism_config
+    if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+        config = ParallelismConfig()
+    sizes = {name: getattr(config, name, None) or 1 for name in _DIVIDED}
+    kwargs = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
+    native = kwargs.get("distributed_config")
+    of_native: Any = native.get if isinstance(native, dict) else partial(getattr, native)
+    deepspeed: Any = getattr(args.deepspeed_plugin, "deepspeed_config", None) or {}
+    sizes["tp_size"] = max(sizes["tp_size"], deepspeed.get("tensor_parallel", {}).get("autotp_size") or 1)
+    for name in ("tp_size", "ep_size", "pp_size"):
+        sizes[name] = max(sizes[name], kwargs.get(name) or 1, of_native(name, None) or 1)
+    if kwargs.get("tp_plan") or of_native("tp_plan", None):
+        sizes["tp_size"] = max(sizes["tp_size"], args.world_size)
+    return sizes
+
+
+def refuse_parallelism(sizes: dict[str, int]) -> None:
+    """A model or a row that is divided over ranks.
+
+    Args:
+        sizes (`dict[str, int]`):
+            Of the groups of ranks: `tp_size`, `ep_size`, `pp_size`, `cp_size`, `sp_size`.
+
+    Raises:
+        [`InvalidConfig`]: naming those above 1, each with the reason.
+    """
+    found = {name: size for name, size in sizes.items() if size > 1}
+    if found:
+        raise InvalidConfig(
+            f"{', '.join(f'{name}={size}' for name, size in found.items())} cannot be packed.",
+            why=[_DIVIDED[name] for name in found],
+            do="Shard the model with FSDP2 (fsdp=True), under which every rank has rows of its own, or packing=False.",
+        )
 
 
 def refuse_model(model: str | PreTrainedModel | PeftModel, args: PackedSFTConfig) -> None:
@@ -63,6 +120,14 @@ def refuse_model(model: str | PreTrainedModel | PeftModel, args: PackedSFTConfig
         get_patch_for_type(name)  # raises, with the reason
     if isinstance(model, str):
         return
+    native = getattr(model_config(model), "distributed_config", None)
+    refuse_parallelism({name: getattr(native, name, None) or 1 for name in ("tp_size", "ep_size", "pp_size")})
+    if getattr(model, "hf_device_map", None) and any(parameter.is_meta for parameter in model.parameters()):
+        raise InvalidConfig(
+            "device_map has offloaded weights of the model, to a disk or from an accelerator to the CPU.",
+            why=["they are gone when the backward pass needs them: torch cannot train through them"],
+            do="Load the model without device_map, perhaps with load_in_4bit=True, or shard it: fsdp=True.",
+        )
     quantized = getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
     if (args.load_in_4bit or args.load_in_8bit) and not quantized:
         raise InvalidConfig(

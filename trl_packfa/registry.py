@@ -19,8 +19,9 @@ from torch import nn
 
 from .declaration import Patch
 from .errors import InvalidConfig, UnsupportedModel
+from .finding import model_config, model_type
 from .lora import adapted_layers, describe_lora
-from .patching import PatchState, find_state, model_config, model_type, undo_patch
+from .patching import PatchState, find_state, undo_patch
 from .results import results
 from .trust import apply_trusted, apply_unknown
 
@@ -40,6 +41,7 @@ def _table() -> dict[str, Patch]:
     for built_in in PATCHES:
         _add(table, built_in)
     for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+        logger.info("trl-packfa: loading a patch from %s", entry_point.value)  # before any of its code runs
         third_party = entry_point.load()
         logger.info("trl-packfa: patch for %s from %s", third_party.model_types, entry_point.value)
         _add(table, third_party)

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import rotate_checkpoints
 
 from .collator import LOSSES
 from .config import PackedSFTConfig
@@ -76,15 +82,55 @@ def require_whole_checkpoint(folder: str | Path | None) -> str:
     return found
 
 
-def write_progress(folder: str | Path, progress: dict[str, int]) -> None:
+@contextmanager
+def whole_checkpoint(folder: Path, trainer: Any) -> Iterator[None]:
+    """Around the writing of a checkpoint: it has its report, which says that it is whole, only once every rank has
+    written its part, and older checkpoints are deleted only after that.
+
+    Args:
+        folder (`Path`):
+            Of the checkpoint; one that is written again is taken for half-written meanwhile.
+        trainer (`Trainer`):
+            Writes the report with `save_reports`.
+    """
+    args, limit = trainer.args, trainer.args.save_total_limit
+    if args.should_save:
+        (folder / PACKING_REPORT).unlink(missing_ok=True)
+    trainer.accelerator.wait_for_everyone()
+    args.save_total_limit = None
+    try:
+        yield
+    finally:
+        args.save_total_limit = limit
+    trainer.accelerator.wait_for_everyone()
+    if not args.should_save:
+        return
+    if limit is not None and (folder / TRAINING_ARGS_NAME).exists():
+        torch.save(args, folder / TRAINING_ARGS_NAME)  # the Trainer has saved them without their limit
+    trainer.save_reports(folder)
+    best = trainer.state.best_model_checkpoint
+    rotate_checkpoints(str(folder.parent), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
+
+
+def write_progress(folder: str | Path, progress: dict[str, Any]) -> None:
     """Write what the Trainer's own state does not hold, for a resumed run to go on from."""
-    (Path(folder) / _PROGRESS).write_text(json.dumps(progress) + "\n", encoding="utf-8")
+    _write(Path(folder) / _PROGRESS, progress)
 
 
-def read_progress(folder: str | Path) -> dict[str, int]:
-    """What [`write_progress`] wrote; nothing for a checkpoint of another trainer."""
+def read_progress(folder: str | Path) -> dict[str, Any]:
+    """What [`write_progress`] wrote; nothing for a checkpoint of another trainer.
+
+    Raises:
+        [`InvalidConfig`]: if it cannot be read.
+    """
     path = Path(folder) / _PROGRESS
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError as error:
+        raise InvalidConfig(
+            f"{path} is corrupt: {error}.", do="Resume from another checkpoint, or remove the file to count from 0."
+        ) from error
+    return found if isinstance(found, dict) else {}
 
 
 def write_stream_state(folder: str | Path, args: PackedSFTConfig, state: dict[str, Any]) -> None:
@@ -137,4 +183,11 @@ def write_reports(
     if plan:
         contents[PACKING_REPORT]["plan"] = dict(plan)
     for name, content in contents.items():
-        (Path(folder) / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        _write(Path(folder) / name, content)
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    """All of a file or nothing: a run that is killed meanwhile leaves the old one, or none."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path)

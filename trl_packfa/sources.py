@@ -10,7 +10,7 @@ from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel
 from trl import get_peft_config, get_quantization_config
 
 from .config import PackedSFTConfig
-from .patching import model_type as type_of
+from .finding import model_type as type_of
 
 AnyDataset = Dataset | IterableDataset
 EvalDataset = AnyDataset | DatasetDict | IterableDatasetDict | dict[str, AnyDataset]

@@ -15,6 +15,7 @@ from trl import SFTTrainer
 
 from .config import PackedSFTConfig
 from .head import TrainedHead
+from .mishaps import LossWatch, memory_advice
 from .reports import count_batch
 from .steps import Slot, StepCutter
 from .weighting import SOURCES, WeightedModel, as_example_labels, example_weights, losses_by_source
@@ -27,6 +28,7 @@ class SteppingTrainer(SFTTrainer):
     args: PackedSFTConfig
     model: Any
     data_collator: Any
+    _tokenizer: Any
     _step_cutter: StepCutter
     # The head that scores trained positions, unless it is TRL's or the model's own.
     _head: Any = None
@@ -37,6 +39,7 @@ class SteppingTrainer(SFTTrainer):
         self._source_losses: dict[str, dict[str, list[float]]] = {"train": {}, "eval": {}}
         # When was logged last, and how many true tokens all ranks had trained by then.
         self._last_log: tuple[float, int] | None = None
+        self._loss_watch = LossWatch()
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -67,16 +70,31 @@ class SteppingTrainer(SFTTrainer):
         if self._last_log is None:
             self._last_log = (time.perf_counter(), self._total_train_tokens)
         if not isinstance(inputs, Slot):
-            return super().training_step(model, inputs, num_items_in_batch)
+            return self._run_micro_batch(model, inputs, num_items_in_batch)
         loss = torch.zeros((), device=self.args.device)
         self.current_gradient_accumulation_steps = len(inputs.micro_batches)
         for i, micro_batch in enumerate(inputs.micro_batches):
             is_last = i + 1 == len(inputs.micro_batches)
-            with nullcontext() if is_last else self.accelerator.no_sync(model):
-                loss += super().training_step(model, micro_batch, num_items_in_batch)
+            # DeepSpeed reduces and steps where it is told that a step ends; all others defer what they reduce.
+            self.accelerator.gradient_state._set_sync_gradients(is_last)
+            with nullcontext() if is_last or self.is_deepspeed_enabled else self.accelerator.no_sync(model):
+                loss += self._run_micro_batch(model, micro_batch, num_items_in_batch)
         if inputs.micro_batches:
             self._metrics["train"]["micro_batches"].append(len(inputs.micro_batches))
             self._metrics["train"]["imbalance"].append(inputs.imbalance)
+        return loss
+
+    def _run_micro_batch(
+        self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None
+    ) -> torch.Tensor:
+        """TRL's training step, with what a user needs to know where it fails."""
+        budget = self._step_cutter.budget if self.args.packs_steps else None
+        with memory_advice(self.args, inputs, budget=budget):
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.args.packing:
+            self._loss_watch.add(self.state.global_step + 1, inputs, loss)
+            if self._loss_watch.is_full:
+                self._loss_watch.require_finite(self._tokenizer)
         return loss
 
     def compute_loss(
@@ -150,6 +168,7 @@ class SteppingTrainer(SFTTrainer):
         prefix = "" if mode == "train" else "eval_"
         logs.update({f"{prefix}loss/{source}": loss / n for source, (loss, n) in sorted(totals.items()) if n})
         if "loss" in logs:
+            self._loss_watch.require_finite(self._tokenizer)
             now, tokens = time.perf_counter(), self._total_train_tokens
             if self._last_log is not None and tokens > self._last_log[1]:
                 logs["tokens_per_second"] = (tokens - self._last_log[1]) / (now - self._last_log[0])

@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +35,20 @@ from .config import PackedSFTConfig
 from .exactness import ExactnessReport, check
 from .feeding import FeedingTrainer
 from .fused_head import ensure_own_loss
+from .mishaps import only_run_in
 from .packing import PackedBatchSampler, PackingReport
+from .ranks import TrainBeginCallback, agree, from_main_rank, require_same_documents
 from .refusals import refuse_arguments, refuse_collator, refuse_model, refuse_sources
 from .registry import describe, patch
 from .reports import (
     read_progress,
     require_whole_checkpoint,
+    whole_checkpoint,
     write_progress,
     write_reports,
     write_stream_state,
 )
+from .resuming import identity, require_same_run
 from .sampling import EpochCallback
 from .sources import AnyDataset, EvalDataset, default_adapter, loading, model_type, named, output_dir
 from .steps import StepCutter, quadratic_weight
@@ -172,14 +178,16 @@ class PackedSFTTrainer(FeedingTrainer):
             )
         self.packing_plan = self._plan()
         self.add_callback(EpochCallback(lambda: self.packing_sampler))
+        self.add_callback(TrainBeginCallback(self._require_proof))
         logger.info("trl-packfa: patched\n%s", describe(self.model))
 
     def _plan(self) -> dict[str, float]:
         """What an epoch comes to; nothing for a stream, whose length is not known."""
         if self.train_dataset is None or isinstance(self.train_dataset, IterableDataset):
             return {}
-        sampler: Any = self._get_train_sampler() if self.args.packs_rows else None
         lengths = read_lengths(self.train_dataset)
+        require_same_documents(self.accelerator, lengths)
+        sampler: Any = self._get_train_sampler() if self.args.packs_rows else None
         plan = summarize_plan(self.args, lengths, quadratic=quadratic_weight(self.model), sampler=sampler)
         logger.info("trl-packfa: %s", ", ".join(f"{name} {value:,.4g}" for name, value in plan.items()))
         return plan
@@ -193,38 +201,57 @@ class PackedSFTTrainer(FeedingTrainer):
             [`InvalidConfig`]: if there is no whole checkpoint to resume from.
         """
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = require_whole_checkpoint(self.args.output_dir)
+            folder = self.args.output_dir
+            resume_from_checkpoint = from_main_rank(self.accelerator, lambda: require_whole_checkpoint(folder))
         self._resumed_from = resume_from_checkpoint or None
         if isinstance(resume_from_checkpoint, str):
+            progress = read_progress(resume_from_checkpoint)
+            if self.args.packing and not self.args.ignore_data_skip:
+                require_same_run(progress, self._identity)
             # TRL counts from 0 again.
-            self._total_train_tokens = read_progress(resume_from_checkpoint).get("num_tokens", 0)
+            self._total_train_tokens = progress.get("num_tokens", 0)
+        if not self.is_fsdp_enabled:  # sharded models are proven sharded: before, they may fit no device
+            self._require_proof()
+        saves = self.args.should_save and self.args.save_strategy != "no"
+        with only_run_in(self.args.output_dir) if saves else nullcontext():  # type: ignore[arg-type]
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    @cached_property
+    def _identity(self) -> dict[str, str]:
+        return identity(self.train_dataset, self._tokenizer)
+
+    def _require_proof(self) -> None:
         if self.args.packing and self.args.check_packing and self.exactness is None:
             self.prove()
-        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def prove(self) -> ExactnessReport:
-        """Run the exactness check on the model as it will train, and keep the report.
+        """Run the exactness check on the model as it will train, on every rank, and keep the report.
 
         Raises:
-            [`ContaminationError`]: if packing is not exact on this model.
+            [`ContaminationError`]: if packing is not exact on this model, on every rank if it is not on one.
         """
         started = time.perf_counter()
         if self.args.gradient_checkpointing:  # as training will; TRL switches it on later
             self.model.gradient_checkpointing_enable(self.args.gradient_checkpointing_kwargs)
-        with self.compute_loss_context_manager():
-            self.exactness = check(self.model, collator=self.data_collator, seed=self.args.seed)
-        self.exactness.require_exact()
+        self.exactness = agree(self.accelerator, self._proof)
         logger.info("trl-packfa: %s in %.1f s", self.exactness, time.perf_counter() - started)
         return self.exactness
 
+    def _proof(self) -> ExactnessReport:
+        with self.compute_loss_context_manager():
+            report = check(self.model, collator=self.data_collator, seed=self.args.seed)
+        report.require_exact()
+        return report
+
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
+        """TRL's, whole only once every rank has written its part; older checkpoints go after that."""
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-        if self._stream is not None and resumes_by_state(self._stream.source):
-            write_stream_state(folder, self.args, self._stream.state_dict())
-        if self.args.should_save:
-            write_progress(folder, {"num_tokens": self._total_train_tokens})
-            self.save_reports(folder)
+        with whole_checkpoint(folder, self):
+            super()._save_checkpoint(model, trial)
+            if self._stream is not None and resumes_by_state(self._stream.source):
+                write_stream_state(folder, self.args, self._stream.state_dict())
+            if self.args.should_save:
+                write_progress(folder, {"num_tokens": self._total_train_tokens, **self._identity})
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """TRL's model card, with a section on packing and its proof."""

@@ -13,7 +13,8 @@ from torch import nn
 from .declaration import Patch
 from .errors import ContaminationError, PackingError, UnsupportedModel
 from .exactness import check
-from .patching import apply_patch, model_type, undo_patch
+from .finding import model_type
+from .patching import apply_patch, undo_patch
 from .results import fingerprint, known_sources, results
 
 logger = logging.getLogger(__name__)

@@ -10,27 +10,18 @@ longest length, Q queries of a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
-
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
+from ..graphs import outside_of_graphs
 from ..grouping import group_by_length
 from ..layout import PackedLayout
 from .reference import dense_attention
 from .request import AttentionArguments, AttentionRequest
 
 _CHUNK_QUERIES = 256
-
-Attend = TypeVar("Attend", bound=Callable[..., torch.Tensor])
-
-
-def _outside_of_graphs(function: Attend) -> Attend:
-    """`torch.compiler.disable`, which hides a function's type."""
-    return torch.compiler.disable(function)  # type: ignore[return-value]
 
 
 class SdpaBackend:
@@ -44,7 +35,7 @@ class SdpaBackend:
         return []
 
     # The shapes depend on every batch's lengths: a compiler would recompile for each, so it leaves the graph here.
-    @_outside_of_graphs
+    @outside_of_graphs
     def __call__(
         self,
         query: torch.Tensor,

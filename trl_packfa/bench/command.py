@@ -31,11 +31,16 @@ def _strategies(argv: list[str]) -> int:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     disable_progress_bar()
-    logging.getLogger("trl_packfa").setLevel(logging.ERROR)
     wanted = read_arguments(argv).bench
     if wanted.plot:
         require_matplotlib()
-    report = run_bench(argv, tell=lambda text: print(text, file=sys.stderr, flush=True))
+    logger = logging.getLogger("trl_packfa")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        report = run_bench(argv, tell=lambda text: print(text, file=sys.stderr, flush=True))
+    finally:
+        logger.setLevel(level)
     if wanted.output:
         save(report, wanted.output)
     show(report, operations=wanted.profile)

@@ -15,6 +15,8 @@ from .sides import Side
 
 # Fewer timed steps say nothing about how much they vary.
 FEWEST_STEPS = 5
+# A side that computes on a CPU and gets less than this of one core is not alone.
+BUSY = 0.8
 _DRAWS = 2000
 _CONFIDENCE = 95
 
@@ -88,6 +90,7 @@ class Result:
             "examples_per_second": rate / self._tokens_per_example(data),
             "seconds_per_step": statistics.median(seconds),
             "seconds_per_step_quartiles": [quarters[0], quarters[2]],
+            "cpu_seconds_per_step": statistics.median(step["cpu_seconds"] for step in self.steps),
             "ratio": compare(self, base).to_dict(),
             "peak_bytes": self.end["peak_bytes"],
             "bytes_before_steps": self.end["bytes_before"],
@@ -148,7 +151,13 @@ def compare(side: Result, base: Result) -> Ratio:
         return Ratio(1.0, 1.0, 1.0)
     value = _rate(side.steps) / _rate(base.steps)
     low, high = _interval(side.steps, base.steps)
-    return Ratio(value, low, high, _verdict(len(side.steps), len(base.steps), low, high))
+    busy = _share_of_machine(side) < BUSY or _share_of_machine(base) < BUSY
+    return Ratio(value, low, high, _verdict(len(side.steps), len(base.steps), low, high, busy=busy))
+
+
+def _share_of_machine(side: Result) -> float:
+    """CPU time over the time that one thread would have had; on a GPU the host may wait, which proves nothing."""
+    return 1.0 if "cuda" in side.facts["equal"]["device"] else side.total("cpu_seconds") / side.total("seconds")
 
 
 def _rate(steps: list[dict[str, Any]]) -> float:
@@ -168,8 +177,10 @@ def _interval(mine: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tuple
     return float(np.percentile(ratios, tail)), float(np.percentile(ratios, 100 - tail))
 
 
-def _verdict(mine: int, theirs: int, low: float, high: float) -> str:
+def _verdict(mine: int, theirs: int, low: float, high: float, *, busy: bool) -> str:
     steps = min(mine, theirs)
+    if busy:
+        return "the machine was busy with other work: a side had less than one core; free it and measure again"
     if steps < FEWEST_STEPS:
         return f"too short to conclude: {steps} timed steps; raise --max_steps to {FEWEST_STEPS} or more"
     if low <= 1.0 <= high:

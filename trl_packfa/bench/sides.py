@@ -166,7 +166,7 @@ def build_trainer(
     return SFTTrainer(
         model,
         SFTConfig(**{**kept, **given, **options, "model_init_kwargs": init_kwargs(args)}),
-        quantization_config=quantization_of(args),
+        quantization_config=quantization_of(model, args),
         peft_config=get_peft_config(args),
         **data,
     )

@@ -50,7 +50,7 @@ class Pacer(TrainerCallback):
 
     def __init__(self, channel: Channel, counter: StepCounter, memory: PeakMemory) -> None:
         self.channel, self.counter, self.memory = channel, counter, memory
-        self.started, self.graphs, self.finished = 0.0, 0, False
+        self.started, self.cpu_started, self.graphs, self.finished = 0.0, 0.0, 0, False
         self.trace: Trace | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -63,7 +63,7 @@ class Pacer(TrainerCallback):
         if not logs or "loss" not in logs or self.finished:
             return
         _synchronize()
-        seconds = time.perf_counter() - self.started
+        seconds, cpu_seconds = time.perf_counter() - self.started, time.process_time() - self.cpu_started
         if self.trace is not None:
             self.trace.stop()
             self.channel.send("trace", **self.trace.summary())
@@ -71,7 +71,9 @@ class Pacer(TrainerCallback):
         else:
             work = self.counter.take()._asdict()
             graphs = compiled_graphs() - self.graphs
-            self.channel.send("step", seconds=seconds, loss=logs["loss"], compiled=graphs, **work)
+            self.channel.send(
+                "step", seconds=seconds, cpu_seconds=cpu_seconds, loss=logs["loss"], compiled=graphs, **work
+            )
         self._wait(control)
 
     def _wait(self, control: Any) -> None:
@@ -82,7 +84,7 @@ class Pacer(TrainerCallback):
             self.trace = Trace().start()
         self.graphs = compiled_graphs()
         _synchronize()
-        self.started = time.perf_counter()
+        self.started, self.cpu_started = time.perf_counter(), time.process_time()
 
 
 def run(spec: dict[str, Any], channel: Channel) -> None:

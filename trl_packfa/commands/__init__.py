@@ -13,7 +13,7 @@ from . import backends, bench, check, completion, demo, env, merge, models, plan
 # In the order of `--help`; a new command is a file with `add(commands)` and a name here.
 COMMANDS = (train, plan, demo, check, bench, merge, models, backends, recipes, env, completion)
 
-# Those that read their arguments themselves, on TRL's parser.
+# Commands whose flags, training arguments among them, are read by TRL's parser.
 OWN_PARSERS = {"train": train.run, "plan": plan.run, "bench": bench.run}
 
 __all__ = ["COMMANDS", "OWN_PARSERS", "build_parser"]

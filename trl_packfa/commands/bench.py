@@ -1,4 +1,4 @@
-"""`trl-packfa bench`: everything after the name is read by the bench itself, see `bench/command.py`."""
+"""`trl-packfa bench`: everything after the name is read by TRL's own parser, see `bench/command.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Declare the command; its flags are those of training and its own."""
+    """Declare the command."""
     text = "packed and padded training side by side (see: trl-packfa bench --help)"
     commands.add_parser("bench", help=text, add_help=False)
 

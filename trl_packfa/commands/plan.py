@@ -6,8 +6,8 @@ import argparse
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Declare the command; its flags are those of training and a few of its own."""
-    text = "what packing will do to a dataset (see: trl-packfa plan --help)"
+    """Declare the command."""
+    text = "what packing will do to a dataset, before any GPU is rented (see: trl-packfa plan --help)"
     commands.add_parser("plan", help=text, add_help=False)
 
 

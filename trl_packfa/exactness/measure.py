@@ -8,13 +8,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ..collator import DataCollatorForPacking
 from ..errors import UnsupportedModel
-from ..patching import PatchState, find_state, model_config, model_type
+from ..finding import model_config, model_type
+from ..patching import PatchState, find_state
 from ..versions import MINIMUM_VERSIONS, installed_version
-from .probe import Collator, Probe
+from .probe import Collator, Probe, device_of
 from .quiet import quiet
 from .report import ExactnessReport
 
@@ -57,6 +60,8 @@ def check(model: nn.Module, *, collator: Collator | None = None, seed: int = 0) 
     state = find_state(model)
     if state is None:
         raise UnsupportedModel("the model is not patched.", do="Call trl_packfa.patch(model) first.")
+    if isinstance(model, DistributedDataParallel):
+        model = model.module  # the same on every rank; gradients need not be shared here
     started = time.perf_counter()
     with quiet(model, checkpointing=True), torch.enable_grad():
         measured = _Measurement(Probe(model, collator or DataCollatorForPacking(), _bite(state), _CHANGED, seed)).run()
@@ -125,9 +130,9 @@ class _Measurement:
             "gradient_threshold": None
             if gradient_noise is None
             else _within(gradient_noise, _GRADIENT_BOUNDS.get(dtype, half)),
-            "first_leak": self._first_leak() if isolation > 0 else None,
+            "first_leak": self._first_leak() if self._anywhere(isolation > 0) else None,
         }
-        if not measured["parity"] <= threshold:
+        if self._anywhere(not measured["parity"] <= threshold):
             measured["first_difference"] = self._first_difference(threshold)
         return measured
 
@@ -146,13 +151,22 @@ class _Measurement:
             self.probe.backward(logits, documents, sign=sign)
         return [t.detach() for t in logits]
 
+    def _anywhere(self, found: bool) -> bool:
+        """Whether it is so on any rank that holds a part of this model: they run its forwards together."""
+        if not any(isinstance(parameter, DTensor) for parameter in self.probe.model.parameters()):
+            return found
+        everywhere: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(everywhere, found)
+        return any(everywhere)
+
     def _clear(self) -> None:
         for parameter in self.trained:
             parameter.grad = None
 
     def _norms(self) -> list[float]:
         """L2 norm of each trained parameter's gradient."""
-        return [0.0 if p.grad is None else float(p.grad.float().norm()) for p in self.trained]
+        norms = [None if p.grad is None else p.grad.float().norm() for p in self.trained]
+        return [0.0 if n is None else float(n.full_tensor() if isinstance(n, DTensor) else n) for n in norms]
 
     def _input_gradients(self) -> float | None:
         before = self.probe.embedding_gradients(self.probe.tokens)
@@ -232,8 +246,8 @@ def _relative_of_all(differences: list[float], norms: list[float]) -> float | No
 
 def _compute_dtype(model: nn.Module, logits: torch.dtype) -> torch.dtype:
     """The dtype whose rounding shows: that of most weights, or autocast's, where the logits are cast up from it."""
-    if logits in _BOUNDS and torch.is_autocast_enabled(next(p.device.type for p in model.parameters())):
-        return torch.get_autocast_dtype(next(p.device.type for p in model.parameters()))
+    if logits in _BOUNDS and torch.is_autocast_enabled(device_of(model).type):
+        return torch.get_autocast_dtype(device_of(model).type)
     sizes: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
         sizes[parameter.dtype] += parameter.numel() if parameter.is_floating_point() else 0

@@ -30,7 +30,7 @@ class Probe:
         self, model: nn.Module, collator: Collator, lengths: tuple[int, ...], changed: int, seed: int
     ) -> None:
         self.model, self.collator, self.lengths = model, collator, lengths
-        self.device = next(p.device for p in model.parameters())
+        self.device = device_of(model)
         self.seed, generator = seed, torch.Generator().manual_seed(seed)
         vocabulary = vocabulary_of(model)
         draw = [torch.randint(1, vocabulary, (n,), generator=generator) for n in (*lengths, lengths[changed])]
@@ -181,6 +181,11 @@ class Probe:
         batch = self.collator(_examples(tokens))
         del batch["labels"]
         return {k: v.to(self.device) if hasattr(v, "to") else v for k, v in batch.items()}
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's first weights are; offloaded ones are nowhere until they are used."""
+    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 
 
 def vocabulary_of(model: Any) -> int:

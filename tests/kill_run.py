@@ -1,0 +1,215 @@
+"""Run by `test_kills.py`: ranks of small distributed runs are killed at seeded points, and resumed; what came of each
+point as JSON on the last line.
+
+    kill_run.py FOLDER POINTS [SEED]
+
+Ranks are forks of this process, which imports everything once and starts no thread. No launcher takes the survivors
+down: they have to notice.
+"""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import distributed_run
+import torch
+from distributed_run import STEPS, run
+from transformers import TrainerCallback
+
+from trl_packfa import PackedSFTTrainer
+from trl_packfa.reports import last_whole_checkpoint
+from trl_packfa.steps import StepCutter
+
+WORLD = 2
+TIME_OUT = 30  # seconds that a collective may wait
+GRACE = 60  # seconds that a loaded machine may take beside
+SHARDED = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
+RUNS = {
+    "ddp step": {"strategy": "step"},
+    "ddp bfd": {"strategy": "bfd"},
+    "fsdp2 step": {"strategy": "step", "fsdp": {"version": 2}},
+    "fsdp2 sharded minibatch, full": {"strategy": "minibatch", "fsdp": SHARDED, "lora": False},
+}
+PHASES = ("forward", "optimizer", "writing", "plan", "marking", "stopped")
+
+
+def draw(count, seed):
+    """So many points: which run, who, where, when."""
+    generator, points = random.Random(seed), []
+    for i in range(count):
+        name, phase = list(RUNS)[i % len(RUNS)], PHASES[i * len(PHASES) // count]
+        victims = {"marking": [0], "stopped": [1]}.get(phase) or generator.choice([[0], [1], [0, 1]])
+        points.append({"run": name, "victims": victims, "phase": phase, "step": generator.randrange(STEPS)})
+    return points
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launch(folder, work, *, world=WORLD, limit=TIME_OUT + GRACE):
+    """Run `work(rank)` in forks of this process. Exit status of each (`None` if it was still there at the limit), text
+    of each, seconds."""
+    folder.mkdir(parents=True, exist_ok=True)
+    port, started, pids = free_port(), time.monotonic(), []
+    for rank in range(world):
+        pid = os.fork()
+        if pid == 0:
+            _be_rank(rank, world, port, folder / f"rank{rank}.log", work)
+        pids.append(pid)
+    codes = dict.fromkeys(pids)
+    while None in codes.values() and time.monotonic() - started < limit:
+        for pid in [pid for pid, code in codes.items() if code is None]:
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+        if set(codes.values()) - {None, 0} and _all_stopped(codes):
+            break
+        time.sleep(0.05)
+    seconds = time.monotonic() - started
+    for pid in [pid for pid, code in codes.items() if code is None]:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return list(codes.values()), [(folder / f"rank{rank}.log").read_text() for rank in range(world)], seconds
+
+
+def _all_stopped(codes):
+    """Whether those still there do nothing any more: the ranks that a point stops, once the others are gone."""
+    left = [pid for pid, code in codes.items() if code is None]
+    return all(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T" for pid in left)
+
+
+def _be_rank(rank, world, port, log, work):
+    sys.stdout = sys.stderr = log.open("w")
+    os.dup2(sys.stderr.fileno(), 2)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        work(rank)
+        sys.stderr.flush()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def arm(point):
+    """Make this rank die at the point."""
+    phase, step = point["phase"], point["step"]
+    at = {"step": 0}
+    how = signal.SIGSTOP if phase == "stopped" else signal.SIGKILL
+
+    def die():
+        os.kill(os.getpid(), how)
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            at["step"] = state.global_step
+
+        def on_optimizer_step(self, args, state, control, **kwargs):
+            if phase == "optimizer" and at["step"] == step:
+                die()
+
+    _before(PackedSFTTrainer, "compute_loss", lambda *a: phase in ("forward", "stopped") and at["step"] == step, die)
+    _before(PackedSFTTrainer, "save_reports", lambda *a: phase == "marking" and at["step"] >= step, die)
+    # A run without a `StepCutter`, or killed at step 0, dies while the epoch is planned.
+    cuts = point["run"] != "ddp bfd" and "minibatch" not in point["run"] and step > 0
+    _before(PackedSFTTrainer, "_plan", lambda *a: phase == "plan" and not cuts, die)
+    _before(StepCutter, "cut", lambda *a: phase == "plan" and cuts and at["step"] == step - 1, die)
+    _half_written(lambda: phase == "writing" and at["step"] >= step, die)
+    return [Watch()]
+
+
+def _before(owner, name, condition, die):
+    original = getattr(owner, name)
+
+    def watched(*args, **kwargs):
+        if condition(*args):
+            die()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, watched)
+
+
+def _half_written(condition, die):
+    save = torch.save
+
+    def half(content, file, *args, **kwargs):
+        if condition() and "checkpoint" in str(getattr(file, "name", file)):
+            if hasattr(file, "write"):
+                file.write(b"half")
+                file.flush()
+            else:
+                Path(file).write_bytes(b"half")
+            die()
+        return save(content, file, *args, **kwargs)
+
+    torch.save = half
+
+
+def train(folder, options, *, point=None, resume=False):
+    """All steps, by every rank; rank 0 writes what came out."""
+
+    def work(rank):
+        callbacks = arm(point) if point and rank in point["victims"] else []
+        distributed_run.take_fsdp_on_a_cpu()
+        # transformers 5.23 drops `ddp_timeout` under `use_cpu`; it takes the process group that it finds.
+        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=TIME_OUT))
+        result = run(str(folder), resume=resume, callbacks=callbacks, **options)
+        if rank == 0:
+            weights = sorted((folder / "saved").glob("*.safetensors"))
+            result["weights"] = hashlib.sha256(b"".join(path.read_bytes() for path in weights)).hexdigest()
+            (folder / "result.json").write_text(json.dumps(result))
+
+    return work
+
+
+def outcome(folder, point, expected):
+    """Kill, look at what is left, resume, compare."""
+    options = RUNS[point["run"]]
+    codes, texts, seconds = launch(folder, train(folder, options, point=point))
+    survivors = [rank for rank in range(WORLD) if rank not in point["victims"]]
+    left = last_whole_checkpoint(folder)
+    found = {path.name for path in folder.glob("checkpoint-*")}
+    after, resumed, _ = launch(folder, train(folder, options, resume=left is not None), limit=4 * GRACE)
+    path = folder / "result.json"
+    return {
+        **point,
+        # Of two victims, one may have noticed the other's death before its own.
+        "died": point["phase"] == "stopped" or -signal.SIGKILL in [codes[rank] for rank in point["victims"]],
+        "exits": codes,
+        "said": [line[:200] for rank in survivors for line in texts[rank].splitlines() if "Error" in line][-1:],
+        "seconds": round(seconds, 1),
+        "checkpoints": sorted(found),
+        "resumed_from": left and Path(left).name,
+        "passed_over": resumed[0].count("is incomplete"),
+        "resumed": after,
+        "same": path.exists() and json.loads(path.read_text()) == expected,
+    }
+
+
+def main():
+    folder, count = Path(sys.argv[1]), int(sys.argv[2])
+    points = draw(count, int(sys.argv[3]) if sys.argv[3:] else 0)
+    expected = {}
+    for name in {point["run"]: None for point in points}:
+        codes, texts, _ = launch(folder / name, train(folder / name, RUNS[name]), limit=4 * GRACE)
+        assert codes == [0] * WORLD, texts[0][-3000:]
+        expected[name] = json.loads((folder / name / "result.json").read_text())
+    outcomes = [outcome(folder / str(i), point, expected[point["run"]]) for i, point in enumerate(points)]
+    print(json.dumps(outcomes), flush=True)
+
+
+if __name__ == "__main__":
+    main()

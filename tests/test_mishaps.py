@@ -1,0 +1,307 @@
+"""What goes wrong outside of the model: memory, disks, data, a loss that is no number, two runs in one folder."""
+
+import errno
+import json
+import os
+import resource
+import signal
+from contextlib import contextmanager
+
+import pytest
+import tiny
+import torch
+from datasets import Dataset, IterableDataset
+from filelock import FileLock
+from training import arguments, dataset, losses, packed_trainer, rows
+from transformers import TrainerCallback
+
+from trl_packfa.errors import InvalidConfig, NonFiniteLoss
+from trl_packfa.mishaps import LOCK, LossWatch, only_run_in
+from trl_packfa.reports import last_whole_checkpoint
+
+ONE_STEP = {"max_steps": 2, "check_packing": False}
+SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "check_packing": False}
+
+
+def failing_forward(trainer, error, *, at=0):
+    """Raise in the forward of this step."""
+    plain = trainer.compute_loss
+
+    def compute_loss(*args, **kwargs):
+        if trainer.state.global_step == at:
+            raise error
+        return plain(*args, **kwargs)
+
+    trainer.compute_loss = compute_loss
+    return trainer
+
+
+def notes(error):
+    return "\n".join([*getattr(error, "__notes__", []), str(error)])
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, MemoryError])
+def test_out_of_memory_says_which_budget_to_lower(kind, tmp_path):
+    args = arguments(out=tmp_path, max_tokens_per_microbatch=200, gradient_accumulation_steps=2, **ONE_STEP)
+    with pytest.raises(kind) as raised:
+        failing_forward(packed_trainer(args), kind("no memory")).train()
+    said = notes(raised.value)
+    assert "memory did not suffice for a micro-batch of" in said
+    assert "Lower max_tokens_per_microbatch from 200 to" in said
+    tokens = int(said.split("micro-batch of ")[1].split()[0])
+    longest = int(said.split("longest document ")[1].split(")")[0])
+    lower = int(said.split("from 200 to ")[1].split(":")[0])
+    assert lower == max(longest, tokens // 2) < 200
+    again = packed_trainer(
+        arguments(out=tmp_path, max_tokens_per_microbatch=max(lower, 80), gradient_accumulation_steps=2, **ONE_STEP)
+    )
+    again.train()
+    assert len(losses(again)) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({"packing_strategy": "minibatch"}, "per_device_train_batch_size from 4 to 2 and raise gradient_accumulation"),
+        (
+            {"packing_strategy": "minibatch", "per_device_train_batch_size": 1},
+            "It is one document: lower max_length to",
+        ),
+    ],
+)
+def test_out_of_memory_without_a_budget(options, advice, tmp_path):
+    with pytest.raises(MemoryError) as raised:
+        failing_forward(packed_trainer(arguments(out=tmp_path, **ONE_STEP, **options)), MemoryError("x")).train()
+    assert advice in notes(raised.value)
+
+
+def test_torchs_cpu_allocator_is_understood_and_other_errors_are_left_alone(tmp_path):
+    args = arguments(out=tmp_path, **ONE_STEP)
+    error = RuntimeError("DefaultCPUAllocator: can't allocate memory")
+    with pytest.raises(RuntimeError) as raised:
+        failing_forward(packed_trainer(args), error).train()
+    assert "max_tokens_per_microbatch" in notes(raised.value)
+    with pytest.raises(RuntimeError) as raised:
+        failing_forward(packed_trainer(args), RuntimeError("something else")).train()
+    assert notes(raised.value) == "something else"
+
+
+class Poison(TrainerCallback):
+    """Makes the weights NaN before a step."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if state.global_step + 1 == self.at:
+            next(p for p in model.parameters() if p.requires_grad).data.fill_(float("nan"))
+
+
+@pytest.mark.parametrize("strategy", ["step", "minibatch", "bfd"])
+def test_a_loss_that_is_no_number_names_step_and_documents(strategy, tmp_path):
+    args = arguments(
+        out=tmp_path, packing_strategy=strategy, max_length=80, max_steps=6, logging_steps=3, check_packing=False
+    )
+    trainer = packed_trainer(args)
+    trainer.add_callback(Poison(at=2))
+    with pytest.raises(NonFiniteLoss, match=r"the loss is nan at step 2") as raised:
+        trainer.train()
+    assert trainer.state.global_step == 3, "found when it was logged, without another wait"
+    assert "document of" in str(raised.value) and "tokens: '" in str(raised.value)
+    control = packed_trainer(args)
+    control.train()
+    assert len(losses(control)) == 2
+
+
+def test_the_watch_forgets_what_was_logged(tmp_path):
+    trainer = packed_trainer(arguments(out=tmp_path, max_steps=4, logging_steps=2, check_packing=False))
+    trainer.train()
+    assert not trainer._loss_watch.losses and not trainer._loss_watch.where
+
+
+def test_the_watch_looks_without_a_log_before_it_grows():
+    watch, batch = LossWatch(), {"input_ids": torch.ones(1, 4, dtype=torch.long)}
+    while not watch.is_full:
+        watch.add(1, batch, torch.tensor(1.0))
+    assert len(watch.losses) == 1024
+    watch.require_finite(None)
+    assert not watch.is_full
+
+
+@contextmanager
+def other_run_in(folder):
+    """A process that trains into the folder until it is killed."""
+    ready, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with only_run_in(folder):
+            os.write(tell, b"in")
+            signal.pause()
+    assert os.read(ready, 2) == b"in"
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_a_second_run_in_the_folder_is_refused(tmp_path):
+    trainer = packed_trainer(arguments(out=tmp_path, **SAVING))
+    with other_run_in(tmp_path):
+        with pytest.raises(InvalidConfig, match="another run is training into"):
+            trainer.train()
+        # without checkpoints there is nothing to fight over
+        packed_trainer(arguments(out=tmp_path, **ONE_STEP)).train()
+    trainer.train()  # the killed one has left no lock
+    assert (tmp_path / "checkpoint-4").exists()
+    with only_run_in(tmp_path):
+        assert (tmp_path / LOCK).exists()
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_the_first_step(tmp_path):
+    """Root may write anywhere, so a file stands where the folder should be."""
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(InvalidConfig, match="cannot be written to"), only_run_in(blocked / "out"):
+        raise AssertionError("entered")
+
+
+def test_a_read_only_folder(tmp_path, monkeypatch):
+    def read_only(self, *args, **kwargs):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    trainer = packed_trainer(arguments(out=tmp_path, **SAVING))
+    monkeypatch.setattr(FileLock, "acquire", read_only)
+    with pytest.raises(InvalidConfig, match="cannot be written to: Read-only file system"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_a_full_disk_leaves_the_last_whole_checkpoint(tmp_path):
+    """The second checkpoint fails half way: the run says so, and resumes from the first with the same losses."""
+    saving = {**SAVING, "max_steps": 6}
+
+    def fresh(out):
+        torch.manual_seed(0)  # of the adapter
+        return packed_trainer(arguments(out=out, **saving))
+
+    trainer = fresh(tmp_path / "full")
+    saved = trainer.save_reports
+
+    def full(folder):
+        if "checkpoint-4" in str(folder):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        saved(folder)
+
+    trainer.save_reports = full
+    with pytest.raises(OSError, match="No space left"):
+        trainer.train()
+    assert (tmp_path / "full" / "checkpoint-4").exists()
+    resumed, straight = fresh(tmp_path / "full"), fresh(tmp_path / "straight")
+    resumed.train(resume_from_checkpoint=True)
+    straight.train()
+    assert losses(resumed) == losses(straight)
+
+
+def test_a_file_size_limit_stops_the_run_and_the_first_checkpoint_stays_whole(tmp_path):
+    """A real full disk as the kernel tells it: writes beyond a limit fail in the middle of a file."""
+
+    def limited():
+        trainer = packed_trainer(arguments(out=tmp_path, **SAVING))
+
+        class Limit(TrainerCallback):
+            def on_step_begin(self, args, state, control, **kwargs):
+                if state.global_step == 3:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+
+        trainer.add_callback(Limit())
+        try:
+            trainer.train()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with pytest.raises(Exception, match=r"(?i)large|I/O|space|write"):
+            limited()
+    finally:
+        signal.signal(signal.SIGXFSZ, before)
+    assert last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+
+
+def run_then_resume(tmp_path, *, change_data=None, change_tokenizer=None, **options):
+    first = packed_trainer(arguments(out=tmp_path, **SAVING))
+    first.train()
+    changes = {}
+    if change_data is not None:
+        changes["train_dataset"] = change_data
+    if change_tokenizer is not None:
+        changes["processing_class"] = change_tokenizer
+    second = packed_trainer(arguments(out=tmp_path, **{**SAVING, "max_steps": 6}, **options), **changes)
+    second.train(resume_from_checkpoint=True)
+    return second
+
+
+def test_a_dataset_that_changed_since_the_checkpoint_is_refused(tmp_path):
+    with pytest.raises(InvalidConfig, match=r"of a run on other data\.\n  - training documents then: 48 documents"):
+        run_then_resume(tmp_path, change_data=dataset(40))
+
+
+def test_the_same_lengths_with_other_words_are_refused(tmp_path):
+    other = [{**row, "prompt": row["prompt"].replace("7", "8")} for row in rows()]
+    with pytest.raises(InvalidConfig, match="training documents then: 48 documents"):
+        run_then_resume(tmp_path, change_data=Dataset.from_list(other))
+
+
+def test_another_tokenizer_is_refused(tmp_path):
+    with pytest.raises(InvalidConfig, match="tokenizer then: 86 tokens"):
+        run_then_resume(tmp_path, change_tokenizer=tiny.tokenizer(words=["one", "more"]))
+
+
+def test_the_same_run_resumes_and_a_new_epoch_may_have_other_data(tmp_path):
+    assert run_then_resume(tmp_path / "same").state.global_step == 6
+    assert run_then_resume(tmp_path / "new", change_data=dataset(40), ignore_data_skip=True).state.global_step == 6
+
+
+def test_another_version_is_named(tmp_path, caplog):
+    packed_trainer(arguments(out=tmp_path, **SAVING)).train()
+    path = tmp_path / "checkpoint-4" / "packing_progress.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": "0.0.1"}))
+    resumed = packed_trainer(arguments(out=tmp_path, **{**SAVING, "max_steps": 6}))
+    resumed.train(resume_from_checkpoint=True)
+    assert "written by version 0.0.1" in caplog.text
+
+
+def test_a_corrupt_progress_file_is_named(tmp_path):
+    packed_trainer(arguments(out=tmp_path, **SAVING)).train()
+    (tmp_path / "checkpoint-4" / "packing_progress.json").write_text('{"num_tok')
+    with pytest.raises(InvalidConfig, match=r"packing_progress\.json is corrupt"):
+        packed_trainer(arguments(out=tmp_path, **SAVING)).train(resume_from_checkpoint=True)
+
+
+def test_a_corrupt_shard_is_an_error_before_the_first_step(tmp_path):
+    """A cached Arrow file that was cut short: opened with an error, never read as fewer documents."""
+    dataset(48).save_to_disk(tmp_path / "data")
+    shard = next((tmp_path / "data").glob("*.arrow"))
+    shard.write_bytes(shard.read_bytes()[:200])
+    with pytest.raises(Exception, match=r"(?i)arrow|expected|truncat|message|read|schema"):
+        packed_trainer(arguments(out=tmp_path), train_dataset=Dataset.load_from_disk(tmp_path / "data")).train()
+
+
+def dying(count=40):
+    for i, row in enumerate(rows(count)):
+        if i == 20:
+            os._exit(3)
+        yield row
+
+
+def test_a_loader_worker_that_dies_ends_the_run_with_its_name(tmp_path):
+    stream = IterableDataset.from_generator(dying)
+    args = arguments(
+        out=tmp_path, packing_strategy="minibatch", max_steps=20, dataloader_num_workers=1, check_packing=False,
+        max_length=80,
+    )  # fmt: skip
+    trainer = packed_trainer(args, train_dataset=stream)
+    with pytest.raises(RuntimeError, match=r"DataLoader worker .* exited unexpectedly"):
+        trainer.train()
+    assert trainer.state.global_step < 20

@@ -1,0 +1,170 @@
+"""Ways to divide a model or a row that packing cannot serve: each is refused with its reason. And what ranks agree on,
+seen from one process."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tiny
+from accelerate import ParallelismConfig, load_checkpoint_and_dispatch
+from training import arguments, packed_trainer
+
+import trl_packfa
+from trl_packfa import ranks
+from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset
+from trl_packfa.refusals import asked_parallelism
+from trl_packfa.reports import PACKING_REPORT, last_whole_checkpoint, read_progress
+
+
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [
+        ("tp_size", "ranks that share a layer need the same rows"),
+        ("cp_size", "attention across the cut knows no document boundaries"),
+        ("sp_size", "inside the attention that packing replaces"),
+    ],
+)
+@pytest.mark.parametrize("by", ["argument", "environment"])
+def test_divided_rows_and_layers_are_refused(tmp_path, monkeypatch, size, reason, by):
+    config = ParallelismConfig(**{size: 2})
+    if by == "environment":  # as accelerate launch does
+        monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_{size.upper()}", "2")
+        config = None
+    args = arguments(out=tmp_path, parallelism_config=config)
+    with pytest.raises(InvalidConfig, match=rf"{size}=2 cannot be packed(.|\n)*{reason}(.|\n)*FSDP2"):
+        packed_trainer(args)
+
+
+def test_data_parallelism_is_no_division(tmp_path):
+    config = ParallelismConfig(dp_shard_size=2)
+    assert set(asked_parallelism(arguments(out=tmp_path, parallelism_config=config)).values()) == {1}
+
+
+@pytest.mark.parametrize("kwargs", [{"tp_size": 2}, {"distributed_config": {"tp_size": 2}}])
+def test_a_model_that_would_be_loaded_in_parts_is_refused(tmp_path, kwargs):
+    with pytest.raises(InvalidConfig, match="tp_size=2 cannot be packed"):
+        packed_trainer(arguments(out=tmp_path, model_init_kwargs=kwargs), model="never-loaded")
+
+
+@pytest.mark.parametrize("size", ["tp_size", "ep_size", "pp_size"])
+def test_a_model_that_was_loaded_in_parts_is_refused(tmp_path, size):
+    model = tiny.model(layers=2)
+    model.config.distributed_config = SimpleNamespace(**{size: 2})
+    with pytest.raises(InvalidConfig, match=f"{size}=2 cannot be packed"):
+        packed_trainer(arguments(out=tmp_path), model=model)
+
+
+@pytest.mark.parametrize(
+    ("stage", "config", "message"),
+    [
+        (3, {}, r"ZeRO-3 cannot be packed(.|\n)*ZeRO-2"),
+        (1, {"tensor_parallel": {"autotp_size": 2}}, "tp_size=2 cannot be packed"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["step", "minibatch"])
+def test_what_deepspeed_divides_is_refused(tmp_path, stage, config, message, strategy):
+    """Its plugin, as the arguments keep it: DeepSpeed itself need not be installed."""
+    args = arguments(out=tmp_path, packing_strategy=strategy)
+    args.deepspeed_plugin = SimpleNamespace(zero_stage=stage, deepspeed_config=config)
+    with pytest.raises(InvalidConfig, match=message):
+        packed_trainer(args)
+
+
+def test_each_micro_batch_of_a_step_says_whether_it_is_the_last(tmp_path):
+    """DeepSpeed's engine reduces and steps when `accelerator.backward` is told so."""
+    trainer, told = packed_trainer(arguments(out=tmp_path, max_tokens_per_microbatch=100, check_packing=False)), []
+    backward = trainer.accelerator.backward
+
+    def watched(*args, **kwargs):
+        told.append((trainer.state.global_step, trainer.accelerator.sync_gradients))
+        backward(*args, **kwargs)
+
+    trainer.accelerator.backward = watched
+    trainer.train()
+    for step in range(3):
+        assert [last for at, last in told if at == step][-1] is True
+        assert [last for at, last in told if at == step].count(True) == 1
+    assert len(told) > 3
+
+
+@pytest.fixture
+def offloaded(tmp_path):
+    """A model whose second layer lies on the disk."""
+    tiny.model(layers=2).save_pretrained(tmp_path / "model")
+    places = {"model.embed_tokens": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
+    return load_checkpoint_and_dispatch(
+        tiny.model(layers=2), tmp_path / "model", device_map=places, offload_folder=str(tmp_path / "disk")
+    )
+
+
+def test_offloaded_models_are_exact_but_not_trained(tmp_path, offloaded):
+    trl_packfa.patch(offloaded)
+    assert trl_packfa.check(offloaded.requires_grad_(False)).is_exact
+    with pytest.raises(InvalidConfig, match=r"offloaded weights(.|\n)*backward pass"):
+        packed_trainer(arguments(out=tmp_path), model=offloaded)
+
+
+def two_ranks(monkeypatch, other):
+    """An accelerator of two processes, whose other one sends this."""
+    monkeypatch.setattr(ranks, "gather_object", lambda mine: [*mine, other])
+    return SimpleNamespace(num_processes=2, is_main_process=True)
+
+
+def test_what_fails_on_one_rank_fails_on_all(monkeypatch):
+    accelerator = two_ranks(monkeypatch, (ContaminationError, "leak"))
+    with pytest.raises(ContaminationError, match=r"^rank 1 of 2: leak$"):
+        ranks.agree(accelerator, lambda: "fine here")
+    with pytest.raises(RuntimeError, match=r"rank 0 of 2: ZeroDivisionError: (.|\n)*rank 1 of 2: leak"):
+        ranks.agree(accelerator, lambda: 1 / 0)
+    assert ranks.agree(two_ranks(monkeypatch, None), lambda: "fine") == "fine"
+
+
+def test_ranks_with_other_documents_are_refused(monkeypatch):
+    lengths = np.arange(5)
+    with pytest.raises(InvalidDataset, match=r"rank 0 5 \((.|\n)*rank 1 6 \("):
+        ranks.require_same_documents(two_ranks(monkeypatch, (6, 7)), lengths)
+    ranks.require_same_documents(SimpleNamespace(num_processes=1), lengths)
+
+
+class Killed(BaseException):
+    pass
+
+
+def killed_before_its_report(trainer):
+    def die(folder):
+        raise Killed
+
+    trainer.save_reports = die
+    with pytest.raises(Killed):
+        trainer.train()
+
+
+def test_the_old_checkpoint_goes_only_after_the_new_one_is_whole(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1, "check_packing": False}
+    packed_trainer(arguments(out=tmp_path, max_steps=1, **options)).train()  # checkpoint-1, at the end
+    killed_before_its_report(packed_trainer(arguments(out=tmp_path, max_steps=2, **options)))
+    assert (tmp_path / "checkpoint-2").exists()
+    assert last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")
+
+
+def test_a_checkpoint_that_is_written_again_is_not_whole_meanwhile(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "check_packing": False}
+    packed_trainer(arguments(out=tmp_path, **options)).train()
+    assert last_whole_checkpoint(tmp_path) is not None
+    killed_before_its_report(packed_trainer(arguments(out=tmp_path, **options)))
+    assert last_whole_checkpoint(tmp_path) is None
+
+
+def test_rotation_keeps_what_it_should(tmp_path):
+    trainer = packed_trainer(
+        arguments(out=tmp_path, save_strategy="steps", save_steps=1, save_total_limit=2, check_packing=False)
+    )
+    trainer.train()
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-3"}
+    assert trainer.args.save_total_limit == 2
+    assert read_progress(tmp_path / "checkpoint-3")["num_tokens"] > 0
+    assert not list(tmp_path.glob("checkpoint-*/*.partial"))
+    assert json.loads((tmp_path / "checkpoint-3" / PACKING_REPORT).read_text())["train"]

@@ -1,0 +1,294 @@
+"""Whatever happens to a model between patch and unpatch, packed equals document by document, or it is as it was.
+
+Hypothesis draws sequences of patching, adapters, copies, files, dtypes, modes, compilation and checkpointing.
+"""
+
+import copy
+import io
+import pickle
+import threading
+
+import pytest
+import tiny
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from peft import LoraConfig, PeftModel, get_peft_model
+from tolerance import assert_float32, assert_recomputed, differs
+
+from trl_packfa import describe, patch, unpatch
+from trl_packfa.zoo import small_model
+
+LENGTHS = (5, 1, 8, 3)
+MODELS = {
+    "llama": lambda: tiny.model(layers=1),
+    "qwen2": lambda: tiny.model("qwen2", layers=2),
+    "gpt2": lambda: small_model("gpt2", num_hidden_layers=1),
+    "mamba": lambda: small_model("mamba", num_hidden_layers=1),
+    "roformer": lambda: small_model("roformer", num_hidden_layers=1),
+}
+TARGETS = {"mamba": ["in_proj", "x_proj"], "gpt2": ["c_attn", "c_proj"]}
+
+
+def lora(name, rank):
+    return LoraConfig(
+        r=rank, target_modules=TARGETS.get(name, "all-linear"), lora_dropout=0.0, init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+
+
+def packed(model, docs):
+    return torch.cat([x.detach() for x in tiny.split(model(**tiny.batch(docs)).logits, LENGTHS)])
+
+
+def alone(model, docs):
+    return torch.cat([model(input_ids=ids[None], use_cache=False).logits[0].detach() for ids in docs])
+
+
+def traces(model):
+    """What a patch leaves on instances: forwards, states, configs of its own."""
+    return [
+        (name, attribute)
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if type(value).__module__.startswith("trl_packfa") or attribute.startswith("_trl_packfa")
+        or (attribute == "config" and hasattr(value, "trl_packfa_source"))
+    ]  # fmt: skip
+
+
+class Interleavings(RuleBasedStateMachine):
+    """One model through all of it."""
+
+    @initialize(name=st.sampled_from(sorted(MODELS)), seed=st.integers(0, 3))
+    def build(self, name, seed):
+        self.name, self.model, self.is_patched, self.hooked = name, MODELS[name](), False, False
+        self.docs, self.adapters, self.keys = tiny.documents(LENGTHS, seed=seed), 0, None
+        self.keys = list(self.model.state_dict())
+
+    @property
+    def peft(self):
+        return isinstance(self.model, PeftModel)
+
+    @rule(backend=st.sampled_from(["auto", "auto", "sdpa", "reference"]))
+    def patch(self, backend):
+        if self.name == "roformer":
+            backend = "auto"
+        assert patch(self.model, backend=backend) is self.model
+        self.is_patched = True
+
+    @rule()
+    def unpatch(self):
+        unpatch(self.model)
+        self.is_patched = False
+
+    @rule(rank=st.integers(1, 4))
+    def add_adapter(self, rank):
+        if self.adapters >= 2:
+            return
+        if not self.peft:
+            self.model = get_peft_model(self.model, lora(self.name, rank))
+        else:
+            self.model.add_adapter(f"more{self.adapters}", lora(self.name, rank))
+            self.model.set_adapter(f"more{self.adapters}")
+        self.adapters += 1
+
+    @precondition(lambda self: self.peft)
+    @rule(number=st.integers(0, 1))
+    def switch_adapter(self, number):
+        names = list(self.model.peft_config)
+        self.model.set_adapter(names[number % len(names)])
+
+    @precondition(lambda self: self.peft)
+    @rule()
+    def merge_and_unload(self):
+        self.model, self.adapters = self.model.merge_and_unload(), 0
+        self.model.requires_grad_(True)  # PEFT leaves it frozen
+
+    @precondition(lambda self: self.peft)
+    @rule()
+    def without_adapter(self):
+        with self.model.disable_adapter():
+            self.agrees()
+
+    @rule(how=st.sampled_from(["deepcopy", "pickle", "file"]))
+    def replace_by_copy(self, how):
+        if how == "deepcopy":
+            self.model = copy.deepcopy(self.model)
+        elif self.hooked:
+            return  # transformers' hook on the embeddings cannot be pickled, patched or not
+        elif how == "pickle":
+            self.model = pickle.loads(pickle.dumps(self.model))
+        else:
+            file = io.BytesIO()
+            torch.save(self.model, file)
+            file.seek(0)
+            self.model = torch.load(file, weights_only=False)
+
+    @rule()
+    def weights_through_a_file(self):
+        file = io.BytesIO()
+        torch.save(self.model.state_dict(), file)
+        file.seek(0)
+        self.model.load_state_dict(torch.load(file, weights_only=True))
+
+    @rule()
+    def there_and_back_in_dtype(self):
+        self.model.to(torch.bfloat16).to(torch.float32)
+
+    @rule(training=st.booleans())
+    def mode(self, training):
+        self.model.train(training)
+
+    @rule(on=st.booleans(), reentrant=st.booleans())
+    def checkpointing(self, on, reentrant):
+        if not self.model.supports_gradient_checkpointing:
+            return
+        self.hooked |= on
+        if on:
+            self.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        else:
+            self.model.gradient_checkpointing_disable()
+
+    @precondition(lambda self: self.is_patched and self.name in ("llama", "qwen2"))
+    @rule()
+    def compiled(self):
+        torch.compiler.reset()
+        compiled = torch.compile(self.model, backend="eager")
+        with torch.no_grad():
+            assert_float32(packed(compiled, self.docs), packed(self.model, self.docs).double())
+        torch.compiler.reset()
+
+    @precondition(lambda self: self.is_patched)
+    @rule()
+    def gradients_agree(self):
+        self.model.train()
+        found = []
+        for batches in ([tiny.batch(self.docs)], [{"input_ids": ids[None], "use_cache": False} for ids in self.docs]):
+            self.model.zero_grad()
+            for batch in batches:
+                logits = self.model(**batch).logits
+                (logits * torch.linspace(-1, 1, logits.shape[-1])).sum().backward()
+            found.append({n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None})
+        self.model.zero_grad()
+        assert found[0].keys() == found[1].keys() and found[0]
+        for name, grad in found[0].items():
+            assert_recomputed(grad, found[1][name])
+
+    @invariant()
+    def agrees(self):
+        if not hasattr(self, "model"):
+            return
+        with torch.no_grad():
+            if self.is_patched:
+                assert_float32(packed(self.model, self.docs), alone(self.model, self.docs).double())
+            else:
+                assert traces(self.model) == [] and describe(self.model) == "not patched"
+        if not self.peft and not self.adapters:
+            assert list(self.model.state_dict()) == self.keys
+
+    def teardown(self):
+        """However it went, unpatching restores what runs without it, bit for bit."""
+        if not hasattr(self, "model"):
+            return
+        self.model.eval()
+        call = {"input_ids": torch.cat(self.docs)[None], "use_cache": False}
+        with torch.no_grad():
+            before = self.model(**call).logits
+            unpatch(self.model)
+            after = self.model(**call).logits
+        assert torch.equal(before, after) and traces(self.model) == []
+        assert differs(tiny.split(after, LENGTHS)[2], alone(self.model, self.docs)[6:14]), "control: it must leak"
+
+
+TestInterleavings = Interleavings.TestCase
+TestInterleavings.settings = settings(
+    max_examples=8, stateful_step_count=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.mark.slow
+def test_many_interleavings():
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(
+        Interleavings,
+        settings=settings(
+            max_examples=150, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
+
+
+def run_in_threads(jobs):
+    """Each job's results, run at the same time; errors are raised here."""
+    results, errors, start = [None] * len(jobs), [], threading.Barrier(len(jobs))
+
+    def work(number, job):
+        try:
+            start.wait()
+            results[number] = job()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=item) for item in enumerate(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+BATCHES = ((5, 1, 8, 3), (2, 11, 4), (7, 7), (1, 1, 1, 14))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("models", [1, 2])
+@torch.no_grad()
+def test_threads_do_not_see_each_others_documents(name, models):
+    instances = [patch(MODELS[name]()) for _ in range(models)]
+    docs = [tiny.documents(lengths, seed=i) for i, lengths in enumerate(BATCHES)]
+    expected = [instances[i % models](**tiny.batch(d)).logits for i, d in enumerate(docs)]
+
+    @torch.no_grad()
+    def job(i):
+        return [instances[i % models](**tiny.batch(docs[i])).logits for _ in range(8)]
+
+    found = run_in_threads([lambda i=i: job(i) for i in range(len(docs))])
+    for logits, right in zip(found, expected, strict=True):
+        assert all(torch.equal(each, right) for each in logits)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mamba", "gpt2"])
+def test_threads_with_checkpointing_do_not_switch_it_off_for_each_other(name):
+    model = patch(MODELS[name]()).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    docs = [tiny.documents(lengths, seed=i) for i, lengths in enumerate(BATCHES)]
+
+    def gradient(i):
+        embedded = model.get_input_embeddings()(torch.cat(docs[i]))[None].detach().requires_grad_()
+        batch = tiny.batch(docs[i])
+        del batch["input_ids"]
+        logits = model(inputs_embeds=embedded * 1, **batch).logits
+        (found,) = torch.autograd.grad((logits * torch.linspace(-1, 1, logits.shape[-1])).sum(), embedded)
+        return found
+
+    expected = [gradient(i) for i in range(len(docs))]
+    found = run_in_threads([lambda i=i: [gradient(i) for _ in range(6)] for i in range(len(docs))])
+    for gradients, right in zip(found, expected, strict=True):
+        for each in gradients:
+            assert_recomputed(each, right)
+    assert all(getattr(m, "gradient_checkpointing", True) for m in model.modules())
+
+
+def test_two_models_of_one_class_with_different_backends_take_turns():
+    one, other, docs = tiny.model(seed=0), tiny.model(seed=1), tiny.documents(LENGTHS)
+    patch(one, backend="reference"), patch(other, backend="sdpa")
+    with torch.no_grad():
+        for _ in range(3):
+            for model in (one, other):
+                assert_float32(packed(model, docs), alone(model, docs).double())
+    assert "backend used: reference" in describe(one) and "backend used: sdpa" in describe(other)
+    unpatch(one)
+    assert traces(one) == [] and traces(other) != []
