@@ -1,5 +1,6 @@
 """PEFT before and after the patch, 4-bit weights, device hooks."""
 
+import copy
 import importlib
 import importlib.util
 import re
@@ -37,7 +38,7 @@ def test_lora(architecture, order):
     model, docs = tiny.model(architecture), tiny.documents()
     if order.startswith("patch"):
         patch(model)
-    peft_model = get_peft_model(model, LORA).eval()
+    peft_model = get_peft_model(model, copy.deepcopy(LORA)).eval()
     patch(peft_model)
     assert_float32(packed(peft_model, docs), alone(peft_model, docs))
     packed(peft_model, docs).sum().backward()
@@ -47,8 +48,8 @@ def test_lora(architecture, order):
 
 def test_adapters_switch_merge_and_unload_under_the_patch():
     docs = tiny.documents()
-    model = patch(get_peft_model(tiny.model(), LORA).eval())
-    model.add_adapter("second", LORA)
+    model = patch(get_peft_model(tiny.model(), copy.deepcopy(LORA)).eval())
+    model.add_adapter("second", copy.deepcopy(LORA))
     first = packed(model, docs)
     model.set_adapter("second")
     assert not torch.equal(packed(model, docs), first)
@@ -63,7 +64,7 @@ def nf4_model(tmp_path):
     tiny.model(layers=2, intermediate_size=128, attention_bias=False).save_pretrained(tmp_path)
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="float32")
     model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantization, dtype=torch.float32)
-    return get_peft_model(model, LORA)
+    return get_peft_model(model, copy.deepcopy(LORA))
 
 
 def gradients(model, docs):
@@ -97,7 +98,7 @@ def test_evaluating_a_patched_nf4_model_leaves_its_gradients_right(tmp_path):
 
 
 def test_bf16_adapter_on_bf16_weights():
-    model, docs = patch(get_peft_model(tiny.model().bfloat16(), LORA).eval()), tiny.documents()
+    model, docs = patch(get_peft_model(tiny.model().bfloat16(), copy.deepcopy(LORA)).eval()), tiny.documents()
     ours, eager = packed(model, docs), alone(model, docs)
     reference = alone(model.double(), docs)
     assert_low_precision(ours, eager, reference, factor=FORWARD_FACTOR)

@@ -5,6 +5,7 @@ Hypothesis draws sequences of patching, adapters, copies, files, dtypes, modes, 
 
 import copy
 import io
+import os
 import pickle
 import threading
 
@@ -20,6 +21,8 @@ from tolerance import assert_float32, assert_recomputed, differs
 from trl_packfa import describe, patch, unpatch
 from trl_packfa.zoo import small_model
 
+# Seen to hold: 150 at random; CI tries the same 40 every time.
+INTERLEAVINGS = int(os.environ.get("INTERLEAVINGS", "40"))
 LENGTHS = (5, 1, 8, 3)
 MODELS = {
     "llama": lambda: tiny.model(layers=1),
@@ -214,7 +217,11 @@ def test_many_interleavings():
     run_state_machine_as_test(
         Interleavings,
         settings=settings(
-            max_examples=150, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=INTERLEAVINGS,
+            stateful_step_count=20,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
         ),
     )
 
