@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -10,11 +11,13 @@ import tiny
 import torch
 from training import arguments, packed_trainer
 from transformers import TrainerCallback
+from transformers.utils import logging as transformers_logging
 
 import trl_packfa
 from trl_packfa.cli import main
 from trl_packfa.commands import OWN_PARSERS
 from trl_packfa.errors import ContaminationError, InvalidConfig
+from trl_packfa.quiet import quiet
 
 
 @pytest.fixture
@@ -194,9 +197,7 @@ def test_demo_runs_its_whole_story(tmp_path, capsys):
     pytest.importorskip("bitsandbytes")
     from trl_packfa.demo import DemoOptions, run_demo
 
-    torch.set_num_threads(2)
     figures = run_demo(DemoOptions(output_dir=tmp_path, base_steps=12, steps=6, batch_size=8, max_length=256))
-    torch.set_num_threads(1)
     text = capsys.readouterr().out
     for part in ("random weights", "exact: isolation 0.0e+00", "held-out loss", "loaded back", "true tokens/s"):
         assert part in text.replace("\n", " ")
@@ -215,6 +216,19 @@ def test_demo_takes_a_model_and_a_dataset(tmp_path, data_file):
     assert "adapter_model.safetensors" in os.listdir(os.path.join(out, "adapter"))
 
 
+def test_quiet_puts_every_level_back():
+    own = logging.getLogger("trl_packfa")
+
+    def found():
+        return own.level, transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+
+    before = found()
+    with pytest.raises(ZeroDivisionError), quiet():
+        assert found() == (logging.ERROR, logging.ERROR, False)
+        raise ZeroDivisionError
+    assert found() == before
+
+
 def test_metrics_reach_whatever_the_trainer_reports_to(tmp_path):
     """Integrations (TensorBoard, trackio, W&B) are callbacks: what they are handed is all numbers, ours included."""
     seen = []
@@ -227,6 +241,6 @@ def test_metrics_reach_whatever_the_trainer_reports_to(tmp_path):
     trainer.add_callback(Recorder)
     trainer.train()
     steps = [logs for logs in seen if "loss" in logs]
-    ours = {"tokens_per_second", "documents", "longest_document", "micro_batches", "imbalance", "loss/0"}
+    ours = {"tokens_per_second", "documents", "longest_document", "micro_batches", "imbalance", "mfu", "loss/0"}
     assert len(steps) == 3 and all(ours <= logs.keys() for logs in steps)
     assert all(isinstance(value, (int, float)) for logs in seen for value in logs.values())

@@ -30,6 +30,7 @@ SIGNATURES = {
 FIELDS = {
     "check_packing": True,
     "fused_lora": True,
+    "peak_tflops": None,
     "loss_by": None,
     "loss_weighting": "token",
     "max_tokens_per_microbatch": None,

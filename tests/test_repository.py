@@ -18,11 +18,11 @@ README = (ROOT / "README.md").read_text()
 
 # Lower layers first; a module imports from its own layer and below.
 LAYERS = [
-    {"errors", "versions", "graphs"},
+    {"errors", "versions", "graphs", "precision", "quiet", "tables"},
     {"layout", "packing", "grouping", "zoo"},
     {"flight", "contradictions"},
     {"attention", "boundaries", "collator", "declaration", "quantized", "rebatch"},
-    {"overrides", "tokenized", "loading", "config", "batching", "drawing", "head"},
+    {"overrides", "tokenized", "loading", "config", "batching", "drawing", "head", "arithmetic", "speed"},
     {"mixers", "lora", "finding"},
     {"patching"},
     {"patches"},

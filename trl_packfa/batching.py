@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +14,8 @@ from .packing import PackedBatchSampler
 
 ROW_STRATEGIES = ("bfd", "bfd_split", "wrapped")
 PADDED = "padded"
+
+Sampler = TypeVar("Sampler", bound=PackedBatchSampler)
 
 
 @dataclass(frozen=True)
@@ -96,11 +99,12 @@ class Batching:
             return np.array(get_length_grouped_indices(lengths.tolist(), self.batch_size, generator=generator))
         return np.random.default_rng(self.seed).permutation(len(lengths))
 
-    def row_sampler(self, lengths: np.ndarray) -> PackedBatchSampler:
-        """The trainer's own sampler of rows, of a strategy that fills them."""
+    def row_sampler(self, lengths: np.ndarray, *, rank: int = 0, kind: type[Sampler] = PackedBatchSampler) -> Sampler:
+        """A rank's sampler of rows, of a strategy that fills them."""
         assert self.max_length is not None, "the config requires max_length for rows"
-        return PackedBatchSampler(
+        return kind(
             lengths,
+            rank=rank,
             capacity=self.max_length,
             rows_per_batch=self.batch_size,
             seed=self.seed,

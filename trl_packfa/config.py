@@ -20,10 +20,10 @@ PACKING_STRATEGIES = ("step", "minibatch", "bfd", "bfd_split", "wrapped")
 
 @dataclass
 class PackedSFTConfig(ModelConfig, SFTConfig):
-    """Arguments of [`PackedSFTTrainer`]: all fields of TRL's `SFTConfig` and `ModelConfig`, and six of our own.
+    """Arguments of [`PackedSFTTrainer`]: all fields of TRL's `SFTConfig` and `ModelConfig`, and eight of our own.
 
-    Ours are `max_tokens_per_microbatch`, `overflow`, `loss_weighting`, `loss_by`, `check_packing` and
-    `attention_backend`.
+    Ours are `max_tokens_per_microbatch`, `overflow`, `loss_weighting`, `loss_by`, `check_packing`,
+    `attention_backend`, `fused_lora` and `peak_tflops`.
 
     > [!NOTE]
     > These fields have other defaults than TRL's: `packing=True`, `use_peft=True`,
@@ -90,6 +90,13 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
         metadata={
             "help": "Compute LoRA layers with their base layers in one product, where they allow it, to PEFT's "
             "result within rounding; `False` leaves them to PEFT."
+        },
+    )
+    peak_tflops: float | None = field(
+        default=None,
+        metadata={
+            "help": "What the logged `mfu` is a share of, in TFLOP/s of a device; default: the best matrix product of "
+            "the model's shape, measured once."
         },
     )
     use_peft: bool = field(

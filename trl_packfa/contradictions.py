@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from .errors import InvalidLayout
@@ -184,7 +185,7 @@ def _refuse_positions(
     positions = host_positions(position_ids, (layout.rows, layout.row_length))
     if positions is None:
         return
-    host = positions.flatten()
+    host = positions.flatten().numpy()
     if int(host.min()) < 0:
         raise InvalidLayout(
             f"position_ids hold {int(host.min())} in a packed batch.", do="Let each document count from 0."
@@ -194,10 +195,9 @@ def _refuse_positions(
             f"position_ids hold {int(host.max())}, the model has {most_positions} positions.",
             do=f"Cut documents to {most_positions} tokens, or let each count from 0.",
         )
-    ends = torch.tensor(layout.lengths).cumsum(0)
-    inside = torch.ones(layout.num_tokens, dtype=torch.bool)
-    inside[torch.cat([ends.new_zeros(1), ends[:-1]])] = False
-    wrong = (inside[1:] & (host[1:] != host[:-1] + 1)).nonzero().flatten()
+    inside = np.ones(layout.num_tokens, dtype=bool)
+    inside[np.cumsum((0, *layout.lengths[:-1]))] = False
+    wrong = np.flatnonzero(inside[1:] & (host[1:] != host[:-1] + 1))
     if len(wrong):
         at = int(wrong[0]) + 1
         moves = "jump" if host[at] > host[at - 1] else "restart"
@@ -207,9 +207,9 @@ def _refuse_positions(
             do="Send both from one collator, or only one of them.",
         )
     begins = host[~inside]
-    if counts_positions and bool(begins.any()):
+    if counts_positions and begins.any():
         raise InvalidLayout(
-            f"position_ids do not count each document from 0: one begins at {int(begins[begins.nonzero()[0]])}.",
+            f"position_ids do not count each document from 0: one begins at {int(begins[begins != 0][0])}.",
             why=["this model counts positions by itself, or scales them by a document's length"],
             do="Let positions restart at 0 at each boundary.",
         )

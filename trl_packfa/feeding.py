@@ -13,6 +13,8 @@ from datasets import IterableDataset
 from torch.utils.data import DataLoader, Sampler
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from .arithmetic import quadratic_weight
+from .batching import Batching
 from .collator import LOSSES
 from .config import PackedSFTConfig
 from .packing import WRAP, PackedBatchSampler, PackingReport
@@ -20,7 +22,7 @@ from .reports import read_stream_state
 from .sampling import RankAwareSampler
 from .sources import AnyDataset, asked_for
 from .stepping import SteppingTrainer
-from .steps import Documents, quadratic_weight
+from .steps import Documents
 from .streams import PackedStream, stream_loader
 from .tokenized import cut_dataset, cut_stream, read_lengths
 
@@ -75,24 +77,12 @@ class FeedingTrainer(SteppingTrainer):
         if not self.args.packs_rows:
             return super()._get_train_sampler(train_dataset)
         dataset = self.train_dataset if train_dataset is None else train_dataset
-        self.packing_sampler = RankAwareSampler(
-            read_lengths(dataset),
-            capacity=self.args.max_length,
-            rows_per_batch=self.args.per_device_train_batch_size,
-            shuffle=self.args.train_sampling_strategy != "sequential",
-            wrapped=self.args.packing_strategy == "wrapped",
-            **self._dealing(),
-        )
-        return self.packing_sampler
+        rank = self.args.process_index
+        self.packing_sampler = self._batching().row_sampler(read_lengths(dataset), rank=rank, kind=RankAwareSampler)
+        return self.packing_sampler  # type: ignore[return-value]  # it is one of the Trainer's too
 
-    def _dealing(self) -> dict[str, Any]:
-        """How rows are drawn and dealt to the ranks."""
-        return {
-            "seed": self.args.seed if self.args.data_seed is None else self.args.data_seed,
-            "rank": self.args.process_index,
-            "world_size": self.args.world_size,
-            "quadratic": quadratic_weight(self.model),
-        }
+    def _batching(self) -> Batching:
+        return Batching.of(self.args, quadratic=quadratic_weight(self.model))
 
     def get_train_dataloader(self) -> DataLoader:
         """Under `step`, the padded run's examples in its order, collated once the step is cut."""
@@ -103,12 +93,16 @@ class FeedingTrainer(SteppingTrainer):
             return super().get_train_dataloader()
 
     def _stream_loader(self, collator: Callable[[list[Any]], Any]) -> DataLoader:
+        batching = self._batching()
         self._stream = PackedStream(
             self.train_dataset,
-            batch_size=self.args.per_device_train_batch_size,
-            capacity=self.args.max_length if self.args.packs_rows else None,
-            wrapped=self.args.packing_strategy == "wrapped",
-            **self._dealing(),
+            batch_size=batching.batch_size,
+            capacity=batching.max_length if self.args.packs_rows else None,
+            wrapped=batching.strategy == "wrapped",
+            rank=self.args.process_index,
+            world_size=batching.world_size,
+            seed=batching.seed,
+            quadratic=batching.quadratic,
         )
         if self._resumed_from is not None:
             self._stream.load_state_dict(read_stream_state(self._resumed_from, self.args))

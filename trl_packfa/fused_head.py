@@ -10,17 +10,17 @@ Shape letters: B rows, L row length, V vocabulary, P trained positions.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from trl.trainer.utils import FusedCausalLMOutput
 
 from .exactness import quiet, vocabulary_of
-from .head import TrainedHead
+from .finding import inner_model
+from .head import TrainedHead, aligned, scored
+from .overrides import forward_signature
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def ensure_own_loss(model: Any, *, seed: int) -> TrainedHead | OwnHead | None:
     Returns:
         The head, or `None` for TRL's.
     """
-    inner: Any = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+    inner: Any = inner_model(model)
     by_trl, allowed = inner.forward, _allowed(model)
     if model.get_input_embeddings().weight.device.type not in ("cuda", "xpu"):
         inner.forward = head = TrainedHead(inner, by_trl)
@@ -95,8 +95,7 @@ class OwnHead:
 
     def __init__(self, module: PreTrainedModel, forward: Callable[..., Any]) -> None:
         self.forward = forward
-        # `generate()` reads the forward's parameters.
-        self.__signature__ = inspect.Signature(list(inspect.signature(type(module).forward).parameters.values())[1:])
+        self.__signature__ = forward_signature(module)
 
     def __call__(
         self,
@@ -115,34 +114,11 @@ class OwnHead:
         logits, aux_loss = output.logits, getattr(output, "aux_loss", None)
         if aux_loss is None and kwargs.get("output_router_logits"):
             aux_loss = logits.new_zeros(())  # asked for, but this architecture balances no experts (Llama-4)
-        if shift_labels is None:
-            assert labels is not None  # TRL sends one or the other
-            logits, shift_labels = logits[:, :-1], labels[:, 1:]
-        return _scored(logits, shift_labels.to(logits.device), num_items_in_batch, aux_loss)
-
-
-def _scored(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    num_items_in_batch: torch.Tensor | int | None,
-    aux_loss: torch.Tensor | None,
-) -> FusedCausalLMOutput:
-    """TRL's output from `logits` `(B, L, V)` and the labels `(B, L)` that they predict."""
-    mask = labels != -100
-    logits_PV, labels_P = logits[mask], labels[mask]
-    scores = [_score(*part) for part in zip(logits_PV.split(_CHUNK), labels_P.split(_CHUNK), strict=True)]
-    log_probs, entropy, is_top1 = (torch.cat(part) for part in zip(*scores, strict=True))
-    # `masked_scatter` keeps a micro-batch without trained labels connected to the model.
-    log_probs, entropy = (x.new_zeros(mask.shape).masked_scatter(mask, x) for x in (log_probs, entropy))
-    count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-    return FusedCausalLMOutput(
-        loss=-log_probs.sum() / count,
-        log_probs=log_probs,
-        entropy=entropy,
-        is_top1=torch.zeros_like(mask).masked_scatter(mask, is_top1),
-        label_mask=mask,
-        aux_loss=aux_loss,
-    )
+        logits_BLV, labels_BL = aligned(logits, labels, shift_labels)
+        mask = (labels_BL := labels_BL.to(logits.device)) != -100
+        logits_PV, labels_P = logits_BLV[mask], labels_BL[mask]
+        parts = [_score(*part) for part in zip(logits_PV.split(_CHUNK), labels_P.split(_CHUNK), strict=True)]
+        return scored(mask, map(torch.cat, zip(*parts, strict=True)), num_items_in_batch, aux_loss=aux_loss)
 
 
 def _score(logits_PV: torch.Tensor, labels_P: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -9,8 +9,7 @@ Shape letters: B rows, L row length, P trained positions, D model dim, V vocabul
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput
 
 from .graphs import outside_of_graphs
+from .overrides import forward_signature
+from .precision import autocast_dtype
 
 # Logits of a tile: 16 MB of float32. Larger temporaries are mapped afresh by glibc, page by page.
 _TILE = 4 * 1024**2
@@ -59,8 +60,7 @@ class TrainedHead:
     def __init__(self, module: PreTrainedModel, forward: Callable[..., Any]) -> None:
         self.module, self.forward, self.transform = module, forward, Transform.of(module.config)
         self.measures = True
-        # `generate()` reads the forward's parameters.
-        self.__signature__ = inspect.Signature(list(inspect.signature(type(module).forward).parameters.values())[1:])
+        self.__signature__ = forward_signature(module)
 
     def __call__(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         """The forward, TRL's output type with `fused_lm_head`."""
@@ -68,16 +68,14 @@ class TrainedHead:
             return self.forward(*args, **kwargs)
         if not self._serves(kwargs):
             return self.forward(*args, fused_lm_head=True, **kwargs)
-        labels, shift_labels = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
+        labels = {name: kwargs.pop(name, None) for name in ("labels", "shift_labels")}
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         kwargs["use_cache"] = False
         hidden_BLD = self.module.base_model(*args, **kwargs).last_hidden_state
-        if shift_labels is None:
-            assert labels is not None  # TRL sends one or the other
-            hidden_BLD, shift_labels = hidden_BLD[:, :-1], labels[:, 1:]
+        hidden_BLD, labels_BL = aligned(hidden_BLD, **labels)
         head: Any = self.module.get_output_embeddings()
         device = head.weight.device
-        return self._score(hidden_BLD.to(device), head, shift_labels.to(device), num_items_in_batch)
+        return self._score(hidden_BLD.to(device), head, labels_BL.to(device), num_items_in_batch)
 
     def _serves(self, kwargs: dict[str, Any]) -> bool:
         weight: Any = getattr(self.module.get_output_embeddings(), "weight", None)
@@ -101,12 +99,38 @@ class TrainedHead:
         scores = TrainedLogProbs.apply(
             hidden_BLD[mask], head.weight, head.bias, labels_BL[mask], self.transform, self.measures
         )
-        # `masked_scatter` keeps a micro-batch without trained labels connected to the model.
-        log_probs, entropy, is_top1 = (x.new_zeros(mask.shape).masked_scatter(mask, x) for x in scores)
-        count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        return FusedCausalLMOutput(
-            loss=-log_probs.sum() / count, log_probs=log_probs, entropy=entropy, is_top1=is_top1, label_mask=mask
-        )
+        return scored(mask, scores, num_items_in_batch)
+
+
+def aligned(
+    states: torch.Tensor, labels: torch.Tensor | None, shift_labels: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """States `(B, L, ...)` and the labels `(B, L)` that they predict, of which TRL sends one kind or the other."""
+    if shift_labels is not None:
+        return states, shift_labels
+    assert labels is not None
+    return states[:, :-1], labels[:, 1:]
+
+
+def scored(
+    mask: torch.Tensor,
+    scores: Iterable[torch.Tensor],
+    num_items_in_batch: torch.Tensor | int | None,
+    *,
+    aux_loss: torch.Tensor | None = None,
+) -> FusedCausalLMOutput:
+    """TRL's output from log-probability, entropy and top-1 `(P,)` of the positions in `mask` `(B, L)`."""
+    # `masked_scatter` keeps a micro-batch without trained labels connected to the model.
+    log_probs, entropy, is_top1 = (x.new_zeros(mask.shape).masked_scatter(mask, x) for x in scores)
+    count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    return FusedCausalLMOutput(
+        loss=-log_probs.sum() / count,
+        log_probs=log_probs,
+        entropy=entropy,
+        is_top1=is_top1,
+        label_mask=mask,
+        aux_loss=aux_loss,
+    )
 
 
 class TrainedLogProbs(torch.autograd.Function):
@@ -187,9 +211,7 @@ class _Tiles:
         *,
         dtype: torch.dtype | None = None,
     ) -> None:
-        kind = hidden.device.type
-        cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        self.dtype = dtype or cast
+        self.dtype = dtype or autocast_dtype(hidden) or hidden.dtype
         self.hidden, self.weight, self.transform = hidden, weight.to(self.dtype), transform
         self.bias = None if bias is None else bias.to(self.dtype)
         self.size = max(_TILE // len(weight), _FEWEST)

@@ -24,13 +24,16 @@ def train_parser(**options: Any) -> TrlParser:
     return TrlParser(_CLASSES, prog="trl-packfa train", **options)
 
 
-def parse(classes: tuple[type, ...], argv: list[str], *, prog: str) -> tuple[Any, ...]:
-    """Flags and `--config FILE.yaml` on TRL's own parser, one instance of each class.
+def parse(
+    classes: tuple[type, ...], argv: list[str], *, prog: str, defaults: dict[str, Any] | None = None
+) -> tuple[Any, ...]:
+    """Flags and `--config FILE.yaml` on TRL's own parser, one instance of each class; `defaults` are weaker than both.
 
     Raises:
         [`InvalidConfig`]: for what TRL or transformers refuse; our own errors pass.
     """
     parser = TrlParser(classes, prog=prog)  # type: ignore[arg-type]  # dataclasses, which TRL does not say
+    parser.set_defaults(**(defaults or {}))
     # TRL's own default of it, which nobody has to answer for.
     warnings.filterwarnings("ignore", message="`gradient_checkpointing` is deprecated", category=FutureWarning)
     try:

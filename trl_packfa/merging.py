@@ -41,8 +41,9 @@ def merge_adapter(
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise InvalidConfig(f"{output} is not empty.", do="Name a new folder.")
     config = _adapter_config(adapter)
-    base = base or config.base_model_name_or_path
-    merged = _adapted(adapter, base, dtype).merge_and_unload()
+    named = config.base_model_name_or_path
+    base = base or named
+    merged = _adapted(adapter, base, named, dtype).merge_and_unload()
     tokenizer = _tokenizer(adapter, base)
     merged.save_pretrained(output)
     if tokenizer is not None:
@@ -64,9 +65,9 @@ def _adapter_config(adapter: str) -> Any:
     return config
 
 
-def _adapted(adapter: str, base: str | None, dtype: str) -> PeftModel:
-    """The base with the adapter on it; PEFT resizes the embeddings where a chat template added tokens."""
-    named = PeftConfig.from_pretrained(adapter).base_model_name_or_path
+def _adapted(adapter: str, base: str | None, named: str | None, dtype: str) -> PeftModel:
+    """The base, the one that the adapter names or another, with the adapter on it; PEFT resizes the embeddings where
+    a chat template added tokens."""
     if base is not None and base != named:
         return PeftModel.from_pretrained(load_causal_lm(base, dtype=dtype), adapter)  # type: ignore[arg-type]
     try:

@@ -127,14 +127,17 @@ class RebatchOverride(BackboneOverride):
             return run_backbone_by_document(self.call_original, self._accepted(call), layout)
 
 
+def forward_signature(module: nn.Module) -> inspect.Signature:
+    """Of a module's own forward, for what stands in its place: `generate()` reads the parameters."""
+    return inspect.Signature(list(inspect.signature(type(module).forward).parameters.values())[1:])
+
+
 class CausalLMOverride(BackboneOverride):
     """Finds the boundaries for a causal LM that does not hand all its arguments to its backbone."""
 
     def __init__(self, module: nn.Module, original: Callable[..., Any] | None) -> None:
         super().__init__(module, original, counts_positions=True)  # it hands none on
-        # `generate()` reads the forward's parameters.
-        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-        self.__signature__ = inspect.Signature(parameters)
+        self.__signature__ = forward_signature(module)
 
     def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
         """The original forward without the boundaries, which its backbone finds in flight."""

@@ -10,7 +10,6 @@ from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel
 from trl import get_peft_config, get_quantization_config
 
 from .config import PackedSFTConfig
-from .finding import model_type as type_of
 
 AnyDataset = Dataset | IterableDataset
 EvalDataset = AnyDataset | DatasetDict | IterableDatasetDict | dict[str, AnyDataset]
@@ -49,10 +48,11 @@ def model_type(name: str, args: PackedSFTConfig) -> str:
 
 
 def loading(
-    name: str, args: PackedSFTConfig, quantization: BitsAndBytesConfig | None
+    kind: str, args: PackedSFTConfig, quantization: BitsAndBytesConfig | None
 ) -> tuple[dict[str, Any], BitsAndBytesConfig | None]:
-    """How a model by name is loaded: `from_pretrained` arguments, and the quantization, a given one first."""
-    return init_kwargs(args), quantization or quantization_of(name, args)
+    """How a model of this type is loaded by name: `from_pretrained` arguments, and the quantization, a given one
+    first."""
+    return init_kwargs(args), quantization or quantization_of(kind, args)
 
 
 def init_kwargs(args: PackedSFTConfig) -> dict[str, Any]:
@@ -65,21 +65,20 @@ def _given_init_kwargs(args: PackedSFTConfig) -> dict[str, Any]:
     return args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
 
 
-def quantization_of(name: str, args: PackedSFTConfig) -> BitsAndBytesConfig | None:
-    """The quantization that the arguments ask for, unless `model_init_kwargs` has its own."""
+def quantization_of(kind: str, args: PackedSFTConfig) -> BitsAndBytesConfig | None:
+    """The quantization that the arguments ask for, of a model of this type, unless `model_init_kwargs` has its own."""
     if "quantization_config" in _given_init_kwargs(args):
         return None
     config = get_quantization_config(args)
-    if config is not None and (read := READ_DIRECTLY.get(model_type(name, args))):
+    if config is not None and (read := READ_DIRECTLY.get(kind)):
         config.llm_int8_skip_modules = ["lm_head", *read]
     return config
 
 
-def default_adapter(model: str | PreTrainedModel, args: PackedSFTConfig) -> Any:
-    """The LoRA config that the arguments ask for, `None` for full fine-tuning; `"all-linear"` leaves out layers which
-    are never called, where an adapter would not be trained."""
+def default_adapter(kind: str, args: PackedSFTConfig) -> Any:
+    """The LoRA config that the arguments ask for, of a model of this type, `None` for full fine-tuning; `"all-linear"`
+    leaves out layers which are never called, where an adapter would not be trained."""
     config: Any = get_peft_config(args)
-    kind = model_type(model, args) if isinstance(model, str) else type_of(model)
     if config is not None and config.target_modules == "all-linear" and kind in READ_DIRECTLY:
         config.exclude_modules = set(READ_DIRECTLY[kind])
     return config

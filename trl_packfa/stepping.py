@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -17,6 +16,7 @@ from .config import PackedSFTConfig
 from .head import TrainedHead
 from .mishaps import LossWatch, memory_advice
 from .reports import count_batch
+from .speed import SpeedMeter
 from .steps import Slot, StepCutter
 from .weighting import SOURCES, WeightedModel, as_example_labels, example_weights, losses_by_source
 
@@ -37,8 +37,7 @@ class SteppingTrainer(SFTTrainer):
         super().__init__(*args, **kwargs)
         # By mode and source: summed loss and trained tokens since the last log.
         self._source_losses: dict[str, dict[str, list[float]]] = {"train": {}, "eval": {}}
-        # When was logged last, and how many true tokens all ranks had trained by then.
-        self._last_log: tuple[float, int] | None = None
+        self._speed = SpeedMeter(self.model, self.args, world_size=self.args.world_size)
         self._loss_watch = LossWatch()
 
     def get_batch_samples(
@@ -67,8 +66,7 @@ class SteppingTrainer(SFTTrainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
         """TRL's training step; for the slot that holds a whole optimizer step, one per micro-batch."""
-        if self._last_log is None:
-            self._last_log = (time.perf_counter(), self._total_train_tokens)
+        self._speed.start(self._total_train_tokens)
         if not isinstance(inputs, Slot):
             return self._run_micro_batch(model, inputs, num_items_in_batch)
         loss = torch.zeros((), device=self.args.device)
@@ -88,6 +86,7 @@ class SteppingTrainer(SFTTrainer):
         self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None
     ) -> torch.Tensor:
         """TRL's training step, with what a user needs to know where it fails."""
+        self._speed.add(inputs)
         budget = self._step_cutter.budget if self.args.packs_steps else None
         with memory_advice(self.args, inputs, budget=budget):
             loss = super().training_step(model, inputs, num_items_in_batch)
@@ -112,17 +111,15 @@ class SteppingTrainer(SFTTrainer):
         count_batch(self._metrics[mode], inputs, capacity=rows * (self.args.max_length or 0))
         measures = self._measures(is_training)
         by_example = self.args.loss_weighting == "example" and is_training
-        if not by_example and SOURCES not in inputs:
-            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-            self._drop_unmeasured(mode, measures)
-            return result
         sources = {name: inputs[name] for name in ("labels", "packed_layout", SOURCES) if name in inputs}
         inputs.pop(SOURCES, None)
-        weighted: Any = WeightedModel(model, example_weights(inputs) if by_example else None)
-        result = super().compute_loss(weighted, inputs, return_outputs, num_items_in_batch)
+        called: Any = model
+        if by_example or SOURCES in sources:
+            called = WeightedModel(model, example_weights(inputs) if by_example else None)
+        result = super().compute_loss(called, inputs, return_outputs, num_items_in_batch)
         self._drop_unmeasured(mode, measures)
-        if SOURCES in sources and weighted.log_probs is not None:
-            for source, (loss, count) in losses_by_source(sources, weighted.log_probs).items():
+        if SOURCES in sources and called.log_probs is not None:
+            for source, (loss, count) in losses_by_source(sources, called.log_probs).items():
                 total = self._source_losses[mode].setdefault(source, [0.0, 0.0])
                 total[0], total[1] = total[0] + loss, total[1] + count
         return result
@@ -156,7 +153,7 @@ class SteppingTrainer(SFTTrainer):
         self._total_train_tokens -= padding
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL's metrics, true tokens a second, and the mean loss of each source since the last time."""
+        """TRL's metrics, true tokens a second and MFU, and the mean loss of each source since the last time."""
         mode = "train" if self.model.training else "eval"
         mine = [self._source_losses[mode]] if self.args.loss_by else []
         totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -169,8 +166,5 @@ class SteppingTrainer(SFTTrainer):
         logs.update({f"{prefix}loss/{source}": loss / n for source, (loss, n) in sorted(totals.items()) if n})
         if "loss" in logs:
             self._loss_watch.require_finite(self._tokenizer)
-            now, tokens = time.perf_counter(), self._total_train_tokens
-            if self._last_log is not None and tokens > self._last_log[1]:
-                logs["tokens_per_second"] = (tokens - self._last_log[1]) / (now - self._last_log[0])
-            self._last_log = (now, tokens)
+            logs.update(self._speed.read(self._total_train_tokens))
         super().log(logs, start_time)

@@ -16,9 +16,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import IterableDataset
-from peft import PeftModel
-from transformers import PreTrainedModel
 
+from .arithmetic import quadratic_weight
 from .config import PackedSFTConfig
 from .errors import InvalidConfig
 from .layout import PackedLayout
@@ -65,10 +64,10 @@ class StepCutter:
 
     def __init__(self, args: PackedSFTConfig, *, train_dataset: Any, model: Any, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
-        _require_room(train_dataset, args)
-        self.budget = args.max_tokens_per_microbatch or args.per_device_train_batch_size * _longest(
-            train_dataset, args.max_length
-        )
+        longest, which = _longest(train_dataset, args)
+        if args.max_tokens_per_microbatch is not None:
+            require_budget(args.max_tokens_per_microbatch, longest, which)
+        self.budget = args.max_tokens_per_microbatch or args.per_device_train_batch_size * longest
         self.quadratic = quadratic_weight(model)
 
     def cut(
@@ -93,19 +92,6 @@ class StepCutter:
         return examples if self.accelerator.num_processes == 1 else gather_object(examples)
 
 
-def _require_room(train_dataset: Any, args: PackedSFTConfig) -> None:
-    """No document may be longer than the user's budget, which is a limit of memory."""
-    budget = args.max_tokens_per_microbatch
-    if budget is None:
-        return
-    if isinstance(train_dataset, IterableDataset):
-        longest, which = args.max_length or budget, "a document of a stream"
-    else:
-        lengths = read_lengths(train_dataset)
-        longest, which = int(lengths.max()), f"document {int(lengths.argmax())}"
-    require_budget(budget, longest, which)
-
-
 def require_budget(budget: int, longest: int, which: str) -> None:
     """No document may be longer than the user's budget of tokens a micro-batch.
 
@@ -128,34 +114,16 @@ def _untrue(micro_batch: dict[str, Any]) -> dict[str, Any]:
     return micro_batch
 
 
-def _longest(train_dataset: Any, max_length: int | None) -> int:
-    """Tokens of the longest document; of a stream, the longest that it may have."""
+def _longest(train_dataset: Any, args: PackedSFTConfig) -> tuple[int, str]:
+    """Tokens of the longest document, and which it is; of a stream, the longest that it may have."""
     if not isinstance(train_dataset, IterableDataset):
-        return int(read_lengths(train_dataset).max())
-    if max_length is None:
+        lengths = read_lengths(train_dataset)
+        return int(lengths.max()), f"document {int(lengths.argmax())}"
+    longest = args.max_length or args.max_tokens_per_microbatch
+    if longest is None:
         raise InvalidConfig(
             "packing_strategy='step' on a stream needs a token budget: max_length is None.",
             why=["the longest document of a stream is not known beforehand"],
             do="Set max_length or max_tokens_per_microbatch, or use packing_strategy='minibatch'.",
         )
-    return max_length
-
-
-def quadratic_weight(model: Any) -> float:
-    """Cost of a token attending to a token, in units of the cost of a token, of a model or its `PeftModel`.
-
-    Forward operations per token: 2 per parameter, and 2 * layers * width per token that it attends to (half of the
-    document on average, scores and values).
-    """
-    text = model.config.get_text_config()
-    heads = getattr(text, "num_attention_heads", 0)
-    width = heads * (getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1))
-    return text.num_hidden_layers * width / max(_num_parameters(model), 1)
-
-
-def _num_parameters(model: Any) -> int:
-    """Of 4-bit weights, of which two share a byte, transformers knows how many there are."""
-    inner = model.get_base_model() if isinstance(model, PeftModel) else model
-    if isinstance(inner, PreTrainedModel):
-        return inner.num_parameters()
-    return sum(parameter.numel() for parameter in inner.parameters())
+    return longest, "a document of a stream"

@@ -66,14 +66,11 @@ class _Rounds:
     of: float
 
 
-def plan_epoch(lengths: np.ndarray, batching: Batching, sampler: PackedBatchSampler | None = None) -> EpochPlan:
-    """What an epoch over documents of `lengths` (tokens, int64, at least one) comes to.
-
-    `sampler` is that of a strategy that fills rows, if there is one already.
-    """
+def plan_epoch(lengths: np.ndarray, batching: Batching) -> EpochPlan:
+    """What an epoch over documents of `lengths` (tokens, int64, at least one) comes to."""
     documents, tokens = len(lengths), int(lengths.sum())
     if batching.strategy in ROW_STRATEGIES:
-        sampler = sampler or batching.row_sampler(lengths)
+        sampler = batching.row_sampler(lengths)
         rounds = _of_rows(sampler, batching)
         slots, rows, fill = rounds.of, float(sampler.num_rows), sampler.fill
     else:
@@ -154,15 +151,13 @@ def _ratio(part: float, whole: float) -> float:
     return float(part / whole) if whole else 1.0
 
 
-def summarize_plan(
-    args: PackedSFTConfig, lengths: np.ndarray, *, quadratic: float, sampler: PackedBatchSampler | None = None
-) -> dict[str, float]:
+def summarize_plan(args: PackedSFTConfig, lengths: np.ndarray, *, quadratic: float) -> dict[str, float]:
     """The figures of a trainer's own strategy that a user needs before the first step, by name.
 
     `lengths` (tokens) are the documents' as they are packed, `quadratic` the cost of attention.
     """
     batching = Batching.of(args, quadratic=quadratic)
-    epoch = plan_epoch(lengths, batching, sampler)
+    epoch = plan_epoch(lengths, batching)
     plan = {"steps_per_epoch": float(epoch.steps), "examples_per_step": epoch.examples_per_step}
     if args.packs_rows:
         filled = {"rows": epoch.rows, "documents_per_row": epoch.documents / epoch.rows, "fill": epoch.fill or 0.0}

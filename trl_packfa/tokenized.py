@@ -46,6 +46,11 @@ def read_lengths(dataset: Dataset) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
 
+def count_trained(dataset: Dataset) -> int:
+    """Tokens of a tokenized dataset that have a label."""
+    return sum(int((_flat(table["labels"]) != -100).sum()) for table in _tables(dataset, "labels"))
+
+
 def _count(table: Any) -> Any:
     return pa.table({"length": pc.call_function("list_value_length", [table["input_ids"]]).cast(pa.int64())})
 

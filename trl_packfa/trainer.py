@@ -29,6 +29,8 @@ from transformers import (
     TrainingArguments,
 )
 
+from . import finding
+from .arithmetic import quadratic_weight
 from .card import add_packing_section, packing_section
 from .collator import DataCollatorForPacking
 from .config import PackedSFTConfig
@@ -51,7 +53,7 @@ from .reports import (
 from .resuming import identity, require_same_run
 from .sampling import EpochCallback
 from .sources import AnyDataset, EvalDataset, default_adapter, loading, model_type, named, output_dir
-from .steps import StepCutter, quadratic_weight
+from .steps import StepCutter
 from .streams import PackedStream, resumes_by_state
 from .summary import summarize_plan
 from .tokenized import read_lengths, require_usable
@@ -123,13 +125,14 @@ class PackedSFTTrainer(FeedingTrainer):
             require_usable(
                 dataset, name=name, text_field=args.dataset_text_field, formatted=formatting_func is not None
             )
+        kind = model_type(model, args) if isinstance(model, str) else None
         if args.packing:
-            refuse_model(model if not isinstance(model, str) else model_type(model, args), args)
+            refuse_model(kind or model, args)
             refuse_collator(data_collator)
-        if isinstance(model, str):
-            args.model_init_kwargs, quantization_config = loading(model, args, quantization_config)
+        if kind is not None:
+            args.model_init_kwargs, quantization_config = loading(kind, args, quantization_config)
         if peft_config is None and not isinstance(model, PeftModel):
-            peft_config = default_adapter(model, args)
+            peft_config = default_adapter(kind or finding.model_type(model), args)  # type: ignore[arg-type]  # no name
         self.packing_reports: dict[str, PackingReport] = {}
         self.packing_plan: dict[str, float] = {}
         self.packing_sampler: PackedBatchSampler | None = None
@@ -187,8 +190,7 @@ class PackedSFTTrainer(FeedingTrainer):
             return {}
         lengths = read_lengths(self.train_dataset)
         require_same_documents(self.accelerator, lengths)
-        sampler: Any = self._get_train_sampler() if self.args.packs_rows else None
-        plan = summarize_plan(self.args, lengths, quadratic=quadratic_weight(self.model), sampler=sampler)
+        plan = summarize_plan(self.args, lengths, quadratic=quadratic_weight(self.model))
         logger.info("trl-packfa: %s", ", ".join(f"{name} {value:,.4g}" for name, value in plan.items()))
         return plan
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import NoBackend
+from ..graphs import outside_of_graphs
 from ..layout import PackedLayout
 from .flash import FlashBackend
 from .flex import FlexBackend
@@ -97,11 +98,11 @@ class BackendChoice:
             [`NoBackend`]: if none does.
         """
         if request not in self.resolved:
-            self.resolved[request] = _resolved_name(request, self.name)  # type: ignore[call-arg]
+            self.resolved[request] = _resolved_name(request, self.name)
         return _BY_NAME[self.resolved[request]]
 
 
 # Looks at packages and devices: once, and nothing to compile.
-@torch.compiler.disable
+@outside_of_graphs
 def _resolved_name(request: AttentionRequest, backend: str) -> str:
     return resolve(request, backend).name

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from trl import DatasetMixtureConfig, ScriptArguments, TrlParser
+from trl import DatasetMixtureConfig, ScriptArguments
 
 from ..config import PackedSFTConfig
-from ..errors import InvalidConfig, PackingError
+from ..errors import InvalidConfig
+from ..launch import parse
 from .presets import PRESETS
 from .sides import STRATEGIES, Side, parse_sides
 
@@ -62,9 +63,6 @@ class BenchArguments:
     )
     eval_documents: int = field(default=64, metadata={"help": "Documents held out for the validation loss."})
     profile: bool = field(default=False, metadata={"help": "Also list each side's operations by their own time."})
-    peak_tflops: float | None = field(
-        default=None, metadata={"help": "The machine's peak; default: the best matrix product measured on it."}
-    )
     output: str | None = field(default=None, metadata={"help": "JSON file of all that was measured."})
     plot: str | None = field(default=None, metadata={"help": "PNG file; needs the `plots` extra."})
 
@@ -86,14 +84,8 @@ def read_arguments(argv: list[str]) -> Setup:
         [`InvalidConfig`]: for unknown arguments, strategies and contradictions.
     """
     classes: Any = (BenchArguments, ScriptArguments, PackedSFTConfig, DatasetMixtureConfig)
-    parser = TrlParser(classes, prog="trl-packfa bench")
-    parser.set_defaults(**_DEFAULTS, **({} if torch.cuda.is_available() else _ON_CPU))
-    try:
-        bench, script, args, mixture = parser.parse_args_and_config(args=argv, fail_with_unknown_args=True)
-    except PackingError:
-        raise
-    except (ValueError, FileNotFoundError) as error:  # TRL's and transformers' own refusals of arguments
-        raise InvalidConfig(str(error)) from error
+    defaults = {**_DEFAULTS, **({} if torch.cuda.is_available() else _ON_CPU)}
+    bench, script, args, mixture = parse(classes, argv, prog="trl-packfa bench", defaults=defaults)
     _require_sense(bench, args)
     sides = parse_sides(bench.strategies, backends=bench.backends, contaminated=bench.contaminated)
     return Setup(bench, script, args, mixture, sides)

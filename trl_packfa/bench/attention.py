@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..arithmetic import bandwidth, matmul_flops
 from ..attention import AttentionRequest
 from ..layout import PackedLayout
-from .floors import bandwidth, matmul_flops
 from .memory import PeakMemory, available_memory
 from .mixes import document_lengths, draw_lengths
 from .paths import TRANSFORMERS, attend_with, attention_sides, dense_bytes
@@ -60,7 +60,8 @@ def bench_attention(
     for mix in mixes:
         draw_lengths(mix, 1, seed=0)
     known = attention_sides(_request())
-    floors = Floors(matmul_flops(2048, 2048, 2048, dtype=_dtype()), bandwidth())
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    floors = Floors(matmul_flops(2048, 2048, 2048, dtype=_dtype(), device=device), bandwidth(device))
     rows = []
     for mix in mixes:
         for count in tokens:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from ..tables import print_table
 
 
 def bench(argv: list[str]) -> int:
@@ -21,26 +19,16 @@ def bench(argv: list[str]) -> int:
 
 
 def _strategies(argv: list[str]) -> int:
-    from datasets.utils.logging import disable_progress_bar
-    from transformers.utils import logging as transformers_logging
-
+    from ..quiet import quiet
     from .arguments import read_arguments
     from .plot import require_matplotlib, save_plot
     from .run import run_bench, save
 
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    disable_progress_bar()
     wanted = read_arguments(argv).bench
     if wanted.plot:
         require_matplotlib()
-    logger = logging.getLogger("trl_packfa")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
+    with quiet():
         report = run_bench(argv, tell=lambda text: print(text, file=sys.stderr, flush=True))
-    finally:
-        logger.setLevel(level)
     if wanted.output:
         save(report, wanted.output)
     show(report, operations=wanted.profile)
@@ -65,13 +53,8 @@ def show(report: dict[str, Any], *, operations: bool = False) -> None:
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     """A table of dictionaries with the same keys; nothing for none."""
-    if not rows:
-        return
-    table = Table(*rows[0])
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    # In a pipe there is no width to fit into.
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    if rows:
+        print_table(rows)
 
 
 def _attention(argv: list[str]) -> int:

@@ -16,7 +16,7 @@ from ..config import PackedSFTConfig
 from ..errors import InvalidConfig, InvalidDataset
 from ..loading import load_dataset_dict
 from ..packing import PackingReport
-from ..tokenized import cut_dataset, read_lengths
+from ..tokenized import count_trained, cut_dataset, read_lengths
 from ..trainer import PackedSFTTrainer
 from .arguments import Setup
 from .mixes import every_length
@@ -26,13 +26,15 @@ _FIRST_WORD = 4
 
 
 class Facts(NamedTuple):
-    """What is trained on: documents, their tokens, and the mean over tokens of the length of their document."""
+    """What is trained on: documents, their tokens, the mean over tokens of the length of their
+    document, and the share of tokens that are trained."""
 
     documents: int
     tokens: int
     longest: int
     mean_length: float
     tokens_seen_by_token: float
+    trained_share: float
 
 
 def facts(dataset: Dataset) -> Facts:
@@ -40,7 +42,8 @@ def facts(dataset: Dataset) -> Facts:
     lengths = read_lengths(dataset)
     total = int(lengths.sum())
     seen = float((lengths.astype(np.float64) ** 2).sum() / total)
-    return Facts(len(lengths), total, int(lengths.max()), float(lengths.mean()), seen)
+    trained = count_trained(dataset) / total
+    return Facts(len(lengths), total, int(lengths.max()), float(lengths.mean()), seen, trained)
 
 
 def random_documents(lengths: list[int], *, vocab_size: int, seed: int) -> Dataset:

@@ -12,11 +12,11 @@ from typing import Any
 from datasets import load_from_disk
 from transformers import AutoConfig
 
+from ..arithmetic import ModelFlops, peak_flops
 from .arguments import Setup, read_arguments
 from .compare import Result, require_equal_work
 from .data import facts, save_documents
 from .environment import environment
-from .floors import model_flops_per_token, peak_flops
 from .presets import PRESETS, save_preset
 from .process import SideFailed, SideProcess
 from .sides import Side, as_json
@@ -43,8 +43,10 @@ def run_bench(argv: list[str], tell: Tell = lambda text: None) -> dict[str, Any]
         for group in [results] if setup.bench.interleave else [[result] for result in results]:
             _measure(group, setup, spec, folder, tell)
         require_equal_work(results)
-        flops = model_flops_per_token(AutoConfig.from_pretrained(model), setup.args, data.tokens_seen_by_token)
-        peak = peak_flops(AutoConfig.from_pretrained(model), setup.args, given=setup.bench.peak_tflops)
+        config = AutoConfig.from_pretrained(model)
+        needed = ModelFlops.planned(config, setup.args)
+        flops = needed.per_token(seen=data.tokens_seen_by_token, trained=data.trained_share)
+        peak = peak_flops(config, setup.args)
     return {
         "environment": environment(),
         "arguments": argv,

@@ -13,7 +13,7 @@ from trl import SFTConfig, SFTTrainer, get_peft_config
 from ..attention import get_backend
 from ..config import PackedSFTConfig
 from ..errors import InvalidConfig
-from ..sources import init_kwargs, quantization_of
+from ..sources import init_kwargs, model_type, quantization_of
 from ..trainer import PackedSFTTrainer
 
 
@@ -166,7 +166,7 @@ def build_trainer(
     return SFTTrainer(
         model,
         SFTConfig(**{**kept, **given, **options, "model_init_kwargs": init_kwargs(args)}),
-        quantization_config=quantization_of(model, args),
+        quantization_config=quantization_of(model_type(model, args), args),
         peft_config=get_peft_config(args),
         **data,
     )

@@ -13,7 +13,7 @@ def speed_rows(report: dict[str, Any]) -> Rows:
 
 
 def _speed(side: dict[str, Any]) -> dict[str, str]:
-    columns = ("true tokens/s", "times", "examples/s", "s/step (quartiles)", "FLOPs used", "peak memory")
+    columns = ("true tokens/s", "times", "examples/s", "s/step (quartiles)", "MFU", "peak memory")
     if "failed" in side:
         return {"side": side["side"], **dict.fromkeys(columns, "-")}
     low, high = side["seconds_per_step_quartiles"]
@@ -22,7 +22,7 @@ def _speed(side: dict[str, Any]) -> dict[str, str]:
         _times(side["ratio"]),
         f"{side['examples_per_second']:.2f}",
         f"{side['seconds_per_step']:.3f} ({low:.3f} to {high:.3f})",
-        f"{side['flops_utilization']:.1%}",
+        f"{side['mfu']:.1%}",
         f"{side['peak_bytes'] / 1e6:,.0f} MB",
     )
     return {"side": side["side"], **dict(zip(columns, values, strict=True))}

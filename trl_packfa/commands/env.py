@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from .backends import usual_request
 from .output import add_json, print_rows
 
 _PACKAGES = (
@@ -59,10 +60,7 @@ def _versions() -> dict[str, str]:
 
 def _backends() -> dict[str, str]:
     """The backends that would serve a usual request, best first."""
-    import torch
+    from ..attention import BACKENDS
 
-    from ..attention import BACKENDS, AttentionRequest
-
-    device, dtype = ("cuda:0", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    request = AttentionRequest(torch.device(device), dtype, head_dim=128, num_heads=32, num_key_value_heads=8)
+    request = usual_request()
     return {"attention backends": ", ".join(b.name for b in BACKENDS if not b.refusals(request))}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
+
+from ..tables import print_table
 
 
 def add_json(command: argparse.ArgumentParser) -> None:
@@ -18,12 +19,5 @@ def print_rows(rows: Sequence[Mapping[str, object]], *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(rows, indent=2))
         return 0
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*rows[0])
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    # In a pipe there is no width to fit into.
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    print_table(rows)
     return 0

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import time
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import DatasetDict
-from datasets.utils.logging import disable_progress_bar
 from peft import AutoPeftModelForCausalLM
 from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback
-from transformers.utils import logging as transformers_logging
 from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
 from ..config import PackedSFTConfig
 from ..loading import load_dataset_dict
 from ..progress import RichProgressCallback, packing_table
+from ..quiet import quiet
 from ..trainer import PackedSFTTrainer
 from .base_model import build_model, train_tokenizer
 from .corpus import docstring_dataset
@@ -53,8 +50,11 @@ class DemoOptions:
 
 def run_demo(options: DemoOptions, console: Console | None = None) -> dict[str, float]:
     """Run it and return the figures that it printed: held-out losses, true tokens per second packed and padded."""
-    console = console or Console()
-    _hush()
+    with quiet():
+        return _story(options, console or Console())
+
+
+def _story(options: DemoOptions, console: Console) -> dict[str, float]:
     dataset = _dataset(options, console)
     base, tokenizer = _base(options, dataset, console)
     trainer = _qlora_trainer(base, tokenizer, dataset, options)
@@ -77,16 +77,6 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> dict[str, 
     )
     losses = {"loss_before": before, "loss_after": after, "loss_loaded": loaded}
     return {**losses, "packed_tokens_per_second": packed, "padded_tokens_per_second": padded}
-
-
-def _hush() -> None:
-    """The demo tells its own story; upstream progress bars and deprecations are not the reader's business."""
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    disable_progress_bar()
-    logging.getLogger("trl_packfa").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", category=UserWarning, module="torch")
 
 
 def _dataset(options: DemoOptions, console: Console) -> DatasetDict:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..precision import autocast_dtype
+
 _LORA = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit")
 _PLAIN, _NF4 = "torch.nn.modules.linear.Linear", "bitsandbytes.nn.modules.Linear4bit"
 _HALF = (torch.bfloat16, torch.float16)
@@ -168,12 +170,6 @@ def compute_dtype(x: torch.Tensor, projections: Sequence[Projection]) -> torch.d
     known = all(dtype in (torch.float32, *_HALF) for dtype in dtypes)
     native = any(dtype in _HALF and has_half_products(dtype, x.device.type) for dtype in dtypes)
     return torch.float32 if known and not native else None
-
-
-def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """What autocast turns matrix products of `x` into, if it is on."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def output_dtype(x: torch.Tensor, projection: Projection) -> torch.dtype:

@@ -10,11 +10,11 @@ from peft import get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl import get_peft_config
 
+from ..arithmetic import attention_heads, quadratic_weight
 from ..config import PackedSFTConfig
 from ..errors import InvalidConfig, PackingError
 from ..refusals import refuse_model
 from ..sources import init_kwargs, model_type
-from ..steps import quadratic_weight
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,7 @@ def _measured(model: Any, args: PackedSFTConfig) -> ModelShape:
     head = model.get_output_embeddings()
     linear = [m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     parameters, text = model.num_parameters(), model.config.get_text_config()
-    heads = getattr(text, "num_attention_heads", 0) or 0
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1)
+    heads, head_dim = attention_heads(text)
     adapter = get_peft_config(args)
     if adapter is not None:
         model = get_peft_model(model, adapter, low_cpu_mem_usage=True)
