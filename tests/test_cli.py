@@ -2,6 +2,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -214,6 +215,28 @@ def test_demo_takes_a_model_and_a_dataset(tmp_path, data_file):
     out = str(tmp_path / "out")
     assert main(["demo", "--model", str(model), "--dataset", data_file, "--output-dir", out, "--steps", "2"]) == 0
     assert "adapter_model.safetensors" in os.listdir(os.path.join(out, "adapter"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model_name_or_path", "{folder}/none"], "cannot load the model '.*none'"),
+        (["--dataset_name", "{folder}/empty.jsonl"], "empty.jsonl' is empty"),
+        (["--dataset_name", "{folder}/broken.jsonl"], "cannot load the dataset .*broken.jsonl"),
+        (["--dataset_name", "{folder}/none.jsonl"], "cannot load the dataset .*none.jsonl"),
+        (["--lerning_rate", "1"], "lerning_rate(.|\n)*Did you mean learning_rate"),
+        (["--config", "{folder}/typo.yaml"], "lerning_rate(.|\n)*Did you mean learning_rate"),
+        (["--config", "{folder}/none.yaml"], "none.yaml"),
+    ],
+)
+def test_a_slip_is_one_message(arguments, said, saved_model, data_file, tmp_path, capsys):
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"\n')
+    (tmp_path / "typo.yaml").write_text("lerning_rate: 1\n")
+    given = ["--model_name_or_path", saved_model, "--dataset_name", data_file, "--output_dir", str(tmp_path / "out")]
+    code = main(["train", *given, *(argument.format(folder=tmp_path) for argument in arguments)])
+    error = capsys.readouterr().err
+    assert code == 1 and re.search(said, error) and "Traceback" not in error
 
 
 def test_quiet_puts_every_level_back():

@@ -14,6 +14,19 @@ def config(tmp="out", **options):
     return PackedSFTConfig(tmp, use_cpu=True, bf16=options.pop("bf16", False), **options)
 
 
+def test_without_a_gpu_float32_is_meant(monkeypatch):
+    monkeypatch.setattr("trl_packfa.config.is_torch_bf16_gpu_available", lambda: False)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    assert PackedSFTConfig("out").bf16 is False and PackedSFTConfig("out").dtype == "float32"
+    with pytest.raises(ValueError, match="doesn't support bf16"):
+        PackedSFTConfig("out", bf16=True)
+    assert PackedSFTConfig("out", bf16=True, use_cpu=True).bf16 and PackedSFTConfig("out", use_cpu=True).bf16
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: "cuda")
+    with pytest.raises(InvalidConfig, match=r"no bfloat16(.|\n)*fp16=True"):
+        PackedSFTConfig("out")
+
+
 def test_every_field_of_trls_configs_is_there_with_help():
     ours = {f.name: f for f in dataclasses.fields(PackedSFTConfig)}
     for theirs in (SFTConfig, ModelConfig):

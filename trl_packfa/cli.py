@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Callable
 
 from .commands import OWN_PARSERS, build_parser
@@ -20,6 +21,8 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     # bitsandbytes announces at import that an optional Hub kernel is missing; nothing here needs it.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    # What PEFT and TRL call by transformers' old names is not the user's to mend; their own arguments' names are.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.modeling_utils")
     argv, debug = _split_debug(argv)
     if argv and argv[0] in OWN_PARSERS:  # TRL's own parser reads everything that takes training arguments
         return _guarded(lambda: OWN_PARSERS[argv[0]](argv[1:]), debug=debug)

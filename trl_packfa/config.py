@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
+import torch
 from transformers import TrainingArguments
+from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 from trl import ModelConfig, SFTConfig
 
 from .attention import get_backend
@@ -28,7 +30,8 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
     > [!NOTE]
     > These fields have other defaults than TRL's: `packing=True`, `use_peft=True`,
     > `lora_target_modules=["all-linear"]`, `packing_strategy="step"`, and `dtype`, which is `"bfloat16"` for a
-    > quantized model trained in bf16 and TRL's `"float32"` otherwise.
+    > quantized model trained in bf16 and TRL's `"float32"` otherwise. On a machine without a GPU `bf16` is off unless
+    > asked for, where TRL raises.
     """
 
     packing: bool = field(
@@ -118,6 +121,7 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
+        self._settle_precision()
         SFTConfig.__post_init__(self)
         if self.dtype is None:
             quantized = self.load_in_4bit or self.load_in_8bit
@@ -128,6 +132,19 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
         self._require_weighting()
         self._settle_packing()
         self._require_trainable()
+
+    def _settle_precision(self) -> None:
+        """TRL trains in bf16 unless told otherwise and stops where there is none: without a GPU, float32 is meant."""
+        if self.bf16 is not None or self.fp16 or self.use_cpu:
+            return
+        if is_torch_bf16_gpu_available() or is_torch_xla_available():
+            return
+        if torch.accelerator.is_available():
+            raise InvalidConfig(
+                f"this {torch.accelerator.current_accelerator()} has no bfloat16, in which TRL trains by default.",
+                do="Pass fp16=True, or bf16=False to train in float32.",
+            )
+        self.bf16 = False
 
     def _settle_packing(self) -> None:
         """One strategy if packing is on, none if it is off."""

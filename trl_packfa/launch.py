@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from peft import PeftModel
 from rich.console import Console
 from trl import DatasetMixtureConfig, ScriptArguments, TrlParser, get_dataset
 
@@ -41,7 +45,15 @@ def parse(
     except PackingError:
         raise
     except (ValueError, FileNotFoundError) as error:
-        raise InvalidConfig(str(error)) from error
+        raise InvalidConfig(str(error), do=_meant(str(error), classes)) from error
+
+
+def _meant(message: str, classes: tuple[type, ...]) -> str:
+    """Arguments that exist, for those that a message quotes and that are nearly one."""
+    known = [f.name for cls in classes for f in fields(cls)]
+    named = re.findall(r"'(?:--)?(\w+)'", message)
+    close = [match for name in named if name not in known for match in get_close_matches(name, known, n=1)]
+    return f"Did you mean {', '.join(close)}?" if close else ""
 
 
 def train(argv: list[str]) -> int:
@@ -63,11 +75,22 @@ def train(argv: list[str]) -> int:
     trainer.save_model(args.output_dir)
     if trainer.is_world_process_zero():
         trainer.save_reports(Path(args.output_dir))
+    if shown:
+        _tell_where(trainer, Path(args.output_dir))
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
     # The process group's threads must not outlive the interpreter: an abort at exit would look like a failed run.
     trainer.accelerator.end_training()
     return 0
+
+
+def _tell_where(trainer: PackedSFTTrainer, folder: Path) -> None:
+    """What lies where, and what to do with it."""
+    adapter = isinstance(trainer.model, PeftModel)
+    reports = ", ".join(sorted(path.name for path in folder.glob("*_report.json")))
+    print(f"{'adapter' if adapter else 'model'}, tokenizer, {reports}: {folder}")
+    if adapter:
+        print(f"one model of base and adapter: trl-packfa merge {folder} FOLDER")
 
 
 def _show(trainer: PackedSFTTrainer) -> None:

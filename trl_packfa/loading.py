@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from datasets import DatasetDict, IterableDatasetDict, load_dataset
+from datasets.exceptions import DatasetGenerationError
 from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -31,12 +35,36 @@ def load_dataset_dict(
             raise InvalidDataset(
                 f"cannot tell the format of {name}.", do=f"Use one of {sorted(_BUILDERS)}, perhaps with .gz."
             )
-        return load_dataset(_BUILDERS[suffix], data_files=name, streaming=streaming)  # type: ignore[return-value]
+        return _loaded(name, _BUILDERS[suffix], data_files=name, streaming=streaming)
+    return _loaded(name, name, name=config, streaming=streaming)
+
+
+def _loaded(shown: str, *args: Any, **options: Any) -> Any:
+    """`datasets.load_dataset`, whose errors are the user's to mend; an empty file ends in a `StopIteration`."""
     try:
-        return load_dataset(name, name=config, streaming=streaming)  # type: ignore[return-value]
-    except (FileNotFoundError, ConnectionError, ValueError) as error:
+        return load_dataset(*args, **options)
+    except StopIteration as error:
+        raise InvalidDataset(f"the dataset '{shown}' is empty.", do="Check the file.") from error
+    except (OSError, ValueError, DatasetGenerationError) as error:
         raise InvalidDataset(
-            f"cannot load the dataset '{name}'.", why=[str(error)], do="Check the name, or the path of a file."
+            f"cannot load the dataset '{shown}'.",
+            why=[str(error.__cause__ or error)],
+            do="Check the name, or the path and the contents of the file.",
+        ) from error
+
+
+@contextmanager
+def telling_of_model(name: str) -> Iterator[None]:
+    """What transformers raises where there is no such model, as one message.
+
+    Raises:
+        [`UnsupportedModel`]: if there is none, or of a type that this transformers does not know.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise UnsupportedModel(
+            f"cannot load the model '{name}'.", why=[str(error)], do="Check the name, or the path of a folder."
         ) from error
 
 
@@ -46,10 +74,6 @@ def load_causal_lm(name: str, *, dtype: str = "auto", adapter: str | None = None
     Raises:
         [`UnsupportedModel`]: if there is no such model.
     """
-    try:
+    with telling_of_model(name):
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    except OSError as error:
-        raise UnsupportedModel(
-            f"cannot load the model '{name}'.", why=[str(error)], do="Check the name, or the path of a folder."
-        ) from error
-    return model if adapter is None else PeftModel.from_pretrained(model, adapter)
+    return model if adapter is None else PeftModel.from_pretrained(model, adapter, is_trainable=True)

@@ -13,7 +13,7 @@ from .loading import load_causal_lm
 
 
 def merge_adapter(
-    adapter: str, output: str | Path, *, base: str | None = None, dtype: str = "bfloat16"
+    adapter: str, output: str | Path, *, base: str | None = None, dtype: str = "auto"
 ) -> tuple[Any, PreTrainedTokenizerBase | None]:
     """Merge an adapter into its base model and save model and tokenizer.
 
@@ -27,8 +27,8 @@ def merge_adapter(
             Folder to save into, new or empty.
         base (`str`, *optional*):
             Name or path of the base, where the adapter names one that has moved.
-        dtype (`str`, *optional*, defaults to `"bfloat16"`):
-            Of the merged weights; `"auto"` is the base's own.
+        dtype (`str`, *optional*, defaults to `"auto"`):
+            Of the merged weights; `"auto"` is what the base was saved in.
 
     Returns:
         The merged `PreTrainedModel`, and its tokenizer if the adapter or the base has one.

@@ -6,7 +6,8 @@ Uses what the Trainer logs and nothing else, so it shows any run of any trainer 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +17,17 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from .packing import PackingReport
+
+
+@contextmanager
+def working(text: str, *, shown: bool = True) -> Iterator[None]:
+    """A spinner while something takes its time, on a terminal."""
+    console = Console(stderr=True)
+    if shown and console.is_terminal:
+        with console.status(text):
+            yield
+    else:
+        yield
 
 
 class RichProgressCallback(TrainerCallback):
@@ -108,5 +120,7 @@ def plan_table(plan: Mapping[str, float]) -> Table:
     """What an epoch comes to."""
     table = Table("", "an epoch", title="what packing makes of it")
     for name, value in plan.items():
+        if name.startswith("imbalance") and value == 1:
+            continue  # one process waits for nobody
         table.add_row(name.replace("_", " "), f"{value:,.4g}" if value % 1 else f"{value:,.0f}")
     return table

@@ -10,6 +10,7 @@ from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel
 from trl import get_peft_config, get_quantization_config
 
 from .config import PackedSFTConfig
+from .loading import telling_of_model
 
 AnyDataset = Dataset | IterableDataset
 EvalDataset = AnyDataset | DatasetDict | IterableDatasetDict | dict[str, AnyDataset]
@@ -42,9 +43,15 @@ def asked_for(asked: Any, evaluation: Any) -> Any:
 
 
 def model_type(name: str, args: PackedSFTConfig) -> str:
-    """The `config.model_type` of a model by name, read without its weights."""
+    """The `config.model_type` of a model by name, read without its weights.
+
+    Raises:
+        [`UnsupportedModel`]: if there is no such model.
+    """
     revision = _given_init_kwargs(args).get("revision", args.model_revision)
-    return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code).model_type
+    with telling_of_model(name):
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+    return config.model_type
 
 
 def loading(

@@ -39,6 +39,7 @@ from .feeding import FeedingTrainer
 from .fused_head import ensure_own_loss
 from .mishaps import only_run_in
 from .packing import PackedBatchSampler, PackingReport
+from .progress import working
 from .ranks import TrainBeginCallback, agree, from_main_rank, require_same_documents
 from .refusals import refuse_arguments, refuse_collator, refuse_model, refuse_sources
 from .registry import describe, patch
@@ -234,8 +235,11 @@ class PackedSFTTrainer(FeedingTrainer):
         """
         started = time.perf_counter()
         if self.args.gradient_checkpointing:  # as training will; TRL switches it on later
-            self.model.gradient_checkpointing_enable(self.args.gradient_checkpointing_kwargs)
-        self.exactness = agree(self.accelerator, self._proof)
+            switch = getattr(self.model, "activation_checkpointing_enable", None)  # its name since transformers 5.23
+            (switch or self.model.gradient_checkpointing_enable)(self.args.gradient_checkpointing_kwargs)
+        shown = self.is_world_process_zero() and not self.args.disable_tqdm
+        with working("proving on this model that no document sees another ...", shown=shown):
+            self.exactness = agree(self.accelerator, self._proof)
         logger.info("trl-packfa: %s in %.1f s", self.exactness, time.perf_counter() - started)
         return self.exactness
 

@@ -12,7 +12,12 @@ def add(commands: argparse._SubParsersAction) -> None:
     merge.add_argument("adapter", help="folder or Hub name of the adapter")
     merge.add_argument("output", type=Path, help="folder of the merged model; must be empty or new")
     merge.add_argument("--base", help="base model instead of the one that the adapter names")
-    merge.add_argument("--dtype", default="bfloat16", choices=["auto", "bfloat16", "float16", "float32"])
+    merge.add_argument(
+        "--dtype",
+        default="auto",
+        choices=["auto", "bfloat16", "float16", "float32"],
+        help="of the merged weights; auto: what the base was saved in",
+    )
     merge.add_argument("--push-to-hub", metavar="REPO", help="push the merged model there as well")
     merge.set_defaults(run=run)
 

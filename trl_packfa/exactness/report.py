@@ -136,13 +136,17 @@ class ExactnessReport:
         return [
             {"verdict": name, "what": what, "measured": _number(value), "allowed": allowed, "": "yes" if ok else "NO"}
             for name, what, value, allowed, ok in lines
+            if value is not None  # nothing trains: there is no gradient
         ]
 
     def __str__(self) -> str:
+        gradients = "not measured, nothing trains"
+        if self.gradients is not None:
+            gradients = f"{self.gradients:.1e} (allowed {_number(self.gradient_threshold)})"
         return (
             f"{self.verdict}: isolation {self.isolation:.1e}, "
             f"parity {self.parity:.1e} (allowed {self.threshold:.1e}), "
-            f"gradients {_number(self.gradients)} (allowed {_number(self.gradient_threshold)}), "
+            f"gradients {gradients}, "
             f"without boundaries {self.control:.1e} "
             f"[{self.model_type}, rung {self.rung}, {self.backend}, {self.dtype}, {self.training}]"
         )

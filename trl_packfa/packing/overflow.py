@@ -52,7 +52,11 @@ class PackingReport:
         """Label and value of each count that a reader needs, zeros left out."""
         always = ("documents", "tokens", "packed_documents", "packed_tokens", "trained_tokens")
         shown = [f.name for f in fields(self) if f.name in always or getattr(self, f.name)]
-        return [(name.replace("_", " "), f"{getattr(self, name):,}") for name in shown]
+        return [(name.replace("_", " "), f"{getattr(self, name):,}{self._share(name)}") for name in shown]
+
+    def _share(self, name: str) -> str:
+        """Of the tokens that are lost, which a count alone does not tell."""
+        return f" ({self.tokens_lost / self.tokens:.1%})" if name == "tokens_lost" and self.tokens else ""
 
 
 def plan_overflow(

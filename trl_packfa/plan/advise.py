@@ -184,6 +184,12 @@ def _smaller(plan: Plan) -> str:
     return ", ".join([*ways, "or share it out with FSDP"])
 
 
+def _is_frozen_in_float32(plan: Plan) -> bool:
+    shape, args = plan.shape, plan.args
+    float32 = shape is not None and bool(shape.lora_rank) and shape.dtype_bytes == 4
+    return float32 and bool(args.bf16) and not (args.load_in_4bit or args.load_in_8bit)
+
+
 def _fits(plan: Plan) -> Iterator[str]:
     memory = plan.memory.get(plan.chosen.strategy)
     if memory is None:
@@ -200,8 +206,7 @@ def _fits(plan: Plan) -> Iterator[str]:
             else f"No single GPU has that: {_smaller(plan)}."
         )
     )
-    shape, quantized = plan.shape, plan.args.load_in_4bit or plan.args.load_in_8bit
-    if shape is not None and shape.lora_rank and shape.dtype_bytes == 4 and not quantized and plan.args.bf16:
+    if memory.weights > _RESERVED and _is_frozen_in_float32(plan):
         yield (
             f"The frozen weights are float32, TRL's default: dtype='bfloat16' halves their "
             f"{memory.weights / 1e9:.1f} GB, load_in_4bit does more."
