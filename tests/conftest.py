@@ -3,11 +3,34 @@ import os
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from pathlib import PurePath
+
 import pytest
 import torch
 
+try:
+    from xdist.scheduler import LoadScopeScheduling
+except ImportError:  # one process runs them all
+    LoadScopeScheduling = object
+
+# Files whose tests share a launch of several processes.
+LAUNCHED_ONCE = {"test_distributed", "test_kills"}
+
 torch.backends.cuda.matmul.allow_tf32 = False
 torch.backends.cudnn.allow_tf32 = False
+
+
+class OneLaunchOneWorker(LoadScopeScheduling):
+    """Test by test to whoever is free, but those of one launch together (`xdist_group` does nothing on pytest 9.2)."""
+
+    def _split_scope(self, nodeid):
+        file = nodeid.split("::")[0]
+        return file if PurePath(file).stem in LAUNCHED_ONCE else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return OneLaunchOneWorker(config, log)
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from peft import PeftModel
 from tolerance import BFLOAT16_TRAJECTORY, assert_trajectory, assert_weights, differs
 from transformers import AutoModelForCausalLM
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
+pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parent / "distributed_run.py"
 FSDP2 = {"fsdp": {"version": 2}}

@@ -15,7 +15,6 @@ import pytest
 from test_distributed import FSDP2
 
 SCRIPT = Path(__file__).parent / "kill_run.py"
-pytestmark = pytest.mark.xdist_group("kills")
 
 COUNT = int(os.environ.get("KILL_POINTS", "6"))
 

@@ -22,7 +22,7 @@ from trl_packfa import describe, patch, unpatch
 from trl_packfa.zoo import small_model
 
 # Seen to hold: 150 at random; CI tries the same 40 every time.
-INTERLEAVINGS = int(os.environ.get("INTERLEAVINGS", "40"))
+INTERLEAVINGS = int(os.environ.get("INTERLEAVINGS", "24"))
 LENGTHS = (5, 1, 8, 3)
 MODELS = {
     "llama": lambda: tiny.model(layers=1),
