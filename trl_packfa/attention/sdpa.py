@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from ..graphs import outside_of_graphs
-from ..grouping import group_by_length
+from ..grouping import group_by_length, pack_groups, pad_groups
 from ..layout import PackedLayout
 from .reference import dense_attention
 from .request import AttentionArguments, AttentionRequest
@@ -45,11 +45,11 @@ class SdpaBackend:
         arguments: AttentionArguments,
     ) -> torch.Tensor:
         """See [`AttentionBackend`]."""
-        documents = [layout.split(tensor) for tensor in (query, key, value)]
+        batches = zip(*(pad_groups(tensor, layout) for tensor in (query, key, value)), strict=True)
         numbers = layout.split(torch.arange(layout.num_tokens, device=query.device)) if arguments.bias else ()
-        outputs: list[torch.Tensor | None] = [None] * layout.num_documents
-        for group in group_by_length(layout.lengths):
-            q_GNLH, k_GKLH, v_GKLH = (_pad([split[i] for i in group]) for split in documents)
+        outputs: list[torch.Tensor] = []
+        for group, batch in zip(group_by_length(layout.lengths), batches, strict=True):
+            q_GNLH, k_GKLH, v_GKLH = (tensor.transpose(1, 2) for tensor in batch)
             fits_window = arguments.sliding_window is None or q_GNLH.shape[2] <= arguments.sliding_window
             is_plain = fits_window and arguments.softcap is None and arguments.sinks is None and not numbers
             if is_plain:
@@ -57,16 +57,8 @@ class SdpaBackend:
             else:
                 tokens_GL = _pad_numbers([numbers[i] for i in group], layout.num_tokens) if numbers else None
                 out_GNLH = _in_chunks(q_GNLH, k_GKLH, v_GKLH, arguments, tokens_GL)
-            out_GLNH = out_GNLH.transpose(1, 2)
-            for slot, i in enumerate(group):
-                outputs[i] = out_GLNH[slot, : layout.lengths[i]]
-        return torch.cat(outputs)  # type: ignore[arg-type]
-
-
-def _pad(documents: list[torch.Tensor]) -> torch.Tensor:
-    """G documents `(length, N, H)` as `(G, N, L, H)`, zeros on the right."""
-    batch = documents[0][None] if len(documents) == 1 else pad_sequence(documents, batch_first=True)
-    return batch.transpose(1, 2)
+            outputs.append(out_GNLH.transpose(1, 2))
+        return pack_groups(outputs, layout)
 
 
 def _pad_numbers(numbers: list[torch.Tensor], padding: int) -> torch.Tensor:
