@@ -83,7 +83,7 @@ class TrainedHead:
             self.module.config.get_text_config(), "output_router_logits", False
         )
         return isinstance(weight, torch.Tensor) and weight.is_floating_point() and not (
-            isinstance(weight, DTensor) or routed or weight.device.type in ("cuda", "xpu")
+            isinstance(weight, DTensor) or hasattr(weight, "ds_shape") or routed or weight.device.type in ("cuda", "xpu")
         )  # fmt: skip
 
     # The number of trained positions is another in every batch.

@@ -52,12 +52,6 @@ def refuse_arguments(
     if getattr(peft_config, "is_prompt_learning", False):
         _refuse_prompt_learning(peft_config)
     refuse_parallelism(asked_parallelism(args))
-    if getattr(args.deepspeed_plugin, "zero_stage", 0) == 3:
-        raise InvalidConfig(
-            "DeepSpeed ZeRO-3 cannot be packed.",
-            why=["weights are partitioned while the model is loaded, before packing can be proven on it"],
-            do="Use ZeRO-2, or FSDP2 (fsdp=True), which shards as much and is proven on the sharded model.",
-        )
 
 
 # Ways to divide a model or a row over ranks, by the name of the size that switches them on.
