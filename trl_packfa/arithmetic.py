@@ -74,7 +74,9 @@ def _passes(module: nn.Linear) -> int:
 def _expert_flops(model: nn.Module, text: Any) -> float:
     """A token's share of weights that are stacked by expert, in one parameter for all."""
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
-    stacked = sum((6 if p.requires_grad else 4) * whole_size(p) for p in model.parameters() if len(whole_shape(p)) == 3)
+    stacked = sum(
+        (6 if p.requires_grad else 4) * whole_size(p) for p in model.parameters() if len(whole_shape(p)) == 3
+    )
     return stacked * text.num_experts_per_tok / experts if experts and stacked else 0
 
 

@@ -42,7 +42,7 @@ from .mishaps import only_run_in
 from .packing import PackedBatchSampler, PackingReport
 from .progress import working
 from .ranks import TrainBeginCallback, agree, from_main_rank, require_same_documents
-from .refusals import refuse_arguments, refuse_collator, refuse_model, refuse_sources
+from .refusals import refuse_arguments, refuse_collator, refuse_model, refuse_sources, refuse_uneven_calls
 from .registry import describe, patch
 from .reports import (
     read_progress,
@@ -169,6 +169,8 @@ class PackedSFTTrainer(FeedingTrainer):
         if not self.is_zero3_enabled:
             self._choose_head(self.model)
         patch(self.model, backend=self.args.attention_backend, fused_lora=self.args.fused_lora)
+        if self.is_zero3_enabled:
+            refuse_uneven_calls(self.model)
         # TRL's collator for padded batches, which evaluation with metrics uses.
         self._padding_collator = copy.copy(self.data_collator)
         self._padding_collator.padding_free = False
@@ -189,7 +191,7 @@ class PackedSFTTrainer(FeedingTrainer):
 
     @property
     def is_zero3_enabled(self) -> bool:
-        """Whether DeepSpeed keeps the weights in parts: only its engine, there once training begins, runs the model."""
+        """Whether DeepSpeed keeps the weights in parts: only its engine, which `train` builds, runs the model."""
         plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
         return self.is_deepspeed_enabled and plugin is not None and plugin.zero_stage == 3
 

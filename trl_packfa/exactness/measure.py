@@ -49,7 +49,7 @@ def check(model: nn.Module, *, collator: Collator | None = None, seed: int = 0) 
 
     Args:
         model (`torch.nn.Module`):
-            A patched causal LM, bare or wrapped; under DeepSpeed ZeRO-3, the engine.
+            A patched causal LM, bare or wrapped; under DeepSpeed ZeRO-3 its engine, between two steps.
         collator (`Callable`, *optional*):
             What makes the batches of the training, [`DataCollatorForPacking`] by default.
         seed (`int`, *optional*, defaults to `0`):

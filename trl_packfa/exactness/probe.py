@@ -192,7 +192,9 @@ def device_of(model: nn.Module) -> torch.device:
 def vocabulary_of(model: Any) -> int:
     """How many tokens the model both reads and predicts."""
     head = model.get_output_embeddings()
-    sizes = [whole_shape(layer.weight)[0] for layer in (model.get_input_embeddings(), head) if hasattr(layer, "weight")]
+    sizes = [
+        whole_shape(layer.weight)[0] for layer in (model.get_input_embeddings(), head) if hasattr(layer, "weight")
+    ]
     # 4-bit weights are flat: their layers know how many features come out
     sizes += [head.out_features] if hasattr(head, "out_features") else []
     return min(size for size in sizes if size > 1)
