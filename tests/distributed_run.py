@@ -18,8 +18,9 @@ from accelerate.utils import DistributedType, gather_object
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from training import LORA, arguments, losses, packed_trainer
+from training import LORA, arguments, dataset, losses, packed_trainer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import trl_packfa
 from trl_packfa.errors import ContaminationError
@@ -39,14 +40,33 @@ def quantized(base, storage):
     return AutoModelForCausalLM.from_pretrained(base, quantization_config=config, dtype="float32")
 
 
-def trainer_of(folder, *, strategy="step", lora=True, fsdp=None, patch_first=False, nf4=None, **options):
+# Every weight is in parts between its uses: DeepSpeed would keep those of a small model whole.
+ZERO3 = {
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "zero_allow_untested_optimizer": True,
+}
+
+
+def trainer_of(
+    folder, *, strategy="step", lora=True, fsdp=None, zero3=False, patch_first=False, nf4=None, base=None, **options
+):
     """A trainer whose steps hold the same examples under any number of processes."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:  # another engine this time; the process group stays
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         os.environ.pop("ACCELERATE_USE_FSDP", None)  # accelerate's own note of the last one
-        os.environ.pop("ACCELERATE_USE_FSDP", None)  # accelerate's own note of the last one
+        unset_hf_deepspeed_config()  # transformers' own, under which every model is built in parts
+    built = quantized(*nf4) if nf4 else base or model()
+    if zero3:
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        options |= {"deepspeed": ZERO3, "use_cpu": False, "ddp_backend": None}
     defaults = {"max_steps": STEPS, "max_length": 96, "learning_rate": 2e-3, "gradient_accumulation_steps": 3}
     args = arguments(
         out=folder,
@@ -54,12 +74,10 @@ def trainer_of(folder, *, strategy="step", lora=True, fsdp=None, patch_first=Fal
         per_device_train_batch_size=BATCH // world,
         save_strategy="steps",
         save_steps=SAVE,
-        ddp_backend="gloo" if world > 1 else None,
         use_peft=lora,
         **({} if fsdp is None else {"fsdp": True, "fsdp_config": fsdp}),
-        **{**defaults, **options},
+        **{"ddp_backend": "gloo" if world > 1 else None, **defaults, **options},
     )
-    built = quantized(*nf4) if nf4 else model()
     if patch_first:
         trl_packfa.patch(built)
     return packed_trainer(args, model=built, peft_config=LORA if lora else None)
@@ -79,16 +97,30 @@ def take_fsdp_on_a_cpu():
     AcceleratorState.__init__ = enter
 
 
-def run(folder, *, resume=None, leak=None, wrap=None, callbacks=(), **scenario):
+def take_deepspeed_on_a_cpu():
+    """accelerate 1.15 knows no process group for DeepSpeed on a CPU and starts it as one process; DeepSpeed itself has
+    a CPU accelerator. This tells accelerate of gloo; what follows is accelerate's and DeepSpeed's own code."""
+    prepare = PartialState._prepare_backend
+
+    def enter(self, *args, **kwargs):
+        deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+        return ("gloo", DistributedType.MULTI_CPU) if deepspeed else prepare(self, *args, **kwargs)
+
+    PartialState._prepare_backend = enter
+
+
+def run(folder, *, resume=None, leak=None, wrap=None, callbacks=(), evaluate=False, **scenario):
     """Train and save; losses, counts, engine. With `leak`, the rank whose attention leaks: what each rank raised.
     With `wrap`, an engine: what each rank finds on a model that is patched after it was wrapped."""
     if wrap is not None:
         return check_wrapped(wrap)
     trainer = trainer_of(folder, **scenario)
     if leak is not None:
-        return errors_of_all(trainer, leak)
+        return errors_of_all(trainer, *([leak] if isinstance(leak, int) else leak))
     for callback in callbacks:
         trainer.add_callback(callback)
+    if evaluate:
+        return {"eval": trainer.evaluate(dataset(8))["eval_loss"]}
     trainer.train(resume_from_checkpoint=resume)
     if trainer.is_fsdp_enabled:  # of a sharded state dict the Trainer would save nothing, without a word
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
@@ -102,15 +134,17 @@ def run(folder, *, resume=None, leak=None, wrap=None, callbacks=(), **scenario):
     }
 
 
-def errors_of_all(trainer, rank):
-    """What each rank raises if on one of them a document sees its neighbours."""
+def errors_of_all(trainer, rank, kind="forward"):
+    """What each rank raises if on one of them a document sees its neighbours, or packed gradients are too small."""
     if trainer.accelerator.process_index == rank:
         attention = next(m for name, m in trainer.model.named_modules() if name.endswith("layers.1.self_attn"))
         override = vars(attention)["forward"]
 
         def leaks(hidden_states, **kwargs):
-            if kwargs.get("packed_layout") is not None:
+            if kwargs.get("packed_layout") is not None and kind == "forward":
                 hidden_states = hidden_states + hidden_states.mean(dim=1, keepdim=True)
+            elif kwargs.get("packed_layout") is not None:
+                hidden_states = (hidden_states + hidden_states.detach()) / 2
             return override(hidden_states, **kwargs)
 
         attention.forward = leaks
@@ -136,6 +170,7 @@ def check_wrapped(engine):
 
 def main():
     take_fsdp_on_a_cpu()
+    take_deepspeed_on_a_cpu()
     folder, scenarios, victim = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
     results = {name: run(str(folder / name), **scenario) for name, scenario in scenarios.items()}
     state = PartialState()

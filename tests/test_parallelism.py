@@ -7,14 +7,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tiny
+import torch
 from accelerate import ParallelismConfig, load_checkpoint_and_dispatch
 from training import arguments, packed_trainer
 
 import trl_packfa
 from trl_packfa import ranks
-from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset
-from trl_packfa.refusals import asked_parallelism
+from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset, UnsupportedModel, VersionTooOld
+from trl_packfa.refusals import asked_parallelism, refuse_uneven_calls
 from trl_packfa.reports import PACKING_REPORT, last_whole_checkpoint, read_progress
+from trl_packfa.zoo import small_model
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def test_a_model_that_was_loaded_in_parts_is_refused(tmp_path, size):
 @pytest.mark.parametrize(
     ("stage", "config", "message"),
     [
-        (3, {}, r"ZeRO-3 cannot be packed(.|\n)*ZeRO-2"),
+        (3, {"fp16": {"enabled": True}}, r"fp16 under DeepSpeed ZeRO-3 cannot be packed(.|\n)*bf16=True"),
         (1, {"tensor_parallel": {"autotp_size": 2}}, "tp_size=2 cannot be packed"),
     ],
 )
@@ -70,6 +72,40 @@ def test_what_deepspeed_divides_is_refused(tmp_path, stage, config, message, str
     args.deepspeed_plugin = SimpleNamespace(zero_stage=stage, deepspeed_config=config)
     with pytest.raises(InvalidConfig, match=message):
         packed_trainer(args)
+
+
+@pytest.mark.parametrize("found", [None, "0.17.5"])
+def test_a_deepspeed_whose_zero3_cannot_be_proven_is_refused(tmp_path, monkeypatch, found):
+    monkeypatch.setattr("trl_packfa.refusals.installed_version", lambda package: found)
+    args = arguments(out=tmp_path)
+    args.deepspeed_plugin = SimpleNamespace(zero_stage=3, deepspeed_config={})
+    with pytest.raises(VersionTooOld, match=rf"deepspeed {found or 'is not installed'}, needed >= (.|\n)*FSDP2"):
+        packed_trainer(args)
+
+
+def test_weights_in_parts_without_an_engine_are_refused():
+    """As DeepSpeed marks them; `check` would run on empty tensors."""
+    model = trl_packfa.patch(tiny.model(layers=2))
+    next(model.parameters()).ds_shape = torch.Size([97, 64])
+    with pytest.raises(UnsupportedModel, match=r"in parts \(DeepSpeed ZeRO-3\)(.|\n)*trainer.model_wrapped"):
+        trl_packfa.check(model)
+
+
+@pytest.mark.parametrize(("kind", "named"), [("openai-gpt", "the backbone"), ("mamba2", r"layers.0.mixer, layers.1")])
+def test_zero3_refuses_modules_that_run_by_document(kind, named):
+    with pytest.raises(InvalidConfig, match=rf"ZeRO-3 cannot run {named}(.|\n)*each rank(.|\n)*ZeRO-2"):
+        refuse_uneven_calls(trl_packfa.patch(small_model(kind)))
+
+
+def test_zero3_takes_modules_that_run_once():
+    refuse_uneven_calls(trl_packfa.patch(tiny.model(layers=2)))
+
+
+def test_nothing_is_proven_before_zero3_has_wrapped_the_model(tmp_path, monkeypatch):
+    trainer = packed_trainer(arguments(out=tmp_path))
+    monkeypatch.setattr(type(trainer), "is_zero3_enabled", True)
+    with pytest.raises(UnsupportedModel, match=r"has not wrapped the model yet(.|\n)*train\(\)"):
+        trainer.prove()
 
 
 def test_each_micro_batch_of_a_step_says_whether_it_is_the_last(tmp_path):

@@ -19,7 +19,7 @@ README = (ROOT / "README.md").read_text()
 # Lower layers first; a module imports from its own layer and below.
 LAYERS = [
     {"errors", "versions", "graphs", "precision", "quiet", "tables"},
-    {"layout", "packing", "grouping", "zoo"},
+    {"layout", "packing", "grouping", "zoo", "zero3"},
     {"flight", "contradictions"},
     {"attention", "boundaries", "collator", "declaration", "quantized", "rebatch"},
     {"overrides", "tokenized", "loading", "config", "batching", "drawing", "head", "arithmetic", "speed"},

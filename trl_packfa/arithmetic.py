@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from trl import get_peft_config
 
 from .config import PackedSFTConfig
+from .zero3 import is_partitioned, whole_shape, whole_size
 
 # Rows of the measured product: what a full micro-batch has.
 _ROWS = 2048
@@ -73,7 +74,9 @@ def _passes(module: nn.Linear) -> int:
 def _expert_flops(model: nn.Module, text: Any) -> float:
     """A token's share of weights that are stacked by expert, in one parameter for all."""
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
-    stacked = sum((6 if p.requires_grad else 4) * p.numel() for p in model.parameters() if p.dim() == 3)
+    stacked = sum(
+        (6 if p.requires_grad else 4) * whole_size(p) for p in model.parameters() if len(whole_shape(p)) == 3
+    )
     return stacked * text.num_experts_per_tok / experts if experts and stacked else 0
 
 
@@ -97,9 +100,9 @@ def quadratic_weight(model: Any) -> float:
 def _num_parameters(model: Any) -> int:
     """Of 4-bit weights, of which two share a byte, transformers knows how many there are."""
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
-    if isinstance(inner, PreTrainedModel):
+    if isinstance(inner, PreTrainedModel) and not is_partitioned(inner):
         return inner.num_parameters()
-    return sum(parameter.numel() for parameter in inner.parameters())
+    return sum(map(whole_size, inner.parameters()))
 
 
 def peak_flops(config: Any, args: PackedSFTConfig, *, seconds: float = 0.5) -> float:

@@ -82,9 +82,10 @@ class TrainedHead:
         routed = kwargs.get("output_router_logits") or getattr(
             self.module.config.get_text_config(), "output_router_logits", False
         )
-        return isinstance(weight, torch.Tensor) and weight.is_floating_point() and not (
-            isinstance(weight, DTensor) or routed or weight.device.type in ("cuda", "xpu")
-        )  # fmt: skip
+        if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
+            return False
+        sharded = isinstance(weight, DTensor) or hasattr(weight, "ds_shape")
+        return not (sharded or routed or weight.device.type in ("cuda", "xpu"))
 
     # The number of trained positions is another in every batch.
     @outside_of_graphs

@@ -64,7 +64,7 @@ def train(argv: list[str]) -> int:
     if shown:
         RichProgressCallback.attach(trainer, "training")
         _show(trainer)
-    if args.packing and args.check_packing and not trainer.is_fsdp_enabled:
+    if args.packing and args.check_packing and not trainer.is_proven_wrapped:
         proof = trainer.prove()  # on every rank: they wait for each other
         if shown:
             Console().print(f"exactness check: {proof}", highlight=False, markup=False)

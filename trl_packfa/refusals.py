@@ -9,15 +9,19 @@ from typing import Any
 
 from accelerate import ParallelismConfig
 from datasets import Dataset, IterableDataset
+from packaging.version import Version
 from peft import PeftConfig, PeftModel
+from torch import nn
 from transformers import PreTrainedModel
 
 from .boundaries import layout_of
 from .config import PackedSFTConfig
-from .errors import InvalidConfig, PackingError, UnsupportedModel
+from .errors import InvalidConfig, PackingError, UnsupportedModel, VersionTooOld
 from .finding import model_config, model_type
+from .patching import find_state
 from .registry import get_patch_for_type
 from .results import results
+from .versions import installed_version
 
 
 def refuse_arguments(
@@ -27,6 +31,7 @@ def refuse_arguments(
 
     Raises:
         [`InvalidConfig`]: naming them.
+        [`VersionTooOld`]: for a DeepSpeed whose ZeRO-3 cannot be proven.
     """
     targets = getattr(peft_config, "target_modules", None) or ()
     if "lm_head" in ([targets] if isinstance(targets, str) else targets):
@@ -53,10 +58,49 @@ def refuse_arguments(
         _refuse_prompt_learning(peft_config)
     refuse_parallelism(asked_parallelism(args))
     if getattr(args.deepspeed_plugin, "zero_stage", 0) == 3:
+        _refuse_zero3(args)
+
+
+# The first DeepSpeed whose engine was seen to leave gradients alone while the exactness check takes them.
+_DEEPSPEED = "0.19.8"
+
+
+def _refuse_zero3(args: PackedSFTConfig) -> None:
+    config: Any = getattr(args.deepspeed_plugin, "deepspeed_config", None) or {}
+    if args.fp16 or config.get("fp16", {}).get("enabled") is True:
         raise InvalidConfig(
-            "DeepSpeed ZeRO-3 cannot be packed.",
-            why=["weights are partitioned while the model is loaded, before packing can be proven on it"],
-            do="Use ZeRO-2, or FSDP2 (fsdp=True), which shards as much and is proven on the sharded model.",
+            "fp16 under DeepSpeed ZeRO-3 cannot be packed.",
+            why=[
+                "DeepSpeed runs no backward without its loss scaling there, and the exactness check measures gradients"
+            ],
+            do="Use bf16=True, or FSDP2 (fsdp=True).",
+        )
+    found = installed_version("deepspeed")
+    if Version(found or "0") < Version(_DEEPSPEED):
+        raise VersionTooOld(
+            f"deepspeed {found or 'is not installed'}, needed >= {_DEEPSPEED} for ZeRO-3.",
+            why=["the exactness check needs an engine that can leave gradients alone (coalesce_grad_reduction)"],
+            do=f"pip install 'deepspeed>={_DEEPSPEED}', or use FSDP2 (fsdp=True).",
+        )
+
+
+def refuse_uneven_calls(model: nn.Module) -> None:
+    """A patched model of which some modules run document by document, under ZeRO-3.
+
+    DeepSpeed gathers a weight each time its module runs, on all ranks together. Ranks whose rows hold other documents
+    would run such a module another number of times, and gather parts of different weights into one.
+
+    Raises:
+        [`InvalidConfig`]: naming the modules.
+    """
+    state = find_state(model)
+    uneven = ["the backbone"] if state and state.patch.rebatch else sorted(state.mixers) if state else []
+    if uneven:
+        named = ", ".join([*uneven[:3], *(["..."] if len(uneven) > 3 else [])])
+        raise InvalidConfig(
+            f"DeepSpeed ZeRO-3 cannot run {named} document by document.",
+            why=["it gathers a weight each time its module runs, which would be another number of times on each rank"],
+            do="Use ZeRO-2.",
         )
 
 

@@ -34,6 +34,7 @@ from .arithmetic import quadratic_weight
 from .card import add_packing_section, packing_section
 from .collator import DataCollatorForPacking
 from .config import PackedSFTConfig
+from .errors import UnsupportedModel
 from .exactness import ExactnessReport, check
 from .feeding import FeedingTrainer
 from .fused_head import ensure_own_loss
@@ -41,7 +42,7 @@ from .mishaps import only_run_in
 from .packing import PackedBatchSampler, PackingReport
 from .progress import working
 from .ranks import TrainBeginCallback, agree, from_main_rank, require_same_documents
-from .refusals import refuse_arguments, refuse_collator, refuse_model, refuse_sources
+from .refusals import refuse_arguments, refuse_collator, refuse_model, refuse_sources, refuse_uneven_calls
 from .registry import describe, patch
 from .reports import (
     read_progress,
@@ -140,6 +141,7 @@ class PackedSFTTrainer(FeedingTrainer):
         self.exactness: ExactnessReport | None = None
         self._stream: PackedStream | None = None
         self._resumed_from: str | None = None
+        self._has_head = False
         # Logits for metrics come example by example, so evaluation is padded then (and refused if asked packed).
         self._packs_eval = args.packing and args.eval_packing is not False and compute_metrics is None
         super().__init__(
@@ -164,9 +166,11 @@ class PackedSFTTrainer(FeedingTrainer):
 
     def _pack(self, data_collator: Callable[[list[Any]], dict[str, Any]] | None) -> None:
         """Patch the model that TRL built and collate documents into rows."""
-        with self.compute_loss_context_manager():
-            self._head = ensure_own_loss(self.model, seed=self.args.seed)
+        if not self.is_zero3_enabled:
+            self._choose_head(self.model)
         patch(self.model, backend=self.args.attention_backend, fused_lora=self.args.fused_lora)
+        if self.is_zero3_enabled:
+            refuse_uneven_calls(self.model)
         # TRL's collator for padded batches, which evaluation with metrics uses.
         self._padding_collator = copy.copy(self.data_collator)
         self._padding_collator.padding_free = False
@@ -184,6 +188,29 @@ class PackedSFTTrainer(FeedingTrainer):
         self.add_callback(EpochCallback(lambda: self.packing_sampler))
         self.add_callback(TrainBeginCallback(self._require_proof))
         logger.info("trl-packfa: patched\n%s", describe(self.model))
+
+    @property
+    def is_zero3_enabled(self) -> bool:
+        """Whether DeepSpeed keeps the weights in parts: only its engine, which `train` builds, runs the model."""
+        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        return self.is_deepspeed_enabled and plugin is not None and plugin.zero_stage == 3
+
+    @property
+    def is_proven_wrapped(self) -> bool:
+        """Whether the exactness check waits for the wrapped model: whole, it may fit no device."""
+        return self.is_fsdp_enabled or self.is_zero3_enabled
+
+    def _choose_head(self, model: Any) -> None:
+        """The head that computes the model's own loss, once."""
+        with self.compute_loss_context_manager():
+            self._head = ensure_own_loss(model, seed=self.args.seed)
+        self._has_head = True
+
+    def compute_loss(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """TRL's loss, weighted as asked."""
+        if self.args.packing and not self._has_head:  # evaluated before it is trained
+            self._choose_head(model)
+        return super().compute_loss(model, *args, **kwargs)
 
     def _plan(self) -> dict[str, float]:
         """What an epoch comes to; nothing for a stream, whose length is not known."""
@@ -213,7 +240,7 @@ class PackedSFTTrainer(FeedingTrainer):
                 require_same_run(progress, self._identity)
             # TRL counts from 0 again.
             self._total_train_tokens = progress.get("num_tokens", 0)
-        if not self.is_fsdp_enabled:  # sharded models are proven sharded: before, they may fit no device
+        if not self.is_proven_wrapped:
             self._require_proof()
         saves = self.args.should_save and self.args.save_strategy != "no"
         with only_run_in(self.args.output_dir) if saves else nullcontext():  # type: ignore[arg-type]
@@ -224,6 +251,8 @@ class PackedSFTTrainer(FeedingTrainer):
         return identity(self.train_dataset, self._tokenizer)
 
     def _require_proof(self) -> None:
+        if self.args.packing and not self._has_head:
+            self._choose_head(self.model_wrapped)
         if self.args.packing and self.args.check_packing and self.exactness is None:
             self.prove()
 
@@ -232,7 +261,14 @@ class PackedSFTTrainer(FeedingTrainer):
 
         Raises:
             [`ContaminationError`]: if packing is not exact on this model, on every rank if it is not on one.
+            [`UnsupportedModel`]: under DeepSpeed ZeRO-3 before training has begun.
         """
+        if self.is_zero3_enabled and self.deepspeed is None:
+            raise UnsupportedModel(
+                "DeepSpeed ZeRO-3 has not wrapped the model yet.",
+                why=["its weights are in parts, which only DeepSpeed's engine makes whole where they are used"],
+                do="Call train(): it runs the check on the engine, before the first step.",
+            )
         started = time.perf_counter()
         if self.args.gradient_checkpointing:  # as training will; TRL switches it on later
             switch = getattr(self.model, "activation_checkpointing_enable", None)  # its name since transformers 5.23
@@ -244,8 +280,9 @@ class PackedSFTTrainer(FeedingTrainer):
         return self.exactness
 
     def _proof(self) -> ExactnessReport:
+        model = self.deepspeed if self.is_zero3_enabled else self.model
         with self.compute_loss_context_manager():
-            report = check(self.model, collator=self.data_collator, seed=self.args.seed)
+            report = check(model, collator=self.data_collator, seed=self.args.seed)
         report.require_exact()
         return report
 

@@ -17,6 +17,7 @@ from ..errors import UnsupportedModel
 from ..finding import model_config, model_type
 from ..patching import PatchState, find_state
 from ..versions import MINIMUM_VERSIONS, installed_version
+from ..zero3 import GradientParts, gradients_taken, is_partitioned, whole_size
 from .probe import Collator, Probe, device_of
 from .quiet import quiet
 from .report import ExactnessReport
@@ -48,14 +49,14 @@ def check(model: nn.Module, *, collator: Collator | None = None, seed: int = 0) 
 
     Args:
         model (`torch.nn.Module`):
-            A patched causal LM, bare or wrapped.
+            A patched causal LM, bare or wrapped; under DeepSpeed ZeRO-3 its engine, between two steps.
         collator (`Callable`, *optional*):
             What makes the batches of the training, [`DataCollatorForPacking`] by default.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the random tokens.
 
     Raises:
-        [`UnsupportedModel`]: if the model is not patched.
+        [`UnsupportedModel`]: if the model is not patched, or in parts without ZeRO-3's engine.
     """
     state = find_state(model)
     if state is None:
@@ -63,8 +64,9 @@ def check(model: nn.Module, *, collator: Collator | None = None, seed: int = 0) 
     if isinstance(model, DistributedDataParallel):
         model = model.module  # the same on every rank; gradients need not be shared here
     started = time.perf_counter()
-    with quiet(model, checkpointing=True), torch.enable_grad():
-        measured = _Measurement(Probe(model, collator or DataCollatorForPacking(), _bite(state), _CHANGED, seed)).run()
+    with gradients_taken(model) as parts, quiet(model, checkpointing=True), torch.enable_grad():
+        probe = Probe(model, collator or DataCollatorForPacking(), _bite(state), _CHANGED, seed)
+        measured = _Measurement(probe, parts).run()
     return ExactnessReport(
         model_type=model_type(model),
         rung=state.patch.rung,
@@ -87,8 +89,8 @@ def _bite(state: PatchState) -> tuple[int, ...]:
 class _Measurement:
     """The numbers of one report."""
 
-    def __init__(self, probe: Probe) -> None:
-        self.probe = probe
+    def __init__(self, probe: Probe, parts: GradientParts | None) -> None:
+        self.probe, self.parts = probe, parts
         self.trained = [p for p in probe.model.parameters() if p.requires_grad]
 
     def run(self) -> dict[str, Any]:
@@ -153,18 +155,23 @@ class _Measurement:
 
     def _anywhere(self, found: bool) -> bool:
         """Whether it is so on any rank that holds a part of this model: they run its forwards together."""
-        if not any(isinstance(parameter, DTensor) for parameter in self.probe.model.parameters()):
+        model = self.probe.model
+        if not is_partitioned(model) and not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             return found
         everywhere: list[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(everywhere, found)
         return any(everywhere)
 
     def _clear(self) -> None:
+        if self.parts is not None:
+            self.parts.clear()
         for parameter in self.trained:
             parameter.grad = None
 
     def _norms(self) -> list[float]:
         """L2 norm of each trained parameter's gradient."""
+        if self.parts is not None:
+            return self.parts.norms()
         norms = [None if p.grad is None else p.grad.float().norm() for p in self.trained]
         return [0.0 if n is None else float(n.full_tensor() if isinstance(n, DTensor) else n) for n in norms]
 
@@ -250,7 +257,7 @@ def _compute_dtype(model: nn.Module, logits: torch.dtype) -> torch.dtype:
         return torch.get_autocast_dtype(device_of(model).type)
     sizes: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
-        sizes[parameter.dtype] += parameter.numel() if parameter.is_floating_point() else 0
+        sizes[parameter.dtype] += whole_size(parameter) if parameter.is_floating_point() else 0
     return sizes.most_common(1)[0][0] if logits in _BOUNDS else logits
 
 
@@ -261,8 +268,8 @@ def _has_experts(model: nn.Module) -> bool:
 
 def _training(model: nn.Module) -> str:
     """What trains and how, in words."""
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    every = sum(p.numel() for p in model.parameters())
+    trained = sum(whole_size(p) for p in model.parameters() if p.requires_grad)
+    every = sum(map(whole_size, model.parameters()))
     adapters = sorted({config.peft_type.value for config in getattr(model, "peft_config", {}).values()})
     parts = [*adapters, "all parameters train" if trained == every else f"{trained} parameters train"]
     if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):

@@ -15,6 +15,7 @@ from torch import nn
 from ..boundaries import layout_of
 from ..errors import InvalidLayout
 from ..layout import PackedLayout
+from ..zero3 import whole_shape
 
 # The documents of each of the two rows; the shorter row ends in padding.
 _TWO_ROWS = ((0, 2), (1, 3, 4))
@@ -191,7 +192,9 @@ def device_of(model: nn.Module) -> torch.device:
 def vocabulary_of(model: Any) -> int:
     """How many tokens the model both reads and predicts."""
     head = model.get_output_embeddings()
-    sizes = [layer.weight.shape[0] for layer in (model.get_input_embeddings(), head) if hasattr(layer, "weight")]
+    sizes = [
+        whole_shape(layer.weight)[0] for layer in (model.get_input_embeddings(), head) if hasattr(layer, "weight")
+    ]
     # 4-bit weights are flat: their layers know how many features come out
     sizes += [head.out_features] if hasattr(head, "out_features") else []
     return min(size for size in sizes if size > 1)
