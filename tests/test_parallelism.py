@@ -12,7 +12,7 @@ from accelerate import ParallelismConfig, load_checkpoint_and_dispatch
 from training import arguments, packed_trainer
 
 import trl_packfa
-from trl_packfa import ranks
+from trl_packfa import PackedSFTTrainer, ranks
 from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset, UnsupportedModel, VersionTooOld
 from trl_packfa.refusals import asked_parallelism, refuse_uneven_calls
 from trl_packfa.reports import PACKING_REPORT, last_whole_checkpoint, read_progress
@@ -94,11 +94,19 @@ def test_weights_in_parts_without_an_engine_are_refused():
 @pytest.mark.parametrize(("kind", "named"), [("openai-gpt", "the backbone"), ("mamba2", r"layers.0.mixer, layers.1")])
 def test_zero3_refuses_modules_that_run_by_document(kind, named):
     with pytest.raises(InvalidConfig, match=rf"ZeRO-3 cannot run {named}(.|\n)*each rank(.|\n)*ZeRO-2"):
-        refuse_uneven_calls(trl_packfa.patch(small_model(kind)))
+        refuse_uneven_calls(trl_packfa.patch(small_model(kind)), sharding="DeepSpeed ZeRO-3")
 
 
 def test_zero3_takes_modules_that_run_once():
-    refuse_uneven_calls(trl_packfa.patch(tiny.model(layers=2)))
+    refuse_uneven_calls(trl_packfa.patch(tiny.model(layers=2)), sharding="DeepSpeed ZeRO-3")
+
+
+def test_fsdp2_gathers_whole_layers(monkeypatch, tmp_path):
+    """A mixer may run as often as it likes within its layer; a backbone that runs per group of documents may not."""
+    refuse_uneven_calls(trl_packfa.patch(small_model("mamba")), sharding="FSDP2")
+    monkeypatch.setattr(PackedSFTTrainer, "is_proven_wrapped", True)
+    with pytest.raises(InvalidConfig, match=r"FSDP2 cannot run the backbone(.|\n)*DDP or ZeRO-2"):
+        packed_trainer(arguments(out=tmp_path), model=small_model("openai-gpt", vocab_size=97))
 
 
 def test_nothing_is_proven_before_zero3_has_wrapped_the_model(tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """Small trainers on small data: what the tests of the trainer share."""
 
+import copy
+
 import tiny
 import torch
 from datasets import Dataset
@@ -42,7 +44,13 @@ def arguments(cls=PackedSFTConfig, out="out", **options):
 
 
 def packed_trainer(args=None, *, model=None, **options):
-    options = {"train_dataset": dataset(), "processing_class": tiny.tokenizer(), "peft_config": LORA, **options}
+    # PEFT writes the modules that it found into the config it is given.
+    options = {
+        "train_dataset": dataset(),
+        "processing_class": tiny.tokenizer(),
+        "peft_config": copy.deepcopy(LORA),
+        **options,
+    }
     if options["peft_config"] is None:
         del options["peft_config"]
     return PackedSFTTrainer(tiny.model(layers=2) if model is None else model, args or arguments(), **options)

@@ -84,23 +84,31 @@ def _refuse_zero3(args: PackedSFTConfig) -> None:
         )
 
 
-def refuse_uneven_calls(model: nn.Module) -> None:
-    """A patched model of which some modules run document by document, under ZeRO-3.
+def refuse_uneven_calls(model: nn.Module, *, sharding: str) -> None:
+    """A patched model of which some modules run document by document, where weights are gathered when they run.
 
-    DeepSpeed gathers a weight each time its module runs, on all ranks together. Ranks whose rows hold other documents
-    would run such a module another number of times, and gather parts of different weights into one.
+    Ranks gather together. Those whose rows hold other documents would run such a module another number of times, and
+    gather parts of different weights into one. ZeRO-3 gathers for every module, FSDP2 for whole layers, within which
+    a module may run as often as it likes.
+
+    Args:
+        model (`torch.nn.Module`): a patched model.
+        sharding (`str`): `"DeepSpeed ZeRO-3"` or `"FSDP2"`.
 
     Raises:
         [`InvalidConfig`]: naming the modules.
     """
     state = find_state(model)
-    uneven = ["the backbone"] if state and state.patch.rebatch else sorted(state.mixers) if state else []
+    if state is None:
+        return
+    uneven = sorted(state.mixers) if sharding != "FSDP2" else []
+    uneven = ["the backbone"] if state.patch.rebatch else uneven
     if uneven:
         named = ", ".join([*uneven[:3], *(["..."] if len(uneven) > 3 else [])])
         raise InvalidConfig(
-            f"DeepSpeed ZeRO-3 cannot run {named} document by document.",
-            why=["it gathers a weight each time its module runs, which would be another number of times on each rank"],
-            do="Use ZeRO-2.",
+            f"{sharding} cannot run {named} document by document.",
+            why=["it gathers weights each time they are used, which would be another number of times on each rank"],
+            do="Use DDP or ZeRO-2.",
         )
 
 

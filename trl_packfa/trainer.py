@@ -169,8 +169,8 @@ class PackedSFTTrainer(FeedingTrainer):
         if not self.is_zero3_enabled:
             self._choose_head(self.model)
         patch(self.model, backend=self.args.attention_backend, fused_lora=self.args.fused_lora)
-        if self.is_zero3_enabled:
-            refuse_uneven_calls(self.model)
+        if self.is_proven_wrapped:
+            refuse_uneven_calls(self.model, sharding="DeepSpeed ZeRO-3" if self.is_zero3_enabled else "FSDP2")
         # TRL's collator for padded batches, which evaluation with metrics uses.
         self._padding_collator = copy.copy(self.data_collator)
         self._padding_collator.padding_free = False
@@ -280,7 +280,7 @@ class PackedSFTTrainer(FeedingTrainer):
         return self.exactness
 
     def _proof(self) -> ExactnessReport:
-        model = self.deepspeed if self.is_zero3_enabled else self.model
+        model: Any = self.deepspeed if self.is_zero3_enabled else self.model
         with self.compute_loss_context_manager():
             report = check(model, collator=self.data_collator, seed=self.args.seed)
         report.require_exact()
