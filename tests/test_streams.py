@@ -55,6 +55,19 @@ def test_every_document_once_in_a_pass(way, shards, workers, world_size):
     assert taken == sum(len(documents()[i]["input_ids"]) * n for i, n in times.items()) or way == "wrapped"
 
 
+def test_loader_workers_do_not_move_each_others_epoch():
+    """Each read by chance began its shards anew when another worker was a pass ahead: now every read is the same."""
+
+    def read():
+        loader = DataLoader(
+            stream(4, rank=1, world_size=3, **WAYS["wrapped"]), batch_size=None, num_workers=2, collate_fn=list
+        )
+        return list(islice(loader, 80))
+
+    first = read()
+    assert all(read() == first for _ in range(4))
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_share_what_one_process_reads(way):
     """The same documents in the same rounds, whatever the number of ranks."""

@@ -1,7 +1,5 @@
 """Small trainers on small data: what the tests of the trainer share."""
 
-import copy
-
 import tiny
 import torch
 from datasets import Dataset
@@ -9,7 +7,13 @@ from peft import LoraConfig
 
 from trl_packfa import PackedSFTConfig, PackedSFTTrainer
 
-LORA = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
+
+def lora():
+    """Of its own for each trainer: PEFT writes the modules that it found into the config it is given."""
+    return LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
+
+
+LORA = lora()
 
 
 def rows(count=48, *, seed=0, longest=40):
@@ -44,11 +48,10 @@ def arguments(cls=PackedSFTConfig, out="out", **options):
 
 
 def packed_trainer(args=None, *, model=None, **options):
-    # PEFT writes the modules that it found into the config it is given.
     options = {
         "train_dataset": dataset(),
         "processing_class": tiny.tokenizer(),
-        "peft_config": copy.deepcopy(LORA),
+        "peft_config": lora(),
         **options,
     }
     if options["peft_config"] is None:

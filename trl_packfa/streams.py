@@ -6,12 +6,14 @@ micro-batch at any time, no document is left out or seen twice in a pass, and re
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
 from datasets import IterableDataset
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data import IterableDataset as TorchIterableDataset
@@ -73,6 +75,8 @@ class PackedStream(TorchIterableDataset):
     def __iter__(self) -> Iterator[MicroBatch]:
         start = self._start or {"pass": 0, "source": None, "carry": [], "window": 0, "rounds": 0, "yielded": 0}
         self._start, self._pass = None, start["pass"]
+        if get_worker_info() is not None:
+            self.source = _with_own_epoch(self.source)
         yielded = start["yielded"]
         yield from (_SKIPPED for _ in range(yielded))
         documents = self._documents(start["source"])
@@ -151,6 +155,18 @@ class PackedStream(TorchIterableDataset):
         """The next iteration goes on from `state`, after as many placeholders as it has yielded micro-batches: the
         Trainer skips those."""
         self._start = dict(state) if state else None
+
+
+def _with_own_epoch(source: IterableDataset) -> IterableDataset:
+    """A stream that passes through its epochs alone.
+
+    `datasets` keeps the epoch in memory that loader workers share, and a worker whose epoch another has moved on
+    begins its shards anew: documents were left out and seen twice, by chance.
+    """
+    source = copy.copy(source)
+    if isinstance(getattr(source, "_epoch", None), torch.Tensor):
+        source._epoch = source._epoch.clone()  # pyright: ignore[reportAttributeAccessIssue]
+    return source
 
 
 def _fill(documents: Iterator[Document], carry: list[Any], *, at_least: int, tokens: int) -> list[Any]:

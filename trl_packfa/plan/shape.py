@@ -14,7 +14,7 @@ from ..arithmetic import attention_heads, quadratic_weight
 from ..config import PackedSFTConfig
 from ..errors import InvalidConfig, PackingError
 from ..refusals import refuse_model
-from ..sources import init_kwargs, model_type
+from ..sources import init_kwargs
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,14 @@ def read_shape(args: PackedSFTConfig) -> ModelShape:
     name = args.model_name_or_path
     assert name is not None, "asked for a model"
     try:
+        config = AutoConfig.from_pretrained(
+            name, revision=init_kwargs(args).get("revision"), trust_remote_code=args.trust_remote_code
+        )
         if args.packing:
-            refuse_model(model_type(name, args), args)
-        return _measured(_weightless(name, args), args)
+            refuse_model(config.model_type, args)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+        return _measured(model, args)
     except PackingError:
         raise
     except (OSError, ValueError, TypeError) as error:
@@ -63,16 +68,6 @@ def read_shape(args: PackedSFTConfig) -> ModelShape:
             why=[str(error)],
             do="Check the name, or pass --tokenizer without a model: memory and attention's cost are then left out.",
         ) from error
-
-
-def _weightless(name: str, args: PackedSFTConfig) -> Any:
-    kwargs = init_kwargs(args)
-    config = AutoConfig.from_pretrained(
-        name, revision=kwargs.get("revision"), trust_remote_code=args.trust_remote_code
-    )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
-    return model
 
 
 def _measured(model: Any, args: PackedSFTConfig) -> ModelShape:
