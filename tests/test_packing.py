@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trl_packfa.errors import InvalidConfig, InvalidDataset
@@ -164,6 +164,7 @@ def test_unknown_policy_is_refused():
     st.floats(0, 0.1),
     st.integers(0, 5),
 )
+@example([3, 5, 6, 10, 11, 19], 18, 0.0, 0)
 def test_recut_keeps_every_document_and_the_budget(lengths, budget, quadratic, more):
     fewest = fewest_micro_batches(np.array(lengths), budget)
     count = min(fewest + more, len(lengths))

@@ -41,16 +41,16 @@ def recut(lengths: np.ndarray, *, budget: int, num_micro_batches: int, quadratic
     lengths = np.asarray(lengths, dtype=np.int64)
     assert fewest_micro_batches(lengths, budget) <= num_micro_batches <= len(lengths), "infeasible cut"
     cost = document_cost(lengths, quadratic)
-    limit = max(budget, int(lengths.max()))
-    parts = _level(_longest_first(cost, num_micro_batches), cost, lengths, limit)
-    if any(lengths[part].sum() > limit for part in parts):
+    # A document longer than the budget is alone.
+    parts = _level(_longest_first(cost, num_micro_batches), cost, lengths, budget)
+    if any(len(part) > 1 and lengths[part].sum() > budget for part in parts):
         # Level in cost, but too full: best fit is not as level, but fits.
         parts = [part.tolist() for part in _within_budget(lengths, budget)]
         while len(parts) < num_micro_batches:
             widest = max(range(len(parts)), key=lambda i: len(parts[i]))
             documents = parts.pop(widest)
             parts += [[documents[i] for i in half] for half in _longest_first(cost[documents], 2)]
-        parts = _level(parts, cost, lengths, limit)
+        parts = _level(parts, cost, lengths, budget)
     return [sorted(part) for part in parts]
 
 
