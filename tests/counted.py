@@ -43,7 +43,7 @@ def count_step(**options):
         data = {
             "train_dataset": training.dataset(),
             "processing_class": tiny.tokenizer(),
-            "peft_config": training.LORA,
+            "peft_config": training.lora_config(),
         }
         trainer = cls(tiny.model(layers=2), training.arguments(arguments, **common), **data)
         step = _OneStep()

@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType, gather_object
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from training import LORA, arguments, dataset, losses, packed_trainer
+from training import arguments, dataset, lora_config, losses, packed_trainer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -80,7 +80,7 @@ def trainer_of(
     )
     if patch_first:
         trl_packfa.patch(built)
-    return packed_trainer(args, model=built, peft_config=LORA if lora else None)
+    return packed_trainer(args, model=built, peft_config=lora_config() if lora else None)
 
 
 def take_fsdp_on_a_cpu():

@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from trl_packfa import describe, patch, registered, unpatch
 from trl_packfa.errors import UnsupportedModel
+from trl_packfa.exactness import quiet
+from trl_packfa.quantized import SWITCH
 from trl_packfa.sources import READ_DIRECTLY
 from trl_packfa.zoo import small_model
 
@@ -95,6 +97,19 @@ def test_evaluating_a_patched_nf4_model_leaves_its_gradients_right(tmp_path):
     alone(model.eval(), docs)
     with pytest.raises(UnsupportedModel, match="inference-only CPU layout"):
         patch(model)
+
+
+def test_measuring_an_nf4_model_before_it_is_patched_leaves_it_trainable(tmp_path):
+    """The trainer compares heads first; found on a CPU with AVX512-BF16, which the switch plays here."""
+    model = nf4_model(tmp_path)
+    layers, converts = [module for module in model.modules() if hasattr(module, SWITCH)], []
+    for layer in layers:
+        setattr(layer, SWITCH, True)
+        layer.register_forward_pre_hook(lambda module, _: converts.append(getattr(module, SWITCH)))
+    with quiet(model), torch.no_grad():
+        model(torch.arange(1, 9)[None])
+    assert layers and converts == [False] * len(layers)
+    assert all(getattr(layer, SWITCH) for layer in layers)
 
 
 def test_bf16_adapter_on_bf16_weights():

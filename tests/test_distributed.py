@@ -53,6 +53,12 @@ def launch(launcher, folder, scenarios, *more, environment=None):
     return json.loads(results[-1]), done
 
 
+def alone(folder, scenarios):
+    """What came of each scenario in this process; the model that they begin with lies in `base`."""
+    distributed_run.model().save_pretrained(folder / "base")
+    return {name: distributed_run.run(str(folder / "one" / name), **options) for name, options in scenarios.items()}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("distributed")
@@ -61,9 +67,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def one(folder):
     """The same runs in this process."""
-    distributed_run.model().save_pretrained(folder / "base")
-    scenarios = {**RUNS, "resume": LONG, "NF4": {"nf4": (str(folder / "base"), "uint8")}}
-    return {name: distributed_run.run(str(folder / "one" / name), **options) for name, options in scenarios.items()}
+    return alone(folder, {**RUNS, "resume": LONG, "NF4": {"nf4": (str(folder / "base"), "uint8")}})
 
 
 @pytest.fixture(scope="module")

@@ -67,10 +67,10 @@ def workplace(tmp_path, monkeypatch):
 
 def save_adapter(folder):
     from peft import get_peft_model
-    from training import LORA
+    from training import lora_config
     from transformers import AutoModelForCausalLM
 
-    get_peft_model(AutoModelForCausalLM.from_pretrained("NAME_OR_PATH"), LORA).save_pretrained(folder)
+    get_peft_model(AutoModelForCausalLM.from_pretrained("NAME_OR_PATH"), lora_config()).save_pretrained(folder)
 
 
 @pytest.mark.parametrize("text", blocks("python"))

@@ -5,7 +5,7 @@ import tiny
 import torch
 from tolerance import assert_float32, assert_low_precision, assert_trajectory, differs
 from torch.utils.flop_counter import FlopCounterMode
-from training import LORA, arguments, losses, packed_trainer
+from training import arguments, lora_config, losses, packed_trainer
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_packfa.fused_head import ensure_own_loss
@@ -143,7 +143,7 @@ def test_training_measures_what_is_logged(tmp_path, logging_steps):
     logs, scored = {}, []
     for name in ("trl", "ours"):
         args = arguments(out=tmp_path / name, logging_steps=logging_steps, max_steps=4)
-        trainer = packed_trainer(args, peft_config=LORA)
+        trainer = packed_trainer(args, peft_config=lora_config())
         if name == "trl":
             inner = trainer._head.module
             inner.forward = trainer._head.forward

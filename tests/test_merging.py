@@ -3,9 +3,9 @@
 import pytest
 import tiny
 import torch
-from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import PeftModel, PromptTuningConfig, get_peft_model
 from tolerance import assert_float32, differs
-from training import LORA, arguments, packed_trainer
+from training import arguments, lora_config, packed_trainer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import trl_packfa
@@ -96,9 +96,7 @@ def test_what_cannot_be_merged_is_refused(base, tmp_path):
 
 
 def test_the_merged_model_is_pushed_if_asked(base, tmp_path, monkeypatch, capsys):
-    get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**LORA.to_dict())).save_pretrained(
-        tmp_path / "adapter"
-    )
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora_config()).save_pretrained(tmp_path / "adapter")
     pushed = []
     for cls in ("modeling_utils.PreTrainedModel", "tokenization_utils_base.PreTrainedTokenizerBase"):
         monkeypatch.setattr(f"transformers.{cls}.push_to_hub", lambda self, repo: pushed.append(repo))

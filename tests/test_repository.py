@@ -45,6 +45,7 @@ LAYERS = [
     },
     {"stepping"},
     {"feeding"},
+    {"proving"},
     {"trainer"},
     {"launch", "demo", "bench", "plan", "merging"},
     {"commands"},

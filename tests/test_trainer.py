@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from peft import PeftModel, get_peft_model
 from tolerance import assert_trajectory
-from training import FORMATS, LORA, arguments, dataset, losses, packed_trainer
+from training import FORMATS, arguments, dataset, lora_config, losses, packed_trainer
 from transformers import TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
@@ -32,9 +32,9 @@ def test_twenty_steps_equal_the_padded_run(tmp_path, strategy, accumulation, com
         "out": tmp_path,
     }
     common = {"train_dataset": dataset(), "eval_dataset": dataset(10, seed=5), "processing_class": tiny.tokenizer()}
-    padded = SFTTrainer(tiny.model(layers=2), arguments(SFTConfig, **options), peft_config=LORA, **common)
+    padded = SFTTrainer(tiny.model(layers=2), arguments(SFTConfig, **options), peft_config=lora_config(), **common)
     packing = arguments(packing_strategy=strategy, **options)
-    packed = PackedSFTTrainer(tiny.model(layers=2), packing, peft_config=LORA, **common)
+    packed = PackedSFTTrainer(tiny.model(layers=2), packing, peft_config=lora_config(), **common)
     padded.train(), packed.train()
     assert len(losses(padded)) == len(losses(packed)) == 20
     assert_trajectory(losses(packed), losses(padded))
@@ -74,7 +74,7 @@ def test_negative_control_packing_without_boundaries_is_another_training(tmp_pat
         arguments(SFTConfig, tmp_path, max_steps=5),
         train_dataset=dataset(),
         processing_class=tiny.tokenizer(),
-        peft_config=LORA,
+        peft_config=lora_config(),
     )
     padded.train()
     packed = packed_trainer(arguments(out=tmp_path, max_steps=5, check_packing=False))
@@ -120,7 +120,7 @@ def test_plain_arguments_are_taken_as_ours(tmp_path, cls):
 
 
 def test_a_peft_model_is_trained_as_it_is(tmp_path):
-    model = get_peft_model(tiny.model(layers=2), LORA)
+    model = get_peft_model(tiny.model(layers=2), lora_config())
     trainer = packed_trainer(arguments(out=tmp_path), model=model, peft_config=None)
     assert trainer.model is model
     trainer.train()
@@ -326,7 +326,7 @@ def test_compute_metrics_gets_what_the_padded_run_gives(tmp_path):
         train_dataset=dataset(),
         eval_dataset=evaluation,
         processing_class=tiny.tokenizer(),
-        peft_config=LORA,
+        peft_config=lora_config(),
         compute_metrics=compute_metrics,
     )
     ours, theirs = packed.evaluate(), padded.evaluate()

@@ -4,9 +4,8 @@ process without DeepSpeed, and the exactness check on the engine."""
 import os
 from importlib.util import find_spec
 
-import distributed_run
 import pytest
-from test_distributed import LONG, assert_same, launch
+from test_distributed import LONG, alone, assert_same, launch
 from tolerance import assert_trajectory
 
 pytestmark = [
@@ -32,9 +31,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def one(folder):
     """The same runs in this process."""
-    distributed_run.model().save_pretrained(folder / "base")
-    scenarios = {**RUNS, "resume": LONG, "evaluate": {"evaluate": True}}
-    return {name: distributed_run.run(str(folder / "one" / name), **options) for name, options in scenarios.items()}
+    return alone(folder, {**RUNS, "resume": LONG, "evaluate": {"evaluate": True}})
 
 
 @pytest.fixture(scope="module")

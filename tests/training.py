@@ -8,12 +8,9 @@ from peft import LoraConfig
 from trl_packfa import PackedSFTConfig, PackedSFTTrainer
 
 
-def lora():
+def lora_config():
     """Of its own for each trainer: PEFT writes the modules that it found into the config it is given."""
     return LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
-
-
-LORA = lora()
 
 
 def rows(count=48, *, seed=0, longest=40):
@@ -51,7 +48,7 @@ def packed_trainer(args=None, *, model=None, **options):
     options = {
         "train_dataset": dataset(),
         "processing_class": tiny.tokenizer(),
-        "peft_config": lora(),
+        "peft_config": lora_config(),
         **options,
     }
     if options["peft_config"] is None:

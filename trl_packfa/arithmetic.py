@@ -51,7 +51,11 @@ class ModelFlops:
         """Those of a model or its `PeftModel`, as it is about to train; it may lie on the meta device."""
         text, head = model.config.get_text_config(), model.get_output_embeddings()
         heads, head_dim = attention_heads(text)
-        linear = {m: _passes(m) * m.in_features * m.out_features for m in model.modules() if isinstance(m, nn.Linear)}
+        linear = {
+            m: _flops_per_weight(m.weight) * m.in_features * m.out_features
+            for m in model.modules()
+            if isinstance(m, nn.Linear)
+        }
         of_head = linear.pop(head, 0)
         body = sum(linear.values()) + _expert_flops(model, text)
         return cls(body, of_head, 3 * 2 * heads * head_dim * text.num_hidden_layers)
@@ -66,17 +70,15 @@ class ModelFlops:
         return self.body + self.head * trained + self.attention * seen
 
 
-def _passes(module: nn.Linear) -> int:
-    """Operations per weight and token: the weights' own gradient is only computed where they train."""
-    return 6 if module.weight.requires_grad else 4
+def _flops_per_weight(weight: torch.Tensor) -> int:
+    """Operations per token: the weights' own gradient is only computed where they train."""
+    return 6 if weight.requires_grad else 4
 
 
 def _expert_flops(model: nn.Module, text: Any) -> float:
     """A token's share of weights that are stacked by expert, in one parameter for all."""
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
-    stacked = sum(
-        (6 if p.requires_grad else 4) * whole_size(p) for p in model.parameters() if len(whole_shape(p)) == 3
-    )
+    stacked = sum(_flops_per_weight(p) * whole_size(p) for p in model.parameters() if len(whole_shape(p)) == 3)
     return stacked * text.num_experts_per_tok / experts if experts and stacked else 0
 
 

@@ -21,6 +21,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 from .graphs import outside_of_graphs
 from .overrides import forward_signature
 from .precision import autocast_dtype
+from .zero3 import is_in_parts
 
 # Logits of a tile: 16 MB of float32. Larger temporaries are mapped afresh by glibc, page by page.
 _TILE = 4 * 1024**2
@@ -84,7 +85,7 @@ class TrainedHead:
         )
         if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
             return False
-        sharded = isinstance(weight, DTensor) or hasattr(weight, "ds_shape")
+        sharded = isinstance(weight, DTensor) or is_in_parts(weight)
         return not (sharded or routed or weight.device.type in ("cuda", "xpu"))
 
     # The number of trained positions is another in every batch.

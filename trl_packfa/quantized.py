@@ -3,10 +3,13 @@
 On a CPU with AVX512-BF16, the first evaluation without gradients turns a `Linear4bit`'s weights into a layout whose
 product has no backward (bitsandbytes 0.50.2, `Linear4bit.forward`): training goes on afterwards, with gradients that
 are silently wrong, measured at 100 % error in the first layers. A patched model is one that trains, so the patch
-switches the conversion off for it.
+switches the conversion off for it; measurements on a model that is not patched yet switch it off while they run.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -32,3 +35,16 @@ def convertible_modules(model: nn.Module) -> list[nn.Module]:
                 do="Load the model again and patch it (or build the trainer) before the first evaluation.",
             )
     return [module for _, module in found]
+
+
+@contextmanager
+def unconverted(model: nn.Module) -> Iterator[None]:
+    """No 4-bit layer is converted in here."""
+    modules = convertible_modules(model)
+    try:
+        for module in modules:
+            setattr(module, SWITCH, False)
+        yield
+    finally:
+        for module in modules:
+            setattr(module, SWITCH, True)

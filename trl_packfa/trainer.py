@@ -8,7 +8,6 @@ Tokenizing, losses, metrics, checkpoints and distribution stay TRL's.
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property
@@ -34,14 +33,10 @@ from .arithmetic import quadratic_weight
 from .card import add_packing_section, packing_section
 from .collator import DataCollatorForPacking
 from .config import PackedSFTConfig
-from .errors import UnsupportedModel
-from .exactness import ExactnessReport, check
-from .feeding import FeedingTrainer
-from .fused_head import ensure_own_loss
 from .mishaps import only_run_in
 from .packing import PackedBatchSampler, PackingReport
-from .progress import working
-from .ranks import TrainBeginCallback, agree, from_main_rank, require_same_documents
+from .proving import ProvingTrainer
+from .ranks import TrainBeginCallback, from_main_rank, require_same_documents
 from .refusals import refuse_arguments, refuse_collator, refuse_model, refuse_sources, refuse_uneven_calls
 from .registry import describe, patch
 from .reports import (
@@ -64,7 +59,7 @@ from .versions import require_versions
 logger = get_logger(__name__)
 
 
-class PackedSFTTrainer(FeedingTrainer):
+class PackedSFTTrainer(ProvingTrainer):
     """Swap it for `SFTTrainer`: the same arguments, packed.
 
     ```python
@@ -138,10 +133,8 @@ class PackedSFTTrainer(FeedingTrainer):
         self.packing_reports: dict[str, PackingReport] = {}
         self.packing_plan: dict[str, float] = {}
         self.packing_sampler: PackedBatchSampler | None = None
-        self.exactness: ExactnessReport | None = None
         self._stream: PackedStream | None = None
         self._resumed_from: str | None = None
-        self._has_head = False
         # Logits for metrics come example by example, so evaluation is padded then (and refused if asked packed).
         self._packs_eval = args.packing and args.eval_packing is not False and compute_metrics is None
         super().__init__(
@@ -189,29 +182,6 @@ class PackedSFTTrainer(FeedingTrainer):
         self.add_callback(TrainBeginCallback(self._require_proof))
         logger.info("trl-packfa: patched\n%s", describe(self.model))
 
-    @property
-    def is_zero3_enabled(self) -> bool:
-        """Whether DeepSpeed keeps the weights in parts: only its engine, which `train` builds, runs the model."""
-        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
-        return self.is_deepspeed_enabled and plugin is not None and plugin.zero_stage == 3
-
-    @property
-    def is_proven_wrapped(self) -> bool:
-        """Whether the exactness check waits for the wrapped model: whole, it may fit no device."""
-        return self.is_fsdp_enabled or self.is_zero3_enabled
-
-    def _choose_head(self, model: Any) -> None:
-        """The head that computes the model's own loss, once."""
-        with self.compute_loss_context_manager():
-            self._head = ensure_own_loss(model, seed=self.args.seed)
-        self._has_head = True
-
-    def compute_loss(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """TRL's loss, weighted as asked."""
-        if self.args.packing and not self._has_head:  # evaluated before it is trained
-            self._choose_head(model)
-        return super().compute_loss(model, *args, **kwargs)
-
     def _plan(self) -> dict[str, float]:
         """What an epoch comes to; nothing for a stream, whose length is not known."""
         if self.train_dataset is None or isinstance(self.train_dataset, IterableDataset):
@@ -249,42 +219,6 @@ class PackedSFTTrainer(FeedingTrainer):
     @cached_property
     def _identity(self) -> dict[str, str]:
         return identity(self.train_dataset, self._tokenizer)
-
-    def _require_proof(self) -> None:
-        if self.args.packing and not self._has_head:
-            self._choose_head(self.model_wrapped)
-        if self.args.packing and self.args.check_packing and self.exactness is None:
-            self.prove()
-
-    def prove(self) -> ExactnessReport:
-        """Run the exactness check on the model as it will train, on every rank, and keep the report.
-
-        Raises:
-            [`ContaminationError`]: if packing is not exact on this model, on every rank if it is not on one.
-            [`UnsupportedModel`]: under DeepSpeed ZeRO-3 before training has begun.
-        """
-        if self.is_zero3_enabled and self.deepspeed is None:
-            raise UnsupportedModel(
-                "DeepSpeed ZeRO-3 has not wrapped the model yet.",
-                why=["its weights are in parts, which only DeepSpeed's engine makes whole where they are used"],
-                do="Call train(): it runs the check on the engine, before the first step.",
-            )
-        started = time.perf_counter()
-        if self.args.gradient_checkpointing:  # as training will; TRL switches it on later
-            switch = getattr(self.model, "activation_checkpointing_enable", None)  # its name since transformers 5.23
-            (switch or self.model.gradient_checkpointing_enable)(self.args.gradient_checkpointing_kwargs)
-        shown = self.is_world_process_zero() and not self.args.disable_tqdm
-        with working("proving on this model that no document sees another ...", shown=shown):
-            self.exactness = agree(self.accelerator, self._proof)
-        logger.info("trl-packfa: %s in %.1f s", self.exactness, time.perf_counter() - started)
-        return self.exactness
-
-    def _proof(self) -> ExactnessReport:
-        model: Any = self.deepspeed if self.is_zero3_enabled else self.model
-        with self.compute_loss_context_manager():
-            report = check(model, collator=self.data_collator, seed=self.args.seed)
-        report.require_exact()
-        return report
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """TRL's, whole only once every rank has written its part; older checkpoints go after that."""

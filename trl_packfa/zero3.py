@@ -27,9 +27,14 @@ def whole_size(parameter: torch.Tensor) -> int:
     return math.prod(whole_shape(parameter))
 
 
+def is_in_parts(parameter: torch.Tensor) -> bool:
+    """Whether this rank holds a part of a parameter only."""
+    return hasattr(parameter, "ds_shape")
+
+
 def is_partitioned(model: nn.Module) -> bool:
     """Whether ZeRO-3 keeps this model, or the model of this engine, in parts."""
-    return any(hasattr(parameter, "ds_shape") for parameter in model.parameters())
+    return any(map(is_in_parts, model.parameters()))
 
 
 class GradientParts:

@@ -1,0 +1,85 @@
+"""The proof before the first step: the trainer chooses its head and runs the exactness check on the model as it will
+train; must not know where documents come from."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+
+from .errors import UnsupportedModel
+from .exactness import ExactnessReport, check
+from .feeding import FeedingTrainer
+from .fused_head import ensure_own_loss
+from .progress import working
+from .ranks import agree
+
+logger = get_logger(__name__)
+
+
+class ProvingTrainer(FeedingTrainer):
+    """A trainer of packed rows that proves, or refuses, before it trains."""
+
+    exactness: ExactnessReport | None = None
+    _has_head = False
+
+    @property
+    def is_zero3_enabled(self) -> bool:
+        """Whether DeepSpeed keeps the weights in parts: only its engine, which `train` builds, runs the model."""
+        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        return self.is_deepspeed_enabled and plugin is not None and plugin.zero_stage == 3
+
+    @property
+    def is_proven_wrapped(self) -> bool:
+        """Whether the exactness check waits for the wrapped model: whole, it may fit no device."""
+        return self.is_fsdp_enabled or self.is_zero3_enabled
+
+    def _choose_head(self, model: Any) -> None:
+        """The head that computes the model's own loss, once."""
+        with self.compute_loss_context_manager():
+            self._head = ensure_own_loss(model, seed=self.args.seed)
+        self._has_head = True
+
+    def compute_loss(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """TRL's loss, weighted as asked."""
+        if self.args.packing and not self._has_head:  # evaluated before it is trained
+            self._choose_head(model)
+        return super().compute_loss(model, *args, **kwargs)
+
+    def _require_proof(self) -> None:
+        if self.args.packing and not self._has_head:
+            self._choose_head(self.model_wrapped)
+        if self.args.packing and self.args.check_packing and self.exactness is None:
+            self.prove()
+
+    def prove(self) -> ExactnessReport:
+        """Run the exactness check on the model as it will train, on every rank, and keep the report.
+
+        Raises:
+            [`ContaminationError`]: if packing is not exact on this model, on every rank if it is not on one.
+            [`UnsupportedModel`]: under DeepSpeed ZeRO-3 before training has begun.
+        """
+        if self.is_zero3_enabled and self.deepspeed is None:
+            raise UnsupportedModel(
+                "DeepSpeed ZeRO-3 has not wrapped the model yet.",
+                why=["its weights are in parts, which only DeepSpeed's engine makes whole where they are used"],
+                do="Call train(): it runs the check on the engine, before the first step.",
+            )
+        started = time.perf_counter()
+        if self.args.gradient_checkpointing:  # as training will; TRL switches it on later
+            switch = getattr(self.model, "activation_checkpointing_enable", None)  # its name since transformers 5.23
+            (switch or self.model.gradient_checkpointing_enable)(self.args.gradient_checkpointing_kwargs)
+        shown = self.is_world_process_zero() and not self.args.disable_tqdm
+        with working("proving on this model that no document sees another ...", shown=shown):
+            self.exactness = agree(self.accelerator, self._proof)
+        logger.info("trl-packfa: %s in %.1f s", self.exactness, time.perf_counter() - started)
+        return self.exactness
+
+    def _proof(self) -> ExactnessReport:
+        model: Any = self.deepspeed if self.is_zero3_enabled else self.model
+        with self.compute_loss_context_manager():
+            report = check(model, collator=self.data_collator, seed=self.args.seed)
+        report.require_exact()
+        return report
