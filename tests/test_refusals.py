@@ -127,15 +127,6 @@ def test_vision_datasets_are_refused(tmp_path):
         packed_trainer(arguments(out=tmp_path), train_dataset=data)
 
 
-def test_old_versions_are_named(monkeypatch):
-    from trl_packfa import versions
-    from trl_packfa.errors import VersionTooOld
-
-    monkeypatch.setattr(versions, "installed_version", lambda package: "0.9" if package == "trl" else "99")
-    with pytest.raises(VersionTooOld, match=r"trl 0.9, needed >= 1.16"):
-        versions.require_versions()
-
-
 @pytest.mark.parametrize("model_type", ["modernbert-decoder", "llama4_text"])
 def test_a_head_that_trl_skips_is_gone_around(tmp_path, model_type, caplog):
     """ModernBERT's decoder transforms its output before the LM head, which TRL's fused head does not know; Llama-4's

@@ -52,6 +52,9 @@ __all__ = sorted(_HOME)
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'trl_packfa' has no attribute '{name}'")
+    from .versions import require_versions
+
+    require_versions(training=name in ("PackedSFTConfig", "PackedSFTTrainer"))
     globals()[name] = value = getattr(import_module(f".{_HOME[name]}", __name__), name)
     return value
 

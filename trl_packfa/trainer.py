@@ -54,7 +54,6 @@ from .steps import StepCutter
 from .streams import PackedStream, resumes_by_state
 from .summary import summarize_plan
 from .tokenized import read_lengths, require_usable
-from .versions import require_versions
 
 logger = get_logger(__name__)
 
@@ -115,7 +114,6 @@ class PackedSFTTrainer(ProvingTrainer):
         peft_config: PeftConfig | None = None,
         formatting_func: Callable[[dict], str] | None = None,
     ) -> None:
-        require_versions()
         args = PackedSFTConfig.from_args(args if args is not None else PackedSFTConfig(output_dir(model)))
         refuse_arguments(args, compute_metrics=compute_metrics, peft_config=peft_config)
         for name, dataset in named(train_dataset, eval_dataset):

@@ -1,7 +1,12 @@
-"""The oldest versions whose APIs trl-packfa uses, said clearly instead of an ImportError deep inside."""
+"""The oldest versions whose APIs trl-packfa uses, said clearly instead of an ImportError deep inside.
+
+TRL is what the trainer builds on, and its versions with the fused LM head need Python 3.11. Models are patched and
+checked without it, on Python 3.10 too.
+"""
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
@@ -26,21 +31,28 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def require_versions() -> None:
+def require_versions(*, training: bool = True) -> None:
     """Refuse packages that are too old.
+
+    Args:
+        training (`bool`):
+            Whether the trainer is needed, and so TRL; without it, models can be patched and checked.
 
     Raises:
         [`VersionTooOld`]: naming each, the version found and the version needed.
     """
-    found = {package: installed_version(package) for package in MINIMUM_VERSIONS}
+    needed = {package: least for package, least in MINIMUM_VERSIONS.items() if training or package != "trl"}
+    found = {package: installed_version(package) for package in needed}
     why = [
-        f"{package} {found[package] or 'is not installed'}, needed >= {needed}"
-        for package, needed in MINIMUM_VERSIONS.items()
-        if found[package] is None or Version(found[package] or "0") < Version(needed)
+        f"{package} {found[package] or 'is not installed'}, needed >= {least}"
+        for package, least in needed.items()
+        if found[package] is None or Version(found[package] or "0") < Version(least)
     ]
     if why:
-        raise VersionTooOld(
-            "trl-packfa cannot run with the installed packages.",
-            why=why,
-            do="pip install --upgrade 'trl-packfa[tested]' installs versions that are tested together.",
-        )
+        raise VersionTooOld("trl-packfa cannot run with the installed packages.", why=why, do=_remedy())
+
+
+def _remedy() -> str:
+    if sys.version_info < (3, 11):
+        return "Use Python 3.11 or newer, which these versions need; patch() and check() work on Python 3.10."
+    return "pip install --upgrade 'trl-packfa[tested]' installs versions that are tested together."

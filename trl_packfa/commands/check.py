@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from ..versions import require_versions
 from .output import add_json, print_rows
 
 # Not 1, which says that the command could not be carried out.
@@ -25,6 +26,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; 0 if packing is exact."""
+    require_versions(training=False)
     from ..exactness import check
     from ..loading import load_causal_lm
     from ..progress import working

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ..versions import require_versions
+
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Declare the command."""
@@ -21,6 +23,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Tell the demo's story."""
+    require_versions()
     from ..demo.run import DemoOptions, run_demo
 
     run_demo(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ..versions import require_versions
+
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Declare the command."""
@@ -24,6 +26,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Merge, save, say where."""
+    require_versions(training=False)
     from ..merging import merge_adapter
 
     model, tokenizer = merge_adapter(args.adapter, args.output, base=args.base, dtype=args.dtype)

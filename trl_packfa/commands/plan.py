@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from ..versions import require_versions
+
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Declare the command."""
@@ -13,6 +15,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def run(argv: list[str]) -> int:
     """Plan with these flags."""
+    require_versions()
     from ..plan.run import plan
 
     return plan(argv)
