@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import tiny
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from trl_packfa import check, describe, patch, unpatch
 from trl_packfa.lora import projections
+from trl_packfa.lora.layers import Layers
 
 EVERYWHERE = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"}
 
@@ -41,14 +43,25 @@ def run(model, *, fused, context=nullcontext):
     return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_like_peft(model, **options):
+def oracle(model):
+    """In float64, by PEFT's forward."""
+    return run(copy.deepcopy(unpatch(model)).double(), fused=False)
+
+
+def by_peft(model):
+    """In the model's own dtypes."""
+    return run(model, fused=False)
+
+
+def assert_like_peft(model, *, truth=oracle):
     """Tier 3, and that something was fused at all."""
-    (expected, expected_grads), (logits, grads) = run(model, fused=False, **options), run(model, fused=True, **options)
+    exact, exact_grads = truth(model)
+    (expected, expected_grads), (logits, grads) = by_peft(model), run(model, fused=True)
     assert not torch.equal(logits, expected), "nothing was fused"
-    assert_float32(logits, expected)
-    assert grads.keys() == expected_grads.keys() and grads
+    assert_float32(logits, exact)
+    assert grads.keys() == expected_grads.keys() == exact_grads.keys() and grads
     for name, grad in grads.items():
-        assert_recomputed(grad, expected_grads[name])
+        assert_recomputed(grad, exact_grads[name])
 
 
 def assert_left_to_peft(model, reason):
@@ -91,18 +104,13 @@ def test_gradient_checkpointing(use_reentrant, trains_inputs):
 def test_rows_longer_than_a_chunk(monkeypatch):
     model = adapted()
     for chunk in (7, 16):
-        monkeypatch.setattr("trl_packfa.lora.products._CHUNK", chunk)
+        monkeypatch.setattr("trl_packfa.lora.layers._CHUNK", chunk)
         assert_like_peft(model)
-
-
-def oracle(model):
-    """In float64, by PEFT's forward."""
-    return run(copy.deepcopy(model).double(), fused=False)
 
 
 def assert_half_precision(model, **options):
     """Tier 4 against PEFT's forward in the same dtypes."""
-    exact, exact_grads = oracle(unpatch(model))
+    exact, exact_grads = oracle(model)
     (eager, eager_grads), (logits, grads) = run(model, fused=False, **options), run(model, fused=True, **options)
     assert logits.dtype == eager.dtype and not torch.equal(logits, eager)
     assert_low_precision(logits, eager, exact, factor=FORWARD_FACTOR)
@@ -112,14 +120,16 @@ def assert_half_precision(model, **options):
         assert_low_precision(grad, eager_grads[name], exact_grads[name], factor=GRADIENT_FACTOR)
 
 
-@pytest.fixture
-def no_half_products(monkeypatch):
-    """As on a CPU that emulates half precision."""
-    monkeypatch.setattr(projections, "has_half_products", lambda dtype, device: False)
+@pytest.fixture(params=[False, True], ids=["emulated", "native"])
+def half_products(monkeypatch, request):
+    """As on a CPU that emulates half precision, and as on a device that has it."""
+    monkeypatch.setattr(projections, "has_half_products", lambda dtype, device: request.param)
+    return request.param
 
 
 @pytest.mark.parametrize("adapter", [torch.float32, torch.bfloat16])
-def test_bfloat16_weights(no_half_products, adapter):
+def test_bfloat16_weights(half_products, adapter, monkeypatch):
+    monkeypatch.setattr("trl_packfa.lora.layers._CHUNK", 16)
     model = adapted(base=tiny.model(layers=2).bfloat16())
     for name, parameter in model.named_parameters():
         if "lora_" in name:
@@ -127,26 +137,54 @@ def test_bfloat16_weights(no_half_products, adapter):
     assert_half_precision(model)
 
 
-def test_autocast(no_half_products):
-    assert_half_precision(adapted(), context=lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+@pytest.mark.parametrize("architecture", ["llama", "phi", "gemma2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(half_products, dtype, architecture):
+    assert_half_precision(adapted(architecture), context=lambda: torch.autocast("cpu", dtype=dtype))
 
 
-def test_half_precision_is_left_to_devices_that_have_it(monkeypatch):
-    monkeypatch.setattr(projections, "has_half_products", lambda dtype, device: True)
-    assert_left_to_peft(adapted(base=tiny.model(layers=2).bfloat16()), "merged weights need float32")
+@pytest.mark.parametrize("half_products", [True], indirect=True)
+def test_half_precision_is_multiplied_in_half_precision(half_products, monkeypatch):
+    """And a small update is not rounded away, as it would be in a merged weight: half of it moves the result."""
+    model = adapted(base=tiny.model(layers=2).bfloat16())
+    dtypes = set()
+    layers = Layers.__init__
+    monkeypatch.setattr(Layers, "__init__", lambda self, p, dtype: (dtypes.add(dtype), layers(self, p, dtype))[1])
+    run(model, fused=True)
+    assert dtypes == {torch.bfloat16}
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data *= 1e-3
+    ours, peft = run(model, fused=True)[1], run(model, fused=False)[1]
+    exact = oracle(model)[1]
+    for name, grad in ours.items():
+        assert_low_precision(grad, peft[name], exact[name], factor=GRADIENT_FACTOR)
+
+
+@pytest.mark.parametrize("half_products", [True], indirect=True)
+def test_float16_holds_no_float32_factors(half_products):
+    """PEFT multiplies them in float32: a product that float16 cannot hold would be infinite."""
+    x = torch.zeros(1, 8, dtype=torch.float16)
+    layer = adapted(base=tiny.model(layers=1).half()).base_model.model.model.layers[0].self_attn.q_proj
+    assert projections.compute_dtype(x, [projections.read(layer)]) is None
+    for factor in (layer.lora_A["default"], layer.lora_B["default"]):
+        factor.half()
+    assert projections.compute_dtype(x, [projections.read(layer)]) is torch.float16
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-def test_nf4_weights(tmp_path, no_half_products, compute):
+def test_nf4_weights(tmp_path, half_products, compute):
     pytest.importorskip("bitsandbytes")
     tiny.model(layers=2, intermediate_size=128).save_pretrained(tmp_path)
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
     base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantization, dtype=torch.float32)
     model = adapted(base=base)
     if compute == "float32":
-        assert_like_peft(model)
+        assert_like_peft(model, truth=by_peft)
         return
-    (expected, _), (logits, grads) = run(model, fused=False), run(model, fused=True)
+    context = partial(torch.autocast, "cpu", dtype=torch.bfloat16) if half_products else nullcontext
+    (expected, _), (logits, grads) = run(model, fused=False, context=context), run(model, fused=True, context=context)
+    assert not torch.equal(logits, expected)
     base.config.quantization_config.bnb_4bit_compute_dtype = torch.float32
     for module in model.modules():
         if hasattr(module, "compute_dtype"):

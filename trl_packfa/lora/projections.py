@@ -17,7 +17,7 @@ from ..precision import autocast_dtype
 
 _LORA = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit")
 _PLAIN, _NF4 = "torch.nn.modules.linear.Linear", "bitsandbytes.nn.modules.Linear4bit"
-_HALF = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -105,13 +105,13 @@ def _why_not_base(base: Any) -> str | None:
     if "forward" in vars(base) or _is_hooked(base):
         return "hooks on the base layer"
     if kind == _PLAIN:
-        return _why_not_tensor(base.weight) or _why_not_half(base.weight.dtype, base.weight.device)
+        return _why_not_tensor(base.weight)
     state = getattr(base.weight, "quant_state", None)
     if state is None or getattr(state, "packing_format_for_cpu", False):
         return "4-bit weights not in their training layout"
     if tuple(state.shape) != (base.out_features, base.in_features):
         return "4-bit weights quantized transposed"
-    return _why_not_half(base.compute_dtype or torch.float32, base.weight.device)
+    return None
 
 
 def _is_hooked(module: Any) -> bool:
@@ -121,15 +121,8 @@ def _is_hooked(module: Any) -> bool:
 def _why_not_tensor(weight: torch.Tensor) -> str | None:
     if type(weight.data) is not torch.Tensor:
         return f"weights of type {type(weight.data).__name__}"
-    known = (torch.float64, torch.float32, *_HALF)
+    known = (torch.float64, torch.float32, *HALF)
     return None if weight.dtype in known else f"weights in {weight.dtype}"
-
-
-def _why_not_half(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Merged weights must not lose what half precision cannot hold: they are float32."""
-    if dtype not in _HALF or not has_half_products(dtype, device.type):
-        return None
-    return f"{device.type} multiplies in {str(dtype).removeprefix('torch.')}, merged weights need float32"
 
 
 @cache
@@ -156,20 +149,30 @@ def read(module: Any) -> Projection:
 
 
 def compute_dtype(x: torch.Tensor, projections: Sequence[Projection]) -> torch.dtype | None:
-    """The dtype to merge and multiply in for this input; `None` where the layers' own forward must run."""
+    """The dtype to multiply in for this input; `None` where the layers' own forward must run.
+
+    Half precision only where the device has it and the layers' own products are in it; devices that emulate it are
+    faster and more exact in float32.
+    """
     autocast = autocast_dtype(x)
-    dtypes = {x.dtype, *(p.computes_in for p in projections)} | ({autocast} if autocast else set())
-    dtypes |= {p.lora_A.dtype for p in projections if p.lora_A is not None}
+    factors = {p.lora_A.dtype for p in projections if p.lora_A is not None}
     plain = [p.weight.dtype for p in projections if p.quant_state is None]
     if any(p.weight.device != x.device for p in projections):
         return None
     if autocast is None and any(dtype != x.dtype for dtype in plain):
         return None  # the layer's own forward raises
+    products = {autocast} if autocast else {x.dtype, *(p.computes_in for p in projections)}
+    dtypes = {x.dtype, *products, *factors, *(p.computes_in for p in projections)}
     if dtypes == {torch.float64}:
         return torch.float64
-    known = all(dtype in (torch.float32, *_HALF) for dtype in dtypes)
-    native = any(dtype in _HALF and has_half_products(dtype, x.device.type) for dtype in dtypes)
-    return torch.float32 if known and not native else None
+    if any(dtype not in (torch.float32, *HALF) for dtype in dtypes):
+        return None
+    if not any(dtype in HALF and has_half_products(dtype, x.device.type) for dtype in dtypes):
+        return torch.float32
+    (half, *others) = products
+    # PEFT multiplies float32 factors in float32 without autocast, which float16's range would not hold.
+    too_narrow = half is torch.float16 and autocast is None and factors != {torch.float16}
+    return None if others or half not in HALF or too_narrow else half
 
 
 def output_dtype(x: torch.Tensor, projection: Projection) -> torch.dtype:
