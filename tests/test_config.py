@@ -57,6 +57,12 @@ def test_output_dir_is_the_first_argument_as_in_trl():
     assert PackedSFTConfig("somewhere", use_cpu=True).output_dir == "somewhere"
 
 
+def test_nothing_is_pinned_for_a_cpu():
+    """torch warns of it once an epoch."""
+    assert SFTConfig("out", use_cpu=True).dataloader_pin_memory
+    assert not config().dataloader_pin_memory
+
+
 def test_qlora_computes_in_the_training_dtype():
     assert config(load_in_4bit=True, bf16=True).dtype == "bfloat16"
     assert config(load_in_4bit=True).dtype == "float32"

@@ -123,6 +123,8 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
         ModelConfig.__post_init__(self)
         self._settle_precision()
         SFTConfig.__post_init__(self)
+        if self.device.type == "cpu":
+            self.dataloader_pin_memory = False  # there is nothing to pin for, of which torch warns in every epoch
         if self.dtype is None:
             quantized = self.load_in_4bit or self.load_in_8bit
             self.dtype = "bfloat16" if quantized and self.bf16 else "float32"
