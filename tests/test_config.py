@@ -58,9 +58,10 @@ def test_output_dir_is_the_first_argument_as_in_trl():
 
 
 def test_nothing_is_pinned_for_a_cpu():
-    """torch warns of it once an epoch."""
-    assert SFTConfig("out", use_cpu=True).dataloader_pin_memory
-    assert not config().dataloader_pin_memory
+    """torch warns of it once an epoch; transformers thinks of it where `use_cpu` says so."""
+    assert SFTConfig("out", bf16=False).dataloader_pin_memory
+    args = PackedSFTConfig("out", bf16=False)
+    assert args.dataloader_pin_memory is (args.device.type != "cpu")
 
 
 def test_qlora_computes_in_the_training_dtype():
