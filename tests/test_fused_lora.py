@@ -313,8 +313,9 @@ def test_the_trainer_hands_on_the_switch(tmp_path, fused):
     assert ("x LoRA: fused" in describe(trainer.model)) is fused
 
 
-def test_the_check_passes_with_it():
-    report = check(patch(adapted().eval()))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_check_passes_with_it(dtype, half_products):
+    report = check(patch(adapted(base=tiny.model(layers=2).to(dtype)).eval()))
     assert report.is_exact, str(report)
 
 

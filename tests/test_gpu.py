@@ -3,21 +3,24 @@
 import pytest
 import tiny
 import torch
+from peft import get_peft_model
+from training import lora_config
 
-from trl_packfa import check, patch
+from trl_packfa import check, describe, patch
 from trl_packfa.attention import BACKENDS, AttentionRequest, get_backend
 from trl_packfa.errors import NoBackend
 
 pytestmark = pytest.mark.gpu
 
 
-def on_gpu(architecture, dtype, backend):
+def on_gpu(architecture, dtype, backend, *, lora=False):
     """A patched model on the GPU that has run once, or a skip with the backend's own reasons."""
     if not torch.cuda.is_available():
         request = AttentionRequest(torch.device("cpu"), dtype, 16, 4, 2)
         reasons = get_backend(backend).refusals(request) or ["runs on a CPU, where test_patches.py tries it"]
         pytest.skip(f"{backend}: {'; '.join(reasons)}")
-    model = patch(tiny.model(architecture).to("cuda", dtype), backend=backend)
+    model = tiny.model(architecture).to("cuda", dtype)
+    model = patch(get_peft_model(model, lora_config()).train() if lora else model, backend=backend)
     batch = {k: v.to("cuda") if hasattr(v, "to") else v for k, v in tiny.batch(tiny.documents()).items()}
     try:
         model(**batch)
@@ -35,9 +38,18 @@ def test_every_backend_is_exact(architecture, backend, dtype):
     assert report.is_exact, str(report)
 
 
+@pytest.mark.parametrize("backend", [backend.name for backend in BACKENDS])
+def test_fused_lora_is_exact_in_half_precision(backend):
+    model, _ = on_gpu("llama", torch.bfloat16, backend, lora=True)
+    assert "x LoRA: fused" in describe(model)
+    report = check(model)
+    assert report.is_exact, str(report)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
 @pytest.mark.parametrize("backend", ["flash", "varlen", "flex"])
-def test_no_forward_waits_for_the_device(backend):
-    model, batch = on_gpu("llama", torch.bfloat16, backend)
+def test_no_forward_waits_for_the_device(backend, lora):
+    model, batch = on_gpu("llama", torch.bfloat16, backend, lora=lora)
     torch.cuda.set_sync_debug_mode("error")
     try:
         model(**batch).logits.sum().backward()
