@@ -45,7 +45,8 @@ FOUR = {
 
 def launch(launcher, folder, scenarios, *more, environment=None):
     """What came of each scenario, and how the launcher ended."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+    # MKL rounds by where a tensor lies in memory, which engines choose; seen with AVX512.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_CBWR": "COMPATIBLE", **(environment or {})}
     command = [sys.executable, "-m", *launcher, str(SCRIPT), str(folder), json.dumps(scenarios), *more]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     results = [line for line in done.stdout.splitlines() if line.startswith('{"')]

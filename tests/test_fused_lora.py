@@ -161,6 +161,15 @@ def test_half_precision_is_multiplied_in_half_precision(half_products, monkeypat
         assert_low_precision(grad, peft[name], exact[name], factor=GRADIENT_FACTOR)
 
 
+def test_bfloat16_factors_of_float32_products(half_products):
+    """As TRL keeps the adapters of a 4-bit model: nothing is cast down for them."""
+    model = adapted()
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.bfloat16()
+    assert_half_precision(model)
+
+
 @pytest.mark.parametrize("half_products", [True], indirect=True)
 def test_float16_holds_no_float32_factors(half_products):
     """PEFT multiplies them in float32: a product that float16 cannot hold would be infinite."""

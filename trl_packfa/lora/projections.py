@@ -167,7 +167,8 @@ def compute_dtype(x: torch.Tensor, projections: Sequence[Projection]) -> torch.d
         return torch.float64
     if any(dtype not in (torch.float32, *HALF) for dtype in dtypes):
         return None
-    if not any(dtype in HALF and has_half_products(dtype, x.device.type) for dtype in dtypes):
+    native = any(dtype in HALF and has_half_products(dtype, x.device.type) for dtype in dtypes)
+    if not native or products == {torch.float32}:
         return torch.float32
     (half, *others) = products
     # PEFT multiplies float32 factors in float32 without autocast, which float16's range would not hold.
