@@ -7,6 +7,7 @@ model; 130 interrupted.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -40,7 +41,12 @@ def _split_debug(argv: list[str]) -> tuple[list[str], bool]:
 def _guarded(command: Callable[[], int], *, debug: bool) -> int:
     """Run a command; what a user can act on becomes one message."""
     try:
-        return command()
+        code = command()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `trl-packfa models | head`: the reader has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except PackingError as error:
         if debug:
             raise
