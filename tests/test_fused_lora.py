@@ -2,26 +2,20 @@
 
 import copy
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import tiny
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tolerance import (
-    FORWARD_FACTOR,
-    GRADIENT_FACTOR,
     assert_float32,
-    assert_low_precision,
     assert_recomputed,
     differs,
 )
 from training import arguments, packed_trainer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from trl_packfa import check, describe, patch, unpatch
-from trl_packfa.lora import projections
-from trl_packfa.lora.layers import Layers
+from trl_packfa import describe, patch, unpatch
 
 EVERYWHERE = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"}
 
@@ -106,101 +100,6 @@ def test_rows_longer_than_a_chunk(monkeypatch):
     for chunk in (7, 16):
         monkeypatch.setattr("trl_packfa.lora.layers._CHUNK", chunk)
         assert_like_peft(model)
-
-
-def assert_half_precision(model, **options):
-    """Tier 4 against PEFT's forward in the same dtypes."""
-    exact, exact_grads = oracle(model)
-    (eager, eager_grads), (logits, grads) = run(model, fused=False, **options), run(model, fused=True, **options)
-    assert logits.dtype == eager.dtype and not torch.equal(logits, eager)
-    assert_low_precision(logits, eager, exact, factor=FORWARD_FACTOR)
-    assert grads.keys() == eager_grads.keys()
-    for name, grad in grads.items():
-        assert grad.dtype == eager_grads[name].dtype
-        assert_low_precision(grad, eager_grads[name], exact_grads[name], factor=GRADIENT_FACTOR)
-
-
-@pytest.fixture(params=[False, True], ids=["emulated", "native"])
-def half_products(monkeypatch, request):
-    """As on a CPU that emulates half precision, and as on a device that has it."""
-    monkeypatch.setattr(projections, "has_half_products", lambda dtype, device: request.param)
-    return request.param
-
-
-@pytest.mark.parametrize("adapter", [torch.float32, torch.bfloat16])
-def test_bfloat16_weights(half_products, adapter, monkeypatch):
-    monkeypatch.setattr("trl_packfa.lora.layers._CHUNK", 16)
-    model = adapted(base=tiny.model(layers=2).bfloat16())
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data = parameter.data.to(adapter)
-    assert_half_precision(model)
-
-
-@pytest.mark.parametrize("architecture", ["llama", "phi", "gemma2"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(half_products, dtype, architecture):
-    assert_half_precision(adapted(architecture), context=lambda: torch.autocast("cpu", dtype=dtype))
-
-
-@pytest.mark.parametrize("half_products", [True], indirect=True)
-def test_half_precision_is_multiplied_in_half_precision(half_products, monkeypatch):
-    """And a small update is not rounded away, as it would be in a merged weight: half of it moves the result."""
-    model = adapted(base=tiny.model(layers=2).bfloat16())
-    dtypes = set()
-    layers = Layers.__init__
-    monkeypatch.setattr(Layers, "__init__", lambda self, p, dtype: (dtypes.add(dtype), layers(self, p, dtype))[1])
-    run(model, fused=True)
-    assert dtypes == {torch.bfloat16}
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data *= 1e-3
-    ours, peft = run(model, fused=True)[1], run(model, fused=False)[1]
-    exact = oracle(model)[1]
-    for name, grad in ours.items():
-        assert_low_precision(grad, peft[name], exact[name], factor=GRADIENT_FACTOR)
-
-
-def test_bfloat16_factors_of_float32_products(half_products):
-    """As TRL keeps the adapters of a 4-bit model: nothing is cast down for them."""
-    model = adapted()
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data = parameter.data.bfloat16()
-    assert_half_precision(model)
-
-
-@pytest.mark.parametrize("half_products", [True], indirect=True)
-def test_float16_holds_no_float32_factors(half_products):
-    """PEFT multiplies them in float32: a product that float16 cannot hold would be infinite."""
-    x = torch.zeros(1, 8, dtype=torch.float16)
-    layer = adapted(base=tiny.model(layers=1).half()).base_model.model.model.layers[0].self_attn.q_proj
-    assert projections.compute_dtype(x, [projections.read(layer)]) is None
-    for factor in (layer.lora_A["default"], layer.lora_B["default"]):
-        factor.half()
-    assert projections.compute_dtype(x, [projections.read(layer)]) is torch.float16
-
-
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-def test_nf4_weights(tmp_path, half_products, compute):
-    pytest.importorskip("bitsandbytes")
-    tiny.model(layers=2, intermediate_size=128).save_pretrained(tmp_path)
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
-    base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantization, dtype=torch.float32)
-    model = adapted(base=base)
-    if compute == "float32":
-        assert_like_peft(model, truth=by_peft)
-        return
-    context = partial(torch.autocast, "cpu", dtype=torch.bfloat16) if half_products else nullcontext
-    (expected, _), (logits, grads) = run(model, fused=False, context=context), run(model, fused=True, context=context)
-    assert not torch.equal(logits, expected)
-    base.config.quantization_config.bnb_4bit_compute_dtype = torch.float32
-    for module in model.modules():
-        if hasattr(module, "compute_dtype"):
-            module.compute_dtype = torch.float32
-    exact, _ = run(model, fused=False)
-    assert_low_precision(logits, expected, exact.double(), factor=FORWARD_FACTOR)
-    assert all(grad.abs().sum() > 0 for grad in grads.values())
 
 
 def test_int8_weights_are_left_to_peft(tmp_path):
@@ -320,12 +219,6 @@ def test_adapters_that_come_after_the_patch_are_fused_by_the_next_patch():
 def test_the_trainer_hands_on_the_switch(tmp_path, fused):
     trainer = packed_trainer(arguments(out=tmp_path, fused_lora=fused))
     assert ("x LoRA: fused" in describe(trainer.model)) is fused
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_check_passes_with_it(dtype, half_products):
-    report = check(patch(adapted(base=tiny.model(layers=2).to(dtype)).eval()))
-    assert report.is_exact, str(report)
 
 
 def test_compiled_models_run():

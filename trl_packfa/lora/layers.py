@@ -10,6 +10,7 @@ Shape letters: T tokens, D input features, O output features, R rank, of all lay
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import torch
 
@@ -59,9 +60,10 @@ class Layers:
         self.adapted = [number for number, p in enumerate(projections) if p.lora_A is not None]
         self.Bs = [projections[number].lora_B.to(dtype) for number in self.adapted]  # type: ignore[union-attr]
         self.adds = dtype in HALF and bool(self.adapted)
-        self.As_RD = self._stacked() if self.adds else None
 
-    def _stacked(self) -> torch.Tensor:
+    @cached_property
+    def As_RD(self) -> torch.Tensor:
+        """`lora_A` of all adapted layers, which is not needed where they are merged and no gradient is asked for."""
         return torch.cat([self.projections[number].lora_A.to(self.dtype) for number in self.adapted])  # type: ignore[union-attr]
 
     def _by_layer(self, inner_TR: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -78,7 +80,7 @@ class Layers:
                 torch.mm(x_TD, weight.T, out=into) if bias is None else torch.addmm(bias, x_TD, weight.T, out=into)
             )
             results.append(product)
-        if self.As_RD is not None:
+        if self.adds:
             self._add_updates(results, x_TD @ self.As_RD.T)
         for result, out in zip(results, outs, strict=True):
             if result is not out:
@@ -93,7 +95,6 @@ class Layers:
         """Make room for the adapters' gradients."""
         if not self.adapted:
             return
-        self.As_RD = self._stacked()
         total = torch.float32 if self.dtype in HALF else self.dtype
         self.grad_As = torch.zeros_like(self.As_RD, dtype=total)
         # Transposed: the wide side last is the faster product.
@@ -108,14 +109,14 @@ class Layers:
         grad_x = torch.mm(grads[0], self.weights[0], out=out if out.dtype == self.dtype else None)
         for grad, weight in zip(grads[1:], self.weights[1:], strict=True):
             grad_x.addmm_(grad, weight)
-        if self.adds and self.As_RD is not None and outer_TR is not None:
+        if self.adds and outer_TR is not None:
             grad_x.addmm_(outer_TR, self.As_RD)
         if grad_x is not out:
             out.copy_(grad_x)
 
     def _adapters_backward(self, x_TD: torch.Tensor, grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Of the products with `lora_A` too, which is returned, scaled."""
-        if self.As_RD is None:
+        if not self.adapted:
             return None
         outer = []
         inners = self._by_layer(x_TD @ self.As_RD.T)
