@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
 from trl_packfa.attention import AttentionArguments
 from trl_packfa.declaration import Patch
+from trl_packfa.elementwise import rotate
 from trl_packfa.patches.llama import Embeddings
 
 
@@ -17,9 +17,7 @@ def rotary_qkv(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`query_key_value` of `(B, L, D)` as three `(B, L, heads, H)`, query and key rotated."""
     query, key, value = module._split_heads(module.query_key_value(hidden_states))
-    cos, sin = position_embeddings
-    query, key = apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=2)
-    return query, key, value
+    return *rotate(query, key, *position_embeddings), value
 
 
 def read_arguments(module: Any) -> AttentionArguments:

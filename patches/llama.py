@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from trl_packfa.declaration import Patch
+from trl_packfa.elementwise import rotate
 from trl_packfa.lora import project_together
 
 Embeddings = tuple[torch.Tensor, torch.Tensor]
@@ -25,10 +25,7 @@ def rotary_qkv(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query, key and value `(B, L, heads, H)`, query and key rotated."""
     query, key, value = project_heads(module, hidden_states)
-    cos, sin = position_embeddings
-    # The head axis is 2: tokens stay in front, as the packed kernels want them.
-    query, key = apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=2)
-    return query, key, value
+    return *rotate(query, key, *position_embeddings), value
 
 
 PATCH = Patch(model_types=("llama",), backbone="LlamaModel", attention={"LlamaAttention": rotary_qkv})

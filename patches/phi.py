@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.models.phi.modeling_phi import apply_rotary_pos_emb
 
 from trl_packfa.declaration import Patch
+from trl_packfa.elementwise import rotate
 from trl_packfa.patches.llama import Embeddings, project_heads
 
 
@@ -18,11 +18,7 @@ def partial_rotary_qkv(
     query, key, value = project_heads(module, hidden_states)
     if module.qk_layernorm:
         query, key = module.q_layernorm(query), module.k_layernorm(key)
-    cos, sin = position_embeddings
-    split = [module.rotary_ndims, module.head_dim - module.rotary_ndims]
-    (query, query_pass), (key, key_pass) = query.split(split, dim=-1), key.split(split, dim=-1)
-    query, key = apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=2)
-    return torch.cat((query, query_pass), dim=-1), torch.cat((key, key_pass), dim=-1), value
+    return *rotate(query, key, *position_embeddings), value
 
 
 PATCH = Patch(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
 from trl_packfa.declaration import Patch
+from trl_packfa.elementwise import rotate
 from trl_packfa.patches.llama import Embeddings
 from trl_packfa.patches.mistral import config_window
 
@@ -19,9 +19,7 @@ def fused_qkv(
     num_heads, num_key_value_heads = module.config.num_attention_heads, module.num_key_value_heads
     qkv = module.qkv_proj(hidden_states).view(*hidden_states.shape[:-1], -1, module.head_dim)
     query, key, value = qkv.split([num_heads, num_key_value_heads, num_key_value_heads], dim=2)
-    cos, sin = position_embeddings
-    query, key = apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=2)
-    return query, key, value
+    return *rotate(query, key, *position_embeddings), value
 
 
 PATCH = Patch(

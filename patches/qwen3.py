@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from trl_packfa.declaration import Patch
+from trl_packfa.elementwise import rotate
 from trl_packfa.patches.llama import Embeddings, project_heads
 
 
@@ -16,9 +16,7 @@ def normed_rotary_qkv(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query, key and value `(B, L, heads, H)`, query and key normalized, then rotated."""
     query, key, value = project_heads(module, hidden_states)
-    cos, sin = position_embeddings
-    query, key = apply_rotary_pos_emb(module.q_norm(query), module.k_norm(key), cos, sin, unsqueeze_dim=2)
-    return query, key, value
+    return *rotate(module.q_norm(query), module.k_norm(key), *position_embeddings), value
 
 
 PATCH = Patch(model_types=("qwen3",), backbone="Qwen3Model", attention={"Qwen3Attention": normed_rotary_qkv})

@@ -9,7 +9,8 @@ from training import arguments, lora_config, losses, packed_trainer
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_packfa.fused_head import ensure_own_loss
-from trl_packfa.head import TrainedHead, TrainedLogProbs, Transform
+from trl_packfa.head import TrainedHead, TrainedLogProbs
+from trl_packfa.tiles import Transform
 
 OUTPUTS = ("log_probs", "entropy", "is_top1")
 
@@ -54,7 +55,7 @@ def model_without_labels(model):
 @pytest.mark.parametrize("transform", [Transform(), Transform(0.3), Transform(2.0, 5.0)], ids=str)
 def test_gradients_are_those_of_the_logits(trains, transform, monkeypatch):
     """Against float64, in tiles of 64 positions of which the last is short, for any gradient of the scores."""
-    monkeypatch.setattr("trl_packfa.head._TILE", 0)
+    monkeypatch.setattr("trl_packfa.tiles._TILE", 0)
     generator = torch.Generator().manual_seed(0)
     hidden, weight, bias = (
         torch.randn(*shape, generator=generator).requires_grad_(which in (trains, "both") or trains == "both")
@@ -77,6 +78,15 @@ def test_gradients_are_those_of_the_logits(trains, transform, monkeypatch):
     for ours, theirs in zip(actual, expected, strict=True):
         assert_float32(ours, theirs)
         assert differs(ours.roll(1, 0), theirs)
+
+
+def test_of_equal_logits_the_first_is_the_likeliest():
+    """As `argmax` has it: rows 3 and 7 of the head are the same, so their logits tie."""
+    hidden, weight = torch.ones(3, 8), torch.randn(40, 8, generator=torch.Generator().manual_seed(0)).abs().neg()
+    weight[[3, 7]] = 1.0
+    labels = torch.tensor([3, 7, 9])
+    *_, is_top1 = TrainedLogProbs.apply(hidden, weight, None, labels, Transform(), True)
+    assert is_top1.tolist() == ((hidden @ weight.t()).argmax(-1) == labels).tolist() == [True, False, False]
 
 
 def test_half_precision_is_no_worse_than_trls():
@@ -132,7 +142,7 @@ def test_a_head_that_is_wrong_is_not_taken(monkeypatch):
     broken = tiny.model("granite", layers=1)
     add_fused_lm_head(broken, outputs=("entropy", "is_top1"))
     by_trl = broken.forward
-    monkeypatch.setattr("trl_packfa.head.Transform.of", lambda config: Transform(3.0))
+    monkeypatch.setattr("trl_packfa.tiles.Transform.of", lambda config: Transform(3.0))
     assert ensure_own_loss(broken, seed=0) is None
     assert broken.forward == by_trl
 

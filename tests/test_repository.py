@@ -19,11 +19,11 @@ README = (ROOT / "README.md").read_text()
 # Lower layers first; a module imports from its own layer and below.
 LAYERS = [
     {"errors", "versions", "graphs", "precision", "quiet", "tables"},
-    {"layout", "packing", "grouping", "zoo", "zero3"},
+    {"layout", "packing", "grouping", "tiles", "zoo", "zero3"},
     {"flight", "contradictions"},
     {"attention", "boundaries", "collator", "declaration", "quantized", "rebatch"},
     {"overrides", "tokenized", "loading", "config", "batching", "drawing", "head", "arithmetic", "speed"},
-    {"mixers", "lora", "finding"},
+    {"mixers", "lora", "elementwise", "finding"},
     {"patching"},
     {"patches"},
     {"registry", "exactness", "results", "trust", "matrix"},

@@ -9,40 +9,19 @@ Shape letters: B rows, L row length, P trained positions, D model dim, V vocabul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput
 
 from .graphs import outside_of_graphs
 from .overrides import forward_signature
-from .precision import autocast_dtype
+from .tiles import Tile, Tiles, Transform
 from .zero3 import is_in_parts
-
-# Logits of a tile: 16 MB of float32. Larger temporaries are mapped afresh by glibc, page by page.
-_TILE = 4 * 1024**2
-# Positions of a tile at least: fewer would read the head's weight too often.
-_FEWEST = 64
-
-
-class Transform(NamedTuple):
-    """What a model does to its head's output: multiply, then softly cap."""
-
-    scale: float = 1.0
-    softcap: float | None = None
-
-    @classmethod
-    def of(cls, config: PreTrainedConfig) -> Transform:
-        """As transformers' models do by their configs; what a config does not say, the comparison with the model's
-        own logits finds ([`~fused_head.ensure_own_loss`])."""
-        text = config.get_text_config()
-        divisor = getattr(text, "logits_scaling", None)
-        scale = getattr(text, "logit_scale", None) or getattr(text, "lm_head_multiplier", None)
-        return cls(scale or (1 / divisor if divisor else 1.0), getattr(text, "final_logit_softcapping", None))
 
 
 class TrainedHead:
@@ -150,16 +129,14 @@ class TrainedLogProbs(torch.autograd.Function):
         head_trains = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         slopes = torch.empty_like(hidden) if ctx.needs_input_grad[0] and not head_trains else None
         scores = hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
-        tiles = _Tiles(hidden, weight, bias, transform)
+        tiles = Tiles(hidden, weight, bias, transform)
         for part, logits in tiles:
-            target = labels[part, None]
-            log_p = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-            scores[0, part] = log_p.gather(-1, target)[:, 0]
+            tile = Tile(logits, labels[part, None], transform, measures=measures)
+            scores[0, part] = tile.log_prob
             if measures:
-                scores[2, part] = (logits.argmax(-1, keepdim=True) == target)[:, 0].float()
-                scores[1, part] = -(log_p.exp() * log_p).sum(-1)
+                scores[1, part], scores[2, part] = tile.entropy, tile.is_top1
             if slopes is not None:
-                slopes[part] = tiles.slope(log_p, target, logits)
+                slopes[part] = tile.slope().to(tiles.dtype) @ tiles.weight
         if head_trains:
             ctx.save_for_backward(hidden, weight, bias, labels)
         else:
@@ -179,13 +156,12 @@ class TrainedLogProbs(torch.autograd.Function):
             (slopes,) = ctx.saved_tensors
             return (None if slopes is None else slopes * grad[:, None].to(slopes.dtype), *(None,) * 5)
         hidden, weight, bias, labels = ctx.saved_tensors
-        tiles = _Tiles(hidden, weight, bias, ctx.transform, dtype=ctx.autocast)
+        tiles = Tiles(hidden, weight, bias, ctx.transform, dtype=ctx.autocast)
         by_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         by_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         by_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         for part, logits in tiles:
-            log_p = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-            by_logits = tiles.by_logits(log_p, labels[part, None], logits).mul_(grad[part, None])
+            by_logits = Tile(logits, labels[part, None], ctx.transform).slope().mul_(grad[part, None])
             if by_bias is not None:
                 by_bias += by_logits.sum(0)
             by_logits = by_logits.to(tiles.dtype)
@@ -199,49 +175,3 @@ class TrainedLogProbs(torch.autograd.Function):
             None if by_bias is None else by_bias.to(bias.dtype),
             *(None,) * 3,
         )
-
-
-class _Tiles:
-    """Logits of some positions at a time, `(slice, (n, V))`, and their derivatives."""
-
-    def __init__(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        transform: Transform,
-        *,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self.dtype = dtype or autocast_dtype(hidden) or hidden.dtype
-        self.hidden, self.weight, self.transform = hidden, weight.to(self.dtype), transform
-        self.bias = None if bias is None else bias.to(self.dtype)
-        self.size = max(_TILE // len(weight), _FEWEST)
-
-    def __iter__(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        buffer = self.hidden.new_empty((min(self.size, len(self.hidden)), len(self.weight)), dtype=self.dtype)
-        for start in range(0, len(self.hidden), self.size):
-            part = slice(start, min(start + self.size, len(self.hidden)))
-            logits = torch.mm(self.hidden[part].to(self.dtype), self.weight.t(), out=buffer[: part.stop - start])
-            if self.bias is not None:
-                logits.add_(self.bias)
-            yield part, self._transformed(logits)
-
-    def _transformed(self, logits: torch.Tensor) -> torch.Tensor:
-        scale, softcap = self.transform
-        if scale != 1.0:
-            logits.mul_(scale)
-        return logits if softcap is None else logits.float().div_(softcap).tanh_().mul_(softcap)
-
-    def by_logits(self, log_p: torch.Tensor, target: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Derivative of the target's log-probability by the head's output, `(n, V)`, float32, in place of `log_p`."""
-        by = log_p.exp_().neg_()
-        by.scatter_add_(-1, target, torch.ones_like(target, dtype=by.dtype))
-        scale, softcap = self.transform
-        if softcap is not None:
-            by.mul_(1 - (logits / softcap).square())
-        return by.mul_(scale) if scale != 1.0 else by
-
-    def slope(self, log_p: torch.Tensor, target: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """The same by the hidden states, `(n, D)`."""
-        return (self.by_logits(log_p, target, logits).to(self.dtype) @ self.weight).to(self.hidden.dtype)

@@ -1,7 +1,8 @@
 """Applying a patch to one model instance and taking it back.
 
 The only code that sets attributes on models: an instance's own `forward`, for the backbone, each attention module,
-mixers, rotary embeddings, LoRA layers, and one switch of 4-bit layers. Never classes, module globals or functions.
+mixers, rotary embeddings, norms, LoRA layers, and one switch of 4-bit layers. Never classes, module globals or
+functions.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from . import quantized
 from .attention import BackendChoice, bridge
 from .declaration import Patch
+from .elementwise import RMSNormOverride, is_rms_norm
 from .errors import NoBackend
 from .finding import class_names, find_attention, find_backbone, find_by_class, inner_model, most_positions, windows_of
 from .lora import adapted_layers, fused_overrides
@@ -147,6 +149,7 @@ def _plan_inside(backbone: nn.Module, state: PatchState) -> list[Override]:
     overrides: list[Override] = [RotaryOverride(module, _own_forward(module)) for module in rotary]
     overrides += [_mixer_override(module, state) for module in state.mixers.values()]
     fused = fused_overrides(backbone, _own_forward) if state.fused_lora else []
+    fused += [RMSNormOverride(module, None) for module in backbone.modules() if is_rms_norm(module)]
     if state.mixers or state.patch.functions or state.patch.makes_mask or fused:
         layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
         overrides += [LayerOverride(layer, _own_forward(layer)) for layer in layers]

@@ -1,11 +1,26 @@
-"""What autocast does to matrix products."""
+"""What dtype matrix products run in: what autocast makes of them, and what a device has."""
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
+
+HALF = (torch.bfloat16, torch.float16)
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     """What autocast turns matrix products of `x` into, if it is on."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+@cache
+def has_half_products(dtype: torch.dtype, device: str) -> bool:
+    """Whether a device multiplies in half precision itself; older CPUs emulate it, more slowly than float32."""
+    if device != "cpu":
+        return True
+    if not torch.backends.mkldnn.is_available():
+        return False
+    name = "_is_mkldnn_bf16_supported" if dtype is torch.bfloat16 else "_is_mkldnn_fp16_supported"
+    return bool(getattr(torch.ops.mkldnn, name)())

@@ -148,12 +148,7 @@ def build_trainer(
     data = {"train_dataset": train, "eval_dataset": evaluation, "processing_class": tokenizer}
     options = {**side.kind.options, **overrides, **_row_options(side, args, train)}
     # Labels are made and documents cut: what would do so again is off.
-    options |= {
-        "assistant_only_loss": False,
-        "completion_only_loss": None,
-        "logging_steps": 1,
-        "logging_strategy": "steps",
-    }
+    options |= {"assistant_only_loss": False, "completion_only_loss": None}
     options |= {"eval_strategy": "no", "load_best_model_at_end": False, "push_to_hub": False}
     if side.kind.ours:
         budget = args.max_tokens_per_microbatch if side.strategy == "step" else None

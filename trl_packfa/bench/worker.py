@@ -45,11 +45,31 @@ class Channel:
         return sys.stdin.readline().strip() or FINISH
 
 
-class Pacer(TrainerCallback):
-    """Holds the training still between two steps, where the loss of the last one is logged."""
+class StepLoss:
+    """Adds up what a trainer's `training_step` returns, so that a step's loss is known without logging it: logging
+    each step would make those sides compute entropy and accuracy in all of them that otherwise do so when they log."""
 
-    def __init__(self, channel: Channel, counter: StepCounter, memory: PeakMemory) -> None:
-        self.channel, self.counter, self.memory = channel, counter, memory
+    def __init__(self, trainer: Any) -> None:
+        self._inner, self._losses = trainer.training_step, []
+        trainer.training_step = self._listen
+
+    def _listen(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = self._inner(*args, **kwargs)
+        self._losses.append(loss)
+        return loss
+
+    def take(self) -> float:
+        """Of the step that was heard last."""
+        total = sum(float(loss) for loss in self._losses)
+        self._losses = []
+        return total
+
+
+class Pacer(TrainerCallback):
+    """Holds the training still between two steps."""
+
+    def __init__(self, channel: Channel, counter: StepCounter, loss: StepLoss, memory: PeakMemory) -> None:
+        self.channel, self.counter, self.loss, self.memory = channel, counter, loss, memory
         self.started, self.cpu_started, self.graphs, self.finished = 0.0, 0.0, 0, False
         self.trace: Trace | None = None
 
@@ -58,12 +78,13 @@ class Pacer(TrainerCallback):
         self.memory.reset()
         self._wait(control)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A step is over."""
-        if not logs or "loss" not in logs or self.finished:
+        if self.finished:
             return
         _synchronize()
         seconds, cpu_seconds = time.perf_counter() - self.started, time.process_time() - self.cpu_started
+        loss = self.loss.take()
         if self.trace is not None:
             self.trace.stop()
             self.channel.send("trace", **self.trace.summary())
@@ -71,9 +92,7 @@ class Pacer(TrainerCallback):
         else:
             work = self.counter.take()._asdict()
             graphs = compiled_graphs() - self.graphs
-            self.channel.send(
-                "step", seconds=seconds, cpu_seconds=cpu_seconds, loss=logs["loss"], compiled=graphs, **work
-            )
+            self.channel.send("step", seconds=seconds, cpu_seconds=cpu_seconds, loss=loss, compiled=graphs, **work)
         self._wait(control)
 
     def _wait(self, control: Any) -> None:
@@ -106,7 +125,7 @@ def run(spec: dict[str, Any], channel: Channel) -> None:
         trainer.remove_callback(callback)
     memory = PeakMemory()
     channel.send("ready", **_facts(trainer, side))
-    pacer = Pacer(channel, StepCounter(trainer), memory)
+    pacer = Pacer(channel, StepCounter(trainer), StepLoss(trainer), memory)
     trainer.add_callback(pacer)
     trainer.train()
     peak = memory.peak()

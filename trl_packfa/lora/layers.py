@@ -14,10 +14,12 @@ from functools import cached_property
 
 import torch
 
-from .projections import HALF, Projection
+from ..precision import HALF
+from .projections import Projection
 
-# Tokens of a chunk. A GPU is full with no fewer, and its temporaries cost nothing twice.
-_CHUNK, _CHUNK_ON_GPU = 1024, 8192
+# Tokens of a chunk. CPUs lay the weight of a half-precision product out anew in each, which takes as long as some 500
+# tokens. A GPU is full with no fewer, and its temporaries cost nothing twice.
+_CHUNK, _CHUNK_IN_HALF, _CHUNK_ON_GPU = 1024, 4096, 8192
 
 
 def _merge(projection: Projection, dtype: torch.dtype) -> torch.Tensor:
@@ -31,15 +33,17 @@ def _merge(projection: Projection, dtype: torch.dtype) -> torch.Tensor:
     return weight.addmm_(lora_B, lora_A, alpha=projection.scaling)
 
 
-def chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The same tokens of each tensor `(T, ...)`, some at a time: temporaries stay small and, on a CPU, in cache."""
-    size = chunk_size(tensors[0])
+def chunks(*tensors: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The same tokens of each tensor `(T, ...)`, some at a time, for products in `dtype`: temporaries stay small."""
+    size = chunk_size(tensors[0], dtype)
     return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 
-def chunk_size(tensor: torch.Tensor) -> int:
+def chunk_size(tensor: torch.Tensor, dtype: torch.dtype) -> int:
     """Tokens at a time, on the tensor's device."""
-    return _CHUNK if tensor.device.type == "cpu" else _CHUNK_ON_GPU
+    if tensor.device.type != "cpu":
+        return _CHUNK_ON_GPU
+    return _CHUNK_IN_HALF if dtype in HALF else _CHUNK
 
 
 def _add_up(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

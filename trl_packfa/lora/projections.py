@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..precision import autocast_dtype
+from ..precision import HALF, autocast_dtype, has_half_products
 
 _LORA = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit")
 _PLAIN, _NF4 = "torch.nn.modules.linear.Linear", "bitsandbytes.nn.modules.Linear4bit"
-HALF = (torch.bfloat16, torch.float16)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -123,17 +121,6 @@ def _why_not_tensor(weight: torch.Tensor) -> str | None:
         return f"weights of type {type(weight.data).__name__}"
     known = (torch.float64, torch.float32, *HALF)
     return None if weight.dtype in known else f"weights in {weight.dtype}"
-
-
-@cache
-def has_half_products(dtype: torch.dtype, device: str) -> bool:
-    """Whether a device multiplies in half precision itself; older CPUs emulate it, more slowly than float32."""
-    if device != "cpu":
-        return True
-    if not torch.backends.mkldnn.is_available():
-        return False
-    name = "_is_mkldnn_bf16_supported" if dtype is torch.bfloat16 else "_is_mkldnn_fp16_supported"
-    return bool(getattr(torch.ops.mkldnn, name)())
 
 
 def read(module: Any) -> Projection:

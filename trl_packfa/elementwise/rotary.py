@@ -1,0 +1,78 @@
+"""Rotary embeddings of queries and keys.
+
+transformers negates and joins the halves of every head, multiplies twice and adds, and its backward does it again:
+a dozen passes over memory. Here there are three, in cache.
+
+Shape letters: B rows, L row length, H head dim, R rotated part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from .pieces import are_worth_it, pieces
+
+
+def rotate(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Llama's rotation of `query` and `key` `(B, L, heads, H)` by `cos` and `sin` `(B or 1, L, R)`; the rest of wider
+    heads is handed on (partial rotary).
+
+    The same as transformers' `apply_rotary_pos_emb`, which runs on other devices and in compiled graphs.
+    """
+    width = cos.shape[-1]
+    if not are_worth_it(query) or cos.requires_grad or sin.requires_grad:
+        rotated = apply_rotary_pos_emb(query[..., :width], key[..., :width], cos, sin, unsqueeze_dim=2)
+        if width == query.shape[-1]:
+            return rotated
+        return tuple(torch.cat((r, x[..., width:]), dim=-1) for r, x in zip(rotated, (query, key), strict=True))  # type: ignore[return-value]
+    tables = (table.expand(len(query), -1, -1).unsqueeze(2) for table in (cos, sin))
+    return _Rotate.apply(query, key, *tables)  # type: ignore[return-value]
+
+
+class _Rotate(Function):
+    """Queries and keys `(B, L, heads, H)` by tables `(B, L, 1, R)`."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        ctx.save_for_backward(cos, sin)
+        return _rotated((query, key), cos, sin, forward=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return *_rotated(grads, *ctx.saved_tensors, forward=False), None, None
+
+
+def _rotated(
+    heads: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, *, forward: bool
+) -> tuple[torch.Tensor, ...]:
+    """`x cos + rotate_half(x) sin` of each of `heads`; backwards by the transpose of that matrix, in which the
+    sines of the halves change places."""
+    outs = tuple(x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, cos.dtype)) for x in heads)
+    for cosines, all_sines, *parts in pieces(cos, sin, *heads, *outs, like=heads[0], trailing=2):
+        low, high = all_sines.chunk(2, dim=-1)
+        sines = (low, high, -1) if forward else (high, low, 1)
+        for x, out in zip(parts[: len(heads)], parts[len(heads) :], strict=True):
+            _rotate_into(out, x, cosines, *sines)
+    return outs
+
+
+def _rotate_into(
+    out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, low: torch.Tensor, high: torch.Tensor, sign: int
+) -> None:
+    width = cos.shape[-1]
+    if width < x.shape[-1]:
+        out[..., width:].copy_(x[..., width:])
+        out, x = out[..., :width], x[..., :width]
+    torch.mul(x, cos, out=out)
+    (x_low, x_high), (out_low, out_high) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    out_low.addcmul_(x_high, low, value=sign)
+    out_high.addcmul_(x_low, high, value=-sign)
