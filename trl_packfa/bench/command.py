@@ -1,4 +1,4 @@
-"""`trl-packfa bench`: strategies by default; `attention`, `pack`, `balance` and `check` measure one part each."""
+"""`trl-packfa bench`: strategies by default; `attention`, `layer`, `pack`, `balance`, `check` measure a part each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..tables import print_table
 def bench(argv: list[str]) -> int:
     """Run it; returns the exit code: 0 done, 1 if a side failed."""
     argv = [argument for argument in argv if argument != "--debug"]
-    parts = {"attention": _attention, "pack": _pack, "balance": _balance, "check": _check}
+    parts = {"attention": _attention, "layer": _layer, "pack": _pack, "balance": _balance, "check": _check}
     return parts[argv[0]](argv[1:]) if argv and argv[0] in parts else _strategies(argv)
 
 
@@ -79,6 +79,19 @@ def _attention(argv: list[str]) -> int:
         ),
         as_json=args.json,
     )
+
+
+def _layer(argv: list[str]) -> int:
+    from .layer import DTYPES, bench_layer
+
+    parser = _parser(
+        "layer", "on a CPU, what a layer does besides matrix products: transformers' code and ours in turn"
+    )
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1400, 8192], help="row lengths")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES[:2]))
+    parser.add_argument("--repeats", type=int, default=41, help="pairs of runs, at least 2")
+    args = parser.parse_args(argv)
+    return _told(bench_layer(tokens=args.tokens, dtypes=args.dtypes, repeats=args.repeats), as_json=args.json)
 
 
 def _pack(argv: list[str]) -> int:

@@ -1,0 +1,29 @@
+"""`bench layer`: both sides of each part compute the same, and bad arguments are one message."""
+
+import pytest
+import torch
+
+from trl_packfa.bench import layer
+from trl_packfa.cli import main
+
+
+@pytest.mark.parametrize("part", [layer._rotation, layer._norm, layer._attention])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_both_sides_compute_the_same(part, dtype):
+    tolerance = {} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
+    theirs, ours = part(40, dtype)
+    for expected, actual in zip(theirs(), ours(), strict=True):
+        torch.testing.assert_close(actual, expected, **tolerance)
+        assert not torch.equal(actual, expected.roll(1))
+
+
+def test_every_part_is_a_row(capsys):
+    assert main(["bench", "layer", "--tokens", "8", "--dtypes", "bfloat16", "--repeats", "2", "--json"]) == 0
+    told = capsys.readouterr().out
+    assert all(part in told for part in ("rotation, 8", "RMSNorm, 8", "documents of 256", "ours, ms"))
+
+
+@pytest.mark.parametrize("argv", [["--repeats", "1"], ["--tokens", "0"]], ids=str)
+def test_what_cannot_be_measured_is_refused(argv, capsys):
+    assert main(["bench", "layer", *argv]) == 1
+    assert "Pass a token or more, and 2 pairs or more." in capsys.readouterr().err

@@ -1,0 +1,103 @@
+"""`trl-packfa bench layer`: what a layer does besides matrix products on a CPU, as torch and transformers do it and as
+we do, forward and backward, in turn.
+
+Shape letters: B rows, L row length, G documents of a group, N heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from ..elementwise import RMSNormOverride, rotate
+from ..errors import InvalidConfig
+from ..flight import in_flight
+from ..layout import PackedLayout
+from ..precision import HALF
+
+Act = Callable[[], Any]
+DTYPES = ("float32", "bfloat16", "float16")
+_HEADS, _HEAD_DIM = 8, 64
+# Documents of short rows, whose attention in half precision a CPU may compute faster in float32.
+_DOCUMENTS = (32, 128, 256, 1024)
+
+
+def bench_layer(*, tokens: Sequence[int], dtypes: Sequence[str], repeats: int) -> list[dict[str, Any]]:
+    """Milliseconds of each part, theirs and ours, and how many times as fast ours is, the inner half in brackets.
+
+    Args:
+        tokens (`Sequence[int]`): row lengths of rotation and norm; attention has 1,024 tokens in documents.
+        dtypes (`Sequence[str]`): torch's names.
+        repeats (`int`): pairs.
+
+    Raises:
+        [`InvalidConfig`]: for rows without tokens, and fewer pairs than have a middle.
+    """
+    if min(tokens) < 1 or repeats < 2:
+        raise InvalidConfig(
+            f"tokens={list(tokens)}, repeats={repeats}.", do="Pass a token or more, and 2 pairs or more."
+        )
+    rows = []
+    for dtype in (getattr(torch, name) for name in dtypes):
+        parts = {f"rotation, {count:,} tokens": _rotation(count, dtype) for count in tokens}
+        parts |= {f"RMSNorm, {count:,} tokens": _norm(count, dtype) for count in tokens}
+        if dtype in HALF:
+            parts |= {f"attention in float32, documents of {n:,}": _attention(n, dtype) for n in _DOCUMENTS}
+        rows += [{"part": name, "dtype": str(dtype)[6:], **_in_turn(*both, repeats)} for name, both in parts.items()]
+    return rows
+
+
+def _rotation(tokens: int, dtype: torch.dtype) -> tuple[Act, Act]:
+    heads = [torch.randn(1, tokens, _HEADS, _HEAD_DIM, dtype=dtype).requires_grad_() for _ in range(2)]
+    tables, upstream = torch.randn(2, 1, tokens, _HEAD_DIM, dtype=dtype), [torch.randn_like(x) for x in heads]
+
+    def run(function: Callable[..., tuple[torch.Tensor, torch.Tensor]], **options: Any) -> Any:
+        return torch.autograd.grad(function(*heads, *tables, **options), heads, upstream)
+
+    return lambda: run(apply_rotary_pos_emb, unsqueeze_dim=2), lambda: run(rotate)
+
+
+def _norm(tokens: int, dtype: torch.dtype) -> tuple[Act, Act]:
+    norm = LlamaRMSNorm(_HEADS * _HEAD_DIM).to(dtype).requires_grad_(False)
+    ours, layout = RMSNormOverride(norm, None), PackedLayout.from_lengths((tokens,))
+    x = torch.randn(1, tokens, _HEADS * _HEAD_DIM, dtype=dtype).requires_grad_()
+    upstream = torch.randn_like(x)
+
+    def packed() -> Any:
+        with in_flight(layout):
+            return torch.autograd.grad(ours(x), x, upstream)
+
+    return lambda: torch.autograd.grad(norm.forward(x), x, upstream), packed
+
+
+def _attention(length: int, dtype: torch.dtype) -> tuple[Act, Act]:
+    shape = (_DOCUMENTS[-1] // length, length, _HEADS, _HEAD_DIM)
+    qkv_GLNH = [torch.randn(shape, dtype=dtype).requires_grad_() for _ in range(3)]
+    upstream_GNLH = torch.randn(shape, dtype=dtype).transpose(1, 2)
+
+    def run(computed: torch.dtype) -> Any:
+        query, key, value = (x.transpose(1, 2).to(computed) for x in qkv_GLNH)
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True).to(dtype)
+        return torch.autograd.grad(out, qkv_GLNH, upstream_GNLH)
+
+    return lambda: run(dtype), lambda: run(torch.float32)
+
+
+def _in_turn(theirs: Act, ours: Act, repeats: int) -> dict[str, Any]:
+    times: tuple[list[float], list[float]] = ([], [])
+    for act in (theirs, ours):
+        act()
+    for _ in range(repeats):
+        for act, seconds in zip((theirs, ours), times, strict=True):
+            start = time.perf_counter()
+            act()
+            seconds.append(time.perf_counter() - start)
+    low, middle, high = statistics.quantiles([t / o for t, o in zip(*times, strict=True)], n=4)
+    ms = [round(statistics.median(seconds) * 1e3, 2) for seconds in times]
+    return {"theirs, ms": ms[0], "ours, ms": ms[1], "times": f"{middle:.2f} ({low:.2f} to {high:.2f})"}
