@@ -73,6 +73,14 @@ def by_transformers(query, key, cos, sin):
     return [torch.cat((r, x[..., width:]), -1) for r, x in zip(rotated, (query, key), strict=True)]
 
 
+@pytest.mark.parametrize("rotated", [16, 8], ids=["whole heads", "half heads"])
+def test_other_devices_run_transformers_code(rotated, monkeypatch):
+    monkeypatch.setattr("trl_packfa.elementwise.rotary.are_worth_it", lambda x: False)
+    given = [random(2, 17, n, 16, seed=n) for n in (4, 2)] + [random(1, 17, rotated, seed=seed) for seed in (5, 6)]
+    for ours, theirs in zip(rotate(*given), by_transformers(*given), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_queries_are_promoted_as_transformers_does():
     """Under autocast projections are in half precision, tables in float32."""
     query, tables = random(1, 4, 2, 16, seed=0).bfloat16().requires_grad_(), random(2, 1, 4, 16, seed=1)
