@@ -14,7 +14,7 @@ from torch import nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from trl_packfa import PackedLayout, patch
+from trl_packfa import PackedLayout, describe, patch
 from trl_packfa.elementwise import RMSNormOverride, is_rms_norm, rotate
 from trl_packfa.flight import in_flight
 
@@ -137,6 +137,7 @@ def test_a_patch_finds_the_norms(architecture, norms):
     patch(model)
     overrides = [m for m in model.modules() if isinstance(vars(m).get("forward"), RMSNormOverride)]
     assert len(overrides) == norms
+    assert (f"{norms} x RMSNorm: in pieces" in describe(model)) == bool(norms)
 
 
 def test_less_is_kept_for_the_backward():

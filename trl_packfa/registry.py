@@ -18,6 +18,7 @@ from typing import TypeVar
 from torch import nn
 
 from .declaration import Patch
+from .elementwise import RMSNormOverride
 from .errors import InvalidConfig, UnsupportedModel
 from .finding import model_config, model_type
 from .lora import adapted_layers, describe_lora
@@ -192,4 +193,6 @@ def describe(model: nn.Module) -> str:
         lines.append(f"{n} x {name}: {how}")
     lines += [f"backend used: {name} for {request.describe()}" for request, name in state.backends.resolved.items()]
     lines += describe_lora(state.adapted, state.fused_lora)
+    norms = sum(isinstance(vars(module).get("forward"), RMSNormOverride) for module, _, _ in state.edits)
+    lines += [f"{norms} x RMSNorm: in pieces, in packed calls on a CPU"] if norms else []
     return "\n".join(lines)
