@@ -40,7 +40,7 @@ class RMSNormOverride(Override):
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The norm's forward, of `(..., D)`."""
         norm: Any = self.module
-        if layout_in_flight() is None or not are_worth_it(hidden_states):
+        if not are_worth_it(hidden_states) or layout_in_flight() is None:
             return self.call_original(hidden_states)
         return _RMSNorm.apply(hidden_states, norm.weight, norm.variance_epsilon)  # type: ignore[return-value]
 
