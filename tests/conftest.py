@@ -16,6 +16,15 @@ except ImportError:  # one process runs them all
 # Files whose tests share a launch of several processes.
 LAUNCHED_ONCE = {"test_distributed", "test_kills"}
 
+try:
+    from hypothesis import settings
+except ImportError:  # the tests that need it cannot run
+    pass
+else:
+    # By default hypothesis fails a test that takes 200 ms, which a machine with other work to do reaches.
+    settings.register_profile("no deadline", deadline=None)
+    settings.load_profile("no deadline")
+
 torch.backends.cuda.matmul.allow_tf32 = False
 torch.backends.cudnn.allow_tf32 = False
 

@@ -214,7 +214,7 @@ class Interleavings(RuleBasedStateMachine):
 
 TestInterleavings = Interleavings.TestCase
 TestInterleavings.settings = settings(
-    max_examples=8, stateful_step_count=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=8, stateful_step_count=8, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 
 
@@ -227,7 +227,6 @@ def test_many_interleavings():
         settings=settings(
             max_examples=INTERLEAVINGS,
             stateful_step_count=20,
-            deadline=None,
             derandomize=True,
             suppress_health_check=list(HealthCheck),
         ),

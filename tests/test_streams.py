@@ -81,7 +81,7 @@ def test_ranks_share_what_one_process_reads(way):
     assert seen(ranks[0]) != seen(ranks[1])  # the control: ranks read different documents
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(way=st.sampled_from(sorted(WAYS)), stop=st.integers(1, 150), shards=st.integers(1, 3), rank=st.integers(0, 1))
 def test_resumed_where_it_stopped(way, stop, shards, rank):
     """State after any micro-batch, through JSON: the same ones follow, after placeholders for those before."""
