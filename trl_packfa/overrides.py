@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from types import CodeType
 from typing import Any
 
 import torch
@@ -36,6 +37,20 @@ class Override:
         if self.original is None:
             return type(self.module).forward(self.module, *args, **kwargs)
         return self.original(*args, **kwargs)
+
+
+def computes_as(module: nn.Module, forward: Callable[..., Any]) -> bool:
+    """Whether a module's forward is, instruction by instruction, another class's, as copies of it in many
+    architectures are, and nothing is in its place on the instance."""
+    code = getattr(type(module).forward, "__code__", None)
+    return (
+        code is not None and "forward" not in vars(module) and _instructions(code) == _instructions(forward.__code__)
+    )
+
+
+def _instructions(code: CodeType) -> tuple[Any, ...]:
+    """What a function computes with, whatever its docstring says."""
+    return code.co_code, code.co_names, tuple(value for value in code.co_consts if not isinstance(value, str))
 
 
 class BackboneOverride(Override):

@@ -5,7 +5,6 @@ Shape letter: D normalized features.
 
 from __future__ import annotations
 
-from types import CodeType
 from typing import Any
 
 import torch
@@ -15,23 +14,13 @@ from torch.autograd.function import once_differentiable
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ..flight import layout_in_flight
-from ..overrides import Override
+from ..overrides import Override, computes_as
 from .pieces import are_worth_it, pieces
 
 
 def is_rms_norm(module: nn.Module) -> bool:
-    """Whether a module's forward is, instruction by instruction, Llama's, as it is in many architectures."""
-    code = getattr(type(module).forward, "__code__", None)
-    return (
-        code is not None
-        and "forward" not in vars(module)
-        and _computes(code) == _computes(LlamaRMSNorm.forward.__code__)
-    )
-
-
-def _computes(code: CodeType) -> tuple[Any, ...]:
-    """What a function computes with, whatever its docstring says."""
-    return code.co_code, code.co_names, tuple(value for value in code.co_consts if not isinstance(value, str))
+    """Whether a module's forward is Llama's RMSNorm, as it is in many architectures."""
+    return computes_as(module, LlamaRMSNorm.forward)
 
 
 class RMSNormOverride(Override):

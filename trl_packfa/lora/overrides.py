@@ -18,7 +18,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ..flight import layout_in_flight
-from ..overrides import Override
+from ..overrides import Override, computes_as
 from .products import GatedMLP, ProjectTogether
 from .projections import Projection, compute_dtype, is_adapted, output_dtype, read, why_not
 
@@ -61,10 +61,8 @@ def project_together(x: torch.Tensor, *modules: nn.Module) -> tuple[torch.Tensor
 
 
 def is_gated_mlp(module: nn.Module) -> bool:
-    """Whether a module's forward is, instruction by instruction, Llama's MLP, as it is in many architectures."""
-    code, llama = getattr(type(module).forward, "__code__", None), LlamaMLP.forward.__code__
-    same = code is not None and (code.co_code, code.co_names) == (llama.co_code, llama.co_names)
-    return same and "forward" not in vars(module)
+    """Whether a module's forward is Llama's MLP, as it is in many architectures."""
+    return computes_as(module, LlamaMLP.forward)
 
 
 def adapted_layers(module: nn.Module) -> list[nn.Module]:
