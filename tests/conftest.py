@@ -1,3 +1,4 @@
+import json
 import os
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -46,3 +47,26 @@ def pytest_xdist_make_scheduler(config, log):
 def seeded():
     torch.set_num_threads(1)  # the suite runs one process per core; accelerate sets it anew where it finds ranks
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def lengths_file(tmp_path_factory):
+    """A file of document lengths, as `--lengths` takes it."""
+    from training import LENGTHS
+
+    path = tmp_path_factory.mktemp("lengths") / "lengths.json"
+    path.write_text(json.dumps(LENGTHS))
+    return str(path)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder with a config and a tokenizer, no weights; and a dataset file."""
+    import tiny
+    from training import FORMATS
+
+    folder, data = tmp_path / "model", tmp_path / "data.jsonl"
+    tiny.model(layers=2).config.save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    data.write_text("\n".join(json.dumps(row) for row in FORMATS["prompt-completion"]))
+    return {"MODEL": str(folder), "DATA": str(data), "DIR": str(tmp_path)}

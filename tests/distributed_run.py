@@ -10,16 +10,18 @@ import json
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import tiny
+import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, gather_object
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from training import arguments, dataset, lora_config, losses, packed_trainer
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import trl_packfa
@@ -30,6 +32,13 @@ STEPS, SAVE, BATCH = 4, 2, 8
 
 def model():
     return tiny.model(layers=2, hidden_size=32, num_attention_heads=2, num_key_value_heads=1, intermediate_size=48)
+
+
+def mamba():
+    """A model whose mixers run document by document."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": tiny.VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **sizes))
 
 
 def quantized(base, storage):
@@ -54,7 +63,7 @@ ZERO3 = {
 
 
 def trainer_of(
-    folder, *, strategy="step", lora=True, fsdp=None, zero3=False, patch_first=False, nf4=None, base=None, **options
+    folder, *, strategy="step", lora=True, fsdp=None, zero3=False, patch_first=False, build=model, base=None, **options
 ):
     """A trainer whose steps hold the same examples under any number of processes."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -63,7 +72,7 @@ def trainer_of(
         GradientState._reset_state()
         os.environ.pop("ACCELERATE_USE_FSDP", None)  # accelerate's own note of the last one
         unset_hf_deepspeed_config()  # transformers' own, under which every model is built in parts
-    built = quantized(*nf4) if nf4 else base or model()
+    built = base or build()
     if zero3:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         options |= {"deepspeed": ZERO3, "use_cpu": False, "ddp_backend": None}
@@ -109,12 +118,15 @@ def take_deepspeed_on_a_cpu():
     PartialState._prepare_backend = enter
 
 
-def run(folder, *, resume=None, leak=None, wrap=None, callbacks=(), evaluate=False, **scenario):
+def run(
+    folder, *, resume=None, leak=None, wrap=None, callbacks=(), evaluate=False, nf4=None, mixers=False, **scenario
+):
     """Train and save; losses, counts, engine. With `leak`, the rank whose attention leaks: what each rank raised.
     With `wrap`, an engine: what each rank finds on a model that is patched after it was wrapped."""
     if wrap is not None:
         return check_wrapped(wrap)
-    trainer = trainer_of(folder, **scenario)
+    build = partial(quantized, *nf4) if nf4 else mamba if mixers else model
+    trainer = trainer_of(folder, build=build, **scenario)
     if leak is not None:
         return errors_of_all(trainer, *([leak] if isinstance(leak, int) else leak))
     for callback in callbacks:

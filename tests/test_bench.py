@@ -1,42 +1,26 @@
 """The benchmark: that it counts truly, refuses what is not comparable, and concludes no more than the steps allow."""
 
-import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import tiny
-import torch
 import training
 from datasets import Dataset
-from tolerance import assert_float32
+from training import LENGTHS
 
-from trl_packfa import PackedLayout, PackedSFTConfig
-from trl_packfa.bench import plot
+from trl_packfa import PackedSFTConfig
 from trl_packfa.bench.arguments import read_arguments
-from trl_packfa.bench.attention import bench_attention
-from trl_packfa.bench.compare import Result, compare, require_equal_work
+from trl_packfa.bench.compare import Result
 from trl_packfa.bench.counting import StepCounter
 from trl_packfa.bench.data import facts, random_documents, save_documents
 from trl_packfa.bench.leaks import leaks
-from trl_packfa.bench.mixes import document_lengths, draw_lengths, every_length
-from trl_packfa.bench.paths import TRANSFORMERS, attend_with
-from trl_packfa.bench.planning import bench_pack
-from trl_packfa.bench.presets import PRESETS, preset_config, save_preset
+from trl_packfa.bench.mixes import every_length
+from trl_packfa.bench.presets import save_preset
 from trl_packfa.bench.process import SideFailed, SideProcess
 from trl_packfa.bench.sides import STRATEGIES, Side, build_trainer, parse_sides
-from trl_packfa.bench.table import remarks, speed_rows
 from trl_packfa.cli import main
 from trl_packfa.errors import InvalidConfig, InvalidDataset
-
-LENGTHS = [n for i in range(40) for n in (5 + i % 7, 31, 2 + i % 3)]
-
-
-@pytest.fixture(scope="module")
-def lengths_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("lengths") / "lengths.json"
-    path.write_text(json.dumps(LENGTHS))
-    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +35,7 @@ def built(name, preset, **options):
     from transformers import AutoTokenizer
 
     side = parse_sides(name)[0]
-    args = training.arguments(PackedSFTConfig, max_length=64, **options)
+    args = training.arguments(PackedSFTConfig, f"{preset}-out", max_length=64, **options)
     documents = random_documents(LENGTHS, vocab_size=512, seed=0)
     tokenizer = AutoTokenizer.from_pretrained(preset)
     return build_trainer(side, args, model=preset, tokenizer=tokenizer, train=documents, evaluation=None), side
@@ -136,7 +120,7 @@ def test_rows_count_their_true_tokens(preset):
 
 
 def setup(preset, *argv):
-    return read_arguments(["--model", preset, "--output_dir", "out", *argv])
+    return read_arguments(["--model", preset, "--output_dir", f"{preset}-out", *argv])
 
 
 def test_lengths_become_random_documents(preset, lengths_file, tmp_path):
@@ -204,99 +188,11 @@ def test_wrong_arguments_are_one_message(argv, message, capsys):
     assert message in captured.err and "Traceback" not in captured.err
 
 
-# Conclusions ------------------------------------------------------------------------------------------------------
-
-
-def result(name="step", *, seconds=(1.0,) * 6, tokens=100, share=1.5, **facts):
-    """A side that ran."""
-    one = Result(parse_sides(name)[0])
-    one.facts = {"equal": {"threads": 2, "device": "cpu", **facts}, "leaks": False, "steps_per_epoch": 9}
-    steps = [{"seconds": s, "tokens": tokens + i, "fingerprint": i} for i, s in enumerate(seconds)]
-    one.steps = [
-        {**s, "computed": 200, "documents": 4, "micro_batches": 2, "largest": 100, "loss": 2.0} for s in steps
-    ]
-    for step in one.steps:
-        step |= {"compiled": 0, "cpu_seconds": share * step["seconds"]}
-    one.end = {"peak_bytes": 1, "bytes_before": 1, "life_peak_bytes": 1, "eval_loss": None}
-    return one
-
-
-def rows(results):
-    data = facts(random_documents([25, 25], vocab_size=9, seed=0))
-    return {"sides": [one.to_dict(data, flops=1.0, peak=1.0, base=results[0]) for one in results]}
-
-
-def test_a_clear_ratio_stands():
-    ratio = compare(result(seconds=(0.5, 0.52, 0.49, 0.51, 0.5, 0.5)), result("padding"))
-    assert ratio.low < ratio.value < ratio.high and ratio.value == pytest.approx(1.99, abs=0.02)
-    assert not ratio.verdict
-    assert compare(base := result("padding"), base).value == 1.0
-
-
-def test_a_short_run_concludes_nothing():
-    ratio = compare(result(seconds=(0.5,) * 4), result("padding", seconds=(1.0,) * 4))
-    assert ratio.verdict == "too short to conclude: 4 timed steps; raise --max_steps to 5 or more"
-
-
-def test_a_noisy_run_concludes_nothing():
-    noisy = compare(result(seconds=(0.2, 3.0, 0.3, 0.2, 2.0, 0.4)), result("padding"))
-    assert "holds 1; raise --max_steps, or free the machine" in noisy.verdict
-
-
-def test_a_busy_machine_concludes_nothing():
-    for sides in ((result(share=0.3), result("padding")), (result(), result("padding", share=0.3))):
-        assert compare(*sides).verdict.startswith("the machine was busy with other work")
-    on_gpu = result(share=0.3, device="cuda:0"), result("padding", share=0.3, device="cuda:0")
-    assert "busy" not in compare(*on_gpu).verdict
-
-
-def test_no_ratio_to_or_from_a_side_that_failed():
-    failed = dataclasses.replace(result("padding"), failure="died of something")
-    report = rows([failed, result()])
-    assert speed_rows(report)[0]["true tokens/s"] == "-" and speed_rows(report)[1]["times"] == "-"
-    assert speed_rows(report)[1]["true tokens/s"] == "102"
-    assert remarks(report) == ["padding failed: died of something", "step: no ratio: padding failed"]
-    assert "ratio" not in rows([result("padding"), dataclasses.replace(result(), failure="x")])["sides"][1]
-
-
-def test_unequal_work_is_not_compared():
-    require_equal_work([result("padding"), result()])
-    with pytest.raises(InvalidConfig, match=r"padding and step did not do the same work.\n  - threads: 2 and 1"):
-        require_equal_work([result("padding"), result(threads=1)])
-    with pytest.raises(InvalidConfig, match="step 1 holds other examples: 100 and 90 tokens"):
-        require_equal_work([result("padding"), result(tokens=90)])
-    # Rows take other examples in a step by design, and a side that failed did no work.
-    require_equal_work([result("padding"), result("bfd", tokens=90)])
-    require_equal_work([result("padding"), dataclasses.replace(result(threads=1), failure="x")])
-
-
-def test_a_contaminated_side_runs_only_if_named():
-    for name, contaminated, fails in (("trl-bfd", "", True), ("trl-bfd", "trl-bfd", False), ("fixed", "", False)):
-        one = Result(parse_sides(name, contaminated=contaminated)[0])
-        one.built({"leaks": True})
-        assert bool(one.failure) == fails
-    assert "documents see each other" in remarks(rows([leaking(result("padding"))]))[0]
-
-
-def leaking(one):
-    one.facts["leaks"] = True
-    return one
-
-
 def test_data_that_ends_before_the_clock_runs_is_a_failure(preset):
     one = Result(Side("step"))
     one.stepped({"seconds": 1.0}, setup(preset))
     one.stepped(None, setup(preset))
     assert "the data lasts for 1 steps, none of them timed" in one.failure
-
-
-def test_plot_is_written_or_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
-    plot.save_plot(rows([result("padding"), result()]), str(tmp_path / "bench.png"))
-    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr(plot, "find_spec", lambda name: None)
-    assert main(["bench", "--model", "tiny", "--lengths", "x.json", "--plot", "x.png"]) == 1
-    assert "a plot needs matplotlib.\npip install 'trl-packfa[plots]'" in capsys.readouterr().err
 
 
 # Processes --------------------------------------------------------------------------------------------------------
@@ -329,53 +225,3 @@ def test_sides_run_interleaved_and_one_that_fails_is_a_row(lengths_file, tmp_pat
     assert step["final_loss"] == pytest.approx(padding["final_loss"], abs=1e-4)
     assert padding["equal"] == step["equal"] and step["peak_bytes"] > 0 and step["host_syncs_per_step"] > 0
     assert report["environment"]["versions"]["torch"] and report["environment"]["allocator"]
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_have_the_sizes_that_their_names_say(name):
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(preset_config(name))
-    billions = sum(p.numel() for p in model.parameters()) / 1e9
-    sizes = {"llama-3.2-1b": 1.24, "llama-3-8b": 8.03, "mistral-7b": 7.25, "granite-8b": 8.17, "phi-3-mini": 3.82}
-    if name in sizes:
-        assert billions == pytest.approx(sizes[name], abs=0.02)
-    assert preset_config(name, vocab_size=200_000).vocab_size == 200_000
-
-
-def test_lengths_add_up():
-    for mix in ("short", "even", "uneven", "long", "whole"):
-        assert sum(document_lengths(mix, 700, seed=0)) == 700
-    assert document_lengths("whole", 700, seed=0) == [700]
-    assert draw_lengths("even", 9, seed=1).tolist() != draw_lengths("even", 9, seed=2).tolist()
-
-
-def test_bench_attention_runs_what_can_run_and_says_why_not(lengths_file):
-    rows = bench_attention(tokens=[512], mixes=[lengths_file], sides=["sdpa", TRANSFORMERS, "flex"], repeats=1)
-    ours, theirs, flex = rows
-    assert ours["us/token"] > 0 and ours["KB/token"] >= 0 and theirs["times the floor"] > 0
-    assert flex["us/token"] is None and (torch.cuda.is_available() or "CUDA" in flex["remark"])
-    huge = bench_attention(tokens=[2**22], mixes=["whole"], sides=["sdpa", TRANSFORMERS, "x"], repeats=1, slowest=1.0)
-    assert [row["us/token"] for row in huge] == [None] * 3
-    assert "its arithmetic alone takes" in huge[0]["remark"] and "its T x T mask takes" in huge[1]["remark"]
-    assert "there is no side 'x'" in huge[2]["remark"]
-
-
-def test_both_sides_of_the_attention_bench_compute_the_same():
-    layout = PackedLayout.from_lengths([30, 1, 65])
-    query, key, value = (torch.randn(96, heads, 64) for heads in (8, 2, 2))
-    shape = {"heads": 8, "key_value_heads": 2, "head_dim": 64}
-    ours, theirs = (attend_with(side, layout, **shape)(query, key, value) for side in ("sdpa", TRANSFORMERS))
-    assert_float32(ours, theirs)
-
-
-def test_bench_pack_times_every_part():
-    rows = bench_pack(documents=2000, row=256, mix="short")
-    assert [row["documents"] for row in rows] == [2000, 2000, 1984] and all(row["documents/s"] > 0 for row in rows)
-
-
-def test_bench_check_times_the_proof_beside_a_step(lengths_file, capsys):
-    assert main(["bench", "check", "--model", "tiny", "--lengths", lengths_file, "--json", "--output_dir", "out"]) == 0
-    check, step = json.loads(capsys.readouterr().out)
-    assert check["seconds"] > 0 and step["seconds"] > 0 and check["share of 500 steps"].endswith("%")

@@ -23,6 +23,8 @@ RUNS = {
     "minibatch, LoRA": {"strategy": "minibatch"},
     "bfd, full": {"strategy": "bfd", "lora": False},
     "patched first": {"patch_first": True},
+    # Ranks run them another number of times; FSDP2 gathers each whole, as transformers names them to it.
+    "stateful mixers": {"mixers": True, "lora": False},
 }
 LONG = {"max_steps": 6}
 TWO = {

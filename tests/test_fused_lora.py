@@ -139,12 +139,19 @@ def train_bases(model):
             parameter.requires_grad_(True)
 
 
+def mark_as_in_parts(model):
+    """As DeepSpeed ZeRO-3 does, before its engine hooks the layers."""
+    for parameter in model.parameters():
+        parameter.ds_shape = parameter.shape
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (two_adapters, "2 adapters active at once"),
         (hook, "hooks on the layer"),
         (train_bases, "the base layer is trained too"),
+        (mark_as_in_parts, "weights in parts (DeepSpeed ZeRO-3)"),
     ],
 )
 def test_states_that_are_left_to_peft(change, reason):

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from accelerate import ParallelismConfig, load_checkpoint_and_dispatch
+from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig, load_checkpoint_and_dispatch
 from training import arguments, packed_trainer
 
 import trl_packfa
 from trl_packfa import PackedSFTTrainer, ranks
 from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset, UnsupportedModel, VersionTooOld
-from trl_packfa.refusals import asked_parallelism, refuse_uneven_calls
+from trl_packfa.parallelism import asked_parallelism, gathering_policy, refuse_uneven_calls
 from trl_packfa.reports import PACKING_REPORT, last_whole_checkpoint, read_progress
 from trl_packfa.zoo import small_model
 
@@ -74,9 +74,17 @@ def test_what_deepspeed_divides_is_refused(tmp_path, stage, config, message, str
         packed_trainer(args)
 
 
+def test_float16_that_deepspeed_would_infer_is_refused(tmp_path):
+    """transformers makes `fp16_full_eval` of the config's "auto" when it builds the engine."""
+    args = arguments(out=tmp_path, fp16_full_eval=True)
+    args.deepspeed_plugin = SimpleNamespace(zero_stage=3, deepspeed_config={"fp16": {"enabled": "auto"}})
+    with pytest.raises(InvalidConfig, match="fp16 under DeepSpeed ZeRO-3 cannot be packed"):
+        packed_trainer(args)
+
+
 @pytest.mark.parametrize("found", [None, "0.17.5"])
 def test_a_deepspeed_whose_zero3_cannot_be_proven_is_refused(tmp_path, monkeypatch, found):
-    monkeypatch.setattr("trl_packfa.refusals.installed_version", lambda package: found)
+    monkeypatch.setattr("trl_packfa.parallelism.installed_version", lambda package: found)
     args = arguments(out=tmp_path)
     args.deepspeed_plugin = SimpleNamespace(zero_stage=3, deepspeed_config={})
     with pytest.raises(VersionTooOld, match=rf"deepspeed {found or 'is not installed'}, needed >= (.|\n)*FSDP2"):
@@ -91,22 +99,48 @@ def test_weights_in_parts_without_an_engine_are_refused():
         trl_packfa.check(model)
 
 
+def refused_under(fsdp_plugin, model):
+    sharding = "FSDP2" if fsdp_plugin else "DeepSpeed ZeRO-3"
+    refuse_uneven_calls(trl_packfa.patch(model), sharding=sharding, gathers=gathering_policy(model, fsdp_plugin))
+
+
 @pytest.mark.parametrize(("kind", "named"), [("openai-gpt", "the backbone"), ("mamba2", r"layers.0.mixer, layers.1")])
 def test_zero3_refuses_modules_that_run_by_document(kind, named):
     with pytest.raises(InvalidConfig, match=rf"ZeRO-3 cannot run {named}(.|\n)*each rank(.|\n)*ZeRO-2"):
-        refuse_uneven_calls(trl_packfa.patch(small_model(kind)), sharding="DeepSpeed ZeRO-3")
+        refused_under(None, small_model(kind))
 
 
 def test_zero3_takes_modules_that_run_once():
-    refuse_uneven_calls(trl_packfa.patch(tiny.model(layers=2)), sharding="DeepSpeed ZeRO-3")
+    refused_under(None, tiny.model(layers=2))
 
 
 def test_fsdp2_gathers_whole_layers(monkeypatch, tmp_path):
     """A mixer may run as often as it likes within its layer; a backbone that runs per group of documents may not."""
-    refuse_uneven_calls(trl_packfa.patch(small_model("mamba")), sharding="FSDP2")
+    fsdp2 = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP")
+    refused_under(fsdp2, small_model("mamba"))
+    with pytest.raises(InvalidConfig, match="FSDP2 cannot run the backbone"):
+        refused_under(fsdp2, small_model("openai-gpt"))
     monkeypatch.setattr(PackedSFTTrainer, "is_proven_wrapped", True)
-    with pytest.raises(InvalidConfig, match=r"FSDP2 cannot run the backbone(.|\n)*DDP or ZeRO-2"):
+    with pytest.raises(InvalidConfig, match=r"cannot run the backbone(.|\n)*DDP or ZeRO-2"):
         packed_trainer(arguments(out=tmp_path), model=small_model("openai-gpt", vocab_size=97))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 1},
+        {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Conv1d"]},
+    ],
+    ids=["by size", "by class"],
+)
+def test_fsdp2_that_gathers_inside_a_mixer_is_refused(policy):
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **policy)
+    with pytest.raises(InvalidConfig, match=r"FSDP2 cannot run layers.0.mixer, layers.1.mixer(.|\n)*each rank"):
+        refused_under(plugin, small_model("mamba"))
+    if "min_num_params" in policy:
+        plugin.min_num_params = 10**9  # as whole as can be
+        refused_under(plugin, small_model("mamba"))
+        refused_under(FullyShardedDataParallelPlugin(fsdp_version=2, **policy), tiny.model(layers=2))
 
 
 def test_nothing_is_proven_before_zero3_has_wrapped_the_model(tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ import copy
 import io
 import os
 import pickle
-import threading
 
 import pytest
 import tiny
@@ -19,18 +18,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tolerance import assert_float32, assert_recomputed, differs
 
 from trl_packfa import describe, patch, unpatch
-from trl_packfa.zoo import small_model
 
 # Seen to hold: 150 at random; CI tries the same 40 every time.
 INTERLEAVINGS = int(os.environ.get("INTERLEAVINGS", "24"))
 LENGTHS = (5, 1, 8, 3)
-MODELS = {
-    "llama": lambda: tiny.model(layers=1),
-    "qwen2": lambda: tiny.model("qwen2", layers=2),
-    "gpt2": lambda: small_model("gpt2", num_hidden_layers=1),
-    "mamba": lambda: small_model("mamba", num_hidden_layers=1),
-    "roformer": lambda: small_model("roformer", num_hidden_layers=1),
-}
 TARGETS = {"mamba": ["in_proj", "x_proj"], "gpt2": ["c_attn", "c_proj"]}
 
 
@@ -71,9 +62,9 @@ def traces(model):
 class Interleavings(RuleBasedStateMachine):
     """One model through all of it."""
 
-    @initialize(name=st.sampled_from(sorted(MODELS)), seed=st.integers(0, 3))
+    @initialize(name=st.sampled_from(sorted(tiny.MODELS)), seed=st.integers(0, 3))
     def build(self, name, seed):
-        self.name, self.model, self.is_patched, self.hooked = name, MODELS[name](), False, False
+        self.name, self.model, self.is_patched, self.hooked = name, tiny.MODELS[name](), False, False
         self.docs, self.adapters, self.keys = tiny.documents(LENGTHS, seed=seed), 0, None
         self.keys = list(self.model.state_dict())
 
@@ -231,69 +222,6 @@ def test_many_interleavings():
             suppress_health_check=list(HealthCheck),
         ),
     )
-
-
-def run_in_threads(jobs):
-    """Each job's results, run at the same time; errors are raised here."""
-    results, errors, start = [None] * len(jobs), [], threading.Barrier(len(jobs))
-
-    def work(number, job):
-        try:
-            start.wait()
-            results[number] = job()
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=item) for item in enumerate(jobs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
-
-
-BATCHES = ((5, 1, 8, 3), (2, 11, 4), (7, 7), (1, 1, 1, 14))
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("models", [1, 2])
-@torch.no_grad()
-def test_threads_do_not_see_each_others_documents(name, models):
-    instances = [patch(MODELS[name]()) for _ in range(models)]
-    docs = [tiny.documents(lengths, seed=i) for i, lengths in enumerate(BATCHES)]
-    expected = [instances[i % models](**tiny.batch(d)).logits for i, d in enumerate(docs)]
-
-    @torch.no_grad()
-    def job(i):
-        return [instances[i % models](**tiny.batch(docs[i])).logits for _ in range(8)]
-
-    found = run_in_threads([lambda i=i: job(i) for i in range(len(docs))])
-    for logits, right in zip(found, expected, strict=True):
-        assert all(torch.equal(each, right) for each in logits)
-
-
-@pytest.mark.parametrize("name", ["qwen2", "mamba", "gpt2"])
-def test_threads_with_checkpointing_do_not_switch_it_off_for_each_other(name):
-    model = patch(MODELS[name]()).train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    docs = [tiny.documents(lengths, seed=i) for i, lengths in enumerate(BATCHES)]
-
-    def gradient(i):
-        embedded = model.get_input_embeddings()(torch.cat(docs[i]))[None].detach().requires_grad_()
-        batch = tiny.batch(docs[i])
-        del batch["input_ids"]
-        logits = model(inputs_embeds=embedded * 1, **batch).logits
-        (found,) = torch.autograd.grad((logits * torch.linspace(-1, 1, logits.shape[-1])).sum(), embedded)
-        return found
-
-    expected = [gradient(i) for i in range(len(docs))]
-    found = run_in_threads([lambda i=i: [gradient(i) for _ in range(6)] for i in range(len(docs))])
-    for gradients, right in zip(found, expected, strict=True):
-        for each in gradients:
-            assert_recomputed(each, right)
-    assert all(getattr(m, "gradient_checkpointing", True) for m in model.modules())
 
 
 def test_two_models_of_one_class_with_different_backends_take_turns():

@@ -1,55 +1,26 @@
-"""`trl-packfa plan`: figures against brute force and against the trainers that really run, page, messages."""
+"""`trl-packfa plan`: figures against brute force and against the trainers that really run."""
 
-import json
 import re
-import time
-import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny
 import torch
+from plans import UNEVEN, made
 from tolerance import assert_estimate
 from training import FORMATS, arguments, packed_trainer
 from training import dataset as small_dataset
 
 from trl_packfa.batching import PADDED, Batching
-from trl_packfa.cli import main
 from trl_packfa.config import PACKING_STRATEGIES
 from trl_packfa.packing import TrainedTokens, fewest_micro_batches, plan_overflow
-from trl_packfa.plan.gather import Source, lengths_from_file, read_documents
+from trl_packfa.plan.gather import Source, read_documents
 from trl_packfa.plan.memory import estimate, layer_bytes
-from trl_packfa.plan.page import render
 from trl_packfa.plan.run import make_plan
 from trl_packfa.plan.shape import read_shape
 from trl_packfa.summary import plan_epoch
-from trl_packfa.tokenized import Tokens
 
 pytest.importorskip("matplotlib")
-UNEVEN = [int(n) for n in np.exp(np.random.default_rng(0).normal(3.5, 0.9, 300)).clip(2, 400)]
-
-
-def source(lengths=UNEVEN):
-    lengths = np.array(lengths, dtype=np.int64)
-    return Source("lengths", Tokens(lengths, TrainedTokens.every(int(lengths.sum()))))
-
-
-def made(tmp_path, lengths=UNEVEN, ranks=(1, 4), shape=None, **options):
-    options = {"max_steps": -1, "num_train_epochs": 1, "max_length": 200, "gradient_checkpointing": True, **options}
-    args = arguments(out=tmp_path, **options)
-    return make_plan(source(lengths), args, list(ranks), shape)
-
-
-@pytest.fixture
-def saved(tmp_path):
-    """A folder with a config and a tokenizer, no weights; and a dataset file."""
-    folder = tmp_path / "model"
-    tiny.model(layers=2).config.save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
-    data = tmp_path / "data.jsonl"
-    data.write_text("\n".join(json.dumps(row) for row in FORMATS["prompt-completion"]))
-    return {"MODEL": str(folder), "DATA": str(data), "DIR": str(tmp_path)}
 
 
 def brute_force(lengths, size, accumulation, world, strategy, budget):
@@ -279,116 +250,3 @@ def test_the_suggested_budget_does_what_is_said(tmp_path):
     epoch = again.chosen.epoch()
     assert f"{epoch.micro_batches / epoch.steps:.1f}" == said and epoch.fill > plan.chosen.epoch().fill
     assert epoch.steps == plan.chosen.epoch().steps
-
-
-def test_the_page_stands_alone(tmp_path, saved):
-    shape = read_shape(arguments(out=tmp_path, model_name_or_path=saved["MODEL"]))
-    plan = made(tmp_path, shape=shape)
-    page = render(plan)
-    assert page.count("<svg") == 6 and "<script" not in page and "@import" not in page
-    outside = [t for t in re.findall(r"(?:src|href|url)\s*[=(]\s*[\"']?([^\"')>\s]+)", page) if not t.startswith("#")]
-    assert outside == []
-    assert re.findall(r"(?:src|href)=[\"']?([^\"'>]+)", page.replace("#", "http://x/#", 1)) != [], (
-        "the search finds some"
-    )
-    assert all(sentence.split("'")[0] in page for sentence in plan.advice)
-
-
-def test_the_command_shows_tables_json_and_page(saved, capsys):
-    page = f"{saved['DIR']}/plan.html"
-    argv = ["plan", "--dataset_name", saved["DATA"], "--output_dir", saved["DIR"] + "/out", "--bf16", "true"]
-    assert main([*argv, "--model_name_or_path", saved["MODEL"], "--html", page, "--ranks", "2,1"]) == 0
-    text = capsys.readouterr().out
-    for part in ("24 documents", "step *", "bfd_split", "2 GPUs: steps", "GB on one GPU", "Use packing_strategy"):
-        assert part in text, part
-    assert "<svg" in open(page).read()
-    assert main([*argv, "--tokenizer", saved["MODEL"], "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["documents"] == 24 and plan["model"] is None and plan["memory_formula"] is None
-    assert plan["strategies"]["step"]["cut"]["trained_tokens"] < plan["strategies"]["step"]["cut"]["packed_tokens"]
-
-
-def test_the_command_takes_yaml_and_lengths(saved, tmp_path, capsys):
-    (tmp_path / "run.yaml").write_text(f"output_dir: {tmp_path}\nmax_length: 64\npacking_strategy: bfd\nbf16: true\n")
-    (tmp_path / "lengths.json").write_text("[5, 60, 100, 7]")
-    argv = ["plan", "--config", str(tmp_path / "run.yaml"), "--lengths", str(tmp_path / "lengths.json")]
-    assert main([*argv, "--max_length", "80", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["arguments"]["max_length"] == 80 and plan["arguments"]["packing_strategy"] == "bfd"
-    assert plan["strategies"]["bfd"]["cut"]["tokens_lost"] == 20
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--dataset_name", "DATA"], "InvalidConfig: no tokenizer"),
-        (["--tokenizer", "MODEL"], "InvalidConfig: no dataset"),
-        (["--dataset_name", "DATA", "--tokenizer", "/nowhere"], "cannot load a tokenizer from '/nowhere'"),
-        (["--dataset_name", "DATA", "--model_name_or_path", "/nowhere"], "cannot make the model '/nowhere'"),
-        (["--dataset_name", "DATA", "--tokenizer", "MODEL", "--dataset_streaming", "true"], "is a stream"),
-        (["--dataset_name", "DATA", "--tokenizer", "MODEL", "--assistant_only_loss", "true"], "TRL cannot tokenize"),
-        (["--dataset_name", "DATA", "--tokenizer", "MODEL", "--overflow", "error", "--max_length", "9"],
-         "overflow='error'"),
-        (["--dataset_name", "DATA", "--tokenizer", "MODEL", "--max_tokens_per_microbatch", "3"],
-         "max_tokens_per_microbatch=3 is smaller than document"),
-        (["--dataset_name", "PACKED", "--tokenizer", "MODEL"], "its rows were packed before"),
-        (["--lengths", "/nowhere.json"], "cannot read lengths from /nowhere.json"),
-        (["--lengths", "DATA"], "cannot read lengths from"),
-        (["--lengths", "EMPTY"], "is no list of document lengths"),
-        (["--lengths", "FLOATS"], "is no list of document lengths"),
-        (["--lengths", "ZERO"], "is no list of document lengths"),
-        (["--lengths", "GOOD", "--ranks", "1,none"], "--ranks 1,none is no list"),
-        (["--lengths", "GOOD", "--ranks", "0"], "--ranks 0 is no list"),
-        (["--lengths", "GOOD", "--html", "/nowhere/plan.html"], "cannot write to /nowhere/plan.html"),
-        (["--lengths", "GOOD", "--packing_strategy", "bfd", "--max_length", "none"], "max_length"),
-        (["--lengths", "GOOD", "--learning_speed", "1"], "learning_speed"),
-    ],
-)  # fmt: skip
-def test_user_errors_are_one_message_without_traceback(saved, tmp_path, capsys, argv, message):
-    row = {"input_ids": [1, 2, 3], "labels": [1, 2, 3], "seq_lengths": [2, 1]}
-    files = {"EMPTY": [], "FLOATS": [1.5, 2], "ZERO": [3, 0], "GOOD": [5, 9, 4], "PACKED": row}
-    for name, content in files.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
-        saved[name] = str(tmp_path / f"{name}.json")
-    assert main(["plan", "--output_dir", str(tmp_path), *(saved.get(word, word) for word in argv)]) == 1
-    captured = capsys.readouterr()
-    assert message in captured.err and "Traceback" not in captured.err
-    assert main(["plan", "--output_dir", str(tmp_path), "--lengths", saved["GOOD"]]) == 0, "the files are fine"
-
-
-def test_the_page_without_matplotlib_fails_before_the_work(saved, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    (tmp_path / "lengths.json").write_text("[5, 9]")
-    argv = ["plan", "--output_dir", str(tmp_path), "--lengths", str(tmp_path / "lengths.json")]
-    assert main([*argv, "--html", str(tmp_path / "plan.html")]) == 1
-    assert "MissingPackage: --html needs matplotlib, which is not installed." in capsys.readouterr().err
-    assert main(argv) == 0, "tables need none"
-
-
-@pytest.mark.slow
-def test_a_million_documents_take_seconds_and_little_memory(tmp_path):
-    """Lengths only, in the processor time of one thread."""
-    lengths = np.exp(np.random.default_rng(0).normal(5.3, 0.8, 1_000_000)).astype(np.int64).clip(2, 20_000)
-    (tmp_path / "lengths.json").write_text(json.dumps(lengths.tolist()))
-    args = arguments(out=tmp_path, max_length=4096, gradient_accumulation_steps=4, max_steps=-1)
-    start = time.process_time()
-    tracemalloc.start()
-    plan = make_plan(lengths_from_file(str(tmp_path / "lengths.json")), args, [1, 8])
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert plan.padded.epoch().steps == -(-1_000_000 // 16)
-    assert time.process_time() - start < 120 and peak < 4e8
-
-
-def test_the_readmes_commands_run(saved, tmp_path, capsys, monkeypatch):
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    lines = [line.split()[1:] for line in readme.splitlines() if line.startswith("trl-packfa plan ")]
-    (tmp_path / "lengths.json").write_text("[5, 60, 100, 7]")
-    (tmp_path / "run.yaml").write_text(f"dataset_name: {saved['DATA']}\nmodel_name_or_path: {saved['MODEL']}\n")
-    names = {"my_data.jsonl": saved["DATA"], "my_model": saved["MODEL"]}
-    monkeypatch.chdir(tmp_path)
-    assert len(lines) == 4
-    for line in lines:
-        assert main([names.get(word, word) for word in line]) == 0, line
-        assert capsys.readouterr().out
-    assert (tmp_path / "plan.html").exists()

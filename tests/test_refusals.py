@@ -11,7 +11,7 @@ from tolerance import assert_trajectory
 from training import FORMATS, arguments, dataset, losses, packed_trainer
 from transformers import DataCollatorWithFlattening, default_data_collator
 
-from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset, UnsupportedModel
+from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset, NoBackend, UnsupportedModel
 from trl_packfa.fused_head import OwnHead
 from trl_packfa.zoo import small_model
 
@@ -119,6 +119,13 @@ def test_unsupported_architecture_is_refused_before_the_data_is_touched(tmp_path
             packed_trainer(
                 arguments(out=tmp_path), model=given, train_dataset=IterableDataset.from_generator(untouchable)
             )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="varlen may run here")
+def test_a_backend_that_cannot_run_here_is_refused_before_anything_is_loaded(tmp_path):
+    with pytest.raises(NoBackend, match=r"'varlen' cannot run here(.|\n)*needs a CUDA(.|\n)*trl-packfa backends"):
+        packed_trainer(arguments(out=tmp_path, attention_backend="varlen"), model="never-loaded")
+    packed_trainer(arguments(out=tmp_path, attention_backend="reference"))
 
 
 def test_vision_datasets_are_refused(tmp_path):

@@ -49,6 +49,15 @@ ARCHITECTURES = {
     **{name: (name, None) for name in ("bloom", "falcon", "git", "mpt")},
 }  # fmt: skip
 
+# A model of each rung, some of two layers: `MODELS[name]()` makes one.
+MODELS = {
+    "llama": lambda: model(layers=1),
+    "qwen2": lambda: model("qwen2", layers=2),
+    "gpt2": lambda: small_model("gpt2", num_hidden_layers=1),
+    "mamba": lambda: small_model("mamba", num_hidden_layers=1),
+    "roformer": lambda: small_model("roformer", num_hidden_layers=1),
+}
+
 
 def model(architecture="llama", *, seed=0, layers=None, **config):
     """A model whose weights mix tokens strongly, so that a leak cannot hide."""

@@ -7,6 +7,10 @@ from peft import LoraConfig
 
 from trl_packfa import PackedSFTConfig, PackedSFTTrainer
 
+# Of documents, as uneven as instructions are.
+LENGTHS = [n for i in range(40) for n in (5 + i % 7, 31, 2 + i % 3)]
+SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "check_packing": False}
+
 
 def lora_config():
     """Of its own for each trainer: PEFT writes the modules that it found into the config it is given."""

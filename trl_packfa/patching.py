@@ -148,12 +148,12 @@ def _plan_inside(backbone: nn.Module, state: PatchState) -> list[Override]:
     rotary = [module for module in backbone.modules() if depends_on_length(module)]
     overrides: list[Override] = [RotaryOverride(module, _own_forward(module)) for module in rotary]
     overrides += [_mixer_override(module, state) for module in state.mixers.values()]
-    fused = fused_overrides(backbone, _own_forward) if state.fused_lora else []
-    fused += [RMSNormOverride(module, None) for module in backbone.modules() if is_rms_norm(module)]
-    if state.mixers or state.patch.functions or state.patch.makes_mask or fused:
+    when_packed = fused_overrides(backbone, _own_forward) if state.fused_lora else []
+    when_packed += [RMSNormOverride(module, None) for module in backbone.modules() if is_rms_norm(module)]
+    if state.mixers or state.patch.functions or state.patch.makes_mask or when_packed:
         layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
         overrides += [LayerOverride(layer, _own_forward(layer)) for layer in layers]
-    return overrides + fused
+    return overrides + when_packed
 
 
 def _mixer_override(module: nn.Module, state: PatchState) -> Override:

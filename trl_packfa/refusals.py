@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from accelerate import ParallelismConfig
+import torch
 from datasets import Dataset, IterableDataset
-from packaging.version import Version
 from peft import PeftConfig, PeftModel
-from torch import nn
 from transformers import PreTrainedModel
 
+from .attention import AttentionRequest, get_backend
 from .boundaries import layout_of
 from .config import PackedSFTConfig
-from .errors import InvalidConfig, PackingError, UnsupportedModel, VersionTooOld
+from .errors import InvalidConfig, NoBackend, PackingError, UnsupportedModel
 from .finding import model_config, model_type
-from .patching import find_state
+from .parallelism import asked_parallelism, refuse_parallelism, refuse_zero3
 from .registry import get_patch_for_type
 from .results import results
-from .versions import installed_version
 
 
 def refuse_arguments(
@@ -31,6 +27,7 @@ def refuse_arguments(
 
     Raises:
         [`InvalidConfig`]: naming them.
+        [`NoBackend`]: if the named attention backend cannot run on this machine.
         [`VersionTooOld`]: for a DeepSpeed whose ZeRO-3 cannot be proven.
     """
     targets = getattr(peft_config, "target_modules", None) or ()
@@ -56,106 +53,24 @@ def refuse_arguments(
         )
     if getattr(peft_config, "is_prompt_learning", False):
         _refuse_prompt_learning(peft_config)
+    _refuse_backend(args)
     refuse_parallelism(asked_parallelism(args))
     if getattr(args.deepspeed_plugin, "zero_stage", 0) == 3:
-        _refuse_zero3(args)
+        refuse_zero3(args)
 
 
-# The first DeepSpeed whose engine was seen to leave gradients alone while the exactness check takes them.
-_DEEPSPEED = "0.19.8"
-
-
-def _refuse_zero3(args: PackedSFTConfig) -> None:
-    config: Any = getattr(args.deepspeed_plugin, "deepspeed_config", None) or {}
-    if args.fp16 or config.get("fp16", {}).get("enabled") is True:
-        raise InvalidConfig(
-            "fp16 under DeepSpeed ZeRO-3 cannot be packed.",
-            why=[
-                "DeepSpeed runs no backward without its loss scaling there, and the exactness check measures gradients"
-            ],
-            do="Use bf16=True, or FSDP2 (fsdp=True).",
-        )
-    found = installed_version("deepspeed")
-    if Version(found or "0") < Version(_DEEPSPEED):
-        raise VersionTooOld(
-            f"deepspeed {found or 'is not installed'}, needed >= {_DEEPSPEED} for ZeRO-3.",
-            why=["the exactness check needs an engine that can leave gradients alone (coalesce_grad_reduction)"],
-            do=f"pip install 'deepspeed>={_DEEPSPEED}', or use FSDP2 (fsdp=True).",
-        )
-
-
-def refuse_uneven_calls(model: nn.Module, *, sharding: str) -> None:
-    """A patched model of which some modules run document by document, where weights are gathered when they run.
-
-    Ranks gather together. Those whose rows hold other documents would run such a module another number of times, and
-    gather parts of different weights into one. ZeRO-3 gathers for every module, FSDP2 for whole layers, within which
-    a module may run as often as it likes.
-
-    Args:
-        model (`torch.nn.Module`): a patched model.
-        sharding (`str`): `"DeepSpeed ZeRO-3"` or `"FSDP2"`.
-
-    Raises:
-        [`InvalidConfig`]: naming the modules.
-    """
-    state = find_state(model)
-    if state is None:
+def _refuse_backend(args: PackedSFTConfig) -> None:
+    """A named backend that could not serve even the plainest of models here; what it cannot do for this one is known
+    once that has been built."""
+    if args.attention_backend == "auto":
         return
-    uneven = sorted(state.mixers) if sharding != "FSDP2" else []
-    uneven = ["the backbone"] if state.patch.rebatch else uneven
-    if uneven:
-        named = ", ".join([*uneven[:3], *(["..."] if len(uneven) > 3 else [])])
-        raise InvalidConfig(
-            f"{sharding} cannot run {named} document by document.",
-            why=["it gathers weights each time they are used, which would be another number of times on each rank"],
-            do="Use DDP or ZeRO-2.",
-        )
-
-
-# Ways to divide a model or a row over ranks, by the name of the size that switches them on.
-_DIVIDED = {
-    "tp_size": "tensor parallelism: ranks that share a layer need the same rows; packed rows are dealt to all ranks",
-    "ep_size": "expert parallelism: ranks that share a layer need rows that pass it together",
-    "pp_size": "pipeline parallelism: stages hand each other hidden states, without the boundaries of their documents",
-    "cp_size": "context parallelism: a row is cut anywhere, and attention across the cut knows no document boundaries",
-    "sp_size": "sequence parallelism: ranks exchange heads for tokens inside the attention that packing replaces",
-}
-
-
-def asked_parallelism(args: PackedSFTConfig) -> dict[str, int]:
-    """The sizes that arguments, accelerate's environment or DeepSpeed's config ask for."""
-    config = args.parallelism_config
-    if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
-        config = ParallelismConfig()
-    sizes = {name: getattr(config, name, None) or 1 for name in _DIVIDED}
-    kwargs = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
-    native = kwargs.get("distributed_config")
-    of_native: Any = native.get if isinstance(native, dict) else partial(getattr, native)
-    deepspeed: Any = getattr(args.deepspeed_plugin, "deepspeed_config", None) or {}
-    sizes["tp_size"] = max(sizes["tp_size"], deepspeed.get("tensor_parallel", {}).get("autotp_size") or 1)
-    for name in ("tp_size", "ep_size", "pp_size"):
-        sizes[name] = max(sizes[name], kwargs.get(name) or 1, of_native(name, None) or 1)
-    if kwargs.get("tp_plan") or of_native("tp_plan", None):
-        sizes["tp_size"] = max(sizes["tp_size"], args.world_size)
-    return sizes
-
-
-def refuse_parallelism(sizes: dict[str, int]) -> None:
-    """A model or a row that is divided over ranks.
-
-    Args:
-        sizes (`dict[str, int]`):
-            Of the groups of ranks: `tp_size`, `ep_size`, `pp_size`, `cp_size`, `sp_size`.
-
-    Raises:
-        [`InvalidConfig`]: naming those above 1, each with the reason.
-    """
-    found = {name: size for name, size in sizes.items() if size > 1}
-    if found:
-        raise InvalidConfig(
-            f"{', '.join(f'{name}={size}' for name, size in found.items())} cannot be packed.",
-            why=[_DIVIDED[name] for name in found],
-            do="Shard the model with FSDP2 (fsdp=True), under which every rank has rows of its own, or packing=False.",
+    plainest = AttentionRequest(args.device, torch.bfloat16, head_dim=64, num_heads=8, num_key_value_heads=8)
+    reasons = get_backend(args.attention_backend).refusals(plainest)
+    if reasons:
+        raise NoBackend(
+            f"attention backend '{args.attention_backend}' cannot run here.",
+            why=reasons,
+            do="Pass attention_backend='auto', or see `trl-packfa backends`.",
         )
 
 

@@ -35,9 +35,10 @@ from .collator import DataCollatorForPacking
 from .config import PackedSFTConfig
 from .mishaps import only_run_in
 from .packing import PackedBatchSampler, PackingReport
+from .parallelism import gathering_policy, refuse_uneven_calls
 from .proving import ProvingTrainer
 from .ranks import TrainBeginCallback, from_main_rank, require_same_documents
-from .refusals import refuse_arguments, refuse_collator, refuse_model, refuse_sources, refuse_uneven_calls
+from .refusals import refuse_arguments, refuse_collator, refuse_model, refuse_sources
 from .registry import describe, patch
 from .reports import (
     read_progress,
@@ -161,7 +162,9 @@ class PackedSFTTrainer(ProvingTrainer):
             self._choose_head(self.model)
         patch(self.model, backend=self.args.attention_backend, fused_lora=self.args.fused_lora)
         if self.is_proven_wrapped:
-            refuse_uneven_calls(self.model, sharding="DeepSpeed ZeRO-3" if self.is_zero3_enabled else "FSDP2")
+            fsdp_plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+            sharding = "FSDP2" if fsdp_plugin is not None else "DeepSpeed ZeRO-3"
+            refuse_uneven_calls(self.model, sharding=sharding, gathers=gathering_policy(self.model, fsdp_plugin))
         # TRL's collator for padded batches, which evaluation with metrics uses.
         self._padding_collator = copy.copy(self.data_collator)
         self._padding_collator.padding_free = False

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..precision import HALF, autocast_dtype, has_half_products
+from ..zero3 import is_in_parts
 
 _LORA = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit")
 _PLAIN, _NF4 = "torch.nn.modules.linear.Linear", "bitsandbytes.nn.modules.Linear4bit"
@@ -117,6 +118,8 @@ def _is_hooked(module: Any) -> bool:
 
 
 def _why_not_tensor(weight: torch.Tensor) -> str | None:
+    if is_in_parts(weight):
+        return "weights in parts (DeepSpeed ZeRO-3)"
     if type(weight.data) is not torch.Tensor:
         return f"weights of type {type(weight.data).__name__}"
     known = (torch.float64, torch.float32, *HALF)

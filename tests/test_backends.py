@@ -1,0 +1,98 @@
+"""Which backend serves a request, why the others do not, and what their kernels are called with."""
+
+import pytest
+import torch
+
+from trl_packfa import PackedLayout
+from trl_packfa.attention import (
+    AttentionArguments,
+    AttentionRequest,
+    BackendChoice,
+    get_backend,
+    refusals,
+    resolve,
+)
+from trl_packfa.errors import NoBackend
+from trl_packfa.grouping import group_by_length
+
+
+def test_groups_cover_every_document_once_and_waste_little():
+    lengths = tuple(torch.randint(1, 500, (300,), generator=torch.Generator().manual_seed(0)).tolist())
+    groups = group_by_length(lengths)
+    assert sorted(i for group in groups for i in group) == list(range(300))
+    padded = sum(len(group) * max(lengths[i] for i in group) for group in groups)
+    assert padded / sum(lengths) < 1.15
+
+
+def test_refusals_name_every_reason():
+    request = AttentionRequest(torch.device("cpu"), torch.float32, 12, 4, 2, dropout=0.1, sinks=True, softcap=3.0)
+    reasons = refusals(request)
+    assert reasons["varlen"] == [
+        "needs a CUDA or ROCm device, the model is on cpu",
+        "needs float16 or bfloat16, got float32",
+        "needs a head_dim that is a multiple of 8 up to 256, got 12",
+        "varlen_attn has no softcap",
+        "varlen_attn has no attention sinks",
+        "varlen_attn has no dropout, the model asks for 0.1",
+    ]
+    assert reasons["sdpa"] == reasons["reference"] == []
+    assert "needs a CUDA device, the model is on cpu" in reasons["flex"]
+    assert "needs a CUDA or ROCm device, the model is on cpu" in reasons["flash"]
+
+
+def test_auto_takes_the_first_without_refusals_and_never_reference():
+    request = AttentionRequest(torch.device("cpu"), torch.float32, 16, 4, 2)
+    assert resolve(request).name == "sdpa"
+
+
+def test_a_named_backend_runs_or_raises_with_request_and_reasons():
+    request = AttentionRequest(torch.device("cpu"), torch.float32, 16, 4, 2)
+    assert resolve(request, "reference").name == "reference"
+    with pytest.raises(
+        NoBackend, match=r"asked for: varlen\): device=cpu dtype=float32 head_dim=16(.|\n)*needs a CUDA"
+    ):
+        resolve(request, "varlen")
+
+
+def test_an_unknown_backend_is_refused_with_the_names():
+    with pytest.raises(NoBackend, match=r"no attention backend 'fa2'(.|\n)*'flash', 'varlen', 'flex', 'sdpa'"):
+        BackendChoice("fa2")
+
+
+def test_flash_index_overflow_is_refused_before_the_kernel_runs():
+    from trl_packfa.attention.kernel_limits import require_indexable
+
+    layout = PackedLayout.from_lengths([1] * 70_000)
+    query = torch.empty(70_000, 32, 8, device="meta", requires_grad=True)
+    with pytest.raises(NoBackend, match=r"70000 tokens in 70000 documents(.|\n)*limit 2\^31"):
+        require_indexable(query, layout, "flash")
+
+
+@pytest.mark.parametrize("backend", ["flash", "varlen"])
+def test_kernel_arguments(backend, monkeypatch):
+    """The kernels themselves need a GPU; that they are called with the right arguments does not."""
+    from trl_packfa.attention import flash, varlen
+
+    calls = {}
+
+    def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+                               softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0):  # fmt: skip
+        calls.update(locals())
+        return q
+
+    def varlen_attn(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, scale=None,
+                    window_size=(-1, -1), enable_gqa=False):  # fmt: skip
+        calls.update(locals(), softmax_scale=scale, causal=window_size[1] == 0)
+        return q
+
+    monkeypatch.setattr(flash, "_capability", lambda device: (8, 0))
+    kernel = flash._Kernel(flash_attn_varlen_func, frozenset(flash_attn_varlen_func.__code__.co_varnames), (8, 0))
+    monkeypatch.setattr(flash, "_kernel", lambda capability: kernel)
+    monkeypatch.setattr(varlen, "_varlen_attn", varlen_attn)
+    layout = PackedLayout.from_lengths([3, 5])
+    query, key, value = torch.randn(8, 4, 16), torch.randn(8, 2, 16), torch.randn(8, 2, 16)
+    for window, expected in ((None, (-1, 0) if backend == "varlen" else (-1, -1)), (4, (3, 0))):
+        get_backend(backend)(query, key, value, layout, AttentionArguments(scaling=0.3, sliding_window=window))
+        assert calls["window_size"] == expected
+        assert (calls["softmax_scale"], calls["causal"], calls["max_seqlen_q"]) == (0.3, True, 5)
+        assert calls["cu_seqlens_k"] is layout.cu_seqlens

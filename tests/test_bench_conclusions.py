@@ -1,0 +1,98 @@
+"""What the benchmark concludes of the steps it timed, and what it refuses to."""
+
+import dataclasses
+
+import pytest
+
+from trl_packfa.bench import plot
+from trl_packfa.bench.compare import Result, compare, require_equal_work
+from trl_packfa.bench.data import facts, random_documents
+from trl_packfa.bench.sides import parse_sides
+from trl_packfa.bench.table import remarks, speed_rows
+from trl_packfa.cli import main
+from trl_packfa.errors import InvalidConfig
+
+
+def result(name="step", *, seconds=(1.0,) * 6, tokens=100, share=1.5, **facts):
+    """A side that ran."""
+    one = Result(parse_sides(name)[0])
+    one.facts = {"equal": {"threads": 2, "device": "cpu", **facts}, "leaks": False, "steps_per_epoch": 9}
+    steps = [{"seconds": s, "tokens": tokens + i, "fingerprint": i} for i, s in enumerate(seconds)]
+    one.steps = [
+        {**s, "computed": 200, "documents": 4, "micro_batches": 2, "largest": 100, "loss": 2.0} for s in steps
+    ]
+    for step in one.steps:
+        step |= {"compiled": 0, "cpu_seconds": share * step["seconds"]}
+    one.end = {"peak_bytes": 1, "bytes_before": 1, "life_peak_bytes": 1, "eval_loss": None}
+    return one
+
+
+def rows(results):
+    data = facts(random_documents([25, 25], vocab_size=9, seed=0))
+    return {"sides": [one.to_dict(data, flops=1.0, peak=1.0, base=results[0]) for one in results]}
+
+
+def test_a_clear_ratio_stands():
+    ratio = compare(result(seconds=(0.5, 0.52, 0.49, 0.51, 0.5, 0.5)), result("padding"))
+    assert ratio.low < ratio.value < ratio.high and ratio.value == pytest.approx(1.99, abs=0.02)
+    assert not ratio.verdict
+    assert compare(base := result("padding"), base).value == 1.0
+
+
+def test_a_short_run_concludes_nothing():
+    ratio = compare(result(seconds=(0.5,) * 4), result("padding", seconds=(1.0,) * 4))
+    assert ratio.verdict == "too short to conclude: 4 timed steps; raise --max_steps to 5 or more"
+
+
+def test_a_noisy_run_concludes_nothing():
+    noisy = compare(result(seconds=(0.2, 3.0, 0.3, 0.2, 2.0, 0.4)), result("padding"))
+    assert "holds 1; raise --max_steps, or free the machine" in noisy.verdict
+
+
+def test_a_busy_machine_concludes_nothing():
+    for sides in ((result(share=0.3), result("padding")), (result(), result("padding", share=0.3))):
+        assert compare(*sides).verdict.startswith("the machine was busy with other work")
+    on_gpu = result(share=0.3, device="cuda:0"), result("padding", share=0.3, device="cuda:0")
+    assert "busy" not in compare(*on_gpu).verdict
+
+
+def test_no_ratio_to_or_from_a_side_that_failed():
+    failed = dataclasses.replace(result("padding"), failure="died of something")
+    report = rows([failed, result()])
+    assert speed_rows(report)[0]["true tokens/s"] == "-" and speed_rows(report)[1]["times"] == "-"
+    assert speed_rows(report)[1]["true tokens/s"] == "102"
+    assert remarks(report) == ["padding failed: died of something", "step: no ratio: padding failed"]
+    assert "ratio" not in rows([result("padding"), dataclasses.replace(result(), failure="x")])["sides"][1]
+
+
+def test_unequal_work_is_not_compared():
+    require_equal_work([result("padding"), result()])
+    with pytest.raises(InvalidConfig, match=r"padding and step did not do the same work.\n  - threads: 2 and 1"):
+        require_equal_work([result("padding"), result(threads=1)])
+    with pytest.raises(InvalidConfig, match="step 1 holds other examples: 100 and 90 tokens"):
+        require_equal_work([result("padding"), result(tokens=90)])
+    # Rows take other examples in a step by design, and a side that failed did no work.
+    require_equal_work([result("padding"), result("bfd", tokens=90)])
+    require_equal_work([result("padding"), dataclasses.replace(result(threads=1), failure="x")])
+
+
+def test_a_contaminated_side_runs_only_if_named():
+    for name, contaminated, fails in (("trl-bfd", "", True), ("trl-bfd", "trl-bfd", False), ("fixed", "", False)):
+        one = Result(parse_sides(name, contaminated=contaminated)[0])
+        one.built({"leaks": True})
+        assert bool(one.failure) == fails
+    assert "documents see each other" in remarks(rows([leaking(result("padding"))]))[0]
+
+
+def leaking(one):
+    one.facts["leaks"] = True
+    return one
+
+
+def test_plot_is_written_or_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    plot.save_plot(rows([result("padding"), result()]), str(tmp_path / "bench.png"))
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    assert main(["bench", "--model", "tiny", "--lengths", "x.json", "--plot", "x.png"]) == 1
+    assert "a plot needs matplotlib.\npip install 'trl-packfa[plots]'" in capsys.readouterr().err

@@ -1,0 +1,68 @@
+"""The benchmarks of one part each: attention, planning, the exactness check; and the models they run on."""
+
+import json
+
+import pytest
+import torch
+from tolerance import assert_float32
+
+from trl_packfa import PackedLayout
+from trl_packfa.bench.attention import bench_attention
+from trl_packfa.bench.mixes import document_lengths, draw_lengths
+from trl_packfa.bench.paths import TRANSFORMERS, attend_with
+from trl_packfa.bench.planning import bench_pack
+from trl_packfa.bench.presets import PRESETS, preset_config
+from trl_packfa.cli import main
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_the_sizes_that_their_names_say(name):
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(preset_config(name))
+    billions = sum(p.numel() for p in model.parameters()) / 1e9
+    sizes = {"llama-3.2-1b": 1.24, "llama-3-8b": 8.03, "mistral-7b": 7.25, "granite-8b": 8.17, "phi-3-mini": 3.82}
+    if name in sizes:
+        assert billions == pytest.approx(sizes[name], abs=0.02)
+    assert preset_config(name, vocab_size=200_000).vocab_size == 200_000
+
+
+def test_lengths_add_up():
+    for mix in ("short", "even", "uneven", "long", "whole"):
+        assert sum(document_lengths(mix, 700, seed=0)) == 700
+    assert document_lengths("whole", 700, seed=0) == [700]
+    assert draw_lengths("even", 9, seed=1).tolist() != draw_lengths("even", 9, seed=2).tolist()
+
+
+def test_bench_attention_runs_what_can_run_and_says_why_not(lengths_file):
+    rows = bench_attention(tokens=[512], mixes=[lengths_file], sides=["sdpa", TRANSFORMERS, "flex"], repeats=1)
+    ours, theirs, flex = rows
+    assert ours["us/token"] > 0 and ours["KB/token"] >= 0 and theirs["times the floor"] > 0
+    assert flex["us/token"] is None and (torch.cuda.is_available() or "CUDA" in flex["remark"])
+    huge = bench_attention(tokens=[2**22], mixes=["whole"], sides=["sdpa", TRANSFORMERS, "x"], repeats=1, slowest=1.0)
+    assert [row["us/token"] for row in huge] == [None] * 3
+    assert "its arithmetic alone takes" in huge[0]["remark"] and "its T x T mask takes" in huge[1]["remark"]
+    assert "there is no side 'x'" in huge[2]["remark"]
+
+
+def test_both_sides_of_the_attention_bench_compute_the_same():
+    layout = PackedLayout.from_lengths([30, 1, 65])
+    query, key, value = (torch.randn(96, heads, 64) for heads in (8, 2, 2))
+    shape = {"heads": 8, "key_value_heads": 2, "head_dim": 64}
+    ours, theirs = (attend_with(side, layout, **shape)(query, key, value) for side in ("sdpa", TRANSFORMERS))
+    assert_float32(ours, theirs)
+
+
+def test_bench_pack_times_every_part():
+    rows = bench_pack(documents=2000, row=256, mix="short")
+    assert [row["documents"] for row in rows] == [2000, 2000, 1984] and all(row["documents/s"] > 0 for row in rows)
+
+
+def test_bench_check_times_the_proof_beside_a_step(lengths_file, tmp_path, capsys):
+    assert (
+        main(["bench", "check", "--model", "tiny", "--lengths", lengths_file, "--json", "--output_dir", str(tmp_path)])
+        == 0
+    )
+    check, step = json.loads(capsys.readouterr().out)
+    assert check["seconds"] > 0 and step["seconds"] > 0 and check["share of 500 steps"].endswith("%")

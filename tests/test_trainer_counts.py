@@ -1,0 +1,127 @@
+"""What the trainer packs and what it says of it: rows, plans, losses of data, all counted."""
+
+import json
+import logging
+from itertools import chain
+
+import pytest
+from tolerance import assert_trajectory
+from training import arguments, dataset, packed_trainer
+
+
+@pytest.mark.parametrize("strategy", ["step", "minibatch", "bfd"])
+def test_padding_is_counted_nowhere(tmp_path, strategy):
+    """With and without `pad_to_multiple_of`: the same loss, tokens, documents, entropy, accuracy and fill."""
+    logs = []
+    for multiple in (None, 64):
+        options = {"packing_strategy": strategy, "max_length": 96, "gradient_accumulation_steps": 2, "max_steps": 3}
+        trainer = packed_trainer(arguments(out=tmp_path, pad_to_multiple_of=multiple, **options))
+        trainer.train()
+        logs.append([entry for entry in trainer.state.log_history if "loss" in entry])
+    for plain, padded in zip(*logs, strict=True):
+        assert plain["tokens_per_second"] > 0 and padded["tokens_per_second"] > 0
+        exact = [name for name in plain if name in ("num_tokens", "documents", "longest_document", "fill")]
+        assert [plain[name] for name in exact] == [padded[name] for name in exact]
+        near = ["loss", "entropy", "mean_token_accuracy"]
+        assert_trajectory([padded[name] for name in near], [plain[name] for name in near])
+
+
+def test_the_plan_of_an_epoch_is_what_happens(tmp_path):
+    """Steps, examples a step, micro-batches and fill, told before the first step, as training then logs them."""
+    for strategy in ("step", "bfd"):
+        args = arguments(out=tmp_path, packing_strategy=strategy, max_length=96, gradient_accumulation_steps=4,
+                         per_device_train_batch_size=1 if strategy == "bfd" else 4, max_steps=-1, num_train_epochs=1,
+                         check_packing=False)  # fmt: skip
+        trainer = packed_trainer(args)
+        plan = trainer.packing_plan
+        trainer.train()
+        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+        assert plan["steps_per_epoch"] == trainer.state.global_step == len(logs)
+        assert plan["examples_per_step"] == pytest.approx(len(trainer.train_dataset) / len(logs))
+        if strategy == "bfd":
+            tokens = trainer.packing_reports["train"].packed_tokens
+            assert plan["fill"] == pytest.approx(tokens / (plan["rows"] * 96))
+            assert plan["documents_per_row"] == pytest.approx(len(trainer.train_dataset) / plan["rows"])
+        else:
+            logged = sum(entry["micro_batches"] for entry in logs) / len(logs)
+            assert plan["micro_batches_per_step"] == pytest.approx(logged, abs=0.7)
+            assert plan["imbalance"] == plan["imbalance_padded"] == 1.0, "one process"
+            assert 0 < plan["padding_without_packing"] < 1
+        trainer.save_reports(tmp_path)
+        assert json.loads((tmp_path / "packing_report.json").read_text())["plan"] == plan
+
+
+def test_wrapped_cuts_where_rows_are_full_and_honours_every_boundary(tmp_path):
+    """Each row holds `max_length` tokens; what is cut off is a document of its own, which sees nothing before it."""
+    args = arguments(
+        out=tmp_path, packing_strategy="wrapped", max_length=64, per_device_train_batch_size=1, max_steps=4,
+        completion_only_loss=False,
+    )  # fmt: skip
+    trainer = packed_trainer(args)
+    report = trainer.packing_reports["train"]
+    assert report.split > 0 and report.packed_tokens == report.tokens
+    seen, compute_loss = [], trainer.compute_loss
+
+    def watch(model, inputs, **options):
+        seen.append(inputs["packed_layout"])
+        return compute_loss(model, inputs, **options)
+
+    trainer.compute_loss = watch
+    trainer.train()
+    assert trainer.exactness.is_exact
+    assert sorted(layout.num_tokens for layout in seen)[1:] == [64] * 3
+    assert all(layout.num_documents > 1 for layout in seen)
+
+
+def test_bfd_fills_rows_and_repacks_every_epoch(tmp_path):
+    args = arguments(out=tmp_path, packing_strategy="bfd", max_length=96, per_device_train_batch_size=1, max_steps=-1)
+    args.num_train_epochs, args.check_packing = 2, False  # the check would go through the collator watched here
+    trainer = packed_trainer(args)
+    batches = []
+    collate = trainer.data_collator
+
+    def watch(examples):
+        batches.append(sorted(tuple(e["input_ids"]) for e in examples))
+        return collate(examples)
+
+    trainer.data_collator = watch
+    trainer.train()
+    per_epoch = len(batches) // 2
+    first, second = batches[:per_epoch], batches[per_epoch:]
+    everything = sorted(tuple(e["input_ids"]) for e in trainer.train_dataset)
+    assert sorted(chain(*first)) == sorted(chain(*second)) == everything
+    assert first != second
+    assert max(sum(map(len, batch)) for batch in batches) <= 96
+    assert trainer.packing_sampler.fill > 0.9
+    assert all(0 < entry["fill"] <= 1 for entry in trainer.state.log_history if "fill" in entry)
+
+
+def test_what_is_lost_is_counted_reported_and_saved(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger="trl_packfa"):
+        args = arguments(out=tmp_path, max_length=20, save_strategy="steps", save_steps=3)
+        trainer = packed_trainer(args)
+    report = trainer.packing_reports["train"]
+    assert report.documents == 48 and report.truncated > 0 and report.tokens_lost > 0
+    assert report.dropped_untrained > 0, "prompts alone longer than max_length"
+    assert f"truncated {report.truncated}" in caplog.text and "tokens lost" in caplog.text
+    assert len(trainer.train_dataset) == report.packed_documents == 48 - report.dropped_untrained
+    trainer.train()
+    saved = json.loads((tmp_path / "checkpoint-3" / "packing_report.json").read_text())
+    assert saved["train"] == report.to_dict()
+    assert json.loads((tmp_path / "checkpoint-3" / "exactness_report.json").read_text())["verdict"] == "exact"
+
+
+def test_split_trains_every_token(tmp_path):
+    trainer = packed_trainer(arguments(out=tmp_path, max_length=20, overflow="split", completion_only_loss=False))
+    report = trainer.packing_reports["train"]
+    single_tokens = report.dropped_untrained  # a piece of one token predicts nothing
+    assert report.split > 0 and report.tokens_lost == single_tokens
+    assert max(len(ids) for ids in trainer.train_dataset["input_ids"]) == 20
+    assert "source" in trainer.train_dataset.column_names, "user columns survive"
+
+
+def test_losses_of_a_stream_are_logged(tmp_path):
+    args = arguments(out=tmp_path, max_length=20, max_steps=2)
+    trainer = packed_trainer(args, train_dataset=dataset().to_iterable_dataset())
+    trainer.train()
+    assert sum(entry.get("tokens_lost", 0) for entry in trainer.state.log_history) > 0
