@@ -16,6 +16,7 @@ from training import arguments, packed_trainer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from trl_packfa import describe, patch, unpatch
+from trl_packfa.lora.layers import chunk_size
 
 EVERYWHERE = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"}
 
@@ -98,8 +99,14 @@ def test_gradient_checkpointing(use_reentrant, trains_inputs):
 def test_rows_longer_than_a_chunk(monkeypatch):
     model = adapted()
     for chunk in (7, 16):
-        monkeypatch.setattr("trl_packfa.lora.layers._CHUNK", chunk)
+        monkeypatch.setattr("trl_packfa.lora.products.chunk_size", lambda *_, chunk=chunk: chunk)
         assert_like_peft(model)
+
+
+def test_chunks_stay_small_where_memory_is_mapped_afresh():
+    cpu = torch.device("cpu")
+    assert [chunk_size(features, cpu, torch.float32) for features in (512, 4096, 14_336)] == [4096, 2048, 1024]
+    assert chunk_size(4096, cpu, torch.bfloat16) == 4096
 
 
 def test_int8_weights_are_left_to_peft(tmp_path):

@@ -37,8 +37,7 @@ def half_products(monkeypatch, request):
 
 @pytest.mark.parametrize("adapter", [torch.float32, torch.bfloat16])
 def test_bfloat16_weights(half_products, adapter, monkeypatch):
-    for size in ("_CHUNK", "_CHUNK_IN_HALF"):
-        monkeypatch.setattr(f"trl_packfa.lora.layers.{size}", 16)
+    monkeypatch.setattr("trl_packfa.lora.products.chunk_size", lambda *_: 16)
     model = adapted(base=tiny.model(layers=2).bfloat16())
     for name, parameter in model.named_parameters():
         if "lora_" in name:

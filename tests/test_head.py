@@ -56,6 +56,7 @@ def model_without_labels(model):
 def test_gradients_are_those_of_the_logits(trains, transform, monkeypatch):
     """Against float64, in tiles of 64 positions of which the last is short, for any gradient of the scores."""
     monkeypatch.setattr("trl_packfa.tiles._TILE", 0)
+    monkeypatch.setattr("trl_packfa.tiles._FEWEST", 64)
     generator = torch.Generator().manual_seed(0)
     hidden, weight, bias = (
         torch.randn(*shape, generator=generator).requires_grad_(which in (trains, "both") or trains == "both")

@@ -11,12 +11,13 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from .precision import autocast_dtype
+from .precision import HALF, autocast_dtype
 
-# Logits of a tile: 16 MB of float32. Larger temporaries are mapped afresh by glibc, page by page.
-_TILE = 4 * 1024**2
+# Logits of a tile. Products of more positions are the faster, up to these 64 MB of float32, which are made once and
+# used for every tile; in half precision each tile needs float32 copies too, which glibc maps afresh above 32 MB.
+_TILE, _TILE_IN_HALF = 16 * 1024**2, 4 * 1024**2
 # Positions of a tile at least: fewer would read the head's weight too often.
-_FEWEST = 64
+_FEWEST = 128
 
 
 class Transform(NamedTuple):
@@ -50,7 +51,7 @@ class Tiles:
         self.dtype = dtype or autocast_dtype(hidden) or hidden.dtype
         self.hidden, self.weight, self.transform = hidden, weight.to(self.dtype), transform
         self.bias = None if bias is None else bias.to(self.dtype)
-        self.size = max(_TILE // len(weight), _FEWEST)
+        self.size = max((_TILE_IN_HALF if self.dtype in HALF else _TILE) // len(weight), _FEWEST)
 
     def __iter__(self) -> Iterator[tuple[slice, torch.Tensor]]:
         buffer = self.hidden.new_empty((min(self.size, len(self.hidden)), len(self.weight)), dtype=self.dtype)

@@ -38,7 +38,8 @@ class ProjectTogether(Function):
         outs = [
             x_TD.new_empty(len(x_TD), p.features, dtype=out) for p, out in zip(projections, dtypes_out, strict=True)
         ]
-        for x, *parts in chunks(x_TD, *outs, dtype=dtype):
+        ctx.size = chunk_size(max(p.features for p in projections), x_TD.device, dtype)
+        for x, *parts in chunks(x_TD, *outs, size=ctx.size):
             layers.apply(x, parts)
         return tuple(outs)
 
@@ -51,7 +52,7 @@ class ProjectTogether(Function):
         layers.start_backward()
         grad_x = torch.empty_like(x_TD) if ctx.needs_input_grad[0] else None
         room = x_TD if grad_x is None else grad_x
-        for x, part, *chunk in chunks(x_TD, room, *grads, dtype=ctx.dtype):
+        for x, part, *chunk in chunks(x_TD, room, *grads, size=ctx.size):
             layers.backward(x, chunk, None if grad_x is None else part)
         return grad_x, None, None, None, *layers.adapter_gradients()
 
@@ -72,10 +73,11 @@ class GatedMLP(Function):
     ) -> torch.Tensor:
         """`projections` are gate, up, down; `keeps` says whether a backward may come."""
         inner, outer = Layers(projections[:2], dtype), Layers(projections[2:], dtype)
-        tokens, features, size = len(x_TD), projections[0].features, chunk_size(x_TD, dtype)
+        tokens, features = len(x_TD), projections[0].features
+        ctx.size = size = chunk_size(features, x_TD.device, dtype)
         out_TD = x_TD.new_empty(tokens, projections[2].features, dtype=dtype_out)
         kept = [x_TD.new_empty(tokens if keeps else min(tokens, size), features, dtype=dtype_out) for _ in range(2)]
-        for number, (x, out) in enumerate(chunks(x_TD, out_TD, dtype=dtype)):
+        for number, (x, out) in enumerate(chunks(x_TD, out_TD, size=size)):
             start = number * size if keeps else 0
             gate, up = inner.apply(x, [part[start : start + len(x)] for part in kept])
             outer.apply(activation(gate) * up, [out])
@@ -92,7 +94,7 @@ class GatedMLP(Function):
         inner.start_backward()
         outer.start_backward()
         grad_x = torch.empty_like(x_TD)
-        for x, gate, up, grad, out in chunks(x_TD, gate_TI, up_TI, grad_TD, grad_x, dtype=ctx.dtype):
+        for x, gate, up, grad, out in chunks(x_TD, gate_TI, up_TI, grad_TD, grad_x, size=ctx.size):
             gate, up = gate.detach().to(ctx.dtype).requires_grad_(), up.to(ctx.dtype)
             with torch.enable_grad():
                 active = ctx.activation(gate)
