@@ -188,6 +188,7 @@ def main():
     state = PartialState()
     if state.is_main_process:
         print(json.dumps(results), flush=True)
+    state.wait_for_everyone()  # the launcher ends the others with the victim, before they have said it
     if victim == [str(state.process_index)]:
         os.kill(os.getpid(), signal.SIGKILL)
     state.wait_for_everyone()
