@@ -14,7 +14,7 @@ from training import arguments, packed_trainer
 import trl_packfa
 from trl_packfa import PackedSFTTrainer, ranks
 from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset, UnsupportedModel, VersionTooOld
-from trl_packfa.parallelism import asked_parallelism, gathering_policy, refuse_uneven_calls
+from trl_packfa.parallelism import asked_parallelism, refuse_uneven_calls
 from trl_packfa.reports import PACKING_REPORT, last_whole_checkpoint, read_progress
 from trl_packfa.zoo import small_model
 
@@ -100,8 +100,7 @@ def test_weights_in_parts_without_an_engine_are_refused():
 
 
 def refused_under(fsdp_plugin, model):
-    sharding = "FSDP2" if fsdp_plugin else "DeepSpeed ZeRO-3"
-    refuse_uneven_calls(trl_packfa.patch(model), sharding=sharding, gathers=gathering_policy(model, fsdp_plugin))
+    refuse_uneven_calls(trl_packfa.patch(model), fsdp_plugin)
 
 
 @pytest.mark.parametrize(("kind", "named"), [("openai-gpt", "the backbone"), ("mamba2", r"layers.0.mixer, layers.1")])

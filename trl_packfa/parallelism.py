@@ -51,7 +51,7 @@ def refuse_zero3(args: PackedSFTConfig) -> None:
         )
 
 
-def refuse_uneven_calls(model: nn.Module, *, sharding: str, gathers: Callable[[nn.Module], bool]) -> None:
+def refuse_uneven_calls(model: nn.Module, fsdp_plugin: Any) -> None:
     """A patched model of which some modules run document by document, where weights are gathered when they run.
 
     Ranks gather together. Those whose rows hold other documents would run such a module another number of times, and
@@ -60,8 +60,7 @@ def refuse_uneven_calls(model: nn.Module, *, sharding: str, gathers: Callable[[n
 
     Args:
         model (`torch.nn.Module`): a patched model.
-        sharding (`str`): what gathers, `"DeepSpeed ZeRO-3"` or `"FSDP2"`.
-        gathers (`Callable`): whether weights are gathered each time that a module runs; see [`gathering_policy`].
+        fsdp_plugin (`FullyShardedDataParallelPlugin` or `None`): accelerate's; `None` for DeepSpeed ZeRO-3.
 
     Raises:
         [`InvalidConfig`]: naming the modules.
@@ -69,6 +68,7 @@ def refuse_uneven_calls(model: nn.Module, *, sharding: str, gathers: Callable[[n
     state = find_state(model)
     if state is None:
         return
+    gathers = _gathering_policy(model, fsdp_plugin)
     inside = {
         name: [module for module in mixer.modules() if module is not mixer] for name, mixer in state.mixers.items()
     }
@@ -77,13 +77,13 @@ def refuse_uneven_calls(model: nn.Module, *, sharding: str, gathers: Callable[[n
     if uneven:
         named = ", ".join([*uneven[:3], *(["..."] if len(uneven) > 3 else [])])
         raise InvalidConfig(
-            f"{sharding} cannot run {named} document by document.",
+            f"{'DeepSpeed ZeRO-3' if fsdp_plugin is None else 'FSDP2'} cannot run {named} document by document.",
             why=["it gathers weights each time they are used, which would be another number of times on each rank"],
             do="Use DDP or ZeRO-2.",
         )
 
 
-def gathering_policy(model: nn.Module, fsdp_plugin: Any) -> Callable[[nn.Module], bool]:
+def _gathering_policy(model: nn.Module, fsdp_plugin: Any) -> Callable[[nn.Module], bool]:
     """The modules that gather weights when they are called: every one under ZeRO-3 (no plugin); under FSDP2 those that
     it wraps, layers unless its `auto_wrap_policy` goes by size or names other classes."""
     if fsdp_plugin is None:

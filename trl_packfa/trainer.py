@@ -35,7 +35,7 @@ from .collator import DataCollatorForPacking
 from .config import PackedSFTConfig
 from .mishaps import only_run_in
 from .packing import PackedBatchSampler, PackingReport
-from .parallelism import gathering_policy, refuse_uneven_calls
+from .parallelism import refuse_uneven_calls
 from .proving import ProvingTrainer
 from .ranks import TrainBeginCallback, from_main_rank, require_same_documents
 from .refusals import refuse_arguments, refuse_collator, refuse_model, refuse_sources
@@ -162,9 +162,7 @@ class PackedSFTTrainer(ProvingTrainer):
             self._choose_head(self.model)
         patch(self.model, backend=self.args.attention_backend, fused_lora=self.args.fused_lora)
         if self.is_proven_wrapped:
-            fsdp_plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-            sharding = "FSDP2" if fsdp_plugin is not None else "DeepSpeed ZeRO-3"
-            refuse_uneven_calls(self.model, sharding=sharding, gathers=gathering_policy(self.model, fsdp_plugin))
+            refuse_uneven_calls(self.model, getattr(self.accelerator.state, "fsdp_plugin", None))
         # TRL's collator for padded batches, which evaluation with metrics uses.
         self._padding_collator = copy.copy(self.data_collator)
         self._padding_collator.padding_free = False
