@@ -11,9 +11,7 @@ from trl_packfa.attention import (
     AttentionArguments,
     AttentionRequest,
     get_backend,
-    sdpa,
 )
-from trl_packfa.grouping import group_by_length
 
 NAMES = [backend.name for backend in BACKENDS]
 CASES = {
@@ -88,35 +86,6 @@ def test_float32_against_the_oracle(name, case):
 @pytest.mark.parametrize("name", NAMES)
 def test_low_precision_against_eager_attention(name, case, dtype):
     assert_as_precise_as_eager_attention(backend_for(name, dtype, case), case, dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_low_precision_of_a_cpu_that_has_it(case, dtype, monkeypatch):
-    """Short documents, as those of the test above, are computed in float32 there."""
-    monkeypatch.setattr(sdpa, "_FASTER_IN_FLOAT32", 0)
-    monkeypatch.setattr(sdpa, "has_half_products", lambda dtype, device: True)
-    assert_as_precise_as_eager_attention(get_backend("sdpa"), case, dtype)
-
-
-@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
-@pytest.mark.parametrize("native", [False, True], ids=["emulated", "native"])
-def test_where_half_precision_is_computed_in_float32(native, autocast, monkeypatch):
-    """On a CPU: everywhere if it emulates half precision, in documents of up to 256 tokens, at 64 features a head, if
-    it has it. Results are in half precision all the same."""
-    monkeypatch.setattr(sdpa, "has_half_products", lambda dtype, device: native)
-    seen, attend = {}, sdpa._causal
-    monkeypatch.setattr(sdpa, "_causal", lambda q, *rest: seen.update({q.shape[2]: q.dtype}) or attend(q, *rest))
-    layout = PackedLayout.from_lengths((257, 256))
-    given = torch.randn(3, layout.num_tokens, 2, 64, dtype=torch.float32 if autocast else torch.bfloat16)
-    monkeypatch.setattr("trl_packfa.grouping._SLACK_SHARE", 0.0)
-    monkeypatch.setattr("trl_packfa.grouping._SLACK_TOKENS", 0)
-    group_by_length.cache_clear()
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        out = get_backend("sdpa")(*given, layout, AttentionArguments(scaling=0.3))
-    group_by_length.cache_clear()
-    assert out.dtype == torch.bfloat16
-    assert seen == {256: torch.float32, 257: given.dtype if native else torch.float32}
 
 
 def assert_as_precise_as_eager_attention(backend, case, dtype):

@@ -18,14 +18,12 @@ from torch.utils.checkpoint import checkpoint
 from ..graphs import outside_of_graphs
 from ..grouping import group_by_length, pack_groups, pad_groups
 from ..layout import PackedLayout
-from ..precision import HALF, autocast_dtype, has_half_products
+from ..precision import autocast_dtype
+from .half_on_cpu import CausalInHalf, has_two_halves, is_faster_in_float32
 from .reference import dense_attention
 from .request import AttentionArguments, AttentionRequest
 
 _CHUNK_QUERIES = 256
-# Longest document times head dim up to which a CPU that has half-precision products still attends faster in float32:
-# its kernel's fixed cost per block outweighs them. Measured for heads of 64 and 128 with AVX512-BF16 and AMX.
-_FASTER_IN_FLOAT32 = 256 * 64
 
 
 class SdpaBackend:
@@ -56,22 +54,13 @@ class SdpaBackend:
         for group, batch in zip(group_by_length(layout.lengths), batches, strict=True):
             q_GNLH, k_GKLH, v_GKLH = (tensor.transpose(1, 2) for tensor in batch)
             tokens_GL = _pad_numbers([numbers[i] for i in group], layout.num_tokens) if numbers else None
-            if _is_faster_in_float32(q_GNLH, dtype):
+            if is_faster_in_float32(q_GNLH, dtype, fused=_is_fused(arguments)):
                 with torch.autocast(query.device.type, enabled=False):
                     out_GNLH = _attend(q_GNLH.float(), k_GKLH.float(), v_GKLH.float(), arguments, tokens_GL)
             else:
                 out_GNLH = _attend(q_GNLH, k_GKLH, v_GKLH, arguments, tokens_GL)
             outputs.append(out_GNLH.transpose(1, 2).to(dtype))
         return pack_groups(outputs, layout)
-
-
-def _is_faster_in_float32(query: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether attention of a group `(G, N, L, H)` that would run in `dtype` is faster, and more exact, in float32: in
-    half precision on CPUs that emulate it, five times in AVX2, and for short documents on those that have it."""
-    device = query.device.type
-    if dtype not in HALF or device != "cpu":
-        return False
-    return not has_half_products(dtype, device) or query.shape[2] * query.shape[3] <= _FASTER_IN_FLOAT32
 
 
 def _attend(
@@ -84,9 +73,18 @@ def _attend(
     """Attention of a right-padded group, whole where torch's fused function knows all that is asked for; `tokens_GL`
     are the numbers of its packed tokens, for a bias."""
     fits_window = arguments.sliding_window is None or query.shape[2] <= arguments.sliding_window
-    if fits_window and arguments.softcap is None and arguments.sinks is None and tokens_GL is None:
-        return _causal(query, key, value, arguments)
-    return _in_chunks(query, key, value, arguments, tokens_GL)
+    if not fits_window or not _is_fused(arguments) or tokens_GL is not None:
+        return _in_chunks(query, key, value, arguments, tokens_GL)
+    dtype = autocast_dtype(query) or query.dtype
+    if arguments.dropout == 0 and has_two_halves(query, value, dtype):
+        qkv = (tensor.to(dtype) for tensor in (query, key, value))
+        return CausalInHalf.apply(*qkv, arguments.scaling)  # type: ignore[return-value]
+    return _causal(query, key, value, arguments)
+
+
+def _is_fused(arguments: AttentionArguments) -> bool:
+    """Whether torch's fused function knows what is done to the scores."""
+    return arguments.softcap is None and arguments.sinks is None
 
 
 def _pad_numbers(numbers: list[torch.Tensor], padding: int) -> torch.Tensor:
@@ -137,7 +135,7 @@ def _in_chunks(
 ) -> torch.Tensor:
     """See [`_attend`]: `_CHUNK_QUERIES` queries at a time over the keys they can see."""
     window = arguments.sliding_window or query.shape[2]
-    fused = arguments.softcap is None and arguments.sinks is None
+    fused = _is_fused(arguments)
 
     def attend(start: int, first_key: int, stop: int) -> torch.Tensor:
         index = torch.arange(first_key, stop, device=query.device)

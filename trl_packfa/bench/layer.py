@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
+from ..attention import AttentionArguments, get_backend
 from ..elementwise import RMSNormOverride, rotate
 from ..errors import InvalidConfig
 from ..flight import in_flight
@@ -24,8 +25,8 @@ from ..precision import HALF
 Act = Callable[[], Any]
 DTYPES = ("float32", "bfloat16", "float16")
 _HEADS, _HEAD_DIM = 8, 64
-# Documents of short rows, whose attention in half precision a CPU may compute faster in float32.
-_DOCUMENTS = (32, 128, 256, 1024)
+# Documents whose attention in half precision a CPU may compute faster in float32, or half of it.
+_DOCUMENTS = (32, 128, 256, 512, 1024)
 
 
 def bench_layer(*, tokens: Sequence[int], dtypes: Sequence[str], repeats: int) -> list[dict[str, Any]]:
@@ -48,7 +49,7 @@ def bench_layer(*, tokens: Sequence[int], dtypes: Sequence[str], repeats: int) -
         parts = {f"rotation, {count:,} tokens": _rotation(count, dtype) for count in tokens}
         parts |= {f"RMSNorm, {count:,} tokens": _norm(count, dtype) for count in tokens}
         if dtype in HALF:
-            parts |= {f"attention in float32, documents of {n:,}": _attention(n, dtype) for n in _DOCUMENTS}
+            parts |= {f"attention, documents of {n:,}": _attention(n, dtype) for n in _DOCUMENTS}
         rows += [{"part": name, "dtype": str(dtype)[6:], **_in_turn(*both, repeats)} for name, both in parts.items()]
     return rows
 
@@ -77,16 +78,19 @@ def _norm(tokens: int, dtype: torch.dtype) -> tuple[Act, Act]:
 
 
 def _attention(length: int, dtype: torch.dtype) -> tuple[Act, Act]:
-    shape = (_DOCUMENTS[-1] // length, length, _HEADS, _HEAD_DIM)
-    qkv_GLNH = [torch.randn(shape, dtype=dtype).requires_grad_() for _ in range(3)]
-    upstream_GNLH = torch.randn(shape, dtype=dtype).transpose(1, 2)
+    lengths = (length,) * (_DOCUMENTS[-1] // length)
+    layout, arguments = PackedLayout.from_lengths(lengths), AttentionArguments(scaling=_HEAD_DIM**-0.5)
+    qkv = [torch.randn(layout.num_tokens, _HEADS, _HEAD_DIM, dtype=dtype).requires_grad_() for _ in range(3)]
+    upstream = torch.randn_like(qkv[0])
 
-    def run(computed: torch.dtype) -> Any:
-        query, key, value = (x.transpose(1, 2).to(computed) for x in qkv_GLNH)
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True).to(dtype)
-        return torch.autograd.grad(out, qkv_GLNH, upstream_GNLH)
+    def theirs() -> torch.Tensor:
+        query, key, value = (x.unflatten(0, (len(lengths), -1)).transpose(1, 2) for x in qkv)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(0, 1)
 
-    return lambda: run(dtype), lambda: run(torch.float32)
+    def run(attend: Act) -> Any:
+        return torch.autograd.grad(attend(), qkv, upstream)
+
+    return lambda: run(theirs), lambda: run(lambda: get_backend("sdpa")(*qkv, layout, arguments))
 
 
 def _in_turn(theirs: Act, ours: Act, repeats: int) -> dict[str, Any]:

@@ -48,11 +48,12 @@ def chunk_size(features: int, device: torch.device, dtype: torch.dtype) -> int:
 
 
 def _add_up(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """`total += a @ b`; totals of half precision's products are float32."""
+    """`total += a.T @ b`, of a narrow `a`; totals of half precision's products are float32, and a CPU is
+    faster with a transposed copy there."""
     if total.dtype == a.dtype:
-        total.addmm_(a, b)
+        total.addmm_(a.T, b)
     else:
-        total += a @ b
+        total += (a.T.contiguous() if a.device.type == "cpu" else a.T) @ b
 
 
 class Layers:
@@ -127,9 +128,9 @@ class Layers:
         inners = self._by_layer(x_TD @ self.As_RD.T)
         for number, B, inner, grad_B_RO in zip(self.adapted, self.Bs, inners, self.grad_Bs_RO, strict=True):
             outer.append((grads[number] @ B).mul_(self.projections[number].scaling))
-            _add_up(grad_B_RO, inner.T, grads[number])
+            _add_up(grad_B_RO, inner, grads[number])
         outer_TR = torch.cat(outer, dim=1)
-        _add_up(self.grad_As, outer_TR.T, x_TD)
+        _add_up(self.grad_As, outer_TR, x_TD)
         return outer_TR
 
     def adapter_gradients(self) -> list[torch.Tensor | None]:
