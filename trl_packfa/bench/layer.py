@@ -80,8 +80,9 @@ def _norm(tokens: int, dtype: torch.dtype) -> tuple[Act, Act]:
 def _attention(length: int, dtype: torch.dtype) -> tuple[Act, Act]:
     lengths = (length,) * (_DOCUMENTS[-1] // length)
     layout, arguments = PackedLayout.from_lengths(lengths), AttentionArguments(scaling=_HEAD_DIM**-0.5)
-    qkv = [torch.randn(layout.num_tokens, _HEADS, _HEAD_DIM, dtype=dtype).requires_grad_() for _ in range(3)]
-    upstream = torch.randn_like(qkv[0])
+    shape = (layout.num_tokens, _HEADS, _HEAD_DIM)
+    qkv = q, k, v = tuple(torch.randn(shape, dtype=dtype).requires_grad_() for _ in range(3))
+    upstream = torch.randn_like(q)
 
     def theirs() -> torch.Tensor:
         query, key, value = (x.unflatten(0, (len(lengths), -1)).transpose(1, 2) for x in qkv)
@@ -90,7 +91,7 @@ def _attention(length: int, dtype: torch.dtype) -> tuple[Act, Act]:
     def run(attend: Act) -> Any:
         return torch.autograd.grad(attend(), qkv, upstream)
 
-    return lambda: run(theirs), lambda: run(lambda: get_backend("sdpa")(*qkv, layout, arguments))
+    return lambda: run(theirs), lambda: run(lambda: get_backend("sdpa")(q, k, v, layout, arguments))
 
 
 def _in_turn(theirs: Act, ours: Act, repeats: int) -> dict[str, Any]:
