@@ -52,8 +52,8 @@ def heads(length, *, key_value=2, dtype=BF16, seed=0):
 @pytest.mark.parametrize("dtype", HALF.values(), ids=HALF)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_as_precise_as_eager_attention(machine, case, dtype, monkeypatch):
-    """With short documents, which float32 computes, documents of 28 and 30 tokens and a long one."""
-    monkeypatch.setattr(half_on_cpu, "_ALL_IN_FLOAT32", 5 * 16)
+    """Documents of up to 30 tokens, single ones among them, and a long one, none of them short enough for float32."""
+    monkeypatch.setattr(half_on_cpu, "_ALL_IN_FLOAT32", 0)
     monkeypatch.setattr(half_on_cpu, "_BACKWARD_IN_FLOAT32", 30 * 16)
     assert_as_precise_as_eager_attention(get_backend("sdpa"), case, dtype)
 

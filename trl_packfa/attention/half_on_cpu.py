@@ -88,7 +88,7 @@ def _by_head(x: torch.Tensor, num_key_value_heads: int, dtype: torch.dtype) -> t
     """Heads `(G, heads, L, H)` as `(G K, R, L, H)`, one after the other: that is faster, and the R query heads of a
     key/value head see it without a copy."""
     x_GKRLH = x.unflatten(1, (num_key_value_heads, -1))
-    return torch.empty(x_GKRLH.shape, dtype=dtype).copy_(x_GKRLH).flatten(0, 1)
+    return x.new_empty(x_GKRLH.shape, dtype=dtype).copy_(x_GKRLH).flatten(0, 1)
 
 
 def _by_token(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -98,5 +98,5 @@ def _by_token(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     x_GKRLH = x.unflatten(0, (groups, -1))
     if x_GKRLH.shape[1] * x_GKRLH.shape[2] != heads:
         x_GKRLH = x_GKRLH.sum(2, keepdim=True)
-    out_GLKRH = torch.empty((groups, length, *x_GKRLH.shape[1:3], features), dtype=like.dtype)
+    out_GLKRH = like.new_empty(groups, length, *x_GKRLH.shape[1:3], features)
     return out_GLKRH.copy_(x_GKRLH.permute(0, 3, 1, 2, 4)).flatten(2, 3).transpose(1, 2)
