@@ -79,7 +79,8 @@ class Result:
 
     def to_dict(self, data: Facts, *, flops: float, peak: float, base: Result) -> dict[str, Any]:
         """All figures of a side; of one that failed, the reason and nothing that could be compared."""
-        row: dict[str, Any] = {"side": self.side.name, "trainer": "trl-packfa" if self.side.kind.ours else "TRL"}
+        trainer = "none" if self.side.kind.bound else "trl-packfa" if self.side.kind.ours else "TRL"
+        row: dict[str, Any] = {"side": self.side.name, "trainer": trainer}
         if self.failure:
             return {**row, "failed": self.failure}
         seconds = [step["seconds"] for step in self.steps]

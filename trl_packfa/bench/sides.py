@@ -15,6 +15,7 @@ from ..config import PackedSFTConfig
 from ..errors import InvalidConfig
 from ..sources import init_kwargs, model_type, quantization_of
 from ..trainer import PackedSFTTrainer
+from .products import ProductsOnly
 
 
 class Strategy(NamedTuple):
@@ -28,6 +29,7 @@ class Strategy(NamedTuple):
         cuts (`bool`): whether documents are cut where a row is full.
         in_order (`bool`): whether a step holds the examples of the padded run's.
         contaminated (`bool`): whether its name says that documents see each other.
+        bound (`bool`): whether only the matrix products of its steps run, and nothing is trained.
     """
 
     ours: bool
@@ -36,6 +38,7 @@ class Strategy(NamedTuple):
     cuts: bool = False
     in_order: bool = False
     contaminated: bool = False
+    bound: bool = False
 
 
 STRATEGIES = {
@@ -54,6 +57,8 @@ STRATEGIES = {
     "bfd": Strategy(ours=True, options={"packing_strategy": "bfd"}, rows=True),
     "minibatch": Strategy(ours=True, options={"packing_strategy": "minibatch"}, in_order=True),
     "step": Strategy(ours=True, options={"packing_strategy": "step"}, in_order=True),
+    "bfd-bound": Strategy(ours=True, options={"packing_strategy": "bfd"}, rows=True, bound=True),
+    "step-bound": Strategy(ours=True, options={"packing_strategy": "step"}, in_order=True, bound=True),
 }
 _NAME = re.compile(r"(?P<strategy>[^@/]+)(@(?P<row>\d+)(x(?P<rows>\d+))?)?(/(?P<backend>.+))?")
 
@@ -151,11 +156,14 @@ def build_trainer(
     options |= {"assistant_only_loss": False, "completion_only_loss": None}
     options |= {"eval_strategy": "no", "load_best_model_at_end": False, "push_to_hub": False}
     if side.kind.ours:
-        budget = args.max_tokens_per_microbatch if side.strategy == "step" else None
+        by_step = options["packing_strategy"] == "step"
+        budget = args.max_tokens_per_microbatch if by_step else None
         given = {**_fields(args, PackedSFTConfig), "max_tokens_per_microbatch": budget, "overflow": "truncate"}
-        return PackedSFTTrainer(
-            model, PackedSFTConfig(**{**given, **options, "attention_backend": side.backend}), **data
-        )
+        given |= {**options, "attention_backend": side.backend}
+        trainer = PackedSFTTrainer(model, PackedSFTConfig(**given), **data)
+        if side.kind.bound:
+            trainer._run_micro_batch = ProductsOnly(trainer)
+        return trainer
     given = {"packing": False, "packing_strategy": "bfd", "padding_free": False, "eval_packing": False}
     kept = {k: v for k, v in _fields(args, SFTConfig).items() if k not in given}
     return SFTTrainer(

@@ -40,7 +40,7 @@ def training_rows(report: dict[str, Any]) -> Rows:
     """What each side trained, and what it cost besides arithmetic."""
     rows = []
     for side in report["sides"]:
-        if "failed" in side:
+        if "failed" in side or side["trainer"] == "none":
             continue
         loss = side["validation_loss"]
         rows.append(

@@ -131,7 +131,8 @@ def run(spec: dict[str, Any], channel: Channel) -> None:
     peak = memory.peak()
     while not pacer.finished and channel.receive() != FINISH:
         channel.send("ended")
-    loss = trainer.evaluate()["eval_loss"] if evaluation is not None else None
+    trained = evaluation is not None and not side.kind.bound
+    loss = trainer.evaluate()["eval_loss"] if trained else None
     channel.send("done", peak_bytes=peak, bytes_before=memory.before, life_peak_bytes=memory.life, eval_loss=loss)
 
 
