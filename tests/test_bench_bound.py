@@ -44,23 +44,25 @@ def test_layers_multiply_as_torch_counts(build):
     model = build()
     if not any(p.requires_grad for p in model.parameters()):
         model.get_output_embeddings().requires_grad_(True)
-    products = [product for layer in linears(model) for product in layer.products(40, 40)]
+    products = [product for layer in linears(model) for product in layer.products(40, 40, torch.float32)]
     assert sum(product.flops for product in products) == flops_of_training(model, 40) != flops_of_training(model, 80)
 
 
 def test_untrained_positions_are_not_scored():
     layers = linears(with_adapter())
-    every, few = ([p for layer in layers for p in layer.products(40, n)] for n in (40, 10))
+    every, few = ([p for layer in layers for p in layer.products(40, n, torch.float32)] for n in (40, 10))
     head = 2 * 2 * 64 * tiny.VOCAB  # forward and its input's gradient
     assert sum(p.flops for p in every) - sum(p.flops for p in few) == 30 * head
-    assert not [p for p in needed_products(layers, tiny.model().config, lengths=[], trained=0) if p.flops]
+    assert not [
+        p for p in needed_products(layers, tiny.model().config, lengths=[], trained=0, dtype=torch.float32) if p.flops
+    ]
 
 
 @pytest.mark.parametrize("lengths", [(64,) * 8, (4096,), (9, 300, 7, 21)])
 def test_attention_is_half_of_its_square(lengths):
     """Six products, of the tokens that a token sees; to within the rounding of documents to their mean."""
     config = tiny.model().config
-    attention = sum(p.flops for p in needed_products([], config, lengths=lengths, trained=0))
+    attention = sum(p.flops for p in needed_products([], config, lengths=lengths, trained=0, dtype=torch.float32))
     width, layers = 64, config.num_hidden_layers
     assert attention == pytest.approx(6 * layers * width * sum(n * n for n in lengths), rel=0.01)
 
@@ -87,6 +89,8 @@ def test_a_step_runs_its_products_and_trains_nothing():
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
     batch = trainer.data_collator([{"input_ids": [5] * 40}, {"input_ids": [6] * 9}])
     counting(trainer.model, batch)
-    needed = needed_products(linears(trainer.model), trainer.model.config, lengths=(40, 9), trained=47)
+    needed = needed_products(
+        linears(trainer.model), trainer.model.config, lengths=(40, 9), trained=47, dtype=torch.float32
+    )
     assert counted[-1] == sum(product.flops for product in needed)
     assert len(set(counted)) == 4  # each batch has products of its own

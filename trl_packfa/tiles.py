@@ -36,6 +36,11 @@ class Transform(NamedTuple):
         return cls(scale or (1 / divisor if divisor else 1.0), getattr(text, "final_logit_softcapping", None))
 
 
+def tile_size(dtype: torch.dtype, words: int) -> int:
+    """Positions whose logits are computed at a time."""
+    return max((_TILE_IN_HALF if dtype in HALF else _TILE) // words, _FEWEST)
+
+
 class Tiles:
     """Logits of some positions at a time, `(slice, (n, V))`; a tile is valid until the next."""
 
@@ -51,7 +56,7 @@ class Tiles:
         self.dtype = dtype or autocast_dtype(hidden) or hidden.dtype
         self.hidden, self.weight, self.transform = hidden, weight.to(self.dtype), transform
         self.bias = None if bias is None else bias.to(self.dtype)
-        self.size = max((_TILE_IN_HALF if self.dtype in HALF else _TILE) // len(weight), _FEWEST)
+        self.size = tile_size(self.dtype, len(weight))
 
     def __iter__(self) -> Iterator[tuple[slice, torch.Tensor]]:
         buffer = self.hidden.new_empty((min(self.size, len(self.hidden)), len(self.weight)), dtype=self.dtype)

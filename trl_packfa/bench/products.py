@@ -15,11 +15,12 @@ from torch import nn
 from ..arithmetic import attention_heads, compute_dtype
 from ..errors import InvalidConfig
 from ..registry import unpatch
+from ..tiles import tile_size
 from ..zero3 import whole_shape
 
 # Tokens of the forward that shows which products there are.
 _PROBED = 8
-# Elements of the largest result that is not a layer's own: more only costs memory.
+# Elements of the scores that are computed at a time.
 _LARGEST = 16 * 1024**2
 
 
@@ -56,11 +57,11 @@ class Linear(NamedTuple):
     of_input: bool
     of_weight: bool
 
-    def products(self, tokens: int, trained: int) -> Iterator[Product]:
+    def products(self, tokens: int, trained: int, dtype: torch.dtype) -> Iterator[Product]:
         """Forward, the gradient of the input, that of the weight."""
         count = trained if self.is_head else round(tokens * self.share)
         # The LM head takes some positions at a time: all their logits would not fit.
-        rows = min(count, max(_LARGEST // self.outputs, 1)) if self.is_head else count
+        rows = min(count, tile_size(dtype, self.outputs)) if self.is_head else count
         if not rows:
             return
         calls = -(-count // rows)
@@ -111,7 +112,9 @@ def _refuse_others(model: nn.Module) -> None:
         )
 
 
-def needed_products(layers: Sequence[Linear], config: Any, *, lengths: Sequence[int], trained: int) -> list[Product]:
+def needed_products(
+    layers: Sequence[Linear], config: Any, *, lengths: Sequence[int], trained: int, dtype: torch.dtype
+) -> list[Product]:
     """The products of a micro-batch.
 
     Args:
@@ -119,9 +122,10 @@ def needed_products(layers: Sequence[Linear], config: Any, *, lengths: Sequence[
         config (`PreTrainedConfig`): of the model's text part.
         lengths (`Sequence[int]`): tokens of each document.
         trained (`int`): trained positions.
+        dtype (`torch.dtype`): what they run in.
     """
     tokens = sum(lengths)
-    found = [product for layer in layers for product in layer.products(tokens, trained)]
+    found = [product for layer in layers for product in layer.products(tokens, trained, dtype)]
     heads, head_dim = attention_heads(config)
     if heads and tokens:
         seen = round(sum(n * n for n in lengths) / tokens)
@@ -157,6 +161,7 @@ class ProductsOnly:
     def __call__(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """A training step whose loss is zero."""
         args, bare = self._trainer.args, self._trainer.model
+        dtype = compute_dtype(args)
         if self._layers is None:
             unpatch(bare)
             self._layers = linears(bare)
@@ -165,9 +170,10 @@ class ProductsOnly:
             bare.config.get_text_config(),
             lengths=inputs["packed_layout"].lengths,
             trained=int((inputs["labels"] != -100).sum()),
+            dtype=dtype,
         )
         for product in products:
-            self._multiply(product, compute_dtype(args), args.device)
+            self._multiply(product, dtype, args.device)
         return torch.zeros((), device=args.device)
 
     @torch.no_grad()
