@@ -7,6 +7,7 @@ import pytest
 from trl_packfa.bench import plot
 from trl_packfa.bench.compare import Result, compare, require_equal_work
 from trl_packfa.bench.data import facts, random_documents
+from trl_packfa.bench.run import Peak
 from trl_packfa.bench.sides import parse_sides
 from trl_packfa.bench.table import remarks, speed_rows
 from trl_packfa.cli import main
@@ -96,3 +97,14 @@ def test_plot_is_written_or_refused_before_anything_is_measured(tmp_path, monkey
     monkeypatch.setattr(plot, "find_spec", lambda name: None)
     assert main(["bench", "--model", "tiny", "--lengths", "x.json", "--plot", "x.png"]) == 1
     assert "a plot needs matplotlib.\npip install 'trl-packfa[plots]'" in capsys.readouterr().err
+
+
+def test_the_peak_is_the_best_of_a_run(monkeypatch):
+    """A slow minute at the start would make sides look better than the machine allows."""
+    rates = iter([100.0, 187.0, 142.0])
+    monkeypatch.setattr("trl_packfa.bench.run.peak_flops", lambda *args, **options: next(rates))
+    peak = Peak(None, None)
+    assert peak.best == 100.0
+    peak.measure()
+    peak.measure()
+    assert peak.best == 187.0
