@@ -231,3 +231,12 @@ def test_sides_run_interleaved_and_one_that_fails_is_a_row(lengths_file, tmp_pat
     )
     assert padding["equal"] == step["equal"] and step["peak_bytes"] > 0 and step["host_syncs_per_step"] > 0
     assert report["environment"]["versions"]["torch"] and report["environment"]["allocator"]
+
+
+def test_an_adapter_that_fits_nothing_is_a_row_too(lengths_file, tmp_path, capsys):
+    """PEFT refuses it in every side, and would where the model's FLOPs are counted."""
+    argv = ["--model", "tiny", "--lengths", lengths_file, "--strategies", "step", "--eval_documents", "8"]
+    argv += ["--lora_target_modules", "nowhere", "--output_dir", str(tmp_path / "out")]
+    assert main(["bench", *argv]) == 1
+    captured = capsys.readouterr()
+    assert "Target modules nowhere not found" in captured.out and "Traceback" not in captured.err

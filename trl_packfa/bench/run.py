@@ -16,7 +16,7 @@ from ..arithmetic import ModelFlops, peak_flops
 from ..config import PackedSFTConfig
 from .arguments import Setup, read_arguments
 from .compare import Result, require_equal_work
-from .data import facts, save_documents
+from .data import Facts, facts, save_documents
 from .environment import environment
 from .presets import PRESETS, save_preset
 from .process import SideFailed, SideProcess
@@ -47,8 +47,8 @@ def run_bench(argv: list[str], tell: Tell = lambda text: None) -> dict[str, Any]
         for group in [results] if setup.bench.interleave else [[result] for result in results]:
             _measure(group, setup, spec, folder, peak, tell)
         require_equal_work(results)
-        needed = ModelFlops.planned(config, setup.args)
-        flops = needed.per_token(seen=data.tokens_seen_by_token, trained=data.trained_share)
+        # Where every side failed, the adapter may be why: it could not be planned either.
+        flops = 0.0 if all(result.failure for result in results) else _flops_per_token(config, setup, data)
     return {
         "environment": environment(),
         "arguments": argv,
@@ -57,6 +57,11 @@ def run_bench(argv: list[str], tell: Tell = lambda text: None) -> dict[str, Any]
         "peak_flops": peak.best,
         "sides": [result.to_dict(data, flops=flops, peak=peak.best, base=results[0]) for result in results],
     }
+
+
+def _flops_per_token(config: PreTrainedConfig, setup: Setup, data: Facts) -> float:
+    needed = ModelFlops.planned(config, setup.args)
+    return needed.per_token(seen=data.tokens_seen_by_token, trained=data.trained_share)
 
 
 class Peak:
