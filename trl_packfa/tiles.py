@@ -107,10 +107,9 @@ class Tile:
         self.prob = torch.softmax(wide, -1, out=wide)
         chosen = self.prob.gather(-1, target)[:, 0]
         self.log_prob = chosen.log()
-        # Mostly none: asking first would be a wait.
-        unlikely = chosen < _UNLIKELY
-        again = torch.log_softmax(tiles.again(part, unlikely), -1)
-        self.log_prob[unlikely] = again.gather(-1, target[unlikely])[:, 0]
+        if (unlikely := chosen < _UNLIKELY).any():
+            again = torch.log_softmax(tiles.again(part, unlikely), -1)
+            self.log_prob[unlikely] = again.gather(-1, target[unlikely])[:, 0]
         if measures:
             self.entropy = torch.special.entr(self.prob).sum(-1)
 
