@@ -90,28 +90,6 @@ def test_of_equal_logits_the_first_is_the_likeliest():
     assert is_top1.tolist() == ((hidden @ weight.t()).argmax(-1) == labels).tolist() == [True, False, False]
 
 
-@pytest.mark.parametrize("transform", [Transform(), Transform(0.5, 400.0)], ids=str)
-def test_a_word_that_float32_holds_impossible_has_a_log_probability(transform, monkeypatch):
-    """Log-probabilities of about -60 to -600, in tiles of two positions; taken of probabilities, most are infinite."""
-    monkeypatch.setattr("trl_packfa.tiles._TILE", 0)
-    monkeypatch.setattr("trl_packfa.tiles._FEWEST", 2)
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(5, 16, generator=generator) * torch.tensor([1.0, 20.0, 40.0, 80.0, 1.0])[:, None]
-    weight, bias = torch.randn(40, 16, generator=generator), torch.randn(40, generator=generator)
-    logits = (hidden.double() @ weight.double().t() + bias.double()) * transform.scale
-    if transform.softcap:
-        logits = transform.softcap * torch.tanh(logits / transform.softcap)
-    labels = logits.argmin(-1)
-    oracle = torch.log_softmax(logits, -1).gather(-1, labels[:, None])[:, 0]
-    assert oracle[3] < -200
-    log_probs = TrainedLogProbs.apply(hidden.requires_grad_(), weight, bias, labels, transform, True)[0]
-    assert_float32(log_probs.detach(), oracle)
-    log_probs.sum().backward()
-    assert hidden.grad.isfinite().all() and hidden.grad.abs().sum() > 0
-    monkeypatch.setattr("trl_packfa.tiles._UNLIKELY", 0.0)
-    assert TrainedLogProbs.apply(hidden, weight, bias, labels, transform, True)[0].isinf().any()
-
-
 def test_half_precision_is_no_worse_than_trls():
     trl, ours, _ = with_heads(hidden_size=64)
     oracle = tiny.model(layers=1).double()

@@ -131,7 +131,7 @@ class TrainedLogProbs(torch.autograd.Function):
         scores = hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
         tiles = Tiles(hidden, weight, bias, transform)
         for part, logits in tiles:
-            tile = Tile(tiles, part, logits, labels[part, None], measures=measures)
+            tile = Tile(logits, labels[part, None], transform, measures=measures)
             scores[0, part] = tile.log_prob
             if measures:
                 scores[1, part], scores[2, part] = tile.entropy, tile.is_top1
@@ -154,14 +154,14 @@ class TrainedLogProbs(torch.autograd.Function):
             return (None,) * 6
         if not ctx.head_trains:
             (slopes,) = ctx.saved_tensors
-            return (None if slopes is None else slopes * -grad[:, None].to(slopes.dtype), *(None,) * 5)
+            return (None if slopes is None else slopes * grad[:, None].to(slopes.dtype), *(None,) * 5)
         hidden, weight, bias, labels = ctx.saved_tensors
         tiles = Tiles(hidden, weight, bias, ctx.transform, dtype=ctx.autocast)
         by_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         by_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         by_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         for part, logits in tiles:
-            by_logits = Tile(tiles, part, logits, labels[part, None]).slope().mul_(-grad[part, None])
+            by_logits = Tile(logits, labels[part, None], ctx.transform).slope().mul_(grad[part, None])
             if by_bias is not None:
                 by_bias += by_logits.sum(0)
             by_logits = by_logits.to(tiles.dtype)
