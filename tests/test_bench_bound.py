@@ -4,6 +4,7 @@ import pytest
 import tiny
 import torch
 import training
+from peft import get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from trl_packfa.bench.operations import OperationCounter
@@ -24,8 +25,6 @@ def flops_of_training(model, tokens):
 
 
 def with_adapter(**options):
-    from peft import get_peft_model
-
     return get_peft_model(tiny.model(layers=2, **options), training.lora_config()).train()
 
 

@@ -1,8 +1,4 @@
-"""The arithmetic bound of a step: the matrix products that it needs, at the speed of their shapes, and nothing else.
-
-Shape letters: T tokens of a micro-batch, P its trained positions, N heads, H head dim, L tokens that a token's
-document has on average.
-"""
+"""The arithmetic bound of a step: the matrix products that it needs, at their shapes' speed, and nothing else."""
 
 from __future__ import annotations
 
