@@ -15,6 +15,12 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
+def as_products_take(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors in the dtype in which autocast would have them multiplied, which it does not tell our kernels;
+    as they are where it is off."""
+    return tuple(tensor.to(autocast_dtype(tensor) or tensor.dtype) for tensor in tensors)
+
+
 @cache
 def has_half_products(dtype: torch.dtype, device: str) -> bool:
     """Whether a device multiplies in half precision itself; older CPUs emulate it, more slowly than float32."""

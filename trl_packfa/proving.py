@@ -38,7 +38,7 @@ class ProvingTrainer(FeedingTrainer):
 
     def _choose_head(self, model: Any) -> None:
         """The head that computes the model's own loss, once."""
-        with self.compute_loss_context_manager():
+        with self.accelerator.autocast():
             self._head = ensure_own_loss(model, seed=self.args.seed)
         self._has_head = True
 
@@ -79,7 +79,7 @@ class ProvingTrainer(FeedingTrainer):
 
     def _proof(self) -> ExactnessReport:
         model: Any = self.deepspeed if self.is_zero3_enabled else self.model
-        with self.compute_loss_context_manager():
+        with self.accelerator.autocast():
             report = check(model, collator=self.data_collator, seed=self.args.seed)
         report.require_exact()
         return report

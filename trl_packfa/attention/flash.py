@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ..layout import PackedLayout
+from ..precision import as_products_take
 from .kernel_limits import flash_refusals, require_indexable
 from .request import AttentionArguments, AttentionRequest
 
@@ -96,6 +97,7 @@ class FlashBackend:
         require_indexable(query, layout, self.name)
         kernel = _kernel(_capability(query.device))
         assert kernel is not None, "refusals() was not asked"
+        query, key, value = as_products_take(query, key, value)
         options = {
             "window_size": None if arguments.sliding_window is None else (arguments.sliding_window - 1, 0),
             "softcap": arguments.softcap,

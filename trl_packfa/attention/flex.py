@@ -15,6 +15,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from ..layout import PackedLayout
+from ..precision import as_products_take
 from .kernel_limits import BIAS
 from .request import AttentionArguments, AttentionRequest
 
@@ -55,9 +56,8 @@ class FlexBackend:
         arguments: AttentionArguments,
     ) -> torch.Tensor:
         """See [`AttentionBackend`]."""
-
         attend = _compiled() if query.device.type == "cuda" else flex_attention
-        q_NTH, k_KTH, v_KTH = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+        q_NTH, k_KTH, v_KTH = (tensor.transpose(0, 1)[None] for tensor in as_products_take(query, key, value))
         result = attend(
             q_NTH,
             k_KTH,

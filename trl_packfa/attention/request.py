@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 
 from ..layout import PackedLayout
+from ..precision import autocast_dtype
 
 # What is added to the scores: numbers of packed tokens `(G, Q)` and `(G, M)` to a tensor `(G, 1 or N, Q, M)`.
 Bias: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -68,7 +69,7 @@ class AttentionRequest(NamedTuple):
         """The request that a call with these tensors and arguments makes."""
         return cls(
             device=query.device,
-            dtype=query.dtype,
+            dtype=autocast_dtype(query) or query.dtype,
             head_dim=query.shape[-1],
             num_heads=query.shape[-2],
             num_key_value_heads=key.shape[-2],

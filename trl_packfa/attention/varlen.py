@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..layout import PackedLayout
+from ..precision import as_products_take
 from .kernel_limits import flash_refusals, require_indexable
 from .request import AttentionArguments, AttentionRequest
 
@@ -57,6 +58,7 @@ class VarlenBackend:
         """See [`AttentionBackend`]."""
         require_indexable(query, layout, self.name)
         assert _varlen_attn is not None, "refusals() was not asked"
+        query, key, value = as_products_take(query, key, value)
         options: dict[str, Any] = {}
         if "enable_gqa" in _PARAMETERS:
             options["enable_gqa"] = query.shape[1] != key.shape[1]

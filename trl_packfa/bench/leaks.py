@@ -23,7 +23,7 @@ def leaks(trainer: Any, side: Side) -> bool:
     # In training mode, dropout the same in both: some quantized weights cannot be trained once they were evaluated.
     trainer.model.train()
     try:
-        with torch.no_grad(), trainer.compute_loss_context_manager(), torch.random.fork_rng():
+        with torch.no_grad(), trainer.accelerator.autocast(), torch.random.fork_rng():
             first, changed = (_logits(trainer, side, [draw[i], draw[1]]) for i in (0, 2))
     finally:
         trainer.model.train(was_training)
