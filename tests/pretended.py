@@ -1,11 +1,22 @@
-"""CUDA kernels' stand-ins on a CPU: as strict about dtypes as those, computed by the reference."""
+"""CUDA kernels' stand-ins on a CPU: as strict about dtypes and lengths as those, computed by the reference."""
 
 import torch
 
-from trl_packfa import PackedLayout
-from trl_packfa.attention import AttentionArguments, flash, get_backend, kernel_limits, varlen
+from trl_packfa.attention import flash, kernel_limits, varlen
 
 CUDA_ONLY = "needs a CUDA"
+
+
+@torch.library.custom_op("trl_packfa_tests::require_longest", mutates_args=())
+def require_longest(query: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> torch.Tensor:
+    """The query, if `longest` is what the kernel would have to be told; looked at when a graph runs."""
+    if longest != int(cu_seqlens.diff().max()):
+        raise RuntimeError(f"the longest document was said to have {longest} tokens: {cu_seqlens.tolist()}")
+    return query.clone()
+
+
+require_longest.register_fake(lambda query, cu_seqlens, longest: torch.empty_like(query))
+require_longest.register_autograd(lambda ctx, grad: (grad, None, None))
 
 
 def pretend(monkeypatch, backend):
@@ -13,14 +24,13 @@ def pretend(monkeypatch, backend):
     dtypes = []
 
     def attend(q, k, v, cu_seqlens, longest, scale, window):
-        dtypes.append(q.dtype)
+        if not torch.compiler.is_compiling():
+            dtypes.append(q.dtype)
         if q.dtype not in (torch.float16, torch.bfloat16) or not q.dtype == k.dtype == v.dtype:
             raise RuntimeError(f"the kernel takes one half precision, got {q.dtype}, {k.dtype}, {v.dtype}")
-        layout = PackedLayout.from_cu_seqlens(cu_seqlens)
-        assert longest >= layout.max_seqlen
-        arguments = AttentionArguments(scaling=scale, sliding_window=window + 1 if window >= 0 else None)
-        with torch.autocast("cpu", enabled=False):
-            return get_backend("reference")(q, k, v, layout, arguments)
+        window = window + 1 if window >= 0 else None
+        q = require_longest(q, cu_seqlens, longest)
+        return torch.ops.trl_packfa.attend(q, k, v, None, cu_seqlens, "reference", scale, window, None)
 
     def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
         return attend(q, k, v, cu_seq_q, max_q, scale, window_size[0])
@@ -32,7 +42,7 @@ def pretend(monkeypatch, backend):
     module = {"varlen": varlen, "flash": flash}[backend]
     monkeypatch.setattr(varlen, "_varlen_attn", varlen_attn)
     kernel = flash._Kernel(flash_attn_varlen_func, frozenset(flash_attn_varlen_func.__code__.co_varnames), (8, 0))
-    monkeypatch.setattr(flash, "_kernel", lambda capability: kernel)
+    monkeypatch.setitem(flash._KERNELS, (8, 0), kernel)
     monkeypatch.setattr(flash, "_capability", lambda device: (8, 0))
     monkeypatch.setattr(module, "flash_refusals", _refusals_elsewhere)
     return dtypes

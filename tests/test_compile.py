@@ -1,44 +1,166 @@
-"""`torch_compile=True` with packing: every batch has other lengths, and yet nothing is compiled anew."""
+"""`torch_compile=True` with packing: a backbone is one graph, compiled once for batches of whatever documents."""
+
+import os
+import shutil
 
 import pytest
 import tiny
 import torch
-from tolerance import assert_trajectory
+from peft import get_peft_model
+from pretended import pretend
+from tolerance import assert_float32, assert_recomputed, assert_trajectory, differs
 from torch._dynamo.utils import counters
-from training import arguments, dataset, losses, packed_trainer
+from training import arguments, dataset, lora_config, losses, packed_trainer
 from transformers import TrainerCallback
 
-WARM, STEPS = 8, 14
+from trl_packfa import patch
+from trl_packfa.zoo import small_model
+
+# More layers than torch compiles variants of a function.
+LAYERS, STEPS = 10, 8
+# Of each batch's documents: few and many, one alone, of one token, one long.
+BATCHES = ((13, 1, 29), (40,), (2, 30, 3, 3, 18, 5), (1, 1), (60, 5))
+BACKBONE_AND_HEAD = 2
 
 
-def graphs(out, strategy, *, compiled=True):
-    """Graphs that were compiled by the end of each step, and the losses."""
+@pytest.fixture(autouse=True)
+def _compile_anew():
     torch._dynamo.reset()
     counters.clear()
-    seen = []
 
-    class Count(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            seen.append(counters["stats"]["unique_graphs"])
 
-    options = {"torch_compile": True, "torch_compile_backend": "eager"} if compiled else {}
+def graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+class CountGraphs(TrainerCallback):
+    """Graphs that were compiled by the end of each step."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seen.append(graphs())
+
+
+def train(out, strategy, *, compiled=True, lora=True, layers=2, **options):
+    """Graphs by the end of each step, and the losses."""
+    counter = CountGraphs()
+    options |= {"torch_compile": True, "torch_compile_backend": "eager"} if compiled else {}
     args = arguments(out=out, packing_strategy=strategy, max_length=96, max_steps=STEPS, check_packing=False,
-                     use_peft=False, **options)  # fmt: skip
-    model = tiny.model(layers=1)
-    trainer = packed_trainer(args, model=model, peft_config=None, train_dataset=dataset(100), callbacks=[Count()])
+                     use_peft=lora, learning_rate=1e-4, **options)  # fmt: skip
+    adapters = {} if lora else {"peft_config": None}
+    trainer = packed_trainer(args, model=tiny.model(layers=layers), train_dataset=dataset(100),
+                             callbacks=[counter], **adapters)  # fmt: skip
     trainer.train()
-    return seen, losses(trainer)
+    return counter.seen, losses(trainer)
 
 
+@pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "full"])
 @pytest.mark.parametrize("strategy", ["step", "bfd"])
-def test_nothing_is_compiled_after_warm_up(tmp_path, strategy):
-    seen, compiled = graphs(tmp_path / "compiled", strategy)
-    assert 0 < seen[WARM - 1] == seen[-1]
-    assert_trajectory(compiled, graphs(tmp_path / "eager", strategy, compiled=False)[1])
+def test_a_run_compiles_one_graph_in_its_first_step(strategy, lora, tmp_path):
+    options = {"lora": lora, "layers": LAYERS}
+    seen, compiled = train(tmp_path / "compiled", strategy, **options)
+    assert seen == [1] * STEPS
+    assert_trajectory(compiled, train(tmp_path / "eager", strategy, compiled=False, **options)[1])
 
 
-def test_fixed_shapes_would_be(tmp_path):
+def test_checkpointed_layers_are_in_it(tmp_path):
+    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    seen, compiled = train(tmp_path / "compiled", "step", **options)
+    assert seen[1] == seen[-1] <= 3  # transformers' hook on the embeddings cuts the first graph off
+    assert_trajectory(compiled, train(tmp_path / "eager", "step", compiled=False)[1])
+
+
+def test_fixed_shapes_would_be_many(tmp_path, monkeypatch):
     """The control."""
-    with torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=64):
-        seen, _ = graphs(tmp_path, "step")
-    assert seen[-1] > seen[WARM - 1]
+    monkeypatch.setattr(torch._dynamo, "maybe_mark_dynamic", lambda *_: None)
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        seen, _ = train(tmp_path, "step", layers=1)
+    assert seen[-1] > seen[0]
+
+
+def same_as_eager(model, batches=BATCHES, *, backend="aot_eager"):
+    """Logits and gradients of every batch, compiled and not."""
+    compiled = torch.compile(model, backend=backend)
+    for seed, lengths in enumerate(batches):
+        batch = tiny.batch(tiny.documents(lengths, seed=seed))
+        (expected, grads), (actual, compiled_grads) = (
+            logits_and_gradients(f, model, batch) for f in (model, compiled)
+        )
+        assert_recomputed(actual, expected)
+        assert compiled_grads.keys() == grads.keys()
+        for name, grad in grads.items():
+            assert_recomputed(compiled_grads[name], grad)
+
+
+def logits_and_gradients(forward, model, batch):
+    model.zero_grad()
+    logits = forward(**batch).logits.float()
+    logits.square().mean().backward()
+    return logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+# Windows, softcap, sinks, experts, masks that carry the layout, layers of several kinds.
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "phi", "mixtral", "gpt2"])
+def test_gradients_are_those_without_compiling(name):
+    model = tiny.model(name, layers=2) if name in tiny.ARCHITECTURES else small_model(name)
+    same_as_eager(patch(model.train()))
+    assert graphs() == BACKBONE_AND_HEAD
+
+
+# Biases, document by document, stateful mixers, frequencies of the longest document, routing: in parts.
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize(
+    "name", ["mpt", "falcon", "llama-dynamic", "jamba", "roformer", "deepseek_v3", "deepseek_v32"]
+)
+def test_so_are_those_of_models_that_leave_the_graph(name, checkpointed):
+    model = tiny.model(name) if name in tiny.ARCHITECTURES else small_model(name)
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    same_as_eager(patch(model.train()), BATCHES[1:3], backend="eager")
+
+
+def test_dropout_leaves_the_graph():
+    model = patch(tiny.model(layers=1, attention_dropout=0.5).train())
+    compiled = torch.compile(model, backend="eager")
+    batch = tiny.batch(tiny.documents())
+    drawn = []
+    for forward, seed in ((model, 0), (compiled, 0), (compiled, 1)):
+        torch.manual_seed(seed)
+        drawn.append(forward(**batch).logits.detach())
+    assert_float32(drawn[1], drawn[0].double())
+    assert differs(drawn[2], drawn[1])
+
+
+@pytest.mark.parametrize(("backend", "lora"), [("varlen", True), ("flash", False)], ids=["varlen-LoRA", "flash-full"])
+def test_flash_attention_is_in_the_graph(backend, lora, monkeypatch):
+    """Told of every batch's boundaries and longest document, which the stand-in compares."""
+    pretend(monkeypatch, backend)
+    model = tiny.model("mistral", layers=2)
+    model = patch(get_peft_model(model, lora_config()).train() if lora else model)
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled = torch.compile(model, backend="aot_eager")
+        for seed, lengths in enumerate(BATCHES):
+            batch = tiny.batch(tiny.documents(lengths, seed=seed))
+            compiled(**batch).logits.float().square().mean().backward()
+    assert graphs() == BACKBONE_AND_HEAD
+
+
+def test_the_operator_is_sound():
+    """Schema, fake results and autograd, by torch's own checks."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(9, heads, 4, generator=generator, requires_grad=True) for heads in (4, 2, 2))
+    offsets = torch.tensor([0, 5, 9], dtype=torch.int32)
+    for sinks in (None, torch.randn(4, generator=generator, requires_grad=True)):
+        torch.library.opcheck(torch.ops.trl_packfa.attend.default, (q, k, v, sinks, offsets, "sdpa", 0.5, None, None))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")),
+                    reason="torch's inductor needs a C++ compiler on a CPU")  # fmt: skip
+def test_inductor(tmp_path):
+    """torch's own compiler, which `torch_compile=True` takes."""
+    model = patch(get_peft_model(tiny.model(layers=2), lora_config()).train())
+    same_as_eager(model, backend="inductor")
+    assert graphs() == BACKBONE_AND_HEAD

@@ -78,8 +78,7 @@ def refuse_contradictions(
         )
     believed = call.get("packed_layout") is not None
     _refuse_other_offsets(layout, call, believed)
-    if not torch.compiler.is_compiling():  # reading lengths there would compile anew for every batch
-        _refuse_short_maximum(layout, call)
+    _refuse_short_maximum(layout, call)
     position_ids, seq_idx = call.get("position_ids"), call.get("seq_idx")
     if position_ids is not None and not _left_on_device(position_ids, believed):
         _refuse_positions(layout, position_ids, counts_positions, most_positions)
@@ -131,8 +130,8 @@ def is_ones(mask: Any) -> bool:
 
 
 def _left_on_device(tensor: torch.Tensor, believed: bool) -> bool:
-    """Whether reading a tensor would make the host wait, or break a graph, for boundaries that are known."""
-    return believed and (tensor.device.type != "cpu" or torch.compiler.is_compiling())
+    """Whether reading a tensor would make the host wait for boundaries that are known."""
+    return believed and tensor.device.type != "cpu"
 
 
 def _require_readable(tensor: torch.Tensor, name: str) -> None:

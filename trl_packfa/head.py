@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput
 
-from .graphs import outside_of_graphs
+from .graphs import around_graphs, outside_of_graphs
 from .overrides import forward_signature
 from .tiles import Tile, Tiles, Transform
 from .zero3 import is_in_parts
@@ -42,21 +42,20 @@ class TrainedHead:
         self.measures = True
         self.__signature__ = forward_signature(module)
 
+    @around_graphs
     def __call__(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         """The forward, TRL's output type with `fused_lm_head`."""
         if not fused_lm_head:
             return self.forward(*args, **kwargs)
         if not self._serves(kwargs):
             return self.forward(*args, fused_lm_head=True, **kwargs)
-        labels = {name: kwargs.pop(name, None) for name in ("labels", "shift_labels")}
+        labels = (kwargs.pop("labels", None), kwargs.pop("shift_labels", None))
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         kwargs["use_cache"] = False
         hidden_BLD = self.module.base_model(*args, **kwargs).last_hidden_state
-        hidden_BLD, labels_BL = aligned(hidden_BLD, **labels)
-        head: Any = self.module.get_output_embeddings()
-        device = head.weight.device
-        return self._score(hidden_BLD.to(device), head, labels_BL.to(device), num_items_in_batch)
+        return self._score(hidden_BLD, labels, num_items_in_batch)
 
+    @outside_of_graphs
     def _serves(self, kwargs: dict[str, Any]) -> bool:
         weight: Any = getattr(self.module.get_output_embeddings(), "weight", None)
         routed = kwargs.get("output_router_logits") or getattr(
@@ -72,10 +71,11 @@ class TrainedHead:
     def _score(
         self,
         hidden_BLD: torch.Tensor,
-        head: Any,
-        labels_BL: torch.Tensor,
+        labels: tuple[torch.Tensor | None, torch.Tensor | None],
         num_items_in_batch: torch.Tensor | int | None,
     ) -> FusedCausalLMOutput:
+        head: Any = self.module.get_output_embeddings()
+        hidden_BLD, labels_BL = (tensor.to(head.weight.device) for tensor in aligned(hidden_BLD, *labels))
         mask = labels_BL != -100
         scores = TrainedLogProbs.apply(
             hidden_BLD[mask], head.weight, head.bias, labels_BL[mask], self.transform, self.measures

@@ -13,13 +13,26 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .errors import InvalidLayout
 
 _MOST_TOKENS = torch.iinfo(torch.int32).max
+
+
+class LayoutSizes(NamedTuple):
+    """A layout's lengths as tensors on the host, of shapes that are never 1: a compiled graph would be another one for
+    every integer of Python's, and for sizes of 1.
+
+    Attributes:
+        offsets (`torch.Tensor`): `cu_seqlens`, int32, shape `(S + 1,)`.
+        longest (`torch.Tensor`): no elements, shape `(max_seqlen + 1, 0)`.
+    """
+
+    offsets: torch.Tensor
+    longest: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,9 +125,7 @@ class PackedLayout:
                 f"document lengths must all be positive, of {_MOST_TOKENS} tokens at most, got {sum(lengths)}.",
                 why=["kernels take offsets as int32"],
             )
-        cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-        torch.cumsum(torch.tensor(lengths, dtype=torch.int32), dim=0, out=cu_seqlens[1:])
-        return cls(cu_seqlens.to(device), lengths, rows, padding)
+        return cls(_offsets(lengths).to(device), lengths, rows, padding)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: torch.Tensor, *, rows: int = 1) -> PackedLayout:
@@ -162,6 +173,11 @@ class PackedLayout:
         """Length of the longest document, in tokens."""
         return max(self.lengths)
 
+    @cached_property  # every layer asks
+    def sizes(self) -> LayoutSizes:
+        """What a compiled graph may read of this layout."""
+        return LayoutSizes(_offsets(self.lengths), torch.empty(self.max_seqlen + 1, 0))
+
     def position_ids(self) -> torch.Tensor:
         """Positions inside each document, int64, shape `(B, L)`."""
         lengths, cu_seqlens = self.cu_seqlens.diff(), self.cu_seqlens[:-1]
@@ -204,3 +220,10 @@ class PackedLayout:
         return (
             self if cu_seqlens is self.cu_seqlens else PackedLayout(cu_seqlens, self.lengths, self.rows, self.padding)
         )
+
+
+def _offsets(lengths: tuple[int, ...]) -> torch.Tensor:
+    """Where documents of these lengths begin, and where the last one ends, int32, shape `(S + 1,)`."""
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    torch.cumsum(torch.tensor(lengths, dtype=torch.int32), dim=0, out=offsets[1:])
+    return offsets

@@ -19,6 +19,7 @@ from torch import nn
 
 from .attention import AttentionArguments, BackendChoice
 from .flight import find_layout, in_flight, is_empty_mask, layout_in_flight
+from .graphs import outside_of_graphs
 from .layout import PackedLayout
 from .overrides import Override
 from .rebatch import BOUNDARIES, FLASH_KEYS, run_by_document
@@ -35,12 +36,18 @@ _OFFERS = (FLASH_KEYS, (*FLASH_KEYS, "cu_seqlens"))
 
 
 class LayerOverride(Override):
-    """Keeps the layout in flight while a decoder layer runs, in the recomputation of a checkpointed layer too."""
+    """Keeps the layout in flight while a decoder layer runs, in the recomputation of a checkpointed layer too.
+
+    Graphs cannot set it and do without; a checkpointed layer that no graph can hold runs and recomputes eagerly.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's forward."""
-        layout, layer = find_layout(args, kwargs), self.module
+        layer = self.module
         checkpointed: Any = getattr(layer, "gradient_checkpointing", False) and layer.training
+        if torch.compiler.is_compiling() and not checkpointed:
+            return self.call_original(*args, **kwargs)  # in flight, as the backbone has it
+        layout = find_layout(args, kwargs)
         if not checkpointed and layout is layout_in_flight():
             return self.call_original(*args, **kwargs)
         if layout is None or not checkpointed:
@@ -50,6 +57,8 @@ class LayerOverride(Override):
         return layer._gradient_checkpointing_func(partial(self._run, layout, kwargs), *args)  # type: ignore[operator]
 
     def _run(self, layout: PackedLayout, kwargs: dict[str, Any], *args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._uncheckpointed(*args, **kwargs)
         with in_flight(layout):
             return self._uncheckpointed(*args, **kwargs)
 
@@ -88,6 +97,8 @@ class MixerOverride(Override):
         known = [tuple(name for name in offer if takes_any or name in names) for offer in _OFFERS]
         self.offers = [offer for offer in dict.fromkeys(known) if offer]
 
+    # Documents of other lengths in every batch.
+    @outside_of_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
         layout = find_layout(args, kwargs)
@@ -124,8 +135,6 @@ class MixerOverride(Override):
         if layout.rows > 1 or not self.offers:
             return ()
         if kind not in self.native:
-            if torch.compiler.is_compiling():
-                return ()
             found = self._proven_offer(args, kwargs, layout)
             if found is None:
                 return ()

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .attention import BackendChoice
+from .attention import AttentionArguments, BackendChoice
 from .boundaries import layout_of
 from .declaration import QKV, Patch
 from .errors import PackingError
-from .flight import empty_mask, in_flight, layout_in, layout_in_flight
+from .flight import empty_mask, find_layout, in_flight, layout_in, layout_in_flight
+from .graphs import around_graphs, let_sizes_change, outside_of_graphs
 from .layout import PackedLayout
 from .rebatch import BOUNDARIES, FOUND_BY_ITSELF, run_backbone_by_document
 
@@ -71,6 +72,7 @@ class BackboneOverride(Override):
         self.names = tuple(parameter.name for parameter in parameters)
         self.takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
+    @around_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The backbone's forward."""
         call = {**dict(zip(self.names, args, strict=False)), **kwargs}
@@ -78,6 +80,17 @@ class BackboneOverride(Override):
         if layout is None:
             kwargs.pop("packed_layout", None)
             return self.call_original(*args, **kwargs)
+        return self.run_packed(call, layout)
+
+    @outside_of_graphs
+    def find_layout(self, call: dict[str, Any]) -> PackedLayout | None:
+        """From the call, or as the causal LM around it has found it; `None` if it is not packed."""
+        layout = layout_of(call, counts_positions=self.counts_positions, most_positions=self.most_positions)
+        layout = layout_in_flight() if layout is None else layout
+        if layout is None:
+            return None
+        if self.most_positions is not None:
+            self._require_positions(layout, self.most_positions)
         if call.get("output_attentions"):
             raise PackingError(
                 "attention weights cannot be returned for a packed batch: no T x T matrix exists.",
@@ -88,14 +101,6 @@ class BackboneOverride(Override):
                 "cross-attention cannot be packed: every document of a row would see the same encoder states.",
                 do="Pass documents that attend to an encoder as a padded batch.",
             )
-        return self.run_packed(call, layout)
-
-    def find_layout(self, call: dict[str, Any]) -> PackedLayout | None:
-        """From the call, or as the causal LM around it has found it; `None` if it is not packed."""
-        layout = layout_of(call, counts_positions=self.counts_positions, most_positions=self.most_positions)
-        layout = layout_in_flight() if layout is None else layout
-        if layout is not None and self.most_positions is not None and not torch.compiler.is_compiling():
-            self._require_positions(layout, self.most_positions)
         return layout
 
     def _require_positions(self, layout: PackedLayout, most: int) -> None:
@@ -105,15 +110,22 @@ class BackboneOverride(Override):
                 do=f"Pass max_length={most} or less, or cut the document.",
             )
 
+    @around_graphs
     def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
         """The original forward, its layers told of the layout."""
-        # Where the forward takes no further arguments, the layout rides on the mask, see `attention/bridge.py`.
+        call, layout = self._packed_call(call, layout)
+        with in_flight(layout):
+            return self.call_original(**call)
+
+    @outside_of_graphs
+    def _packed_call(self, call: dict[str, Any], layout: PackedLayout) -> tuple[dict[str, Any], PackedLayout]:
         call = _packed_call(call, layout)
         if self.makes_mask:
             call["attention_mask"] = None
-        with in_flight(call["packed_layout"]):
-            return self.call_original(**self._accepted(call))
+        # Where the forward takes no further arguments, the layout rides on the mask, see `attention/bridge.py`.
+        return self._accepted(call), call["packed_layout"]
 
+    @outside_of_graphs
     def _accepted(self, call: dict[str, Any]) -> dict[str, Any]:
         return call if self.takes_any else {name: value for name, value in call.items() if name in self.names}
 
@@ -127,12 +139,15 @@ def _packed_call(call: dict[str, Any], layout: PackedLayout) -> dict[str, Any]:
     if call["position_ids"].dtype not in (torch.int32, torch.int64):  # tables of learned positions take no others
         call["position_ids"] = call["position_ids"].long()
     mask = empty_mask(layout, device)
+    batch = (call.get(name) for name in ("input_ids", "inputs_embeds", "position_ids"))
+    let_sizes_change(tensor for tensor in (*batch, layout.cu_seqlens, *layout.sizes) if tensor is not None)
     return {**call, "attention_mask": mask, "past_key_values": None, "use_cache": False, "packed_layout": layout}
 
 
 class RebatchOverride(BackboneOverride):
     """Runs the whole backbone document by document: exact for every causal one, without touching its inside."""
 
+    @around_graphs
     def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
         """See [`run_backbone_by_document`]."""
         if call.get("use_cache") is not None or "use_cache" in self.names:
@@ -154,11 +169,13 @@ class CausalLMOverride(BackboneOverride):
         super().__init__(module, original, counts_positions=True)  # it hands none on
         self.__signature__ = forward_signature(module)
 
+    @around_graphs
     def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
         """The original forward without the boundaries, which its backbone finds in flight."""
-        kept = {name: value for name, value in call.items() if name not in (*BOUNDARIES, *FOUND_BY_ITSELF)}
+        for name in (*BOUNDARIES, *FOUND_BY_ITSELF):
+            call.pop(name, None)
         with in_flight(layout):
-            return self.call_original(**kept)
+            return self.call_original(**call)
 
 
 class AttentionOverride(Override):
@@ -178,7 +195,8 @@ class AttentionOverride(Override):
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The attention module's forward: output `(B, L, D)` and, as no T x T matrix exists, no weights."""
-        layout = layout_in(args, kwargs)
+        # A mask that a compiled graph makes over carries nothing.
+        layout = find_layout(args, kwargs) if self.patch.makes_mask else layout_in(args, kwargs)
         kwargs.pop("packed_layout", None)
         if layout is None:
             return self.call_original(hidden_states, *args, **kwargs)
@@ -187,13 +205,26 @@ class AttentionOverride(Override):
         arguments = self.patch.arguments(self.module)
         if not self.module.training:
             arguments = replace(arguments, dropout=0.0)
-        if self.patch.bias is not None:
-            arguments = replace(arguments, bias=self.patch.bias(self.module, value, layout))
-        out_TNH = self.backends.attend(query, key, value, layout, arguments)
+        attend = self.backends.attend if self.patch.bias is None else self._attend_with_bias
+        out_TNH = attend(query, key, value, layout, arguments)
         attended = out_TNH.reshape(*hidden_states.shape[:-1], -1)
         if self.patch.finish is not None:
             return self.patch.finish(self.module, attended, args)
         return getattr(self.module, self.patch.output)(attended), None
+
+    # A bias is made of this batch's documents.
+    @outside_of_graphs
+    def _attend_with_bias(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: PackedLayout,
+        arguments: AttentionArguments,
+    ) -> torch.Tensor:
+        assert self.patch.bias is not None
+        arguments = replace(arguments, bias=self.patch.bias(self.module, value, layout))
+        return self.backends.attend(query, key, value, layout, arguments)
 
 
 class RotaryOverride(Override):
@@ -203,6 +234,8 @@ class RotaryOverride(Override):
     packed row one long document would change the frequencies of all others.
     """
 
+    # Once per call, and another code for every longest document.
+    @outside_of_graphs
     def __call__(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
         """The rotary embedding's forward: cos and sin of shape `(B, L, R)`."""
         options = {} if layer_type is None else {"layer_type": layer_type}

@@ -17,6 +17,7 @@ import torch
 
 from .errors import InvalidLayout, PackingError
 from .flight import is_empty_mask
+from .graphs import around_graphs, outside_of_graphs
 from .grouping import group_by_length
 from .layout import PackedLayout
 
@@ -27,6 +28,7 @@ BOUNDARIES = ("packed_layout", *FLASH_KEYS)
 FOUND_BY_ITSELF = ("attention_mask", "position_ids")
 
 
+@around_graphs
 def run_by_document(
     forward: Callable[..., Any],
     args: Sequence[Any],
@@ -50,18 +52,39 @@ def run_by_document(
         sliding_window (`int`, *optional*):
             Tokens that a query sees under the mask that takes the empty one's place.
     """
+    calls, shapes, place = _take_apart(args, kwargs, layout, sliding_window)
+    outputs = []
+    for positional, named in calls:
+        outputs.append(forward(*positional, **named))
+    return _put_together(outputs, shapes, place, layout)
+
+
+@outside_of_graphs
+def _take_apart(
+    args: Sequence[Any], kwargs: dict[str, Any], layout: PackedLayout, sliding_window: int | None
+) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[tuple[int, ...]], torch.Tensor]:
+    """The arguments of each group, its shape `(G, M)`, and for each packed token its place in the groups."""
     kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point() and tensor.numel()), torch.float32)
     groups, place = _groups(layout, tensors[0].device)
-    outputs = []
+    calls = []
     for index_GM in groups:
         mask_MM = _causal_mask(index_GM.shape[1], sliding_window, dtype, index_GM.device)
         taken = [_take(value, index_GM, layout, mask_MM) for value in (*args, *kwargs.values())]
-        outputs.append(forward(*taken[: len(args)], **dict(zip(kwargs, taken[len(args) :], strict=True))))
-    return _put_back(outputs, [tuple(index.shape) for index in groups], place, layout)
+        calls.append((tuple(taken[: len(args)]), dict(zip(kwargs, taken[len(args) :], strict=True))))
+    return calls, [tuple(index.shape) for index in groups], place
 
 
+@outside_of_graphs
+def _put_together(
+    outputs: Sequence[Any], shapes: Sequence[tuple[int, ...]], place: torch.Tensor, layout: PackedLayout
+) -> Any:
+    """The groups' outputs as one."""
+    return _put_back(outputs, shapes, place, layout)
+
+
+@around_graphs
 def run_backbone_by_document(forward: Callable[..., Any], call: dict[str, Any], layout: PackedLayout) -> Any:
     """[`run_by_document`] for a whole backbone, which finds positions and masks by itself.
 
@@ -70,7 +93,9 @@ def run_backbone_by_document(forward: Callable[..., Any], call: dict[str, Any], 
         [`PackingError`]: if hidden states of every layer are asked for.
     """
     _require_plain(call, layout)
-    return run_by_document(forward, (), {k: v for k, v in call.items() if k not in FOUND_BY_ITSELF}, layout)
+    for name in FOUND_BY_ITSELF:
+        call.pop(name, None)
+    return run_by_document(forward, (), call, layout)
 
 
 def _groups(layout: PackedLayout, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -142,6 +167,7 @@ def _joined(flat: list[torch.Tensor], place: torch.Tensor) -> torch.Tensor:
     return torch.cat(flat).index_select(0, place)
 
 
+@outside_of_graphs
 def _require_plain(call: dict[str, Any], layout: PackedLayout) -> None:
     if call.get("output_hidden_states"):
         raise PackingError(

@@ -3,9 +3,10 @@
 Knows layouts and tensors; imports neither transformers nor trl (`bridge.py` excepted).
 """
 
+from .backends import BACKENDS, get_backend, refusals
 from .bias import chosen_keys, key_bias, linear_bias
 from .request import AttentionArguments, AttentionBackend, AttentionRequest, Bias
-from .resolve import BACKENDS, BackendChoice, get_backend, refusals, resolve
+from .resolve import BackendChoice, resolve
 
 __all__ = [
     "BACKENDS",

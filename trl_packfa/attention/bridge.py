@@ -11,6 +11,7 @@ import copy
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 
 from ..errors import PackingError
 from ..flight import empty_mask, find_layout, layout_in_flight
+from ..graphs import outside_of_graphs
+from ..layout import PackedLayout
 from .bias import chosen_keys
 from .request import AttentionArguments
 from .resolve import BackendChoice
@@ -116,12 +119,31 @@ def packed_attention_forward(
         softcap=softcap,
         sinks=s_aux,
         dropout=dropout,
-        # Documents no longer than the number of chosen keys see all of theirs.
-        bias=None if indices is None or layout.max_seqlen <= indices.shape[-1] else chosen_keys(indices, layout),
     )
     q_TNH, k_TKH, v_TKH = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    out_TNH = module.config.trl_packfa_backends.attend(q_TNH, k_TKH, v_TKH, layout, arguments)
+    backends = module.config.trl_packfa_backends
+    if indices is None:
+        out_TNH = backends.attend(q_TNH, k_TKH, v_TKH, layout, arguments)
+    else:
+        out_TNH = _attend_to_chosen(backends, indices, q_TNH, k_TKH, v_TKH, layout, arguments)
     return out_TNH.view(query.shape[0], query.shape[2], *out_TNH.shape[1:]), None
+
+
+# What was chosen is put in terms of this batch's documents.
+@outside_of_graphs
+def _attend_to_chosen(
+    backends: BackendChoice,
+    indices: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: PackedLayout,
+    arguments: AttentionArguments,
+) -> torch.Tensor:
+    """Attention to the keys in `indices` `(B, L, K)`; documents no longer than K see all of theirs."""
+    if layout.max_seqlen > indices.shape[-1]:
+        arguments = replace(arguments, bias=chosen_keys(indices, layout))
+    return backends.attend(query, key, value, layout, arguments)
 
 
 def _masked_by_choice(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 
+from ..graphs import constant_in_graphs
 from ..layout import PackedLayout
 from ..precision import as_products_take
 from .kernel_limits import flash_refusals, require_indexable
@@ -48,13 +48,22 @@ def _candidates(capability: tuple[int, int]) -> Iterator[tuple[Callable[..., tor
             yield hub_function, (8, 0)
 
 
-@cache
+# By compute capability, and no cache of a function's: compiled graphs take functions from globals only.
+_KERNELS: dict[tuple[int, int], _Kernel | None] = {}
+
+
 def _kernel(capability: tuple[int, int]) -> _Kernel | None:
+    if capability not in _KERNELS:
+        _KERNELS[capability] = next(_kernels(capability), None)
+    return _KERNELS[capability]
+
+
+def _kernels(capability: tuple[int, int]) -> Iterator[_Kernel]:
     for function, needed in _candidates(capability):
-        return _Kernel(function, frozenset(inspect.signature(function).parameters), needed)
-    return None
+        yield _Kernel(function, frozenset(inspect.signature(function).parameters), needed)
 
 
+@constant_in_graphs
 def _capability(device: torch.device) -> tuple[int, int]:
     """The device's compute capability; ROCm devices count as Ampere, which is what flash-attn's builds assume."""
     return (8, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)

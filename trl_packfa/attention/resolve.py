@@ -2,46 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..errors import NoBackend
-from ..graphs import outside_of_graphs
+from ..graphs import constant_in_graphs
 from ..layout import PackedLayout
-from .flash import FlashBackend
-from .flex import FlexBackend
-from .reference import ReferenceBackend
+from .backends import BACKENDS, get_backend
+from .in_graphs import attend_in_graph
 from .request import AttentionArguments, AttentionBackend, AttentionRequest
-from .sdpa import SdpaBackend
-from .varlen import VarlenBackend
-
-# In order of preference.
-BACKENDS: tuple[AttentionBackend, ...] = (
-    FlashBackend(),
-    VarlenBackend(),
-    FlexBackend(),
-    SdpaBackend(),
-    ReferenceBackend(),
-)
-_BY_NAME = {backend.name: backend for backend in BACKENDS}
-
-
-def get_backend(name: str) -> AttentionBackend:
-    """The backend of that name.
-
-    Raises:
-        [`NoBackend`]: if there is none.
-    """
-    if name not in _BY_NAME:
-        raise NoBackend(
-            f"there is no attention backend '{name}'.",
-            do=f"Choose 'auto' or one of {', '.join(map(repr, _BY_NAME))}.",
-        )
-    return _BY_NAME[name]
-
-
-def refusals(request: AttentionRequest) -> dict[str, list[str]]:
-    """For each backend by name, every reason why it cannot serve the request."""
-    return {backend.name: backend.refusals(request) for backend in BACKENDS}
 
 
 def resolve(request: AttentionRequest, backend: str = "auto") -> AttentionBackend:
@@ -88,7 +58,11 @@ class BackendChoice:
         Raises:
             [`NoBackend`]: if none does.
         """
-        backend = self.for_request(AttentionRequest.of(query, key, arguments))
+        request = AttentionRequest.of(query, key, arguments)
+        if torch.compiler.is_compiling():
+            name = _name_in_graphs(self.name, *request)
+            return attend_in_graph(get_backend(name), query, key, value, layout, arguments)
+        backend = self.for_request(request)
         return backend(query, key, value, layout, arguments)
 
     def for_request(self, request: AttentionRequest) -> AttentionBackend:
@@ -98,11 +72,11 @@ class BackendChoice:
             [`NoBackend`]: if none does.
         """
         if request not in self.resolved:
-            self.resolved[request] = _resolved_name(request, self.name)
-        return _BY_NAME[self.resolved[request]]
+            self.resolved[request] = resolve(request, self.name).name
+        return get_backend(self.resolved[request])
 
 
-# Looks at packages and devices: once, and nothing to compile.
-@outside_of_graphs
-def _resolved_name(request: AttentionRequest, backend: str) -> str:
-    return resolve(request, backend).name
+@constant_in_graphs
+def _name_in_graphs(backend: str, *request: Any) -> str:
+    """The backend for a request of these fields: only what Python calls constants may be handed from a graph."""
+    return resolve(AttentionRequest(*request), backend).name

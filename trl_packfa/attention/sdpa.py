@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-from ..graphs import outside_of_graphs
 from ..grouping import group_by_length, pack_groups, pad_groups
 from ..layout import PackedLayout
 from ..precision import autocast_dtype
@@ -36,8 +35,6 @@ class SdpaBackend:
         """Nothing: what the fused kernels lack runs in query chunks."""
         return []
 
-    # The shapes depend on every batch's lengths: a compiler would recompile for each, so it leaves the graph here.
-    @outside_of_graphs
     def __call__(
         self,
         query: torch.Tensor,

@@ -96,7 +96,7 @@ def _is_patched(module: nn.Module) -> bool:
 
 def _readable(modules: Sequence[nn.Module]) -> list[Projection] | None:
     """What the layers compute, if this call is packed, one of them is adapted and none has a reason against it."""
-    if layout_in_flight() is None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or layout_in_flight() is None:
         return None
     if not any(map(is_adapted, modules)) or any(why_not(module) for module in modules):
         return None

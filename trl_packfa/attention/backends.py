@@ -1,0 +1,39 @@
+"""The backends there are, in order of preference."""
+
+from __future__ import annotations
+
+from ..errors import NoBackend
+from .flash import FlashBackend
+from .flex import FlexBackend
+from .reference import ReferenceBackend
+from .request import AttentionBackend, AttentionRequest
+from .sdpa import SdpaBackend
+from .varlen import VarlenBackend
+
+BACKENDS: tuple[AttentionBackend, ...] = (
+    FlashBackend(),
+    VarlenBackend(),
+    FlexBackend(),
+    SdpaBackend(),
+    ReferenceBackend(),
+)
+_BY_NAME = {backend.name: backend for backend in BACKENDS}
+
+
+def get_backend(name: str) -> AttentionBackend:
+    """The backend of that name.
+
+    Raises:
+        [`NoBackend`]: if there is none.
+    """
+    if name not in _BY_NAME:
+        raise NoBackend(
+            f"there is no attention backend '{name}'.",
+            do=f"Choose 'auto' or one of {', '.join(map(repr, _BY_NAME))}.",
+        )
+    return _BY_NAME[name]
+
+
+def refusals(request: AttentionRequest) -> dict[str, list[str]]:
+    """For each backend by name, every reason why it cannot serve the request."""
+    return {backend.name: backend.refusals(request) for backend in BACKENDS}
