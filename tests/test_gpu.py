@@ -4,6 +4,7 @@ import pytest
 import tiny
 import torch
 from peft import get_peft_model
+from torch._dynamo.utils import counters
 from training import lora_config
 
 from trl_packfa import check, describe, patch
@@ -13,17 +14,18 @@ from trl_packfa.errors import NoBackend
 pytestmark = pytest.mark.gpu
 
 
-def on_gpu(architecture, dtype, backend, *, lora=False):
+def on_gpu(architecture, dtype, backend, *, lora=False, autocast=False):
     """A patched model on the GPU that has run once, or a skip with the backend's own reasons."""
     if not torch.cuda.is_available():
-        request = AttentionRequest(torch.device("cpu"), dtype, 16, 4, 2)
+        request = AttentionRequest(torch.device("cpu"), torch.bfloat16 if autocast else dtype, 16, 4, 2)
         reasons = get_backend(backend).refusals(request) or ["runs on a CPU, where test_patches.py tries it"]
         pytest.skip(f"{backend}: {'; '.join(reasons)}")
     model = tiny.model(architecture).to("cuda", dtype)
     model = patch(get_peft_model(model, lora_config()).train() if lora else model, backend=backend)
     batch = {k: v.to("cuda") if hasattr(v, "to") else v for k, v in tiny.batch(tiny.documents()).items()}
     try:
-        model(**batch)
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            model(**batch)
     except NoBackend as refusal:
         pytest.skip(str(refusal))
     return model, batch
@@ -55,3 +57,28 @@ def test_no_forward_waits_for_the_device(backend, lora):
         model(**batch).logits.sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("backend", ["flash", "varlen", "flex", "sdpa"])
+def test_autocast_is_exact(backend):
+    """TRL's default: float32 weights, whose rotated queries and keys are float32 too."""
+    model, _ = on_gpu("llama", torch.float32, backend, autocast=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        report = check(model)
+    assert report.is_exact, str(report)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
+@pytest.mark.parametrize("backend", ["flash", "varlen", "flex"])
+def test_a_backbone_is_compiled_once(backend, lora):
+    model, _ = on_gpu("llama", torch.bfloat16, backend, lora=lora)
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(model)
+    for seed, lengths in enumerate(((13, 1, 29), (40,), (2, 30, 3, 3, 18, 5), (60, 5))):
+        docs = tiny.documents(lengths, seed=seed)
+        batch = {k: v.to("cuda") if hasattr(v, "to") else v for k, v in tiny.batch(docs).items()}
+        compiled(**batch).logits.float().square().mean().backward()
+    assert counters["stats"]["unique_graphs"] == 2, "backbone and head"
+    report = check(compiled)
+    assert report.is_exact, str(report)

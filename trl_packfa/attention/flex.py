@@ -12,10 +12,11 @@ from functools import cache
 from importlib.util import find_spec
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ..layout import PackedLayout
 from ..precision import as_products_take
+from .block_mask import block_mask
 from .kernel_limits import BIAS
 from .request import AttentionArguments, AttentionRequest
 
@@ -87,12 +88,5 @@ def _block_mask(layout: PackedLayout, sliding_window: int | None) -> BlockMask:
     """The layout's block mask, built once per batch and window."""
     key = ("flex", sliding_window)
     if key not in layout.memo:
-        ids_T = layout.document_ids().flatten()
-
-        def same_document(batch: torch.Tensor, head: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-            allowed = (ids_T[q] == ids_T[kv]) & (q >= kv)
-            return allowed if sliding_window is None else allowed & (q - kv < sliding_window)
-
-        tokens = layout.num_tokens
-        layout.memo[key] = create_block_mask(same_document, None, None, tokens, tokens, device=ids_T.device)
+        layout.memo[key] = block_mask(layout, sliding_window)
     return layout.memo[key]

@@ -1,0 +1,72 @@
+"""The flex backend's block mask: exactly the pairs of the layout, found without looking at pairs."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
+
+from trl_packfa import PackedLayout
+from trl_packfa.attention import block_mask as module
+from trl_packfa.bench.operations import OperationCounter
+
+LENGTHS = {
+    "one": (700,),
+    "even blocks": (128, 256, 128),
+    "mixed": (1, 300, 5, 127, 129, 1, 1, 640, 20),
+    "tiny": (3,) * 150,
+    "one token": (1,),
+    "two rows": (100, 200, 299, 1),
+}
+
+
+def blocks_of(mask, side):
+    """A `(T, T)` mask as `(R, R)` counts of its true pairs in each block."""
+    size = -(-len(mask) // side) * side
+    padded = torch.zeros(size, size, dtype=torch.int64)
+    padded[: len(mask), : len(mask)] = mask
+    return padded.view(size // side, side, size // side, side).sum(dim=(1, 3))
+
+
+def as_matrix(numbers, indices):
+    """Listed blocks as a `(R, R)` mask."""
+    listed = torch.zeros(indices.shape[-2:], dtype=torch.bool)
+    for row, (count, index) in enumerate(zip(numbers[0, 0].tolist(), indices[0, 0], strict=True)):
+        assert len(set(index[:count].tolist())) == count, "a block is listed twice"
+        listed[row, index[:count].long()] = True
+    return listed
+
+
+@pytest.mark.parametrize("window", [None, 1, 64, 130, 400])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_blocks_are_those_of_the_pairs(lengths, window):
+    layout = PackedLayout.from_lengths(lengths, rows=2 if lengths == LENGTHS["two rows"] else 1)
+    mask, tokens = module.block_mask(layout, window), layout.num_tokens
+    dense = layout.dense_mask(window)
+    assert torch.equal(create_mask(mask.mask_mod, 1, 1, tokens, tokens, device="cpu")[0, 0], dense)
+    counts = blocks_of(dense, module.BLOCK)
+    partial, whole = (
+        as_matrix(mask.kv_num_blocks, mask.kv_indices),
+        as_matrix(mask.full_kv_num_blocks, mask.full_kv_indices),
+    )
+    assert torch.equal(whole, counts == module.BLOCK**2)
+    assert torch.equal(partial | whole, counts > 0)
+    assert not (partial & whole).any()
+    for ours, transposed in ((partial, (mask.q_num_blocks, mask.q_indices)),
+                             (whole, (mask.full_q_num_blocks, mask.full_q_indices))):  # fmt: skip
+        assert torch.equal(as_matrix(*transposed), ours.T)
+
+
+def largest(make):
+    """Bytes of the largest tensor that is made."""
+    with OperationCounter() as counter:
+        make()
+    assert counter.syncs == 0
+    return counter.largest
+
+
+def test_nothing_is_quadratic_in_tokens():
+    layout = PackedLayout.from_lengths([1000] * 4)
+    ours = module.block_mask(layout, None)
+    assert largest(lambda: module.block_mask(layout, None)) < layout.num_tokens**2 / 100
+    tokens = layout.num_tokens
+    theirs = largest(lambda: create_block_mask(ours.mask_mod, None, None, tokens, tokens, device="cpu"))
+    assert theirs >= tokens**2, "the control: torch's own"
