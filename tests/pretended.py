@@ -44,10 +44,10 @@ def pretend(monkeypatch, backend):
     kernel = flash._Kernel(flash_attn_varlen_func, frozenset(flash_attn_varlen_func.__code__.co_varnames), (8, 0))
     monkeypatch.setitem(flash._KERNELS, (8, 0), kernel)
     monkeypatch.setattr(flash, "_capability", lambda device: (8, 0))
-    monkeypatch.setattr(module, "flash_refusals", _refusals_elsewhere)
+    monkeypatch.setattr(module, "flash_refusals", refusals_elsewhere)
     return dtypes
 
 
-def _refusals_elsewhere(request, **options):
+def refusals_elsewhere(request, **options):
     """What the kernels would refuse on their own device."""
     return [reason for reason in kernel_limits.flash_refusals(request, **options) if not reason.startswith(CUDA_ONLY)]

@@ -7,13 +7,14 @@ import pytest
 import tiny
 import torch
 from peft import get_peft_model
-from pretended import pretend
+from pretended import pretend, refusals_elsewhere
 from tolerance import assert_float32, assert_recomputed, assert_trajectory, differs
 from torch._dynamo.utils import counters
 from training import arguments, dataset, lora_config, losses, packed_trainer
 from transformers import TrainerCallback
 
 from trl_packfa import patch
+from trl_packfa.attention import varlen
 from trl_packfa.zoo import small_model
 
 # More layers than torch compiles variants of a function.
@@ -145,6 +146,29 @@ def test_flash_attention_is_in_the_graph(backend, lora, monkeypatch):
             batch = tiny.batch(tiny.documents(lengths, seed=seed))
             compiled(**batch).logits.float().square().mean().backward()
     assert graphs() == BACKBONE_AND_HEAD
+
+
+def test_torchs_own_varlen_attn_is_traced(monkeypatch):
+    """Only its kernel needs a GPU. Tokens, documents and the longest of them are symbols, not numbers."""
+    monkeypatch.setattr(varlen, "flash_refusals", refusals_elsewhere)
+    traced = []
+
+    def without_kernels(graph, example_inputs):
+        calls = [node for node in graph.graph.nodes if "varlen_attn" in str(node.target)]
+        for call in calls:
+            traced.append(call.args)
+            call.target = lambda query, *_: (query.clone(), None, None)
+        graph.recompile()
+        return graph.forward
+
+    model = patch(tiny.model("mistral", layers=2).to(torch.bfloat16).train())
+    compiled = torch.compile(model, backend=without_kernels)
+    for seed, lengths in enumerate(BATCHES):
+        compiled(**tiny.batch(tiny.documents(lengths, seed=seed))).logits.float().sum().backward()
+    assert len(traced) == 2, "one call a layer, traced once"
+    for query, key, value, offsets, *_, longest in (call[:6] for call in traced):
+        shapes = [node.meta["example_value"].shape[0] for node in (query, key, value, offsets)]
+        assert all(isinstance(size, torch.SymInt) for size in (*shapes, longest.meta["example_value"]))
 
 
 def test_the_operator_is_sound():
