@@ -57,6 +57,8 @@ STRATEGIES = {
     "bfd": Strategy(ours=True, options={"packing_strategy": "bfd"}, rows=True),
     "minibatch": Strategy(ours=True, options={"packing_strategy": "minibatch"}, in_order=True),
     "step": Strategy(ours=True, options={"packing_strategy": "step"}, in_order=True),
+    "bfd-compiled": Strategy(ours=True, options={"packing_strategy": "bfd", "torch_compile": True}, rows=True),
+    "step-compiled": Strategy(ours=True, options={"packing_strategy": "step", "torch_compile": True}, in_order=True),
     "bfd-bound": Strategy(ours=True, options={"packing_strategy": "bfd"}, rows=True, bound=True),
     "step-bound": Strategy(ours=True, options={"packing_strategy": "step"}, in_order=True, bound=True),
 }
