@@ -183,7 +183,7 @@ def test_the_operator_is_sound():
 @pytest.mark.slow
 @pytest.mark.skipif(not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")),
                     reason="torch's inductor needs a C++ compiler on a CPU")  # fmt: skip
-def test_inductor(tmp_path):
+def test_inductor():
     """torch's own compiler, which `torch_compile=True` takes."""
     model = patch(get_peft_model(tiny.model(layers=2), lora_config()).train())
     same_as_eager(model, backend="inductor")

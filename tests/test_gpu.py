@@ -22,13 +22,17 @@ def on_gpu(architecture, dtype, backend, *, lora=False, autocast=False):
         pytest.skip(f"{backend}: {'; '.join(reasons)}")
     model = tiny.model(architecture).to("cuda", dtype)
     model = patch(get_peft_model(model, lora_config()).train() if lora else model, backend=backend)
-    batch = {k: v.to("cuda") if hasattr(v, "to") else v for k, v in tiny.batch(tiny.documents()).items()}
+    batch = batch_on_gpu(tiny.documents())
     try:
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             model(**batch)
     except NoBackend as refusal:
         pytest.skip(str(refusal))
     return model, batch
+
+
+def batch_on_gpu(docs):
+    return {k: v.to("cuda") if hasattr(v, "to") else v for k, v in tiny.batch(docs).items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -76,8 +80,7 @@ def test_a_backbone_is_compiled_once(backend, lora):
     counters.clear()
     compiled = torch.compile(model)
     for seed, lengths in enumerate(((13, 1, 29), (40,), (2, 30, 3, 3, 18, 5), (60, 5))):
-        docs = tiny.documents(lengths, seed=seed)
-        batch = {k: v.to("cuda") if hasattr(v, "to") else v for k, v in tiny.batch(docs).items()}
+        batch = batch_on_gpu(tiny.documents(lengths, seed=seed))
         compiled(**batch).logits.float().square().mean().backward()
     assert counters["stats"]["unique_graphs"] == 2, "backbone and head"
     report = check(compiled)

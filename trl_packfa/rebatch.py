@@ -54,9 +54,9 @@ def run_by_document(
     """
     calls, shapes, place = _take_apart(args, kwargs, layout, sliding_window)
     outputs = []
-    for positional, named in calls:
+    for positional, named in calls:  # a comprehension is a function of its own, which would be compiled, whole
         outputs.append(forward(*positional, **named))
-    return _put_together(outputs, shapes, place, layout)
+    return _put_back(outputs, shapes, place, layout)
 
 
 @outside_of_graphs
@@ -74,14 +74,6 @@ def _take_apart(
         taken = [_take(value, index_GM, layout, mask_MM) for value in (*args, *kwargs.values())]
         calls.append((tuple(taken[: len(args)]), dict(zip(kwargs, taken[len(args) :], strict=True))))
     return calls, [tuple(index.shape) for index in groups], place
-
-
-@outside_of_graphs
-def _put_together(
-    outputs: Sequence[Any], shapes: Sequence[tuple[int, ...]], place: torch.Tensor, layout: PackedLayout
-) -> Any:
-    """The groups' outputs as one."""
-    return _put_back(outputs, shapes, place, layout)
 
 
 @around_graphs
@@ -136,6 +128,7 @@ def _take(value: Any, index_GM: torch.Tensor, layout: PackedLayout, mask_MM: tor
     return rows.flatten(0, 1).index_select(0, index_GM.flatten()).view(*index_GM.shape, *value.shape[2:])
 
 
+@outside_of_graphs
 def _put_back(
     outputs: Sequence[Any], shapes: Sequence[tuple[int, ...]], place: torch.Tensor, layout: PackedLayout
 ) -> Any:
