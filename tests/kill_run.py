@@ -29,8 +29,9 @@ from trl_packfa.reports import last_whole_checkpoint
 from trl_packfa.steps import StepCutter
 
 WORLD = 2
-TIME_OUT = 30  # seconds that a collective may wait
-GRACE = 60  # seconds that a loaded machine may take beside
+STOPPED = 30  # seconds that a collective waits for a rank that only stopped
+TIME_OUT = 240  # seconds that it waits elsewhere: a machine may be busy, and a dead rank is noticed without it
+GRACE = 60  # seconds that the end may take beside
 SHARDED = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
 RUNS = {
     "ddp step": {"strategy": "step"},
@@ -57,11 +58,11 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def launch(folder, work, *, world=WORLD, limit=TIME_OUT + GRACE):
+def launch(folder, work, *, world=WORLD, limit=TIME_OUT):
     """Run `work(rank)` in forks of this process. Exit status of each (`None` if it was still there at the limit), text
-    of each, seconds."""
+    of each, seconds from the first that failed or stopped to the end."""
     folder.mkdir(parents=True, exist_ok=True)
-    port, started, pids = free_port(), time.monotonic(), []
+    port, started, struck, pids = free_port(), time.monotonic(), None, []
     for rank in range(world):
         pid = os.fork()
         if pid == 0:
@@ -69,24 +70,30 @@ def launch(folder, work, *, world=WORLD, limit=TIME_OUT + GRACE):
         pids.append(pid)
     codes = dict.fromkeys(pids)
     while None in codes.values() and time.monotonic() - started < limit:
-        for pid in [pid for pid, code in codes.items() if code is None]:
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
-                codes[pid] = os.waitstatus_to_exitcode(status)
-        if set(codes.values()) - {None, 0} and _all_stopped(codes):
+        _collect(codes)
+        left = [pid for pid, code in codes.items() if code is None]
+        stopped = [pid for pid in left if _is_stopped(pid)]
+        if struck is None and (stopped or set(codes.values()) - {None, 0}):
+            struck = time.monotonic()
+        if stopped == left:  # nobody is there, or only those that a point stopped
             break
         time.sleep(0.05)
-    seconds = time.monotonic() - started
+    seconds = time.monotonic() - (struck or started)
     for pid in [pid for pid, code in codes.items() if code is None]:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     return list(codes.values()), [(folder / f"rank{rank}.log").read_text() for rank in range(world)], seconds
 
 
-def _all_stopped(codes):
-    """Whether those still there do nothing any more: the ranks that a point stops, once the others are gone."""
-    left = [pid for pid, code in codes.items() if code is None]
-    return all(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T" for pid in left)
+def _collect(codes):
+    for pid in [pid for pid, code in codes.items() if code is None]:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            codes[pid] = os.waitstatus_to_exitcode(status)
+
+
+def _is_stopped(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
 
 
 def _be_rank(rank, world, port, log, work):
@@ -165,7 +172,8 @@ def train(folder, options, *, point=None, resume=False):
         callbacks = arm(point) if point and rank in point["victims"] else []
         distributed_run.take_fsdp_on_a_cpu()
         # transformers 5.23 drops `ddp_timeout` under `use_cpu`; it takes the process group that it finds.
-        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=TIME_OUT))
+        patience = STOPPED if point and point["phase"] == "stopped" else TIME_OUT
+        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=patience))
         result = run(str(folder), resume=resume, callbacks=callbacks, **options)
         if rank == 0:
             weights = sorted((folder / "saved").glob("*.safetensors"))
@@ -179,17 +187,16 @@ def outcome(folder, point, expected):
     """Kill, look at what is left, resume, compare."""
     options = RUNS[point["run"]]
     codes, texts, seconds = launch(folder, train(folder, options, point=point))
-    survivors = [rank for rank in range(WORLD) if rank not in point["victims"]]
     left = last_whole_checkpoint(folder)
     found = {path.name for path in folder.glob("checkpoint-*")}
-    after, resumed, _ = launch(folder, train(folder, options, resume=left is not None), limit=4 * GRACE)
+    after, resumed, _ = launch(folder, train(folder, options, resume=left is not None))
     path = folder / "result.json"
     return {
         **point,
         # Of two victims, one may have noticed the other's death before its own.
         "died": point["phase"] == "stopped" or -signal.SIGKILL in [codes[rank] for rank in point["victims"]],
         "exits": codes,
-        "said": [line[:200] for rank in survivors for line in texts[rank].splitlines() if "Error" in line][-1:],
+        "said": [[line[:300] for line in text.splitlines() if "Error" in line][-1:] for text in texts],
         "seconds": round(seconds, 1),
         "checkpoints": sorted(found),
         "resumed_from": left and Path(left).name,
@@ -204,7 +211,7 @@ def main():
     points = draw(count, int(sys.argv[3]) if sys.argv[3:] else 0)
     expected = {}
     for name in {point["run"]: None for point in points}:
-        codes, texts, _ = launch(folder / name, train(folder / name, RUNS[name]), limit=4 * GRACE)
+        codes, texts, _ = launch(folder / name, train(folder / name, RUNS[name]))
         assert codes == [0] * WORLD, texts[0][-3000:]
         expected[name] = json.loads((folder / name / "result.json").read_text())
     outcomes = [outcome(folder / str(i), point, expected[point["run"]]) for i, point in enumerate(points)]

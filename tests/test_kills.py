@@ -24,7 +24,7 @@ def outcomes(tmp_path_factory):
     """In a process of its own, which forks: this one may have threads."""
     command = [sys.executable, str(SCRIPT), str(tmp_path_factory.mktemp("kills")), str(COUNT)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300 + 60 * COUNT)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600 + 60 * COUNT)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -32,26 +32,28 @@ def outcomes(tmp_path_factory):
 @pytest.mark.slow
 def test_every_point_was_hit_and_nothing_hangs(outcomes):
     for point in outcomes:
-        assert point["died"], point
+        assert point["died"], json.dumps(point)
         # None is a rank that the parent had to end: one that was stopped, never one that waits.
         stopped = point["victims"] if point["phase"] == "stopped" else []
-        assert all(code not in (0, None) for rank, code in enumerate(point["exits"]) if rank not in stopped), point
-        assert point["seconds"] < kill_run.TIME_OUT + kill_run.GRACE, point
+        assert all(code not in (0, None) for rank, code in enumerate(point["exits"]) if rank not in stopped), (
+            json.dumps(point)
+        )
+        assert point["seconds"] < kill_run.STOPPED + kill_run.GRACE, json.dumps(point)
 
 
 @pytest.mark.slow
 def test_every_run_resumes_to_the_same_bits(outcomes):
     for point in outcomes:
-        assert point["resumed"] == [0] * kill_run.WORLD and point["same"], point
+        assert point["resumed"] == [0] * kill_run.WORLD and point["same"], json.dumps(point)
 
 
 @pytest.mark.slow
 def test_no_half_written_checkpoint_is_used(outcomes):
     for point in outcomes:
         whole, found = point["resumed_from"], point["checkpoints"]
-        assert point["passed_over"] == len([name for name in found if whole and name > whole]), point
+        assert point["passed_over"] == len([name for name in found if whole and name > whole]), json.dumps(point)
         if point["phase"] in ("writing", "marking"):
-            assert found and whole != max(found), point
+            assert found and whole != max(found), json.dumps(point)
 
 
 def test_points_are_spread_over_runs_ranks_and_phases():
