@@ -17,6 +17,7 @@ import tiny
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, gather_object
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -121,11 +122,13 @@ def take_deepspeed_on_a_cpu():
 def run(
     folder, *, resume=None, leak=None, wrap=None, callbacks=(), evaluate=False, nf4=None, mixers=False, **scenario
 ):
-    """Train and save; losses, counts, engine. With `leak`, the rank whose attention leaks: what each rank raised.
-    With `wrap`, an engine: what each rank finds on a model that is patched after it was wrapped."""
+    """Train and save; losses, counts, engine, graphs. With `leak`, the rank whose attention leaks: what each rank
+    raised. With `wrap`, an engine: what each rank finds on a model that is patched after it was wrapped."""
     if wrap is not None:
         return check_wrapped(wrap)
     build = partial(quantized, *nf4) if nf4 else mamba if mixers else model
+    torch._dynamo.reset()
+    counters.clear()
     trainer = trainer_of(folder, build=build, **scenario)
     if leak is not None:
         return errors_of_all(trainer, *([leak] if isinstance(leak, int) else leak))
@@ -142,6 +145,7 @@ def run(
         "tokens": [entry["num_tokens"] for entry in trainer.state.log_history if "loss" in entry],
         "verdict": trainer.exactness.verdict,
         "engine": str(trainer.accelerator.distributed_type).removeprefix("DistributedType."),
+        "graphs": counters["stats"]["unique_graphs"],
         "wrapped": [type(trainer.model_wrapped).__name__, type(trainer.model).__name__],
     }
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import tiny
@@ -9,12 +10,15 @@ import torch
 from peft import get_peft_model
 from pretended import pretend, refusals_elsewhere
 from tolerance import assert_float32, assert_recomputed, assert_trajectory, differs
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.utils import counters
 from training import arguments, dataset, lora_config, losses, packed_trainer
 from transformers import TrainerCallback
 
-from trl_packfa import patch
+from trl_packfa import check, patch
+from trl_packfa import trainer as trainer_module
 from trl_packfa.attention import varlen
+from trl_packfa.graphs import runs_compiled, uncompiled
 from trl_packfa.zoo import small_model
 
 # More layers than torch compiles variants of a function.
@@ -44,14 +48,14 @@ class CountGraphs(TrainerCallback):
         self.seen.append(graphs())
 
 
-def train(out, strategy, *, compiled=True, lora=True, layers=2, **options):
+def train(out, strategy, *, compiled=True, lora=True, model=None, **options):
     """Graphs by the end of each step, and the losses."""
     counter = CountGraphs()
     options |= {"torch_compile": True, "torch_compile_backend": "eager"} if compiled else {}
     args = arguments(out=out, packing_strategy=strategy, max_length=96, max_steps=STEPS, check_packing=False,
                      use_peft=lora, learning_rate=1e-4, **options)  # fmt: skip
     adapters = {} if lora else {"peft_config": None}
-    trainer = packed_trainer(args, model=tiny.model(layers=layers), train_dataset=dataset(100),
+    trainer = packed_trainer(args, model=model or tiny.model(layers=2), train_dataset=dataset(100),
                              callbacks=[counter], **adapters)  # fmt: skip
     trainer.train()
     return counter.seen, losses(trainer)
@@ -59,10 +63,10 @@ def train(out, strategy, *, compiled=True, lora=True, layers=2, **options):
 
 @pytest.mark.parametrize(("strategy", "lora"), [("step", True), ("bfd", False)], ids=["step-LoRA", "bfd-full"])
 def test_a_run_compiles_one_graph_in_its_first_step(strategy, lora, tmp_path):
-    options = {"lora": lora, "layers": LAYERS}
-    seen, compiled = train(tmp_path / "compiled", strategy, **options)
+    seen, compiled = train(tmp_path / "compiled", strategy, lora=lora, model=tiny.model(layers=LAYERS))
     assert seen == [1] * STEPS
-    assert_trajectory(compiled, train(tmp_path / "eager", strategy, compiled=False, **options)[1])
+    eager = train(tmp_path / "eager", strategy, lora=lora, model=tiny.model(layers=LAYERS), compiled=False)
+    assert_trajectory(compiled, eager[1])
 
 
 def test_checkpointed_layers_are_in_it(tmp_path):
@@ -76,8 +80,31 @@ def test_fixed_shapes_would_be_many(tmp_path, monkeypatch):
     """The control."""
     monkeypatch.setattr(torch._dynamo, "maybe_mark_dynamic", lambda *_: None)
     with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
-        seen, _ = train(tmp_path, "step", layers=1)
+        seen, _ = train(tmp_path, "step", model=tiny.model(layers=1))
     assert seen[-1] > seen[0]
+
+
+@pytest.mark.parametrize("differ", [True, False])
+def test_every_layer_has_its_graphs_where_layers_cut_them(differ, tmp_path, monkeypatch):
+    """Past torch's own limit of variants; the control leaves it as it is."""
+    if not differ:
+        monkeypatch.setattr(trainer_module, "let_layers_differ", lambda layers: None)
+    limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), 5)
+    model = tiny.model(layers=6, attention_dropout=0.1)
+    outcome = nullcontext() if differ else pytest.raises(FailOnRecompileLimitHit)
+    with torch._dynamo.config.patch(**limits, fail_on_recompile_limit_hit=True), outcome:
+        seen, _ = train(tmp_path, "step", lora=False, model=model)
+        assert seen[1] == seen[-1] > 6
+
+
+def test_a_check_may_run_uncompiled():
+    """As the trainer's does on a model that is compiled already; one call of it is the control."""
+    model = torch.compile(patch(tiny.model(layers=1)), backend="eager")
+    with uncompiled():
+        report = check(model)
+    assert graphs() == 0 and report.is_exact and "compiled" not in str(report)
+    model(**tiny.batch(tiny.documents()))
+    assert graphs() == BACKBONE_AND_HEAD and runs_compiled(model)
 
 
 def same_as_eager(model, batches=BATCHES, *, backend="aot_eager"):

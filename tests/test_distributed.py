@@ -26,10 +26,13 @@ RUNS = {
     # Ranks run them another number of times; FSDP2 gathers each whole, as transformers names them to it.
     "stateful mixers": {"mixers": True, "lora": False},
 }
+COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
 LONG = {"max_steps": 6}
 TWO = {
     **{f"DDP {name}": options for name, options in RUNS.items()},
     **{f"FSDP2 {name}": {**options, **FSDP2} for name, options in RUNS.items()},
+    "DDP compiled": COMPILED,
+    "FSDP2 compiled": {**COMPILED, **FSDP2},
     "DDP wrapped": {"wrap": "DDP"},
     "FSDP2 wrapped": {"wrap": "FSDP2"},
     "DDP leak": {"leak": 1},
@@ -141,6 +144,16 @@ def test_two_processes_train_a_4bit_model_as_one(one, two, name):
     assert result["verdict"] == "exact"
     if NF4[name][1] == "uint8":
         assert result["losses"] == two["NF4 DDP"]["losses"]
+
+
+@pytest.mark.parametrize("engine", ["DDP", "FSDP2"])
+def test_two_processes_train_a_compiled_model_as_one(folder, one, two, engine):
+    """DDP's is one graph; FSDP2 cuts it at every layer, of which there are two here."""
+    result, name = two[f"{engine} compiled"], "step, LoRA"
+    saved, reference = folder / "two" / f"{engine} compiled" / "saved", folder / "one" / name / "saved"
+    assert_same(result, one[name], saved, reference, lora=True)
+    assert result["graphs"] == 1 if engine == "DDP" else result["graphs"] > 1
+    assert "OptimizedModule" in result["wrapped"][0 if engine == "DDP" else 1]
 
 
 @pytest.mark.parametrize("engine", ["DDP", "FSDP2"])

@@ -6,12 +6,19 @@ and layers are handed the layout, of which a graph reads sizes that may change (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+# With gradients and without, sizes as they first came and any.
+_GRAPHS_OF_A_LAYER = 4
+_uncompiled: ContextVar[bool] = ContextVar("uncompiled", default=False)
 
 
 def outside_of_graphs(function: Function) -> Function:
@@ -33,3 +40,31 @@ def let_sizes_change(tensors: Iterable[torch.Tensor]) -> None:
 def constant_in_graphs(function: Function) -> Function:
     """A function of constants that is called while a graph is traced, and whose result is part of the graph."""
     return torch._dynamo.assume_constant_result(function)
+
+
+def let_layers_differ(layers: int) -> None:
+    """Let torch compile as many graphs of one function as that many layers need.
+
+    A graph that is cut at every layer, as under FSDP2, is another one for each: what stands in a layer's place is
+    told apart by identity. Past torch's limit, eight, the other layers would run uncompiled. Sets torch's own
+    configuration, `torch._dynamo.config`, for the process; a higher limit stays.
+    """
+    for name in ("recompile_limit", "accumulated_recompile_limit"):
+        limit = getattr(torch._dynamo.config, name)
+        setattr(torch._dynamo.config, name, max(limit, _GRAPHS_OF_A_LAYER * layers))
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """For the length of a `with` block compiled modules run as if they were not, and nothing is compiled."""
+    token = _uncompiled.set(True)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        _uncompiled.reset(token)
+
+
+def runs_compiled(model: nn.Module) -> bool:
+    """Whether a call of this model runs graphs here."""
+    return hasattr(model, "_orig_mod") and not _uncompiled.get()

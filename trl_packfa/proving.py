@@ -13,6 +13,7 @@ from .errors import UnsupportedModel
 from .exactness import ExactnessReport, check
 from .feeding import FeedingTrainer
 from .fused_head import ensure_own_loss
+from .graphs import uncompiled
 from .progress import working
 from .ranks import agree
 
@@ -79,7 +80,8 @@ class ProvingTrainer(FeedingTrainer):
 
     def _proof(self) -> ExactnessReport:
         model: Any = self.deepspeed if self.is_zero3_enabled else self.model
-        with self.accelerator.autocast():
+        # Under FSDP2 the model is compiled by now. Graphs of the check would take minutes, and none is used again.
+        with self.accelerator.autocast(), uncompiled():
             report = check(model, collator=self.data_collator, seed=self.args.seed)
         report.require_exact()
         return report

@@ -33,6 +33,7 @@ from .arithmetic import quadratic_weight
 from .card import add_packing_section, packing_section
 from .collator import DataCollatorForPacking
 from .config import PackedSFTConfig
+from .graphs import let_layers_differ
 from .mishaps import only_run_in
 from .packing import PackedBatchSampler, PackingReport
 from .parallelism import refuse_uneven_calls
@@ -161,6 +162,8 @@ class PackedSFTTrainer(ProvingTrainer):
         if not self.is_zero3_enabled:
             self._choose_head(self.model)
         patch(self.model, backend=self.args.attention_backend, fused_lora=self.args.fused_lora)
+        if self.args.torch_compile:
+            let_layers_differ(finding.model_config(self.model).get_text_config().num_hidden_layers)
         if self.is_proven_wrapped:
             refuse_uneven_calls(self.model, getattr(self.accelerator.state, "fsdp_plugin", None))
         # TRL's collator for padded batches, which evaluation with metrics uses.

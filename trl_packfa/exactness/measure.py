@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..collator import DataCollatorForPacking
 from ..errors import UnsupportedModel
 from ..finding import model_config, model_type
+from ..graphs import runs_compiled
 from ..patching import PatchState, find_state
 from ..versions import MINIMUM_VERSIONS, installed_version
 from ..zero3 import GradientParts, gradients_taken, is_partitioned, whole_size
@@ -276,6 +277,6 @@ def _training(model: nn.Module) -> str:
         parts.append("quantized")
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         parts.append("gradient checkpointing")
-    if hasattr(model, "_orig_mod"):
+    if runs_compiled(model):
         parts.append("compiled")
     return ", ".join(parts)
