@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +17,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 # With gradients and without, sizes as they first came and any.
 _GRAPHS_OF_A_LAYER = 4
-_uncompiled: ContextVar[bool] = ContextVar("uncompiled", default=False)
 
 
 def outside_of_graphs(function: Function) -> Function:
@@ -46,25 +44,37 @@ def let_layers_differ(layers: int) -> None:
     """Let torch compile as many graphs of one function as that many layers need.
 
     A graph that is cut at every layer, as under FSDP2, is another one for each: what stands in a layer's place is
-    told apart by identity. Past torch's limit, eight, the other layers would run uncompiled. Sets torch's own
-    configuration, `torch._dynamo.config`, for the process; a higher limit stays.
+    told apart by identity. Past torch's limit, eight, the other layers would run uncompiled.
     """
+    allow_graphs(_GRAPHS_OF_A_LAYER * layers)
+
+
+def allow_graphs(most: int) -> None:
+    """Let torch compile that many graphs of one function. Sets torch's own configuration, `torch._dynamo.config`, for
+    the process; a higher limit stays."""
     for name in ("recompile_limit", "accumulated_recompile_limit"):
-        limit = getattr(torch._dynamo.config, name)
-        setattr(torch._dynamo.config, name, max(limit, _GRAPHS_OF_A_LAYER * layers))
+        setattr(torch._dynamo.config, name, max(getattr(torch._dynamo.config, name), most))
 
 
 @contextmanager
-def uncompiled() -> Iterator[None]:
-    """For the length of a `with` block compiled modules run as if they were not, and nothing is compiled."""
-    token = _uncompiled.set(True)
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """For the length of a `with` block a compiled model runs as if it were not. What is compiled by itself, as
+    flex_attention's kernel, still is."""
+    if not runs_compiled(model):
+        yield
+        return
+    compiled = vars(model)["forward"]
+    model.forward = _own_call(model)
     try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
+        yield
     finally:
-        _uncompiled.reset(token)
+        model.forward = compiled
 
 
 def runs_compiled(model: nn.Module) -> bool:
-    """Whether a call of this model runs graphs here."""
-    return hasattr(model, "_orig_mod") and not _uncompiled.get()
+    """Whether a call of this model runs graphs."""
+    return hasattr(model, "_orig_mod") and vars(model)["forward"] != _own_call(model)
+
+
+def _own_call(model: Any) -> Any:
+    return model._orig_mod.__call__

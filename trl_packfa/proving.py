@@ -81,7 +81,7 @@ class ProvingTrainer(FeedingTrainer):
     def _proof(self) -> ExactnessReport:
         model: Any = self.deepspeed if self.is_zero3_enabled else self.model
         # Under FSDP2 the model is compiled by now. Graphs of the check would take minutes, and none is used again.
-        with self.accelerator.autocast(), uncompiled():
+        with self.accelerator.autocast(), uncompiled(model):
             report = check(model, collator=self.data_collator, seed=self.args.seed)
         report.require_exact()
         return report

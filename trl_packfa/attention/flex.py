@@ -14,16 +14,23 @@ from importlib.util import find_spec
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from ..graphs import allow_graphs
 from ..layout import PackedLayout
 from ..precision import as_products_take
 from .block_mask import block_mask
 from .kernel_limits import BIAS
 from .request import AttentionArguments, AttentionRequest
 
+# Of one function for every model of a process: with and without a window, softcap and sinks, of each dtype, with
+# gradients and without, for one block of tokens and for more.
+_GRAPHS = 128
+
 
 @cache
 def _compiled() -> Callable[..., torch.Tensor]:
-    """Uncompiled, flex_attention materializes the scores; compiled, it is one kernel."""
+    """Uncompiled, flex_attention materializes the scores, which is what torch would do past its limit of eight graphs;
+    compiled, it is one kernel."""
+    allow_graphs(_GRAPHS)
     return torch.compile(flex_attention, dynamic=True)
 
 

@@ -1,0 +1,68 @@
+"""The flex backend's compiled kernel: not another graph for other documents, and never torch's unfused way, which
+materializes the scores, however many kinds of attention a process asks for."""
+
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._dynamo.utils import counters
+
+from trl_packfa import PackedLayout
+from trl_packfa.attention import flex
+
+LENGTHS = ((300, 20), (5, 130, 64), (250, 250, 1, 1), (129,), (140, 2, 290, 33, 7))
+WINDOWS, SOFTCAPS, SINKS, GRADIENTS = (None, 64), (None, 30.0), (False, True), (True, False)
+
+
+@pytest.fixture(autouse=True)
+def _compile_anew():
+    torch._dynamo.reset()
+    counters.clear()
+    flex._compiled.cache_clear()
+    yield
+    flex._compiled.cache_clear()
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """torch's own, at which it raises; graphs run without torch's inductor, which needs a GPU for the backward."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    names = {"recompile_limit": 8, "accumulated_recompile_limit": 8, "fail_on_recompile_limit_hit": True}
+    with torch._dynamo.config.patch(**names):
+        yield
+
+
+def attend(lengths, window=None, softcap=None, sinks=False, gradients=True):
+    layout = PackedLayout.from_lengths(lengths)
+    query, key, value = (torch.randn(1, heads, layout.num_tokens, 16) for heads in (4, 2, 2))
+    score_mod = None if softcap is None else flex._capped(softcap)
+    options = {"score_mod": score_mod, "block_mask": flex._block_mask(layout, window), "return_lse": sinks}
+    with torch.set_grad_enabled(gradients):
+        return flex._compiled()(query, key, value, scale=0.25, enable_gqa=True, **options)
+
+
+def attend_in_every_way():
+    for kind in product(WINDOWS, SOFTCAPS, SINKS, GRADIENTS):
+        for lengths in LENGTHS[:2]:
+            attend(lengths, *kind)
+
+
+@pytest.mark.usefixtures("limits")
+def test_other_documents_are_the_same_graph():
+    for lengths in LENGTHS:
+        attend(lengths)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.usefixtures("limits")
+def test_every_kind_of_attention_is_compiled(monkeypatch):
+    """The control leaves torch's limit as it is."""
+    with monkeypatch.context() as patch, pytest.raises(FailOnRecompileLimitHit):
+        patch.setattr(flex, "allow_graphs", lambda most: None)
+        attend_in_every_way()
+    torch._dynamo.reset()
+    flex._compiled.cache_clear()
+    attend_in_every_way()
+    assert counters["stats"]["unique_graphs"] > 8
