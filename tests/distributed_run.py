@@ -17,7 +17,7 @@ import tiny
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, gather_object
-from torch._dynamo.utils import counters
+from compiling import compile_anew
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import trl_packfa
+from trl_packfa.bench.tracing import compiled_graphs
 from trl_packfa.errors import ContaminationError
 
 STEPS, SAVE, BATCH = 4, 2, 8
@@ -127,8 +128,7 @@ def run(
     if wrap is not None:
         return check_wrapped(wrap)
     build = partial(quantized, *nf4) if nf4 else mamba if mixers else model
-    torch._dynamo.reset()
-    counters.clear()
+    compile_anew()
     trainer = trainer_of(folder, build=build, **scenario)
     if leak is not None:
         return errors_of_all(trainer, *([leak] if isinstance(leak, int) else leak))
@@ -145,7 +145,7 @@ def run(
         "tokens": [entry["num_tokens"] for entry in trainer.state.log_history if "loss" in entry],
         "verdict": trainer.exactness.verdict,
         "engine": str(trainer.accelerator.distributed_type).removeprefix("DistributedType."),
-        "graphs": counters["stats"]["unique_graphs"],
+        "graphs": compiled_graphs(),
         "wrapped": [type(trainer.model_wrapped).__name__, type(trainer.model).__name__],
     }
 

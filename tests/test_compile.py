@@ -7,17 +7,18 @@ from contextlib import nullcontext
 import pytest
 import tiny
 import torch
+from compiling import compile_anew
 from peft import get_peft_model
 from pretended import pretend, refusals_elsewhere
 from tolerance import assert_float32, assert_recomputed, assert_trajectory, differs
 from torch._dynamo.exc import FailOnRecompileLimitHit
-from torch._dynamo.utils import counters
 from training import arguments, dataset, lora_config, losses, packed_trainer
 from transformers import TrainerCallback
 
 from trl_packfa import check, patch
 from trl_packfa import trainer as trainer_module
 from trl_packfa.attention import varlen
+from trl_packfa.bench.tracing import compiled_graphs
 from trl_packfa.graphs import runs_compiled, uncompiled
 from trl_packfa.zoo import small_model
 
@@ -30,12 +31,7 @@ BACKBONE_AND_HEAD = 2
 
 @pytest.fixture(autouse=True)
 def _compile_anew():
-    torch._dynamo.reset()
-    counters.clear()
-
-
-def graphs():
-    return counters["stats"]["unique_graphs"]
+    compile_anew()
 
 
 class CountGraphs(TrainerCallback):
@@ -45,7 +41,7 @@ class CountGraphs(TrainerCallback):
         self.seen = []
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.seen.append(graphs())
+        self.seen.append(compiled_graphs())
 
 
 def train(out, strategy, *, compiled=True, lora=True, model=None, **options):
@@ -103,11 +99,11 @@ def test_a_check_may_run_uncompiled():
     model = torch.compile(patch(tiny.model(layers=1)), backend="eager")
     with uncompiled(model):
         report = check(model)
-        assert graphs() == 0 and not runs_compiled(model)
+        assert compiled_graphs() == 0 and not runs_compiled(model)
         torch.compile(torch.neg, backend="eager")(torch.ones(2))
-    assert graphs() == 1 and report.is_exact and "compiled" not in str(report)
+    assert compiled_graphs() == 1 and report.is_exact and "compiled" not in str(report)
     model(**tiny.batch(tiny.documents()))
-    assert graphs() == 1 + BACKBONE_AND_HEAD and runs_compiled(model)
+    assert compiled_graphs() == 1 + BACKBONE_AND_HEAD and runs_compiled(model)
 
 
 def same_as_eager(model, batches=BATCHES, *, backend="aot_eager"):
@@ -136,7 +132,7 @@ def logits_and_gradients(forward, model, batch):
 def test_gradients_are_those_without_compiling(name):
     model = tiny.model(name, layers=2) if name in tiny.ARCHITECTURES else small_model(name)
     same_as_eager(patch(model.train()))
-    assert graphs() == BACKBONE_AND_HEAD
+    assert compiled_graphs() == BACKBONE_AND_HEAD
 
 
 # Biases, document by document, stateful mixers, frequencies of the longest document, routing: in parts.
@@ -175,7 +171,7 @@ def test_flash_attention_is_in_the_graph(backend, lora, monkeypatch):
         for seed, lengths in enumerate(BATCHES):
             batch = tiny.batch(tiny.documents(lengths, seed=seed))
             compiled(**batch).logits.float().square().mean().backward()
-    assert graphs() == BACKBONE_AND_HEAD
+    assert compiled_graphs() == BACKBONE_AND_HEAD
 
 
 def test_torchs_own_varlen_attn_is_traced(monkeypatch):
@@ -217,4 +213,4 @@ def test_inductor():
     """torch's own compiler, which `torch_compile=True` takes."""
     model = patch(get_peft_model(tiny.model(layers=2), lora_config()).train())
     same_as_eager(model, backend="inductor")
-    assert graphs() == BACKBONE_AND_HEAD
+    assert compiled_graphs() == BACKBONE_AND_HEAD

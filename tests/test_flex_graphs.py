@@ -6,11 +6,12 @@ from itertools import product
 
 import pytest
 import torch
+from compiling import compile_anew
 from torch._dynamo.exc import FailOnRecompileLimitHit
-from torch._dynamo.utils import counters
 
 from trl_packfa import PackedLayout
 from trl_packfa.attention import flex
+from trl_packfa.bench.tracing import compiled_graphs
 
 LENGTHS = ((300, 20), (5, 130, 64), (250, 250, 1, 1), (129,), (140, 2, 290, 33, 7))
 WINDOWS, SOFTCAPS, SINKS, GRADIENTS = (None, 64), (None, 30.0), (False, True), (True, False)
@@ -18,8 +19,7 @@ WINDOWS, SOFTCAPS, SINKS, GRADIENTS = (None, 64), (None, 30.0), (False, True), (
 
 @pytest.fixture(autouse=True)
 def _compile_anew():
-    torch._dynamo.reset()
-    counters.clear()
+    compile_anew()
     flex._compiled.cache_clear()
     yield
     flex._compiled.cache_clear()
@@ -53,7 +53,7 @@ def attend_in_every_way():
 def test_other_documents_are_the_same_graph():
     for lengths in LENGTHS:
         attend(lengths)
-    assert counters["stats"]["unique_graphs"] == 1
+    assert compiled_graphs() == 1
 
 
 @pytest.mark.usefixtures("limits")
@@ -65,4 +65,4 @@ def test_every_kind_of_attention_is_compiled(monkeypatch):
     torch._dynamo.reset()
     flex._compiled.cache_clear()
     attend_in_every_way()
-    assert counters["stats"]["unique_graphs"] > 8
+    assert compiled_graphs() > 8
