@@ -17,6 +17,12 @@ class PackingError(ValueError):
         super().__init__("\n".join(lines))
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory did not suffice, torch's on a CPU and on an accelerator included."""
+    named = type(error).__name__ == "OutOfMemoryError"  # torch is not imported for this
+    return isinstance(error, MemoryError) or named or "DefaultCPUAllocator" in str(error)
+
+
 class InvalidLayout(PackingError):
     """Document boundaries that contradict each other or the batch they came with."""
 

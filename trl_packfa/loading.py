@@ -11,7 +11,7 @@ from datasets import DatasetDict, IterableDatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from peft import PeftModel
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from .errors import InvalidDataset, UnsupportedModel
 
@@ -77,3 +77,11 @@ def load_causal_lm(name: str, *, dtype: str = "auto", adapter: str | None = None
     with telling_of_model(name):
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     return model if adapter is None else PeftModel.from_pretrained(model, adapter, is_trainable=True)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a model by name or path, `None` where there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError):  # what transformers raises for a folder of weights only
+        return None

@@ -13,7 +13,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from .config import PackedSFTConfig
-from .errors import InvalidConfig, NonFiniteLoss
+from .errors import InvalidConfig, NonFiniteLoss, is_out_of_memory
 
 # Underscored: transformers leaves such files out when it uploads the folder.
 LOCK = "_training.lock"
@@ -35,11 +35,8 @@ def memory_advice(args: PackedSFTConfig, inputs: dict[str, Any], *, budget: int 
     """
     try:
         yield
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        _add_note(error, _advice(args, inputs, budget))
-        raise
-    except RuntimeError as error:
-        if "DefaultCPUAllocator" in str(error):
+    except (MemoryError, RuntimeError) as error:
+        if is_out_of_memory(error):
             _add_note(error, _advice(args, inputs, budget))
         raise
 

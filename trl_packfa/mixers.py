@@ -83,7 +83,7 @@ class MixerOverride(Override):
         module: nn.Module,
         original: Callable[..., Any] | None,
         *,
-        native: dict[type, tuple[str, ...]],
+        native: dict[tuple[type, bool], tuple[str, ...]],
         masked: bool,
         beside: bool,
         window: int | None,
@@ -129,9 +129,9 @@ class MixerOverride(Override):
         return self.call_original(*plain, **named, **{name: boundaries[name] for name in offer})
 
     def _native_offer(self, args: Sequence[Any], kwargs: Mapping[str, Any], layout: PackedLayout) -> tuple[str, ...]:
-        """Names of the boundaries that this class of modules provably honours; found out once, on its first packed
-        call that can tell. Kernels want one row, so several are never left to them."""
-        kind = type(self.module)
+        """Names of the boundaries that this class of modules provably honours; found out once for
+        each mode, on its first packed call that can tell. Kernels want one row, so several are never left to them."""
+        kind = type(self.module), self.module.training  # in training mode some run another kernel
         if layout.rows > 1 or not self.offers:
             return ()
         if kind not in self.native:
@@ -140,7 +140,8 @@ class MixerOverride(Override):
                 return ()
             self.native[kind] = found
             how = "on its own kernels" if found else "document by document"
-            logger.info("trl-packfa: %s runs %s.", kind.__name__, how)
+            mode = "training" if self.module.training else "evaluation"
+            logger.info("trl-packfa: %s runs %s in %s.", kind[0].__name__, how, mode)
         return self.native[kind]
 
     @torch.no_grad()

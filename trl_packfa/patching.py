@@ -45,7 +45,7 @@ class PatchState:
     attention: dict[str, nn.Module]
     windows: tuple[int | None, ...]
     mixers: dict[str, nn.Module] = field(default_factory=dict)
-    native: dict[type, tuple[str, ...]] = field(default_factory=dict)
+    native: dict[tuple[type, bool], tuple[str, ...]] = field(default_factory=dict)
     fused_lora: bool = False
     adapted: list[nn.Module] = field(default_factory=list)
     edits: list[tuple[nn.Module, str, Any]] = field(default_factory=list)

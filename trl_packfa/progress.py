@@ -6,8 +6,8 @@ Uses what the Trainer logs and nothing else, so it shows any run of any trainer 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from rich.console import Console
@@ -18,16 +18,31 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from .packing import PackingReport
 
+# Seconds between the lines of a check in a pipe, and the share of it from which the rest can be estimated.
+_EVERY, _ENOUGH = 30.0, 0.05
+
 
 @contextmanager
-def working(text: str, *, shown: bool = True) -> Iterator[None]:
-    """A spinner while something takes its time, on a terminal."""
-    console = Console(stderr=True)
-    if shown and console.is_terminal:
-        with console.status(text):
-            yield
-    else:
-        yield
+def proving(text: str, *, shown: bool = True) -> Iterator[Callable[[str, float], None]]:
+    """Shows what the check measures and how long it has yet to run: on a terminal in place, in a pipe a line at the
+    start and one for every minute or so.
+
+    Yields what [`check`] takes as `progress`.
+    """
+    console, started, last = Console(stderr=True), time.perf_counter(), [float("-inf")]
+    status = console.status(f"{text} ...") if shown and console.is_terminal else None
+
+    def say(part: str, share: float) -> None:
+        now = time.perf_counter()
+        left = f", about {(now - started) * (1 - share) / share:.0f} s to go" if share > _ENOUGH else ""
+        if status is not None:
+            status.update(f"{text}: {part}{left} ...")
+        elif shown and now - last[0] > _EVERY:
+            last[0] = now
+            console.print(f"trl-packfa: {text}: {part}{left} ...", highlight=False, markup=False, soft_wrap=True)
+
+    with status or nullcontext():
+        yield say
 
 
 class RichProgressCallback(TrainerCallback):

@@ -3,21 +3,29 @@ train; must not know where documents come from."""
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from datasets import Dataset
 
+from .collator import LOSSES
 from .errors import UnsupportedModel
-from .exactness import ExactnessReport, check
+from .exactness import ExactnessReport, check, check_batch
 from .feeding import FeedingTrainer
 from .fused_head import ensure_own_loss
 from .graphs import uncompiled
-from .progress import working
+from .progress import proving
 from .ranks import agree
+from .steps import Slot
+from .weighting import SOURCES
 
 logger = get_logger(__name__)
+
+# Of the documents that the check cuts its own out of: twice what these hold.
+_KNOWN_TOKENS = 2048
 
 
 class ProvingTrainer(FeedingTrainer):
@@ -25,6 +33,7 @@ class ProvingTrainer(FeedingTrainer):
 
     exactness: ExactnessReport | None = None
     _has_head = False
+    _has_proven_batch = False
 
     @property
     def is_zero3_enabled(self) -> bool:
@@ -68,20 +77,60 @@ class ProvingTrainer(FeedingTrainer):
                 why=["its weights are in parts, which only DeepSpeed's engine makes whole where they are used"],
                 do="Call train(): it runs the check on the engine, before the first step.",
             )
-        started = time.perf_counter()
         if self.args.gradient_checkpointing:  # as training will; TRL switches it on later
             switch = getattr(self.model, "activation_checkpointing_enable", None)  # its name since transformers 5.23
             (switch or self.model.gradient_checkpointing_enable)(self.args.gradient_checkpointing_kwargs)
         shown = self.is_world_process_zero() and not self.args.disable_tqdm
-        with working("proving on this model that no document sees another ...", shown=shown):
-            self.exactness = agree(self.accelerator, self._proof)
-        logger.info("trl-packfa: %s in %.1f s", self.exactness, time.perf_counter() - started)
+        with proving("proving on this model that no document sees another", shown=shown) as progress:
+            self.exactness = agree(self.accelerator, lambda: self._proof(progress))
+        logger.info("trl-packfa: %s in %.1f s", self.exactness, self.exactness.seconds)
         return self.exactness
 
-    def _proof(self) -> ExactnessReport:
+    def _proof(self, progress: Callable[[str, float], None]) -> ExactnessReport:
         model: Any = self.deepspeed if self.is_zero3_enabled else self.model
         # Under FSDP2 the model is compiled by now. Graphs of the check would take minutes, and none is used again.
         with self.accelerator.autocast(), uncompiled(model):
-            report = check(model, collator=self.data_collator, seed=self.args.seed)
+            report = check(
+                model,
+                collator=self.data_collator,
+                documents=_first_documents(self.train_dataset),
+                processing_class=self._tokenizer,
+                seed=self.args.seed,
+                progress=progress,
+            )
         report.require_exact()
         return report
+
+    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """TRL's training step; the first packed batch is proven as it comes, before it trains."""
+        if self.args.packing and self.args.check_packing and not self._has_proven_batch:
+            batches = inputs.micro_batches if isinstance(inputs, Slot) else [inputs]
+            if batches:
+                self._has_proven_batch = True
+                agree(self.accelerator, lambda: self._prove_batch(model, batches[0]))
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def _prove_batch(self, model: torch.nn.Module, batch: dict[str, Any]) -> None:
+        batch = {name: value for name, value in batch.items() if name not in (LOSSES, SOURCES)}
+        with self.compute_loss_context_manager():
+            proof = check_batch(model, self._prepare_inputs(batch))
+        if proof is None:
+            return
+        proof.require_exact()
+        if self.exactness is not None:
+            self.exactness = replace(self.exactness, first_batch=proof.difference, first_batch_allowed=proof.allowed)
+
+
+def _first_documents(dataset: Any) -> list[Any] | None:
+    """Token ids of a map dataset's first documents, as many as the check can use; a stream is not begun for it."""
+    if not isinstance(dataset, Dataset) or "input_ids" not in (dataset.column_names or ()):
+        return None
+    documents: list[Any] = []
+    tokens = 0
+    rows: Any = dataset.select_columns("input_ids").with_format(None)
+    for row in rows:
+        documents.append(row["input_ids"])
+        tokens += len(documents[-1])
+        if tokens >= _KNOWN_TOKENS:
+            break
+    return documents

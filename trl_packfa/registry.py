@@ -171,6 +171,18 @@ def patched(model: Model, *, backend: str = "auto", fused_lora: bool = True) -> 
             unpatch(model)
 
 
+def _how_it_runs(name: str, state: PatchState) -> str:
+    """Whether mixers of this class run on their own kernels, which is found out for training and evaluation apart."""
+    native = {is_training for (kind, is_training), offer in state.native.items() if kind.__name__ == name and offer}
+    other = {is_training for (kind, is_training), offer in state.native.items() if kind.__name__ == name and not offer}
+    if not native:
+        return "document by document"
+    if not other:
+        return "on its own kernels"
+    mode = "training" if True in native else "evaluation"
+    return f"on its own kernels in {mode}, otherwise document by document"
+
+
 def describe(model: nn.Module) -> str:
     """What was changed on a model, one line a fact: rung, modules, attention arguments and backends."""
     state = find_state(model)
@@ -187,9 +199,8 @@ def describe(model: nn.Module) -> str:
         modules = ", ".join(f"{n} x {window}" for window, n in windows.items())
         lines.insert(3, f"{len(state.attention)} attention modules: {modules}")
     by_document = Counter(type(module).__name__ for module in state.mixers.values())
-    native = {kind.__name__ for kind, honours in state.native.items() if honours}
     for name, n in by_document.items():
-        how = "on its own kernels" if name in native else "document by document"
+        how = _how_it_runs(name, state)
         lines.append(f"{n} x {name}: {how}")
     lines += [f"backend used: {name} for {request.describe()}" for request, name in state.backends.resolved.items()]
     lines += describe_lora(state.adapted, state.fused_lora)

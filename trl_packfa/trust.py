@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .declaration import Patch
-from .errors import ContaminationError, PackingError, UnsupportedModel
+from .errors import ContaminationError, UnsupportedModel, is_out_of_memory
 from .exactness import check
 from .finding import model_type
 from .patching import apply_patch, undo_patch
@@ -32,7 +32,7 @@ def apply_trusted(model: nn.Module, patch: Patch, backend: str, *, fused_lora: b
     logger.info("trl-packfa: %s is not code that its patch was measured with: checking it.", type(model).__name__)
     try:
         _require_exact(model)
-    except PackingError:
+    except BaseException:  # interrupted, or out of memory: what was not proven does not stay patched
         undo_patch(model)
         raise
 
@@ -51,8 +51,10 @@ def apply_unknown(model: nn.Module, backend: str, refusal: UnsupportedModel, *, 
         try:
             apply_patch(model, patch, backend, fused_lora=fused_lora)
             _require_exact(model)
-        except Exception as error:  # whatever unknown code raises, it is no rung for it
+        except BaseException as error:  # whatever unknown code raises, it is no rung for it
             undo_patch(model)
+            if not isinstance(error, Exception) or is_out_of_memory(error):
+                raise  # says nothing about the rung: the next one would be the slower one for no reason
             tried.append(f"rung {patch.rung}: {str(error).splitlines()[0]}")
             continue
         logger.warning("trl-packfa: no patch for model type '%s'; rung %s checked and used.", name, patch.rung)

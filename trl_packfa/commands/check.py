@@ -28,14 +28,14 @@ def run(args: argparse.Namespace) -> int:
     """Print the report; 0 if packing is exact."""
     require_versions(training=False)
     from ..exactness import check
-    from ..loading import load_causal_lm
-    from ..progress import working
+    from ..loading import load_causal_lm, load_tokenizer
+    from ..progress import proving
     from ..registry import patch
 
     model = load_causal_lm(args.model, dtype=args.dtype, adapter=args.adapter)
     patch(model, backend=args.backend)
-    with working("checking that no document sees another ..."):
-        report = check(model, seed=args.seed)
+    with proving("checking that no document sees another") as progress:
+        report = check(model, processing_class=load_tokenizer(args.model), seed=args.seed, progress=progress)
     if args.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:

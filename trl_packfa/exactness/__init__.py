@@ -1,12 +1,16 @@
 """The proof: on the user's own model, does any document see another, and is packing what training alone would be?
 
-Measurements on one small packed batch, each with its number, and a control that must fail: with the boundaries removed
-the same measurement has to show a leak, otherwise they prove nothing.
+Measurements on a few documents, short ones and long, each with its number, and a control that must fail: with the
+boundaries removed the same measurement has to show a leak, otherwise they prove nothing.
+
+`documents` says what is packed, `probe` runs it, `following` holds every layer to the same input, `rounding` makes the
+noise, `parity` and `isolation` measure, `report` judges, `first_batch` does it again on what is trained.
 """
 
+from .first_batch import BatchProof, check_batch
 from .measure import check
 from .probe import vocabulary_of
 from .quiet import quiet
 from .report import ExactnessReport
 
-__all__ = ["ExactnessReport", "check", "quiet", "vocabulary_of"]
+__all__ = ["BatchProof", "ExactnessReport", "check", "check_batch", "quiet", "vocabulary_of"]

@@ -1,6 +1,6 @@
-"""One small packed batch and the ways to run it through a model.
+"""A few documents and the ways to run them through a model: packed in one row or in several, and each alone.
 
-Shape letters: T packed tokens, S documents, V vocabulary, D model dim.
+Shape letters: B rows, L row length, S documents, V vocabulary, D model dim.
 """
 
 from __future__ import annotations
@@ -16,89 +16,94 @@ from ..boundaries import layout_of
 from ..errors import InvalidLayout
 from ..layout import PackedLayout
 from ..zero3 import whole_shape
+from .documents import Documents
 
-# The documents of each of the two rows; the shorter row ends in padding.
-_TWO_ROWS = ((0, 2), (1, 3, 4))
-
-Documents: TypeAlias = list[torch.Tensor]
 Collator: TypeAlias = Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
+Rows: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class Probe:
-    """Documents of random tokens, the same with one of them replaced, and fixed weights of their logits."""
+    """Documents, what replaces each, and fixed random weights of their logits.
+
+    Args:
+        model (`torch.nn.Module`):
+            A patched causal LM.
+        collator (`Callable`):
+            Makes the row of `packed`.
+        tokens (`list[torch.Tensor]`), others (`list[torch.Tensor]`):
+            Token ids `(n,)` of each document, and of what may replace it.
+        rows (`tuple[tuple[int, ...], ...]`):
+            The documents of each row of `in_rows`; shorter rows end in padding.
+        seed (`int`):
+            Of the weights.
+
+    Raises:
+        [`InvalidLayout`]: if the collator's batch tells no boundaries.
+    """
 
     def __init__(
-        self, model: nn.Module, collator: Collator, lengths: tuple[int, ...], changed: int, seed: int
+        self, model: nn.Module, collator: Collator, tokens: Documents, others: Documents, rows: Rows, seed: int
     ) -> None:
-        self.model, self.collator, self.lengths = model, collator, lengths
+        self.model, self.collator, self.seed = model, collator, seed
         self.device = device_of(model)
-        self.seed, generator = seed, torch.Generator().manual_seed(seed)
-        vocabulary = vocabulary_of(model)
-        draw = [torch.randint(1, vocabulary, (n,), generator=generator) for n in (*lengths, lengths[changed])]
-        self.tokens, other = draw[:-1], draw[-1]
-        self.changed = [other if i == changed else tokens for i, tokens in enumerate(self.tokens)]
+        self.tokens, self.others = tokens, others
+        self.lengths = tuple(map(len, tokens))
         # The collator may pad: one more document.
-        layout = layout_of(collator(_examples(self.tokens)))
+        layout = layout_of(collator(_examples(tokens)))
         if layout is None:
             raise InvalidLayout(
-                f"{type(collator).__name__} packs five documents into a batch that tells no boundaries.",
+                f"{type(collator).__name__} packs {len(tokens)} documents into a batch that tells no boundaries.",
                 do="Let it send position_ids that restart, cu_seq_lens_q or packed_layout, and no padding mask.",
             )
-        self.layout = layout
+        self.row = Arrangement.of_row(layout, len(tokens))
+        self.rows = Arrangement.of_rows(self.lengths, rows, self.device)
+
+    def replaced(self, which: Sequence[bool]) -> Documents:
+        """The documents, some of them replaced."""
+        return [b if other else a for a, b, other in zip(self.tokens, self.others, which, strict=True)]
 
     def packed(self, tokens: Documents, *, boundaries: bool = True) -> Documents:
-        """Logits `(length, V)` of each document, from one packed row as the collator makes it."""
-        batch = self._batch(tokens)
+        """Logits `(n, V)` of each document, from one packed row as the collator makes it."""
+        batch = self.collator(_examples(tokens))
+        del batch["labels"]
+        batch = {k: v.to(self.device) if hasattr(v, "to") else v for k, v in batch.items()}
         if not boundaries:
             batch = {"input_ids": batch["input_ids"]}
-        return self._split(self.model(**batch, use_cache=False).logits)
+        return self.row.split(self.model(**batch, use_cache=False).logits)
 
-    def two_rows(self) -> Documents:
-        """The same documents from two rows, the shorter one padded by a document."""
-        totals = [sum(self.lengths[i] for i in row) for row in _TWO_ROWS]
-        rows, lengths = [], []
-        for row, total in zip(_TWO_ROWS, totals, strict=True):
-            padding = max(totals) - total
-            rows.append(torch.cat([*(self.tokens[i] for i in row), torch.zeros(padding, dtype=torch.long)]))
-            lengths.append([*(self.lengths[i] for i in row), *([padding] if padding else [])])
-        layout = PackedLayout.from_lengths([n for row in lengths for n in row], rows=2, device=self.device)
-        ids = torch.stack(rows).to(self.device)
-        logits = self.model(
-            input_ids=ids, position_ids=layout.position_ids(), packed_layout=layout, use_cache=False
-        ).logits
-        split = iter(layout.split(logits))
-        found = {i: next(split) for i in _TWO_ROWS[0]}
-        if len(lengths[0]) > len(_TWO_ROWS[0]):
-            next(split)
-        found |= {i: next(split) for i in _TWO_ROWS[1]}
-        return [found[i] for i in range(len(self.lengths))]
+    def in_rows(self, tokens: Documents) -> Documents:
+        """The same from several rows."""
+        layout = self.rows.layout
+        ids = torch.zeros(layout.num_tokens, dtype=torch.long)
+        for place, document in zip(self.rows.places, tokens, strict=True):
+            ids[place] = document
+        ids = ids.view(layout.rows, -1).to(self.device)
+        positions = layout.position_ids()
+        return self.rows.split(
+            self.model(input_ids=ids, position_ids=positions, packed_layout=layout, use_cache=False).logits
+        )
 
     def alone(self, document: int) -> torch.Tensor:
-        """Logits `(length, V)` of one document by itself."""
+        """Logits `(n, V)` of one document by itself."""
         return self.model(input_ids=self.tokens[document][None].to(self.device), use_cache=False).logits[0]
-
-    def padded(self) -> Documents:
-        """The same, from one right-padded batch, which causal attention needs no mask for."""
-        rows = nn.utils.rnn.pad_sequence(self.tokens, batch_first=True).to(self.device)
-        logits = self.model(input_ids=rows, use_cache=False).logits
-        return [row[:length] for row, length in zip(logits, self.lengths, strict=True)]
 
     def backward(self, logits: Sequence[torch.Tensor], documents: Sequence[int], *, sign: float = 1.0) -> None:
         """Add the gradient of a fixed random weighting of these documents' logits, or take it away."""
         losses = []
-        for document, logits_LV in zip(documents, logits, strict=True):
+        for document, logits_nV in zip(documents, logits, strict=True):
             generator = torch.Generator().manual_seed(self.seed + 1 + document)
-            weights = torch.randn(logits_LV.shape[-1], generator=generator) / logits_LV.shape[-1] ** 0.5
-            losses.append((logits_LV.float() * weights.to(logits_LV.device)).sum())
+            weights_V = torch.randn(logits_nV.shape[-1], generator=generator) / logits_nV.shape[-1] ** 0.5
+            # Each token its own: a sum of equal terms would stand still in half precision.
+            weights_n = torch.randn(len(logits_nV), generator=generator)
+            losses.append(weights_n.to(logits_nV.device) @ (logits_nV.float() @ weights_V.to(logits_nV.device)))
         with torch.autocast(self.device.type, enabled=False):  # as the Trainer's backward runs
             (sign * torch.stack(losses).sum()).backward()
 
     def loss(self, logits: Documents) -> float:
         """Mean loss of the documents' logits under the labels that the collator makes."""
-        labels = self.collator(_examples(self.tokens))["labels"].flatten().to(self.device)
-        losses = nn.functional.cross_entropy(
-            torch.cat(logits)[:-1].float(), labels[1 : sum(self.lengths)], ignore_index=-100
-        )
+        labels = self.collator(_examples(self.tokens))["labels"].flatten()
+        labels = labels[torch.cat(self.row.places)].to(self.device)
+        losses = nn.functional.cross_entropy(torch.cat(logits)[:-1].float(), labels[1:], ignore_index=-100)
         return float(losses)
 
     def loss_alone(self, logits: Documents) -> float:
@@ -107,27 +112,26 @@ class Probe:
         predicted, ids = (torch.cat(part) for part in zip(*own, strict=True))
         return float(nn.functional.cross_entropy(predicted.float(), ids))
 
-    def embedding_gradients(self, tokens: Documents) -> Documents | None:
-        """Gradients `(length, D)` of each document's embeddings, packed; `None` where the model embeds otherwise.
-
-        Parameters get no gradients.
-        """
+    def embedding_gradients(
+        self, run: Callable[[Documents], Documents], tokens: Documents, losses: Sequence[int], arrangement: Arrangement
+    ) -> tuple[Documents, Documents | None]:
+        """Logits of each document and the gradients `(n, D)` of its embeddings, where only these documents have a
+        loss; `None` where the model embeds otherwise. Parameters get no gradients."""
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         for parameter in trained:
             parameter.requires_grad_(False)
         try:
             with self._embedded() as outputs:
-                logits = self.packed(tokens)
-                if not any(t.requires_grad for t in logits):
-                    return None
-                self.backward(logits, range(len(logits)))
+                logits = run(tokens)
+                if all(t.requires_grad for t in logits):
+                    self.backward([logits[i] for i in losses], losses)
         finally:
             for parameter in trained:
                 parameter.requires_grad_(True)
-        shape = (1, self.layout.num_tokens)
-        if len(outputs) != 1 or outputs[0].shape[:2] != shape or outputs[0].grad is None:
-            return None
-        return self._split(outputs[0].grad)
+        logits = [t.detach() for t in logits]
+        if len(outputs) != 1 or outputs[0].shape[:2] != arrangement.shape or outputs[0].grad is None:
+            return logits, None
+        return logits, arrangement.split(outputs[0].grad)
 
     @contextmanager
     def _embedded(self) -> Iterator[list[torch.Tensor]]:
@@ -147,10 +151,8 @@ class Probe:
 
     def outputs_packed(self, tokens: Documents) -> dict[str, Documents]:
         """Every module's per-token output, by document, in the order in which modules finish."""
-        return {
-            name: self._split(output)
-            for name, output in self._outputs(lambda: self.packed(tokens), (1, self.layout.num_tokens))
-        }
+        found = self._outputs(lambda: self.packed(tokens), self.row.shape)
+        return {name: self.row.split(output) for name, output in found}
 
     def outputs_alone(self, document: int) -> dict[str, torch.Tensor]:
         """The same of one document by itself."""
@@ -176,13 +178,46 @@ class Probe:
                 handle.remove()
         return seen
 
-    def _split(self, tensor: torch.Tensor) -> Documents:
-        return list(self.layout.split(tensor)[: len(self.lengths)])
 
-    def _batch(self, tokens: Documents) -> dict[str, Any]:
-        batch = self.collator(_examples(tokens))
-        del batch["labels"]
-        return {k: v.to(self.device) if hasattr(v, "to") else v for k, v in batch.items()}
+class Arrangement:
+    """Where each document's tokens lie in a batch."""
+
+    def __init__(self, layout: PackedLayout, order: Sequence[int | None]) -> None:
+        self.layout = layout
+        ends = torch.tensor(layout.lengths).cumsum(0)
+        places = {
+            document: torch.arange(int(end) - length, int(end))
+            for document, end, length in zip(order, ends, layout.lengths, strict=True)
+            if document is not None
+        }
+        self.places = [places[document] for document in sorted(places)]
+
+    @classmethod
+    def of_row(cls, layout: PackedLayout, documents: int) -> Arrangement:
+        """One row, in the documents' order; what comes after them is padding."""
+        return cls(layout, [i if i < documents else None for i in range(layout.num_documents)])
+
+    @classmethod
+    def of_rows(cls, lengths: Sequence[int], rows: Rows, device: torch.device) -> Arrangement:
+        """Several rows, as long as the longest, padded by a document each."""
+        longest = max(sum(lengths[i] for i in row) for row in rows)
+        packed: list[int] = []
+        order: list[int | None] = []
+        for row in rows:
+            padding = longest - sum(lengths[i] for i in row)
+            packed += [*(lengths[i] for i in row), *([padding] if padding else [])]
+            order += [*row, *([None] if padding else [])]
+        return cls(PackedLayout.from_lengths(packed, rows=len(rows), device=device), order)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(B, L)`."""
+        return self.layout.rows, self.layout.row_length
+
+    def split(self, tensor: torch.Tensor) -> Documents:
+        """Each document's part `(n, ...)` of a tensor `(B, L, ...)`."""
+        flat = tensor.flatten(0, 1)
+        return [flat[place] for place in self.places]
 
 
 def device_of(model: nn.Module) -> torch.device:

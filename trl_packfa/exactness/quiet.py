@@ -2,33 +2,65 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..quantized import unconverted
 
+# What draws random numbers while a model trains: dropout, layers left out, jitter of routers, noise on embeddings.
+_DRAWS = re.compile(r"drop|jitter|noise|neftune")
+
 
 @contextmanager
-def quiet(model: nn.Module, *, checkpointing: bool = False) -> Iterator[None]:
+def quiet(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     """No dropout, and afterwards every module's mode, every gradient, 4-bit layer and the random state as before.
 
-    With `checkpointing`, layers that are checkpointed in training are here too; nothing else is in training mode.
+    With `training`, the model is in training mode, in which some run other kernels and layers are checkpointed, and
+    whatever draws random numbers there is set to none.
     """
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     devices = list({parameter.device for parameter, _ in gradients if parameter.device.type == "cuda"})
+    silenced: list[tuple[Any, str, Any]] = []
     try:
         with torch.random.fork_rng(devices=devices), unconverted(model):
-            model.eval()
-            for module in model.modules() if checkpointing else ():
-                # The switch of the module itself: its children stay in evaluation mode.
-                module.training = bool(getattr(module, "gradient_checkpointing", False))
+            model.train(training)
+            if training:
+                _silence(model, silenced)
             yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for owner, name, value in reversed(silenced):
+            setattr(owner, name, value)
+        for module, mode in modes:
+            module.training = mode
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+def _silence(model: nn.Module, silenced: list[tuple[Any, str, Any]]) -> None:
+    """Set every rate at which a model draws random numbers to 0, and note what it was."""
+    owners: dict[int, Any] = {}
+    for name, module in model.named_modules():
+        if "drop" in type(module).__name__.lower():
+            module.training = False
+            # A LoRA layer with dropout is computed in another way, now as in training: its rate stays.
+            if "lora_dropout" not in name and isinstance(getattr(module, "p", None), float):
+                silenced.append((module, "p", module.p))
+                setattr(module, "p", 0.0)  # noqa: B010  # what a module's attributes are, a type checker cannot know
+        if hasattr(module, "neftune_noise_alpha"):
+            module.training = False  # the hook that adds noise asks for it
+        owners[id(module)] = module
+        config: Any = vars(module).get("config")
+        if config is not None:
+            owners[id(config)] = config
+            owners |= {id(part): part for part in vars(config).values() if hasattr(part, "model_type")}
+    for owner in owners.values():
+        for name, rate in list(vars(owner).items()):
+            if isinstance(rate, float) and rate and _DRAWS.search(name):
+                silenced.append((owner, name, rate))
+                setattr(owner, name, 0.0)

@@ -8,80 +8,95 @@ from typing import Any
 from ..errors import ContaminationError
 from ..results import results
 
-# A leak is told from rounding (regrouped experts) by staying this many times below what the control shows.
-_SEPARATION = 30.0
-_NOISE_FACTOR = 4.0
 # The least that removing the boundaries must move, or the model mixes no tokens and nothing can be told.
 _VISIBLE = 1e-4
+# Two sums of the same losses.
+_SAME_LOSS = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExactnessReport:
-    """What the check measured, in standard deviations of the logits or relative to the gradients, and its verdict.
+    """What the check measured, and its verdict.
 
     Args:
-        model_type (`str`), rung (`str`), backend (`str`), dtype (`str`), training (`str`):
-            What was checked; `training` says what trains and how: adapter, quantization, gradient checkpointing.
-        lengths (`tuple[int, ...]`), changed (`int`), seed (`int`):
-            The documents in tokens, the number of the one that was replaced, and the seed of their tokens.
+        model_type (`str`), rung (`str`), backend (`str`), dtype (`str`):
+            What was checked.
+        training (`str`), mode (`str`), tokens (`str`):
+            What trains and how: adapter, quantization, gradient checkpointing; whether it was measured in training
+            mode, in evaluation mode, or in both as they differ; whether the model knows the documents' tokens.
+        lengths (`tuple[int, ...]`), seed (`int`):
+            The documents in tokens, the five short ones first, and the seed of what was drawn.
         isolation (`float`):
-            Largest change of any other document's logits when one document is replaced; 0 is exact to the bit. Of a
-            model with experts in half precision, the largest median over the documents' tokens, as rounding alone
-            reroutes single tokens.
+            Largest change of any document's logits when others are replaced, in standard deviations of the logits.
+            Must be 0. Of a model with experts, what remains when every layer is handed the same input.
+        regrouped (`float`):
+            The same of a model with experts before that: others' tokens change which tokens are multiplied together,
+            and so how sums are rounded.
         input_gradients (`float` or `None`):
-            The same of the gradients of the other documents' embeddings, in their standard deviations; `None` where
-            the backbone embeds each document by itself.
+            Largest gradient of the embeddings of documents that have no loss, in standard deviations of that of those
+            which have one. Must be 0. `None` where the backbone embeds each document by itself.
         parity (`float`):
-            Largest difference between a document packed, in one row or in two, and the same document alone; medians
-            with experts in half precision.
+            Largest difference between a document packed, in one row or in several, and the same document alone: of
+            what comes out of one layer, token mixer or LM head that was handed the same input, relative to its size.
+        threshold (`float`), noise (`float`):
+            What parity may be, and what rounding alone makes there: the document again, everything off by up to a last
+            place.
         loss (`float`):
-            Difference of the mean loss, packed under the collator's labels and of each document alone.
+            Difference between the mean loss under the collator's labels and under each document's own next tokens.
         gradients (`float` or `None`):
-            Worst relative difference, over the parameters that train, between the packed gradient and the sum of the
-            documents' own; with experts in half precision that of all parameters together. `None` if nothing trains.
-        noise (`float`), gradient_noise (`float` or `None`):
-            The same differences between documents alone and in a padded batch: rounding only.
+            Worst difference, over the parameters that train, between the packed gradient and the sum of the documents'
+            own, relative to its norm. `None` if nothing trains.
+        gradient_threshold (`float` or `None`), gradient_noise (`float` or `None`):
+            What gradients may differ by, and what rounding alone makes there.
         control (`float`):
             Isolation with the boundaries removed. A check that cannot see this has no power.
-        threshold (`float`), gradient_threshold (`float` or `None`):
-            What parity and gradients may be: a multiple of the noise, between a floor and a ceiling.
-        first_leak (`str` or `None`), first_difference (`str` or `None`):
-            First module whose output moved for another document; that differs from the document alone.
+        first_leak (`str` or `None`), first_difference (`str` or `None`), first_gradient (`str` or `None`):
+            First module whose output moved for another document; that differs from the document alone; the parameter
+            whose gradient is off worst.
+        is_finite (`bool`):
+            Whether the logits of the documents alone are finite.
+        first_batch (`float` or `None`), first_batch_allowed (`float` or `None`):
+            The trainer's first batch, packed against documents of it alone: difference of the log-probability of the
+            typical token of the worst document, in nats, and what rounding may make of it; once training has begun.
         seconds (`float`):
             What the check took.
         versions (`dict[str, str]`):
             Of the libraries.
     """
 
-    model_type: str
-    rung: str
-    backend: str
+    model_type: str = ""
+    rung: str = ""
+    backend: str = ""
     dtype: str
-    training: str
+    training: str = ""
+    mode: str = ""
+    tokens: str = ""
     lengths: tuple[int, ...]
-    changed: int
-    seed: int
+    seed: int = 0
     isolation: float
+    regrouped: float = 0.0
     input_gradients: float | None
     parity: float
+    threshold: float
+    noise: float
     loss: float
     gradients: float | None
-    noise: float
+    gradient_threshold: float | None
     gradient_noise: float | None
     control: float
-    threshold: float
-    gradient_threshold: float | None
     first_leak: str | None = None
     first_difference: str | None = None
+    first_gradient: str | None = None
+    is_finite: bool = True
+    first_batch: float | None = None
+    first_batch_allowed: float | None = None
     seconds: float = 0.0
     versions: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_isolated(self) -> bool:
-        """No document saw another, forwards or backwards: nothing moved, or rounding and far less than a leak."""
-        moved = max(self.isolation, self.input_gradients or 0.0)
-        noise = max(self.noise, self.gradient_noise or 0.0)
-        return moved <= min(_NOISE_FACTOR * noise, self.control / _SEPARATION) and self.isolation == self.isolation
+        """No document saw another, forwards or backwards."""
+        return self.isolation == 0 and not self.input_gradients
 
     @property
     def has_power(self) -> bool:
@@ -96,7 +111,7 @@ class ExactnessReport:
     @property
     def has_loss(self) -> bool:
         """Whether the packed labels make the loss of the documents alone."""
-        return self.loss <= self.threshold
+        return self.loss <= _SAME_LOSS
 
     @property
     def has_gradients(self) -> bool:
@@ -110,7 +125,9 @@ class ExactnessReport:
 
     @property
     def verdict(self) -> str:
-        """`exact`, `leak`, `differs` or `no power`."""
+        """`exact`, `leak`, `differs`, `no power` or `not finite`."""
+        if not self.is_finite:
+            return "not finite"
         if not self.has_power:
             return "no power" if self.isolation == 0 else "leak"
         if not self.is_isolated:
@@ -123,15 +140,15 @@ class ExactnessReport:
 
     def rows(self) -> list[dict[str, str]]:
         """For a terminal: each measurement with what it may be."""
-        isolation = f"{min(_NOISE_FACTOR * self.noise, self.control / _SEPARATION):.1e}"
-        gradients = _number(self.gradient_threshold)
+        forward, gradients = f"{self.threshold:.1e}", _number(self.gradient_threshold)
+        isolated, unlinked = self.isolation == 0, not self.input_gradients
         lines = [
-            ("isolation", "other documents' logits when one is replaced", self.isolation, isolation, self.is_isolated),
-            ("", "gradients of their embeddings", self.input_gradients, isolation, self.is_isolated),
-            ("parity", "packed against each document alone", self.parity, f"{self.threshold:.1e}", self.has_parity),
-            ("", "loss under the collator's labels", self.loss, f"{self.threshold:.1e}", self.has_loss),
-            ("gradients", "packed against the documents' sum", self.gradients, gradients, self.has_gradients),
-            ("control", "isolation without boundaries: must leak", self.control, f"> {_VISIBLE:.0e}", self.has_power),
+            ("isolation", "change of a document when others are replaced", self.isolation, "0", isolated),
+            ("", "gradient of a document without a loss of its own", self.input_gradients, "0", unlinked),
+            ("parity", "worst layer, packed against alone", self.parity, forward, self.has_parity),
+            ("", "mean loss under the collator's labels", self.loss, f"{_SAME_LOSS:.0e}", self.has_loss),
+            ("gradients", "worst parameter, packed against alone", self.gradients, gradients, self.has_gradients),
+            ("control", "isolation without boundaries: must show", self.control, f"> {_VISIBLE:.0e}", self.has_power),
         ]
         return [
             {"verdict": name, "what": what, "measured": _number(value), "allowed": allowed, "": "yes" if ok else "NO"}
@@ -144,7 +161,7 @@ class ExactnessReport:
         if self.gradients is not None:
             gradients = f"{self.gradients:.1e} (allowed {_number(self.gradient_threshold)})"
         return (
-            f"{self.verdict}: isolation {self.isolation:.1e}, "
+            f"{self.verdict}: isolation {max(self.isolation, self.input_gradients or 0.0):.1e}, "
             f"parity {self.parity:.1e} (allowed {self.threshold:.1e}), "
             f"gradients {gradients}, "
             f"without boundaries {self.control:.1e} "
@@ -173,18 +190,24 @@ class ExactnessReport:
         )
 
     def _reasons(self) -> list[str]:
+        if self.verdict == "not finite":
+            return [f"the model's own logits are not finite in {self.dtype}, for documents alone: nothing can be told"]
         if self.verdict == "no power":
             return ["removing the boundaries changed nothing: this model mixes no tokens, or its weights are zero"]
+        if self.verdict == "leak" and self.isolation:
+            return [f"replacing some documents changed others; first in module '{self.first_leak}'"]
         if self.verdict == "leak":
-            return [f"replacing document {self.changed} changed other documents; first in module '{self.first_leak}'"]
+            return ["the gradient of one document's loss reaches the embeddings of others"]
         reasons: list[str] = []
         if not self.has_parity:
             where = f"; first in module '{self.first_difference}'" if self.first_difference else ""
-            reasons.append(f"a document's logits differ from those of the same document alone{where}")
+            reasons.append(f"a packed document differs from the same document alone{where}")
         if self.has_parity and not self.has_loss:
             reasons.append("the collator's labels do not make the documents' own loss: a boundary is not masked")
         if not self.has_gradients:
-            reasons.append("the packed gradient is not the sum of the documents' own")
+            reasons.append(
+                f"the packed gradient is not the sum of the documents' own; worst in parameter '{self.first_gradient}'"
+            )
         return reasons
 
 

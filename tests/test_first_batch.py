@@ -1,0 +1,76 @@
+"""The first batch of a training is proven as it comes: what only real documents or the real collator bring is seen."""
+
+from contextlib import nullcontext
+
+import pytest
+import tiny
+import torch
+from training import arguments, losses, packed_trainer
+from transformers import TrainerCallback
+
+from trl_packfa.errors import ContaminationError
+from trl_packfa.exactness import check_batch, first_batch
+
+LAYER = "model.layers.1.self_attn"
+
+
+class BreakAfterTheCheck(TrainerCallback):
+    """Lets documents see the first one, once the check of its own documents is over."""
+
+    def __init__(self, model):
+        self.module = model.get_submodule(LAYER)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        override = vars(self.module)["forward"]
+
+        def forward(*args, **kwargs):
+            attended, weights = override(*args, **kwargs)
+            return (attended if kwargs.get("packed_layout") is None else attended + attended[:, :1]), weights
+
+        self.module.forward = forward
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True}, {"packing_strategy": "bfd"}], ids=["fp32", "bf16", "bfd"])
+def test_a_leak_that_only_the_first_batch_shows_stops_the_training(options, tmp_path):
+    trainer = packed_trainer(arguments(out=tmp_path, **options), model=tiny.model(layers=2))
+    trainer.add_callback(BreakAfterTheCheck(trainer.model.get_base_model()))
+    with pytest.raises(ContaminationError, match="not exact on the first training batch") as error:
+        trainer.train()
+    assert trainer.exactness.is_exact, "the control: the check before saw nothing"
+    assert "packing=False" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"bf16": True}, {"packing_strategy": "minibatch"}], ids=["fp32", "bf16", "mini"]
+)
+def test_an_exact_first_batch_is_in_the_report(options, tmp_path):
+    trainer = packed_trainer(arguments(out=tmp_path, **options))
+    trainer.train()
+    report = trainer.exactness
+    assert report.tokens == "known"
+    assert report.first_batch <= report.first_batch_allowed
+    assert report.to_dict()["first_batch"] == report.first_batch
+
+
+def test_the_proof_of_the_first_batch_changes_no_loss(tmp_path, monkeypatch):
+    found = []
+    for check_packing in (True, False):
+        trainer = packed_trainer(arguments(out=tmp_path / str(check_packing), check_packing=check_packing))
+        trainer.train()
+        found.append(losses(trainer))
+    assert found[0] == found[1]
+
+
+def test_the_compared_documents_are_as_many_on_every_rank():
+    assert first_batch._choose([0, 3, 9, 2, 5, 0]) == [1, 4, 2, 3]
+    assert first_batch._choose([0, 7]) == [1, 1, 1, 1]
+    assert first_batch._choose([0, 0]) == [0, 0, 0, 0]
+
+
+def test_a_batch_without_boundaries_or_without_labels_proves_nothing(tmp_path):
+    trainer = packed_trainer(arguments(out=tmp_path))
+    ids = torch.arange(3, 12)[None]
+    assert check_batch(trainer.model, {"input_ids": ids, "labels": ids}) is None
+    batch = trainer.data_collator([{"input_ids": [3, 4, 5], "labels": [-100] * 3}] * 2)
+    with nullcontext():
+        assert check_batch(trainer.model, batch) is None

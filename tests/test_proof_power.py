@@ -1,0 +1,263 @@
+"""What the check of five short documents in evaluation mode once called exact, put into exact models one at a time: in
+every dtype the check must see it, and an exact model must pass."""
+
+from contextlib import nullcontext
+
+import pytest
+import tiny
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from trl_packfa import PackedLayout, check, patch
+from trl_packfa.errors import ContaminationError, UnsupportedModel
+from trl_packfa.exactness.documents import LONG, LONG_ROWS, SHORT, SHORT_ROWS, draw_documents, replacements
+from trl_packfa.flight import in_flight, layout_in_flight
+from trl_packfa.patching import find_state
+from trl_packfa.zoo import small_model
+
+LAYER = "model.layers.1.self_attn"
+DTYPES = ["float32", "bfloat16", "float16", "autocast"]
+
+
+def with_dtype(model, dtype):
+    """A model in a dtype, and what to run it under."""
+    if dtype == "autocast":
+        return model, torch.autocast("cpu", torch.bfloat16)
+    return model.to(getattr(torch, dtype)), nullcontext()
+
+
+def faulty(change):
+    """A small Llama, in one layer of which `change(output (B * L, D), layout)` is what attention gives."""
+    model = patch(tiny.model(layers=2))
+    module = model.get_submodule(LAYER)
+    override = vars(module)["forward"]
+
+    def forward(*args, **kwargs):
+        attended, weights = override(*args, **kwargs)
+        layout = kwargs.get("packed_layout")
+        if layout is None:
+            return attended, weights
+        flat = attended.flatten(0, 1)
+        return change(flat, layout).to(flat.dtype).view_as(attended), weights
+
+    module.forward = forward
+    return model
+
+
+def by_document(change):
+    """`change(i, documents)` in the place of each document's output."""
+
+    def apply(flat, layout):
+        documents = list(flat.split(list(layout.lengths)))
+        return torch.cat([change(i, documents) for i in range(len(documents))])
+
+    return apply
+
+
+def longer_than(tokens):
+    return by_document(lambda i, documents: documents[i] * (1.5 if len(documents[i]) > tokens else 1.0))
+
+
+def leak(share, source):
+    """A share of the mean of another document, whose number `source(i, documents)` tells."""
+
+    def change(i, documents):
+        other = source(i, documents)
+        return documents[i] if other is None else documents[i] + share * documents[other].mean(0)
+
+    return by_document(change)
+
+
+def of_equal_length(i, documents):
+    return next((j for j in range(i) if len(documents[j]) == len(documents[i])), None)
+
+
+class MixesGradients(torch.autograd.Function):
+    """Right forwards; backwards some of a row's gradient goes to the next row."""
+
+    @staticmethod
+    def forward(ctx, flat, rows):
+        ctx.rows = rows
+        return flat.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        by_row = grad.view(ctx.rows, -1, grad.shape[-1])
+        return (by_row + 0.01 * by_row.roll(1, 0)).flatten(0, 1), None
+
+
+FAULTS = {
+    "documents over 64 tokens": longer_than(64),
+    "documents over 128 tokens": longer_than(128),
+    "more than 8 documents": by_document(lambda i, documents: documents[i] * (1.5 if i >= 8 else 1.0)),
+    "rows over 512 tokens": lambda flat, layout: flat * (1.5 if layout.row_length > 512 else 1.0),
+    "a leak from document i to i + 5": leak(0.01, lambda i, documents: i - 5 if i >= 5 else None),
+    "a leak from document i + 5 to i": leak(0.01, lambda i, documents: i + 5 if i + 5 < len(documents) else None),
+    "a leak between documents of equal length": leak(0.01, of_equal_length),
+    "a backward leak between rows": lambda flat, layout: MixesGradients.apply(flat, layout.rows),
+    "a thousandth of another document": leak(0.001, lambda i, documents: 0 if i else None),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_that_few_short_documents_cannot_show_is_seen(fault, dtype):
+    model, context = with_dtype(faulty(FAULTS[fault]), dtype)
+    with context:
+        report = check(model)
+    expected = "leak" if "leak" in fault or "thousandth" in fault else "differs"
+    assert report.verdict == expected, str(report)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotation_that_ends_at_position_64_is_seen(dtype):
+    model, context = with_dtype(patch(tiny.model(layers=2)), dtype)
+    module, rotary = model.get_submodule(LAYER), model.model.rotary_emb
+    override = vars(module)["forward"]
+
+    def forward(*args, **kwargs):
+        layout = kwargs.get("packed_layout")
+        if layout is not None:
+            hidden, positions = args[0] if args else kwargs["hidden_states"], layout.position_ids().clamp(max=63)
+            kwargs = {**kwargs, "position_embeddings": type(rotary).forward(rotary, hidden, positions)}
+        return override(*args, **kwargs)
+
+    module.forward = forward
+    with context:
+        report = check(model)
+    assert report.verdict == "differs" and report.first_difference.startswith(LAYER), str(report)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", [True, False], ids=["training", "evaluation"])
+def test_a_kernel_of_one_mode_that_ignores_boundaries_is_seen(mode, dtype):
+    """As Mamba's in transformers, which has another kernel for training."""
+    model, context = with_dtype(patch(small_model("mamba", num_hidden_layers=2)), dtype)
+    mixer = next(iter(find_state(model).mixers.values()))
+    override = vars(mixer)["forward"]
+
+    def forward(*args, **kwargs):
+        if mixer.training is not mode:
+            return override(*args, **kwargs)
+        with in_flight(None):
+            ignored = ("packed_layout", "attention_mask")
+            return type(mixer).forward(mixer, *args, **{k: v for k, v in kwargs.items() if k not in ignored})
+
+    mixer.forward = forward
+    with context:
+        report = check(model.train(not mode))
+    assert report.verdict == "leak", str(report)
+    assert model.training is not mode
+
+
+def test_an_exact_model_is_measured_in_one_mode_if_both_compute_the_same():
+    assert check(patch(tiny.model(layers=1))).mode == "training"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "autocast"])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("std", [0.02, 0.35, 0.5])
+def test_large_weights_in_half_precision_are_no_false_alarm(std, seed, dtype):
+    """Rounding decides there what a narrow model gives: two of three seeds were refused."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Qwen2Config(vocab_size=97, num_hidden_layers=3, initializer_range=std, **sizes)
+    model, context = with_dtype(patch(Qwen2ForCausalLM(config)), dtype)
+    with context:
+        report = check(model, seed=seed)
+    assert report.is_exact, str(report)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "qwen3_next", "deepseek_v32", "gpt_oss"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "autocast"])
+def test_tokens_that_rounding_sends_elsewhere_are_no_false_alarm(model_type, dtype):
+    """Another expert, another key chosen by an indexer: discontinuous where rounding is not."""
+    model, context = with_dtype(patch(small_model(model_type)), dtype)
+    with context:
+        report = check(model)
+    assert report.is_exact, str(report)
+
+
+def test_a_leak_among_experts_is_told_from_regrouping():
+    model = patch(small_model("mixtral").bfloat16())
+    assert check(model).is_exact
+
+    def leaks(module, args, output):
+        packed = layout_in_flight() is not None
+        return (output[0] + 1e-2 * output[0][:, :1], output[1]) if packed else output  # of the first document
+
+    model.get_submodule(LAYER).register_forward_hook(leaks)
+    assert check(model).verdict == "leak"
+
+
+def test_every_two_documents_are_told_apart_in_both_directions():
+    for documents in range(2, 21):
+        runs = replacements(documents)
+        for i in range(documents):
+            for j in range(documents):
+                assert i == j or any(run[i] and not run[j] for run in runs), (documents, i, j)
+
+
+def test_the_documents_are_those_that_faults_need():
+    assert len(LONG) > 8 and sum(LONG) > 512 and max(LONG) > 128 and len(set(LONG)) < len(LONG)
+    assert sorted(sum(LONG_ROWS, ())) == list(range(len(LONG))) and sorted(sum(SHORT_ROWS, ())) == list(
+        range(len(SHORT))
+    )
+
+
+def test_documents_are_cut_out_of_what_the_model_knows():
+    known = torch.arange(5, 60)
+    tokens, others = draw_documents((4, 3, 1), known, 97, seed=0)
+    assert torch.equal(torch.cat([*tokens, *others]), torch.arange(5, 21))
+    same = torch.full((100,), 7)  # replacing would change nothing: random tokens
+    tokens, others = draw_documents((4, 3, 1), same, 97, seed=0)
+    assert all((a != b).any() for a, b in zip(tokens, others, strict=True))
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, torch.OutOfMemoryError, MemoryError])
+def test_a_check_that_does_not_end_leaves_no_patch(interruption, monkeypatch):
+    """An unknown model is patched by what the check finds exact: interrupted, nothing was found."""
+    from test_trust import unknown_model
+
+    import trl_packfa.trust as trust
+
+    def interrupted(model):
+        raise interruption
+
+    model = unknown_model()
+    monkeypatch.setattr(trust, "check", interrupted)
+    for _ in range(2):
+        with pytest.raises(interruption):
+            patch(model)
+        assert find_state(model) is None
+    monkeypatch.setattr(trust, "fingerprint", lambda model: "another code")
+    known = tiny.model(layers=1)
+    for _ in range(2):
+        with pytest.raises(interruption):
+            patch(known)
+        assert find_state(known) is None
+
+
+def test_logits_that_are_not_finite_are_said_to_be():
+    model = patch(tiny.model(layers=1))
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = float("nan")
+    report = check(model)
+    assert report.verdict == "not finite"
+    with pytest.raises(ContaminationError, match="the model's own logits are not finite in float32"):
+        report.require_exact()
+
+
+def test_an_unpatched_model_is_still_refused():
+    with pytest.raises(UnsupportedModel, match="not patched"):
+        check(tiny.model(layers=1))
+
+
+def test_a_layout_is_still_what_a_fault_gets():
+    """The faults above act in packed calls only: without boundaries nothing is changed."""
+    seen = []
+    model = faulty(lambda flat, layout: seen.append(layout) or flat)
+    model(input_ids=torch.arange(3, 9)[None])
+    assert not seen
+    model(**tiny.batch(tiny.documents()))
+    assert isinstance(seen[0], PackedLayout)

@@ -1,0 +1,115 @@
+"""How far two runs are apart, and how far they may be: statistics that do not grow with vocabulary or length.
+
+Shape letters: S documents, n tokens of one, D features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from .following import Key, Trace
+
+# What is no difference whatever the noise: float32's packed and padded runs of 181 architectures differ by less than
+# a third of it, and what is wrong by more than a hundred times as much. In half precision, two last places.
+_FLOORS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 1.6e-2}
+# Gradients of matrices are products, summed up in float32. Those of norms and biases are sums over tokens, which
+# torch's kernels take in half precision: of 570 tokens they are off by up to a sixth.
+_VECTOR_FLOOR = 0.25
+_GRADIENT_FLOORS = {torch.float64: 3e-4, torch.float32: 3e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+# Rounding may differ by that many times what it was measured to be: a layer's, which is a sum over thousands of
+# numbers, by less than a parameter's gradient, of which there are few in a bias.
+NOISE_FACTOR, _GRADIENT_NOISE_FACTOR = 4.0, 6.0
+# Tokens and parameters with next to nothing are measured against this share of the usual.
+_SMALL, _SMALL_GRADIENT = 1e-1, 1e-2
+
+
+class Finding(NamedTuple):
+    """The difference that comes nearest to what it may be, or goes furthest beyond.
+
+    Attributes:
+        where (`str`): the module, or the parameter.
+        difference (`float`), allowed (`float`), noise (`float`): relative.
+    """
+
+    where: str
+    difference: float
+    allowed: float
+    noise: float
+
+    @property
+    def excess(self) -> float:
+        """The difference as a share of what is allowed."""
+        return self.difference / self.allowed
+
+
+def relative_difference(actual: torch.Tensor, expected: torch.Tensor, *, typical: bool = False) -> float:
+    """`|actual - expected| / |expected|` of `(n, ...)`, token by token: the root of their mean square, or the
+    median if the `typical` token is asked for; infinite where one of them is not finite."""
+    actual_nD, expected_nD = actual.flatten(1).float(), expected.flatten(1).float()
+    sizes_n = expected_nD.square().sum(1)
+    sizes_n = torch.maximum(sizes_n, _SMALL**2 * sizes_n.mean()).clamp(min=torch.finfo(torch.float32).tiny)
+    squares_n = (actual_nD - expected_nD).square().sum(1) / sizes_n
+    if not bool(squares_n.isfinite().all()):
+        return float("inf")
+    return float((squares_n.median() if typical else squares_n.mean()).sqrt())
+
+
+def relative_logits(actual: torch.Tensor, expected: torch.Tensor, *, typical: bool = False) -> float:
+    """The same of logits `(n, V)`, less what all of a token's have in common: softmax does not see it."""
+    actual_nV, expected_nV = (x.float() - x.float().mean(-1, keepdim=True) for x in (actual, expected))
+    return relative_difference(actual_nV, expected_nV, typical=typical)
+
+
+def differences(
+    actual: Sequence[Trace], expected: Sequence[Trace], *, typical: bool = False
+) -> dict[tuple[Key, int], float]:
+    """Of everything that both have followed, by document."""
+    return {
+        (key, document): relative_difference(value, other[key], typical=typical)
+        for document, (one, other) in enumerate(zip(actual, expected, strict=True))
+        for key, value in one.items()
+        if key.kind != "routed" and key in other and other[key].shape == value.shape and value.is_floating_point()
+    }
+
+
+def worst(
+    found: dict[tuple[Key, int], float], noise: dict[tuple[Key, int], float], dtype: torch.dtype
+) -> tuple[Finding, str | None]:
+    """The worst difference, and the first module in the order of the forward whose difference is not allowed."""
+    usual = median(noise.values()) if noise else 0.0
+    findings = []
+    for (key, document), difference in found.items():
+        own = max(noise.get((key, document), 0.0), usual)
+        findings.append((document, Finding(key.module, difference, max(NOISE_FACTOR * own, _FLOORS[dtype]), own)))
+    beyond = [finding for _, finding in findings if not finding.excess <= 1]
+    return max((f for _, f in findings), key=lambda f: f.excess), beyond[0].where if beyond else None
+
+
+def relative_gradients(found: Sequence[float], norms: Sequence[float]) -> list[float]:
+    """Differences of parameters' gradients relative to the gradients' norms."""
+    total = sum(norm**2 for norm in norms) ** 0.5
+    small = max(_SMALL_GRADIENT * total / len(norms) ** 0.5, torch.finfo(torch.float32).tiny)
+    return [difference / max(norm, small) for difference, norm in zip(found, norms, strict=True)]
+
+
+def worst_gradient(
+    parameters: Mapping[str, int], found: Sequence[float], noise: Sequence[float], dtype: torch.dtype
+) -> Finding:
+    """The parameter whose gradient is off worst; of each its name and number of dimensions, and, relative, what was
+    found and what rounding makes."""
+    usual, findings, floor = median(noise), [], _GRADIENT_FLOORS[dtype]
+    for (name, dimensions), difference, own in zip(parameters.items(), found, noise, strict=True):
+        own, difference = max(own, usual), difference if difference == difference else float("inf")
+        least = max(floor, _VECTOR_FLOOR) if dimensions < 2 and dtype.itemsize < 4 else floor
+        findings.append(Finding(name, difference, max(_GRADIENT_NOISE_FACTOR * own, least), own))
+    return max(findings, key=lambda finding: finding.excess)
+
+
+def largest(left: Iterable[torch.Tensor], right: Iterable[torch.Tensor]) -> float:
+    """Largest absolute difference over pairs of tensors; infinite if either is not finite."""
+    found = max((float((a.float() - b.float()).abs().max()) for a, b in zip(left, right, strict=True)), default=0.0)
+    return found if found == found else float("inf")

@@ -1,0 +1,79 @@
+"""The documents that a check packs: how long they are, what stands in them, and which are replaced together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations, count, islice
+from math import comb
+from typing import Any, TypeAlias
+
+import torch
+
+from .text import TEXT
+
+Documents: TypeAlias = list[torch.Tensor]
+
+# Documents that bite: one token, unequal, a long one in the middle, one at either end; in one row and in two.
+SHORT = (11, 1, 37, 5, 19)
+SHORT_ROWS = ((0, 2), (1, 3, 4))
+# What five short documents cannot show: a dozen of them, equal ones, some past 64 and 128 tokens, a row past 512, and
+# three rows of them.
+LONG = (9, 24, 150, 3, 24, 66, 1, 40, 130, 24, 33, 66)
+LONG_ROWS = ((0, 2, 10), (1, 8, 7), (3, 4, 5, 6, 9, 11))
+_LONGEST = LONG.index(max(LONG))
+# Sliding windows up to this many tokens are outgrown by the longest document.
+_WIDEST = 512
+# Of a replaced document at least this share of the tokens is another.
+_OTHERS = 0.5
+
+
+def long_lengths(windows: Sequence[int | None], most_positions: int | None) -> tuple[int, ...]:
+    """`LONG` for a model: its longest document outgrows every window that can be outgrown cheaply, and none is longer
+    than a table of learned positions."""
+    outgrown = [window + 3 for window in windows if window and window < _WIDEST]
+    lengths = tuple(max([length, *outgrown]) if i == _LONGEST else length for i, length in enumerate(LONG))
+    return tuple(min(length, most_positions or length) for length in lengths)
+
+
+def replacements(documents: int) -> list[tuple[bool, ...]]:
+    """Which documents each of a few runs replaces, such that for every two documents some run replaces the first and
+    keeps the second.
+
+    Each document is replaced in its own half of the runs: for 5 documents in 4 runs, {0, 1}, {0, 2}, {0, 3}, {1, 2},
+    {1, 3}. No such set contains another (Sperner).
+    """
+    runs = next(n for n in count(2) if comb(n, n // 2) >= documents)
+    sets = list(islice(combinations(range(runs), runs // 2), documents))
+    return [tuple(run in members for members in sets) for run in range(runs)]
+
+
+def known_tokens(documents: Sequence[Sequence[int]] | None, processing_class: Any, vocabulary: int) -> torch.Tensor:
+    """Token ids `(n,)` that the model has likely been trained on: of the user's documents, or of a text in the
+    tokenizer's tokens; empty without either."""
+    if documents is None and processing_class is not None:
+        tokenizer = getattr(processing_class, "tokenizer", processing_class)
+        documents = [tokenizer(TEXT, add_special_tokens=False)["input_ids"]]
+    ids = [torch.as_tensor(document, dtype=torch.long) for document in documents or ()]
+    known = torch.cat(ids) if ids else torch.empty(0, dtype=torch.long)
+    return known[(known >= 0) & (known < vocabulary)]
+
+
+def draw_documents(
+    lengths: Sequence[int], known: torch.Tensor, vocabulary: int, seed: int
+) -> tuple[Documents, Documents]:
+    """Documents of these lengths and what replaces each: one after the other out of the known tokens, from the start
+    again where they end; random ones where there are none, or where that would replace tokens by themselves."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    random = torch.randint(1, vocabulary, (2, total), generator=generator)
+    if len(known):
+        places = torch.arange(2 * total).add(seed) % len(known)
+        found = known[places].view(2, total)
+        if float((found[0] != found[1]).float().mean()) >= _OTHERS:
+            random = found
+    tokens, others = (list(ids.split(list(lengths))) for ids in random)
+    for ids, other in zip(tokens, others, strict=True):
+        if float((ids != other).float().mean()) < _OTHERS:
+            other.copy_(torch.randint(0, vocabulary - 1, ids.shape, generator=generator))
+            other += (other >= ids).long()  # every token another
+    return tokens, others

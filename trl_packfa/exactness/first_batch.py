@@ -1,0 +1,136 @@
+"""The first batch of a training, packed against its documents alone: data, collator, template, adapter and kernel as
+they are, where the check before had documents of its own.
+
+Shape letters: B rows, L row length, n tokens of a document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..boundaries import layout_of
+from ..errors import ContaminationError
+from ..graphs import uncompiled
+from ..layout import PackedLayout
+from ..rebatch import BOUNDARIES
+from .compare import NOISE_FACTOR
+from .quiet import quiet
+from .rounding import last_places_off
+from .subject import compute_dtype
+
+# As many on every rank: where ranks hold parts of a model, they run its forwards together.
+_DOCUMENTS = 4
+# A document with fewer trained tokens has no typical one.
+_FEW = 8
+# Log-probabilities that differ by less, in nats, train the same; two last places of a logit of eight.
+_FLOOR = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 1.6e-2, torch.bfloat16: 1.25e-1}
+
+
+class BatchProof(NamedTuple):
+    """How far the trained tokens' log-probabilities, packed, are from those of the documents alone.
+
+    Attributes:
+        difference (`float`), allowed (`float`): in nats, of the typical token of the worst document.
+        tokens (`int`): of that document, 0 if all were taken together.
+    """
+
+    difference: float
+    allowed: float
+    tokens: int
+
+    def require_exact(self) -> None:
+        """Raise if the first batch is not exact.
+
+        Raises:
+            [`ContaminationError`]: with the numbers.
+        """
+        if self.difference <= self.allowed:
+            return
+        which = f"a document of {self.tokens} tokens" if self.tokens else "its documents"
+        raise ContaminationError(
+            f"packing is not exact on the first training batch: the log-probabilities of {which} are off by "
+            f"{self.difference:.2e} in the middle (allowed {self.allowed:.2e}).",
+            why=["the check before, on documents cut out of the data, found packing exact: something in these "
+                 "documents, or in what the collator sends with them, matters across boundaries"],
+            do="Train padded with packing=False, and please report it. check_packing=False trains without this proof.",
+        )  # fmt: skip
+
+
+@torch.no_grad()
+def check_batch(model: nn.Module, batch: Mapping[str, Any]) -> BatchProof | None:
+    """Compare a packed training batch with some of its documents, each alone; `None` if it trains no token.
+
+    Runs the batch forward once, and four of its documents twice: as they are, and with everything off by a last place.
+
+    Args:
+        model (`torch.nn.Module`):
+            The patched model as it trains, wrapped or not, that answers `fused_lm_head=True`.
+        batch (`Mapping[str, Any]`):
+            The collator's batch, on the model's device.
+    """
+    layout = batch.get("packed_layout") or layout_of(dict(batch))
+    if layout is None:
+        return None
+    trained = [document != -100 for document in layout.split(batch["labels"])]
+    chosen = _choose([int(mask[1:].sum()) for mask in trained])
+    with quiet(model, training=True), uncompiled(model):
+        packed = _log_probs(model, {name: value for name, value in batch.items() if name != "loss"})
+        pieces = layout.split(nn.functional.pad(packed, (1, 0)))
+        alone = [_alone(model, batch, layout, i) for i in chosen]
+        rounded = [_alone(model, batch, layout, i, off=True) for i in chosen]
+    found = []
+    for i, own, off in zip(chosen, alone, rounded, strict=True):
+        mask = trained[i][1:].to(own.device)
+        found.append(((pieces[i][1:] - own)[mask].abs().float(), (off - own)[mask].abs().float()))
+    return _worst(found, [layout.lengths[i] for i in chosen], _FLOOR[compute_dtype(model)])
+
+
+def _choose(trained: Sequence[int]) -> list[int]:
+    """The first document that trains, the last, the longest and the middle one; again where there are fewer."""
+    training = [i for i, count in enumerate(trained) if count] or [0]
+    longest = max(training, key=lambda i: trained[i])
+    return [training[0], training[-1], longest, training[len(training) // 2]]
+
+
+def _alone(
+    model: nn.Module, batch: Mapping[str, Any], layout: PackedLayout, document: int, *, off: bool = False
+) -> torch.Tensor:
+    """Log-probabilities `(n - 1,)` of a document's labels by itself."""
+    start = sum(layout.lengths[:document])
+    stop = start + layout.lengths[document]
+    call = {
+        name: value.flatten(0, 1)[start:stop][None]
+        for name, value in batch.items()
+        if isinstance(value, torch.Tensor) and value.shape[:2] == batch["input_ids"].shape[:2]
+    }
+    call = {name: value for name, value in call.items() if name not in (*BOUNDARIES, "position_ids")}
+    with last_places_off(model) if off else nullcontext():
+        return _log_probs(model, call)[0]
+
+
+def _log_probs(model: nn.Module, call: Mapping[str, Any]) -> torch.Tensor:
+    """`(B, L - 1)`, zero where nothing is trained."""
+    return model(**call, fused_lm_head=True, use_cache=False).log_probs
+
+
+def _worst(
+    found: Sequence[tuple[torch.Tensor, torch.Tensor]], lengths: Sequence[int], floor: float
+) -> BatchProof | None:
+    """The document whose typical token is off most, and all of them taken together."""
+    together = tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+    if not len(together[0]):
+        return None
+    usual = float(together[1].median())
+    proofs = []
+    for (difference, noise), tokens in [(together, 0), *zip(found, lengths, strict=True)]:
+        if tokens and len(difference) < _FEW:
+            continue
+        allowed = max(NOISE_FACTOR * max(float(noise.median()), usual), floor)
+        middle = float(difference.median())
+        proofs.append(BatchProof(middle if middle == middle else float("inf"), allowed, tokens))
+    return max(proofs, key=lambda proof: proof.difference / proof.allowed)

@@ -1,0 +1,178 @@
+"""Following documents through a model, layer by layer, and holding every layer to the same input.
+
+Rounding differs between a document alone and the same document packed, and a deep model in half precision amplifies
+that: after thirty layers two exact runs may share little more than their meaning. So each layer is measured by itself:
+packed, it is handed what went into it when the document ran alone, and what comes out differs by the rounding of one
+layer. Gradients flow on as if nothing had been handed over.
+
+Shape letters: B rows, L row length, S documents, n tokens of one of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+from torch.autograd import Function
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..patching import PatchState
+
+_ROUTERS = re.compile(r"router|topk|gate$", re.IGNORECASE)
+_ROUTER_NAMES = ("gate", "router", "wg", "gate_network")
+
+
+class Key(NamedTuple):
+    """What is followed: what `entered` a layer or a router, `left` a token mixer or was `routed` by a router; the
+    module's name, the number of its call in this forward, and which of its tensors."""
+
+    kind: str
+    module: str
+    call: int
+    tensor: int = 0
+
+
+Trace: TypeAlias = "dict[Key, torch.Tensor]"
+
+
+class Parts(NamedTuple):
+    """The modules of a model that are followed, by name."""
+
+    layers: dict[str, nn.Module]
+    mixers: dict[str, nn.Module]
+    routers: dict[str, nn.Module]
+
+
+def find_parts(model: nn.Module, state: PatchState) -> Parts:
+    """Decoder layers, token mixers and routers of a patched model."""
+    mixing = {id(module) for module in (*state.attention.values(), *state.mixers.values())}
+    named = dict(model.named_modules())
+    layers: dict[str, nn.Module] = {
+        name: module for name, module in named.items() if isinstance(module, GradientCheckpointingLayer)
+    }
+    if not layers:  # older code: the longest list of modules that hold token mixers
+        lists = [(name, module) for name, module in named.items() if isinstance(module, nn.ModuleList)]
+        lists = [item for item in lists if any(id(inner) in mixing for inner in item[1].modules())]
+        name, longest = max(lists, key=lambda item: len(item[1]), default=("", nn.ModuleList()))
+        layers = {f"{name}.{i}": layer for i, layer in enumerate(longest)}
+    return Parts(
+        layers=layers,
+        mixers={name: module for name, module in named.items() if id(module) in mixing},
+        routers={name: module for name, module in named.items() if _is_router(name, module)},
+    )
+
+
+def _is_router(name: str, module: nn.Module) -> bool:
+    return name.rpartition(".")[2] in _ROUTER_NAMES or bool(_ROUTERS.search(type(module).__name__))
+
+
+class _HandOver(Function):
+    """Another value, through which gradients flow as through the one that it takes the place of."""
+
+    @staticmethod
+    def forward(ctx: Any, natural: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+class Following:
+    """One forward whose documents are followed.
+
+    Args:
+        places (`Sequence[torch.Tensor]`):
+            For each document the numbers `(n,)` of its tokens among the `B * L` of the call.
+        shape (`tuple[int, int]`):
+            `(B, L)`.
+        handed (`Sequence[Trace | None]`, *optional*):
+            For each document what its layers and routers are handed, `None` for those left as they come.
+
+    Attributes:
+        traces (`list[Trace]`): for each document what came to each layer by itself, and what left mixers and routers.
+        held (`set[Key]`): what was handed over.
+    """
+
+    def __init__(
+        self, places: Sequence[torch.Tensor], shape: tuple[int, int], handed: Sequence[Trace | None] | None = None
+    ) -> None:
+        self.places, self.shape = places, shape
+        self.handed = handed or [None] * len(places)
+        self.traces: list[Trace] = [{} for _ in places]
+        self.held: set[Key] = set()
+        self._calls: Counter[tuple[str, str]] = Counter()
+
+    @contextmanager
+    def attached(self, parts: Parts) -> Iterator[Following]:
+        """Follow the forwards in a `with` block; there may be one."""
+        handles = []
+        # A router that gets the same input takes the same decision: without that, rounding sends single tokens to
+        # another expert, whose gradients are then off by whole units.
+        for name, module in {**parts.layers, **parts.routers}.items():
+            handles.append(module.register_forward_pre_hook(self._enter(name), with_kwargs=True))
+        for name, module in {**parts.routers, **parts.mixers}.items():
+            kind = "left" if name in parts.mixers else "routed"
+            handles.append(module.register_forward_hook(self._leave(name, kind)))
+        try:
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            key = self._key("entered", name)
+            if args and self._is_per_token(args[0]):
+                return (self._pass(key, args[0]), *args[1:]), kwargs
+            if self._is_per_token(kwargs.get("hidden_states")):
+                return args, {**kwargs, "hidden_states": self._pass(key, kwargs["hidden_states"])}
+            return None
+
+        return hook
+
+    def _leave(self, name: str, kind: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            key = self._key(kind, name)
+            items = list(output) if isinstance(output, (tuple, list)) else [output]
+            for i, item in enumerate(items):
+                if self._is_per_token(item) and (kind == "routed" or i == 0):
+                    items[i] = self._pass(key._replace(tensor=i), item)
+            if kind == "left":
+                return None
+            return type(output)(items) if isinstance(output, (tuple, list)) else items[0]
+
+        return hook
+
+    def _key(self, kind: str, name: str) -> Key:
+        self._calls[kind, name] += 1
+        return Key(kind, name, self._calls[kind, name] - 1)
+
+    def _is_per_token(self, value: Any) -> bool:
+        if not isinstance(value, torch.Tensor) or value.dim() < 2:
+            return False
+        rows, length = self.shape
+        return value.shape[:2] == self.shape or value.shape[0] == rows * length
+
+    def _pass(self, key: Key, tensor: torch.Tensor) -> torch.Tensor:
+        """Note each document's part of a tensor `(B, L, ...)` or `(B * L, ...)`; returns it with what is handed over
+        in place."""
+        flat = tensor.flatten(0, 1) if tensor.shape[:2] == self.shape else tensor
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for place, trace, given in zip(self.places, self.traces, self.handed, strict=True):
+            trace[key] = flat.detach()[place]
+            value = None if given is None or key.kind == "left" else given.get(key)
+            if value is not None and value.shape == trace[key].shape:
+                found.append((place, value.to(flat.dtype)))
+        if not found:
+            return tensor
+        self.held.add(key)
+        values = flat.detach().clone()
+        values[torch.cat([place for place, _ in found])] = torch.cat([value for _, value in found])
+        values = values.view(tensor.shape)
+        return _HandOver.apply(tensor, values) if tensor.requires_grad else values  # type: ignore[return-value]

@@ -1,0 +1,170 @@
+"""Is a document packed what it is alone? Layer by layer forwards, parameter by parameter backwards, against rounding.
+
+Shape letters: n tokens of a document, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from .compare import Finding, differences, relative_difference, relative_gradients, relative_logits, worst
+from .compare import worst_gradient as find_worst_gradient
+from .documents import Documents
+from .following import Following, Key, Trace
+from .probe import Arrangement, Probe
+from .rounding import last_places_off
+from .subject import Subject, compute_dtype
+
+Differences: TypeAlias = "dict[tuple[Key, int], float]"
+_LOGITS = Key("logits", "the LM head", 0)
+
+
+class Alone(NamedTuple):
+    """Logits `(n, V)` of each document alone, and what went through its layers."""
+
+    logits: Documents
+    traces: list[Trace]
+
+
+class Parity(NamedTuple):
+    """How far the packed documents are from the same documents alone.
+
+    Attributes:
+        alone (`list[torch.Tensor]`): logits of the documents alone.
+        noise (`dict`): what rounding makes of every layer and document.
+        forward ([`Finding`]): the worst layer.
+        first (`str` or `None`): the first module beyond what is allowed.
+        gradients ([`Finding`] or `None`): the worst parameter; `None` if nothing trains.
+        gradient_noise (`list[float]`): what rounding makes of every parameter's gradient, relative.
+    """
+
+    alone: Documents
+    noise: Differences
+    forward: Finding
+    first: str | None
+    gradients: Finding | None
+    gradient_noise: list[float]
+
+
+def measure_short(subject: Subject, probe: Probe) -> Parity:
+    """Parity of one row, the noise of forwards and gradients measured on the same documents."""
+    subject.begin("each short document alone", 0.06)
+    subject.clear()
+    alone, norms = _run_alone(subject, probe, sign=1.0), subject.norms()
+    subject.begin("the same documents packed", 0.02)
+    dtype = compute_dtype(subject.model, alone.logits[0].dtype)
+    logits, followed = run_packed(subject, probe, probe.row, probe.packed, alone.traces, sign=-1.0)
+    by_packing = subject.norms()
+    found = _compared(subject, logits, followed.traces, alone)
+    subject.begin("what rounding alone changes", 0.06)
+    subject.clear()
+    rounded = _run_alone(subject, probe, handed=alone.traces, held=followed.held, sign=1.0, off=True)
+    noise = _compared(subject, rounded.logits, rounded.traces, alone)
+    _run_alone(subject, probe, sign=-1.0)
+    by_rounding = subject.norms()
+    forward, first = worst(found, noise, dtype)
+    trains = bool(sum(norms))
+    gradient_noise = relative_gradients(by_rounding, norms) if trains else []
+    gradients = None
+    if trains:
+        by_packing = relative_gradients(by_packing, norms)
+        gradients = find_worst_gradient(subject.dimensions, by_packing, gradient_noise, dtype)
+    return Parity(alone.logits, noise, forward, first, gradients, gradient_noise)
+
+
+def measure_long(subject: Subject, probe: Probe, gradient_noise: Sequence[float]) -> Parity:
+    """Parity of one row and, with gradients, of several rows; the noise of gradients is that of shorter documents."""
+    subject.begin("each long document alone", 0.16)
+    subject.clear()
+    alone, norms = _run_alone(subject, probe, sign=1.0), subject.norms()
+    dtype = compute_dtype(subject.model, alone.logits[0].dtype)
+    subject.begin("the same documents packed in several rows", 0.16)
+    logits, in_rows = run_packed(subject, probe, probe.rows, probe.in_rows, alone.traces, sign=-1.0)
+    by_packing = subject.norms()
+    subject.clear()
+    found = _compared(subject, logits, in_rows.traces, alone)
+    subject.begin("the same documents packed in one row", 0.05)
+    logits, in_row = run_packed(subject, probe, probe.row, probe.packed, alone.traces)
+    for key, difference in _compared(subject, logits, in_row.traces, alone).items():
+        found[key] = max(difference, found.get(key, 0.0))
+    subject.begin("what rounding alone changes of long documents", 0.05)
+    rounded = _run_alone(subject, probe, handed=alone.traces, held=in_row.held & in_rows.held, off=True)
+    noise = _compared(subject, rounded.logits, rounded.traces, alone)
+    forward, first = worst(found, noise, dtype)
+    gradients = None
+    if sum(norms):
+        gradients = find_worst_gradient(
+            subject.dimensions, relative_gradients(by_packing, norms), gradient_noise, dtype
+        )
+    return Parity(alone.logits, noise, forward, first, gradients, list(gradient_noise))
+
+
+def run_packed(
+    subject: Subject,
+    probe: Probe,
+    arrangement: Arrangement,
+    run: Callable[[Documents], Documents],
+    handed: Sequence[Trace | None] | None,
+    *,
+    tokens: Documents | None = None,
+    sign: float | None = None,
+) -> tuple[Documents, Following]:
+    """Logits of the packed documents, their layers handed what is given; with `sign`, their gradients are added."""
+    with Following(arrangement.places, arrangement.shape, handed).attached(subject.parts) as followed:
+        logits = run(probe.tokens if tokens is None else tokens)
+        _backward(subject, probe, logits, range(len(logits)), sign)
+    return [document.detach() for document in logits], followed
+
+
+def _run_alone(
+    subject: Subject,
+    probe: Probe,
+    *,
+    handed: Sequence[Trace] | None = None,
+    held: set[Key] | None = None,
+    sign: float | None = None,
+    off: bool = False,
+) -> Alone:
+    """Every document by itself; its layers handed what the packed ones were, everything off by a last place."""
+    logits, traces = [], []
+    for document, length in enumerate(probe.lengths):
+        given = None
+        if handed is not None:
+            given = [{key: value for key, value in handed[document].items() if key in (held or ())}]
+        following = Following([torch.arange(length)], (1, length), given)
+        with following.attached(subject.parts), last_places_off(subject.model) if off else nullcontext():
+            found = probe.alone(document)
+            _backward(subject, probe, [found], [document], sign)
+        logits.append(found.detach())
+        traces.append(following.traces[0])
+    return Alone(logits, traces)
+
+
+def _backward(subject: Subject, probe: Probe, logits: Documents, documents: Sequence[int], sign: float | None) -> None:
+    if sign is not None and subject.trained and any(document.requires_grad for document in logits):
+        probe.backward(logits, documents, sign=sign)
+
+
+def _compared(subject: Subject, logits: Documents, traces: Sequence[Trace], alone: Alone) -> Differences:
+    """The differences of everything followed, and of the logits."""
+    found = differences(traces, alone.traces, typical=subject.chooses)
+    for document, (one, other) in enumerate(zip(logits, alone.logits, strict=True)):
+        found[_LOGITS, document] = relative_logits(one, other, typical=subject.chooses)
+    return found
+
+
+@torch.no_grad()
+def first_difference(probe: Probe, allowed: float) -> str | None:
+    """Name of the first module whose packed output for a document is not that of the document alone."""
+    packed = probe.outputs_packed(probe.tokens)
+    alone = [probe.outputs_alone(i) for i in range(len(probe.lengths))]
+    for name, outputs in packed.items():
+        own = [document[name] for document in alone if name in document]
+        same = len(own) == len(outputs) and all(a.shape == b.shape for a, b in zip(own, outputs, strict=True))
+        if same and any(not relative_difference(a, b) <= allowed for a, b in zip(outputs, own, strict=True)):
+            return name
+    return None

@@ -1,0 +1,53 @@
+"""How far rounding alone moves a model: the same run again, everything off by a last place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+# Modules whose result is their input.
+_KEEP = (nn.Identity, nn.Dropout)
+
+
+@contextmanager
+def last_places_off(model: nn.Module) -> Iterator[None]:
+    """In a `with` block, what every module of a model computes by itself is off by up to a last place, at random.
+
+    That is what another kernel, another batch shape or another order of a sum may do to it. It is the last place of
+    the dtype that the module computes in: a 4-bit layer multiplies in half precision, whatever it returns.
+    """
+    handles = [module.register_forward_hook(_move) for module in model.modules() if _computes(module)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _computes(module: nn.Module) -> bool:
+    """Whether a module computes something itself, rather than calling others only."""
+    is_smallest = next(module.children(), None) is None
+    return (is_smallest or next(module.parameters(recurse=False), None) is not None) and not isinstance(module, _KEEP)
+
+
+def _move(module: nn.Module, args: Any, output: Any) -> Any:
+    first = output[0] if isinstance(output, tuple) and output else output
+    if not isinstance(first, torch.Tensor) or not first.is_floating_point():
+        return None
+    moved = first + first.detach() * (torch.rand_like(first) * 2 - 1) * _last_place(module, first)
+    return (moved, *output[1:]) if isinstance(output, tuple) else moved
+
+
+def _last_place(module: nn.Module, output: torch.Tensor) -> float:
+    """Relative distance of one number from the next, in the coarsest dtype that the module computes in."""
+    dtypes = {output.dtype, *(p.dtype for p in module.parameters(recurse=False) if p.is_floating_point())}
+    computes_in = getattr(module, "compute_dtype", None)
+    if isinstance(computes_in, torch.dtype) and computes_in.is_floating_point:
+        dtypes.add(computes_in)
+    if type(module).__name__ == "Linear8bitLt":
+        dtypes.add(torch.float16)
+    return max(torch.finfo(dtype).eps for dtype in dtypes)

@@ -1,0 +1,107 @@
+"""The model under the check: what of it is followed, whose gradients are compared, and what its ranks agree on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.tensor import DTensor
+
+from ..finding import model_config, model_type
+from ..patching import PatchState
+from ..zero3 import GradientParts, is_partitioned, whole_shape, whole_size
+from .following import find_parts
+from .probe import device_of
+
+# Types without experts that group tokens by content: BLT's patches, padded to the most that a document has.
+_REGROUPING = ("blt",)
+# Logits in these dtypes may have been cast up from what computed them.
+_WIDE = (torch.float32, torch.float64)
+
+
+class Subject:
+    """A patched causal LM in the mode in which it is measured.
+
+    Args:
+        model (`torch.nn.Module`), state ([`PatchState`]):
+            The model and what was done to it.
+        gradient_parts ([`GradientParts`] or `None`):
+            Where gradients go under ZeRO-3.
+        progress (`Callable` or `None`):
+            Told of each part and the share of the work that is done.
+
+    Attributes:
+        trained (`list[torch.nn.Parameter]`): the parameters that train.
+        dimensions (`dict[str, int]`): how many dimensions each of them has, by name.
+        chooses (`bool`): whether tokens choose which others they see (sparse attention): rounding then makes single
+            tokens choose otherwise, and what counts is the typical token.
+        regroups (`bool`): whether tokens are grouped by what they are: others then change how sums are rounded.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        state: PatchState,
+        gradient_parts: GradientParts | None,
+        progress: Callable[[str, float], None] | None,
+    ) -> None:
+        self.model, self.gradient_parts = model, gradient_parts
+        self.parts = find_parts(model, state)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.trained = list(trained.values())
+        self.dimensions = {name: len(whole_shape(p)) for name, p in trained.items()}
+        self.chooses = any("Indexer" in type(module).__name__ for module in model.modules())
+        self.regroups = _has_experts(model) or model_type(model) in _REGROUPING
+        self._progress, self._done = progress, 0.0
+
+    def begin(self, text: str, share: float) -> None:
+        """Announce a part that is this share of the whole work."""
+        if self._progress is not None:
+            self._progress(text, min(self._done, 1.0))
+        self._done += share
+
+    def anywhere(self, found: bool) -> bool:
+        """Whether it is so on any rank that holds a part of this model: they run its forwards together."""
+        model = self.model
+        if not is_partitioned(model) and not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            return found
+        everywhere: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(everywhere, found)
+        return any(everywhere)
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        if self.gradient_parts is not None:
+            self.gradient_parts.clear()
+        for parameter in self.trained:
+            parameter.grad = None
+
+    def norms(self) -> list[float]:
+        """L2 norm of each trained parameter's gradient."""
+        if self.gradient_parts is not None:
+            return self.gradient_parts.norms()
+        norms = [None if p.grad is None else p.grad.float().norm() for p in self.trained]
+        return [0.0 if n is None else float(n.full_tensor() if isinstance(n, DTensor) else n) for n in norms]
+
+
+def _has_experts(model: nn.Module) -> bool:
+    config = model_config(model).get_text_config()
+    counts = {name: value for name, value in vars(config).items() if "expert" in name}
+    return any(isinstance(value, int) and not isinstance(value, bool) and value > 1 for value in counts.values())
+
+
+def compute_dtype(model: nn.Module, logits: torch.dtype = torch.float32) -> torch.dtype:
+    """The dtype whose rounding shows: that of most weights, or autocast's; logits may be cast up from it."""
+    device = device_of(model).type
+    if logits not in _WIDE:
+        return logits
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        if parameter.dtype in (*_WIDE, torch.bfloat16, torch.float16):
+            sizes[parameter.dtype] += whole_size(parameter)
+    return sizes.most_common(1)[0][0]
