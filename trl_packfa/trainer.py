@@ -30,11 +30,13 @@ from transformers import (
 
 from . import finding
 from .arithmetic import quadratic_weight
+from .batching import FREE, TOGETHER
 from .card import add_packing_section, packing_section
 from .collator import DataCollatorForPacking
 from .config import PackedSFTConfig
 from .graphs import let_layers_differ
 from .mishaps import only_run_in
+from .noise import EmbeddingNoise
 from .packing import PackedBatchSampler, PackingReport
 from .parallelism import refuse_uneven_calls
 from .proving import ProvingTrainer
@@ -52,7 +54,7 @@ from .reports import (
 from .resuming import identity, require_same_run
 from .sampling import EpochCallback
 from .sources import AnyDataset, EvalDataset, default_adapter, loading, model_type, named, output_dir
-from .steps import StepCutter
+from .steps import StepCutter, how_to_cut
 from .streams import PackedStream, resumes_by_state
 from .summary import summarize_plan
 from .tokenized import read_lengths, require_usable
@@ -177,12 +179,40 @@ class PackedSFTTrainer(ProvingTrainer):
         refuse_sources(self.args, self.train_dataset)
         if self.args.packs_steps:
             self._step_cutter = StepCutter(
-                self.args, train_dataset=self.train_dataset, model=self.model, accelerator=self.accelerator
+                self.args,
+                train_dataset=self.train_dataset,
+                model=self.model,
+                accelerator=self.accelerator,
+                cut=self._cut,
             )
         self.packing_plan = self._plan()
         self.add_callback(EpochCallback(lambda: self.packing_sampler))
         self.add_callback(TrainBeginCallback(self._require_proof))
+        self.add_callback(TrainBeginCallback(self._scale_noise))
         logger.info("trl-packfa: patched\n%s", describe(self.model))
+
+    @cached_property
+    def _cut(self) -> str:
+        """How `step` may cut so that the loss is the padded run's."""
+        cut, why = how_to_cut(
+            self.args,
+            balances_experts=self.aux_loss_enabled,
+            counts_tokens=self.model_accepts_loss_kwargs,
+            own_loss=self.compute_loss_func is not None,
+            world_size=self.accelerator.num_processes,
+        )
+        if self.args.packs_steps and cut != FREE:
+            kept = "run at the same time" if cut == TOGETHER else "stay one micro-batch"
+            logger.info("trl-packfa: examples of a padded micro-batch %s: %s.", kept, why)
+        return cut
+
+    def _scale_noise(self) -> None:
+        """NEFTune's hook, which the Trainer has put on the embedding, in terms of padded rows."""
+        if self.neftune_noise_alpha is not None:
+            self.neftune_hook_handle.remove()
+            self._noise = EmbeddingNoise(self.neftune_noise_alpha)
+            embedding = finding.inner_model(self.model).get_input_embeddings()
+            self.neftune_hook_handle = embedding.register_forward_hook(self._noise)
 
     def _plan(self) -> dict[str, float]:
         """What an epoch comes to; nothing for a stream, whose length is not known."""
@@ -190,7 +220,7 @@ class PackedSFTTrainer(ProvingTrainer):
             return {}
         lengths = read_lengths(self.train_dataset)
         require_same_documents(self.accelerator, lengths)
-        plan = summarize_plan(self.args, lengths, quadratic=quadratic_weight(self.model))
+        plan = summarize_plan(self.args, lengths, quadratic=quadratic_weight(self.model), cut=self._cut)
         logger.info("trl-packfa: %s", ", ".join(f"{name} {value:,.4g}" for name, value in plan.items()))
         return plan
 

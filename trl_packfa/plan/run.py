@@ -69,7 +69,7 @@ def make_plan(source: Source, args: PackedSFTConfig, ranks: list[int], shape: An
     Raises:
         [`PackingError`]: where `trl-packfa train` would raise it for these documents.
     """
-    outcomes = compare(source.tokens, args, ranks, shape.quadratic if shape else 0.0)
+    outcomes = compare(source.tokens, args, ranks, *((shape.quadratic, shape.cut) if shape else (0.0,)))
     memory = {}
     if shape:
         memory = {name: estimate(shape, args, o.epoch().largest_micro_batch) for name, o in outcomes.items()}
