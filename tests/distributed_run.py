@@ -24,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 from training import arguments, dataset, lora_config, losses, packed_trainer
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
 from trl import SFTConfig, SFTTrainer
 
 import trl_packfa
@@ -104,9 +103,7 @@ def trainer_of(
     )
     if padded:
         tokenizer, adapter = tiny.tokenizer(), lora_config() if lora else None
-        return SFTTrainer(
-            built, args, train_dataset=dataset(), processing_class=tokenizer, peft_config=adapter
-        )
+        return SFTTrainer(built, args, train_dataset=dataset(), processing_class=tokenizer, peft_config=adapter)
     if patch_first:
         trl_packfa.patch(built)
     return packed_trainer(args, model=built, peft_config=lora_config() if lora else None)

@@ -118,7 +118,7 @@ def test_negative_control_a_draw_shows(tmp_path):
 
     theirs, _ = recorded(lambda: packed(tmp_path))
     ours, _ = recorded(make)
-    assert [place for (place, a), (_, b) in zip(ours, theirs, strict=True) if a != b][0] == "step 1"
+    assert next(place for (place, a), (_, b) in zip(ours, theirs, strict=True) if a != b) == "step 1"
 
 
 @pytest.mark.parametrize("options", [{"packing_strategy": "bfd"}, {"packing_strategy": "wrapped"}])

@@ -60,9 +60,7 @@ class Origins:
         """For each of `count` tokens the number of its padded micro-batch, G for padding; `(T,)`, int64."""
         return self.spread(self.groups, count, device, padding=len(self.tokens)).long()
 
-    def spread(
-        self, values: Sequence[float], count: int, device: torch.device, *, padding: float
-    ) -> torch.Tensor:
+    def spread(self, values: Sequence[float], count: int, device: torch.device, *, padding: float) -> torch.Tensor:
         """A value of each example as one of each of `count` tokens, `(T,)`."""
         sizes = torch.tensor([*self.sizes, count - sum(self.sizes)])
         return torch.repeat_interleave(torch.tensor([*values, padding]), sizes, output_size=count).to(device)

@@ -70,7 +70,12 @@ class BalancedModel:
             What the sum over the G losses is multiplied with.
         reduce (`Callable`, *optional*):
             Sums a tensor over the ranks, where they share padded micro-batches.
+
+    Attributes:
+        layers (`int`): how many layers of the last call had routers.
     """
+
+    layers = 0
 
     def __init__(
         self,
@@ -80,7 +85,7 @@ class BalancedModel:
         *,
         experts_per_token: int,
         share: float = 1.0,
-        reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        reduce: Callable[[torch.Tensor], Any] | None = None,
     ) -> None:
         self.model, self.groups, self.tokens = model, groups, tokens
         self.experts_per_token, self.share, self.reduce = experts_per_token, share, reduce
@@ -91,11 +96,12 @@ class BalancedModel:
             inputs[_ASKED] = False  # of TRL and the model itself, which would compute another
         with collecting() as logits:
             outputs = self.model(**inputs)
+        self.layers = len(logits)
         if logits:
             loss = balancing_loss(logits, self.groups, self.tokens, self.experts_per_token, self.reduce)
             outputs.aux_loss = self.share * loss
         elif outputs.aux_loss is None:
-            outputs.aux_loss = self.groups.new_zeros((), dtype=torch.float32)  # it balances no experts (Llama-4)
+            outputs.aux_loss = self.groups.new_zeros((), dtype=torch.float32)  # this one has no experts (Doge may)
         return outputs
 
 
@@ -104,7 +110,7 @@ def balancing_loss(
     groups: torch.Tensor,
     tokens: Sequence[int] | torch.Tensor,
     experts_per_token: int,
-    reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    reduce: Callable[[torch.Tensor], Any] | None = None,
 ) -> torch.Tensor:
     """The sum over padded micro-batches of what transformers' `load_balancing_loss_func` makes of each.
 

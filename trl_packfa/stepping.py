@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -14,7 +15,8 @@ from trl import SFTTrainer
 
 from .batching import FREE
 from .config import PackedSFTConfig
-from .finding import model_config
+from .errors import UnsupportedModel
+from .finding import inner_model
 from .head import TrainedHead
 from .mishaps import LossWatch, memory_advice
 from .noise import EmbeddingNoise
@@ -155,16 +157,27 @@ class SteppingTrainer(SFTTrainer):
             model,
             groups,
             tokens,
-            experts_per_token=model_config(self.model).get_text_config().num_experts_per_tok,
+            experts_per_token=self._experts_per_token,
             share=1.0 if origins is None else origins.share,
             reduce=self.accelerator.reduce if origins is not None and origins.shared else None,
+        )
+
+    @cached_property
+    def _experts_per_token(self) -> int:
+        inner: Any = inner_model(self.model)
+        for named in (inner.config.get_text_config(), inner):
+            if getattr(named, "num_experts_per_tok", None) is not None:
+                return named.num_experts_per_tok
+        raise UnsupportedModel(
+            f"{type(inner).__name__} does not say how many experts a token goes to (num_experts_per_tok).",
+            do="Set router_aux_loss_coef=0.0 to train without the routers' auxiliary loss.",
         )
 
     def _padded_lengths(self, origins: Origins, ids: torch.Tensor) -> torch.Tensor:
         """For each token how long its example's padded row would be; rows that are filled over the whole dataset
         replace no padded micro-batch: there it is the example's own."""
-        multiple = self.args.pad_to_multiple_of or 1
-        rows = origins.sizes if self.args.packs_rows else [origins.longest[group] for group in origins.groups]
+        multiple: Any = self.args.pad_to_multiple_of or 1
+        rows: Any = origins.sizes if self.args.packs_rows else [origins.longest[group] for group in origins.groups]
         padded = [-(-row // multiple) * multiple for row in rows]
         return origins.spread(padded, ids.numel(), ids.device, padding=1).view(ids.shape)
 

@@ -61,10 +61,10 @@ def recut_over_ranks(
     if groups is None:
         return _dealt(_rounds(lengths, cost, budget, world_size), cost)
     members = [np.flatnonzero(groups == group) for group in np.unique(groups)]
-    whole = [np.array([of[documents].sum() for documents in members]) for of in (lengths, cost)]
+    tokens, costs = (np.array([of[documents].sum() for documents in members]) for of in (lengths, cost))
     rounds = [
         [[document for group in part for document in members[group].tolist()] for part in parts]
-        for parts in _rounds(*whole, budget, world_size)
+        for parts in _rounds(tokens, costs, budget, world_size)
     ]
     return _dealt([_spread(parts, lengths, cost, budget) for parts in rounds], cost)
 

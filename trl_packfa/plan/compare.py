@@ -30,7 +30,9 @@ class Outcome:
         return next(iter(self.epochs.values()))
 
 
-def compare(tokens: Tokens, args: PackedSFTConfig, ranks: Sequence[int], quadratic: float, cut: str = FREE) -> dict[str, Outcome]:
+def compare(
+    tokens: Tokens, args: PackedSFTConfig, ranks: Sequence[int], quadratic: float, cut: str = FREE
+) -> dict[str, Outcome]:
     """By strategy, the padded run first. Strategies that the arguments rule out are left out; the chosen one raises.
 
     Raises:
@@ -50,7 +52,9 @@ def compare(tokens: Tokens, args: PackedSFTConfig, ranks: Sequence[int], quadrat
     return outcomes
 
 
-def _outcome(tokens: Tokens, args: PackedSFTConfig, ranks: Sequence[int], strategy: str, quadratic: float, cut: str) -> Outcome:
+def _outcome(
+    tokens: Tokens, args: PackedSFTConfig, ranks: Sequence[int], strategy: str, quadratic: float, cut: str
+) -> Outcome:
     spans, report = plan_overflow(*tokens, max_length=args.max_length, policy=policy_of(strategy, args))
     lengths = spans.stop - spans.start
     if strategy == "step" and args.max_tokens_per_microbatch is not None:
