@@ -24,10 +24,13 @@ from torch.nn.parallel import DistributedDataParallel
 from training import arguments, dataset, lora_config, losses, packed_trainer
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from trl import SFTConfig, SFTTrainer
 
 import trl_packfa
+from trl_packfa import PackedSFTConfig
 from trl_packfa.bench.tracing import compiled_graphs
 from trl_packfa.errors import ContaminationError
+from trl_packfa.zoo import small_model
 
 STEPS, SAVE, BATCH = 4, 2, 8
 
@@ -64,10 +67,18 @@ ZERO3 = {
 }
 
 
+def experts():
+    return small_model("mixtral", num_hidden_layers=2)
+
+
+BUILDERS = {"model": model, "mamba": mamba, "experts": experts}
+
+
 def trainer_of(
-    folder, *, strategy="step", lora=True, fsdp=None, zero3=False, patch_first=False, build=model, base=None, **options
-):
-    """A trainer whose steps hold the same examples under any number of processes."""
+    folder, *, strategy="step", lora=True, fsdp=None, zero3=False, patch_first=False, build=model, base=None,
+    padded=False, **options
+):  # fmt: skip
+    """A trainer whose steps hold the same examples under any number of processes; `padded`, TRL's own."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:  # another engine this time; the process group stays
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -79,16 +90,20 @@ def trainer_of(
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         options |= {"deepspeed": ZERO3, "use_cpu": False, "ddp_backend": None}
     defaults = {"max_steps": STEPS, "max_length": 96, "learning_rate": 2e-3, "gradient_accumulation_steps": 3}
+    ours = {} if padded else {"packing_strategy": strategy, "use_peft": lora}
     args = arguments(
+        SFTConfig if padded else PackedSFTConfig,
         out=folder,
-        packing_strategy=strategy,
         per_device_train_batch_size=BATCH // world,
         save_strategy="steps",
         save_steps=SAVE,
-        use_peft=lora,
+        **ours,
         **({} if fsdp is None else {"fsdp": True, "fsdp_config": fsdp}),
         **{"ddp_backend": "gloo" if world > 1 else None, **defaults, **options},
     )
+    if padded:
+        tokenizer, adapter = tiny.tokenizer(), lora_config() if lora else None
+        return SFTTrainer(built, args, train_dataset=dataset(), processing_class=tokenizer, peft_config=adapter)
     if patch_first:
         trl_packfa.patch(built)
     return packed_trainer(args, model=built, peft_config=lora_config() if lora else None)
@@ -121,13 +136,13 @@ def take_deepspeed_on_a_cpu():
 
 
 def run(
-    folder, *, resume=None, leak=None, wrap=None, callbacks=(), evaluate=False, nf4=None, mixers=False, **scenario
+    folder, *, resume=None, leak=None, wrap=None, callbacks=(), evaluate=False, nf4=None, builds="model", **scenario
 ):
     """Train and save; losses, counts, engine, graphs. With `leak`, the rank whose attention leaks: what each rank
     raised. With `wrap`, an engine: what each rank finds on a model that is patched after it was wrapped."""
     if wrap is not None:
         return check_wrapped(wrap)
-    build = partial(quantized, *nf4) if nf4 else mamba if mixers else model
+    build = partial(quantized, *nf4) if nf4 else BUILDERS[builds]
     compile_anew()
     trainer = trainer_of(folder, build=build, **scenario)
     if leak is not None:
@@ -143,7 +158,7 @@ def run(
     return {
         "losses": losses(trainer),
         "tokens": [entry["num_tokens"] for entry in trainer.state.log_history if "loss" in entry],
-        "verdict": trainer.exactness.verdict,
+        "verdict": "padded" if scenario.get("padded") else trainer.exactness.verdict,
         "engine": str(trainer.accelerator.distributed_type).removeprefix("DistributedType."),
         "graphs": compiled_graphs(),
         "wrapped": [type(trainer.model_wrapped).__name__, type(trainer.model).__name__],

@@ -24,13 +24,29 @@ RUNS = {
     "bfd, full": {"strategy": "bfd", "lora": False},
     "patched first": {"patch_first": True},
     # Ranks run them another number of times; FSDP2 gathers each whole, as transformers names them to it.
-    "stateful mixers": {"mixers": True, "lora": False},
+    "stateful mixers": {"builds": "mamba", "lora": False},
+}
+# Against TRL's own padded run: a loss that is no sum over tokens is another one under another number of processes.
+LIKE_TRL = {
+    # Padded micro-batches are spread over both ranks, and their auxiliary loss is most of the gradient.
+    "experts": {
+        "builds": "experts",
+        "lora": False,
+        "router_aux_loss_coef": 10.0,
+        "pad_to_multiple_of": 16,
+        "optim": "sgd",  # others divide by the gradient's size, and rounding with it
+        "learning_rate": 0.05,
+    },
+    "means by rank": {"average_tokens_across_devices": False},
 }
 COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
 LONG = {"max_steps": 6}
 TWO = {
     **{f"DDP {name}": options for name, options in RUNS.items()},
     **{f"FSDP2 {name}": {**options, **FSDP2} for name, options in RUNS.items()},
+    **{f"DDP {name}": options for name, options in LIKE_TRL.items()},
+    **{f"DDP {name}, padded": {**options, "padded": True} for name, options in LIKE_TRL.items()},
+    "FSDP2 experts": {**LIKE_TRL["experts"], **FSDP2},
     "DDP compiled": COMPILED,
     "FSDP2 compiled": {**COMPILED, **FSDP2},
     "DDP wrapped": {"wrap": "DDP"},
@@ -98,10 +114,10 @@ def four(folder, two):
     return launch(launcher, folder / "four", scenarios, "1")
 
 
-def merged(folder, *, lora):
+def merged(folder, *, lora, build=distributed_run.model):
     if not lora:
         return AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    return PeftModel.from_pretrained(distributed_run.model(), folder).merge_and_unload().state_dict()
+    return PeftModel.from_pretrained(build(), folder).merge_and_unload().state_dict()
 
 
 def assert_same(result, expected, saved, reference, *, lora):
@@ -120,6 +136,20 @@ def test_two_processes_train_as_one(folder, one, two, engine, name):
     )
     assert result["engine"] == {"DDP": "MULTI_CPU", "FSDP2": "FSDP"}[engine]
     assert ("FSDP" in result["wrapped"][1]) == (engine == "FSDP2")
+
+
+@pytest.mark.parametrize("name", ["DDP experts", "FSDP2 experts", "DDP means by rank"])
+def test_two_processes_train_as_trls_two_do(folder, two, name):
+    """A single process, whose padded micro-batches are others, does not: the control."""
+    of, lora = name.split(" ", 1)[1], "experts" not in name
+    padded = f"DDP {of}, padded"
+    assert_trajectory(two[name]["losses"], two[padded]["losses"])
+    build = distributed_run.model if lora else distributed_run.experts
+    weights = [merged(folder / "two" / run / "saved", lora=lora, build=build) for run in (name, padded)]
+    assert_weights(*weights)
+    control = distributed_run.run(str(folder / "one" / of), **LIKE_TRL[of])
+    with pytest.raises(AssertionError, match="worst step"):
+        assert_trajectory(control["losses"], two[padded]["losses"])
 
 
 @pytest.mark.parametrize("name", ["DDP step, LoRA", "FSDP2 step, full"])

@@ -20,7 +20,7 @@ README = (ROOT / "README.md").read_text()
 LAYERS = [
     {"errors", "versions", "graphs", "precision", "quiet", "tables"},
     {"layout", "packing", "grouping", "tiles", "zoo", "zero3"},
-    {"flight", "contradictions"},
+    {"flight", "contradictions", "routing"},
     {"attention", "boundaries", "collator", "declaration", "quantized", "rebatch"},
     {"overrides", "tokenized", "loading", "config", "batching", "drawing", "head", "arithmetic", "speed"},
     {"mixers", "lora", "elementwise", "finding"},
@@ -31,6 +31,8 @@ LAYERS = [
         "card",
         "fused_head",
         "mishaps",
+        "noise",
+        "origins",
         "parallelism",
         "progress",
         "ranks",

@@ -128,14 +128,16 @@ def matmul_flops(
     rows: int, inner: int, columns: int, *, dtype: torch.dtype, device: torch.device, seconds: float = 0.5
 ) -> float:
     """The best rate of `(rows, inner) @ (inner, columns)` in so many seconds, in operations per second."""
-    a = torch.randn(rows, inner, device=device, dtype=dtype)
-    b = torch.randn(inner, columns, device=device, dtype=dtype)
+    # Of its own: the global one belongs to the training that is measured.
+    generator = torch.Generator(device).manual_seed(0)
+    a = torch.randn(rows, inner, device=device, dtype=dtype, generator=generator)
+    b = torch.randn(inner, columns, device=device, dtype=dtype, generator=generator)
     return 2 * rows * inner * columns / _best(lambda: a @ b, device, seconds)
 
 
 def bandwidth(device: torch.device) -> float:
     """Bytes per second that memory reads and writes in a large copy."""
-    source = torch.empty(_COPIED_BYTES // 4, device=device).normal_()
+    source = torch.empty(_COPIED_BYTES // 4, device=device).normal_(generator=torch.Generator(device).manual_seed(0))
     target = torch.empty_like(source)
     return 2 * _COPIED_BYTES / _best(lambda: target.copy_(source), device, 0.5)
 

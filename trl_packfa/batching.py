@@ -10,8 +10,10 @@ import torch
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from .config import PackedSFTConfig
-from .packing import PackedBatchSampler
+from .packing import PackedBatchSampler, recut_over_ranks
 
+# How `step` may cut: anew; with a padded micro-batch's examples running at the same time; as the padded run.
+FREE, TOGETHER, KEPT = "free", "together", "kept"
 ROW_STRATEGIES = ("bfd", "bfd_split", "wrapped")
 PADDED = "padded"
 
@@ -22,7 +24,8 @@ Sampler = TypeVar("Sampler", bound=PackedBatchSampler)
 class Batching:
     """Strategy, sizes and number of processes. `strategy` is a `packing_strategy`, or `"padded"`: TRL unpacked.
 
-    `budget` is the tokens of a micro-batch of `"step"` (default: what the padded run would hold at its worst),
+    `cut` is how `"step"` may cut (`FREE`, `TOGETHER`, `KEPT`), `budget` the tokens of its micro-batches (default: what
+    the padded run would hold at its worst),
     `quadratic` the cost of a token attending to a token in units of the cost of a token, `pad_to` TRL's
     `pad_to_multiple_of`.
     """
@@ -38,6 +41,7 @@ class Batching:
     drop_last: bool = False
     pad_to: int = 1
     seed: int = 0
+    cut: str = FREE
 
     @classmethod
     def of(
@@ -47,6 +51,7 @@ class Batching:
         strategy: str | None = None,
         world_size: int | None = None,
         quadratic: float = 0.0,
+        cut: str = FREE,
     ) -> Batching:
         """As the arguments say, perhaps for another strategy or number of processes."""
         return cls(
@@ -61,6 +66,7 @@ class Batching:
             drop_last=args.dataloader_drop_last,
             pad_to=args.pad_to_multiple_of or 1,  # type: ignore[arg-type]  # SFTConfig has made it an int
             seed=args.seed if args.data_seed is None else args.data_seed,
+            cut=cut,
         )
 
     def micro_batch_tokens(self, lengths: np.ndarray) -> int:
@@ -99,6 +105,14 @@ class Batching:
             return np.array(get_length_grouped_indices(lengths.tolist(), self.batch_size, generator=generator))
         return np.random.default_rng(self.seed).permutation(len(lengths))
 
+    def recut(self, step: np.ndarray, *, budget: int) -> list[list[np.ndarray]]:
+        """The documents' lengths of each rank's micro-batches, of a step as [`~Batching.draw`] gives it."""
+        groups = np.arange(step.shape[0] * step.shape[1]).repeat(step.shape[2])
+        documents, groups = step[step > 0], groups[step.ravel() > 0]
+        dealt = deal(documents, groups, cut=self.cut, budget=budget, world_size=self.world_size,
+                     quadratic=self.quadratic)  # fmt: skip
+        return [[documents[part] for part in rank] for rank in dealt]
+
     def row_sampler(self, lengths: np.ndarray, *, rank: int = 0, kind: type[Sampler] = PackedBatchSampler) -> Sampler:
         """A rank's sampler of rows, of a strategy that fills them."""
         assert self.max_length is not None, "the config requires max_length for rows"
@@ -113,3 +127,25 @@ class Batching:
             wrapped=self.strategy == "wrapped",
             quadratic=self.quadratic,
         )
+
+
+def deal(
+    lengths: np.ndarray, groups: np.ndarray, *, cut: str, budget: int, world_size: int, quadratic: float
+) -> list[list[list[int]]]:
+    """The examples of a step, for each rank its micro-batches.
+
+    Args:
+        lengths (`np.ndarray`):
+            Tokens of each example.
+        groups (`np.ndarray`):
+            The number of its padded micro-batch.
+        cut (`str`):
+            `FREE`, `TOGETHER` or `KEPT`; the last takes padded micro-batches as they come, rank after rank in turn.
+        budget (`int`), world_size (`int`), quadratic (`float`):
+            Tokens of a micro-batch, number of ranks, cost of a token attending to a token.
+    """
+    if cut == KEPT:
+        parts = [np.flatnonzero(groups == group).tolist() for group in np.unique(groups)]
+        return [parts[rank::world_size] for rank in range(world_size)]
+    together = groups if cut == TOGETHER else None
+    return recut_over_ranks(lengths, budget=budget, world_size=world_size, quadratic=quadratic, groups=together)

@@ -70,13 +70,16 @@ def _difference(model: Any, seed: int) -> float | None:
     generator = torch.Generator().manual_seed(seed)
     device = model.get_input_embeddings().weight.device
     ids = torch.randint(1, vocabulary_of(model), (1, _TOKENS), generator=generator).to(device)
+    # Log-probabilities are compared, whatever becomes of the routers' auxiliary loss.
+    routed = hasattr(inner_model(model).config.get_text_config(), "output_router_logits")
+    options: dict[str, Any] = {"use_cache": False, **({"output_router_logits": False} if routed else {})}
     with quiet(model), torch.no_grad():
         try:
-            fused = model(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False).log_probs
+            fused = model(input_ids=ids, labels=ids, fused_lm_head=True, **options).log_probs
         except (AttributeError, TypeError, RuntimeError, ValueError) as error:
             logger.debug("trl-packfa: TRL's fused LM head: %s", error)
             return None
-        logits = model(input_ids=ids, use_cache=False).logits
+        logits = model(input_ids=ids, **options).logits
     own = torch.log_softmax(logits[:, :-1].float(), dim=-1).gather(-1, ids[:, 1:, None])[..., 0]
     return float((fused.float() - own).abs().max())
 

@@ -59,9 +59,8 @@ class TrainedHead:
     @outside_of_graphs
     def _serves(self, kwargs: dict[str, Any]) -> bool:
         weight: Any = getattr(self.module.get_output_embeddings(), "weight", None)
-        routed = kwargs.get("output_router_logits") or getattr(
-            self.module.config.get_text_config(), "output_router_logits", False
-        )
+        by_config = getattr(self.module.config.get_text_config(), "output_router_logits", False)
+        routed = kwargs.get("output_router_logits", by_config)
         if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
             return False
         sharded = isinstance(weight, DTensor) or is_in_parts(weight)

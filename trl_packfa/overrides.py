@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import routing
 from .attention import AttentionArguments, BackendChoice
 from .boundaries import layout_of
 from .declaration import QKV, Patch
@@ -79,8 +80,13 @@ class BackboneOverride(Override):
         layout = self.find_layout(call)
         if layout is None:
             kwargs.pop("packed_layout", None)
-            return self.call_original(*args, **kwargs)
+            return self.run_unpacked(args, kwargs)
         return self.run_packed(call, layout)
+
+    @around_graphs
+    def run_unpacked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The original forward."""
+        return routing.told(self.call_original(*args, **routing.asked(kwargs)))
 
     @outside_of_graphs
     def find_layout(self, call: dict[str, Any]) -> PackedLayout | None:
@@ -115,7 +121,7 @@ class BackboneOverride(Override):
         """The original forward, its layers told of the layout."""
         call, layout = self._packed_call(call, layout)
         with in_flight(layout):
-            return self.call_original(**call)
+            return routing.told(self.call_original(**call))
 
     @outside_of_graphs
     def _packed_call(self, call: dict[str, Any], layout: PackedLayout) -> tuple[dict[str, Any], PackedLayout]:
@@ -123,7 +129,7 @@ class BackboneOverride(Override):
         if self.makes_mask:
             call["attention_mask"] = None
         # Where the forward takes no further arguments, the layout rides on the mask, see `attention/bridge.py`.
-        return self._accepted(call), call["packed_layout"]
+        return self._accepted(routing.asked(call)), call["packed_layout"]
 
     @outside_of_graphs
     def _accepted(self, call: dict[str, Any]) -> dict[str, Any]:
@@ -154,7 +160,8 @@ class RebatchOverride(BackboneOverride):
             call["use_cache"] = False
         call.pop("past_key_values", None)
         with in_flight(None):  # the documents by themselves are not packed
-            return run_backbone_by_document(self.call_original, self._accepted(call), layout)
+            call = self._accepted(routing.asked(call))
+            return routing.told(run_backbone_by_document(self.call_original, call, layout))
 
 
 def forward_signature(module: nn.Module) -> inspect.Signature:
@@ -168,6 +175,11 @@ class CausalLMOverride(BackboneOverride):
     def __init__(self, module: nn.Module, original: Callable[..., Any] | None) -> None:
         super().__init__(module, original, counts_positions=True)  # it hands none on
         self.__signature__ = forward_signature(module)
+
+    @around_graphs
+    def run_unpacked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The original forward; its backbone says what the routers chose."""
+        return self.call_original(*args, **kwargs)
 
     @around_graphs
     def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:

@@ -9,6 +9,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .attention import AttentionRequest, get_backend
 from .boundaries import layout_of
@@ -16,12 +17,20 @@ from .config import PackedSFTConfig
 from .errors import InvalidConfig, NoBackend, PackingError, UnsupportedModel
 from .finding import model_config, model_type
 from .parallelism import asked_parallelism, refuse_parallelism, refuse_zero3
+from .patching import find_state
 from .registry import get_patch_for_type
 from .results import results
 
+# Largest relative difference of a loss that rounding explains.
+_SAME_LOSS = 1e-4
+
 
 def refuse_arguments(
-    args: PackedSFTConfig, *, compute_metrics: Callable[..., Any] | None, peft_config: PeftConfig | None
+    args: PackedSFTConfig,
+    *,
+    compute_metrics: Callable[..., Any] | None,
+    peft_config: PeftConfig | None,
+    compute_loss_func: Callable[..., Any] | None = None,
 ) -> None:
     """Arguments of the trainer that contradict packing.
 
@@ -36,6 +45,11 @@ def refuse_arguments(
             "peft_config targets 'lm_head'.",
             why=["TRL multiplies hidden states with lm_head.weight directly: its adapter would never be trained"],
             do="Remove 'lm_head' from target_modules; to train it in full, name it in modules_to_save.",
+        )
+    if args.loss_weighting == "example" and compute_loss_func is not None:
+        raise InvalidConfig(
+            "compute_loss_func with loss_weighting='example': the function makes the loss itself.",
+            do="Weigh examples in the function, or drop one of the two.",
         )
     if not args.packing:
         return
@@ -126,6 +140,66 @@ def refuse_collator(collator: Callable[[list[Any]], dict[str, Any]] | None) -> N
         why=[why],
         do="Leave data_collator unset, use trl_packfa.DataCollatorForPacking, or train padded with packing=False.",
     )
+
+
+def refuse_loss_function(loss_func: Any, *, vocabulary: int, device: torch.device) -> None:
+    """A `compute_loss_func` that makes another loss of packed documents than of padded ones: tried on random logits of
+    two small documents.
+
+    Args:
+        loss_func (`Callable`):
+            Called as TRL calls it: the model's outputs, labels, `num_items_in_batch`.
+        vocabulary (`int`), device (`torch.device`):
+            Of the logits.
+
+    Raises:
+        [`InvalidConfig`]: with both losses, or with why it could not be tried.
+    """
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn((2, 5, vocabulary), generator=generator).to(device)
+    labels = torch.tensor([[2, 1, 0, 1, 2], [1, 2, 1, -100, -100]], device=device)
+    packed_logits = torch.cat([logits[:1], logits[1:, :3]], dim=1)
+    packed_labels = torch.tensor([[-100, 1, 0, 1, 2, -100, 2, 1]], device=device)  # as the collator makes them
+    batches = ((logits, labels), (packed_logits, packed_labels))
+    counts = [torch.tensor(count, device=device) for count in (6, 60)]
+    why = next(filter(None, (_unlike(loss_func, batches, count) for count in counts)), None)
+    if why is not None:
+        raise InvalidConfig(
+            f"compute_loss_func {getattr(loss_func, '__name__', type(loss_func).__name__)} cannot be packed.",
+            why=[why],
+            do="Let it shift the labels, sum over those that are not -100 and divide by num_items_in_batch, or train "
+            "padded with packing=False.",
+        )
+
+
+def _unlike(loss_func: Any, batches: tuple[tuple[torch.Tensor, torch.Tensor], ...], count: torch.Tensor) -> str | None:
+    """How two losses of the same documents differ, `None` if they do not."""
+    try:
+        padded, packed = (
+            float(loss_func(CausalLMOutputWithPast(logits=logits), labels.clone(), num_items_in_batch=count))
+            for logits, labels in batches
+        )
+    except Exception as error:  # whatever a user's code raises, packing it is not known to be right
+        return f"it failed on logits and labels of two documents: {error!r}"
+    if abs(padded - packed) <= _SAME_LOSS * max(abs(padded), 1.0):
+        return None
+    return f"of two documents it makes {padded:.4f} padded, {packed:.4f} packed"
+
+
+def refuse_noise(model: Any) -> None:
+    """NEFTune where a backbone looks documents up in groups of its own: which padded row each would have is not known
+    there.
+
+    Raises:
+        [`UnsupportedModel`]: naming the type.
+    """
+    state = find_state(model)
+    if state is not None and state.patch.rebatch:
+        raise UnsupportedModel(
+            f"neftune_noise_alpha with model type '{model_type(model)}', whose backbone runs document by document.",
+            why=["the noise's range follows the length of the padded row, which is not known there"],
+            do="Drop neftune_noise_alpha, or train padded with packing=False.",
+        )
 
 
 def refuse_sources(args: PackedSFTConfig, train_dataset: Dataset | IterableDataset | None) -> None:

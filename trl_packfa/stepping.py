@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -12,10 +13,16 @@ import torch
 from accelerate.utils import gather_object
 from trl import SFTTrainer
 
+from .batching import FREE
 from .config import PackedSFTConfig
+from .errors import UnsupportedModel
+from .finding import inner_model
 from .head import TrainedHead
 from .mishaps import LossWatch, memory_advice
+from .noise import EmbeddingNoise
+from .origins import ORIGINS, Origins
 from .reports import count_batch
+from .routing import BalancedModel
 from .speed import SpeedMeter
 from .steps import Slot, StepCutter
 from .weighting import SOURCES, WeightedModel, as_example_labels, example_weights, losses_by_source
@@ -32,6 +39,8 @@ class SteppingTrainer(SFTTrainer):
     _step_cutter: StepCutter
     # The head that scores trained positions, unless it is TRL's or the model's own.
     _head: Any = None
+    # NEFTune's, while a packed run trains.
+    _noise: EmbeddingNoise | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -87,7 +96,8 @@ class SteppingTrainer(SFTTrainer):
     ) -> torch.Tensor:
         """TRL's training step, with what a user needs to know where it fails."""
         self._speed.add(inputs)
-        budget = self._step_cutter.budget if self.args.packs_steps else None
+        # Where padded micro-batches stay together, a smaller budget would tear them.
+        budget = self._step_cutter.budget if self.args.packs_steps and self._step_cutter.how == FREE else None
         with memory_advice(self.args, inputs, budget=budget):
             loss = super().training_step(model, inputs, num_items_in_batch)
         if self.args.packing:
@@ -113,16 +123,63 @@ class SteppingTrainer(SFTTrainer):
         by_example = self.args.loss_weighting == "example" and is_training
         sources = {name: inputs[name] for name in ("labels", "packed_layout", SOURCES) if name in inputs}
         inputs.pop(SOURCES, None)
-        called: Any = model
+        called: Any = self._as_padded(model, inputs)
+        weighted = None
         if by_example or SOURCES in sources:
-            called = WeightedModel(model, example_weights(inputs) if by_example else None)
+            called = weighted = WeightedModel(called, example_weights(inputs) if by_example else None)
         result = super().compute_loss(called, inputs, return_outputs, num_items_in_batch)
         self._drop_unmeasured(mode, measures)
-        if SOURCES in sources and called.log_probs is not None:
-            for source, (loss, count) in losses_by_source(sources, called.log_probs).items():
+        if weighted is not None and SOURCES in sources and weighted.log_probs is not None:
+            for source, (loss, count) in losses_by_source(sources, weighted.log_probs).items():
                 total = self._source_losses[mode].setdefault(source, [0.0, 0.0])
                 total[0], total[1] = total[0] + loss, total[1] + count
         return result
+
+    def _as_padded(self, model: Any, inputs: dict[str, Any]) -> Any:
+        """The model, with what depends on the whole of a padded micro-batch computed of that."""
+        origins: Origins | None = inputs.pop(ORIGINS, None)
+        if not self.args.packing or not (self.aux_loss_enabled or self._noise):
+            return model
+        ids = inputs["input_ids"]
+        if "attention_mask" in inputs:  # padded, for metrics or predictions
+            padding = inputs["attention_mask"].flatten() == 0
+            groups, tokens = padding.long(), (~padding).sum()[None]
+            lengths = None
+        else:
+            origins = Origins.of_whole(inputs) if origins is None else origins
+            groups, tokens = origins.of_tokens(ids.numel(), ids.device), origins.tokens
+            lengths = self._padded_lengths(origins, ids)
+        if self._noise is not None:
+            self._noise.lengths = lengths
+        if not self.aux_loss_enabled:
+            return model
+        return BalancedModel(
+            model,
+            groups,
+            tokens,
+            experts_per_token=self._experts_per_token,
+            share=1.0 if origins is None else origins.share,
+            reduce=self.accelerator.reduce if origins is not None and origins.shared else None,
+        )
+
+    @cached_property
+    def _experts_per_token(self) -> int:
+        inner: Any = inner_model(self.model)
+        for named in (inner.config.get_text_config(), inner):
+            if getattr(named, "num_experts_per_tok", None) is not None:
+                return named.num_experts_per_tok
+        raise UnsupportedModel(
+            f"{type(inner).__name__} does not say how many experts a token goes to (num_experts_per_tok).",
+            do="Set router_aux_loss_coef=0.0 to train without the routers' auxiliary loss.",
+        )
+
+    def _padded_lengths(self, origins: Origins, ids: torch.Tensor) -> torch.Tensor:
+        """For each token how long its example's padded row would be; rows that are filled over the whole dataset
+        replace no padded micro-batch: there it is the example's own."""
+        multiple: Any = self.args.pad_to_multiple_of or 1
+        rows: Any = origins.sizes if self.args.packs_rows else [origins.longest[group] for group in origins.groups]
+        padded = [-(-row // multiple) * multiple for row in rows]
+        return origins.spread(padded, ids.numel(), ids.device, padding=1).view(ids.shape)
 
     def _measures(self, is_training: bool) -> bool:
         """Whether entropy and accuracy of the batch will be seen: while training, those of logged steps."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .batching import PADDED, ROW_STRATEGIES, Batching
+from .batching import FREE, PADDED, ROW_STRATEGIES, Batching
 from .config import PackedSFTConfig
-from .packing import PackedBatchSampler, document_cost, recut_over_ranks
+from .packing import PackedBatchSampler, document_cost
 
 # Of longer epochs so many steps, or rounds of rows, evenly spaced: means over them are within a few per cent.
 _SAMPLED = 100
@@ -118,10 +118,8 @@ def _recut(drawn: np.ndarray, lengths: np.ndarray, batching: Batching) -> _Round
     starts = range(0, len(drawn), batching.accumulation)
     sampled = _sample(starts)
     for start in sampled:
-        step = drawn[start : start + batching.accumulation].ravel()
-        step = step[step > 0]
-        dealt = recut_over_ranks(step, budget=budget, world_size=batching.world_size, quadratic=batching.quadratic)
-        micro_batches += [[step[part] for part in round_] for round_ in zip(*dealt, strict=True)]
+        dealt = batching.recut(drawn[start : start + batching.accumulation], budget=budget)
+        micro_batches += [list(round_) for round_ in zip(*dealt, strict=True)]
     return _measured(micro_batches, batching, of=len(micro_batches) * len(starts) / max(len(sampled), 1))
 
 
@@ -151,12 +149,15 @@ def _ratio(part: float, whole: float) -> float:
     return float(part / whole) if whole else 1.0
 
 
-def summarize_plan(args: PackedSFTConfig, lengths: np.ndarray, *, quadratic: float) -> dict[str, float]:
+def summarize_plan(
+    args: PackedSFTConfig, lengths: np.ndarray, *, quadratic: float, cut: str = FREE
+) -> dict[str, float]:
     """The figures of a trainer's own strategy that a user needs before the first step, by name.
 
-    `lengths` (tokens) are the documents' as they are packed, `quadratic` the cost of attention.
+    `lengths` (tokens) are the documents' as they are packed, `quadratic` the cost of attention, `cut` how `step` may
+    cut.
     """
-    batching = Batching.of(args, quadratic=quadratic)
+    batching = Batching.of(args, quadratic=quadratic, cut=cut)
     epoch = plan_epoch(lengths, batching)
     plan = {"steps_per_epoch": float(epoch.steps), "examples_per_step": epoch.examples_per_step}
     if args.packs_rows:

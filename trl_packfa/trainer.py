@@ -30,16 +30,27 @@ from transformers import (
 
 from . import finding
 from .arithmetic import quadratic_weight
+from .batching import FREE, TOGETHER
 from .card import add_packing_section, packing_section
 from .collator import DataCollatorForPacking
 from .config import PackedSFTConfig
+from .exactness import quiet
+from .fused_head import OwnHead
 from .graphs import let_layers_differ
 from .mishaps import only_run_in
+from .noise import EmbeddingNoise
 from .packing import PackedBatchSampler, PackingReport
 from .parallelism import refuse_uneven_calls
 from .proving import ProvingTrainer
 from .ranks import TrainBeginCallback, from_main_rank, require_same_documents
-from .refusals import refuse_arguments, refuse_collator, refuse_model, refuse_sources
+from .refusals import (
+    refuse_arguments,
+    refuse_collator,
+    refuse_loss_function,
+    refuse_model,
+    refuse_noise,
+    refuse_sources,
+)
 from .registry import describe, patch
 from .reports import (
     read_progress,
@@ -52,12 +63,14 @@ from .reports import (
 from .resuming import identity, require_same_run
 from .sampling import EpochCallback
 from .sources import AnyDataset, EvalDataset, default_adapter, loading, model_type, named, output_dir
-from .steps import StepCutter
+from .steps import StepCutter, how_to_cut
 from .streams import PackedStream, resumes_by_state
 from .summary import summarize_plan
 from .tokenized import read_lengths, require_usable
 
 logger = get_logger(__name__)
+
+_TRIED_TOKENS = 4
 
 
 class PackedSFTTrainer(ProvingTrainer):
@@ -117,7 +130,9 @@ class PackedSFTTrainer(ProvingTrainer):
         formatting_func: Callable[[dict], str] | None = None,
     ) -> None:
         args = PackedSFTConfig.from_args(args if args is not None else PackedSFTConfig(output_dir(model)))
-        refuse_arguments(args, compute_metrics=compute_metrics, peft_config=peft_config)
+        refuse_arguments(
+            args, compute_metrics=compute_metrics, peft_config=peft_config, compute_loss_func=compute_loss_func
+        )
         for name, dataset in named(train_dataset, eval_dataset):
             require_usable(
                 dataset, name=name, text_field=args.dataset_text_field, formatted=formatting_func is not None
@@ -162,6 +177,16 @@ class PackedSFTTrainer(ProvingTrainer):
         if not self.is_zero3_enabled:
             self._choose_head(self.model)
         patch(self.model, backend=self.args.attention_backend, fused_lora=self.args.fused_lora)
+        if self.aux_loss_enabled and not self.is_zero3_enabled:
+            self._require_balancing()
+        if self.compute_loss_func is not None:
+            refuse_loss_function(
+                self.compute_loss_func,
+                vocabulary=finding.model_config(self.model).get_text_config().vocab_size,
+                device=self.args.device,
+            )
+        if self.neftune_noise_alpha is not None:
+            refuse_noise(self.model)
         if self.args.torch_compile:
             let_layers_differ(finding.model_config(self.model).get_text_config().num_hidden_layers)
         if self.is_proven_wrapped:
@@ -177,12 +202,55 @@ class PackedSFTTrainer(ProvingTrainer):
         refuse_sources(self.args, self.train_dataset)
         if self.args.packs_steps:
             self._step_cutter = StepCutter(
-                self.args, train_dataset=self.train_dataset, model=self.model, accelerator=self.accelerator
+                self.args,
+                train_dataset=self.train_dataset,
+                model=self.model,
+                accelerator=self.accelerator,
+                cut=self._cut,
             )
         self.packing_plan = self._plan()
         self.add_callback(EpochCallback(lambda: self.packing_sampler))
         self.add_callback(TrainBeginCallback(self._require_proof))
+        self.add_callback(TrainBeginCallback(self._scale_noise))
         logger.info("trl-packfa: patched\n%s", describe(self.model))
+
+    @cached_property
+    def _cut(self) -> str:
+        """How `step` may cut so that the loss is the padded run's."""
+        cut, why = how_to_cut(
+            self.args,
+            balances_experts=self.aux_loss_enabled,
+            counts_tokens=self.model_accepts_loss_kwargs,
+            own_loss=self.compute_loss_func is not None,
+            world_size=self.accelerator.num_processes,
+        )
+        if self.args.packs_steps and cut != FREE:
+            kept = "run at the same time" if cut == TOGETHER else "stay one micro-batch"
+            logger.info("trl-packfa: examples of a padded micro-batch %s: %s.", kept, why)
+        return cut
+
+    def _require_balancing(self) -> None:
+        """What the routers say must be what their auxiliary loss is made of: tried on a few tokens. A model without
+        routers has none, whatever its config says, nor has one that TRL's head cannot serve and that makes none itself
+        (Llama-4)."""
+        ids = torch.ones((1, _TRIED_TOKENS), dtype=torch.long, device=self.model.get_input_embeddings().weight.device)
+        batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        balanced = self._as_padded(self.model, batch)
+        with quiet(self.model), torch.no_grad(), self.accelerator.autocast():
+            balanced(**batch, fused_lm_head=True)
+            makes = (
+                not isinstance(self._head, OwnHead) or self.model(ids, output_router_logits=True).aux_loss is not None
+            )
+        if not balanced.layers or not makes:
+            finding.model_config(self.model).get_text_config().output_router_logits = self.aux_loss_enabled = False
+
+    def _scale_noise(self) -> None:
+        """NEFTune's hook, which the Trainer has put on the embedding, in terms of padded rows."""
+        if self.neftune_noise_alpha is not None:
+            self.neftune_hook_handle.remove()
+            self._noise = EmbeddingNoise(self.neftune_noise_alpha)
+            embedding = finding.inner_model(self.model).get_input_embeddings()
+            self.neftune_hook_handle = embedding.register_forward_hook(self._noise)
 
     def _plan(self) -> dict[str, float]:
         """What an epoch comes to; nothing for a stream, whose length is not known."""
@@ -190,7 +258,7 @@ class PackedSFTTrainer(ProvingTrainer):
             return {}
         lengths = read_lengths(self.train_dataset)
         require_same_documents(self.accelerator, lengths)
-        plan = summarize_plan(self.args, lengths, quadratic=quadratic_weight(self.model))
+        plan = summarize_plan(self.args, lengths, quadratic=quadratic_weight(self.model), cut=self._cut)
         logger.info("trl-packfa: %s", ", ".join(f"{name} {value:,.4g}" for name, value in plan.items()))
         return plan
 

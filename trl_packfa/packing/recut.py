@@ -39,8 +39,38 @@ def recut(lengths: np.ndarray, *, budget: int, num_micro_batches: int, quadratic
     indices, each list in the documents' own order.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    assert fewest_micro_batches(lengths, budget) <= num_micro_batches <= len(lengths), "infeasible cut"
+    return _recut(lengths, document_cost(lengths, quadratic), budget, num_micro_batches)
+
+
+def recut_over_ranks(
+    lengths: np.ndarray,
+    *,
+    budget: int,
+    world_size: int,
+    quadratic: float = 0.0,
+    groups: np.ndarray | None = None,
+) -> list[list[list[int]]]:
+    """The same for several ranks: for each rank its micro-batches, equally many on all, level in each round and in
+    total. A rank that has fewer than the others has empty ones at the end.
+
+    With `groups`, the number of each document's group, a group's documents all run in the same round, on whichever
+    ranks; no group may be longer than the budget.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
     cost = document_cost(lengths, quadratic)
+    if groups is None:
+        return _dealt(_rounds(lengths, cost, budget, world_size), cost)
+    members = [np.flatnonzero(groups == group) for group in np.unique(groups)]
+    tokens, costs = (np.array([of[documents].sum() for documents in members]) for of in (lengths, cost))
+    rounds = [
+        [[document for group in part for document in members[group].tolist()] for part in parts]
+        for parts in _rounds(tokens, costs, budget, world_size)
+    ]
+    return _dealt([_spread(parts, lengths, cost, budget) for parts in rounds], cost)
+
+
+def _recut(lengths: np.ndarray, cost: np.ndarray, budget: int, num_micro_batches: int) -> list[list[int]]:
+    assert fewest_micro_batches(lengths, budget) <= num_micro_batches <= len(lengths), "infeasible cut"
     # A document longer than the budget is alone.
     parts = _level(_longest_first(cost, num_micro_batches), cost, lengths, budget)
     if any(len(part) > 1 and lengths[part].sum() > budget for part in parts):
@@ -54,23 +84,31 @@ def recut(lengths: np.ndarray, *, budget: int, num_micro_batches: int, quadratic
     return [sorted(part) for part in parts]
 
 
-def recut_over_ranks(
-    lengths: np.ndarray, *, budget: int, world_size: int, quadratic: float = 0.0
-) -> list[list[list[int]]]:
-    """The same for several ranks: for each rank its micro-batches, equally many on all, level in each round and in
-    total. A rank that has fewer than the others has empty ones at the end."""
-    lengths = np.asarray(lengths, dtype=np.int64)
+def _rounds(lengths: np.ndarray, cost: np.ndarray, budget: int, world_size: int) -> list[list[list[int]]]:
+    """What runs at the same time, round by round, a part for each rank: parts alike, the costliest first."""
     rounds = -(-fewest_micro_batches(lengths, budget) // world_size)
-    parts = recut(
-        lengths, budget=budget, num_micro_batches=min(rounds * world_size, len(lengths)), quadratic=quadratic
-    )
-    cost = document_cost(lengths, quadratic)
-    # Similar ones run at the same time; in every round the rank that has done least so far gets the costliest.
+    parts = _recut(lengths, cost, budget, min(rounds * world_size, len(lengths)))
     parts = sorted(parts, key=lambda part: -cost[part].sum()) + [[]] * (rounds * world_size - len(parts))
-    dealt: list[list[list[int]]] = [[] for _ in range(world_size)]
-    done = np.zeros(world_size)
-    for start in range(0, len(parts), world_size):
-        for rank, part in zip(np.argsort(done, kind="stable"), parts[start : start + world_size], strict=True):
+    return [parts[start : start + world_size] for start in range(0, len(parts), world_size)]
+
+
+def _spread(parts: list[list[int]], lengths: np.ndarray, cost: np.ndarray, budget: int) -> list[list[int]]:
+    """The documents of a round, levelled over as many parts if they fit, each in the documents' own order."""
+    documents = np.sort(np.concatenate([np.array(part, dtype=np.int64) for part in parts]))
+    wanted = min(len(parts), len(documents))
+    if len(parts) == 1 or fewest_micro_batches(lengths[documents], budget) > wanted:
+        return [sorted(part) for part in parts]
+    levelled = _recut(lengths[documents], cost[documents], budget, wanted)
+    return [documents[part].tolist() for part in levelled] + [[]] * (len(parts) - wanted)
+
+
+def _dealt(rounds: list[list[list[int]]], cost: np.ndarray) -> list[list[list[int]]]:
+    """For each rank its parts: in every round the rank that has done least so far gets the costliest."""
+    dealt: list[list[list[int]]] = [[] for _ in rounds[0]]
+    done = np.zeros(len(dealt))
+    for parts in rounds:
+        costliest = sorted(parts, key=lambda part: -cost[part].sum())
+        for rank, part in zip(np.argsort(done, kind="stable"), costliest, strict=True):
             dealt[rank].append(part)
             done[rank] += cost[part].sum()
     return dealt

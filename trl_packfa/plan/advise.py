@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..batching import PADDED, ROW_STRATEGIES, Batching
+from ..batching import FREE, PADDED, ROW_STRATEGIES, Batching
 from ..summary import EpochPlan, plan_epoch
 from .compare import total_steps
 from .memory import estimate
@@ -132,6 +132,8 @@ def _budget(plan: Plan) -> Iterator[str]:
     """A token budget made for the longest documents, which most steps do not need."""
     epoch, args = plan.chosen.epoch(), plan.args
     if plan.chosen.strategy != "step" or args.max_tokens_per_microbatch is not None or (epoch.fill or 1) > _HALF_EMPTY:
+        return
+    if plan.shape is not None and plan.shape.cut != FREE:  # whole padded micro-batches must fit
         return
     # Room for the documents of a step in as many micro-batches, and for the longest.
     budget = max(int(epoch.tokens_per_micro_batch * _ROOM), int(plan.chosen.lengths.max()))

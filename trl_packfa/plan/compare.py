@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..batching import PADDED, ROW_STRATEGIES, Batching
+from ..batching import FREE, PADDED, ROW_STRATEGIES, Batching
 from ..config import PACKING_STRATEGIES, PackedSFTConfig
 from ..errors import InvalidConfig
 from ..packing import WRAP, PackingReport, plan_overflow
-from ..steps import require_budget
+from ..steps import require_budget, require_whole
 from ..summary import EpochPlan, plan_epoch
 from ..tokenized import Tokens
 
@@ -30,7 +30,9 @@ class Outcome:
         return next(iter(self.epochs.values()))
 
 
-def compare(tokens: Tokens, args: PackedSFTConfig, ranks: Sequence[int], quadratic: float) -> dict[str, Outcome]:
+def compare(
+    tokens: Tokens, args: PackedSFTConfig, ranks: Sequence[int], quadratic: float, cut: str = FREE
+) -> dict[str, Outcome]:
     """By strategy, the padded run first. Strategies that the arguments rule out are left out; the chosen one raises.
 
     Raises:
@@ -43,21 +45,25 @@ def compare(tokens: Tokens, args: PackedSFTConfig, ranks: Sequence[int], quadrat
         if strategy in ROW_STRATEGIES and args.max_length is None:
             continue
         try:
-            outcomes[strategy] = _outcome(tokens, args, ranks, strategy, quadratic)
+            outcomes[strategy] = _outcome(tokens, args, ranks, strategy, quadratic, cut)
         except InvalidConfig:
             if strategy == chosen:
                 raise
     return outcomes
 
 
-def _outcome(tokens: Tokens, args: PackedSFTConfig, ranks: Sequence[int], strategy: str, quadratic: float) -> Outcome:
+def _outcome(
+    tokens: Tokens, args: PackedSFTConfig, ranks: Sequence[int], strategy: str, quadratic: float, cut: str
+) -> Outcome:
     spans, report = plan_overflow(*tokens, max_length=args.max_length, policy=policy_of(strategy, args))
     lengths = spans.stop - spans.start
     if strategy == "step" and args.max_tokens_per_microbatch is not None:
         longest = int(lengths.argmax())
         which = f"document {int(spans.document[longest])}"
         require_budget(args.max_tokens_per_microbatch, int(lengths[longest]), which)
-    batchings = {n: Batching.of(args, strategy=strategy, world_size=n, quadratic=quadratic) for n in ranks}
+        if cut != FREE:
+            require_whole(args.max_tokens_per_microbatch, lengths, args.per_device_train_batch_size)
+    batchings = {n: Batching.of(args, strategy=strategy, world_size=n, quadratic=quadratic, cut=cut) for n in ranks}
     return Outcome(strategy, report, lengths, {n: plan_epoch(lengths, b) for n, b in batchings.items()})
 
 

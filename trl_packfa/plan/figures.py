@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..batching import PADDED, ROW_STRATEGIES, Batching
+from ..batching import FREE, PADDED, ROW_STRATEGIES, Batching
 from ..drawing import draw_row, require_matplotlib
-from ..packing import recut_over_ranks
 from .report import Plan
 
 if TYPE_CHECKING:
@@ -168,15 +167,12 @@ def _row_caption(plan: Plan) -> str:
 def row_of(plan: Plan) -> list[int]:
     """Document lengths of one packed micro-batch, as the chosen strategy (`step` for a padded run) makes it."""
     outcome = plan.outcomes["step"] if plan.chosen.strategy == PADDED else plan.chosen
-    q = plan.shape.quadratic if plan.shape else 0.0
-    batching = Batching.of(plan.args, strategy=outcome.strategy, world_size=plan.world_size, quadratic=q)
+    q, cut = (plan.shape.quadratic, plan.shape.cut) if plan.shape else (0.0, FREE)
+    batching = Batching.of(plan.args, strategy=outcome.strategy, world_size=plan.world_size, quadratic=q, cut=cut)
     if outcome.strategy in ROW_STRATEGIES:
         sampler = batching.row_sampler(outcome.lengths)
         return outcome.lengths[sampler.share(sampler.rounds()[0], 0)].tolist()
     step = batching.draw(outcome.lengths)[: batching.accumulation]
     if outcome.strategy == "minibatch":
         return [tokens for tokens in step[0, 0].tolist() if tokens]
-    documents = step[step > 0]
-    budget = batching.micro_batch_tokens(outcome.lengths)
-    dealt = recut_over_ranks(documents, budget=budget, world_size=batching.world_size, quadratic=q)
-    return documents[dealt[0][0]].tolist()
+    return batching.recut(step, budget=batching.micro_batch_tokens(outcome.lengths))[0][0].tolist()

@@ -9,6 +9,7 @@ from typing import Any
 
 from trl import DatasetMixtureConfig, ScriptArguments
 
+from ..batching import FREE
 from ..config import PackedSFTConfig
 from ..drawing import require_matplotlib
 from ..errors import InvalidConfig
@@ -69,7 +70,8 @@ def make_plan(source: Source, args: PackedSFTConfig, ranks: list[int], shape: An
     Raises:
         [`PackingError`]: where `trl-packfa train` would raise it for these documents.
     """
-    outcomes = compare(source.tokens, args, ranks, shape.quadratic if shape else 0.0)
+    quadratic, cut = (shape.quadratic, shape.cut) if shape else (0.0, FREE)
+    outcomes = compare(source.tokens, args, ranks, quadratic, cut)
     memory = {}
     if shape:
         memory = {name: estimate(shape, args, o.epoch().largest_micro_batch) for name, o in outcomes.items()}

@@ -11,10 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trl import get_peft_config
 
 from ..arithmetic import attention_heads, quadratic_weight
+from ..batching import FREE
 from ..config import PackedSFTConfig
 from ..errors import InvalidConfig, PackingError
 from ..refusals import refuse_model
+from ..routing import balances_experts
 from ..sources import init_kwargs
+from ..steps import how_to_cut
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class ModelShape:
 
     `quantizable` are the weights of linear layers but the LM head, `largest` the largest of them, `feed_forward` the
     width that a token passes through in one layer (of its experts together), `quadratic` the cost of a token attending
-    to a token in units of the cost of a token.
+    to a token in units of the cost of a token, `cut` how `step` may cut.
     """
 
     model_type: str
@@ -40,6 +43,7 @@ class ModelShape:
     lora_rank: int
     quadratic: float
     dtype_bytes: int
+    cut: str = FREE
 
 
 def read_shape(args: PackedSFTConfig) -> ModelShape:
@@ -93,6 +97,7 @@ def _measured(model: Any, args: PackedSFTConfig) -> ModelShape:
         lora_rank=adapter.r if adapter is not None else 0,  # type: ignore[attr-defined]  # TRL's is a LoraConfig
         quadratic=quadratic_weight(model),
         dtype_bytes=_dtype_bytes(args.dtype, text),
+        cut=how_to_cut(args, balances_experts=balances_experts(text, args.router_aux_loss_coef))[0],
     )
 
 

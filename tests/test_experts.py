@@ -1,0 +1,252 @@
+"""Experts: losses, gradients and the routers' auxiliary loss of TRL's padded run, whatever a step is cut into."""
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tolerance import assert_trajectory, assert_weights, differs
+from training import arguments, dataset, losses, packed_trainer
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from trl import SFTConfig, SFTTrainer
+
+from trl_packfa import PackedSFTTrainer, patch
+from trl_packfa.errors import InvalidConfig, UnsupportedModel
+from trl_packfa.packing import recut_over_ranks
+from trl_packfa.routing import BalancedModel, balancing_loss
+from trl_packfa.zoo import small_model
+
+TYPES = ["mixtral", "olmoe", "qwen3_moe", "gpt_oss", "ernie4_5_moe"]
+# Accumulation, batch size, strategy, pad_to_multiple_of, coefficient; None is the model's own, 0.001 or 0.01.
+RUNS = [(3, 4, "step", None, None), (8, 1, "step", None, 1.0), (4, 3, "step", 64, 1.0)]
+MORE = [("mixtral", (1, 2, "step", 16, 1.0)), ("olmoe", (2, 2, "minibatch", 64, 1.0))]
+# Every loss and gradient of a step shows in its weights as it is.
+PLAIN = {
+    "optim": "sgd",
+    "learning_rate": 1e-2,
+    "max_grad_norm": 0,
+    "lr_scheduler_type": "constant",
+    "max_steps": 3,
+    "max_length": 96,
+}
+
+
+def trained(cls, args, *, name="mixtral", **changes):
+    trainer = cls(
+        small_model(name, num_hidden_layers=2, **changes),
+        args,
+        train_dataset=dataset(),
+        eval_dataset=dataset(10, seed=5),
+        processing_class=tiny.tokenizer(),
+    )
+    trainer.train()
+    return trainer
+
+
+def pair(tmp_path, *, strategy="step", name="mixtral", **options):
+    options = {**PLAIN, "out": tmp_path, **options}
+    padded = trained(SFTTrainer, arguments(SFTConfig, **options), name=name)
+    ours = arguments(packing_strategy=strategy, use_peft=False, check_packing=False, **options)
+    return padded, trained(PackedSFTTrainer, ours, name=name)
+
+
+def logged(trainer, key):
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def weights(trainer):
+    return {name: p.detach() for name, p in trainer.model.named_parameters()}
+
+
+def assert_same(packed, padded):
+    assert_trajectory(losses(packed), losses(padded))
+    assert_trajectory(logged(packed, "aux_loss"), logged(padded, "aux_loss"))
+    assert_weights(weights(packed), weights(padded))
+    assert_trajectory([packed.evaluate()["eval_loss"]], [padded.evaluate()["eval_loss"]])
+
+
+@pytest.mark.parametrize(("name", "run"), [*((name, run) for name in TYPES for run in RUNS), *MORE])
+def test_the_padded_runs_losses_and_weights(tmp_path, name, run):
+    accumulation, batch_size, strategy, multiple, coefficient = run
+    padded, packed = pair(
+        tmp_path, name=name, strategy=strategy, gradient_accumulation_steps=accumulation,
+        per_device_train_batch_size=batch_size, pad_to_multiple_of=multiple, router_aux_loss_coef=coefficient,
+    )  # fmt: skip
+    assert padded.aux_loss_enabled and packed.aux_loss_enabled
+    assert_same(packed, padded)
+
+
+def test_step_runs_fewer_micro_batches_than_the_padded_run(tmp_path):
+    _, packed = pair(tmp_path, gradient_accumulation_steps=8, per_device_train_batch_size=2)
+    assert max(logged(packed, "micro_batches")) < 8
+    assert packed.packing_plan["micro_batches_per_step"] < 8
+
+
+@pytest.mark.parametrize("without", ["padded micro-batches", "padding left out"])
+def test_negative_control_the_loss_of_what_runs_together_is_another(tmp_path, monkeypatch, without):
+    options = {"gradient_accumulation_steps": 8, "per_device_train_batch_size": 1, "router_aux_loss_coef": 1.0}
+    if without == "padding left out":
+        options |= {"pad_to_multiple_of": 64, "strategy": "minibatch"}
+
+    def as_trl(self, model, inputs):  # every token of the packed micro-batch, pads too
+        inputs.pop("origins", None)
+        return model
+
+    monkeypatch.setattr(PackedSFTTrainer, "_as_padded", as_trl)
+    monkeypatch.setattr(PackedSFTTrainer, "_require_balancing", lambda self: None)
+    padded, packed = pair(tmp_path, **options)
+    with pytest.raises(AssertionError, match="worst step"):
+        assert_trajectory(losses(packed), losses(padded))
+
+
+def test_lora_trains_experts_as_padded(tmp_path):
+    """TRL's loss of a PEFT model, gradient checkpointing, bfloat16 autocast against its padded self."""
+    from training import lora_config
+
+    options = {**PLAIN, "gradient_accumulation_steps": 3, "gradient_checkpointing": True, "router_aux_loss_coef": 1.0}
+    common = {"train_dataset": dataset(), "processing_class": tiny.tokenizer()}
+    padded = SFTTrainer(small_model("qwen3_moe", num_hidden_layers=2), arguments(SFTConfig, tmp_path, **options),
+                        peft_config=lora_config(), **common)  # fmt: skip
+    packed = packed_trainer(arguments(out=tmp_path, **options), model=small_model("qwen3_moe", num_hidden_layers=2))
+    padded.train(), packed.train()
+    assert_trajectory(losses(packed), losses(padded))
+    assert_trajectory(logged(packed, "aux_loss"), logged(padded, "aux_loss"))
+
+
+# The loss itself ---------------------------------------------------------------------------------------------------
+
+
+def routed(*, layers=3, tokens=40, experts=6, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(tokens, experts, generator=generator).requires_grad_() for _ in range(layers)]
+
+
+def test_each_groups_loss_and_gradient_are_transformers():
+    logits, groups = routed(), torch.randint(0, 4, (40,), generator=torch.Generator().manual_seed(1))
+    tokens = torch.bincount(groups)[:3]  # group 3 is padding
+    ours = balancing_loss(logits, groups, tokens.tolist(), 2)
+    theirs = sum(load_balancing_loss_func(tuple(logits), 6, 2, groups == group) for group in range(3))
+    torch.testing.assert_close(ours, theirs)
+    gradients = [torch.autograd.grad(loss, logits, retain_graph=True) for loss in (ours, theirs)]
+    for mine, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, other)
+    assert differs(load_balancing_loss_func(tuple(logits), 6, 2), theirs), "the control: all tokens as one batch"
+
+
+def test_ranks_that_share_a_group_add_up_to_its_loss():
+    """Each rank's part has the gradient of the whole where the rank's tokens are."""
+    logits, groups = routed(), torch.randint(0, 2, (40,), generator=torch.Generator().manual_seed(1))
+    tokens = torch.bincount(groups).tolist()
+    whole = balancing_loss(logits, groups, tokens, 2)
+    halves = [([x[part] for x in logits], groups[part]) for part in (slice(0, 15), slice(15, 40))]
+    given = []
+    for half in halves:  # what each would send
+        balancing_loss(*half, tokens, 2, lambda counts: given.append(counts) or counts)
+    parts = [balancing_loss(*half, tokens, 2, lambda _: sum(given)) for half in halves]
+    torch.testing.assert_close(sum(parts), whole)
+    for mine, other in zip(torch.autograd.grad(sum(parts), logits), torch.autograd.grad(whole, logits), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=4), min_size=1, max_size=24),
+    st.integers(1, 4),
+    st.integers(0, 100),
+)
+def test_documents_of_a_group_run_in_one_round_within_the_budget(sizes, world, more):
+    sizes = sizes[: len(sizes) // world * world] or [[1]] * world
+    lengths = np.array([n for group in sizes for n in group])
+    groups = np.repeat(np.arange(len(sizes)), [len(group) for group in sizes])
+    budget = max(map(sum, sizes)) + more
+    dealt = recut_over_ranks(lengths, budget=budget, world_size=world, quadratic=1e-3, groups=groups)
+    assert sorted(i for rank in dealt for part in rank for i in part) == list(range(len(lengths)))
+    assert len({len(rank) for rank in dealt}) == 1 and len(dealt[0]) <= max(-(-len(sizes) // world), 1)
+    assert all(lengths[part].sum() <= budget and part == sorted(part) for rank in dealt for part in rank)
+    rounds = [{int(groups[i]) for rank in dealt for i in rank[r]} for r in range(len(dealt[0]))]
+    assert sum(map(len, rounds)) == len(sizes), "no group runs in two rounds"
+
+
+# Rows, other models, refusals ----------------------------------------------------------------------------------------
+
+
+def one_step(tmp_path, name, **options):
+    """The auxiliary loss that a packed step logs, and the model's own of its documents as a padded batch."""
+    args = arguments(out=tmp_path, use_peft=False, check_packing=False, **{**PLAIN, "max_steps": 1, **options})
+    model = small_model(name, num_hidden_layers=2)
+    trainer = packed_trainer(args, model=small_model(name, num_hidden_layers=2), peft_config=None)
+    seen, compute_loss = [], trainer.compute_loss
+
+    def watch(model, inputs, **more):
+        layout = inputs["packed_layout"]
+        seen.append(layout.split(inputs["input_ids"])[: -1 if layout.padding else None])
+        return compute_loss(model, inputs, **more)
+
+    trainer.compute_loss = watch
+    trainer.train()
+    (documents,) = seen
+    ids = torch.nn.utils.rnn.pad_sequence([document.flatten() for document in documents], True, -1)
+    with torch.no_grad():
+        own = model(input_ids=ids.clamp(min=0), attention_mask=(ids >= 0).long(), output_router_logits=True)
+    return logged(trainer, "aux_loss"), [float(own.aux_loss)], len(documents)
+
+
+def test_rows_balance_their_true_tokens(tmp_path):
+    """A row replaces no padded micro-batch: its loss is that of its documents as a batch."""
+    options = {"packing_strategy": "bfd", "per_device_train_batch_size": 1, "pad_to_multiple_of": 64}
+    ours, own, count = one_step(tmp_path, "mixtral", **options)
+    assert count > 1
+    assert_trajectory(ours, own)
+
+
+@pytest.mark.parametrize("name", ["granitemoe", "phimoe"])
+def test_types_whose_loss_trl_cannot_compute_are_trained_with_their_own(tmp_path, name):
+    """TRL 1.16 asks their configs for `num_experts`, which transformers calls otherwise there."""
+    with pytest.raises(AttributeError, match="num_experts"):
+        trained(SFTTrainer, arguments(SFTConfig, tmp_path, max_steps=1), name=name)
+    ours, own, count = one_step(tmp_path, name, pad_to_multiple_of=64)
+    assert count == 4
+    assert_trajectory(ours, own)
+
+
+@pytest.mark.parametrize("name", ["granitemoe", "phimoe", "deepseek_v4"])
+def test_packed_and_padded_calls_give_the_models_own_auxiliary_loss(name):
+    """On rungs interface and rebatch."""
+    model = small_model(name, num_hidden_layers=2)
+    documents = tiny.documents((13, 5, 29))
+    ids = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
+    mask = (torch.arange(29) < torch.tensor([[13], [5], [29]])).long()
+    own = model(input_ids=ids, attention_mask=mask, output_router_logits=True).aux_loss
+    patch(model)
+    count = model.config.num_experts_per_tok
+    batch = tiny.batch(documents, pad_to_multiple_of=16)
+    groups = torch.cat([torch.zeros(47, dtype=torch.long), torch.ones(1, dtype=torch.long)])
+    packed = BalancedModel(model, groups, (47,), experts_per_token=count)(**batch)
+    torch.testing.assert_close(packed.aux_loss, own)
+    padded = BalancedModel(model, 1 - mask.flatten(), (47,), experts_per_token=count)(
+        input_ids=ids, attention_mask=mask
+    )
+    torch.testing.assert_close(padded.aux_loss, own)
+
+
+def test_a_budget_that_would_tear_a_padded_micro_batch_is_refused(tmp_path):
+    args = arguments(out=tmp_path, use_peft=False, max_tokens_per_microbatch=100)
+    with pytest.raises(InvalidConfig, match=r"max_tokens_per_microbatch=100 is smaller than a padded micro-batch of 4 "
+                       r"examples, which may hold \d+ tokens(.|\n)*router_aux_loss_coef=0\.0"):  # fmt: skip
+        packed_trainer(args, model=small_model("mixtral", num_hidden_layers=2), peft_config=None)
+    free = arguments(out=tmp_path, use_peft=False, max_tokens_per_microbatch=100, router_aux_loss_coef=0.0)
+    packed_trainer(free, model=small_model("mixtral", num_hidden_layers=2), peft_config=None)
+
+
+def test_routers_that_choose_otherwise_are_refused_at_construction(tmp_path):
+    """Doge's choose a row and a column of experts."""
+    with pytest.raises(UnsupportedModel, match=r"router logits of shape \(2, 4, 4\)(.|\n)*router_aux_loss_coef=0\.0"):
+        packed_trainer(arguments(out=tmp_path), model=small_model("doge", num_hidden_layers=2, is_moe=True))
+
+
+def test_a_model_without_experts_has_no_auxiliary_loss(tmp_path):
+    """Doge's config has a coefficient whether there are experts or not; TRL stops at the first step."""
+    trainer = packed_trainer(arguments(out=tmp_path, max_steps=1), model=small_model("doge", num_hidden_layers=2))
+    trainer.train()
+    assert not trainer.aux_loss_enabled and trainer.exactness.is_exact

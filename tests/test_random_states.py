@@ -1,0 +1,159 @@
+"""Nothing of ours moves a global generator: after every part of a run it stands where TRL's own run leaves it, and a
+run with dropout resumes bit for bit."""
+
+import random
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from peft import LoraConfig
+from training import arguments, dataset, losses, packed_trainer
+from transformers import TrainerCallback, set_seed
+from trl import SFTConfig, SFTTrainer
+
+from trl_packfa import check, patch, unpatch
+from trl_packfa.zoo import small_model
+
+OPTIONS = {
+    "max_steps": 8,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "max_length": 96,
+    "logging_steps": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 4,
+}
+
+
+def states():
+    """Of torch's, numpy's and Python's generators."""
+    name, keys, *place = np.random.get_state()
+    return torch.get_rng_state().tolist(), (name, keys.tolist(), *place), random.getstate()
+
+
+class Recorder(TrainerCallback):
+    """The generators' states wherever the Trainer calls back."""
+
+    def __init__(self):
+        self.seen = []
+
+    def record(self, place):
+        self.seen.append((place, states()))
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.record("train begins")
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.record(f"epoch {state.epoch}")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.record(f"step {state.global_step}")
+
+    def on_log(self, args, state, control, **kwargs):
+        self.record(f"log {state.global_step}")
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self.record(f"evaluation {state.global_step}")
+
+
+def recorded(make):
+    """The states after construction, wherever the Trainer calls back, after an evaluation and at the end."""
+    set_seed(7)
+    trainer, recorder = make(), Recorder()
+    recorder.record("construct")
+    trainer.add_callback(recorder)
+    trainer.train()
+    trainer.evaluate()
+    recorder.record("end")
+    return recorder.seen, trainer
+
+
+def trl(tmp_path, **options):
+    return SFTTrainer(
+        tiny.model(layers=2),
+        arguments(SFTConfig, tmp_path, **{**OPTIONS, **options}),
+        train_dataset=dataset(20),
+        eval_dataset=dataset(8, seed=5),
+        processing_class=tiny.tokenizer(),
+        peft_config=LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+
+
+def packed(tmp_path, **options):
+    return packed_trainer(
+        arguments(out=tmp_path, **{**OPTIONS, **options}),
+        train_dataset=dataset(20),
+        eval_dataset=dataset(8, seed=5),
+        peft_config=LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+
+
+@pytest.mark.parametrize("sampling", ["random", "group_by_length"])
+@pytest.mark.parametrize("strategy", ["step", "minibatch"])
+def test_every_generator_stands_where_trls_run_leaves_it(tmp_path, strategy, sampling):
+    theirs, padded = recorded(lambda: trl(tmp_path / "trl", train_sampling_strategy=sampling))
+    ours, trainer = recorded(
+        lambda: packed(tmp_path / "ours", train_sampling_strategy=sampling, packing_strategy=strategy)
+    )
+    assert trainer.exactness.is_exact and "mfu" in trainer.state.log_history[0], "everything of ours ran"
+    assert [place for place, _ in ours] == [place for place, _ in theirs]
+    moved = [place for (place, ours_), (_, theirs_) in zip(ours, theirs, strict=True) if ours_ != theirs_]
+    assert not moved, f"not where TRL's are from {moved[0]!r} on"
+    # The second and third epoch too hold the padded run's examples.
+    assert [h["num_tokens"] for h in trainer.state.log_history if "num_tokens" in h] == [
+        h["num_tokens"] for h in padded.state.log_history if "num_tokens" in h
+    ]
+
+
+def test_negative_control_a_draw_shows(tmp_path):
+    class Draws(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            torch.rand(())
+
+    def make():
+        trainer = packed(tmp_path)
+        trainer.add_callback(Draws())
+        return trainer
+
+    theirs, _ = recorded(lambda: packed(tmp_path))
+    ours, _ = recorded(make)
+    assert next(place for (place, a), (_, b) in zip(ours, theirs, strict=True) if a != b) == "step 1"
+
+
+@pytest.mark.parametrize("options", [{"packing_strategy": "bfd"}, {"packing_strategy": "wrapped"}])
+def test_rows_draw_what_a_padded_run_of_as_many_epochs_does(tmp_path, options):
+    """Their steps are others; what is drawn once an epoch is not."""
+    ours, _ = recorded(lambda: packed(tmp_path, max_steps=4, num_train_epochs=1, eval_strategy="no", **options))
+    places = dict(ours)
+    assert places["step 1"] == places["step 2"] == places["log 2"]
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba", "mixtral", "roformer"])
+def test_patch_and_check_leave_the_generators_alone(name):
+    """Rungs attention, module, interface and rebatch."""
+    model = small_model(name, num_hidden_layers=1)
+    set_seed(7)
+    before = states()
+    check(patch(model))
+    unpatch(model)
+    assert states() == before
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("strategy", ["step", "bfd"])
+def test_a_run_with_dropout_resumes_bit_for_bit(tmp_path, strategy, bf16):
+    def trainer_of(steps):
+        args = arguments(out=tmp_path, max_steps=steps, save_strategy="steps", save_steps=2, logging_steps=1,
+                         packing_strategy=strategy, max_length=96, gradient_accumulation_steps=2, bf16=bf16,
+                         lr_scheduler_type="constant")  # fmt: skip
+        lora = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.05, task_type="CAUSAL_LM")
+        return packed_trainer(args, peft_config=lora)
+
+    whole = trainer_of(6)
+    whole.train()
+    resumed = trainer_of(6)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert losses(resumed) == losses(whole)
+    ours, expected = ({n: p for n, p in t.model.named_parameters() if p.requires_grad} for t in (resumed, whole))
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
