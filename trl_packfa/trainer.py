@@ -39,7 +39,7 @@ from .packing import PackedBatchSampler, PackingReport
 from .parallelism import refuse_uneven_calls
 from .proving import ProvingTrainer
 from .ranks import TrainBeginCallback, from_main_rank, require_same_documents
-from .refusals import refuse_arguments, refuse_collator, refuse_model, refuse_sources
+from .refusals import refuse_arguments, refuse_collator, refuse_model, refuse_precision, refuse_sources
 from .registry import describe, patch
 from .reports import (
     read_progress,
@@ -159,6 +159,12 @@ class PackedSFTTrainer(ProvingTrainer):
 
     def _pack(self, data_collator: Callable[[list[Any]], dict[str, Any]] | None) -> None:
         """Patch the model that TRL built and collate documents into rows."""
+        refuse_precision(
+            self.model,
+            self.args,
+            scales_losses=self.accelerator.scaler is not None,
+            own_optimizer=self.optimizer is not None or self.optimizer_cls_and_kwargs is not None,
+        )
         if not self.is_zero3_enabled:
             self._choose_head(self.model)
         patch(self.model, backend=self.args.attention_backend, fused_lora=self.args.fused_lora)
