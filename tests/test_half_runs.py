@@ -60,8 +60,8 @@ def test_trained_float16_weights_are_refused_where_adam_cannot_hold_them(tmp_pat
     """Fused, a loss as good as any, of steps too large; not fused, NaN after the first step."""
     with pytest.raises(
         InvalidConfig,
-        match=r"\d+ trained weights are in float16: model.embed_tokens.weight(.|\n)*'adamw_torch_fused' keeps its state in "
-        r"float16(.|\n)*dtype='float32'",
+        match=r"\d+ trained weights are in float16: model.embed_tokens.weight(.|\n)*'adamw_torch_fused' keeps its state "
+        r"in float16(.|\n)*dtype='float32'",
     ):
         run(tmp_path, torch.float16, full=True)
     assert run(tmp_path, torch.float16, full=True, optim="sgd").isfinite().all()

@@ -139,8 +139,8 @@ def refuse_precision(
         why += ["fp16=True scales the loss, and torch takes the scale out of float32 gradients only"]
     if args.optim in _STATE_LIKE_WEIGHTS and not own_optimizer:
         why += [
-            f"optim='{OptimizerNames(args.optim).value}' keeps its state in float16, where the square of a gradient below 2e-4 is 0: "
-            "steps of any size, or NaN"
+            f"optim='{OptimizerNames(args.optim).value}' keeps its state in float16, where the square of a gradient "
+            "below 2e-4 is 0: steps of any size, or NaN"
         ]
     if halves and why:
         raise InvalidConfig(
