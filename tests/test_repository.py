@@ -20,7 +20,7 @@ README = (ROOT / "README.md").read_text()
 LAYERS = [
     {"errors", "versions", "graphs", "precision", "quiet", "tables"},
     {"layout", "packing", "grouping", "tiles", "zoo", "zero3"},
-    {"flight", "contradictions"},
+    {"flight", "contradictions", "token_types"},
     {"attention", "boundaries", "collator", "declaration", "quantized", "rebatch"},
     {"overrides", "tokenized", "loading", "config", "batching", "drawing", "head", "arithmetic", "speed"},
     {"mixers", "lora", "elementwise", "finding"},
