@@ -32,6 +32,7 @@ LAYERS = [
         "fused_head",
         "mishaps",
         "parallelism",
+        "preflight",
         "progress",
         "ranks",
         "refusals",

@@ -37,13 +37,13 @@ from .graphs import let_layers_differ
 from .mishaps import only_run_in
 from .packing import PackedBatchSampler, PackingReport
 from .parallelism import refuse_uneven_calls
+from .preflight import checkpoint_to_resume, load_tokenizer, require_markable, require_reporters, told_resuming
 from .proving import ProvingTrainer
 from .ranks import TrainBeginCallback, from_main_rank, require_same_documents
 from .refusals import refuse_arguments, refuse_collator, refuse_model, refuse_precision, refuse_sources
 from .registry import describe, patch
 from .reports import (
     read_progress,
-    require_whole_checkpoint,
     whole_checkpoint,
     write_progress,
     write_reports,
@@ -118,9 +118,16 @@ class PackedSFTTrainer(ProvingTrainer):
     ) -> None:
         args = PackedSFTConfig.from_args(args if args is not None else PackedSFTConfig(output_dir(model)))
         refuse_arguments(args, compute_metrics=compute_metrics, peft_config=peft_config)
+        require_reporters(args)
+        if args.assistant_only_loss and (processing_class is not None or isinstance(model, str)):
+            require_markable(processing_class or load_tokenizer(str(model), args), args)
         for name, dataset in named(train_dataset, eval_dataset):
             require_usable(
-                dataset, name=name, text_field=args.dataset_text_field, formatted=formatting_func is not None
+                dataset,
+                name=name,
+                text_field=args.dataset_text_field,
+                formatted=formatting_func is not None,
+                only_assistant=args.assistant_only_loss,
             )
         kind = model_type(model, args) if isinstance(model, str) else None
         if args.packing:
@@ -201,18 +208,18 @@ class PackedSFTTrainer(ProvingTrainer):
         return plan
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """TRL's `train`, after the exactness check, if it has not run yet; `resume_from_checkpoint=True` takes the
-        last checkpoint that was written whole.
+        """TRL's `train`, after the exactness check, if it has not run yet; `resume_from_checkpoint=True` (or `"true"`,
+        `"last"`) takes the last checkpoint that was written whole.
 
         Raises:
             [`ContaminationError`]: if packing is not exact on this model.
-            [`InvalidConfig`]: if there is no whole checkpoint to resume from.
+            [`InvalidConfig`]: if there is no whole checkpoint to resume from, or none in the folder that is named.
         """
-        if resume_from_checkpoint is True:
-            folder = self.args.output_dir
-            resume_from_checkpoint = from_main_rank(self.accelerator, lambda: require_whole_checkpoint(folder))
-        self._resumed_from = resume_from_checkpoint or None
-        if isinstance(resume_from_checkpoint, str):
+        asked, folder = resume_from_checkpoint, self.args.output_dir
+        resume_from_checkpoint = from_main_rank(self.accelerator, lambda: checkpoint_to_resume(asked, folder))
+        self._resumed_from = resume_from_checkpoint
+        if resume_from_checkpoint is not None:
+            logger.info("trl-packfa: %s", told_resuming(resume_from_checkpoint))
             progress = read_progress(resume_from_checkpoint)
             if self.args.packing and not self.args.ignore_data_skip:
                 require_same_run(progress, self._identity)

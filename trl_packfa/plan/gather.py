@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset
-from transformers import AutoProcessor
 from trl import SFTTrainer
 
 from ..config import PackedSFTConfig
 from ..errors import InvalidConfig, InvalidDataset
 from ..packing import TrainedTokens
+from ..preflight import load_tokenizer, require_markable
 from ..tokenized import Tokens, read_tokens, require_usable
 from ..zoo import small_model
 
@@ -56,7 +56,7 @@ def read_documents(name: str, dataset: Any, tokenizer: str, args: PackedSFTConfi
 
     Raises:
         [`InvalidDataset`]: if it is a stream, packed already, of no TRL format, or TRL refuses it.
-        [`InvalidConfig`]: if there is no such tokenizer.
+        [`InvalidConfig`]: if there is no such tokenizer, or its template does not tell what the arguments train.
     """
     if not isinstance(dataset, Dataset):
         raise InvalidDataset(
@@ -69,27 +69,15 @@ def read_documents(name: str, dataset: Any, tokenizer: str, args: PackedSFTConfi
             f"the dataset '{name}' has a column 'seq_lengths': its rows were packed before.",
             do="Plan with the documents that the rows were packed from.",
         )
+    loaded = load_tokenizer(tokenizer, args, otherwise="pass --tokenizer, or the documents' lengths with --lengths")
+    require_markable(loaded, args)
     try:
-        return Source(name, read_tokens(_prepared(dataset, _tokenizer(tokenizer, args), args)))
+        return Source(name, read_tokens(_prepared(dataset, loaded, args)))
     except (RuntimeError, ValueError) as error:
         if isinstance(error, (InvalidConfig, InvalidDataset)):
             raise
         raise InvalidDataset(
             f"TRL cannot tokenize the dataset '{name}' with the tokenizer '{tokenizer}'.", why=[str(error)]
-        ) from error
-
-
-def _tokenizer(name: str, args: PackedSFTConfig) -> Any:
-    """As TRL loads it beside the model."""
-    try:
-        return AutoProcessor.from_pretrained(
-            name, revision=args.model_revision, trust_remote_code=args.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise InvalidConfig(
-            f"cannot load a tokenizer from '{name}'.",
-            why=[str(error)],
-            do="Check the name, pass --tokenizer, or pass the documents' lengths with --lengths.",
         ) from error
 
 
