@@ -22,7 +22,7 @@ LAYERS = [
     {"layout", "packing", "grouping", "tiles", "zoo", "zero3"},
     {"flight", "contradictions", "token_types"},
     {"attention", "boundaries", "collator", "declaration", "quantized", "rebatch"},
-    {"overrides", "tokenized", "loading", "config", "batching", "drawing", "head", "arithmetic", "speed"},
+    {"overrides", "contents", "tokenized", "loading", "config", "batching", "drawing", "head", "arithmetic", "speed"},
     {"mixers", "lora", "elementwise", "finding"},
     {"patching"},
     {"patches"},

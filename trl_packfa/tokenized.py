@@ -22,6 +22,10 @@ from .packing import WRAP, PackingReport, Spans, TrainedTokens, plan_overflow
 _CUT_TOGETHER = 100
 
 
+# Columns of TRL's formats that it tokenizes.
+TEXT_COLUMNS = ("messages", "conversations", "prompt", "completion")
+
+
 class Tokens(NamedTuple):
     """What packing needs to know of a dataset: tokens of each document, int64 `(S,)`, and which have a label."""
 

@@ -51,11 +51,11 @@ from .reports import (
 )
 from .resuming import identity, require_same_run
 from .sampling import EpochCallback
-from .sources import AnyDataset, EvalDataset, default_adapter, loading, model_type, named, output_dir
+from .sources import AnyDataset, EvalDataset, default_adapter, loading, model_type, output_dir, usable
 from .steps import StepCutter
 from .streams import PackedStream, resumes_by_state
 from .summary import summarize_plan
-from .tokenized import read_lengths, require_usable
+from .tokenized import read_lengths
 
 logger = get_logger(__name__)
 
@@ -121,14 +121,13 @@ class PackedSFTTrainer(ProvingTrainer):
         require_reporters(args)
         if args.assistant_only_loss and (processing_class is not None or isinstance(model, str)):
             require_markable(processing_class or load_tokenizer(str(model), args), args)
-        for name, dataset in named(train_dataset, eval_dataset):
-            require_usable(
-                dataset,
-                name=name,
-                text_field=args.dataset_text_field,
-                formatted=formatting_func is not None,
-                only_assistant=args.assistant_only_loss,
-            )
+        train_dataset, eval_dataset = usable(
+            train_dataset,
+            eval_dataset,
+            text_field=args.dataset_text_field,
+            formatted=formatting_func is not None,
+            only_assistant=args.assistant_only_loss,
+        )
         kind = model_type(model, args) if isinstance(model, str) else None
         if args.packing:
             refuse_model(kind or model, args)
@@ -140,6 +139,7 @@ class PackedSFTTrainer(ProvingTrainer):
         self.packing_reports: dict[str, PackingReport] = {}
         self.packing_plan: dict[str, float] = {}
         self.packing_sampler: PackedBatchSampler | None = None
+        self._uncut: dict[str, Any] = {}
         self._stream: PackedStream | None = None
         self._resumed_from: str | None = None
         # Logits for metrics come example by example, so evaluation is padded then (and refused if asked packed).
@@ -166,6 +166,7 @@ class PackedSFTTrainer(ProvingTrainer):
 
     def _pack(self, data_collator: Callable[[list[Any]], dict[str, Any]] | None) -> None:
         """Patch the model that TRL built and collate documents into rows."""
+        self._require_known_tokens()
         refuse_precision(
             self.model,
             self.args,
@@ -186,6 +187,7 @@ class PackedSFTTrainer(ProvingTrainer):
             pad_token_id=self._tokenizer.pad_token_id,
             pad_to_multiple_of=self.args.pad_to_multiple_of,  # type: ignore[arg-type]  # SFTConfig has made it an int
             source_column=self.args.loss_by,
+            vocab_size=finding.known_ids(self.model),
         )
         refuse_sources(self.args, self.train_dataset)
         if self.args.packs_steps:

@@ -13,10 +13,11 @@ from datasets import Dataset
 from trl import SFTTrainer
 
 from ..config import PackedSFTConfig
+from ..contents import require_whole
 from ..errors import InvalidConfig, InvalidDataset
 from ..packing import TrainedTokens
 from ..preflight import load_tokenizer, require_markable
-from ..tokenized import Tokens, read_tokens, require_usable
+from ..tokenized import TEXT_COLUMNS, Tokens, read_tokens, require_usable
 from ..zoo import small_model
 
 
@@ -64,6 +65,7 @@ def read_documents(name: str, dataset: Any, tokenizer: str, args: PackedSFTConfi
             do="Drop dataset_streaming, or pass the lengths themselves with --lengths.",
         )
     require_usable(dataset, name="train", text_field=args.dataset_text_field, formatted=False)
+    require_whole(dataset, name="train", columns=(*TEXT_COLUMNS, args.dataset_text_field))
     if "seq_lengths" in dataset.column_names:
         raise InvalidDataset(
             f"the dataset '{name}' has a column 'seq_lengths': its rows were packed before.",
