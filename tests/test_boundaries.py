@@ -3,10 +3,13 @@
 import pytest
 import tiny
 import torch
+from peft import PrefixTuningConfig, get_peft_model
+from tolerance import assert_float32, differs
 
 from trl_packfa import PackedLayout, patch
 from trl_packfa.boundaries import layout_of
 from trl_packfa.errors import InvalidLayout, PackingError, UnsupportedModel
+from trl_packfa.zoo import small_model
 
 IDS = torch.ones(1, 10, dtype=torch.long)
 LAYOUT = PackedLayout.from_lengths([4, 6])
@@ -59,12 +62,106 @@ def test_a_document_may_not_cross_rows():
         layout_of({"input_ids": IDS.view(2, 5), "cu_seq_lens_q": LAYOUT.cu_seqlens})
 
 
+FILLED = {"packed_layout": {"packed_layout": LAYOUT}, "cu_seq_lens_q": LAYOUT.flash_kwargs()}
+FILLED["position_ids"] = {"position_ids": LAYOUT.position_ids() + 10}
+
+
 def test_a_cache_in_use_is_left_alone():
     model = patch(tiny.model())
     prefix = model(input_ids=IDS, use_cache=True)
     assert prefix.past_key_values.get_seq_length() == 10
-    layout = layout_of({"input_ids": IDS, "past_key_values": prefix.past_key_values, **LAYOUT.flash_kwargs()})
-    assert layout is None
+    pads = torch.tensor([[1] * 10 + [0] * 3 + [1] * 7])
+    counted = (pads.cumsum(1) - 1).masked_fill(pads == 0, 1)[:, 10:]
+    one = PackedLayout.from_lengths([10])
+    for call in (
+        {},
+        {"position_ids": torch.arange(10, 20)[None]},
+        {"position_ids": counted, "attention_mask": pads},
+        {"packed_layout": one, **one.flash_kwargs()},
+    ):
+        assert layout_of({"input_ids": IDS, "past_key_values": prefix.past_key_values, **call}) is None
+    assert (
+        layout_of({"input_ids": IDS[:, :1], "past_key_values": prefix.past_key_values, **FILLED["packed_layout"]})
+        is None
+    )
+
+
+@pytest.mark.parametrize("told", FILLED)
+def test_boundaries_beside_a_filled_cache_are_refused(told):
+    """They would be ignored: each document would see what is cached and those before it."""
+    model = patch(tiny.model())
+    cache = model(input_ids=IDS, use_cache=True).past_key_values
+    with pytest.raises(
+        InvalidLayout, match=rf"{told}.* came with a filled past_key_values(.|\n)*Drop past_key_values"
+    ):
+        model(input_ids=IDS, past_key_values=cache, **FILLED[told])
+    assert model(input_ids=IDS, past_key_values=cache).logits.shape[1] == 10
+
+
+def test_the_prefix_of_an_adapter_is_a_filled_cache(tmp_path):
+    model = get_peft_model(tiny.model(layers=2), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(InvalidLayout, match="packed_layout came with a filled past_key_values"):
+        patch(model)(input_ids=IDS, packed_layout=LAYOUT)
+
+
+def test_a_mask_of_document_numbers_is_refused():
+    """LLaMA-Factory's; transformers takes them all for ones."""
+    model, numbers = patch(tiny.model()), torch.tensor([[1, 1, 1, 1, 2, 2, 2, 3, 3, 0]])
+    with pytest.raises(
+        InvalidLayout, match=r"values up to 3, which look like numbers of documents(.|\n)*position_ids"
+    ):
+        model(input_ids=IDS, attention_mask=numbers)
+    for mask in (numbers.clamp(max=1), numbers.bool(), numbers.clamp(max=1).float()):
+        assert layout_of({"input_ids": IDS, "attention_mask": mask}) is None
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "options"),
+    [
+        ("gemma3", "token_type_ids", {}),
+        ("gemma4_unified", "mm_token_type_ids", {}),
+        ("hrm_text", "token_type_ids", {"prefix_lm": True}),
+    ],
+)
+def test_token_types_that_make_masks_are_refused(model_type, name, options):
+    """Unpacked they open the mask in both directions, which packing does without."""
+    model, (ids,) = patch(small_model(model_type, **options)), tiny.documents((10,))
+    ids, types = ids[None] % 50, torch.tensor([[1, 1, 1, 0, 1, 1, 0, 0, 0, 0]])
+    told = {"input_ids": ids, "packed_layout": LAYOUT, "use_cache": False}
+    with pytest.raises(PackingError, match=rf"^{name} are not all 0 in a packed batch(.|\n)*Drop {name}"):
+        model(**told, **{name: types})
+    assert torch.equal(model(**told, **{name: types * 0}).logits, model(**told).logits)
+    alone = {"input_ids": ids[:, :4], "use_cache": False}
+    with torch.no_grad():
+        assert differs(model(**alone, **{name: types[:, :4]}).logits, model(**alone).logits), "they do nothing here"
+
+
+@pytest.mark.parametrize("model_type", ["bert", "gpt2", "big_bird", "openai-gpt", "xlnet"])
+def test_token_types_that_are_looked_up_are_honoured(model_type):
+    model, (ids,) = patch(small_model(model_type)), tiny.documents((10,))
+    ids, types = ids[None] % 50, torch.tensor([[1, 1, 1, 0, 1, 1, 0, 0, 0, 0]])
+    with torch.no_grad():
+        packed = model(input_ids=ids, token_type_ids=types, packed_layout=LAYOUT).logits
+        alone = [
+            model(input_ids=i, token_type_ids=t).logits
+            for i, t in zip(ids.split((4, 6), 1), types.split((4, 6), 1), strict=True)
+        ]
+        plain = model(input_ids=ids, packed_layout=LAYOUT).logits
+    assert_float32(packed, torch.cat(alone, 1).double())
+    assert differs(plain, packed)
+
+
+@pytest.mark.parametrize("model_type", ["big_bird", "bert"])
+def test_a_row_longer_than_the_positions_of_documents_that_fit(model_type):
+    lengths = (30, 40, 20, 33)
+    model = patch(small_model(model_type, max_position_embeddings=64))
+    docs = [ids % 50 for ids in tiny.documents(lengths)]
+    with torch.no_grad():
+        packed = model(**tiny.batch(docs)).logits
+        alone = [model(input_ids=ids[None]).logits[0] for ids in docs]
+    assert_float32(packed[0], torch.cat(alone).double())
+    with pytest.raises(PackingError, match="65 tokens, the model has 64 positions"):
+        model(**tiny.batch([docs[0].repeat(3)[:65], docs[1]]))
 
 
 def test_attention_weights_of_a_packed_batch_are_refused():

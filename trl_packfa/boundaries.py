@@ -2,6 +2,7 @@
 
 Three sources, in this order: our collator's `packed_layout` (nothing to compute), FlashAttention's `cu_seq_lens_*`,
 `position_ids`. A batch without boundaries, a padded batch and a KV cache in use give `None`: they are not ours.
+Boundaries beside a filled cache, and a mask of padding that numbers documents, would be ignored: refused.
 
 What positions mean. transformers 5.23 has two rules for a row without a mask: its masks begin a document wherever a
 position is not its predecessor plus one, its FlashAttention wherever a position equals the row's smallest. TRL's
@@ -31,8 +32,10 @@ import torch
 from .contradictions import (
     host_positions,
     is_ones,
+    refuse_beside_cache,
     refuse_contradictions,
     refuse_incomplete,
+    refuse_numbered_mask,
     refuse_restarts_under_padding,
     require_offsets,
 )
@@ -54,9 +57,13 @@ def layout_of(
     """
     embedded = call.get("inputs_embeds")
     tokens = call.get("input_ids") if embedded is None else embedded
-    if tokens is None or tokens.dim() < 2 or any(_cache_in_use(call.get(name)) for name in _CACHES):
+    if tokens is None or tokens.dim() < 2:
         return None
     shape = (tokens.shape[0], tokens.shape[1])
+    if cache := next((name for name in _CACHES if _cache_in_use(call.get(name))), None):
+        refuse_beside_cache(call, shape, cache)
+        return None
+    refuse_numbered_mask(call.get("attention_mask"))
     layout = call.get("packed_layout")
     if layout is None and call.get("cu_seq_lens_q") is not None:
         layout = _from_flash_kwargs(call)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .errors import InvalidLayout
+from .errors import InvalidDataset, InvalidLayout
 from .layout import PackedLayout
 
 # A column that streaming datasets carry their losses in, see `tokenized.py`; summed here, popped by the trainer.
@@ -44,11 +44,14 @@ class DataCollatorForPacking:
         source_column (`str`, *optional*):
             Column that says where an example comes from; the batch's `sources` name each document's, for the losses
             of each source that the trainer logs.
+        vocab_size (`int`, *optional*):
+            How many tokens the model reads: others are refused instead of looked up.
     """
 
     pad_token_id: int = 0
     pad_to_multiple_of: int | None = None
     source_column: str | None = None
+    vocab_size: int | None = None
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Collate `examples` with `input_ids` and, optionally, `labels` and `seq_lengths`."""
@@ -65,8 +68,12 @@ class DataCollatorForPacking:
         layout = PackedLayout.from_lengths(lengths, padding=padding)
         labels_T = torch.tensor(labels)
         labels_T[layout.cu_seqlens[:-1].long()] = -100
+        input_ids_T = torch.tensor(input_ids)
+        if self.vocab_size is not None:
+            _require_known(input_ids_T, self.vocab_size)
+            _require_known(labels_T[labels_T != -100], self.vocab_size)
         batch: dict[str, Any] = {
-            "input_ids": torch.tensor(input_ids)[None],
+            "input_ids": input_ids_T[None],
             "labels": labels_T[None],
             "position_ids": layout.position_ids(),
             **layout.flash_kwargs(),
@@ -87,6 +94,16 @@ def _require_even(example: Mapping[str, Any]) -> None:
     if parts and sum(parts) != tokens:
         raise InvalidLayout(
             f"an example has {tokens} input_ids, its seq_lengths {list(parts)} sum up to {sum(parts)}."
+        )
+
+
+def _require_known(tokens_T: torch.Tensor, vocab_size: int) -> None:
+    """Another number is an index error on a CPU, the end of the process's device on CUDA."""
+    unknown = tokens_T[(tokens_T < 0) | (tokens_T >= vocab_size)]
+    if len(unknown):
+        raise InvalidDataset(
+            f"a document of the batch holds the token {int(unknown[0])}, the model has 0 to {vocab_size - 1}.",
+            do="Use the model's own tokenizer, or call model.resize_token_embeddings(len(tokenizer)).",
         )
 
 

@@ -112,16 +112,81 @@ def refuse_restarts_under_padding(host: torch.Tensor, mask: Any) -> None:
     """
     if not isinstance(mask, torch.Tensor) or mask.shape != host.shape or mask.device.type == "meta":
         return
+    if found := _first_restart(host, mask):
+        raise InvalidLayout(
+            f"position_ids restart at token {found[1]} of row {found[0]} under an attention_mask with zeros.",
+            why=["transformers ignores positions there: the documents of the row would see each other"],
+            do="Drop the attention_mask: padding is a trailing document with labels -100.",
+        )
+
+
+def refuse_beside_cache(call: dict[str, Any], shape: tuple[int, int], cache: str) -> None:
+    """Documents of a call that goes on from a cache, which each of them would see: several in a row.
+
+    Args:
+        call (`dict[str, Any]`):
+            Names and values of the call's arguments.
+        shape (`tuple[int, int]`):
+            B and L of its tokens.
+        cache (`str`):
+            Name of the argument that holds what earlier calls have left.
+
+    Raises:
+        [`InvalidLayout`]: naming what tells of them.
+    """
+    if shape[1] < 2:  # as `generate()` calls, token by token: nothing to read back
+        return
+    offsets, layout = call.get("cu_seq_lens_q"), call.get("packed_layout")
+    if getattr(layout, "num_documents", 0) > shape[0]:
+        told = "packed_layout"
+    elif isinstance(offsets, torch.Tensor) and offsets.numel() - 1 > shape[0]:
+        told = "cu_seq_lens_q"
+    elif _restarts(call.get("position_ids"), call.get("attention_mask"), shape):
+        told = "position_ids that restart"
+    else:
+        return
+    raise InvalidLayout(
+        f"{told} came with a filled {cache}.",
+        why=["every document of the row would see what is cached"],
+        do=f"Drop {cache} (prefix tuning and cartridges fill it), or pass the documents as a padded batch.",
+    )
+
+
+def _restarts(positions: Any, mask: Any, shape: tuple[int, int]) -> bool:
+    """Whether positions go back where the mask, which covers what is cached too, has tokens."""
+    if not isinstance(positions, torch.Tensor) or positions.shape[-1:] != shape[1:] or positions.is_floating_point():
+        return False
+    host = None if positions.device.type == "meta" else host_positions(positions, shape)
+    if host is None:
+        return False
+    known = isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] >= shape[1]
+    return _first_restart(host, mask[:, -shape[1] :] if known else torch.ones_like(host)) is not None
+
+
+def _first_restart(host: torch.Tensor, mask: torch.Tensor) -> tuple[int, int] | None:
+    """Row and token of the first position that goes back among the tokens of a mask."""
     for row, (positions, real) in enumerate(zip(host, mask.cpu().bool(), strict=True)):
         columns = real.nonzero().flatten()
         back = (positions[columns].diff() <= 0).nonzero().flatten()
         if len(back):
-            raise InvalidLayout(
-                f"position_ids restart at token {int(columns[back[0] + 1])} of row {row} under an attention_mask with "
-                "zeros.",
-                why=["transformers ignores positions there: the documents of the row would see each other"],
-                do="Drop the attention_mask: padding is a trailing document with labels -100.",
-            )
+            return row, int(columns[back[0] + 1])
+    return None
+
+
+def refuse_numbered_mask(mask: Any) -> None:
+    """A mask of padding that holds the number of each token's document: transformers takes every number for a one.
+
+    Raises:
+        [`InvalidLayout`]: saying what to send in its place.
+    """
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.dtype == torch.bool or not mask.numel():
+        return
+    if mask.device.type != "meta" and mask.shape[1] > 1 and (largest := mask.max().item()) > 1:
+        raise InvalidLayout(
+            f"the attention_mask holds values up to {largest:g}, which look like numbers of documents.",
+            why=["transformers takes every one but 0 for a token to attend to: documents would see each other"],
+            do="Send position_ids that restart at 0, cu_seq_lens_q or packed_layout, and no attention_mask.",
+        )
 
 
 def is_ones(mask: Any) -> bool:

@@ -17,6 +17,8 @@ from .arithmetic import quadratic_weight
 from .batching import Batching
 from .collator import LOSSES
 from .config import PackedSFTConfig
+from .contents import require_known
+from .finding import known_ids, known_labels
 from .packing import WRAP, PackedBatchSampler, PackingReport
 from .reports import read_stream_state
 from .sampling import RankAwareSampler
@@ -39,6 +41,8 @@ class FeedingTrainer(SteppingTrainer):
     packing_sampler: PackedBatchSampler | None
     _stream: PackedStream | None
     _resumed_from: str | None
+    # By name, tokenized, until they are compared with the model.
+    _uncut: dict[str, Any]
     _packs_eval: bool
     _padding_collator: Any
     eval_dataset: Any
@@ -62,11 +66,18 @@ class FeedingTrainer(SteppingTrainer):
         limits = {"max_length": args.max_length, "overflow": WRAP if wraps else args.overflow}
         if isinstance(dataset, IterableDataset):
             return cut_stream(dataset, **limits)
+        self._uncut[dataset_name] = dataset
         dataset, report = cut_dataset(dataset, name=dataset_name, **limits)
         self.packing_reports[dataset_name] = report
         counts = ", ".join(f"{label} {value}" for label, value in report.lines())
         logger.log(logging.WARNING if report.tokens_lost else logging.INFO, "trl-packfa: %s: %s", dataset_name, counts)
         return dataset
+
+    def _require_known_tokens(self) -> None:
+        """Every token is one of the model's, which TRL has built by now."""
+        for name, dataset in self._uncut.items():
+            require_known(dataset, name=name, ids=known_ids(self.model), labels=known_labels(self.model))
+        self._uncut = {}
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()

@@ -47,6 +47,17 @@ def inner_model(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
+def known_ids(model: Any) -> int:
+    """How many numbers of tokens a model can read."""
+    table = model.get_input_embeddings()
+    return getattr(table, "num_embeddings", None) or model_config(model).get_text_config().vocab_size
+
+
+def known_labels(model: Any) -> int:
+    """How many numbers of tokens a model can predict."""
+    return getattr(model.get_output_embeddings(), "out_features", None) or known_ids(model)
+
+
 def find_backbone(model: nn.Module, patch: Patch) -> nn.Module:
     """The module that runs the decoder stack.
 

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from .errors import UnsupportedModel
 from .exactness import quiet, vocabulary_of
 from .finding import inner_model
 from .head import TrainedHead, aligned, scored
 from .overrides import forward_signature
+from .precision import autocast_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,9 @@ def ensure_own_loss(model: Any, *, seed: int) -> TrainedHead | OwnHead | None:
 
     Returns:
         The head, or `None` for TRL's.
+
+    Raises:
+        [`UnsupportedModel`]: if the model itself does not run, in its dtypes and autocast's.
     """
     inner: Any = inner_model(model)
     by_trl, allowed = inner.forward, _allowed(model)
@@ -55,6 +60,8 @@ def ensure_own_loss(model: Any, *, seed: int) -> TrainedHead | OwnHead | None:
     difference = _difference(model, seed)
     if difference is not None and difference <= allowed:
         return None
+    if difference is None:
+        _require_runnable(model, seed)
     inner.forward = own = OwnHead(inner, by_trl)
     why = "it raises" if difference is None else f"log-probabilities are off by {difference:.3f}"
     logger.warning(
@@ -66,10 +73,35 @@ def ensure_own_loss(model: Any, *, seed: int) -> TrainedHead | OwnHead | None:
     return own
 
 
-def _difference(model: Any, seed: int) -> float | None:
+def _random_ids(model: Any, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    device = model.get_input_embeddings().weight.device
-    ids = torch.randint(1, vocabulary_of(model), (1, _TOKENS), generator=generator).to(device)
+    ids = torch.randint(1, vocabulary_of(model), (1, _TOKENS), generator=generator)
+    return ids.to(model.get_input_embeddings().weight.device)
+
+
+def _require_runnable(model: Any, seed: int) -> None:
+    """What no head can mend: an operator that does not take the model's dtypes together, say."""
+    weights = next(p for p in model.parameters() if p.is_floating_point())
+    try:
+        with quiet(model), torch.no_grad():
+            model(input_ids=_random_ids(model, seed), use_cache=False)
+    except (RuntimeError, ValueError) as error:
+        autocast = autocast_dtype(weights)
+        under = "" if autocast is None else f" under {_named(autocast)} autocast"
+        raise UnsupportedModel(
+            f"{type(inner_model(model)).__name__} with {_named(weights.dtype)} weights does not run{under}.",
+            why=[str(error).partition("\n")[0]],
+            do="Load it with dtype='float32'"
+            + ("." if autocast is None else f" or '{_named(autocast)}', or train without autocast: bf16=False."),
+        ) from error
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _difference(model: Any, seed: int) -> float | None:
+    ids = _random_ids(model, seed)
     # Log-probabilities are compared, whatever becomes of the routers' auxiliary loss.
     routed = hasattr(inner_model(model).config.get_text_config(), "output_router_logits")
     options: dict[str, Any] = {"use_cache": False, **({"output_router_logits": False} if routed else {})}

@@ -16,6 +16,14 @@ from trl import DatasetMixtureConfig, ScriptArguments, TrlParser, get_dataset
 from .config import PackedSFTConfig
 from .errors import InvalidConfig, InvalidDataset, PackingError
 from .loading import load_dataset_dict
+from .preflight import (
+    checkpoint_to_resume,
+    load_tokenizer,
+    require_markable,
+    require_output_dir,
+    require_reporters,
+    told_resuming,
+)
 from .progress import RichProgressCallback, packing_table, plan_table
 from .trainer import PackedSFTTrainer
 
@@ -59,6 +67,7 @@ def _meant(message: str, classes: tuple[type, ...]) -> str:
 def train(argv: list[str]) -> int:
     """Parse flags and `--config FILE.yaml`, train, save model and reports into `output_dir`."""
     script_args, args, mixture = parse(_CLASSES, argv, prog="trl-packfa train")
+    args.resume_from_checkpoint = _ask_first(args)
     trainer = build_trainer(script_args, args, mixture)
     shown = trainer.is_world_process_zero() and not args.disable_tqdm
     if shown:
@@ -84,6 +93,25 @@ def train(argv: list[str]) -> int:
     return 0
 
 
+def _ask_first(args: PackedSFTConfig) -> str | None:
+    """What would stop the run after minutes, before data and weights are loaded; the checkpoint to go on from."""
+    model = _require_model(args)
+    require_output_dir(args.output_dir)
+    require_reporters(args)
+    checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, args.output_dir)
+    if args.assistant_only_loss:
+        require_markable(load_tokenizer(model, args), args)
+    if checkpoint is not None and args.process_index == 0:
+        print(told_resuming(checkpoint))
+    return checkpoint
+
+
+def _require_model(args: PackedSFTConfig) -> str:
+    if args.model_name_or_path is None:
+        raise InvalidConfig("no model.", do="Pass --model_name_or_path, on the command line or in the YAML file.")
+    return args.model_name_or_path
+
+
 def _tell_where(trainer: PackedSFTTrainer, folder: Path) -> None:
     """What lies where, and what to do with it."""
     adapter = isinstance(trainer.model, PeftModel)
@@ -106,11 +134,9 @@ def build_trainer(
     script_args: ScriptArguments, args: PackedSFTConfig, mixture: DatasetMixtureConfig
 ) -> PackedSFTTrainer:
     """The trainer that the arguments describe."""
-    if args.model_name_or_path is None:
-        raise InvalidConfig("no model.", do="Pass --model_name_or_path, on the command line or in the YAML file.")
     train_split, *test_split = _splits(script_args, args, mixture)
     return PackedSFTTrainer(
-        args.model_name_or_path,
+        _require_model(args),
         args=args,
         train_dataset=train_split,
         eval_dataset=test_split[0] if test_split else None,

@@ -26,6 +26,7 @@ from .flight import empty_mask, find_layout, in_flight, layout_in, layout_in_fli
 from .graphs import around_graphs, let_sizes_change, outside_of_graphs
 from .layout import PackedLayout
 from .rebatch import BOUNDARIES, FOUND_BY_ITSELF, run_backbone_by_document
+from .token_types import embeds_token_types, refuse_token_types, types_of_long_rows
 
 
 class Override:
@@ -58,6 +59,9 @@ def _instructions(code: CodeType) -> tuple[Any, ...]:
 class BackboneOverride(Override):
     """Finds the boundaries once, hands them to every layer, and keeps any T x T mask from being built."""
 
+    # Whether token types of any kind may come: documents run under the backbone's own masks, or it looks itself.
+    any_token_types = False
+
     def __init__(
         self,
         module: nn.Module,
@@ -72,6 +76,7 @@ class BackboneOverride(Override):
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         self.names = tuple(parameter.name for parameter in parameters)
         self.takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+        self.takes_token_types = self.any_token_types or embeds_token_types(module)
 
     @around_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -107,6 +112,8 @@ class BackboneOverride(Override):
                 "cross-attention cannot be packed: every document of a row would see the same encoder states.",
                 do="Pass documents that attend to an encoder as a padded batch.",
             )
+        if not self.takes_token_types:
+            refuse_token_types(call, self.names)
         return layout
 
     def _require_positions(self, layout: PackedLayout, most: int) -> None:
@@ -126,6 +133,8 @@ class BackboneOverride(Override):
     @outside_of_graphs
     def _packed_call(self, call: dict[str, Any], layout: PackedLayout) -> tuple[dict[str, Any], PackedLayout]:
         call = _packed_call(call, layout)
+        if "token_type_ids" in self.names and call.get("token_type_ids") is None:
+            call["token_type_ids"] = types_of_long_rows(self.module, layout)
         if self.makes_mask:
             call["attention_mask"] = None
         # Where the forward takes no further arguments, the layout rides on the mask, see `attention/bridge.py`.
@@ -153,6 +162,8 @@ def _packed_call(call: dict[str, Any], layout: PackedLayout) -> dict[str, Any]:
 class RebatchOverride(BackboneOverride):
     """Runs the whole backbone document by document: exact for every causal one, without touching its inside."""
 
+    any_token_types = True
+
     @around_graphs
     def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
         """See [`run_backbone_by_document`]."""
@@ -171,6 +182,8 @@ def forward_signature(module: nn.Module) -> inspect.Signature:
 
 class CausalLMOverride(BackboneOverride):
     """Finds the boundaries for a causal LM that does not hand all its arguments to its backbone."""
+
+    any_token_types = True
 
     def __init__(self, module: nn.Module, original: Callable[..., Any] | None) -> None:
         super().__init__(module, original, counts_positions=True)  # it hands none on

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.training_args import OptimizerNames
 
 from .attention import AttentionRequest, get_backend
 from .boundaries import layout_of
@@ -23,6 +25,7 @@ from .results import results
 
 # Largest relative difference of a loss that rounding explains.
 _SAME_LOSS = 1e-4
+logger = get_logger(__name__)
 
 
 def refuse_arguments(
@@ -117,6 +120,47 @@ def refuse_model(model: str | PreTrainedModel | PeftModel, args: PackedSFTConfig
         )
     if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
         _refuse_prompt_learning(model.active_peft_config)
+
+
+# Optimizers that keep their state in the weights' dtype.
+_STATE_LIKE_WEIGHTS = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
+
+
+def refuse_precision(
+    model: torch.nn.Module, args: PackedSFTConfig, *, scales_losses: bool, own_optimizer: bool
+) -> None:
+    """Weights in float16 that are trained themselves, where that goes wrong; `fp16` where it has no effect is said.
+
+    Args:
+        model (`torch.nn.Module`):
+            The model, its adapter on it.
+        args ([`PackedSFTConfig`]):
+            The run's arguments.
+        scales_losses (`bool`):
+            Whether the loss is scaled for float16, as on an accelerator.
+        own_optimizer (`bool`):
+            Whether the user brings an optimizer.
+
+    Raises:
+        [`InvalidConfig`]: if torch refuses their gradients in the first step, or AdamW's state cannot hold them.
+    """
+    if args.fp16 and args.device.type == "cpu":
+        logger.warning("trl-packfa: fp16=True has no effect on a CPU: accelerate computes in the weights' own dtype.")
+    halves = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype is torch.float16]
+    why = []
+    if scales_losses:
+        why += ["fp16=True scales the loss, and torch takes the scale out of float32 gradients only"]
+    if args.optim in _STATE_LIKE_WEIGHTS and not own_optimizer:
+        why += [
+            f"optim='{OptimizerNames(args.optim).value}' keeps its state in float16, where the square of a gradient "
+            "below 2e-4 is 0: steps of any size, or NaN"
+        ]
+    if halves and why:
+        raise InvalidConfig(
+            f"{len(halves)} trained weights are in float16: {halves[0]}, ...",
+            why=why,
+            do="Load the model with dtype='float32' or 'bfloat16', or train an adapter, which PEFT keeps in float32.",
+        )
 
 
 def refuse_collator(collator: Callable[[list[Any]], dict[str, Any]] | None) -> None:

@@ -10,7 +10,9 @@ from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel
 from trl import get_peft_config, get_quantization_config
 
 from .config import PackedSFTConfig
+from .contents import require_whole, without_format
 from .loading import telling_of_model
+from .tokenized import TEXT_COLUMNS, require_usable
 
 AnyDataset = Dataset | IterableDataset
 EvalDataset = AnyDataset | DatasetDict | IterableDatasetDict | dict[str, AnyDataset]
@@ -31,10 +33,36 @@ def output_dir(model: str | PreTrainedModel | PeftModel) -> str:
     return f"{name.rstrip('/').split('/')[-1] or 'model'}-SFT"
 
 
-def named(train: AnyDataset | None, evaluation: EvalDataset | None) -> list[tuple[str, AnyDataset]]:
-    """Every dataset that was given, with the name that TRL gives it."""
-    evaluations: Any = evaluation if isinstance(evaluation, dict) else {"eval": evaluation}
-    return [(name, d) for name, d in {"train": train, **evaluations}.items() if d is not None]
+def usable(
+    train: AnyDataset | None, evaluation: EvalDataset | None, *, formatted: bool, text_field: str, only_assistant: bool
+) -> tuple[Any, Any]:
+    """Every dataset that was given, looked at before anything is tokenized, its examples as Python's own types.
+
+    Args:
+        train, evaluation:
+            As the trainer takes them.
+        formatted (`bool`):
+            Whether the user's own function makes text of their examples.
+        text_field (`str`):
+            The column of plain text.
+        only_assistant (`bool`):
+            Whether only what the assistant says is trained.
+
+    Raises:
+        [`InvalidDataset`]: if one cannot be trained on.
+    """
+
+    def look(name: Any, dataset: Any) -> Any:
+        dataset = without_format(dataset)
+        require_usable(dataset, name=name, text_field=text_field, formatted=formatted, only_assistant=only_assistant)
+        columns = () if formatted else (*TEXT_COLUMNS, text_field)
+        return require_whole(dataset, name=name, columns=columns)
+
+    if isinstance(evaluation, dict):
+        looked: Any = {name: look(name, dataset) for name, dataset in evaluation.items()}
+    else:
+        looked = None if evaluation is None else look("eval", evaluation)
+    return None if train is None else look("train", train), looked
 
 
 def asked_for(asked: Any, evaluation: Any) -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
+from trl import is_conversational
 
 from .collator import LOSSES
 from .errors import InvalidDataset
@@ -19,6 +20,10 @@ from .packing import WRAP, PackingReport, Spans, TrainedTokens, plan_overflow
 
 # Documents of a stream that are cut by one call.
 _CUT_TOGETHER = 100
+
+
+# Columns of TRL's formats that it tokenizes.
+TEXT_COLUMNS = ("messages", "conversations", "prompt", "completion")
 
 
 class Tokens(NamedTuple):
@@ -133,8 +138,22 @@ def _parts(column: list[list[int]], spans: Spans) -> list[list[int]]:
     return [column[i][start:stop] for i, start, stop in zip(*spans, strict=True)]
 
 
-def require_usable(dataset: Dataset | IterableDataset, *, name: str, text_field: str, formatted: bool) -> None:
+def require_usable(
+    dataset: Dataset | IterableDataset, *, name: str, text_field: str, formatted: bool, only_assistant: bool = False
+) -> None:
     """Refuse a dataset that is empty, or whose first example no TRL format describes, before anything is tokenized.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`):
+            As the user passed it.
+        name (`str`):
+            What to call it.
+        text_field (`str`):
+            Its column of plain text.
+        formatted (`bool`):
+            Whether the user's own function makes text of its examples.
+        only_assistant (`bool`, *optional*, defaults to `False`):
+            Whether only what the assistant says is trained, which only conversations tell.
 
     Raises:
         [`InvalidDataset`]: naming the column, its type and what it should be.
@@ -153,6 +172,12 @@ def require_usable(dataset: Dataset | IterableDataset, *, name: str, text_field:
     example = next(iter(dataset), None)
     if example is None:
         raise InvalidDataset(f"the {name} dataset is empty.", do="Check the split, filters and file names.")
+    if only_assistant and not is_conversational(example):
+        raise InvalidDataset(
+            f"assistant_only_loss=True, but the {name} dataset holds no conversations.",
+            why=[f"its columns are {sorted(example)}, and no message in them has a role"],
+            do="Leave assistant_only_loss off, or bring messages with 'role' and 'content'.",
+        )
     if formatted:
         return
     expected: dict[str, type | tuple[type, ...]] = {

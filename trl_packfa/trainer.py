@@ -41,6 +41,7 @@ from .mishaps import only_run_in
 from .noise import EmbeddingNoise
 from .packing import PackedBatchSampler, PackingReport
 from .parallelism import refuse_uneven_calls
+from .preflight import checkpoint_to_resume, load_tokenizer, require_markable, require_reporters, told_resuming
 from .proving import ProvingTrainer
 from .ranks import TrainBeginCallback, from_main_rank, require_same_documents
 from .refusals import (
@@ -49,12 +50,12 @@ from .refusals import (
     refuse_loss_function,
     refuse_model,
     refuse_noise,
+    refuse_precision,
     refuse_sources,
 )
 from .registry import describe, patch
 from .reports import (
     read_progress,
-    require_whole_checkpoint,
     whole_checkpoint,
     write_progress,
     write_reports,
@@ -62,11 +63,11 @@ from .reports import (
 )
 from .resuming import identity, require_same_run
 from .sampling import EpochCallback
-from .sources import AnyDataset, EvalDataset, default_adapter, loading, model_type, named, output_dir
+from .sources import AnyDataset, EvalDataset, default_adapter, loading, model_type, output_dir, usable
 from .steps import StepCutter, how_to_cut
 from .streams import PackedStream, resumes_by_state
 from .summary import summarize_plan
-from .tokenized import read_lengths, require_usable
+from .tokenized import read_lengths
 
 logger = get_logger(__name__)
 
@@ -133,10 +134,16 @@ class PackedSFTTrainer(ProvingTrainer):
         refuse_arguments(
             args, compute_metrics=compute_metrics, peft_config=peft_config, compute_loss_func=compute_loss_func
         )
-        for name, dataset in named(train_dataset, eval_dataset):
-            require_usable(
-                dataset, name=name, text_field=args.dataset_text_field, formatted=formatting_func is not None
-            )
+        require_reporters(args)
+        if args.assistant_only_loss and (processing_class is not None or isinstance(model, str)):
+            require_markable(processing_class or load_tokenizer(str(model), args), args)
+        train_dataset, eval_dataset = usable(
+            train_dataset,
+            eval_dataset,
+            text_field=args.dataset_text_field,
+            formatted=formatting_func is not None,
+            only_assistant=args.assistant_only_loss,
+        )
         kind = model_type(model, args) if isinstance(model, str) else None
         if args.packing:
             refuse_model(kind or model, args)
@@ -148,6 +155,7 @@ class PackedSFTTrainer(ProvingTrainer):
         self.packing_reports: dict[str, PackingReport] = {}
         self.packing_plan: dict[str, float] = {}
         self.packing_sampler: PackedBatchSampler | None = None
+        self._uncut: dict[str, Any] = {}
         self._stream: PackedStream | None = None
         self._resumed_from: str | None = None
         # Logits for metrics come example by example, so evaluation is padded then (and refused if asked packed).
@@ -174,6 +182,13 @@ class PackedSFTTrainer(ProvingTrainer):
 
     def _pack(self, data_collator: Callable[[list[Any]], dict[str, Any]] | None) -> None:
         """Patch the model that TRL built and collate documents into rows."""
+        self._require_known_tokens()
+        refuse_precision(
+            self.model,
+            self.args,
+            scales_losses=self.accelerator.scaler is not None,
+            own_optimizer=self.optimizer is not None or self.optimizer_cls_and_kwargs is not None,
+        )
         if not self.is_zero3_enabled:
             self._choose_head(self.model)
         patch(self.model, backend=self.args.attention_backend, fused_lora=self.args.fused_lora)
@@ -198,6 +213,7 @@ class PackedSFTTrainer(ProvingTrainer):
             pad_token_id=self._tokenizer.pad_token_id,
             pad_to_multiple_of=self.args.pad_to_multiple_of,  # type: ignore[arg-type]  # SFTConfig has made it an int
             source_column=self.args.loss_by,
+            vocab_size=finding.known_ids(self.model),
         )
         refuse_sources(self.args, self.train_dataset)
         if self.args.packs_steps:
@@ -263,18 +279,18 @@ class PackedSFTTrainer(ProvingTrainer):
         return plan
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """TRL's `train`, after the exactness check, if it has not run yet; `resume_from_checkpoint=True` takes the
-        last checkpoint that was written whole.
+        """TRL's `train`, after the exactness check, if it has not run yet; `resume_from_checkpoint=True` (or `"true"`,
+        `"last"`) takes the last checkpoint that was written whole.
 
         Raises:
             [`ContaminationError`]: if packing is not exact on this model.
-            [`InvalidConfig`]: if there is no whole checkpoint to resume from.
+            [`InvalidConfig`]: if there is no whole checkpoint to resume from, or none in the folder that is named.
         """
-        if resume_from_checkpoint is True:
-            folder = self.args.output_dir
-            resume_from_checkpoint = from_main_rank(self.accelerator, lambda: require_whole_checkpoint(folder))
-        self._resumed_from = resume_from_checkpoint or None
-        if isinstance(resume_from_checkpoint, str):
+        asked, folder = resume_from_checkpoint, self.args.output_dir
+        resume_from_checkpoint = from_main_rank(self.accelerator, lambda: checkpoint_to_resume(asked, folder))
+        self._resumed_from = resume_from_checkpoint
+        if resume_from_checkpoint is not None:
+            logger.info("trl-packfa: %s", told_resuming(resume_from_checkpoint))
             progress = read_progress(resume_from_checkpoint)
             if self.args.packing and not self.args.ignore_data_skip:
                 require_same_run(progress, self._identity)

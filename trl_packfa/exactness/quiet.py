@@ -52,8 +52,8 @@ def _silence(model: nn.Module, silenced: list[tuple[Any, str, Any]]) -> None:
             if "lora_dropout" not in name and isinstance(getattr(module, "p", None), float):
                 silenced.append((module, "p", module.p))
                 setattr(module, "p", 0.0)  # noqa: B010  # what a module's attributes are, a type checker cannot know
-        if hasattr(module, "neftune_noise_alpha"):
-            module.training = False  # the hook that adds noise asks for it
+        if isinstance(module, nn.Embedding):
+            module.training = False  # hooks that add noise (NEFTune) ask for it
         owners[id(module)] = module
         config: Any = vars(module).get("config")
         if config is not None:

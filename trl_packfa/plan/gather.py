@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset
-from transformers import AutoProcessor
 from trl import SFTTrainer
 
 from ..config import PackedSFTConfig
+from ..contents import require_whole
 from ..errors import InvalidConfig, InvalidDataset
 from ..packing import TrainedTokens
-from ..tokenized import Tokens, read_tokens, require_usable
+from ..preflight import load_tokenizer, require_markable
+from ..tokenized import TEXT_COLUMNS, Tokens, read_tokens, require_usable
 from ..zoo import small_model
 
 
@@ -56,7 +57,7 @@ def read_documents(name: str, dataset: Any, tokenizer: str, args: PackedSFTConfi
 
     Raises:
         [`InvalidDataset`]: if it is a stream, packed already, of no TRL format, or TRL refuses it.
-        [`InvalidConfig`]: if there is no such tokenizer.
+        [`InvalidConfig`]: if there is no such tokenizer, or its template does not tell what the arguments train.
     """
     if not isinstance(dataset, Dataset):
         raise InvalidDataset(
@@ -64,32 +65,21 @@ def read_documents(name: str, dataset: Any, tokenizer: str, args: PackedSFTConfi
             do="Drop dataset_streaming, or pass the lengths themselves with --lengths.",
         )
     require_usable(dataset, name="train", text_field=args.dataset_text_field, formatted=False)
+    require_whole(dataset, name="train", columns=(*TEXT_COLUMNS, args.dataset_text_field))
     if "seq_lengths" in dataset.column_names:
         raise InvalidDataset(
             f"the dataset '{name}' has a column 'seq_lengths': its rows were packed before.",
             do="Plan with the documents that the rows were packed from.",
         )
+    loaded = load_tokenizer(tokenizer, args, otherwise="pass --tokenizer, or the documents' lengths with --lengths")
+    require_markable(loaded, args)
     try:
-        return Source(name, read_tokens(_prepared(dataset, _tokenizer(tokenizer, args), args)))
+        return Source(name, read_tokens(_prepared(dataset, loaded, args)))
     except (RuntimeError, ValueError) as error:
         if isinstance(error, (InvalidConfig, InvalidDataset)):
             raise
         raise InvalidDataset(
             f"TRL cannot tokenize the dataset '{name}' with the tokenizer '{tokenizer}'.", why=[str(error)]
-        ) from error
-
-
-def _tokenizer(name: str, args: PackedSFTConfig) -> Any:
-    """As TRL loads it beside the model."""
-    try:
-        return AutoProcessor.from_pretrained(
-            name, revision=args.model_revision, trust_remote_code=args.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise InvalidConfig(
-            f"cannot load a tokenizer from '{name}'.",
-            why=[str(error)],
-            do="Check the name, pass --tokenizer, or pass the documents' lengths with --lengths.",
         ) from error
 
 

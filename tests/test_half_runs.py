@@ -1,0 +1,92 @@
+"""Runs in every pair of weights' dtype and mixed precision: right, or one sentence at construction."""
+
+import pytest
+import tiny
+import torch
+from tolerance import differs
+from training import arguments, losses, packed_trainer
+
+from trl_packfa.errors import InvalidConfig, UnsupportedModel
+from trl_packfa.refusals import refuse_precision
+from trl_packfa.zoo import small_model
+
+FULL = {"use_peft": False, "learning_rate": 1e-4}
+
+
+def run(out, dtype, *, full, **asked):
+    args = arguments(out=out, **{**FULL, "use_peft": not full}, **asked)
+    adapter = {"peft_config": None} if full else {}
+    trainer = packed_trainer(args, model=tiny.model(layers=2).to(dtype), **adapter)
+    trainer.train()
+    return torch.tensor(losses(trainer))
+
+
+@pytest.fixture(scope="module")
+def in_float32(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("float32"), torch.float32, full=True)
+
+
+@pytest.mark.parametrize("mixed", [{}, {"bf16": True}, {"fp16": True}], ids=["plain", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("dtype", "full"),
+    [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, False)],
+    ids=["bfloat16-full", "bfloat16-lora", "float16-lora"],
+)
+def test_every_pair_of_dtypes_trains(dtype, full, mixed, in_float32, tmp_path):
+    """To the losses of float32, as far as a first few steps are the same for adapter and model."""
+    # The check joins tensors of both half-precision dtypes, which autocast refuses.
+    checked = not (dtype is torch.float16 and mixed.get("bf16"))
+    found = run(tmp_path, dtype, full=full, check_packing=checked, **mixed)
+    assert found.isfinite().all() and not differs(found, in_float32)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "falcon"])
+def test_dtypes_that_an_operator_does_not_take_together_are_one_sentence(model_type, tmp_path):
+    """LayerNorm on a CPU takes no float16 weights with the bfloat16 that autocast makes."""
+    model = small_model(model_type).half()
+    with pytest.raises(
+        UnsupportedModel,
+        match=r"with float16 weights does not run under bfloat16 autocast\.\n  - mixed dtype(.|\n)*dtype='float32' or "
+        r"'bfloat16', or train without autocast",
+    ):
+        packed_trainer(arguments(out=tmp_path, bf16=True, optim="sgd", **FULL), model=model, peft_config=None)
+    for dtype in (torch.float32, torch.bfloat16):
+        packed_trainer(
+            arguments(out=tmp_path, bf16=True, **FULL), model=small_model(model_type).to(dtype), peft_config=None
+        )
+
+
+def test_trained_float16_weights_are_refused_where_adam_cannot_hold_them(tmp_path):
+    """Fused, a loss as good as any, of steps too large; not fused, NaN after the first step."""
+    said = r"'adamw_torch_fused' keeps its state in float16(.|\n)*dtype='float32'"
+    with pytest.raises(
+        InvalidConfig, match=rf"\d+ trained weights are in float16: model.embed_tokens.weight(.|\n)*{said}"
+    ):
+        run(tmp_path, torch.float16, full=True)
+    assert run(tmp_path, torch.float16, full=True, optim="sgd").isfinite().all()
+    model = tiny.model(layers=2).half()
+    optimizer = torch.optim.AdamW(model.parameters(), eps=1e-3)
+    packed_trainer(arguments(out=tmp_path, **FULL), model=model, peft_config=None, optimizers=(optimizer, None))
+    weight = torch.nn.Parameter(torch.full((4,), 0.1, dtype=torch.float16))  # the control
+    weight.grad = torch.full((4,), 1e-4, dtype=torch.float16)
+    torch.optim.AdamW([weight], lr=1e-4, fused=False).step()
+    assert not weight.isfinite().any()
+
+
+def test_a_scaled_loss_needs_float32_gradients(tmp_path):
+    """torch: "Attempting to unscale FP16 gradients.", in the first step on an accelerator."""
+    args, full, adapted = arguments(out=tmp_path, fp16=True), tiny.model(layers=1).half(), tiny.model(layers=1).half()
+    with pytest.raises(InvalidConfig, match=r"fp16=True scales the loss, and torch takes the scale out of float32"):
+        refuse_precision(full, args, scales_losses=True, own_optimizer=True)
+    refuse_precision(full, args, scales_losses=False, own_optimizer=True)
+    for parameter in adapted.parameters():
+        parameter.requires_grad_(False)
+    adapted.lm_head.weight = torch.nn.Parameter(adapted.lm_head.weight.float())
+    refuse_precision(adapted, args, scales_losses=True, own_optimizer=False)
+
+
+def test_fp16_on_a_cpu_says_that_it_does_nothing(tmp_path, caplog):
+    packed_trainer(arguments(out=tmp_path))
+    assert "fp16" not in caplog.text
+    packed_trainer(arguments(out=tmp_path, fp16=True))
+    assert caplog.text.count("fp16=True has no effect on a CPU") == 1
