@@ -17,6 +17,7 @@ from .exactness import ExactnessReport, check, check_batch
 from .feeding import FeedingTrainer
 from .fused_head import ensure_own_loss
 from .graphs import uncompiled
+from .origins import ORIGINS
 from .progress import proving
 from .ranks import agree
 from .steps import Slot
@@ -111,7 +112,7 @@ class ProvingTrainer(FeedingTrainer):
         return super().training_step(model, inputs, *args, **kwargs)
 
     def _prove_batch(self, model: torch.nn.Module, batch: dict[str, Any]) -> None:
-        batch = {name: value for name, value in batch.items() if name not in (LOSSES, SOURCES)}
+        batch = {name: value for name, value in batch.items() if name not in (LOSSES, ORIGINS, SOURCES)}
         with self.compute_loss_context_manager():
             proof = check_batch(model, self._prepare_inputs(batch))
         if proof is None:
