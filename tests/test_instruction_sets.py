@@ -1,7 +1,7 @@
 """The half-precision tests on CPUs that this one can pretend to be: held to fewer instructions than it has.
 
-What a CPU multiplies itself and what it emulates decides which of our kernels run, and in which dtype. The suite around
-this file runs on all that the machine has.
+What a CPU multiplies itself and what it emulates decides which of our kernels run, and in which dtype. The suite
+around this file runs on all that the machine has.
 """
 
 import os
