@@ -33,6 +33,7 @@ LAYERS = [
         "mishaps",
         "parallelism",
         "preflight",
+        "preview",
         "progress",
         "ranks",
         "refusals",

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,13 @@ from .arithmetic import quadratic_weight
 from .card import add_packing_section, packing_section
 from .collator import DataCollatorForPacking
 from .config import PackedSFTConfig
+from .errors import InvalidConfig
 from .graphs import let_layers_differ
 from .mishaps import only_run_in
 from .packing import PackedBatchSampler, PackingReport
 from .parallelism import refuse_uneven_calls
 from .preflight import checkpoint_to_resume, load_tokenizer, require_markable, require_reporters, told_resuming
+from .preview import told_batch
 from .proving import ProvingTrainer
 from .ranks import TrainBeginCallback, from_main_rank, require_same_documents
 from .refusals import refuse_arguments, refuse_collator, refuse_model, refuse_precision, refuse_sources
@@ -58,6 +61,9 @@ from .summary import summarize_plan
 from .tokenized import read_lengths
 
 logger = get_logger(__name__)
+
+# What collators read of an example.
+_SEEN = ("input_ids", "labels", "seq_lengths")
 
 
 class PackedSFTTrainer(ProvingTrainer):
@@ -208,6 +214,23 @@ class PackedSFTTrainer(ProvingTrainer):
         plan = summarize_plan(self.args, lengths, quadratic=quadratic_weight(self.model))
         logger.info("trl-packfa: %s", ", ".join(f"{name} {value:,.4g}" for name, value in plan.items()))
         return plan
+
+    def preview_batch(self) -> str:
+        """A packed batch of the first training documents as text: where each begins, and what of it is trained.
+
+        It is made for looking: in the order of the dataset, not the run's, and without a random number.
+
+        Raises:
+            [`InvalidConfig`]: with `packing=False`.
+        """
+        if not self.args.packing:
+            raise InvalidConfig("packing=False: there is no packed batch.", do="Look at get_train_dataloader().")
+        # A stream's place in its data is kept in the stream itself.
+        streamed = isinstance(self.train_dataset, IterableDataset)
+        documents = copy.deepcopy(self.train_dataset) if streamed else self.train_dataset
+        examples = list(islice(iter(documents), self.args.per_device_train_batch_size))
+        kept = [{name: example[name] for name in _SEEN if name in example} for example in examples]
+        return told_batch(self.data_collator(kept), self._tokenizer)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """TRL's `train`, after the exactness check, if it has not run yet; `resume_from_checkpoint=True` (or `"true"`,
