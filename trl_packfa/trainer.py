@@ -31,7 +31,7 @@ from transformers import (
 
 from . import finding
 from .arithmetic import quadratic_weight
-from .card import add_packing_section, packing_section
+from .card import add_packing_section, copy_card, name_base, packing_section
 from .collator import DataCollatorForPacking
 from .config import PackedSFTConfig
 from .errors import InvalidConfig
@@ -268,11 +268,14 @@ class PackedSFTTrainer(ProvingTrainer):
             if self._stream is not None and resumes_by_state(self._stream.source):
                 write_stream_state(folder, self.args, self._stream.state_dict())
             if self.args.should_save:
+                copy_card(self.args.output_dir, folder)
                 write_progress(folder, {"num_tokens": self._total_train_tokens, **self._identity})
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """TRL's model card, with a section on packing and its proof."""
         super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero():
+            name_base(self.args.output_dir, finding.model_config(self.model)._name_or_path)
         if self.args.packing and self.is_world_process_zero():
             add_packing_section(self.args.output_dir, packing_section(self.args, self.packing_reports, self.exactness))
 
