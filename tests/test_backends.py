@@ -1,5 +1,7 @@
 """Which backend serves a request, why the others do not, and what their kernels are called with."""
 
+import sys
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from trl_packfa.attention import (
     AttentionArguments,
     AttentionRequest,
     BackendChoice,
+    flash,
     get_backend,
     refusals,
     resolve,
@@ -96,3 +99,36 @@ def test_kernel_arguments(backend, monkeypatch):
         assert calls["window_size"] == expected
         assert (calls["softmax_scale"], calls["causal"], calls["max_seqlen_q"]) == (0.3, True, 5)
         assert calls["cu_seqlens_k"] is layout.cu_seqlens
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDeviceEi')", "undefined symbol"),
+        ("import no_such_package", "No module named 'no_such_package'"),
+        ("raise OSError('libcudart.so.12: cannot open shared object file')", "libcudart.so.12"),
+        (None, None),
+        ("", None),
+    ],
+)
+def test_a_flash_attn_that_does_not_import_is_not_called_missing(source, said, tmp_path, monkeypatch):
+    """Built for another torch, as after an upgrade."""
+    if source is not None:
+        (tmp_path / "flash_attn").mkdir()
+        (tmp_path / "flash_attn" / "__init__.py").write_text(source)
+        monkeypatch.syspath_prepend(tmp_path)
+    here, find = source is not None, flash.find_spec
+    monkeypatch.setattr(flash, "find_spec", lambda name: find(name) if here and name == "flash_attn" else None)
+    monkeypatch.setattr(flash, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(flash, "flash_refusals", lambda request, **options: [])
+    monkeypatch.setattr(flash, "_KERNELS", {})
+    monkeypatch.setattr(flash, "_BROKEN", {})
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    request = AttentionRequest(torch.device("cuda"), torch.bfloat16, head_dim=64, num_heads=8, num_key_value_heads=8)
+    reasons = "\n".join(get_backend("flash").refusals(request))
+    sys.modules.pop("flash_attn", None)
+    if said is None:
+        assert reasons == "needs the flash-attn package (pip install flash-attn) or the kernels package"
+    else:
+        assert reasons.startswith("flash_attn is installed and cannot be imported (") and said in reasons
+        assert f"built for this torch, {torch.__version__}" in reasons and "needs the flash-attn" not in reasons

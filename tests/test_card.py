@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import tiny
 from training import arguments, packed_trainer
 
 from trl_packfa.card import add_packing_section, packing_section
@@ -49,3 +50,16 @@ def test_a_section_is_appended_where_a_card_has_no_citations(tmp_path):
     for section in ("## Packing\n\nfirst\n", "## Packing\n\nsecond\n"):
         add_packing_section(tmp_path, section)
     assert card.read_text() == "# Model\n\n## Packing\n\nsecond\n"
+
+
+def test_a_local_model_has_its_name_and_a_checkpoint_the_runs_card(tmp_path):
+    """TRL calls a folder None, PEFT writes an empty template beside each checkpoint's adapter."""
+    model = tiny.model(layers=1)
+    model.config._name_or_path = str(tmp_path / "my-base")
+    (tmp_path / "my-base").mkdir()
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2, "check_packing": False}
+    packed_trainer(arguments(out=tmp_path, **options), model=model).train()
+    card = (tmp_path / "README.md").read_text()
+    assert "fine-tuned version of `my-base`, a local folder" in card and "None" not in card
+    assert str(tmp_path) not in card.split("## Packing")[0]
+    assert (tmp_path / "checkpoint-2" / "README.md").read_text() == card

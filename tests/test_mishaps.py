@@ -151,6 +151,7 @@ def test_a_second_run_in_the_folder_is_refused(tmp_path):
         packed_trainer(arguments(out=tmp_path, **ONE_STEP)).train()
     trainer.train()  # the killed one has left no lock
     assert (tmp_path / "checkpoint-4").exists()
+    assert not (tmp_path / LOCK).exists(), "a run that ends takes it away"
     with only_run_in(tmp_path):
         assert (tmp_path / LOCK).exists()
 

@@ -35,6 +35,7 @@ LAYERS = [
         "origins",
         "parallelism",
         "preflight",
+        "preview",
         "progress",
         "ranks",
         "refusals",

@@ -33,6 +33,28 @@ def packing_section(
     return "\n".join(lines) + "\n"
 
 
+# What TRL's template makes of a model that is no name on the Hub.
+_NAMELESS = "[None](https://huggingface.co/None)"
+
+
+def name_base(folder: str | Path | None, base: str) -> None:
+    """Name what TRL calls None in the card that it wrote: the base model, if it is a local folder, and the folder of
+    the run, if it is not pushed to the Hub."""
+    path = Path(folder or ".") / "README.md"
+    text = path.read_text(encoding="utf-8")
+    local = f"`{Path(base).name}`, a local folder" if base else "a model without a name"
+    named = text.replace(_NAMELESS, local).replace('model="None"', f'model="{Path(folder or ".").name}"')
+    if named != text:
+        path.write_text(named, encoding="utf-8")
+
+
+def copy_card(folder: str | Path | None, checkpoint: Path) -> None:
+    """A run's card in the place of the empty template that PEFT writes beside an adapter."""
+    card, empty = Path(folder or ".") / "README.md", checkpoint / "README.md"
+    if card.exists() and empty.exists():
+        empty.write_text(card.read_text(encoding="utf-8"), encoding="utf-8")
+
+
 def add_packing_section(folder: str | Path | None, section: str) -> None:
     """Put the section into the model card that TRL wrote into a folder, before its citations; one that is there
     already is replaced."""

@@ -141,4 +141,5 @@ def only_run_in(folder: str | Path) -> Iterator[None]:
     try:
         yield
     finally:
+        (Path(folder) / LOCK).unlink(missing_ok=True)  # while it is held, so that nobody has just taken it
         lock.release()

@@ -5,16 +5,26 @@ Uses what the Trainer logs and nothing else, so it shows any run of any trainer 
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import has_length
 
 from .packing import PackingReport
 
@@ -46,19 +56,24 @@ def proving(text: str, *, shown: bool = True) -> Iterator[Callable[[str, float],
 
 
 class RichProgressCallback(TrainerCallback):
-    """Shows `title`, steps, loss, fill and tokens per second; where there is no terminal, a line per log."""
+    """Shows `title`, steps, loss, fill and tokens per second, evaluations with their loss; where there is no terminal,
+    a line per log. The first and the last step are always logged."""
 
     def __init__(self, title: str, console: Console | None = None) -> None:
         self.title, self.console = title, console or Console()
         self.progress: Progress | None = None
         self.task: TaskID | None = None
-        self.last: tuple[float, float] = (0.0, 0.0)
+        self.shown, self.evaluated = "", 0
+        # By name of the dataset: step and loss of every evaluation.
+        self.eval_losses: dict[str, list[tuple[int, float]]] = {}
 
     @classmethod
     def attach(cls, trainer: Trainer, title: str, console: Console | None = None) -> RichProgressCallback:
         """Put it in the place of the Trainer's own progress bar and printer."""
         trainer.remove_callback(ProgressCallback)
         trainer.remove_callback(PrinterCallback)
+        if trainer.args.logging_strategy == "steps":
+            trainer.args.logging_first_step = True
         callback = cls(title, console)
         trainer.add_callback(callback)
         return callback
@@ -67,7 +82,7 @@ class RichProgressCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Open the bar on the main process."""
-        self.last = (time.perf_counter(), 0.0)
+        self.shown, self.evaluated, self.eval_losses = "", 0, {}
         if not state.is_world_process_zero:
             return
         columns = [
@@ -75,8 +90,11 @@ class RichProgressCallback(TrainerCallback):
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[shown]}"),
+            TimeElapsedColumn(),
+            TextColumn("to go"),
+            TimeRemainingColumn(),
         ]
-        self.progress = Progress(*columns, TimeElapsedColumn(), console=self.console)
+        self.progress = Progress(*columns, console=self.console)
         self.task = self.progress.add_task(self.title, total=state.max_steps, completed=state.global_step, shown="")
         if self.console.is_terminal:
             self.progress.start()
@@ -84,7 +102,9 @@ class RichProgressCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """One optimizer step further."""
+        """One optimizer step further; the last is logged whatever `logging_steps` says."""
+        if args.logging_strategy == "steps" and state.global_step >= state.max_steps:
+            control.should_log = True
         if self.progress is not None and self.task is not None:
             self.progress.update(self.task, completed=state.global_step)
 
@@ -97,29 +117,71 @@ class RichProgressCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Show what was logged."""
-        if self.progress is None or self.task is None or not logs or "loss" not in logs:
+        if self.progress is None or not logs or "loss" not in logs:
             return
-        shown = f"loss {logs['loss']:.3f}"
+        self.shown = f"loss {logs['loss']:.3f}"
         if "fill" in logs:
-            shown += f"  fill {logs['fill']:.0%}"
-        shown += self._speed(logs.get("num_tokens", 0.0))
-        self.progress.update(self.task, shown=shown)
+            self.shown += f"  fill {logs['fill']:.0%}"
+        if "tokens_per_second" in logs:
+            self.shown += f"  {logs['tokens_per_second']:,.0f} tokens/s"
+        self._show(self.shown)
         if not self.console.is_terminal:
-            self.console.print(f"{self.title}  step {state.global_step}/{state.max_steps}  {shown}", highlight=False)
+            self._say(f"{self.title}  step {state.global_step}/{state.max_steps}  {self.shown}")
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """One batch of an evaluation further."""
+        self.evaluated += 1
+        loader = kwargs.get("eval_dataloader")
+        of = f"/{len(loader)}" if isinstance(loader, Sized) and has_length(loader) else ""  # type: ignore[arg-type]
+        self._show(f"evaluating {self.evaluated}{of}", at_once=self.console.is_terminal)
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Print the loss of an evaluation, with its step."""
+        self.evaluated = 0
+        self._show(self.shown)
+        for key, loss in (metrics or {}).items():
+            if self.progress is None or not (found := _EVAL_LOSS.fullmatch(key)):
+                continue
+            name = found["name"] or ""
+            self.eval_losses.setdefault(name, []).append((state.global_step, loss))
+            self._say(f"{self.title}  step {state.global_step}/{state.max_steps}  {_titled(name)} {loss:.3f}")
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Close the bar."""
-        if self.progress is not None:
-            self.progress.stop()
-            self.progress = None
+        """Close the bar; the first and the last evaluation, of several."""
+        if self.progress is None:
+            return
+        self.progress.stop()
+        for name, losses in self.eval_losses.items():
+            if len(losses) > 1:
+                (first, before), (last, after) = losses[0], losses[-1]
+                self._say(f"{_titled(name)}: {before:.3f} at step {first}, {after:.3f} at step {last}")
+        self.progress = None
 
-    def _speed(self, tokens: float) -> str:
-        """True tokens per second since the last log."""
-        now = time.perf_counter()
-        (before, tokens_before), self.last = self.last, (now, tokens)
-        return f"  {(tokens - tokens_before) / (now - before):,.0f} tokens/s" if tokens > tokens_before else ""
+    def _show(self, text: str, *, at_once: bool = False) -> None:
+        if self.progress is not None and self.task is not None:
+            self.progress.update(self.task, shown=text, refresh=at_once)
+
+    def _say(self, line: str) -> None:
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+# The Trainer's name for the loss of an evaluation, with the dataset's where there are several.
+_EVAL_LOSS = re.compile(r"eval_((?P<name>.+)_)?loss")
+
+
+def _titled(name: str) -> str:
+    return f"eval loss ({name})" if name else "eval loss"
 
 
 def packing_table(reports: Mapping[str, PackingReport]) -> Table:

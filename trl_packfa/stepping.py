@@ -187,8 +187,8 @@ class SteppingTrainer(SFTTrainer):
             return True
         step, every = self.state.global_step + 1, max(self.state.logging_steps, 1)
         by_steps = self.args.logging_strategy == "steps"
-        first = step == 1 and self.args.logging_first_step
-        self._head.measures = not is_training or not by_steps or first or step % every == 0
+        first, last = step == 1 and self.args.logging_first_step, step >= self.state.max_steps
+        self._head.measures = not is_training or not by_steps or first or last or step % every == 0
         return self._head.measures
 
     def _drop_unmeasured(self, mode: str, measured: bool) -> None:

@@ -36,6 +36,13 @@ class Documents:
     def __len__(self) -> int:
         return len(self.examples)
 
+    def __getitem__(self, key: Any) -> Any:
+        raise TypeError(
+            f"these are the examples of a padded micro-batch, not yet packed: there is no {key!r}. "
+            "packing_strategy='step' cuts a whole optimizer step into micro-batches when it runs. "
+            "trainer.preview_batch() shows a packed one as text; .examples holds the examples."
+        )
+
 
 class Slot(dict):
     """What the Trainer takes for one micro-batch: the token ids that it counts, and the micro-batches to run."""

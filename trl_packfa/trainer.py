@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,10 @@ from transformers import (
 from . import finding
 from .arithmetic import quadratic_weight
 from .batching import FREE, TOGETHER
-from .card import add_packing_section, packing_section
+from .card import add_packing_section, copy_card, name_base, packing_section
 from .collator import DataCollatorForPacking
 from .config import PackedSFTConfig
+from .errors import InvalidConfig
 from .exactness import quiet
 from .fused_head import OwnHead
 from .graphs import let_layers_differ
@@ -42,6 +44,7 @@ from .noise import EmbeddingNoise
 from .packing import PackedBatchSampler, PackingReport
 from .parallelism import refuse_uneven_calls
 from .preflight import checkpoint_to_resume, load_tokenizer, require_markable, require_reporters, told_resuming
+from .preview import told_batch
 from .proving import ProvingTrainer
 from .ranks import TrainBeginCallback, from_main_rank, require_same_documents
 from .refusals import (
@@ -72,6 +75,8 @@ from .tokenized import read_lengths
 logger = get_logger(__name__)
 
 _TRIED_TOKENS = 4
+# What collators read of an example.
+_SEEN = ("input_ids", "labels", "seq_lengths")
 
 
 class PackedSFTTrainer(ProvingTrainer):
@@ -278,6 +283,23 @@ class PackedSFTTrainer(ProvingTrainer):
         logger.info("trl-packfa: %s", ", ".join(f"{name} {value:,.4g}" for name, value in plan.items()))
         return plan
 
+    def preview_batch(self) -> str:
+        """A packed batch of the first training documents as text: where each begins, and what of it is trained.
+
+        It is made for looking: in the order of the dataset, not the run's, and without a random number.
+
+        Raises:
+            [`InvalidConfig`]: with `packing=False`.
+        """
+        if not self.args.packing:
+            raise InvalidConfig("packing=False: there is no packed batch.", do="Look at get_train_dataloader().")
+        # A stream's place in its data is kept in the stream itself.
+        streamed = isinstance(self.train_dataset, IterableDataset)
+        documents = copy.deepcopy(self.train_dataset) if streamed else self.train_dataset
+        examples = list(islice(iter(documents), self.args.per_device_train_batch_size))
+        kept = [{name: example[name] for name in _SEEN if name in example} for example in examples]
+        return told_batch(self.data_collator(kept), self._tokenizer)
+
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """TRL's `train`, after the exactness check, if it has not run yet; `resume_from_checkpoint=True` (or `"true"`,
         `"last"`) takes the last checkpoint that was written whole.
@@ -314,11 +336,14 @@ class PackedSFTTrainer(ProvingTrainer):
             if self._stream is not None and resumes_by_state(self._stream.source):
                 write_stream_state(folder, self.args, self._stream.state_dict())
             if self.args.should_save:
+                copy_card(self.args.output_dir, folder)
                 write_progress(folder, {"num_tokens": self._total_train_tokens, **self._identity})
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """TRL's model card, with a section on packing and its proof."""
         super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero():
+            name_base(self.args.output_dir, finding.model_config(self.model)._name_or_path)
         if self.args.packing and self.is_world_process_zero():
             add_packing_section(self.args.output_dir, packing_section(self.args, self.packing_reports, self.exactness))
 

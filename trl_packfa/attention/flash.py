@@ -31,15 +31,22 @@ class _Kernel(NamedTuple):
 
 # Fastest first on the hardware that each supports. (module, lowest compute capability)
 _PACKAGES = (("flash_attn.cute", (9, 0)), ("flash_attn_interface", (9, 0)), ("flash_attn", (8, 0)))
+# By package, what those said that are installed and could not be imported, as when they were built for another torch.
+_BROKEN: dict[str, str] = {}
 
 
 def _candidates(capability: tuple[int, int]) -> Iterator[tuple[Callable[..., torch.Tensor], tuple[int, int]]]:
     for module, needed in _PACKAGES:
-        if capability >= needed and find_spec(module.split(".")[0]) is not None:
+        package = module.split(".")[0]
+        if capability >= needed and find_spec(package) is not None:
             try:
                 function = import_module(module).flash_attn_varlen_func
-            except (ImportError, AttributeError):
-                continue  # flash-attn 2 has no `cute`; a package without the function is another package
+            except AttributeError:
+                continue  # a package without the function is another package
+            except (ImportError, OSError, RuntimeError) as error:
+                if getattr(error, "name", None) != module:  # flash-attn 2 has no `cute`
+                    _BROKEN[package] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                continue
             yield function, needed
     if find_spec("kernels") is not None:
         from .bridge import hub_flash_attn_varlen_func
@@ -63,6 +70,15 @@ def _kernels(capability: tuple[int, int]) -> Iterator[_Kernel]:
         yield _Kernel(function, frozenset(inspect.signature(function).parameters), needed)
 
 
+def _missing() -> list[str]:
+    """Why there is no kernel: what is installed and broken, else what to install."""
+    broken = [f"{package} is installed and cannot be imported ({said})" for package, said in _BROKEN.items()]
+    if not broken:
+        return ["needs the flash-attn package (pip install flash-attn) or the kernels package"]
+    built = "install a flash-attn that was built for this torch, " + torch.__version__
+    return [*broken, f"{built} (pip install --no-build-isolation --force-reinstall --no-deps flash-attn)"]
+
+
 @constant_in_graphs
 def _capability(device: torch.device) -> tuple[int, int]:
     """The device's compute capability; ROCm devices count as Ampere, which is what flash-attn's builds assume."""
@@ -82,7 +98,7 @@ class FlashBackend:
             return reasons
         kernel = _kernel(_capability(request.device))
         if kernel is None:
-            return [*reasons, "needs the flash-attn package (pip install flash-attn) or the kernels package"]
+            return [*reasons, *_missing()]
         wanted = {
             "sliding windows": (request.sliding_window, ("window_size",)),
             "softcap": (request.softcap, ("softcap",)),

@@ -1,0 +1,58 @@
+"""Looking at a batch."""
+
+import pytest
+import torch
+from datasets import Dataset
+from training import arguments, packed_trainer
+from transformers import DataCollatorWithFlattening
+
+from trl_packfa.errors import InvalidConfig
+
+ROWS = [
+    {"prompt": "1 2 3 ", "completion": "4 5"},
+    {"prompt": "user 6 ", "completion": "7"},
+    {"prompt": "8 ", "completion": "9 10 11"},
+]
+SEEN = [
+    "10 tokens, 2 documents; [[trained]]",
+    "document 0, 6 tokens, 3 trained:  1 2 3 [[4 5 </s>]]",
+    "document 1, 4 tokens, 2 trained:  user 6 [[7 </s>]]",
+]
+
+
+def trainer(out, *, stream=False, collator=None, **options):
+    data = Dataset.from_list(ROWS)
+    args = arguments(out=out, per_device_train_batch_size=2, max_length=64, **options)
+    data = data.to_iterable_dataset() if stream else data
+    return packed_trainer(args, train_dataset=data, data_collator=collator)
+
+
+@pytest.mark.parametrize("options", [{}, {"packing_strategy": "bfd"}, {"stream": True}], ids=["step", "bfd", "stream"])
+def test_a_batch_is_shown_with_boundaries_and_labels(options, tmp_path):
+    """And no random number is drawn: a run after it is the run without."""
+    run = trainer(tmp_path, **options)
+    before = torch.get_rng_state()
+    assert run.preview_batch().splitlines() == SEEN
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_another_collator_says_it_too(tmp_path):
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    assert trainer(tmp_path, collator=collator).preview_batch().splitlines() == SEEN
+
+
+def test_padding_is_named(tmp_path):
+    said = trainer(tmp_path, pad_to_multiple_of=8).preview_batch()
+    assert said.startswith("16 tokens, 3 documents, the last of them 6 tokens of padding;")
+
+
+def test_what_the_loader_of_steps_yields_says_where_to_look(tmp_path):
+    batch = next(iter(trainer(tmp_path).get_train_dataloader()))
+    with pytest.raises(TypeError, match=r"not yet packed: there is no 'input_ids'.*trainer\.preview_batch\(\)"):
+        batch["input_ids"]
+    assert len(batch.examples) == 2
+
+
+def test_without_packing_there_is_none(tmp_path):
+    with pytest.raises(InvalidConfig, match="packing=False: there is no packed batch"):
+        trainer(tmp_path, packing=False).preview_batch()

@@ -1,0 +1,67 @@
+"""What a run shows on a terminal and in a pipe."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+from training import arguments, dataset, packed_trainer
+
+from trl_packfa.progress import RichProgressCallback
+
+
+def shown(out, *, terminal=False, resumed=False, evaluation=None, **options):
+    """What a run of some steps prints, and the trainer."""
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=160, color_system=None)
+    trainer = packed_trainer(arguments(out=out, check_packing=False, **options), eval_dataset=evaluation)
+    RichProgressCallback.attach(trainer, "training", console)
+    trainer.train(resume_from_checkpoint="last" if resumed else None)
+    return console.file.getvalue(), trainer
+
+
+def logged(trainer, key):
+    return {entry["step"]: entry[key] for entry in trainer.state.log_history if key in entry}
+
+
+@pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"])
+def test_every_evaluation_is_printed_with_its_step_and_summed_up(terminal, tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
+    text, trainer = shown(tmp_path, terminal=terminal, evaluation=dataset(8), **options)
+    losses = logged(trainer, "eval_loss")
+    assert list(losses) == [2, 4]
+    for step, loss in losses.items():
+        assert text.count(f"training  step {step}/4  eval loss {loss:.3f}") == 1
+    assert f"eval loss: {losses[2]:.3f} at step 2, {losses[4]:.3f} at step 4" in text
+    assert ("evaluating 2/2" in text) == terminal
+
+
+def test_evaluations_by_name(tmp_path):
+    named = {"easy": dataset(8), "hard_one": dataset(8, seed=1)}
+    text, trainer = shown(tmp_path, evaluation=named, eval_strategy="epoch", max_steps=12)
+    for name in named:
+        ((step, loss),) = logged(trainer, f"eval_{name}_loss").items()
+        assert f"training  step {step}/12  eval loss ({name}) {loss:.3f}" in text
+
+
+@pytest.mark.parametrize(("steps", "every", "at"), [(3, 10, [1, 3]), (5, 2, [1, 2, 4, 5]), (1, 10, [1])])
+def test_the_first_and_the_last_step_are_always_logged(steps, every, at, tmp_path):
+    text, trainer = shown(tmp_path, max_steps=steps, logging_steps=every)
+    assert [int(step) for step in re.findall(rf"step (\d+)/{steps}  loss", text)] == at
+    accuracies = logged(trainer, "mean_token_accuracy")
+    assert list(logged(trainer, "loss")) == at == list(accuracies), "with all that is logged of a step"
+
+
+def test_no_logging_is_respected(tmp_path):
+    assert "loss" not in shown(tmp_path, logging_strategy="no")[0]
+
+
+def test_the_tokens_per_second_are_the_logged_ones_after_a_resume_too(tmp_path):
+    """Not those of before, in the time of the first step, nor with an evaluation in it."""
+    saving = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
+    shown(tmp_path, max_steps=2, **saving)
+    text, trainer = shown(
+        tmp_path, resumed=True, max_steps=4, eval_strategy="steps", eval_steps=1, evaluation=dataset(8), **saving
+    )
+    speeds = logged(trainer, "tokens_per_second")
+    for step in (3, 4):
+        assert re.search(rf"step {step}/4  loss .*  {speeds[step]:,.0f} tokens/s", text)
