@@ -11,7 +11,8 @@ from test_fused_lora import adapted, assert_like_peft, by_peft, oracle, run
 from tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, assert_low_precision
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from trl_packfa import check, patch
+from trl_packfa import PackedLayout, check, patch
+from trl_packfa.flight import in_flight
 from trl_packfa.lora import projections
 from trl_packfa.lora.layers import Layers
 
@@ -49,6 +50,29 @@ def test_bfloat16_weights(half_products, adapter, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(half_products, dtype, architecture):
     assert_half_precision(adapted(architecture), context=lambda: torch.autocast("cpu", dtype=dtype))
+
+
+@pytest.mark.parametrize("part", ["self_attn.o_proj", "mlp"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_backward_under_autocast_is_the_backward_outside_of_it(half_products, dtype, part):
+    """CPUs that emulate half precision multiply in float32, which autocast would cast for some products only."""
+    model = patch(adapted())
+    layer = model.base_model.model.model.layers[0].get_submodule(part)
+    width = layer.in_features if hasattr(layer, "in_features") else layer.down_proj.out_features
+    x = torch.randn(1, 18, width)
+
+    def gradients(*, inside):
+        model.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=dtype):
+            with in_flight(PackedLayout.from_lengths([5, 13])):
+                loss = layer(leaf).float().sin().sum()
+            with nullcontext() if inside else torch.autocast("cpu", enabled=False):
+                loss.backward()
+        return [leaf.grad, *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]
+
+    for inside, outside in zip(gradients(inside=True), gradients(inside=False), strict=True):
+        assert outside.abs().sum() > 0 and torch.equal(inside, outside)
 
 
 @pytest.mark.parametrize("half_products", [True], indirect=True)

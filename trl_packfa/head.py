@@ -20,6 +20,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from .graphs import around_graphs, outside_of_graphs
 from .overrides import forward_signature
+from .precision import outside_autocast
 from .tiles import Tile, Tiles, Transform
 from .zero3 import is_in_parts
 
@@ -148,6 +149,7 @@ class TrainedLogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @outside_autocast
     def backward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
         """Scale the kept gradients, or compute those of hidden states and head tile by tile."""
         if grad is None:

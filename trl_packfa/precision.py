@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
 
 import torch
 
@@ -19,6 +21,22 @@ def as_products_take(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Tensors in the dtype in which autocast would have them multiplied, which it does not tell our kernels;
     as they are where it is off."""
     return tuple(tensor.to(autocast_dtype(tensor) or tensor.dtype) for tensor in tensors)
+
+
+def outside_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A `torch.autograd.Function`'s `backward` that multiplies in the dtypes of its own tensors.
+
+    A caller may still be under autocast when it calls `loss.backward()`. Autocast would then turn some of the products
+    of a float32 backward into half precision, and the others would fail on the mixture.
+    """
+
+    @wraps(backward)
+    def run(ctx: Any, *grads: Any) -> Any:
+        device = next((grad.device.type for grad in grads if isinstance(grad, torch.Tensor)), "cpu")
+        with torch.autocast(device, enabled=False):
+            return backward(ctx, *grads)
+
+    return run
 
 
 @cache

@@ -90,7 +90,8 @@ class Probe:
             generator = torch.Generator().manual_seed(self.seed + 1 + document)
             weights = torch.randn(logits_LV.shape[-1], generator=generator) / logits_LV.shape[-1] ** 0.5
             losses.append((logits_LV.float() * weights.to(logits_LV.device)).sum())
-        (sign * torch.stack(losses).sum()).backward()
+        with torch.autocast(self.device.type, enabled=False):  # as the Trainer's backward runs
+            (sign * torch.stack(losses).sum()).backward()
 
     def loss(self, logits: Documents) -> float:
         """Mean loss of the documents' logits under the labels that the collator makes."""

@@ -13,6 +13,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from ..precision import outside_autocast
 from .layers import Layers, chunk_size, chunks
 from .projections import Projection
 
@@ -45,6 +46,7 @@ class ProjectTogether(Function):
 
     @staticmethod
     @once_differentiable
+    @outside_autocast
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         """Of the input and of every adapter."""
         x_TD, *_ = ctx.saved_tensors
@@ -87,6 +89,7 @@ class GatedMLP(Function):
 
     @staticmethod
     @once_differentiable
+    @outside_autocast
     def backward(ctx: Any, grad_TD: torch.Tensor) -> tuple[Any, ...]:
         """Of the input and of every adapter."""
         x_TD, gate_TI, up_TI, *_ = ctx.saved_tensors
