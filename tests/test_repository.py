@@ -32,6 +32,7 @@ LAYERS = [
         "fused_head",
         "mishaps",
         "parallelism",
+        "plain",
         "progress",
         "ranks",
         "refusals",

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
 from .collator import LOSSES
+from .config import PackedSFTConfig
 from .errors import InvalidDataset
 from .packing import WRAP, PackingReport, Spans, TrainedTokens, plan_overflow
 
@@ -133,7 +134,12 @@ def _parts(column: list[list[int]], spans: Spans) -> list[list[int]]:
     return [column[i][start:stop] for i, start, stop in zip(*spans, strict=True)]
 
 
-def require_usable(dataset: Dataset | IterableDataset, *, name: str, text_field: str, formatted: bool) -> None:
+def prepares(args: PackedSFTConfig) -> bool:
+    """Whether TRL tokenizes and labels datasets, rather than taking them as they are."""
+    return not (args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
+
+
+def require_usable(dataset: Dataset | IterableDataset, *, name: str, args: PackedSFTConfig, formatted: bool) -> None:
     """Refuse a dataset that is empty, or whose first example no TRL format describes, before anything is tokenized.
 
     Raises:
@@ -144,17 +150,12 @@ def require_usable(dataset: Dataset | IterableDataset, *, name: str, text_field:
             f"{name}_dataset must be a `Dataset` or `IterableDataset`, not {type(dataset).__name__}.",
             do="Name one of its splits." if isinstance(dataset, dict) else "",
         )
-    if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
-        raise InvalidDataset(
-            f"the {name} dataset is transformed on the fly (set_transform or with_transform).",
-            why=["lengths are planned before, and a resumed run must see the same documents"],
-            do="Use dataset.map(...), which is computed once, or reset_format().",
-        )
     example = next(iter(dataset), None)
     if example is None:
         raise InvalidDataset(f"the {name} dataset is empty.", do="Check the split, filters and file names.")
-    if formatted:
+    if formatted or not (args.packing or prepares(args)):  # else the data collator knows what to make of it
         return
+    text_field = args.dataset_text_field
     expected: dict[str, type | tuple[type, ...]] = {
         "input_ids": (list, tuple, np.ndarray),
         "labels": (list, tuple, np.ndarray),

@@ -35,11 +35,20 @@ from .collator import DataCollatorForPacking
 from .config import PackedSFTConfig
 from .graphs import let_layers_differ
 from .mishaps import only_run_in
+from .errors import ContaminationError, InvalidConfig, NoBackend, UnsupportedModel
 from .packing import PackedBatchSampler, PackingReport
 from .parallelism import refuse_uneven_calls
+from .plain import AsGiven, asks_for_packing, padded, settle, tell_padded
 from .proving import ProvingTrainer
 from .ranks import TrainBeginCallback, from_main_rank, require_same_documents
-from .refusals import refuse_arguments, refuse_collator, refuse_model, refuse_sources
+from .refusals import (
+    refuse_arguments,
+    refuse_collator,
+    refuse_data,
+    refuse_model,
+    refuse_sources,
+    refuse_untrainable,
+)
 from .registry import describe, patch
 from .reports import (
     read_progress,
@@ -116,44 +125,62 @@ class PackedSFTTrainer(ProvingTrainer):
         peft_config: PeftConfig | None = None,
         formatting_func: Callable[[dict], str] | None = None,
     ) -> None:
-        args = PackedSFTConfig.from_args(args if args is not None else PackedSFTConfig(output_dir(model)))
-        refuse_arguments(args, compute_metrics=compute_metrics, peft_config=peft_config)
-        for name, dataset in named(train_dataset, eval_dataset):
-            require_usable(
-                dataset, name=name, text_field=args.dataset_text_field, formatted=formatting_func is not None
-            )
+        datasets = named(train_dataset, eval_dataset)
+        directory, as_given = output_dir(model), AsGiven(model)
+
+        def refuse(packed: PackedSFTConfig) -> None:
+            if packed.packing:
+                refuse_arguments(packed, compute_metrics=compute_metrics, peft_config=peft_config)
+                for name, dataset in datasets:
+                    refuse_data(dataset, name=name)
+                refuse_model(model_type(model, packed) if isinstance(model, str) else model, packed)
+                refuse_collator(data_collator)
+
+        refuse_untrainable(model, peft_config)
+        settled, refusal = settle(args, directory, refuse)
+        for name, dataset in datasets:
+            require_usable(dataset, name=name, args=settled, formatted=formatting_func is not None)
+        options = {
+            "data_collator": data_collator,
+            "train_dataset": train_dataset,
+            "eval_dataset": eval_dataset,
+            "processing_class": processing_class,
+            "compute_loss_func": compute_loss_func,
+            "compute_metrics": compute_metrics,
+            "callbacks": callbacks,
+            "optimizers": optimizers,
+            "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs,
+            "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
+            "quantization_config": quantization_config,
+            "peft_config": peft_config,
+            "formatting_func": formatting_func,
+        }
+        if refusal is None:
+            try:
+                self._construct(model, settled, **options)
+                return
+            except (UnsupportedModel, ContaminationError, NoBackend, InvalidConfig) as late:
+                if asks_for_packing(args):
+                    raise
+                model, settled, refusal = as_given.restore(vars(self).get("model")), padded(args, directory), late
+        tell_padded(refusal)
+        self._construct(model, settled, **options)
+
+    def _construct(self, model: Any, args: PackedSFTConfig, *, data_collator: Any, **options: Any) -> None:
+        """TRL's construction, with the model loaded and adapted as the arguments say, then packed."""
         kind = model_type(model, args) if isinstance(model, str) else None
-        if args.packing:
-            refuse_model(kind or model, args)
-            refuse_collator(data_collator)
         if kind is not None:
-            args.model_init_kwargs, quantization_config = loading(kind, args, quantization_config)
-        if peft_config is None and not isinstance(model, PeftModel):
-            peft_config = default_adapter(kind or finding.model_type(model), args)  # type: ignore[arg-type]  # no name
+            args.model_init_kwargs, options["quantization_config"] = loading(kind, args, options["quantization_config"])
+        if options["peft_config"] is None and not isinstance(model, PeftModel):
+            options["peft_config"] = default_adapter(kind or finding.model_type(model), args)
         self.packing_reports: dict[str, PackingReport] = {}
         self.packing_plan: dict[str, float] = {}
         self.packing_sampler: PackedBatchSampler | None = None
         self._stream: PackedStream | None = None
         self._resumed_from: str | None = None
         # Logits for metrics come example by example, so evaluation is padded then (and refused if asked packed).
-        self._packs_eval = args.packing and args.eval_packing is not False and compute_metrics is None
-        super().__init__(
-            model=model,
-            args=args,
-            data_collator=None if args.packing else data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            compute_loss_func=compute_loss_func,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            formatting_func=formatting_func,
-        )
+        self._packs_eval = args.packing and args.eval_packing is not False and options["compute_metrics"] is None
+        super().__init__(model=model, args=args, data_collator=None if args.packing else data_collator, **options)
         if args.packing:
             self._pack(data_collator)
 
