@@ -1,4 +1,4 @@
-"""A config that asks for no packing, TRL's own: packed where that is exact, trained as TRL trains it where it is not."""
+"""A config that asks for no packing, TRL's own: packed where it can be, trained as TRL trains it where it cannot."""
 
 from __future__ import annotations
 
@@ -25,34 +25,42 @@ def asks_for_packing(args: TrainingArguments | None) -> bool:
 def settle(
     args: TrainingArguments | None, output_dir: str, refuse: Callable[[PackedSFTConfig], None]
 ) -> tuple[PackedSFTConfig, PackingError | None]:
-    """What to train with: packed, or padded where no packing was asked for and `refuse` raises; and what it raised.
+    """What to train with: packed by the first strategy that `refuse` lets pass, or padded where no packing was asked
+    for and none passes; and what it raised then.
 
     Raises:
         [`PackingError`]: `refuse`'s, where packing was asked for.
     """
-    try:
-        settled = PackedSFTConfig.from_args(args) if args is not None else PackedSFTConfig(output_dir)
+    if asks_for_packing(args):
+        settled = PackedSFTConfig.from_args(args)  # type: ignore[arg-type]  # None asks for nothing
         refuse(settled)
-    except PackingError as refusal:
-        if asks_for_packing(args):
-            raise
-        return padded(args, output_dir), refusal
-    return settled, None
+        return settled, None
+    refusal: PackingError | None = None
+    for strategy in ("step", "minibatch"):
+        try:
+            settled = _plain(args, output_dir, packing_strategy=strategy)
+            refuse(settled)
+        except PackingError as error:
+            refusal = refusal or error
+        else:
+            return settled, None
+    return padded(args, output_dir), refusal
 
 
 def padded(args: TrainingArguments | None, output_dir: str) -> PackedSFTConfig:
     """What TRL would train with for a config that asks for no packing."""
-    if args is None:
-        return PackedSFTConfig(output_dir, packing=False, use_peft=False)
-    return PackedSFTConfig.from_args(args, packs=False)
+    return _plain(args, output_dir, packing=False, use_peft=False)
+
+
+def _plain(args: TrainingArguments | None, output_dir: str, **changes: Any) -> PackedSFTConfig:
+    return PackedSFTConfig(output_dir, **changes) if args is None else PackedSFTConfig.from_args(args, **changes)
 
 
 def tell_padded(refusal: PackingError) -> None:
     """One line that says why a run is not packed."""
-    why = "; ".join([refusal.what.removesuffix("."), *refusal.why])
-    logger.warning(
-        "trl-packfa: not packed: %s. Trained as SFTTrainer would, padded, with the adapter that it is given.", why
-    )
+    what = refusal.what.removesuffix(".")
+    why = f" ({'; '.join(refusal.why)})" if refusal.why else ""
+    logger.warning("trl-packfa: %s%s. Training as SFTTrainer would: padded, no adapter but a given one.", what, why)
 
 
 class AsGiven:

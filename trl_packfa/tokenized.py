@@ -136,7 +136,8 @@ def _parts(column: list[list[int]], spans: Spans) -> list[list[int]]:
 
 def prepares(args: PackedSFTConfig) -> bool:
     """Whether TRL tokenizes and labels datasets, rather than taking them as they are."""
-    return not (args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
+    kwargs: Any = args.dataset_kwargs or {}
+    return not kwargs.get("skip_prepare_dataset", False)
 
 
 def require_usable(dataset: Dataset | IterableDataset, *, name: str, args: PackedSFTConfig, formatted: bool) -> None:

@@ -33,9 +33,9 @@ from .arithmetic import quadratic_weight
 from .card import add_packing_section, packing_section
 from .collator import DataCollatorForPacking
 from .config import PackedSFTConfig
+from .errors import ContaminationError, InvalidConfig, NoBackend, UnsupportedModel
 from .graphs import let_layers_differ
 from .mishaps import only_run_in
-from .errors import ContaminationError, InvalidConfig, NoBackend, UnsupportedModel
 from .packing import PackedBatchSampler, PackingReport
 from .parallelism import refuse_uneven_calls
 from .plain import AsGiven, asks_for_packing, padded, settle, tell_padded
@@ -61,7 +61,7 @@ from .reports import (
 from .resuming import identity, require_same_run
 from .sampling import EpochCallback
 from .sources import AnyDataset, EvalDataset, default_adapter, loading, model_type, named, output_dir
-from .steps import StepCutter
+from .steps import StepCutter, longest_of_stream
 from .streams import PackedStream, resumes_by_state
 from .summary import summarize_plan
 from .tokenized import read_lengths, require_usable
@@ -133,6 +133,8 @@ class PackedSFTTrainer(ProvingTrainer):
                 refuse_arguments(packed, compute_metrics=compute_metrics, peft_config=peft_config)
                 for name, dataset in datasets:
                     refuse_data(dataset, name=name)
+                if packed.packs_steps and isinstance(train_dataset, IterableDataset):
+                    longest_of_stream(packed)
                 refuse_model(model_type(model, packed) if isinstance(model, str) else model, packed)
                 refuse_collator(data_collator)
 
@@ -170,9 +172,10 @@ class PackedSFTTrainer(ProvingTrainer):
         """TRL's construction, with the model loaded and adapted as the arguments say, then packed."""
         kind = model_type(model, args) if isinstance(model, str) else None
         if kind is not None:
-            args.model_init_kwargs, options["quantization_config"] = loading(kind, args, options["quantization_config"])
+            quantization: Any = options["quantization_config"]
+            args.model_init_kwargs, options["quantization_config"] = loading(kind, args, quantization)
         if options["peft_config"] is None and not isinstance(model, PeftModel):
-            options["peft_config"] = default_adapter(kind or finding.model_type(model), args)
+            options["peft_config"] = default_adapter(kind or finding.model_type(model), args)  # type: ignore[arg-type]
         self.packing_reports: dict[str, PackingReport] = {}
         self.packing_plan: dict[str, float] = {}
         self.packing_sampler: PackedBatchSampler | None = None
