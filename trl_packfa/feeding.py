@@ -56,17 +56,19 @@ class FeedingTrainer(SteppingTrainer):
         if not args.packing:
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         uncut = copy.copy(args)
-        uncut.max_length = None
+        uncut.max_length, uncut.shuffle_dataset = None, False
         dataset = super()._prepare_dataset(dataset, processing_class, uncut, False, formatting_func, dataset_name)
         wraps = args.packing_strategy == "wrapped" and dataset_name == "train"
         limits = {"max_length": args.max_length, "overflow": WRAP if wraps else args.overflow}
         if isinstance(dataset, IterableDataset):
-            return cut_stream(dataset, **limits)
+            dataset = cut_stream(dataset, **limits)
+            return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
         dataset, report = cut_dataset(dataset, name=dataset_name, **limits)
         self.packing_reports[dataset_name] = report
         counts = ", ".join(f"{label} {value}" for label, value in report.lines())
         logger.log(logging.WARNING if report.tokens_lost else logging.INFO, "trl-packfa: %s: %s", dataset_name, counts)
-        return dataset
+        # After the cut, as TRL does: an order drawn for other documents is another order.
+        return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
