@@ -34,6 +34,7 @@ LAYERS = [
         "noise",
         "origins",
         "parallelism",
+        "plain",
         "preflight",
         "preview",
         "progress",

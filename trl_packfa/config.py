@@ -6,6 +6,7 @@ TRL's own fields keep their names and meaning; what has another default here say
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from transformers import TrainingArguments
@@ -266,11 +267,12 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
         return self.packing and self.packing_strategy == "step"
 
     @classmethod
-    def from_args(cls, args: TrainingArguments) -> PackedSFTConfig:
+    def from_args(cls, args: TrainingArguments, **changes: Any) -> PackedSFTConfig:
         """Any of TRL's or transformers' arguments as a `PackedSFTConfig`; one that is already comes back as it is.
 
         A plain `SFTConfig` has `packing=False` by default, which cannot be told from a wish: packing, patching and
-        LoRA are on, as in a `PackedSFTConfig`. Its strategy counts if it has `packing=True`.
+        LoRA are on, as in a `PackedSFTConfig`. Its strategy counts if it has `packing=True`. `changes` are fields that
+        are to be others than the arguments' or the defaults.
         """
         if isinstance(args, cls):
             return args
@@ -278,4 +280,4 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
         kept = {f.name: getattr(args, f.name) for f in fields(args) if f.name in names}
         packing = kept.pop("packing", False)
         strategy = kept.pop("packing_strategy", None)
-        return cls(**kept, packing_strategy=strategy if packing else None)
+        return cls(**{**kept, "packing_strategy": strategy if packing else None, **changes})

@@ -8,10 +8,16 @@ from collections.abc import Iterable
 
 
 class PackingError(ValueError):
-    """Base of every error of trl-packfa that a user can act on."""
+    """Base of every error of trl-packfa that a user can act on.
+
+    Attributes:
+        what (`str`): what failed, with the values.
+        why (`tuple[str, ...]`): every reason.
+    """
 
     def __init__(self, what: str, *, why: Iterable[str] = (), do: str = "") -> None:
-        lines = [what, *(f"  - {reason}" for reason in why)]
+        self.what, self.why = what, tuple(why)
+        lines = [what, *(f"  - {reason}" for reason in self.why)]
         if do:
             lines.append(do)
         super().__init__("\n".join(lines))

@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -18,8 +19,10 @@ from .batching import Batching
 from .collator import LOSSES
 from .config import PackedSFTConfig
 from .contents import require_known
+from .errors import InvalidConfig
 from .finding import known_ids, known_labels
 from .packing import WRAP, PackedBatchSampler, PackingReport
+from .preview import told_batch
 from .reports import read_stream_state
 from .sampling import RankAwareSampler
 from .sources import AnyDataset, asked_for
@@ -29,6 +32,9 @@ from .streams import PackedStream, stream_loader
 from .tokenized import cut_dataset, cut_stream, read_lengths
 
 logger = get_logger(__name__)
+
+# What collators read of an example.
+_SEEN = ("input_ids", "labels", "seq_lengths")
 
 
 class FeedingTrainer(SteppingTrainer):
@@ -60,18 +66,20 @@ class FeedingTrainer(SteppingTrainer):
         if not args.packing:
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         uncut = copy.copy(args)
-        uncut.max_length = None
+        uncut.max_length, uncut.shuffle_dataset = None, False
         dataset = super()._prepare_dataset(dataset, processing_class, uncut, False, formatting_func, dataset_name)
         wraps = args.packing_strategy == "wrapped" and dataset_name == "train"
         limits = {"max_length": args.max_length, "overflow": WRAP if wraps else args.overflow}
         if isinstance(dataset, IterableDataset):
-            return cut_stream(dataset, **limits)
+            dataset = cut_stream(dataset, **limits)
+            return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
         self._uncut[dataset_name] = dataset
         dataset, report = cut_dataset(dataset, name=dataset_name, **limits)
         self.packing_reports[dataset_name] = report
         counts = ", ".join(f"{label} {value}" for label, value in report.lines())
         logger.log(logging.WARNING if report.tokens_lost else logging.INFO, "trl-packfa: %s: %s", dataset_name, counts)
-        return dataset
+        # After the cut, as TRL does: an order drawn for other documents is another order.
+        return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
 
     def _require_known_tokens(self) -> None:
         """Every token is one of the model's, which TRL has built by now."""
@@ -102,6 +110,23 @@ class FeedingTrainer(SteppingTrainer):
             return self._stream_loader(self._get_collator_with_removed_columns(collator, description="training"))
         with self._collating_with(collator):
             return super().get_train_dataloader()
+
+    def preview_batch(self) -> str:
+        """A packed batch of the first training documents as text: where each begins, and what of it is trained.
+
+        It is made for looking: in the order of the dataset, not the run's, and without a random number.
+
+        Raises:
+            [`InvalidConfig`]: with `packing=False`.
+        """
+        if not self.args.packing:
+            raise InvalidConfig("packing=False: there is no packed batch.", do="Look at get_train_dataloader().")
+        # A stream's place in its data is kept in the stream itself.
+        streamed = isinstance(self.train_dataset, IterableDataset)
+        documents = copy.deepcopy(self.train_dataset) if streamed else self.train_dataset
+        examples = list(islice(iter(documents), self.args.per_device_train_batch_size))
+        kept = [{name: example[name] for name in _SEEN if name in example} for example in examples]
+        return told_batch(self.data_collator(kept), self._tokenizer)
 
     def _stream_loader(self, collator: Callable[[list[Any]], Any]) -> DataLoader:
         batching = self._batching()

@@ -16,7 +16,7 @@ from transformers.training_args import OptimizerNames
 from .attention import AttentionRequest, get_backend
 from .boundaries import layout_of
 from .config import PackedSFTConfig
-from .errors import InvalidConfig, NoBackend, PackingError, UnsupportedModel
+from .errors import InvalidConfig, InvalidDataset, NoBackend, PackingError, UnsupportedModel
 from .finding import model_config, model_type
 from .parallelism import asked_parallelism, refuse_parallelism, refuse_zero3
 from .patching import find_state
@@ -26,6 +26,27 @@ from .results import results
 # Largest relative difference of a loss that rounding explains.
 _SAME_LOSS = 1e-4
 logger = get_logger(__name__)
+
+
+def refuse_untrainable(model: Any, peft_config: PeftConfig | None) -> None:
+    """What cannot be trained at all, packed or not.
+
+    Raises:
+        [`InvalidConfig`]: for an adapter on the LM head, and weights that are gone in the backward pass.
+    """
+    targets = getattr(peft_config, "target_modules", None) or ()
+    if "lm_head" in ([targets] if isinstance(targets, str) else targets):
+        raise InvalidConfig(
+            "peft_config targets 'lm_head'.",
+            why=["TRL multiplies hidden states with lm_head.weight directly: its adapter would never be trained"],
+            do="Remove 'lm_head' from target_modules; to train it in full, name it in modules_to_save.",
+        )
+    if getattr(model, "hf_device_map", None) and any(parameter.is_meta for parameter in model.parameters()):
+        raise InvalidConfig(
+            "device_map has offloaded weights of the model, to a disk or from an accelerator to the CPU.",
+            why=["they are gone when the backward pass needs them: torch cannot train through them"],
+            do="Load the model without device_map, perhaps with load_in_4bit=True, or shard it: fsdp=True.",
+        )
 
 
 def refuse_arguments(
@@ -42,13 +63,6 @@ def refuse_arguments(
         [`NoBackend`]: if the named attention backend cannot run on this machine.
         [`VersionTooOld`]: for a DeepSpeed whose ZeRO-3 cannot be proven.
     """
-    targets = getattr(peft_config, "target_modules", None) or ()
-    if "lm_head" in ([targets] if isinstance(targets, str) else targets):
-        raise InvalidConfig(
-            "peft_config targets 'lm_head'.",
-            why=["TRL multiplies hidden states with lm_head.weight directly: its adapter would never be trained"],
-            do="Remove 'lm_head' from target_modules; to train it in full, name it in modules_to_save.",
-        )
     if args.loss_weighting == "example" and compute_loss_func is not None:
         raise InvalidConfig(
             "compute_loss_func with loss_weighting='example': the function makes the loss itself.",
@@ -106,12 +120,6 @@ def refuse_model(model: str | PreTrainedModel | PeftModel, args: PackedSFTConfig
         return
     native = getattr(model_config(model), "distributed_config", None)
     refuse_parallelism({name: getattr(native, name, None) or 1 for name in ("tp_size", "ep_size", "pp_size")})
-    if getattr(model, "hf_device_map", None) and any(parameter.is_meta for parameter in model.parameters()):
-        raise InvalidConfig(
-            "device_map has offloaded weights of the model, to a disk or from an accelerator to the CPU.",
-            why=["they are gone when the backward pass needs them: torch cannot train through them"],
-            do="Load the model without device_map, perhaps with load_in_4bit=True, or shard it: fsdp=True.",
-        )
     quantized = getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
     if (args.load_in_4bit or args.load_in_8bit) and not quantized:
         raise InvalidConfig(
@@ -243,6 +251,27 @@ def refuse_noise(model: Any) -> None:
             f"neftune_noise_alpha with model type '{model_type(model)}', whose backbone runs document by document.",
             why=["the noise's range follows the length of the padded row, which is not known there"],
             do="Drop neftune_noise_alpha, or train padded with packing=False.",
+        )
+
+
+def refuse_data(dataset: Dataset | IterableDataset, *, name: str) -> None:
+    """Documents that are not there before they are collated.
+
+    Raises:
+        [`InvalidDataset`]: for images, and for a dataset that is transformed on the fly.
+    """
+    if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
+        raise InvalidDataset(
+            f"the {name} dataset is transformed on the fly (set_transform or with_transform).",
+            why=["lengths are planned before, and a resumed run must see the same documents"],
+            do="Use dataset.map(...), which is computed once, or reset_format().",
+        )
+    images = sorted({"image", "images"} & set(next(iter(dataset), {})))
+    if images:
+        raise InvalidDataset(
+            f"the {name} dataset has a column '{images[0]}': a vision dataset cannot be packed.",
+            why=["its processor makes tokens of images while batches are collated: their number is not known before"],
+            do="Train it padded with packing=False, or drop the column to train on the text alone.",
         )
 
 

@@ -33,29 +33,37 @@ def output_dir(model: str | PreTrainedModel | PeftModel) -> str:
     return f"{name.rstrip('/').split('/')[-1] or 'model'}-SFT"
 
 
+def named(train: AnyDataset | None, evaluation: EvalDataset | None) -> list[tuple[str, AnyDataset]]:
+    """Every dataset that was given, with the name that TRL gives it."""
+    evaluations: Any = evaluation if isinstance(evaluation, dict) else {"eval": evaluation}
+    return [(name, d) for name, d in {"train": train, **evaluations}.items() if d is not None]
+
+
 def usable(
-    train: AnyDataset | None, evaluation: EvalDataset | None, *, formatted: bool, text_field: str, only_assistant: bool
+    train: AnyDataset | None, evaluation: EvalDataset | None, *, args: PackedSFTConfig, formatted: bool
 ) -> tuple[Any, Any]:
-    """Every dataset that was given, looked at before anything is tokenized, its examples as Python's own types.
+    """Every dataset that was given, looked at before anything is tokenized; those to be packed with their examples as
+    Python's own types.
 
     Args:
         train, evaluation:
             As the trainer takes them.
+        args ([`PackedSFTConfig`]):
+            Says what is read of their examples, and whether they are packed.
         formatted (`bool`):
             Whether the user's own function makes text of their examples.
-        text_field (`str`):
-            The column of plain text.
-        only_assistant (`bool`):
-            Whether only what the assistant says is trained.
 
     Raises:
         [`InvalidDataset`]: if one cannot be trained on.
     """
 
     def look(name: Any, dataset: Any) -> Any:
+        if not args.packing:
+            require_usable(dataset, name=name, args=args, formatted=formatted)
+            return dataset
         dataset = without_format(dataset)
-        require_usable(dataset, name=name, text_field=text_field, formatted=formatted, only_assistant=only_assistant)
-        columns = () if formatted else (*TEXT_COLUMNS, text_field)
+        require_usable(dataset, name=name, args=args, formatted=formatted)
+        columns = () if formatted else (*TEXT_COLUMNS, args.dataset_text_field)
         return require_whole(dataset, name=name, columns=columns)
 
     if isinstance(evaluation, dict):

@@ -10,13 +10,16 @@ from itertools import islice
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from trl import SFTTrainer
 
-from .batching import FREE
+from . import finding
+from .batching import FREE, TOGETHER
 from .config import PackedSFTConfig
 from .errors import UnsupportedModel
-from .finding import inner_model
+from .exactness import quiet
+from .fused_head import OwnHead
 from .head import TrainedHead
 from .mishaps import LossWatch, memory_advice
 from .noise import EmbeddingNoise
@@ -24,8 +27,13 @@ from .origins import ORIGINS, Origins
 from .reports import count_batch
 from .routing import BalancedModel
 from .speed import SpeedMeter
-from .steps import Slot, StepCutter
+from .steps import Slot, StepCutter, how_to_cut
 from .weighting import SOURCES, WeightedModel, as_example_labels, example_weights, losses_by_source
+
+logger = get_logger(__name__)
+
+# Of a document on which routers are tried.
+_TRIED_TOKENS = 4
 
 
 class SteppingTrainer(SFTTrainer):
@@ -164,7 +172,7 @@ class SteppingTrainer(SFTTrainer):
 
     @cached_property
     def _experts_per_token(self) -> int:
-        inner: Any = inner_model(self.model)
+        inner: Any = finding.inner_model(self.model)
         for named in (inner.config.get_text_config(), inner):
             if getattr(named, "num_experts_per_tok", None) is not None:
                 return named.num_experts_per_tok
@@ -172,6 +180,44 @@ class SteppingTrainer(SFTTrainer):
             f"{type(inner).__name__} does not say how many experts a token goes to (num_experts_per_tok).",
             do="Set router_aux_loss_coef=0.0 to train without the routers' auxiliary loss.",
         )
+
+    @cached_property
+    def _cut(self) -> str:
+        """How `step` may cut so that the loss is the padded run's."""
+        cut, why = how_to_cut(
+            self.args,
+            balances_experts=self.aux_loss_enabled,
+            counts_tokens=self.model_accepts_loss_kwargs,
+            own_loss=self.compute_loss_func is not None,
+            world_size=self.accelerator.num_processes,
+        )
+        if self.args.packs_steps and cut != FREE:
+            kept = "run at the same time" if cut == TOGETHER else "stay one micro-batch"
+            logger.info("trl-packfa: examples of a padded micro-batch %s: %s.", kept, why)
+        return cut
+
+    def _require_balancing(self) -> None:
+        """What the routers say must be what their auxiliary loss is made of: tried on a few tokens. A model without
+        routers has none, whatever its config says, nor has one that TRL's head cannot serve and that makes none itself
+        (Llama-4)."""
+        ids = torch.ones((1, _TRIED_TOKENS), dtype=torch.long, device=self.model.get_input_embeddings().weight.device)
+        batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        balanced = self._as_padded(self.model, batch)
+        with quiet(self.model), torch.no_grad(), self.accelerator.autocast():
+            balanced(**batch, fused_lm_head=True)
+            makes = (
+                not isinstance(self._head, OwnHead) or self.model(ids, output_router_logits=True).aux_loss is not None
+            )
+        if not balanced.layers or not makes:
+            finding.model_config(self.model).get_text_config().output_router_logits = self.aux_loss_enabled = False
+
+    def _scale_noise(self) -> None:
+        """NEFTune's hook, which the Trainer has put on the embedding, in terms of padded rows."""
+        if self.neftune_noise_alpha is not None:
+            self.neftune_hook_handle.remove()
+            self._noise = EmbeddingNoise(self.neftune_noise_alpha)
+            embedding = finding.inner_model(self.model).get_input_embeddings()
+            self.neftune_hook_handle = embedding.register_forward_hook(self._noise)
 
     def _padded_lengths(self, origins: Origins, ids: torch.Tensor) -> torch.Tensor:
         """For each token how long its example's padded row would be; rows that are filled over the whole dataset

@@ -198,6 +198,15 @@ def _longest(train_dataset: Any, args: PackedSFTConfig) -> tuple[np.ndarray, str
     if not isinstance(train_dataset, IterableDataset):
         lengths = read_lengths(train_dataset)
         return lengths, f"document {int(lengths.argmax())}"
+    return np.full(args.per_device_train_batch_size, longest_of_stream(args)), "a document of a stream"
+
+
+def longest_of_stream(args: PackedSFTConfig) -> int:
+    """Tokens that a document of a stream may have.
+
+    Raises:
+        [`InvalidConfig`]: if nothing bounds them.
+    """
     longest = args.max_length or args.max_tokens_per_microbatch
     if longest is None:
         raise InvalidConfig(
@@ -205,4 +214,4 @@ def _longest(train_dataset: Any, args: PackedSFTConfig) -> tuple[np.ndarray, str
             why=["the longest document of a stream is not known beforehand"],
             do="Set max_length or max_tokens_per_microbatch, or use packing_strategy='minibatch'.",
         )
-    return np.full(args.per_device_train_batch_size, longest), "a document of a stream"
+    return longest

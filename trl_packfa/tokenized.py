@@ -15,6 +15,7 @@ from datasets import Dataset, IterableDataset
 from trl import is_conversational
 
 from .collator import LOSSES
+from .config import PackedSFTConfig
 from .errors import InvalidDataset
 from .packing import WRAP, PackingReport, Spans, TrainedTokens, plan_overflow
 
@@ -138,9 +139,13 @@ def _parts(column: list[list[int]], spans: Spans) -> list[list[int]]:
     return [column[i][start:stop] for i, start, stop in zip(*spans, strict=True)]
 
 
-def require_usable(
-    dataset: Dataset | IterableDataset, *, name: str, text_field: str, formatted: bool, only_assistant: bool = False
-) -> None:
+def prepares(args: PackedSFTConfig) -> bool:
+    """Whether TRL tokenizes and labels datasets, rather than taking them as they are."""
+    kwargs: Any = args.dataset_kwargs or {}
+    return not kwargs.get("skip_prepare_dataset", False)
+
+
+def require_usable(dataset: Dataset | IterableDataset, *, name: str, args: PackedSFTConfig, formatted: bool) -> None:
     """Refuse a dataset that is empty, or whose first example no TRL format describes, before anything is tokenized.
 
     Args:
@@ -148,12 +153,10 @@ def require_usable(
             As the user passed it.
         name (`str`):
             What to call it.
-        text_field (`str`):
-            Its column of plain text.
+        args ([`PackedSFTConfig`]):
+            Says which column holds plain text, and whether only what an assistant says is trained.
         formatted (`bool`):
             Whether the user's own function makes text of its examples.
-        only_assistant (`bool`, *optional*, defaults to `False`):
-            Whether only what the assistant says is trained, which only conversations tell.
 
     Raises:
         [`InvalidDataset`]: naming the column, its type and what it should be.
@@ -163,23 +166,18 @@ def require_usable(
             f"{name}_dataset must be a `Dataset` or `IterableDataset`, not {type(dataset).__name__}.",
             do="Name one of its splits." if isinstance(dataset, dict) else "",
         )
-    if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
-        raise InvalidDataset(
-            f"the {name} dataset is transformed on the fly (set_transform or with_transform).",
-            why=["lengths are planned before, and a resumed run must see the same documents"],
-            do="Use dataset.map(...), which is computed once, or reset_format().",
-        )
     example = next(iter(dataset), None)
     if example is None:
         raise InvalidDataset(f"the {name} dataset is empty.", do="Check the split, filters and file names.")
-    if only_assistant and not is_conversational(example):
+    if args.assistant_only_loss and not is_conversational(example):
         raise InvalidDataset(
             f"assistant_only_loss=True, but the {name} dataset holds no conversations.",
             why=[f"its columns are {sorted(example)}, and no message in them has a role"],
             do="Leave assistant_only_loss off, or bring messages with 'role' and 'content'.",
         )
-    if formatted:
+    if formatted or not (args.packing or prepares(args)):  # else the data collator knows what to make of it
         return
+    text_field = args.dataset_text_field
     expected: dict[str, type | tuple[type, ...]] = {
         "input_ids": (list, tuple, np.ndarray),
         "labels": (list, tuple, np.ndarray),

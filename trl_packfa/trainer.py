@@ -11,7 +11,6 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,30 +30,28 @@ from transformers import (
 
 from . import finding
 from .arithmetic import quadratic_weight
-from .batching import FREE, TOGETHER
 from .card import add_packing_section, copy_card, name_base, packing_section
 from .collator import DataCollatorForPacking
 from .config import PackedSFTConfig
-from .errors import InvalidConfig
-from .exactness import quiet
-from .fused_head import OwnHead
+from .errors import ContaminationError, InvalidConfig, NoBackend, UnsupportedModel
 from .graphs import let_layers_differ
 from .mishaps import only_run_in
-from .noise import EmbeddingNoise
 from .packing import PackedBatchSampler, PackingReport
 from .parallelism import refuse_uneven_calls
+from .plain import AsGiven, asks_for_packing, padded, settle, tell_padded
 from .preflight import checkpoint_to_resume, load_tokenizer, require_markable, require_reporters, told_resuming
-from .preview import told_batch
 from .proving import ProvingTrainer
 from .ranks import TrainBeginCallback, from_main_rank, require_same_documents
 from .refusals import (
     refuse_arguments,
     refuse_collator,
+    refuse_data,
     refuse_loss_function,
     refuse_model,
     refuse_noise,
     refuse_precision,
     refuse_sources,
+    refuse_untrainable,
 )
 from .registry import describe, patch
 from .reports import (
@@ -66,17 +63,13 @@ from .reports import (
 )
 from .resuming import identity, require_same_run
 from .sampling import EpochCallback
-from .sources import AnyDataset, EvalDataset, default_adapter, loading, model_type, output_dir, usable
-from .steps import StepCutter, how_to_cut
+from .sources import AnyDataset, EvalDataset, default_adapter, loading, model_type, named, output_dir, usable
+from .steps import StepCutter, longest_of_stream
 from .streams import PackedStream, resumes_by_state
 from .summary import summarize_plan
 from .tokenized import read_lengths
 
 logger = get_logger(__name__)
-
-_TRIED_TOKENS = 4
-# What collators read of an example.
-_SEEN = ("input_ids", "labels", "seq_lengths")
 
 
 class PackedSFTTrainer(ProvingTrainer):
@@ -135,28 +128,66 @@ class PackedSFTTrainer(ProvingTrainer):
         peft_config: PeftConfig | None = None,
         formatting_func: Callable[[dict], str] | None = None,
     ) -> None:
-        args = PackedSFTConfig.from_args(args if args is not None else PackedSFTConfig(output_dir(model)))
-        refuse_arguments(
-            args, compute_metrics=compute_metrics, peft_config=peft_config, compute_loss_func=compute_loss_func
-        )
-        require_reporters(args)
-        if args.assistant_only_loss and (processing_class is not None or isinstance(model, str)):
-            require_markable(processing_class or load_tokenizer(str(model), args), args)
+        datasets = named(train_dataset, eval_dataset)
+        directory, as_given = output_dir(model), AsGiven(model)
+
+        def refuse(packed: PackedSFTConfig) -> None:
+            if packed.packing:
+                refuse_arguments(
+                    packed,
+                    compute_metrics=compute_metrics,
+                    peft_config=peft_config,
+                    compute_loss_func=compute_loss_func,
+                )
+                for name, dataset in datasets:
+                    refuse_data(dataset, name=name)
+                if packed.packs_steps and isinstance(train_dataset, IterableDataset):
+                    longest_of_stream(packed)
+                refuse_model(model_type(model, packed) if isinstance(model, str) else model, packed)
+                refuse_collator(data_collator)
+
+        refuse_untrainable(model, peft_config)
+        settled, refusal = settle(args, directory, refuse)
+        require_reporters(settled)
+        if settled.assistant_only_loss and (processing_class is not None or isinstance(model, str)):
+            require_markable(processing_class or load_tokenizer(str(model), settled), settled)
         train_dataset, eval_dataset = usable(
-            train_dataset,
-            eval_dataset,
-            text_field=args.dataset_text_field,
-            formatted=formatting_func is not None,
-            only_assistant=args.assistant_only_loss,
+            train_dataset, eval_dataset, args=settled, formatted=formatting_func is not None
         )
+        options = {
+            "data_collator": data_collator,
+            "train_dataset": train_dataset,
+            "eval_dataset": eval_dataset,
+            "processing_class": processing_class,
+            "compute_loss_func": compute_loss_func,
+            "compute_metrics": compute_metrics,
+            "callbacks": callbacks,
+            "optimizers": optimizers,
+            "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs,
+            "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
+            "quantization_config": quantization_config,
+            "peft_config": peft_config,
+            "formatting_func": formatting_func,
+        }
+        if refusal is None:
+            try:
+                self._construct(model, settled, **options)
+                return
+            except (UnsupportedModel, ContaminationError, NoBackend, InvalidConfig) as late:
+                if asks_for_packing(args):
+                    raise
+                model, settled, refusal = as_given.restore(vars(self).get("model")), padded(args, directory), late
+        tell_padded(refusal)
+        self._construct(model, settled, **options)
+
+    def _construct(self, model: Any, args: PackedSFTConfig, *, data_collator: Any, **options: Any) -> None:
+        """TRL's construction, with the model loaded and adapted as the arguments say, then packed."""
         kind = model_type(model, args) if isinstance(model, str) else None
-        if args.packing:
-            refuse_model(kind or model, args)
-            refuse_collator(data_collator)
         if kind is not None:
-            args.model_init_kwargs, quantization_config = loading(kind, args, quantization_config)
-        if peft_config is None and not isinstance(model, PeftModel):
-            peft_config = default_adapter(kind or finding.model_type(model), args)  # type: ignore[arg-type]  # no name
+            quantization: Any = options["quantization_config"]
+            args.model_init_kwargs, options["quantization_config"] = loading(kind, args, quantization)
+        if options["peft_config"] is None and not isinstance(model, PeftModel):
+            options["peft_config"] = default_adapter(kind or finding.model_type(model), args)  # type: ignore[arg-type]
         self.packing_reports: dict[str, PackingReport] = {}
         self.packing_plan: dict[str, float] = {}
         self.packing_sampler: PackedBatchSampler | None = None
@@ -164,24 +195,8 @@ class PackedSFTTrainer(ProvingTrainer):
         self._stream: PackedStream | None = None
         self._resumed_from: str | None = None
         # Logits for metrics come example by example, so evaluation is padded then (and refused if asked packed).
-        self._packs_eval = args.packing and args.eval_packing is not False and compute_metrics is None
-        super().__init__(
-            model=model,
-            args=args,
-            data_collator=None if args.packing else data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            compute_loss_func=compute_loss_func,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            formatting_func=formatting_func,
-        )
+        self._packs_eval = args.packing and args.eval_packing is not False and options["compute_metrics"] is None
+        super().__init__(model=model, args=args, data_collator=None if args.packing else data_collator, **options)
         if args.packing:
             self._pack(data_collator)
 
@@ -235,44 +250,6 @@ class PackedSFTTrainer(ProvingTrainer):
         self.add_callback(TrainBeginCallback(self._scale_noise))
         logger.info("trl-packfa: patched\n%s", describe(self.model))
 
-    @cached_property
-    def _cut(self) -> str:
-        """How `step` may cut so that the loss is the padded run's."""
-        cut, why = how_to_cut(
-            self.args,
-            balances_experts=self.aux_loss_enabled,
-            counts_tokens=self.model_accepts_loss_kwargs,
-            own_loss=self.compute_loss_func is not None,
-            world_size=self.accelerator.num_processes,
-        )
-        if self.args.packs_steps and cut != FREE:
-            kept = "run at the same time" if cut == TOGETHER else "stay one micro-batch"
-            logger.info("trl-packfa: examples of a padded micro-batch %s: %s.", kept, why)
-        return cut
-
-    def _require_balancing(self) -> None:
-        """What the routers say must be what their auxiliary loss is made of: tried on a few tokens. A model without
-        routers has none, whatever its config says, nor has one that TRL's head cannot serve and that makes none itself
-        (Llama-4)."""
-        ids = torch.ones((1, _TRIED_TOKENS), dtype=torch.long, device=self.model.get_input_embeddings().weight.device)
-        batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-        balanced = self._as_padded(self.model, batch)
-        with quiet(self.model), torch.no_grad(), self.accelerator.autocast():
-            balanced(**batch, fused_lm_head=True)
-            makes = (
-                not isinstance(self._head, OwnHead) or self.model(ids, output_router_logits=True).aux_loss is not None
-            )
-        if not balanced.layers or not makes:
-            finding.model_config(self.model).get_text_config().output_router_logits = self.aux_loss_enabled = False
-
-    def _scale_noise(self) -> None:
-        """NEFTune's hook, which the Trainer has put on the embedding, in terms of padded rows."""
-        if self.neftune_noise_alpha is not None:
-            self.neftune_hook_handle.remove()
-            self._noise = EmbeddingNoise(self.neftune_noise_alpha)
-            embedding = finding.inner_model(self.model).get_input_embeddings()
-            self.neftune_hook_handle = embedding.register_forward_hook(self._noise)
-
     def _plan(self) -> dict[str, float]:
         """What an epoch comes to; nothing for a stream, whose length is not known."""
         if self.train_dataset is None or isinstance(self.train_dataset, IterableDataset):
@@ -282,23 +259,6 @@ class PackedSFTTrainer(ProvingTrainer):
         plan = summarize_plan(self.args, lengths, quadratic=quadratic_weight(self.model), cut=self._cut)
         logger.info("trl-packfa: %s", ", ".join(f"{name} {value:,.4g}" for name, value in plan.items()))
         return plan
-
-    def preview_batch(self) -> str:
-        """A packed batch of the first training documents as text: where each begins, and what of it is trained.
-
-        It is made for looking: in the order of the dataset, not the run's, and without a random number.
-
-        Raises:
-            [`InvalidConfig`]: with `packing=False`.
-        """
-        if not self.args.packing:
-            raise InvalidConfig("packing=False: there is no packed batch.", do="Look at get_train_dataloader().")
-        # A stream's place in its data is kept in the stream itself.
-        streamed = isinstance(self.train_dataset, IterableDataset)
-        documents = copy.deepcopy(self.train_dataset) if streamed else self.train_dataset
-        examples = list(islice(iter(documents), self.args.per_device_train_batch_size))
-        kept = [{name: example[name] for name in _SEEN if name in example} for example in examples]
-        return told_batch(self.data_collator(kept), self._tokenizer)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """TRL's `train`, after the exactness check, if it has not run yet; `resume_from_checkpoint=True` (or `"true"`,

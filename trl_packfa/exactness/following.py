@@ -173,6 +173,7 @@ class Following:
             return tensor
         self.held.add(key)
         values = flat.detach().clone()
-        values[torch.cat([place for place, _ in found])] = torch.cat([value for _, value in found])
+        for place, value in found:  # not joined first: autocast on a CPU joins no float16
+            values[place] = value
         values = values.view(tensor.shape)
         return _HandOver.apply(tensor, values) if tensor.requires_grad else values  # type: ignore[return-value]

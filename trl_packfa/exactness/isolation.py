@@ -62,7 +62,7 @@ def measure_isolation(
         if not moved <= worst_moved:
             worst_moved, worst_which = moved, which
         if gradients is not None and leaked is not None:
-            usual = float(torch.cat([gradients[i] for i in changed]).float().std())
+            usual = float(torch.cat([gradients[i].float() for i in changed]).std())
             leaked = max(leaked, largest((gradients[i] for i in stay), (gradients[i] * 0 for i in stay)) / usual)
     return Isolation(worst_moved, regrouped, leaked, base, worst_which)
 

@@ -109,7 +109,7 @@ def _measure(subject: Subject, short: Probe, long: Probe, *, mode: str) -> Exact
     with uncompiled(subject.model):  # compiled, a model would not see what follows its layers
         few = measure_short(subject, short)
         many = measure_long(subject, long, few.gradient_noise)
-    scale = float(torch.cat(few.alone).float().std())
+    scale = float(torch.cat([logits.float() for logits in few.alone]).std())
     subject.begin("whether short documents see each other", 0.24)
     row = measure_isolation(subject, short, few.noise, scale, rows=False, backward=True)
     rows = measure_isolation(subject, short, few.noise, scale, rows=True, backward=True)

@@ -103,14 +103,14 @@ class Probe:
         """Mean loss of the documents' logits under the labels that the collator makes."""
         labels = self.collator(_examples(self.tokens))["labels"].flatten()
         labels = labels[torch.cat(self.row.places)].to(self.device)
-        losses = nn.functional.cross_entropy(torch.cat(logits)[:-1].float(), labels[1:], ignore_index=-100)
+        losses = nn.functional.cross_entropy(torch.cat([x.float() for x in logits])[:-1], labels[1:], ignore_index=-100)
         return float(losses)
 
     def loss_alone(self, logits: Documents) -> float:
         """Mean loss of the documents' logits, each predicting its own next tokens."""
-        own = [(x[:-1], ids[1:].to(self.device)) for x, ids in zip(logits, self.tokens, strict=True)]
+        own = [(x[:-1].float(), ids[1:].to(self.device)) for x, ids in zip(logits, self.tokens, strict=True)]
         predicted, ids = (torch.cat(part) for part in zip(*own, strict=True))
-        return float(nn.functional.cross_entropy(predicted.float(), ids))
+        return float(nn.functional.cross_entropy(predicted, ids))
 
     def embedding_gradients(
         self, run: Callable[[Documents], Documents], tokens: Documents, losses: Sequence[int], arrangement: Arrangement

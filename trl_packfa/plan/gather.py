@@ -64,7 +64,7 @@ def read_documents(name: str, dataset: Any, tokenizer: str, args: PackedSFTConfi
             f"the dataset '{name}' is a stream: its lengths are not known before it is read.",
             do="Drop dataset_streaming, or pass the lengths themselves with --lengths.",
         )
-    require_usable(dataset, name="train", text_field=args.dataset_text_field, formatted=False)
+    require_usable(dataset, name="train", args=args, formatted=False)
     require_whole(dataset, name="train", columns=(*TEXT_COLUMNS, args.dataset_text_field))
     if "seq_lengths" in dataset.column_names:
         raise InvalidDataset(
