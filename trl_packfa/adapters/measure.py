@@ -17,7 +17,7 @@ from torch import nn
 
 from .. import __version__
 from ..collator import DataCollatorForPacking
-from ..patching import apply_patch, undo_patch
+from ..patching import apply_patch
 from ..registry import get_patch
 from ..versions import installed_version
 from .kinds import INVOCATION, KINDS, REASONS, VOCABULARY, randomize
@@ -66,28 +66,35 @@ def measure(build: Callable[[], nn.Module], *, noisy: bool = False, **patching: 
     """
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
-        torch.manual_seed(0)
-        model = build().double()
         docs = documents()
-        model.eval()
         with torch.no_grad():
-            new = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in docs]
-        randomize(model)
-        model.train(not noisy)
-        alone, expected = _run(model, [{"input_ids": ids[None]} for ids in docs])
+            new = [_built(build)(input_ids=ids[None], use_cache=False).logits[0] for ids in docs[:1]]
+        alone, expected = _run(_adapted(build, noisy), [{"input_ids": ids[None]} for ids in docs])
+        # Built anew, as some keep what they met first.
+        model = _adapted(build, noisy)
         apply_patch(model, get_patch(model), "auto", **patching)
         packed, gradients = _run(model, [_batch(docs)])
         changed = [ids.flip(0) if number == _CHANGED else ids for number, ids in enumerate(docs)]
         moved, _ = _run(model, [_batch(changed)])
-        undo_patch(model)
     scale = float(torch.cat(alone).std())
     others = [number for number in range(len(docs)) if number != _CHANGED]
     return {
         "logits": _largest(packed, alone) / scale,
         "gradients": _worst(gradients, expected),
         "isolation": _largest([moved[number] for number in others], [packed[number] for number in others]) / scale,
-        "effect": _largest(alone, new) / scale,
+        "effect": _largest(alone[:1], new) / scale,
     }
+
+
+def _built(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return build().double().eval()
+
+
+def _adapted(build: Callable[[], nn.Module], noisy: bool) -> nn.Module:
+    model = _built(build)
+    randomize(model)
+    return model.train(not noisy)
 
 
 def documents(*, seed: int = 0) -> list[torch.Tensor]:
