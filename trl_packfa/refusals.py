@@ -10,7 +10,7 @@ from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel
 
-from .adapters import refuse_adapter, refuse_adapters
+from .adapters import quantization_config_of, refuse_adapter, refuse_adapters, refuse_quantization
 from .attention import AttentionRequest, get_backend
 from .boundaries import layout_of
 from .config import PackedSFTConfig
@@ -79,7 +79,7 @@ def refuse_model(model: str | PreTrainedModel | PeftModel, args: PackedSFTConfig
     for [`patch`] to check.
 
     Raises:
-        [`UnsupportedModel`]: with the nearest names.
+        [`UnsupportedModel`]: with the nearest names; for an adapter or a quantization that mixes documents.
         [`InvalidConfig`]: if quantization is asked of a model that is loaded already.
     """
     name = model if isinstance(model, str) else model_type(model)
@@ -102,6 +102,7 @@ def refuse_model(model: str | PreTrainedModel | PeftModel, args: PackedSFTConfig
             do="Pass the model by name, or load it with a BitsAndBytesConfig and drop the argument.",
         )
     refuse_adapters(model)
+    refuse_quantization(quantization_config_of(model))
 
 
 def refuse_collator(collator: Callable[[list[Any]], dict[str, Any]] | None) -> None:

@@ -10,7 +10,7 @@ import logging
 import torch
 from torch import nn
 
-from .adapters import unmeasured_adapters
+from .adapters import unmeasured_adapters, unread_quantizers
 from .declaration import Patch
 from .errors import ContaminationError, PackingError, UnsupportedModel
 from .exactness import check
@@ -22,18 +22,18 @@ logger = logging.getLogger(__name__)
 
 
 def apply_trusted(model: nn.Module, patch: Patch, backend: str, *, fused_lora: bool = True) -> None:
-    """Patch a model; if its code is not the code that the patch was measured with, or an adapter is of a kind that was
-    never measured, only if the check finds it exact.
+    """Patch a model; if its code is not the code that the patch was measured with, or its adapter or
+    quantization is of a kind that was never measured, only if the check finds it exact.
 
     Raises:
         [`ContaminationError`]: if it does not; the model is unpatched again.
     """
     apply_patch(model, patch, backend, fused_lora=fused_lora)
-    unmeasured = unmeasured_adapters(model)
+    unmeasured = [f"PEFT's {kind}" for kind in unmeasured_adapters(model)] + unread_quantizers(model)
     known = patch.origin == "trl_packfa" and fingerprint(model) in known_sources().get(model_type(model), ())
     if known and not unmeasured:
         return
-    what = f"PEFT's {', '.join(unmeasured)}" if known else f"{type(model).__name__}'s code"
+    what = ", ".join(unmeasured) if known else f"{type(model).__name__}'s code"
     logger.info("trl-packfa: %s was never measured under packing: checking this model.", what)
     try:
         _require_exact(model)
