@@ -26,7 +26,7 @@ LAYERS = [
     {"mixers", "lora", "elementwise", "finding"},
     {"patching"},
     {"patches"},
-    {"registry", "exactness", "results", "trust", "matrix"},
+    {"adapters", "registry", "exactness", "results", "trust", "matrix"},
     {
         "card",
         "fused_head",

@@ -49,6 +49,7 @@ class PatchState:
     fused_lora: bool = False
     adapted: list[nn.Module] = field(default_factory=list)
     edits: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+    adapter_kinds: tuple[str, ...] = ()
 
 
 def find_state(model: nn.Module) -> PatchState | None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.training_args import OptimizerNames
 
+from .adapters import quantization_config_of, refuse_adapter, refuse_adapters, refuse_quantization
 from .attention import AttentionRequest, get_backend
 from .boundaries import layout_of
 from .config import PackedSFTConfig
@@ -82,8 +83,7 @@ def refuse_arguments(
             why=["accelerate would concatenate and cut the packed batches of several ranks"],
             do="Leave dispatch_batches unset.",
         )
-    if getattr(peft_config, "is_prompt_learning", False):
-        _refuse_prompt_learning(peft_config)
+    refuse_adapter(peft_config)
     _refuse_backend(args)
     refuse_parallelism(asked_parallelism(args))
     if getattr(args.deepspeed_plugin, "zero_stage", 0) == 3:
@@ -110,7 +110,7 @@ def refuse_model(model: str | PreTrainedModel | PeftModel, args: PackedSFTConfig
     for [`patch`] to check.
 
     Raises:
-        [`UnsupportedModel`]: with the nearest names.
+        [`UnsupportedModel`]: with the nearest names; for an adapter or a quantization that mixes documents.
         [`InvalidConfig`]: if quantization is asked of a model that is loaded already.
     """
     name = model if isinstance(model, str) else model_type(model)
@@ -126,8 +126,8 @@ def refuse_model(model: str | PreTrainedModel | PeftModel, args: PackedSFTConfig
             "load_in_4bit or load_in_8bit is set, but the model is loaded already, unquantized.",
             do="Pass the model by name, or load it with a BitsAndBytesConfig and drop the argument.",
         )
-    if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
-        _refuse_prompt_learning(model.active_peft_config)
+    refuse_adapters(model)
+    refuse_quantization(quantization_config_of(model))
 
 
 # Optimizers that keep their state in the weights' dtype.
@@ -290,11 +290,3 @@ def refuse_sources(args: PackedSFTConfig, train_dataset: Dataset | IterableDatas
             why=[f"columns: {', '.join(columns)}"],
             do="Name one of them.",
         )
-
-
-def _refuse_prompt_learning(peft_config: Any) -> None:
-    raise UnsupportedModel(
-        f"{type(peft_config).__name__} cannot be packed.",
-        why=["virtual tokens are put before the row, not before each document"],
-        do="Use LoRA or another adapter that changes weights, or packing=False.",
-    )

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from .adapters import adapter_kinds, quantization_config_of, refuse_adapters, refuse_quantization
 from .declaration import Patch
 from .elementwise import RMSNormOverride
 from .errors import InvalidConfig, UnsupportedModel
@@ -118,7 +119,7 @@ def patch(model: Model, *, backend: str = "auto", fused_lora: bool = True) -> Mo
     on quantized models, with gradient checkpointing and under `torch.compile`. Idempotent.
 
     An architecture without a patch, or whose code is not the code that its patch was measured with, is checked on this
-    model first ([`check`]).
+    model first ([`check`]), and so is a kind of adapter or quantization of which nobody knows it.
 
     Args:
         model (`torch.nn.Module`):
@@ -130,10 +131,13 @@ def patch(model: Model, *, backend: str = "auto", fused_lora: bool = True) -> Mo
             What cannot be fused runs PEFT's own forward; [`describe`] says why.
 
     Raises:
-        [`UnsupportedModel`]: if there is no patch for the architecture, and no general one is exact on it.
+        [`UnsupportedModel`]: if there is no patch for the architecture, and no general one is exact on it; if
+            the adapter or the quantization cannot be packed.
         [`ContaminationError`]: if the architecture's code has changed and packing is not exact on it.
         [`NoBackend`]: if the named backend does not exist.
     """
+    refuse_adapters(model)
+    refuse_quantization(quantization_config_of(model))
     state = find_state(model)
     if state is not None and _is_as_asked(state, model, backend, fused_lora):
         return model
@@ -144,14 +148,18 @@ def patch(model: Model, *, backend: str = "auto", fused_lora: bool = True) -> Mo
         apply_unknown(model, backend, refusal, fused_lora=fused_lora)
     else:
         apply_trusted(model, found, backend, fused_lora=fused_lora)
+    state = find_state(model)
+    assert state is not None
+    state.adapter_kinds = adapter_kinds(model)
     return model
 
 
 def _is_as_asked(state: PatchState, model: nn.Module, backend: str, fused_lora: bool) -> bool:
-    """Whether nothing is left to do: LoRA layers may have been added since."""
+    """Whether nothing is left to do: adapters may have been added since."""
     known = {id(layer) for layer in state.adapted}
     new = fused_lora and any(id(layer) not in known for layer in adapted_layers(model))
-    return state.backends.name == backend and state.fused_lora == fused_lora and not new
+    same = state.adapter_kinds == adapter_kinds(model)
+    return state.backends.name == backend and state.fused_lora == fused_lora and same and not new
 
 
 def unpatch(model: Model) -> Model:

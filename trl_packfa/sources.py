@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
@@ -9,10 +10,13 @@ from peft import PeftModel
 from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel
 from trl import get_peft_config, get_quantization_config
 
+from .adapters import refuse_quantization
 from .config import PackedSFTConfig
 from .contents import require_whole, without_format
 from .loading import telling_of_model
 from .tokenized import TEXT_COLUMNS, require_usable
+
+logger = logging.getLogger(__name__)
 
 AnyDataset = Dataset | IterableDataset
 EvalDataset = AnyDataset | DatasetDict | IterableDatasetDict | dict[str, AnyDataset]
@@ -94,8 +98,15 @@ def loading(
     kind: str, args: PackedSFTConfig, quantization: BitsAndBytesConfig | None
 ) -> tuple[dict[str, Any], BitsAndBytesConfig | None]:
     """How a model of this type is loaded by name: `from_pretrained` arguments, and the quantization, a given one
-    first."""
-    return init_kwargs(args), quantization or quantization_of(kind, args)
+    first.
+
+    Raises:
+        [`UnsupportedModel`]: for one under which documents of a batch change each other's numbers.
+    """
+    kwargs, chosen = init_kwargs(args), quantization or quantization_of(kind, args)
+    if args.packing:
+        refuse_quantization(chosen or kwargs.get("quantization_config"))
+    return kwargs, chosen
 
 
 def init_kwargs(args: PackedSFTConfig) -> dict[str, Any]:
@@ -113,9 +124,22 @@ def quantization_of(kind: str, args: PackedSFTConfig) -> BitsAndBytesConfig | No
     if "quantization_config" in _given_init_kwargs(args):
         return None
     config = get_quantization_config(args)
+    if args.packing and args.load_in_8bit and config is not None:
+        _keep_tokens_apart(config)
     if config is not None and (read := READ_DIRECTLY.get(kind)):
         config.llm_int8_skip_modules = ["lm_head", *read]
     return config
+
+
+def _keep_tokens_apart(config: BitsAndBytesConfig) -> None:
+    """LLM.int8 without its threshold: columns with an outlier of any document are not taken apart for all of them."""
+    logger.warning(
+        "trl-packfa: load_in_8bit=True loads with llm_int8_threshold=0.0, not bitsandbytes' %s, as outliers of one "
+        "document would change the numbers of the others. Columns of outliers are in 8 bits, too, which costs accuracy "
+        "on models that have some; load_in_4bit=True has no such columns.",
+        config.llm_int8_threshold,
+    )
+    config.llm_int8_threshold = 0.0
 
 
 def default_adapter(kind: str, args: PackedSFTConfig) -> Any:

@@ -10,6 +10,7 @@ import logging
 import torch
 from torch import nn
 
+from .adapters import unmeasured_adapters, unread_quantizers
 from .declaration import Patch
 from .errors import ContaminationError, UnsupportedModel, is_out_of_memory
 from .exactness import check
@@ -21,15 +22,19 @@ logger = logging.getLogger(__name__)
 
 
 def apply_trusted(model: nn.Module, patch: Patch, backend: str, *, fused_lora: bool = True) -> None:
-    """Patch a model; if its code is not the code that the patch was measured with, only if the check finds it exact.
+    """Patch a model; if its code is not the code that the patch was measured with, or its adapter or
+    quantization is of a kind that was never measured, only if the check finds it exact.
 
     Raises:
         [`ContaminationError`]: if it does not; the model is unpatched again.
     """
     apply_patch(model, patch, backend, fused_lora=fused_lora)
-    if patch.origin == "trl_packfa" and fingerprint(model) in known_sources().get(model_type(model), ()):
+    unmeasured = [f"PEFT's {kind}" for kind in unmeasured_adapters(model)] + unread_quantizers(model)
+    known = patch.origin == "trl_packfa" and fingerprint(model) in known_sources().get(model_type(model), ())
+    if known and not unmeasured:
         return
-    logger.info("trl-packfa: %s is not code that its patch was measured with: checking it.", type(model).__name__)
+    what = ", ".join(unmeasured) if known else f"{type(model).__name__}'s code"
+    logger.info("trl-packfa: %s was never measured under packing: checking this model.", what)
     try:
         _require_exact(model)
     except BaseException:  # interrupted, or out of memory: what was not proven does not stay patched

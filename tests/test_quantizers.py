@@ -1,0 +1,140 @@
+"""Which quantizers let documents of a batch change each other's numbers: measured where bitsandbytes is, read elsewhere."""
+
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig, get_peft_model
+from tolerance import assert_float32, differs
+from training import arguments, packed_trainer
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.utils.quantization_config import QuantizationMethod
+
+from trl_packfa import patch, trust
+from trl_packfa.adapters.quantizers import QUANTIZERS, quantizer_of, refuse_quantization
+from trl_packfa.errors import UnsupportedModel
+from trl_packfa.patching import apply_patch
+from trl_packfa.registry import get_patch
+
+INT8 = BitsAndBytesConfig(load_in_8bit=True)
+INT8_WITHOUT_OUTLIERS = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A model one of whose features is an outlier in some documents, as trained models have."""
+    model = tiny.model(layers=2)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[::9, 3] *= 30
+    model.save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def loaded(saved, quantization):
+    pytest.importorskip("bitsandbytes")
+    base = AutoModelForCausalLM.from_pretrained(saved, quantization_config=quantization, dtype=torch.float32)
+    torch.manual_seed(0)
+    return get_peft_model(base, LoraConfig(target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM"))
+
+
+@torch.no_grad()
+def logits(model):
+    """Packed and alone, as evaluation computes them."""
+    docs = tiny.documents()
+    alone = torch.cat([model(input_ids=ids[None]).logits[0] for ids in docs])
+    apply_patch(model, get_patch(model), "auto")
+    return model(**tiny.batch(docs)).logits[0], alone
+
+
+def test_int8_is_exact_without_a_threshold_and_only_then(saved):
+    assert_float32(*logits(loaded(saved, INT8_WITHOUT_OUTLIERS).eval()))
+    assert differs(*logits(loaded(saved, INT8).eval()))  # the control
+
+
+def test_int8_with_a_threshold_is_refused_by_name(saved):
+    model = loaded(saved, INT8)
+    with pytest.raises(UnsupportedModel, match=r"bitsandbytes(.|\n)*outlier(.|\n)*llm_int8_threshold=0\.0"):
+        patch(model)
+    with pytest.raises(UnsupportedModel, match="llm_int8_threshold"):
+        packed_trainer(model=model, peft_config=None)
+    with pytest.raises(UnsupportedModel, match="llm_int8_threshold"):
+        packed_trainer(model=saved, quantization_config=INT8)
+    with pytest.raises(UnsupportedModel, match="llm_int8_threshold"):
+        packed_trainer(arguments(model_init_kwargs={"quantization_config": INT8}), model=saved)
+    patch(loaded(saved, INT8_WITHOUT_OUTLIERS))
+
+
+def test_load_in_8bit_leaves_the_threshold_out_and_says_so(saved, caplog):
+    pytest.importorskip("bitsandbytes")
+    trainer = packed_trainer(arguments(load_in_8bit=True), model=saved, peft_config=None)
+    assert trainer.model.config.quantization_config.llm_int8_threshold == 0.0
+    assert "llm_int8_threshold=0.0, not bitsandbytes' 6.0" in caplog.text
+    padded = packed_trainer(arguments(load_in_8bit=True, packing=False), model=saved, peft_config=None)
+    assert padded.model.config.quantization_config.llm_int8_threshold == 6.0
+
+
+def test_every_quantizer_of_transformers_is_in_the_table():
+    assert {method.value for method in QuantizationMethod} | set(AUTO_QUANTIZER_MAPPING) == set(QUANTIZERS)
+
+
+class PerTensor:
+    """As torchao's."""
+
+
+class PerRow:
+    """As torchao's."""
+
+
+def torchao(name, **attributes):
+    return {"quant_method": "torchao", "quant_type": type(name, (), attributes)()}
+
+
+def compressed(**activations):
+    groups = {"group_0": {"weights": {"num_bits": 8}, "input_activations": activations or None}}
+    return {"quant_method": "compressed-tensors", "config_groups": groups}
+
+
+@pytest.mark.parametrize(
+    ("config", "verdict"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "exact"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "exact"),
+        ({"load_in_8bit": True, "llm_int8_threshold": 6.0}, "refused"),
+        (torchao("Int8WeightOnlyConfig"), "exact"),
+        (torchao("Int8DynamicActivationInt8WeightConfig"), "exact"),
+        (torchao("Int8DynamicActivationInt8WeightConfig", granularity=(PerTensor(), PerRow())), "refused"),
+        (torchao("Float8DynamicActivationFloat8WeightConfig"), "refused"),
+        (torchao("Float8DynamicActivationFloat8WeightConfig", granularity=PerRow()), "exact"),
+        (torchao("SomethingNewConfig"), "unknown"),
+        (compressed(), "exact"),
+        (compressed(dynamic=True, strategy="token"), "exact"),
+        (compressed(dynamic=True, strategy="tensor"), "refused"),
+        (compressed(dynamic=False, strategy="tensor"), "exact"),
+        (compressed(dynamic="local", strategy="tensor_group"), "unknown"),
+        ({"quant_method": "brand_new"}, "unknown"),
+    ],
+)
+def test_what_depends_on_the_config(config, verdict):
+    assert quantizer_of(config)[1].verdict == verdict
+    as_object = SimpleNamespace(**config)
+    assert quantizer_of(as_object)[1].verdict == verdict
+    if verdict == "refused":
+        with pytest.raises(UnsupportedModel, match="packing=False"):
+            refuse_quantization(config)
+    else:
+        refuse_quantization(config)
+
+
+def test_a_quantizer_that_nobody_has_read_is_checked_on_the_model(monkeypatch):
+    model = tiny.model(layers=1)
+    checked = []
+    real = trust.check
+    monkeypatch.setattr(trust, "check", lambda model: checked.append(model) or real(model))
+    patch(model)
+    assert not checked
+    other = tiny.model(layers=1)
+    other.config.quantization_config = {"quant_method": "brand_new"}
+    patch(other)
+    assert checked == [other]

@@ -1,0 +1,173 @@
+"""What packing does with every tuner of PEFT: `adapters.json`, made by `trl-packfa models --adapters`.
+
+A kind of adapter that was measured exact is trusted while PEFT's code of it is the code that was measured. One that
+is in no row, or whose code has changed, is for the check on the user's own model to judge. One that was measured
+wrong is refused by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import peft
+from torch import nn
+
+from ..errors import UnsupportedModel
+
+RESULTS = Path(__file__).parent.parent / "adapters.json"
+EXACT, REFUSED, UNKNOWN = "exact", "refused", "unknown"
+
+# Fields of configs that make no other kind of a tuner: sizes, places, scales, noise, first weights, bookkeeping.
+_NEUTRAL = re.compile(
+    r"(auto_mapping|peft_version|base_model_name_or_path|revision|task_type|inference_mode|peft_type)"
+    r"|r|.*_r|.*alpha|.*_lambda|.*scaling|.*dropout|rank_dropout_scale|.*_pattern|.*seed|.*prng_key|init_.*|save_.*"
+    r"|target_modules|exclude_modules|modules_to_save|feedforward_modules|layers_to_transform|token_indices"
+    r"|fan_in_fan_out|bias|init_weights|megatron_core|(loftq|eva|corda|lora_ga|runtime)_config|progressbar"
+    r"|num_.*|.*_len|adapter_layers|.*block_size|.*block_num|.*_factor|n_frequency|group_size|qalora_group_size"
+    r"|effective_rank|subspace_rank|stride_A|u|sparsity|select_top|sparse_rate|eps|.*_eps|topk|vector_length"
+    r"|theta_d_length|hidden_size|xlora_(depth|size)|adapters|total_step|tinit|tfinal|deltaT|beta[12]|depth|act_fn"
+    r"|ensure_weight_tying|.*_bound|.*_std|d_initial|weight_tying|gralora_k|block_size_pattern|wavelet_family"
+)
+
+
+@cache
+def results() -> dict[str, dict[str, Any]]:
+    """The committed rows by kind."""
+    return json.loads(RESULTS.read_text(encoding="utf-8"))["kinds"]
+
+
+@cache
+def _sources() -> dict[str, str]:
+    return json.loads(RESULTS.read_text(encoding="utf-8"))["sources"]
+
+
+def tuner_of(config: Any) -> str:
+    """The folder in PEFT that a config belongs to; a module's whole name, if it is none of PEFT's."""
+    parts = type(config).__module__.split(".")
+    return parts[2] if parts[:2] == ["peft", "tuners"] and len(parts) > 2 else type(config).__module__
+
+
+def tuners() -> list[str]:
+    """Every tuner's folder in the installed PEFT."""
+    folder = Path(peft.__file__).parent / "tuners"
+    return sorted(path.name for path in folder.iterdir() if (path / "__init__.py").exists())
+
+
+@cache
+def source_of(tuner: str) -> str:
+    """Hash of a tuner's code in the installed PEFT."""
+    digest = hashlib.sha256()
+    for path in sorted((Path(peft.__file__).parent / "tuners" / tuner).glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def kinds_of(config: Any) -> list[str]:
+    """The rows that a config falls under: its tuner, and one for every field that makes it another kind, whether
+    there is such a row or not."""
+    tuner = tuner_of(config)
+    kinds = [tuner]
+    for name, value in _set_fields(config):
+        candidates = [f"{tuner} {name}{detail}" for detail in (*_details(value), "")]
+        known = next((kind for kind in candidates if kind in results()), None)
+        if known is not None or not _NEUTRAL.fullmatch(name):
+            kinds.append(known or candidates[0])
+    return kinds
+
+
+def _set_fields(config: Any) -> Iterator[tuple[str, Any]]:
+    """The fields of a config that are not as they are by default."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if value != default and not (value is None or value == {} or value == []):
+            yield field.name, value
+
+
+def _details(value: Any) -> Iterator[str]:
+    """What a field's value may be called in a row, the closest first."""
+    parts = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[call-overload]
+    if isinstance(parts, Mapping):
+        yield from (f".{name}={part}" for name, part in parts.items() if isinstance(part, str))
+    elif isinstance(value, enum.Enum):
+        yield f"={value.value}"
+    elif isinstance(value, str):
+        yield f"={re.sub(r'_niter_[0-9]+$', '_niter', value)}"
+    elif isinstance(value, bool) and not value:
+        yield "=False"
+
+
+def verdict_of(config: Any) -> tuple[str, str]:
+    """`exact`, `refused` or `unknown`, and the kind that decides it."""
+    kinds = kinds_of(config)
+    for kind in kinds:
+        if results().get(kind, {}).get("verdict") == REFUSED:
+            return REFUSED, kind
+    unknown = [kind for kind in kinds if kind not in results()]
+    if unknown:
+        return UNKNOWN, unknown[0]
+    tuner = kinds[0]
+    return (EXACT if _sources().get(tuner) == source_of(tuner) else UNKNOWN), tuner
+
+
+def configs_of(model: nn.Module) -> dict[str, Any]:
+    """Every adapter's config in a model by the adapter's name, active or not: it may be switched to."""
+    found: dict[str, Any] = {}
+    for module in model.modules():
+        for slot in ("peft_config", "_peft_config"):
+            configs = vars(module).get(slot)
+            found |= configs if isinstance(configs, dict) else {}
+    return found
+
+
+def refuse_adapter(config: Any, *, name: str | None = None) -> None:
+    """A kind of adapter under which packing is wrong.
+
+    Args:
+        config (`PeftConfig` or `None`):
+            The adapter's config.
+        name (`str`, *optional*):
+            The adapter's name on a model that has it already.
+
+    Raises:
+        [`UnsupportedModel`]: naming tuner and variant, the reason and what to use instead.
+    """
+    if not dataclasses.is_dataclass(config):
+        return
+    verdict, kind = verdict_of(config)
+    if verdict != REFUSED:
+        return
+    row = results()[kind]
+    where = "" if name is None else f" (adapter '{name}')"
+    raise UnsupportedModel(
+        f"{type(config).__name__} cannot be packed: PEFT's {kind}{where}.", why=[row["why"]], do=row["do"]
+    )
+
+
+def refuse_adapters(model: nn.Module) -> None:
+    """A model with an adapter under which packing is wrong, active or not.
+
+    Raises:
+        [`UnsupportedModel`]: naming the adapter, its tuner and variant, the reason and what to use instead.
+    """
+    for name, config in configs_of(model).items():
+        refuse_adapter(config, name=name)
+
+
+def adapter_kinds(model: nn.Module) -> tuple[str, ...]:
+    """The rows that a model's adapters fall under, each adapter's own."""
+    return tuple(f"{name}: {kind}" for name, config in configs_of(model).items() for kind in kinds_of(config))
+
+
+def unmeasured_adapters(model: nn.Module) -> list[str]:
+    """The kinds of a model's adapters that no row vouches for."""
+    verdicts = [verdict_of(config) for config in configs_of(model).values()]
+    return [kind for verdict, kind in verdicts if verdict == UNKNOWN]
