@@ -34,7 +34,6 @@ def in_float32(tmp_path_factory):
 )
 def test_every_pair_of_dtypes_trains(dtype, full, mixed, in_float32, tmp_path):
     """To the losses of float32, as far as a first few steps are the same for adapter and model."""
-    # The check joins tensors of both half-precision dtypes, which autocast refuses.
     found = run(tmp_path, dtype, full=full, **mixed)
     assert found.isfinite().all() and not differs(found, in_float32)
 
