@@ -18,7 +18,11 @@ from trl_packfa.adapters.measure import measure, measure_kind
 from trl_packfa.errors import ContaminationError, UnsupportedModel
 from trl_packfa.patching import find_state
 
-VELORA = {"velora_config": VeloraConfig(num_groups=4), "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+VELORA = {
+    "velora_config": VeloraConfig(num_groups=4),
+    "target_modules": ["q_proj", "v_proj"],
+    "task_type": "CAUSAL_LM",
+}
 
 
 def velora(**fields):
@@ -135,7 +139,9 @@ def test_an_unmeasured_kind_is_checked_on_the_model(monkeypatch, change):
 
 
 def test_an_unmeasured_kind_that_leaks_is_refused_by_the_check(monkeypatch):
-    model = get_peft_model(tiny.model(layers=1), peft.LilyConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model = get_peft_model(
+        tiny.model(layers=1), peft.LilyConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:

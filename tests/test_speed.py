@@ -1,14 +1,18 @@
+import io
 from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
-from training import arguments, packed_trainer
+from rich.console import Console
+from training import SAVING, arguments, dataset, packed_trainer
+from trl import SFTTrainer
 
 from trl_packfa import DataCollatorForPacking, PackedSFTConfig
 from trl_packfa.arithmetic import ModelFlops
 from trl_packfa.bench.operations import OperationCounter
 from trl_packfa.bench.presets import preset_config
+from trl_packfa.progress import RichProgressCallback
 from trl_packfa.speed import SpeedMeter
 
 
@@ -74,3 +78,62 @@ def test_the_machine_is_measured_once(monkeypatch):
     trainer.train()
     logs = [logs for logs in trainer.state.log_history if "loss" in logs]
     assert len(measured) == 1 and all(0 < entry["mfu"] for entry in logs)
+
+
+def test_evaluations_and_checkpoints_are_no_training_time(tmp_path, monkeypatch):
+    """A clock that only they move: with their time counted the speed would fall to next to nothing."""
+    now = [0.0]
+    monkeypatch.setattr("trl_packfa.speed.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    args = arguments(
+        out=tmp_path, max_steps=4, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=2,
+        peak_tflops=1.0,
+    )  # fmt: skip
+    trainer = packed_trainer(args, eval_dataset={"a": dataset(4, seed=1), "b": dataset(4, seed=2)})
+    slow = {name: getattr(SFTTrainer, name) for name in ("evaluate", "_save_checkpoint")}
+
+    def slowly(name):
+        def run(self, *args, **kwargs):
+            now[0] += 1000.0
+            return slow[name](self, *args, **kwargs)
+
+        return run
+
+    for name in slow:
+        monkeypatch.setattr(SFTTrainer, name, slowly(name))
+    step = trainer.training_step
+
+    def training_step(*args, **kwargs):
+        loss = step(*args, **kwargs)
+        now[0] += 2.0
+        return loss
+
+    trainer.training_step = training_step
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    counts = [entry["num_tokens"] for entry in logs]
+    trained = [count - before for before, count in zip([0, *counts[:-1]], counts, strict=True)]
+    assert [entry["tokens_per_second"] for entry in logs] == [tokens / 2.0 for tokens in trained]
+    assert now[0] > 4 * 1000
+
+
+def test_a_resumed_run_shows_the_logged_speed_and_what_is_left(tmp_path):
+    """In a pipe; the tokens of before, and the time of the steps of before, are no part of it."""
+    for resumed in (None, str(tmp_path / "checkpoint-2")):
+        trainer = packed_trainer(arguments(out=tmp_path, **SAVING))
+        out = io.StringIO()
+        callback = RichProgressCallback.attach(trainer, "training", Console(file=out, width=200))
+        trainer.train(resume_from_checkpoint=resumed)
+        lines = [line for line in out.getvalue().splitlines() if "tokens/s" in line]
+        logs = [entry for entry in trainer.state.log_history if "loss" in entry][2 if resumed else 0 :]
+        assert len(lines) == len(logs) == (2 if resumed else 4)
+        for line, entry in zip(lines, logs, strict=True):
+            assert f"  {entry['tokens_per_second']:,.0f} tokens/s  0:00:0" in line and line.endswith("to go")
+        assert callback.began[1] == (2 if resumed else 0) and lines[-1].endswith("0:00:00 to go")
+
+
+def test_what_is_left_is_estimated_from_the_steps_of_this_run(monkeypatch):
+    callback = RichProgressCallback("training")
+    callback.began = (100.0, 40)
+    monkeypatch.setattr("trl_packfa.progress.time", SimpleNamespace(perf_counter=lambda: 160.0))
+    state = SimpleNamespace(global_step=60, max_steps=100)
+    assert callback._times(state) == "0:01:00 elapsed, 0:02:00 to go"

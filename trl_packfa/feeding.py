@@ -29,6 +29,7 @@ from .sources import AnyDataset, asked_for
 from .stepping import SteppingTrainer
 from .steps import Documents
 from .streams import PackedStream, stream_loader
+from .templates import left_out_by_template
 from .tokenized import cut_dataset, cut_stream, read_lengths
 
 logger = get_logger(__name__)
@@ -63,6 +64,8 @@ class FeedingTrainer(SteppingTrainer):
         dataset_name: str,
     ) -> AnyDataset:
         """Tokenized and labelled by TRL, cut by us, so that no token is lost without being counted."""
+        for sentence in left_out_by_template(dataset, processing_class, self.chat_template):
+            logger.warning("trl-packfa: %s: %s", dataset_name, sentence)
         if not args.packing:
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         uncut = copy.copy(args)

@@ -1,7 +1,4 @@
-"""A training run on the terminal: one progress bar with the loss and the true tokens per second.
-
-Uses what the Trainer logs and nothing else, so it shows any run of any trainer that counts `num_tokens`.
-"""
+"""A training run on the terminal: one progress bar with the loss and the true tokens per second that are logged."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
@@ -64,6 +62,7 @@ class RichProgressCallback(TrainerCallback):
         self.progress: Progress | None = None
         self.task: TaskID | None = None
         self.shown, self.evaluated = "", 0
+        self.began: tuple[float, int] = (0.0, 0)
         # By name of the dataset: step and loss of every evaluation.
         self.eval_losses: dict[str, list[tuple[int, float]]] = {}
 
@@ -83,6 +82,7 @@ class RichProgressCallback(TrainerCallback):
     ) -> None:
         """Open the bar on the main process."""
         self.shown, self.evaluated, self.eval_losses = "", 0, {}
+        self.began = (time.perf_counter(), state.global_step)
         if not state.is_world_process_zero:
             return
         columns = [
@@ -126,7 +126,8 @@ class RichProgressCallback(TrainerCallback):
             self.shown += f"  {logs['tokens_per_second']:,.0f} tokens/s"
         self._show(self.shown)
         if not self.console.is_terminal:
-            self._say(f"{self.title}  step {state.global_step}/{state.max_steps}  {self.shown}")
+            times = self._times(state)
+            self._say(f"{self.title}  step {state.global_step}/{state.max_steps}  {self.shown}  {times}")
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -171,6 +172,12 @@ class RichProgressCallback(TrainerCallback):
     def _show(self, text: str, *, at_once: bool = False) -> None:
         if self.progress is not None and self.task is not None:
             self.progress.update(self.task, shown=text, refresh=at_once)
+
+    def _times(self, state: TrainerState) -> str:
+        """Since training began, and what is left at that pace; steps before a resumption took none of it."""
+        elapsed, done = time.perf_counter() - self.began[0], state.global_step - self.began[1]
+        left = elapsed / max(done, 1) * (state.max_steps - state.global_step)
+        return f"{timedelta(seconds=round(elapsed))} elapsed, {timedelta(seconds=round(left))} to go"
 
     def _say(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from .arithmetic import ModelFlops, peak_flops
@@ -26,15 +28,29 @@ class SpeedMeter:
         self._args, self._world_size = args, world_size
         self._peak: float | None = None
         self._since: tuple[float, int] | None = None
+        self._pauses = 0
         self._forget()
 
     def _forget(self) -> None:
         # Tensors where a padded batch's mask had to be counted on its device.
         self._tokens, self._squares, self._trained = [0, 0, 0]
+        self._paused = 0.0
 
     def start(self, tokens: int) -> None:
         """The clock runs from the first call on; `tokens` is how many all ranks had trained by then."""
         self._since = self._since or (time.perf_counter(), tokens)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside is no training, and its time does not count."""
+        self._pauses += 1
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+            if not self._pauses:
+                self._paused += time.perf_counter() - began
 
     def add(self, inputs: dict[str, Any]) -> None:
         """A micro-batch: the tokens of its documents, their squares, and those that the LM head scores."""
@@ -61,7 +77,7 @@ class SpeedMeter:
         now, since, counted = time.perf_counter(), self._since, float(self._tokens)
         figures: dict[str, float] = {}
         if since is not None and tokens > since[1] and counted:
-            rate = (tokens - since[1]) / (now - since[0])
+            rate = (tokens - since[1]) / (now - since[0] - self._paused)
             needed = self._flops.per_token(seen=float(self._squares) / counted, trained=float(self._trained) / counted)
             if self._peak is None:
                 self._peak = peak_flops(self._config, self._args, seconds=_MEASURING)

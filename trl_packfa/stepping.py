@@ -76,6 +76,15 @@ class SteppingTrainer(SFTTrainer):
             batch_samples = [as_example_labels(batch) for batch in batch_samples]
         return super()._get_num_items_in_batch(batch_samples, device)
 
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """TRL's, whose time is no training's."""
+        with self._speed.paused():
+            return super().evaluate(*args, **kwargs)
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        with self._speed.paused():
+            super()._save_checkpoint(model, trial)
+
     def training_step(
         self,
         model: torch.nn.Module,

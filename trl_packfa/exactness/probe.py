@@ -103,7 +103,9 @@ class Probe:
         """Mean loss of the documents' logits under the labels that the collator makes."""
         labels = self.collator(_examples(self.tokens))["labels"].flatten()
         labels = labels[torch.cat(self.row.places)].to(self.device)
-        losses = nn.functional.cross_entropy(torch.cat([x.float() for x in logits])[:-1], labels[1:], ignore_index=-100)
+        losses = nn.functional.cross_entropy(
+            torch.cat([x.float() for x in logits])[:-1], labels[1:], ignore_index=-100
+        )
         return float(losses)
 
     def loss_alone(self, logits: Documents) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,19 @@ from ..contents import require_whole
 from ..errors import InvalidConfig, InvalidDataset
 from ..packing import TrainedTokens
 from ..preflight import load_tokenizer, require_markable
+from ..templates import left_out_by_template
 from ..tokenized import TEXT_COLUMNS, Tokens, read_tokens, require_usable
 from ..zoo import small_model
 
 
 @dataclass(frozen=True)
 class Source:
-    """Documents before anything is cut: where they come from, their tokens, and which have a label."""
+    """Documents before anything is cut: where they come from, their tokens, which have a label, and what was seen on
+    the way that a user should know."""
 
     name: str
     tokens: Tokens
+    remarks: tuple[str, ...] = ()
 
 
 def lengths_from_file(path: str) -> Source:
@@ -74,7 +78,8 @@ def read_documents(name: str, dataset: Any, tokenizer: str, args: PackedSFTConfi
     loaded = load_tokenizer(tokenizer, args, otherwise="pass --tokenizer, or the documents' lengths with --lengths")
     require_markable(loaded, args)
     try:
-        return Source(name, read_tokens(_prepared(dataset, loaded, args)))
+        prepared = _prepared(dataset, loaded, args)
+        return Source(name, read_tokens(prepared.dataset), tuple(prepared.remarks))
     except (RuntimeError, ValueError) as error:
         if isinstance(error, (InvalidConfig, InvalidDataset)):
             raise
@@ -83,7 +88,7 @@ def read_documents(name: str, dataset: Any, tokenizer: str, args: PackedSFTConfi
         ) from error
 
 
-def _prepared(dataset: Dataset, tokenizer: Any, args: PackedSFTConfig) -> Dataset:
+def _prepared(dataset: Dataset, tokenizer: Any, args: PackedSFTConfig) -> _Tokenized:
     """What TRL's trainer makes of the dataset, which it is asked for with a model of a few weights."""
     args = copy.copy(args)
     args.packing, args.packing_strategy, args.padding_free, args.max_length = False, "bfd", False, None
@@ -91,20 +96,22 @@ def _prepared(dataset: Dataset, tokenizer: Any, args: PackedSFTConfig) -> Datase
     try:
         trainer = _Tokenizing(small_model("llama"), args=args, train_dataset=dataset, processing_class=tokenizer)
     except _Tokenized as tokenized:
-        return tokenized.dataset
-    return trainer.train_dataset  # type: ignore[return-value]  # dataset_kwargs said to skip the preparation
+        return tokenized
+    return _Tokenized(trainer.train_dataset)  # type: ignore[arg-type]  # dataset_kwargs said to skip the preparation
 
 
 class _Tokenized(Exception):
-    """Carries the prepared dataset out of TRL's constructor: a trainer is not wanted."""
+    """Carries the prepared dataset out of TRL's constructor, and what its chat template left out: a trainer is not
+    wanted."""
 
-    def __init__(self, dataset: Dataset) -> None:
+    def __init__(self, dataset: Dataset, remarks: Sequence[str] = ()) -> None:
         super().__init__()
-        self.dataset = dataset
+        self.dataset, self.remarks = dataset, remarks
 
 
 class _Tokenizing(SFTTrainer):
     """Settles templates, special tokens and loss masks as any trainer does, and stops when the data is ready."""
 
-    def _prepare_dataset(self, *args: Any, **kwargs: Any) -> Any:
-        raise _Tokenized(super()._prepare_dataset(*args, **kwargs))  # type: ignore[arg-type]
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, *args: Any, **kwargs: Any) -> Any:
+        remarks = left_out_by_template(dataset, processing_class, self.chat_template)
+        raise _Tokenized(super()._prepare_dataset(dataset, processing_class, *args, **kwargs), remarks)  # type: ignore[arg-type]

@@ -76,7 +76,7 @@ def make_plan(source: Source, args: PackedSFTConfig, ranks: list[int], shape: An
     if shape:
         memory = {name: estimate(shape, args, o.epoch().largest_micro_batch) for name, o in outcomes.items()}
     figures = Plan(source, args, outcomes, shape, memory)
-    return Plan(source, args, outcomes, shape, memory, advise(figures))
+    return Plan(source, args, outcomes, shape, memory, (*advise(figures), *source.remarks))
 
 
 def _source(script: Any, args: PackedSFTConfig, mixture: Any, wanted: PlanArguments) -> Source:
