@@ -1,4 +1,4 @@
-"""Which quantizers let documents of a batch change each other's numbers: measured where bitsandbytes is, read elsewhere."""
+"""Which quantizers let documents of a batch change each other: measured for bitsandbytes, else read."""
 
 from types import SimpleNamespace
 

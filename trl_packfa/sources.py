@@ -135,7 +135,7 @@ def _keep_tokens_apart(config: BitsAndBytesConfig) -> None:
     """LLM.int8 without its threshold: columns with an outlier of any document are not taken apart for all of them."""
     logger.warning(
         "trl-packfa: load_in_8bit=True loads with llm_int8_threshold=0.0, not bitsandbytes' %s, as outliers of one "
-        "document would change the numbers of the others. Columns of outliers are in 8 bits, too, which costs accuracy "
+        "document would change the numbers of others. Columns of outliers are in 8 bits, too, which costs accuracy "
         "on models that have some; load_in_4bit=True has no such columns.",
         config.llm_int8_threshold,
     )
