@@ -125,7 +125,6 @@ REASONS: dict[str, tuple[str, str]] = {
     "cartridge": (_CACHED, _WEIGHTS),
     "cpt": (_VIRTUAL, _WEIGHTS),
     "lily": ("its router averages over all tokens of a micro-batch, of other documents and pads too", _WEIGHTS),
-    "lora alora_invocation_tokens": ("it begins at one token of a row, not at one of each document", "Use plain LoRA."),
     "lora velora_config": (_AVERAGE, "Use VeloraConfig(init_type='random'), whose projection is fixed."),
     "lora velora_config.init_type=batch_average_once": (
         _AVERAGE + ", the first one's, which is another one packed than padded",
