@@ -112,7 +112,7 @@ def test_chunks_stay_small_where_memory_is_mapped_afresh():
 def test_int8_weights_are_left_to_peft(tmp_path):
     pytest.importorskip("bitsandbytes")
     tiny.model(layers=2).save_pretrained(tmp_path)
-    quantization = BitsAndBytesConfig(load_in_8bit=True)
+    quantization = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantization, dtype=torch.float32)
     assert_left_to_peft(adapted(base=base), "Linear8bitLt computes its product in its own way")
 

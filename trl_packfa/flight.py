@@ -15,6 +15,9 @@ import torch
 
 from .layout import PackedLayout
 
+# Where a layout's memo holds the tokens of its call `(B, L)`, for layers that depend on what they read.
+INPUT_IDS = "input_ids"
+
 _IN_FLIGHT: ContextVar[PackedLayout | None] = ContextVar("trl_packfa_layout", default=None)
 
 

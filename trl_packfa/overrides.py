@@ -22,7 +22,7 @@ from .attention import AttentionArguments, BackendChoice
 from .boundaries import layout_of
 from .declaration import QKV, Patch
 from .errors import PackingError
-from .flight import empty_mask, find_layout, in_flight, layout_in, layout_in_flight
+from .flight import INPUT_IDS, empty_mask, find_layout, in_flight, layout_in, layout_in_flight
 from .graphs import around_graphs, let_sizes_change, outside_of_graphs
 from .layout import PackedLayout
 from .rebatch import BOUNDARIES, FOUND_BY_ITSELF, run_backbone_by_document
@@ -70,8 +70,11 @@ class BackboneOverride(Override):
         makes_mask: bool = False,
         counts_positions: bool = False,
         most_positions: int | None = None,
+        keeps_ids: bool = False,
+        look: Callable[[nn.Module], None] | None = None,
     ) -> None:
         super().__init__(module, original)
+        self.keeps_ids, self.look = keeps_ids, look
         self.makes_mask, self.counts_positions, self.most_positions = makes_mask, counts_positions, most_positions
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         self.names = tuple(parameter.name for parameter in parameters)
@@ -100,6 +103,9 @@ class BackboneOverride(Override):
         layout = layout_in_flight() if layout is None else layout
         if layout is None:
             return None
+        if self.look is not None:  # once, at the first packed call: what was put into the model since it was patched
+            self.look(self.module)
+            self.look = None
         if self.most_positions is not None:
             self._require_positions(layout, self.most_positions)
         if call.get("output_attentions"):
@@ -132,6 +138,8 @@ class BackboneOverride(Override):
 
     @outside_of_graphs
     def _packed_call(self, call: dict[str, Any], layout: PackedLayout) -> tuple[dict[str, Any], PackedLayout]:
+        if self.keeps_ids and call.get("input_ids") is not None:
+            layout = replace(layout, memo={INPUT_IDS: call["input_ids"]})  # of its own: another call has other tokens
         call = _packed_call(call, layout)
         if "token_type_ids" in self.names and call.get("token_type_ids") is None:
             call["token_type_ids"] = types_of_long_rows(self.module, layout)

@@ -21,7 +21,14 @@ from .declaration import Patch
 from .elementwise import RMSNormOverride, is_rms_norm
 from .errors import NoBackend
 from .finding import class_names, find_attention, find_backbone, find_by_class, inner_model, most_positions, windows_of
-from .lora import adapted_layers, fused_overrides
+from .lora import (
+    activated_overrides,
+    adapted_layers,
+    invocations_of,
+    lora_overrides,
+    require_in_packed_rows,
+    require_patched,
+)
 from .mixers import FunctionOverride, LayerOverride, MixerOverride
 from .overrides import (
     AttentionOverride,
@@ -50,6 +57,7 @@ class PatchState:
     adapted: list[nn.Module] = field(default_factory=list)
     edits: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     adapter_kinds: tuple[str, ...] = ()
+    invocations: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def find_state(model: nn.Module) -> PatchState | None:
@@ -72,11 +80,14 @@ def apply_patch(model: nn.Module, patch: Patch, backend: str, *, fused_lora: boo
     mixers = find_by_class(backbone, (*patch.mixers, *patch.masked_mixers, *patch.beside))
     windows, lora = windows_of(patch, backbone, attention), adapted_layers(model)
     state = PatchState(patch, backends, attention, windows, mixers, fused_lora=fused_lora, adapted=lora)
+    state.invocations = invocations_of(model)
+    for module in (backbone, *mixers.values()):
+        require_in_packed_rows(module, by_document=patch.rebatch or module is not backbone)
     planned = _plan_attention(state)
     if patch.makes_mask:
         planned.append((backbone, "config", bridge.interface_config(_config(backbone), backends)))
     planned += [(module, quantized.SWITCH, False) for module in quantized.convertible_modules(model)]
-    for override in (*_plan_outside(model, backbone, patch), *_plan_inside(backbone, state)):
+    for override in (*_plan_outside(model, backbone, state), *_plan_inside(backbone, state)):
         planned.append((override.module, _forward_slot(override.module), override))
     for module, slot, value in planned:
         state.edits.append((module, slot, vars(module).get(slot)))
@@ -125,21 +136,24 @@ def _plan_attention(state: PatchState) -> list[tuple[nn.Module, str, Any]]:
     return planned
 
 
-def _plan_outside(model: nn.Module, backbone: nn.Module, patch: Patch) -> list[Override]:
+def _plan_outside(model: nn.Module, backbone: nn.Module, state: PatchState) -> list[Override]:
     """Who finds the boundaries: the backbone, and the causal LM around it where that may keep them to itself."""
+    patch = state.patch
     backbone_override = RebatchOverride if patch.rebatch else BackboneOverride
     counts = patch.rebatch or patch.beside or any(depends_on_length(module) for module in backbone.modules())
     options = {
         "makes_mask": patch.makes_mask,
         "counts_positions": bool(counts),
         "most_positions": most_positions(backbone),
+        "keeps_ids": bool(state.invocations),
+        "look": require_patched,
     }
     overrides: list[Override] = [backbone_override(backbone, _own_forward(backbone), **options)]
     inner = inner_model(model)
     told = patch.attention or (patch.rung == "interface" and not patch.beside and not patch.functions)
     if inner is not backbone and (patch.makes_mask or not told):
         overrides.append(CausalLMOverride(inner, _own_forward(inner)))
-    return overrides
+    return overrides + activated_overrides(model, _own_forward)
 
 
 def _plan_inside(backbone: nn.Module, state: PatchState) -> list[Override]:
@@ -149,7 +163,7 @@ def _plan_inside(backbone: nn.Module, state: PatchState) -> list[Override]:
     rotary = [module for module in backbone.modules() if depends_on_length(module)]
     overrides: list[Override] = [RotaryOverride(module, _own_forward(module)) for module in rotary]
     overrides += [_mixer_override(module, state) for module in state.mixers.values()]
-    when_packed = fused_overrides(backbone, _own_forward) if state.fused_lora else []
+    when_packed = lora_overrides(backbone, _own_forward, fused=state.fused_lora, invocations=state.invocations)
     when_packed += [RMSNormOverride(module, None) for module in backbone.modules() if is_rms_norm(module)]
     if state.mixers or state.patch.functions or state.patch.makes_mask or when_packed:
         layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]

@@ -89,7 +89,7 @@ def _two_adapters() -> nn.Module:
     model: Any = _lora()()
     assert isinstance(model, PeftModel)
     model.add_adapter("second", _config("LoraConfig", r=2, target_modules=["q_proj"]))
-    model.base_model.set_adapter(["default", "second"])
+    model.base_model.set_adapter(["default", "second"])  # type: ignore[operator]
     return model
 
 
@@ -125,10 +125,6 @@ REASONS: dict[str, tuple[str, str]] = {
     "cartridge": (_CACHED, _WEIGHTS),
     "cpt": (_VIRTUAL, _WEIGHTS),
     "lily": ("its router averages over all tokens of a micro-batch, of other documents and pads too", _WEIGHTS),
-    "lora alora_invocation_tokens": (
-        "it begins at one token of a row, not at one of each document",
-        "Use plain LoRA.",
-    ),
     "lora velora_config": (_AVERAGE, "Use VeloraConfig(init_type='random'), whose projection is fixed."),
     "lora velora_config.init_type=batch_average_once": (
         _AVERAGE + ", the first one's, which is another one packed than padded",

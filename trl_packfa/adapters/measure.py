@@ -42,7 +42,7 @@ def measure_kind(kind: str) -> dict[str, Any]:
     """A row of `adapters.json`. A kind with a reason against it is refused whatever it comes to; one that is not
     exact and has none is a finding, and an error in the file's making."""
     try:
-        found = _rounded(measure(KINDS[kind], noisy=kind in _NOISY))
+        found: dict[str, Any] = _rounded(measure(KINDS[kind], noisy=kind in _NOISY))
     except ImportError:
         raise
     except Exception as error:  # whatever an unsupported tuner raises, it is what packing it comes to

@@ -19,16 +19,17 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ..flight import layout_in_flight
 from ..overrides import Override, computes_as
+from .activated import ActivatedLoraOverride, Invocations, activated_layers
 from .products import GatedMLP, ProjectTogether
 from .projections import Projection, compute_dtype, is_adapted, output_dtype, read, why_not
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
 
 
-class AdaptedLinearOverride(Override):
+class AdaptedLinearOverride(ActivatedLoraOverride):
     """A LoRA layer: base and update in one product."""
 
-    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def call_plain(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """PEFT's layer's forward."""
         outputs = None if args or kwargs else _project((self.module,), x)
         return self.call_original(x, *args, **kwargs) if outputs is None else outputs[0]
@@ -70,12 +71,22 @@ def adapted_layers(module: nn.Module) -> list[nn.Module]:
     return [layer for layer in module.modules() if isinstance(layer, LoraLayer)]
 
 
-def fused_overrides(backbone: nn.Module, own_forward: Callable[[nn.Module], Any]) -> list[Override]:
-    """For every LoRA layer that may be fused, and every MLP that holds some; `own_forward` finds what they replace."""
+def lora_overrides(
+    backbone: nn.Module, own_forward: Callable[[nn.Module], Any], *, fused: bool, invocations: Invocations
+) -> list[Override]:
+    """For every LoRA layer that may be fused, every MLP that holds some, and every layer that has an activated adapter
+    or may be given one; `own_forward` finds what they replace."""
     layers = [module for module in backbone.modules() if is_adapted(module) and "_hf_hook" not in vars(module)]
     mlps = [module for module in backbone.modules() if is_gated_mlp(module) and adapted_layers(module)]
-    found: list[Override] = [AdaptedLinearOverride(layer, own_forward(layer)) for layer in layers]
-    return found + [GatedMLPOverride(mlp, own_forward(mlp)) for mlp in mlps]
+    options = {"invocations": invocations}
+    found: list[Override] = []
+    if fused:
+        found += [AdaptedLinearOverride(layer, own_forward(layer), **options) for layer in layers]
+        found += [GatedMLPOverride(mlp, own_forward(mlp)) for mlp in mlps]
+    taken = {id(override.module) for override in found}
+    others = [layer for layer in (*layers, *activated_layers(backbone)) if id(layer) not in taken]
+    others = list({id(layer): layer for layer in others}.values())
+    return found + [ActivatedLoraOverride(layer, own_forward(layer), **options) for layer in others]
 
 
 def describe_lora(layers: Sequence[nn.Module], fused: bool) -> list[str]:

@@ -1,0 +1,144 @@
+"""The table of false alarms: every exact type as a small model, in every precision, with several seeds and scales.
+
+    python tests/proof_table.py --out proof.jsonl --seeds 0 1 2 3 4
+    python tests/proof_table.py --out proof.jsonl --summary
+    python tests/proof_table.py --out real.jsonl --model FOLDER --seeds 0 1 2 3
+
+A row is a check: `exact`, a false alarm otherwise, or `cannot run` where the model by itself does not run so. Takes
+hours for all; rows that the file has are not run again. `tests/test_proof_power.py` holds a few of them.
+"""
+
+import argparse
+import json
+import logging
+import os
+import tempfile
+import warnings
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+from trl_packfa import check
+from trl_packfa.patching import apply_patch
+from trl_packfa.registry import get_patch
+from trl_packfa.results import results
+from trl_packfa.zoo import small_model
+
+MODES = ("float32", "bfloat16", "float16", "autocast", "nf4")
+KEPT = ("isolation", "input_gradients", "parity", "threshold", "gradients", "gradient_threshold", "loss", "control",
+        "mode", "seconds", "first_leak", "first_difference", "first_gradient")  # fmt: skip
+
+
+def build(name, mode, seed, scale):
+    """A small model, or a saved one; `scale` is the standard deviation of its matrices, 0 for what it comes with."""
+    model = AutoModelForCausalLM.from_pretrained(name) if os.path.isdir(name) else small_model(name, seed=seed)
+    if scale:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    if mode in ("bfloat16", "float16"):
+        return model.to(getattr(torch, mode))
+    return with_adapter(model) if mode == "nf4" else model
+
+
+def with_adapter(model):
+    """The model in NF4, with LoRA on it, whose factors are not zero."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        quantization = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bfloat16"
+        )
+        model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization, dtype=torch.float32)
+    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    return get_peft_model(model, lora)
+
+
+def measure(job):
+    """A row of the table."""
+    name, mode, seed, scale = job
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    row = {"type": name, "precision": mode, "seed": seed, "scale": scale}
+    context = torch.autocast("cpu", torch.bfloat16) if mode == "autocast" else nullcontext()
+    ids = torch.arange(3, 14)[None]
+    try:
+        model = build(name, mode, seed, scale)
+        with context:
+            assert bool(model(input_ids=ids, use_cache=False).logits.isfinite().all()), "logits are not finite"
+            model(input_ids=ids, use_cache=False).logits.float().sum().backward()
+        model = build(name, mode, seed, scale)
+    except Exception as error:  # whatever the model's own code raises in this precision
+        return {**row, "verdict": "cannot run", "why": f"{type(error).__name__}: {str(error)[:200]}"}
+    try:
+        apply_patch(model, get_patch(model), "auto")
+        tokenizer = AutoTokenizer.from_pretrained(name) if os.path.isdir(name) and seed % 2 else None
+        with context:
+            report = check(model, seed=seed, processing_class=tokenizer)
+    except Exception as error:
+        return {**row, "verdict": "raises", "why": f"{type(error).__name__}: {str(error)[:200]}"}
+    return {**row, "verdict": report.verdict, **{key: getattr(report, key) for key in KEPT}}
+
+
+def summary(rows):
+    """Verdicts by precision and scale, and how near the nearest exact one came to an alarm."""
+    lines = ["| precision | scale | seeds | exact | false alarms | cannot run | nearest: layers | gradients |",
+             "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    for mode, scale in sorted({(row["precision"], row["scale"]) for row in rows}):
+        some = [row for row in rows if (row["precision"], row["scale"]) == (mode, scale)]
+        verdicts = Counter(row["verdict"] for row in some)
+        exact = [row for row in some if row["verdict"] == "exact"]
+        layers = max((row["parity"] / row["threshold"] for row in exact), default=0)
+        gradients = max((row["gradients"] / row["gradient_threshold"] for row in exact if row["gradients"]), default=0)
+        alarms = len(some) - verdicts["exact"] - verdicts["cannot run"]
+        seeds = len({row["seed"] for row in some})
+        lines.append(
+            f"| {mode} | {scale or 'as built'} | {seeds} | {verdicts['exact']} | {alarms} | {verdicts['cannot run']} "
+            f"| {layers:.2f} | {gradients:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--scales", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--modes", nargs="+", default=list(MODES))
+    parser.add_argument("--types", nargs="+")
+    parser.add_argument("--model", help="a folder with a real model, instead of small ones")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--summary", action="store_true")
+    args = parser.parse_args()
+    rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    if not args.summary:
+        exact = [name for name, result in results().items() if result["verdict"] == "exact"]
+        names = [args.model] if args.model else args.types or exact
+        done = {(row["type"], row["precision"], row["seed"], row["scale"]) for row in rows}
+        jobs = [(n, m, s, c) for c, s, m, n in product(args.scales, args.seeds, args.modes, names)]
+        jobs = [job for job in jobs if job not in done]
+        with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool, args.out.open("a") as file:
+            for row in pool.map(measure, jobs):
+                rows.append(row)
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+    print(summary(rows))
+    for row in rows:
+        if row["verdict"] not in ("exact", "cannot run"):
+            print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()
