@@ -99,9 +99,11 @@ def test_boundaries_beside_a_filled_cache_are_refused(told):
 
 
 def test_the_prefix_of_an_adapter_is_a_filled_cache(tmp_path):
-    model = get_peft_model(tiny.model(layers=2), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    """`patch` refuses the adapter by name; this one came after it."""
+    model = patch(tiny.model(layers=2))
+    model = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     with pytest.raises(InvalidLayout, match="packed_layout came with a filled past_key_values"):
-        patch(model)(input_ids=IDS, packed_layout=LAYOUT)
+        model(input_ids=IDS, packed_layout=LAYOUT)
 
 
 def test_a_mask_of_document_numbers_is_refused():

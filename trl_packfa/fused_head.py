@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from . import routing
 from .errors import UnsupportedModel
 from .exactness import quiet, vocabulary_of
 from .finding import inner_model
@@ -103,8 +104,7 @@ def _named(dtype: torch.dtype) -> str:
 def _difference(model: Any, seed: int) -> float | None:
     ids = _random_ids(model, seed)
     # Log-probabilities are compared, whatever becomes of the routers' auxiliary loss.
-    routed = hasattr(inner_model(model).config.get_text_config(), "output_router_logits")
-    options: dict[str, Any] = {"use_cache": False, **({"output_router_logits": False} if routed else {})}
+    options: dict[str, Any] = {"use_cache": False, **routing.without(inner_model(model).config.get_text_config())}
     with quiet(model), torch.no_grad():
         try:
             fused = model(input_ids=ids, labels=ids, fused_lm_head=True, **options).log_probs

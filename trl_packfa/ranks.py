@@ -85,11 +85,12 @@ def _message(error: Exception) -> str:
 class TrainBeginCallback(TrainerCallback):
     """Runs something once the model is wrapped, before the first step."""
 
-    def __init__(self, work: Callable[[], object]) -> None:
+    def __init__(self, *work: Callable[[], object]) -> None:
         self.work = work
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """The Trainer has wrapped the model and loaded its checkpoint."""
-        self.work()
+        for work in self.work:
+            work()

@@ -50,6 +50,11 @@ def told(outputs: Any) -> Any:
     return outputs
 
 
+def without(text_config: Any) -> dict[str, bool]:
+    """Arguments for a call that leaves the auxiliary loss out, for a model of this text config."""
+    return {_ASKED: False} if hasattr(text_config, _ASKED) else {}
+
+
 def balances_experts(text_config: Any, coefficient: float | None) -> bool:
     """Whether TRL trains the routers' auxiliary loss of a model of this text config, with `router_aux_loss_coef`."""
     coefficient = getattr(text_config, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient

@@ -246,8 +246,7 @@ class PackedSFTTrainer(ProvingTrainer):
             )
         self.packing_plan = self._plan()
         self.add_callback(EpochCallback(lambda: self.packing_sampler))
-        self.add_callback(TrainBeginCallback(self._require_proof))
-        self.add_callback(TrainBeginCallback(self._scale_noise))
+        self.add_callback(TrainBeginCallback(self._require_proof, self._scale_noise))
         logger.info("trl-packfa: patched\n%s", describe(self.model))
 
     def _plan(self) -> dict[str, float]:

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .. import routing
 from ..boundaries import layout_of
 from ..errors import ContaminationError
+from ..finding import inner_model
 from ..graphs import uncompiled
 from ..layout import PackedLayout
 from ..rebatch import BOUNDARIES
@@ -115,7 +117,8 @@ def _alone(
 
 def _log_probs(model: nn.Module, call: Mapping[str, Any]) -> torch.Tensor:
     """`(B, L - 1)`, zero where nothing is trained."""
-    return model(**call, fused_lm_head=True, use_cache=False).log_probs
+    options = routing.without(inner_model(model).config.get_text_config())  # TRL's computation fails on some types
+    return model(**call, fused_lm_head=True, use_cache=False, **options).log_probs
 
 
 def _worst(
