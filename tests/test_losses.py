@@ -89,7 +89,7 @@ def test_a_mean_over_each_micro_batch_keeps_the_padded_cuts(tmp_path):
 
 
 def test_negative_control_cut_anew_the_means_are_others(tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_packfa.trainer.how_to_cut", lambda *args, **options: (FREE, ""))
+    monkeypatch.setattr("trl_packfa.stepping.how_to_cut", lambda *args, **options: (FREE, ""))
     padded, packed = pair(tmp_path, model=means)
     with pytest.raises(AssertionError, match="worst step"):
         assert_trajectory(losses(packed), losses(padded))
