@@ -63,8 +63,8 @@ def test_half_precision_on_less_of_a_cpu(name, tmp_path):
         pytest.skip(f"this CPU has {name} and no more: the suite around this test runs on it")
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
     env = {**kept, "ONEDNN_MAX_CPU_ISA": held.onednn, "ATEN_CPU_CAPABILITY": held.aten, "OMP_NUM_THREADS": "1"}
-    # Inductor's cache does not know of the cap: a process without it would run these graphs with longer vectors, out of
-    # bounds.
+    # Inductor's cache does not know of the cap: a process without it would run these graphs with longer vectors, out
+    # of bounds.
     env["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)
     said = run(["-c", SAYS], {**env, "ONEDNN_VERBOSE": "1"})
     assert all(words in said for words in held.says), said

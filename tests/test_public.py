@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 SOURCES = [path for folder in ("trl_packfa", "patches", "recipes") for path in (ROOT / folder).rglob("*.py")]
 # Names of the parameters, `=` where there is a default, `*` before those that are by name only.
 SIGNATURES = {
-    "check": "model * collator= seed=",
+    "check": "model * collator= documents= processing_class= seed= progress=",
     "describe": "model",
     "patch": "model * backend= fused_lora=",
     "patched": "model * backend= fused_lora=",

@@ -148,8 +148,8 @@ def _rounded(found: Mapping[str, float]) -> dict[str, Any]:
 
 
 def run(path: Path, *, seen: Callable[[str, Mapping[str, Any]], None], kinds: Iterable[str] = KINDS) -> dict[str, Any]:
-    """Measure every kind and write `path`, whole or not at all; `seen` is told of each as it comes."""
-    rows = {}
+    """Measure every kind and write `path`, whole or not at all; `seen` is told of each row as it comes."""
+    rows: dict[str, Any] = {}
     for kind in kinds:
         rows[kind] = measure_kind(kind)
         seen(kind, rows[kind])
@@ -159,3 +159,4 @@ def run(path: Path, *, seen: Callable[[str, Mapping[str, Any]], None], kinds: It
     partial.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
     partial.replace(path)
     return contents
+    return rows

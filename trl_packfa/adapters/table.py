@@ -1,4 +1,4 @@
-"""What packing does with every tuner of PEFT: `adapters.json`, made by `trl-packfa models --adapters`.
+"""What packing does with every tuner of PEFT: `adapters.json`, made by `trl-packfa models --adapters --run`.
 
 A kind of adapter that was measured exact is trusted while PEFT's code of it is the code that was measured. One that
 is in no row, or whose code has changed, is for the check on the user's own model to judge. One that was measured
@@ -171,3 +171,44 @@ def unmeasured_adapters(model: nn.Module) -> list[str]:
     """The kinds of a model's adapters that no row vouches for."""
     verdicts = [verdict_of(config) for config in configs_of(model).values()]
     return [kind for verdict, kind in verdicts if verdict == UNKNOWN]
+
+
+def rows(kinds: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
+    """The results for a terminal: of each kind how far packed logits and gradients are off, and why it is refused."""
+    return [
+        {
+            "kind": kind,
+            "verdict": row["verdict"],
+            "logits": _number(row.get("logits")),
+            "gradients": _number(row.get("gradients")),
+            "why": row.get("why", ""),
+        }
+        for kind, row in kinds.items()
+    ]
+
+
+def markdown(kinds: Mapping[str, Mapping[str, Any]]) -> str:
+    """The table of the documentation: every kind by verdict, and the refused ones with the reason and the remedy."""
+    exact = [row for row in kinds.values() if row["verdict"] == EXACT]
+    worst = {name: max(row[name] for row in exact) for name in ("logits", "gradients")}
+    named = ", ".join(f"`{kind}`" for kind, row in kinds.items() if row["verdict"] == EXACT)
+    lines = [
+        f"Exact ({len(exact)}; logits off by {_number(worst['logits'])} at most, gradients by "
+        f"{_number(worst['gradients'])}):",
+        "",
+        f"{named}.",
+        "",
+        f"Refused ({len(kinds) - len(exact)}):",
+        "",
+        "| kind | logits off by | gradients off by | why | what to do |",
+        "|---|---|---|---|---|",
+    ]
+    for kind, row in kinds.items():
+        if row["verdict"] != EXACT:
+            off = " | ".join(_number(row.get(name)) for name in ("logits", "gradients"))
+            lines.append(f"| `{kind}` | {off} | {row['why']} | {row['do']} |")
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "does not run" if value is None else f"{value:.1e}"

@@ -50,8 +50,9 @@ def measure_isolation(
     forward = _with_gradients if backward else _without_gradients
     everything = range(len(probe.lengths))
     base, found = forward(probe, run, probe.tokens, everything, arrangement)
-    worst_moved, regrouped, leaked, worst_which = 0.0, 0.0, (None if found is None else 0.0), ()
-    for which in replacements(len(probe.lengths)):
+    runs = replacements(len(probe.lengths))
+    worst_moved, regrouped, leaked, worst_which = 0.0, 0.0, (None if found is None else 0.0), runs[0]
+    for which in runs:
         stay = [i for i in everything if not which[i]]
         changed = [i for i in everything if which[i]]
         logits, gradients = forward(probe, run, probe.replaced(which), changed, arrangement)

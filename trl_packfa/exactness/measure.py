@@ -118,22 +118,25 @@ def _measure(subject: Subject, short: Probe, long: Probe, *, mode: str) -> Exact
     control = measure_control(short, scale)
     isolations = [(row, short), (dozen, long), (rows, short)]
     leaking, leaky = max(isolations, key=lambda item: item[0].forward)
-    forward, probe = max([(few, short), (many, long)], key=lambda item: item[0].forward.excess)
+    forward = max(few.forward, many.forward, key=lambda finding: finding.excess)
     gradients = [found.gradients for found in (few, many) if found.gradients is not None]
     gradient = max(gradients, key=lambda finding: finding.excess, default=None)
     leaked = [found.gradients for found, _ in isolations if found.gradients is not None]
     first = None
-    if subject.anywhere(not forward.forward.excess <= 1):
-        first = first_difference(probe, forward.forward.allowed) or forward.first
+    for parity, probe in ((few, short), (many, long)):
+        # Ranks that hold parts of the model must run the same forwards, whatever each of them found.
+        if subject.anywhere(not parity.forward.excess <= 1):
+            first = first_difference(probe, parity.forward.allowed) or parity.first
+            break
     return ExactnessReport(
         dtype=str(compute_dtype(subject.model, few.alone[0].dtype)).removeprefix("torch."),
         lengths=(*short.lengths, *long.lengths),
         isolation=leaking.forward,
         regrouped=max(found.regrouped for found, _ in isolations),
         input_gradients=max(leaked, default=None),
-        parity=forward.forward.difference,
-        threshold=forward.forward.allowed,
-        noise=forward.forward.noise,
+        parity=forward.difference,
+        threshold=forward.allowed,
+        noise=forward.noise,
         first_difference=first,
         gradients=gradient and gradient.difference,
         gradient_threshold=gradient and gradient.allowed,

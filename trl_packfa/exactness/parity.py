@@ -136,7 +136,9 @@ def _run_alone(
         if handed is not None:
             given = [{key: value for key, value in handed[document].items() if key in (held or ())}]
         following = Following([torch.arange(length)], (1, length), given)
-        with following.attached(subject.parts), last_places_off(subject.model) if off else nullcontext():
+        # Without gradients where none are taken: PEFT's activated LoRA allows one forward for each backward.
+        gradients = torch.set_grad_enabled(sign is not None)
+        with gradients, following.attached(subject.parts), last_places_off(subject.model) if off else nullcontext():
             found = probe.alone(document)
             _backward(subject, probe, [found], [document], sign)
         logits.append(found.detach())
