@@ -26,11 +26,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers.utils.logging import disable_progress_bar
 
 from trl_packfa import check
 from trl_packfa.patching import apply_patch
+from trl_packfa.quantized import unconverted
 from trl_packfa.registry import get_patch
 from trl_packfa.results import results
+from trl_packfa.sources import READ_DIRECTLY
 from trl_packfa.zoo import small_model
 
 MODES = ("float32", "bfloat16", "float16", "autocast", "nf4")
@@ -53,14 +56,19 @@ def build(name, mode, seed, scale):
 
 
 def with_adapter(model):
-    """The model in NF4, with LoRA on it, whose factors are not zero."""
+    """The model in NF4, with LoRA on it, whose factors are not zero, but for layers that kernels read the weights of."""
+    read = READ_DIRECTLY.get(model.config.get_text_config().model_type, ())
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         quantization = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bfloat16"
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype="bfloat16",
+            llm_int8_skip_modules=[*read, "lm_head"],
         )
         model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization, dtype=torch.float32)
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    lora.exclude_modules = set(read) or None
     return get_peft_model(model, lora)
 
 
@@ -71,12 +79,13 @@ def measure(job):
     torch.manual_seed(seed)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
+    disable_progress_bar()
     row = {"type": name, "precision": mode, "seed": seed, "scale": scale}
     context = torch.autocast("cpu", torch.bfloat16) if mode == "autocast" else nullcontext()
     ids = torch.arange(3, 14)[None]
     try:
         model = build(name, mode, seed, scale)
-        with context:
+        with context, unconverted(model):
             assert bool(model(input_ids=ids, use_cache=False).logits.isfinite().all()), "logits are not finite"
             model(input_ids=ids, use_cache=False).logits.float().sum().backward()
         model = build(name, mode, seed, scale)

@@ -65,7 +65,7 @@ def test_the_command_takes_yaml_and_lengths(saved, tmp_path, capsys):
         (["--dataset_name", "DATA", "--tokenizer", "/nowhere"], "cannot load a tokenizer from '/nowhere'"),
         (["--dataset_name", "DATA", "--model_name_or_path", "/nowhere"], "cannot make the model '/nowhere'"),
         (["--dataset_name", "DATA", "--tokenizer", "MODEL", "--dataset_streaming", "true"], "is a stream"),
-        (["--dataset_name", "DATA", "--tokenizer", "MODEL", "--assistant_only_loss", "true"], "no message in them has"),
+        (["--dataset_name", "DATA", "--tokenizer", "MODEL", "--assistant_only_loss", "true"], "has a role"),
         (["--dataset_name", "DATA", "--tokenizer", "MODEL", "--overflow", "error", "--max_length", "9"],
          "overflow='error'"),
         (["--dataset_name", "DATA", "--tokenizer", "MODEL", "--max_tokens_per_microbatch", "3"],
