@@ -56,7 +56,7 @@ def build(name, mode, seed, scale):
 
 
 def with_adapter(model):
-    """The model in NF4, with LoRA on it, whose factors are not zero, but for layers that kernels read the weights of."""
+    """The model in NF4 with LoRA, whose factors are not zero; not on layers whose weights kernels read."""
     read = READ_DIRECTLY.get(model.config.get_text_config().model_type, ())
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)

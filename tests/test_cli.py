@@ -119,7 +119,9 @@ def test_exit_codes_mean_something(monkeypatch, saved_model, capsys):
     report = trl_packfa.check(trl_packfa.patch(tiny.model(layers=2)))
     monkeypatch.setattr("trl_packfa.exactness.check", lambda *_, **__: dataclasses.replace(report, isolation=1.0))
     assert main(["check", saved_model]) == 3
-    assert "leak: isolation 1.0e+00" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "leak: isolation 1.0e+00" in said
+    assert "first in module" in said and "Train padded with packing=False" in said and "'reference'" not in said
 
 
 def test_the_trainers_own_debug_flag_is_left_to_it(monkeypatch):

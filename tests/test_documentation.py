@@ -15,7 +15,12 @@ from trl_packfa.cli import main
 from trl_packfa.zoo import small_model
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "recipes").glob("*.md")), ROOT / ".github" / "CONTRIBUTING.md"]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "recipes").glob("*.md")),
+    ROOT / ".github" / "CONTRIBUTING.md",
+]
 # Lines for a shell that install or start this very test suite; the Makefile and CI run those.
 INSTALLS = ("pip ", "python3 -m venv", ".venv/bin/", "make ", "python -m pytest", "python -m pip")
 EXTRA = {

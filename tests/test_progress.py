@@ -1,13 +1,18 @@
 """What a run shows on a terminal and in a pipe."""
 
 import io
+import json
 import re
+from pathlib import Path
 
 import pytest
+import tiny
 from rich.console import Console
 from training import arguments, dataset, packed_trainer
 
+from trl_packfa.cli import main
 from trl_packfa.progress import RichProgressCallback
+from trl_packfa.zoo import small_model
 
 
 def shown(out, *, terminal=False, resumed=False, evaluation=None, **options):
@@ -65,3 +70,22 @@ def test_the_tokens_per_second_are_the_logged_ones_after_a_resume_too(tmp_path):
     speeds = logged(trainer, "tokens_per_second")
     for step in (3, 4):
         assert re.search(rf"step {step}/4  loss .*  {speeds[step]:,.0f} tokens/s", text)
+
+
+def test_in_a_pipe_every_thing_is_one_line(tmp_path, monkeypatch, capfd):
+    """No bars, whose refreshes would be lines; counts once, in the table; the proof as a table with its time."""
+    monkeypatch.chdir(tmp_path)
+    small_model("qwen3").save_pretrained("model")
+    tiny.tokenizer().save_pretrained("model")
+    Path("data.jsonl").write_text("\n".join(json.dumps({"text": "a b c d e f " * (n + 1)}) for n in range(12)))
+    argv = "train --model_name_or_path model --dataset_name data.jsonl --output_dir out --max_steps 4 --max_length 16"
+    argv += " --use_cpu true --bf16 false --report_to none --save_steps 2 --per_device_train_batch_size 2"
+    capfd.readouterr()
+    assert main(argv.split()) == 0
+    out, err = capfd.readouterr()
+    assert "it/s]" not in out + err and "examples/s]" not in out + err
+    assert out.startswith("loading model, tokenizing data.jsonl ...\n")
+    assert (out + err).count("tokens lost") == 1 and out.count("exactness check: exact, in ") == 1
+    assert "padding that a padded run would compute" in out and "worst layer, packed against alone" in out
+    assert main([*argv.split(), "--resume_from_checkpoint", "last", "--max_steps", "6"]) == 0
+    assert "exactness check: exact, proven before checkpoint-4; nothing has changed since" in capfd.readouterr().out

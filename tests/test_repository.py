@@ -194,6 +194,14 @@ def test_readme_holds_the_generated_table_of_models():
     assert len(exact) >= 181 and not [r for r in results().values() if r["verdict"] not in ("exact", "refused")]
 
 
+def test_a_page_holds_the_generated_table_of_adapters():
+    from trl_packfa.adapters import table
+
+    page = (ROOT / "docs" / "adapters.md").read_text()
+    block = page.split("<!-- generated: trl-packfa models --adapters --markdown -->\n")[1].split("\n<!-- end -->")[0]
+    assert block == table.markdown(table.results())
+
+
 def test_none_that_is_exact_without_a_patch_drops_below_the_interface():
     from trl_packfa.results import results
 

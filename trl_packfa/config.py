@@ -42,9 +42,9 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
     packing_strategy: str | None = field(
         default=None,
         metadata={
-            "help": "`'step'` (default): an optimizer step sees the examples of the padded run, re-cut into as few "
-            "and as equal micro-batches as the token budget allows. `'minibatch'`: each micro-batch holds the "
-            "examples it would hold padded, as one row. "
+            "help": "`'step'`, also if none is named: an optimizer step sees the examples of the padded run, re-cut "
+            "into as few and as equal micro-batches as the token budget allows. "
+            "`'minibatch'`: each micro-batch holds the examples it would hold padded, as one row. "
             "`'bfd'`: rows of `max_length` tokens, best-fit decreasing over the whole dataset, repacked every epoch. "
             "`'bfd_split'`: the same with `overflow='split'`. "
             "`'wrapped'`: documents one after the other, cut wherever a row of `max_length` tokens is full; the parts "

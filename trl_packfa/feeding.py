@@ -34,6 +34,9 @@ from .tokenized import cut_dataset, cut_stream, read_lengths
 
 logger = get_logger(__name__)
 
+# The logger that tells what packing does to each dataset; whoever shows it otherwise turns it off.
+COUNTS = "trl_packfa.counts"
+
 # What collators read of an example.
 _SEEN = ("input_ids", "labels", "seq_lengths")
 
@@ -80,7 +83,8 @@ class FeedingTrainer(SteppingTrainer):
         dataset, report = cut_dataset(dataset, name=dataset_name, **limits)
         self.packing_reports[dataset_name] = report
         counts = ", ".join(f"{label} {value}" for label, value in report.lines())
-        logger.log(logging.WARNING if report.tokens_lost else logging.INFO, "trl-packfa: %s: %s", dataset_name, counts)
+        level = logging.WARNING if report.tokens_lost else logging.INFO
+        get_logger(COUNTS).log(level, "trl-packfa: %s: %s", dataset_name, counts)
         # After the cut, as TRL does: an order drawn for other documents is another order.
         return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
 

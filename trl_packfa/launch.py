@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
 from dataclasses import fields
@@ -15,6 +16,8 @@ from trl import DatasetMixtureConfig, ScriptArguments, TrlParser, get_dataset
 
 from .config import PackedSFTConfig
 from .errors import InvalidConfig, InvalidDataset, PackingError
+from .exactness import ExactnessReport
+from .feeding import COUNTS
 from .loading import load_dataset_dict
 from .preflight import (
     checkpoint_to_resume,
@@ -24,7 +27,8 @@ from .preflight import (
     require_reporters,
     told_resuming,
 )
-from .progress import RichProgressCallback, packing_table, plan_table
+from .progress import RichProgressCallback, a_line_per_thing, packing_table, plan_table
+from .tables import print_table
 from .trainer import PackedSFTTrainer
 
 # What `train` takes.
@@ -67,16 +71,22 @@ def _meant(message: str, classes: tuple[type, ...]) -> str:
 def train(argv: list[str]) -> int:
     """Parse flags and `--config FILE.yaml`, train, save model and reports into `output_dir`."""
     script_args, args, mixture = parse(_CLASSES, argv, prog="trl-packfa train")
+    a_line_per_thing()
     args.resume_from_checkpoint = _ask_first(args)
+    told = args.process_index == 0 and not args.disable_tqdm
+    if told:
+        data = script_args.dataset_name or "the datasets"
+        print(f"loading {args.model_name_or_path}, tokenizing {data} ...", flush=True)
+        logging.getLogger(COUNTS).setLevel(logging.ERROR)  # a table will show them
     trainer = build_trainer(script_args, args, mixture)
     shown = trainer.is_world_process_zero() and not args.disable_tqdm
     if shown:
         RichProgressCallback.attach(trainer, "training")
         _show(trainer)
     if args.packing and args.check_packing and not trainer.is_proven_wrapped:
-        proof = trainer.prove()  # on every rank: they wait for each other
+        proof = trainer.prove(args.resume_from_checkpoint)  # on every rank: they wait for each other
         if shown:
-            Console().print(f"exactness check: {proof}", highlight=False, markup=False)
+            _show_proof(proof)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None:  # of a sharded state dict the Trainer would save nothing, without a word
@@ -128,6 +138,18 @@ def _show(trainer: PackedSFTTrainer) -> None:
         console.print(packing_table(trainer.packing_reports))
     if trainer.packing_plan:
         console.print(plan_table(trainer.packing_plan))
+
+
+def _show_proof(proof: ExactnessReport) -> None:
+    """The verdict, and what it rests on."""
+    if proof.taken_from:
+        print(
+            f"exactness check: {proof.verdict}, proven before {proof.taken_from}; nothing has changed since",
+            flush=True,
+        )
+        return
+    print(f"exactness check: {proof.verdict}, in {proof.seconds:.0f} s", flush=True)
+    print_table(proof.rows())
 
 
 def build_trainer(

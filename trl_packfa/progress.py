@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
+from datasets.utils.logging import disable_progress_bar
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -23,6 +25,7 @@ from rich.table import Table
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import has_length
+from transformers.utils import logging as transformers_logging
 
 from .packing import PackingReport
 
@@ -51,6 +54,13 @@ def proving(text: str, *, shown: bool = True) -> Iterator[Callable[[str, float],
 
     with status or nullcontext():
         yield say
+
+
+def a_line_per_thing() -> None:
+    """Where there is no terminal, the bars of transformers and datasets are off: each refresh would be a line."""
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+        disable_progress_bar()
 
 
 class RichProgressCallback(TrainerCallback):
@@ -206,5 +216,12 @@ def plan_table(plan: Mapping[str, float]) -> Table:
     for name, value in plan.items():
         if name.startswith("imbalance") and value == 1:
             continue  # one process waits for nobody
-        table.add_row(name.replace("_", " "), f"{value:,.4g}" if value % 1 else f"{value:,.0f}")
+        if name in _SHARES:
+            table.add_row(_SHARES[name], f"{value:.1%}")
+        else:
+            table.add_row(name.replace("_", " "), f"{value:,.4g}" if value % 1 else f"{value:,.0f}")
     return table
+
+
+# Shares of all tokens that are computed, and what they are called.
+_SHARES = {"padding_without_packing": "padding that a padded run would compute", "fill": "fill of the rows"}

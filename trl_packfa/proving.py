@@ -13,13 +13,13 @@ from datasets import Dataset
 
 from .collator import LOSSES
 from .errors import UnsupportedModel
-from .exactness import ExactnessReport, check, check_batch
+from .exactness import ExactnessReport, check, check_batch, proof_identity, reusable_proof
 from .feeding import FeedingTrainer
 from .fused_head import ensure_own_loss
 from .graphs import uncompiled
 from .origins import ORIGINS
 from .progress import proving
-from .ranks import agree
+from .ranks import agree, from_main_rank
 from .steps import Slot
 from .weighting import SOURCES
 
@@ -63,10 +63,14 @@ class ProvingTrainer(FeedingTrainer):
         if self.args.packing and not self._has_head:
             self._choose_head(self.model_wrapped)
         if self.args.packing and self.args.check_packing and self.exactness is None:
-            self.prove()
+            self.prove(self._resumed_from)
 
-    def prove(self) -> ExactnessReport:
+    def prove(self, checkpoint: str | None = None) -> ExactnessReport:
         """Run the exactness check on the model as it will train, on every rank, and keep the report.
+
+        Args:
+            checkpoint (`str`, *optional*):
+                A checkpoint that is resumed from: its proof is taken if all that a proof depends on is the same.
 
         Raises:
             [`ContaminationError`]: if packing is not exact on this model, on every rank if it is not on one.
@@ -81,11 +85,30 @@ class ProvingTrainer(FeedingTrainer):
         if self.args.gradient_checkpointing:  # as training will; TRL switches it on later
             switch = getattr(self.model, "activation_checkpointing_enable", None)  # its name since transformers 5.23
             (switch or self.model.gradient_checkpointing_enable)(self.args.gradient_checkpointing_kwargs)
+        identity = self._proof_identity()
+        if checkpoint is not None:
+            self.exactness = from_main_rank(self.accelerator, lambda: reusable_proof(checkpoint, identity))
+            if self.exactness is not None:
+                logger.info("trl-packfa: %s; nothing has changed since %s", self.exactness, self.exactness.taken_from)
+                return self.exactness
         shown = self.is_world_process_zero() and not self.args.disable_tqdm
         with proving("proving on this model that no document sees another", shown=shown) as progress:
-            self.exactness = agree(self.accelerator, lambda: self._proof(progress))
+            report = agree(self.accelerator, lambda: self._proof(progress))
+        self.exactness = replace(report, identity=identity)
         logger.info("trl-packfa: %s in %.1f s", self.exactness, self.exactness.seconds)
         return self.exactness
+
+    def _proof_identity(self) -> str:
+        """What would have to be proven, under the autocast of the run."""
+        args, collator = self.args, self.data_collator
+        with self.accelerator.autocast():
+            return proof_identity(
+                self.model,
+                collator=(type(collator).__module__, type(collator).__qualname__),
+                engine=(self.accelerator.distributed_type, self.accelerator.num_processes),
+                checkpointing=(args.gradient_checkpointing, args.gradient_checkpointing_kwargs),
+                compiled=args.torch_compile,
+            )
 
     def _proof(self, progress: Callable[[str, float], None]) -> ExactnessReport:
         model: Any = self.deepspeed if self.is_zero3_enabled else self.model

@@ -158,7 +158,7 @@ def require_budget(budget: int, longest: int, which: str) -> None:
     """
     if longest > budget:
         raise InvalidConfig(
-            f"max_tokens_per_microbatch={budget} is smaller than {which}, of up to {longest} tokens.",
+            f"max_tokens_per_microbatch={budget} is smaller than {which}.",
             why=["a document is never cut into several micro-batches"],
             do=f"Raise it to {longest} or more, or lower max_length to {budget}.",
         )
@@ -197,8 +197,10 @@ def _longest(train_dataset: Any, args: PackedSFTConfig) -> tuple[np.ndarray, str
     long as they may be."""
     if not isinstance(train_dataset, IterableDataset):
         lengths = read_lengths(train_dataset)
-        return lengths, f"document {int(lengths.argmax())}"
-    return np.full(args.per_device_train_batch_size, longest_of_stream(args)), "a document of a stream"
+        return lengths, f"document {int(lengths.argmax())}, which has {int(lengths.max())} tokens"
+    longest = longest_of_stream(args)
+    which = f"a document of a stream, which may have {longest} tokens"
+    return np.full(args.per_device_train_batch_size, longest), which
 
 
 def longest_of_stream(args: PackedSFTConfig) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from ..errors import ContaminationError
 from ..versions import require_versions
 from .output import add_json, print_rows
 
@@ -41,4 +42,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_rows(report.rows(), as_json=False)
         print(f"{report}\n{report.seconds:.1f} s")
+        try:
+            report.require_exact()
+        except ContaminationError as error:  # as the trainer says it: the module, and what to do
+            print(error)
     return 0 if report.is_exact else NOT_EXACT

@@ -12,5 +12,15 @@ from .measure import check
 from .probe import vocabulary_of
 from .quiet import quiet
 from .report import ExactnessReport
+from .reuse import proof_identity, reusable_proof
 
-__all__ = ["BatchProof", "ExactnessReport", "check", "check_batch", "quiet", "vocabulary_of"]
+__all__ = [
+    "BatchProof",
+    "ExactnessReport",
+    "check",
+    "check_batch",
+    "proof_identity",
+    "quiet",
+    "reusable_proof",
+    "vocabulary_of",
+]

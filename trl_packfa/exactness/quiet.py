@@ -19,7 +19,7 @@ _DRAWS = re.compile(r"drop|jitter|noise|neftune")
 
 @contextmanager
 def quiet(model: nn.Module, *, training: bool = False) -> Iterator[None]:
-    """No dropout, and afterwards every module's mode, every gradient, 4-bit layer, shard and the random state as before.
+    """No dropout, and afterwards every module's mode, gradient, 4-bit layer, shard and the random state as before.
 
     With `training`, the model is in training mode, in which some run other kernels and layers are checkpointed, and
     whatever draws random numbers there is set to none.
@@ -41,8 +41,8 @@ def quiet(model: nn.Module, *, training: bool = False) -> Iterator[None]:
             module.training = mode
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        # After a forward without a backward FSDP2 keeps its root's weights whole: a resumed run would not be bit for bit
-        # the one that was not interrupted.
+        # After a forward without a backward FSDP2 keeps its root's weights whole: a resumed run would not be bit for
+        # bit the one that was not interrupted.
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -60,6 +60,10 @@ class ExactnessReport:
             typical token of the worst document, in nats, and what rounding may make of it; once training has begun.
         seconds (`float`):
             What the check took.
+        identity (`str`):
+            Hash of what was proven, by which a run that resumes knows that it is the same; empty without a trainer.
+        taken_from (`str`):
+            The checkpoint that this proof was taken from by a run that resumed there; empty if it was made anew.
         versions (`dict[str, str]`):
             Of the libraries.
     """
@@ -91,6 +95,8 @@ class ExactnessReport:
     first_batch: float | None = None
     first_batch_allowed: float | None = None
     seconds: float = 0.0
+    identity: str = ""
+    taken_from: str = ""
     versions: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -185,8 +191,8 @@ class ExactnessReport:
         raise ContaminationError(
             f"packing is not exact on this model: {self}",
             why=reasons,
-            do="Try attention_backend='reference' to tell kernel from patch, train padded with packing=False, and "
-            "please report it. check_packing=False trains without this proof.",
+            do="Train padded with packing=False, or with another attention_backend (trl-packfa backends lists them), "
+            "and please report it. check_packing=False trains without this proof.",
         )
 
     def _reasons(self) -> list[str]:

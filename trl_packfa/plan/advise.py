@@ -203,7 +203,7 @@ def _fits(plan: Plan) -> Iterator[str]:
         f"Memory: about {memory.total / 1e9:.1f} GB at the largest micro-batch of "
         f"{plan.chosen.epoch().largest_micro_batch:,} tokens (padded {saved / 1e9:.1f} GB), an estimate. "
         + (
-            f"With {_SLACK - 1:.0%} slack and 1 GB for CUDA it fits a GPU of {card} GB."
+            f"With {_SLACK - 1:.0%} slack and 1 GB for CUDA that is {needed / 1e9:.1f} GB: a GPU of {card} GB will do."
             if card
             else f"No single GPU has that: {_smaller(plan)}."
         )

@@ -1,0 +1,77 @@
+"""A resumed run takes the proof of its checkpoint if nothing is another that the proof depends on."""
+
+import json
+
+import pytest
+import tiny
+import torch
+from training import arguments, losses, packed_trainer
+
+from trl_packfa import patch, proving
+from trl_packfa.exactness import proof_identity, reusable_proof
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """How often the check has run."""
+    count, check = [], proving.check
+
+    def counted(*args, **kwargs):
+        count.append(1)
+        return check(*args, **kwargs)
+
+    monkeypatch.setattr(proving, "check", counted)
+    return count
+
+
+def trained(folder, *, resume=None, **options):
+    trainer = packed_trainer(arguments(out=folder, save_strategy="steps", save_steps=2, max_steps=4, **options))
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def test_a_resumed_run_is_not_proven_again(tmp_path, checks):
+    whole = trained(tmp_path)
+    resumed = trained(tmp_path, resume=str(tmp_path / "checkpoint-2"))
+    assert len(checks) == 1 and resumed.exactness.verdict == "exact"
+    assert resumed.exactness.identity == whole.exactness.identity
+    assert resumed.exactness.first_batch is not None  # its own first batch is
+    assert losses(resumed) == losses(whole)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"bf16": True}, {"attention_backend": "reference"}, {"gradient_checkpointing": True}, {"fused_lora": False}],
+)
+def test_what_has_changed_is_proven(tmp_path, checks, change):
+    """The control: one thing at a time."""
+    trained(tmp_path)
+    trainer = packed_trainer(arguments(out=tmp_path, **change))
+    trainer.prove(str(tmp_path / "checkpoint-2"))
+    assert len(checks) == 2
+
+
+def test_what_an_identity_is_made_of(monkeypatch):
+    def identity(**options):
+        return proof_identity(patch(tiny.model(layers=1), **options))
+
+    same = identity()
+    assert identity() == same  # not of weights, nor of objects
+    found = [identity(backend="reference"), proof_identity(tiny.model(layers=1))]
+    found += [proof_identity(patch(tiny.model(layers=1).bfloat16())), proof_identity(patch(tiny.model(layers=2)))]
+    with torch.autocast("cpu", torch.bfloat16):
+        found.append(identity())
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    found.append(identity())
+    assert len({same, *found}) == len(found) + 1
+
+
+def test_a_report_that_is_not_exact_or_not_whole_is_none(tmp_path):
+    trainer = trained(tmp_path)
+    path, identity = tmp_path / "checkpoint-2" / "exactness_report.json", trainer.exactness.identity
+    written = json.loads(path.read_text())
+    assert reusable_proof(path.parent, identity) is not None
+    for text in ("", "[]", "{}", json.dumps({**written, "isolation": 1.0}), json.dumps({**written, "identity": ""})):
+        path.write_text(text)
+        assert reusable_proof(path.parent, identity) is None
+    assert reusable_proof(tmp_path / "nowhere", identity) is None

@@ -1,0 +1,92 @@
+"""A proof that a checkpoint keeps, taken again for a run that is the same in everything that the proof depends on."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..finding import model_config
+from ..patching import find_state
+from ..results import fingerprint
+from ..versions import MINIMUM_VERSIONS, installed_version
+from .probe import device_of
+from .report import ExactnessReport
+
+_PACKAGES = ("trl-packfa", *MINIMUM_VERSIONS, "bitsandbytes", "flash-attn", "kernels", "deepspeed")
+# What choose kernels besides the code.
+_ENVIRONMENT = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
+# What says nothing about how a model computes.
+_NAMES = ("_name_or_path", "transformers_version", "base_model_name_or_path", "revision")
+
+
+def proof_identity(model: nn.Module, **facts: Any) -> str:
+    """Hash of all that a proof depends on but the values of the weights: versions, code of ours and of the model,
+    config, modules, forwards, parameters with their dtypes and what trains of them, adapters, device and autocast.
+
+    Args:
+        model (`torch.nn.Module`):
+            A patched model, as it is to be proven.
+        facts:
+            What else its calls depend on: collator, engine.
+    """
+    device = device_of(model)
+    cuda = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    content = [
+        [installed_version(package) for package in _PACKAGES],
+        [_own_code(), fingerprint(model), _patched(model)],
+        _told(model_config(model)),
+        [[name, type(module).__qualname__, _forward(module)] for name, module in model.named_modules()],
+        [[name, tuple(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()],
+        [[name, _told(config)] for name, config in sorted(getattr(model, "peft_config", {}).items())],
+        [device.type, cuda, torch.backends.cpu.get_cpu_capability(), str(autocast)],
+        [os.environ.get(name) for name in _ENVIRONMENT],
+        sorted((name, str(fact)) for name, fact in facts.items()),
+    ]
+    return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()[:32]
+
+
+def reusable_proof(checkpoint: str | Path, identity: str) -> ExactnessReport | None:
+    """The report beside a checkpoint, if it says that a model of this identity was proven exact."""
+    try:
+        saved = json.loads((Path(checkpoint) / "exactness_report.json").read_text(encoding="utf-8"))
+        known = {field.name for field in dataclasses.fields(ExactnessReport)}
+        values = {name: value for name, value in saved.items() if name in known}
+        report = ExactnessReport(**{**values, "lengths": tuple(values["lengths"])})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # of another version, or none
+        return None
+    if report.identity != identity or not report.is_exact:
+        return None
+    # This run has a first batch of its own.
+    return dataclasses.replace(report, taken_from=Path(checkpoint).name, first_batch=None, first_batch_allowed=None)
+
+
+def _told(config: Any) -> dict[str, str]:
+    content = config.to_dict() if hasattr(config, "to_dict") else vars(config)
+    return {name: str(value) for name, value in sorted(content.items()) if name not in _NAMES}
+
+
+def _patched(model: nn.Module) -> list[Any]:
+    state = find_state(model)
+    return [] if state is None else [state.patch.origin, state.patch.rung, state.backends.name, state.fused_lora]
+
+
+def _forward(module: nn.Module) -> str:
+    forward = vars(module).get("forward")
+    return "" if forward is None else type(forward).__qualname__
+
+
+@cache
+def _own_code() -> str:
+    root, digest = Path(__file__).parent.parent, hashlib.sha256()
+    for path in sorted(root.glob("**/*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
