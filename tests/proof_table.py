@@ -64,9 +64,9 @@ def with_adapter(model):
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_compute_dtype="bfloat16",
-            llm_int8_skip_modules=[*read, "lm_head"],
+            llm_int8_skip_modules=[*read, "lm_head"] if read else None,
         )
-        model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization, dtype=torch.float32)
+        model = type(model).from_pretrained(folder, quantization_config=quantization, dtype=torch.float32)
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
     lora.exclude_modules = set(read) or None
     return get_peft_model(model, lora)
@@ -87,7 +87,7 @@ def measure(job):
         model = build(name, mode, seed, scale)
         with context, unconverted(model):
             assert bool(model(input_ids=ids, use_cache=False).logits.isfinite().all()), "logits are not finite"
-            model(input_ids=ids, use_cache=False).logits.float().sum().backward()
+            model.train()(input_ids=ids, use_cache=False).logits.float().sum().backward()
         model = build(name, mode, seed, scale)
     except Exception as error:  # whatever the model's own code raises in this precision
         return {**row, "verdict": "cannot run", "why": f"{type(error).__name__}: {str(error)[:200]}"}
