@@ -94,7 +94,7 @@ def test_every_command_runs(line, workplace, capsys):
     if argv[0] == "check" and "--adapter" in argv:
         save_adapter("PATH")
         argv[argv.index("NAME")] = "sdpa"
-    if "my_data.jsonl" in argv:
+    if {"my_data.jsonl", "my_data"} & set(argv):
         argv = stand_ins(argv, workplace)
     assert main([*argv, *EXTRA.get(argv[0], [])]) == 0
     assert capsys.readouterr().out
@@ -106,8 +106,15 @@ def stand_ins(argv, workplace):
     recipe = argv[argv.index("--config") + 1]
     assert main(["recipes", "cp", Path(recipe).name]) == 0
     data = DATASETS[yaml.safe_load(Path(recipe).read_text())["dataset_name"]]
-    (workplace / "my_data.jsonl").write_text("\n".join(map(json.dumps, data)))
-    return [*("2" if word == "100" else word for word in argv), "--model_name_or_path", "NAME_OR_PATH"]
+    (workplace / "my_data").mkdir()
+    for name in ("my_data.jsonl", "my_data/train.jsonl", "my_data/test.jsonl"):
+        (workplace / name).write_text("\n".join(map(json.dumps, data)))
+    argv = [*("2" if word in ("50", "100") else word for word in argv), "--model_name_or_path", "NAME_OR_PATH"]
+    argv += [] if "--max_steps" in argv else ["--max_steps", "2"]
+    if "--resume_from_checkpoint" in argv:
+        at = argv.index("--resume_from_checkpoint")
+        assert main([*argv[:at], *argv[at + 2 :], "--save_steps", "1", *EXTRA["train"]]) == 0
+    return argv
 
 
 def test_lines_for_a_shell_are_installs_or_commands_that_are_tested():

@@ -119,9 +119,9 @@ def test_a_million_documents_take_seconds_and_little_memory(tmp_path):
     assert time.process_time() - start < 120 and peak < 4e8
 
 
-def test_the_readmes_commands_run(saved, tmp_path, capsys, monkeypatch):
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    lines = [line.split()[1:] for line in readme.splitlines() if line.startswith("trl-packfa plan ")]
+def test_the_pages_commands_run(saved, tmp_path, capsys, monkeypatch):
+    page = (Path(__file__).parent.parent / "docs" / "planner.md").read_text()
+    lines = [line.split()[1:] for line in page.splitlines() if line.startswith("trl-packfa plan ")]
     (tmp_path / "lengths.json").write_text("[5, 60, 100, 7]")
     (tmp_path / "run.yaml").write_text(f"dataset_name: {saved['DATA']}\nmodel_name_or_path: {saved['MODEL']}\n")
     names = {"my_data.jsonl": saved["DATA"], "my_model": saved["MODEL"]}

@@ -124,7 +124,7 @@ def _find_interface(backbone: nn.Module, patch: Patch) -> dict[str, nn.Module]:
     if not attention and not found:
         raise UnsupportedModel(
             f"{type(backbone).__name__} has no attention that uses transformers' attention interface.",
-            do="Declare a trl_packfa.Patch that rewrites its attention (README, 'Writing a patch').",
+            do="Declare a trl_packfa.Patch that rewrites its attention (documentation, 'Writing a patch').",
         )
     return _require_causal(attention)
 
@@ -162,7 +162,7 @@ def windows_of(patch: Patch, backbone: nn.Module, attention: dict[str, nn.Module
         raise UnsupportedModel(
             f"{type(backbone).__name__} limits attention to {chunk or window} tokens through its mask alone.",
             why=["packed attention has no mask, and is not told of the limit"],
-            do="Declare a trl_packfa.Patch that rewrites its attention (README, 'Writing a patch').",
+            do="Declare a trl_packfa.Patch that rewrites its attention (documentation, 'Writing a patch').",
         )
     return (window or None,) * len(attention)
 

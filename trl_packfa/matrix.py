@@ -1,7 +1,7 @@
 """Which rung serves which architecture: every causal-LM type of transformers built small, patched and checked.
 
-`trl-packfa models --run` writes `models.json`, from which the README's table is made and by which `patch` knows code
-that was measured.
+`trl-packfa models --run` writes `models.json`, from which the documentation's table is made and by which `patch` knows
+code that was measured.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ _WITH_KERNELS = {"module": "native where proven, else module"}
 
 
 def markdown(types: Mapping[str, Mapping[str, Any]]) -> str:
-    """The README's support table: rungs, what they do, and their types."""
+    """The documentation's support table: rungs, what they do, and their types."""
     lines = ["| rung | types | what runs | which |", "|---|---|---|---|"]
     for rung, what in _RUNGS.items():
         names = [name for name, result in types.items() if result.get("rung") == rung and result["verdict"] == "exact"]

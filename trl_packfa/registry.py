@@ -105,8 +105,8 @@ def get_patch_for_type(name: str) -> Patch:
         raise UnsupportedModel(
             f"there is no patch for model type '{name}'.",
             why=known or ([f"nearest: {', '.join(near)}"] if near else [f"supported: {', '.join(sorted(table))}"]),
-            do="Declare a trl_packfa.Patch for it and register() it (README, 'Writing a patch'), or train it padded "
-            "with PackedSFTConfig(packing=False).",
+            do="Declare a trl_packfa.Patch for it and register() it (documentation, 'Writing a patch'), or train it "
+            "padded with PackedSFTConfig(packing=False).",
         )
     return table[name]
 
