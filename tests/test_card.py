@@ -14,7 +14,7 @@ def test_the_card_of_a_checkpoint_says_how_it_was_packed_and_what_proves_it(tmp_
     card = (tmp_path / "README.md").read_text()
     section = card.split("## Packing\n")[1].split("\n## ")[0]
     proof = trainer.exactness
-    for part in ('packing_strategy="step"', "max_length=48", "verdict `exact`", f"rung `{proof.rung}`",
+    for part in ('packing_strategy="step"', "max_length=48", "verdict `exact`", f"level `{proof.level}`",
                  f"attention backend `{proof.backend}`", f"isolation {proof.isolation:.1e}", "documents 48",
                  f"transformers {proof.versions['transformers']}"):  # fmt: skip
         assert part in section, part

@@ -87,6 +87,6 @@ def test_report_is_json_and_reads_well():
     report = check(patch(tiny.model()))
     assert json.loads(json.dumps(report.to_dict()))["verdict"] == "exact"
     assert str(report).startswith("exact: isolation 0.0e+00, parity ")
-    assert "[llama, rung attention, sdpa, float32, all parameters train]" in str(report)
+    assert "[llama, level attention, sdpa, float32, all parameters train]" in str(report)
     assert [row[""] for row in report.rows()] == ["yes"] * 6
     assert report.versions["torch"] and report.seed == 0 and report.seconds > 0

@@ -17,7 +17,7 @@ from trl_packfa.boundaries import layout_of
 from trl_packfa.errors import PackingError
 from trl_packfa.zoo import small_model
 
-# A model of each rung, whether it counts positions by itself, how many it has learned, its share of 10,000 batches.
+# A model of each level, whether it counts positions by itself, how many it has learned, its share of 10,000 batches.
 MODELS = {
     "llama": (lambda: tiny.model(layers=1), False, None, 6000),
     "phi3-longrope": (lambda: tiny.model("phi3-longrope", layers=1), True, None, 1000),

@@ -8,7 +8,7 @@ from trl_packfa import matrix
 from trl_packfa.cli import main
 from trl_packfa.results import results
 
-COMPARED = ("verdict", "rung", "unpatched", "by_document", "source", "why")
+COMPARED = ("verdict", "level", "unpatched", "by_document", "source", "why")
 
 
 def test_a_run_is_resumed_where_it_stopped(tmp_path, monkeypatch):

@@ -163,7 +163,7 @@ def test_scoring_ones_own_logits_is_what_the_fused_head_does(tmp_path):
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss", "bloom", "mamba"])
-def test_general_rungs_train_through_the_trainer(tmp_path, model_type):
+def test_general_levels_train_through_the_trainer(tmp_path, model_type):
     """Packed without a patch file of their own, the losses of TRL's padded trainer."""
     options = {"max_steps": 3, "use_peft": False, "out": tmp_path, "learning_rate": 1e-4}
     padded = packed_trainer(arguments(packing=False, **options), model=small_model(model_type), peft_config=None)

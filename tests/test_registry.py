@@ -24,7 +24,7 @@ def fresh_registry():
 def test_unknown_architecture_names_the_nearest_and_what_was_tried():
     model = small_model("cpmant")
     model.config.model_type = "lama"
-    expected = r"model type 'lama'(.|\n)*nearest: llama(.|\n)*register\(\)(.|\n)*rung rebatch: packing is not exact"
+    expected = r"model type 'lama'(.|\n)*nearest: llama(.|\n)*register\(\)(.|\n)*level rebatch: packing is not exact"
     with pytest.raises(UnsupportedModel, match=expected):
         patch(model)
     assert describe(model) == "not patched"
@@ -97,9 +97,9 @@ def test_a_third_party_package_registers_by_entry_point(tmp_path):
     assert run.stdout.strip() == "my_patches"
 
 
-def test_describe_tells_rung_windows_and_backend():
+def test_describe_tells_level_windows_and_backend():
     model = patch(tiny.model("gemma3"))
     model(**tiny.batch(tiny.documents()))
     text = trl_packfa.describe(model)
-    for part in ("rung: attention", "4 attention modules", "window 8", "backend used: sdpa", "gemma3_text"):
+    for part in ("level: attention", "4 attention modules", "window 8", "backend used: sdpa", "gemma3_text"):
         assert part in text

@@ -211,7 +211,7 @@ def test_none_that_is_exact_without_a_patch_drops_below_the_interface():
 
     exact_today = {name: result for name, result in results().items() if result.get("unpatched") == "exact"}
     assert len(exact_today) == 109
-    assert {result["rung"] for result in exact_today.values()} <= {"attention", "interface"}
+    assert {result["level"] for result in exact_today.values()} <= {"attention", "interface"}
 
 
 def test_the_results_know_every_type_of_the_installed_transformers():

@@ -93,7 +93,7 @@ def test_negative_control_packing_without_boundaries_is_another_training(tmp_pat
 def test_packing_patching_and_lora_are_on_by_default(tmp_path):
     trainer = packed_trainer(arguments(out=tmp_path), peft_config=None)
     assert isinstance(trainer.model, PeftModel)
-    assert "rung: attention" in describe(trainer.model)
+    assert "level: attention" in describe(trainer.model)
     trainer.train()
     assert trainer.exactness.is_exact
     assert trainer.state.log_history[0]["documents"] == 4

@@ -49,24 +49,24 @@ class Blur(Smear):
         return self.mlp(x + x.mean(dim=1, keepdim=True))
 
 
-def test_an_unknown_type_gets_the_highest_general_rung_that_is_exact(caplog):
+def test_an_unknown_type_gets_the_highest_general_level_that_is_exact(caplog):
     model = patch(unknown_model())
-    assert "rung: interface" in describe(model)
-    assert "no patch for model type 'never_heard_of'; rung interface checked and used" in caplog.text
+    assert "level: interface" in describe(model)
+    assert "no patch for model type 'never_heard_of'; level interface checked and used" in caplog.text
     assert check(model).is_exact
 
 
 def test_an_unknown_type_that_mixes_tokens_elsewhere_falls_to_the_backbone_by_document():
     model = unknown_model()
     model.model.layers[1].mlp = Smear(model.model.layers[1].mlp)
-    assert "rung: rebatch" in describe(patch(model))
+    assert "level: rebatch" in describe(patch(model))
     assert check(model).is_exact
 
 
 def test_an_unknown_type_that_nothing_makes_exact_is_refused_with_what_was_tried():
     model = unknown_model()
     model.model.layers[1].mlp = Blur(model.model.layers[1].mlp)
-    with pytest.raises(UnsupportedModel, match=r"rung interface: (.|\n)*rung rebatch: packing is not exact"):
+    with pytest.raises(UnsupportedModel, match=r"level interface: (.|\n)*level rebatch: packing is not exact"):
         patch(model)
     assert describe(model) == "not patched"
     assert not any("forward" in vars(module) for module in model.modules())
@@ -96,7 +96,7 @@ def test_changed_code_that_is_exact_is_patched(monkeypatch):
     checked = []
     monkeypatch.setattr(trust, "fingerprint", lambda model: "another transformers")
     monkeypatch.setattr(trust, "check", lambda model: checked.append(model) or check(model))
-    assert "rung: attention" in describe(patch(tiny.model()))
+    assert "level: attention" in describe(patch(tiny.model()))
     assert len(checked) == 1
 
 
@@ -111,7 +111,7 @@ def test_what_cannot_be_checked_is_not_trusted(monkeypatch):
 
 
 @pytest.mark.parametrize("model_type", ["cpmant", "prophetnet", "reformer"])
-def test_a_type_that_no_rung_serves_is_refused_with_the_reason(model_type):
+def test_a_type_that_no_level_serves_is_refused_with_the_reason(model_type):
     with pytest.raises(UnsupportedModel, match="not causal under padding"):
         patch(small_model(model_type))
 
@@ -155,12 +155,12 @@ def test_the_models_own_attention_implementation_does_not_matter(model_type, imp
     assert torch.equal(patch(model)(**batch_of(docs)).logits, expected)
 
 
-def test_every_registered_type_was_found_exact_with_the_rung_it_has():
+def test_every_registered_type_was_found_exact_with_the_level_it_has():
     from trl_packfa.results import results
 
-    served = {name: result["rung"] for name, result in results().items() if result["verdict"] == "exact"}
+    served = {name: result["level"] for name, result in results().items() if result["verdict"] == "exact"}
     patches = {name: patch for name, patch in registered().items() if name in results()}
-    assert served == {name: patch.rung for name, patch in patches.items()}
+    assert served == {name: patch.level for name, patch in patches.items()}
 
 
 # Native kernels ------------------------------------------------------------------------------------------------------

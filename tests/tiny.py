@@ -49,7 +49,7 @@ ARCHITECTURES = {
     **{name: (name, None) for name in ("bloom", "falcon", "git", "mpt")},
 }  # fmt: skip
 
-# A model of each rung, some of two layers: `MODELS[name]()` makes one.
+# A model of each level, some of two layers: `MODELS[name]()` makes one.
 MODELS = {
     "llama": lambda: model(layers=1),
     "qwen2": lambda: model("qwen2", layers=2),

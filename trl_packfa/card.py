@@ -75,7 +75,7 @@ def _proof(exactness: ExactnessReport | None) -> str:
     return (
         f"verdict `{exactness.verdict}` before the first step (isolation {exactness.isolation:.1e}, parity "
         f"{exactness.parity:.1e}{gradients}; without boundaries {exactness.control:.1e}); model type "
-        f"`{exactness.model_type}`, rung `{exactness.rung}`, attention backend `{exactness.backend}`, "
+        f"`{exactness.model_type}`, level `{exactness.level}`, attention backend `{exactness.backend}`, "
         f"{exactness.dtype}, {exactness.training}, seed {exactness.seed}."
     )
 

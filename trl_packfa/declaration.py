@@ -39,10 +39,10 @@ class Patch:
         backbone (`str`, *optional*):
             Class name of the module that runs the decoder stack; transformers' own base model by default.
         attention (`Mapping[str, QKV]`, *optional*):
-            Where the attention forward is rewritten, rung `attention`: for each attention class by name, the function
+            Where the attention forward is rewritten, level `attention`: for each attention class by name, the function
             `(module, hidden_states (B, L, D), position_embeddings)` to `query`, `key`, `value` of shape
             `(B, L, heads, H)`, rotated and normalized: everything before the attention itself. Without it, the patch
-            goes through transformers' attention interface, rung `interface`.
+            goes through transformers' attention interface, level `interface`.
         output (`str`, *optional*, defaults to `"o_proj"`):
             Name of the output projection of an attention module.
         finish (`Callable`, *optional*):
@@ -61,7 +61,7 @@ class Patch:
         window (`Callable[[Any], int | None]`, *optional*):
             Reads the sliding window in tokens off an attention module, where only the mask knows it.
         mixers (`tuple[str, ...]`, *optional*):
-            Class names of modules that mix tokens instead of attention (recurrent state, short convolutions), rung
+            Class names of modules that mix tokens instead of attention (recurrent state, short convolutions), level
             `module`: on their own kernels where those provably honour boundaries, else document by document, with
             everything else packed.
         masked_mixers (`tuple[str, ...]`, *optional*):
@@ -69,7 +69,7 @@ class Patch:
         beside (`tuple[str, ...]`, *optional*):
             Class names of what runs document by document beside the attention: position embeddings, indexers.
         rebatch (`bool`, *optional*, defaults to `False`):
-            Run the whole backbone document by document, rung `rebatch`, for what mixes tokens in other ways.
+            Run the whole backbone document by document, level `rebatch`, for what mixes tokens in other ways.
         serves (`Callable[[Any], bool]`, *optional*):
             Whether the patch is for a model of this config; `otherwise` is for the others.
         otherwise (`Patch`, *optional*):
@@ -97,7 +97,7 @@ class Patch:
     origin: str = "trl_packfa"
 
     @property
-    def rung(self) -> str:
+    def level(self) -> str:
         """`attention`: its forward is rewritten; `interface`: it goes through transformers' attention interface;
         `module`: what is no attention runs document by document; `rebatch`: the whole backbone does."""
         if self.rebatch:

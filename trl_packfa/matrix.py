@@ -1,4 +1,4 @@
-"""Which rung serves which architecture: every causal-LM type of transformers built small, patched and checked.
+"""Which level serves which architecture: every causal-LM type of transformers built small, patched and checked.
 
 `trl-packfa models --run` writes `models.json`, from which the documentation's table is made and by which `patch` knows
 code that was measured.
@@ -69,13 +69,13 @@ def _summary(model: Any, report: ExactnessReport) -> dict[str, Any]:
     by_document = sorted({type(module).__name__ for module in state.mixers.values()})
     return {
         "verdict": report.verdict if _keys_agree(model) else "depends on the keys",
-        "rung": report.rung,
+        "level": report.level,
         "by_document": by_document,
         "isolation": report.isolation,
         "parity": float(f"{report.parity:.1e}"),
         "gradients": report.gradients and float(f"{report.gradients:.1e}"),
         "control": float(f"{report.control:.1e}"),
-        "why": _WHY[report.rung].format(modules=", ".join(by_document)),
+        "why": _WHY[report.level].format(modules=", ".join(by_document)),
     }
 
 
@@ -184,23 +184,23 @@ def require_known(types: Iterable[str], installed: Iterable[str]) -> None:
 
 
 def rows(types: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
-    """A line for each type: what unpatched TRL comes to, and the rung on a CPU and on CUDA; then what third parties
+    """A line for each type: what unpatched TRL comes to, and the level on a CPU and on CUDA; then what third parties
     registered."""
     lines = [
         {
             "model_type": name,
             "unpatched": result.get("unpatched", ""),
             "verdict": result["verdict"],
-            "CPU": result.get("rung", ""),
-            "CUDA": result.get("rung", ""),
-            "CUDA with kernels": _WITH_KERNELS.get(result.get("rung", ""), result.get("rung", "")),
+            "CPU": result.get("level", ""),
+            "CUDA": result.get("level", ""),
+            "CUDA with kernels": _WITH_KERNELS.get(result.get("level", ""), result.get("level", "")),
             "why": result["why"],
         }
         for name, result in types.items()
     ]
     others = {name: patch for name, patch in registered().items() if patch.origin != "trl_packfa"}
     lines += [
-        {**dict.fromkeys(lines[0], ""), "model_type": name, "CPU": patch.rung, "why": f"patch from {patch.origin}"}
+        {**dict.fromkeys(lines[0], ""), "model_type": name, "CPU": patch.level, "why": f"patch from {patch.origin}"}
         for name, patch in others.items()
     ]
     return lines
@@ -210,18 +210,20 @@ _WITH_KERNELS = {"module": "native where proven, else module"}
 
 
 def markdown(types: Mapping[str, Mapping[str, Any]]) -> str:
-    """The documentation's support table: rungs, what they do, and their types."""
-    lines = ["| rung | types | what runs | which |", "|---|---|---|---|"]
-    for rung, what in _RUNGS.items():
-        names = [name for name, result in types.items() if result.get("rung") == rung and result["verdict"] == "exact"]
-        lines.append(f"| {rung} | {len(names)} | {what} | {', '.join(f'`{name}`' for name in names)} |")
+    """The documentation's support table: levels, what they do, and their types."""
+    lines = ["| level | types | what runs | which |", "|---|---|---|---|"]
+    for level, what in _LEVELS.items():
+        names = [
+            name for name, result in types.items() if result.get("level") == level and result["verdict"] == "exact"
+        ]
+        lines.append(f"| {level} | {len(names)} | {what} | {', '.join(f'`{name}`' for name in names)} |")
     refused = {name: result["why"] for name, result in types.items() if result["verdict"] != "exact"}
     lines += ["", f"Refused, with the reason ({len(refused)}):", ""]
     lines += [f"- `{name}`: {why}." for name, why in refused.items()]
     return "\n".join(lines)
 
 
-_RUNGS = {
+_LEVELS = {
     "attention": "the attention forward is rewritten for packed tokens",
     "interface": "attention goes through transformers' attention and mask interfaces; position embeddings that count "
     "along the row, and sparse indexers, run by document",

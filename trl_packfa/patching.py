@@ -113,7 +113,7 @@ def undo_patch(model: nn.Module) -> None:
 def _require_own_attention(patch: Patch, backend: str) -> None:
     if backend != "auto":
         raise NoBackend(
-            f"attention backend '{backend}' cannot serve {', '.join(patch.model_types[:3])}, ... (rung rebatch).",
+            f"attention backend '{backend}' cannot serve {', '.join(patch.model_types[:3])}, ... (level rebatch).",
             why=["the backbone runs document by document, with the model's own attention"],
             do="Pass attention_backend='auto', and choose the model's attn_implementation.",
         )
@@ -150,7 +150,7 @@ def _plan_outside(model: nn.Module, backbone: nn.Module, state: PatchState) -> l
     }
     overrides: list[Override] = [backbone_override(backbone, _own_forward(backbone), **options)]
     inner = inner_model(model)
-    told = patch.attention or (patch.rung == "interface" and not patch.beside and not patch.functions)
+    told = patch.attention or (patch.level == "interface" and not patch.beside and not patch.functions)
     if inner is not backbone and (patch.makes_mask or not told):
         overrides.append(CausalLMOverride(inner, _own_forward(inner)))
     return overrides + activated_overrides(model, _own_forward)

@@ -192,14 +192,14 @@ def _how_it_runs(name: str, state: PatchState) -> str:
 
 
 def describe(model: nn.Module) -> str:
-    """What was changed on a model, one line a fact: rung, modules, attention arguments and backends."""
+    """What was changed on a model, one line a fact: level, modules, attention arguments and backends."""
     state = find_state(model)
     if state is None:
         return "not patched"
     windows = Counter(f"window {window}" if window else "full" for window in state.windows)
     lines = [
         f"model type {model_type(model)} (patch from {state.patch.origin})",
-        f"rung: {state.patch.rung}",
+        f"level: {state.patch.level}",
         "backbone: boundaries read once per call, no mask built",
         f"backend asked for: {state.backends.name}",
     ]

@@ -43,26 +43,26 @@ def apply_trusted(model: nn.Module, patch: Patch, backend: str, *, fused_lora: b
 
 
 def apply_unknown(model: nn.Module, backend: str, refusal: UnsupportedModel, *, fused_lora: bool = True) -> None:
-    """Patch a model of a type without a patch by the first general rung that the check finds exact on it.
+    """Patch a model of a type without a patch by the first general level that the check finds exact on it.
 
     Raises:
-        [`UnsupportedModel`]: `refusal`, with what each rung came to.
+        [`UnsupportedModel`]: `refusal`, with what each level came to.
     """
     name = model_type(model)
-    if name in results():  # measured before: no general rung serves it
+    if name in results():  # measured before: no general level serves it
         raise refusal
     tried = []
     for patch in (Patch(model_types=(name,)), Patch(model_types=(name,), rebatch=True)):
         try:
             apply_patch(model, patch, backend, fused_lora=fused_lora)
             _require_exact(model)
-        except BaseException as error:  # whatever unknown code raises, it is no rung for it
+        except BaseException as error:  # whatever unknown code raises, it is no level for it
             undo_patch(model)
             if not isinstance(error, Exception) or is_out_of_memory(error):
-                raise  # says nothing about the rung: the next one would be the slower one for no reason
-            tried.append(f"rung {patch.rung}: {str(error).splitlines()[0]}")
+                raise  # says nothing about the level: the next one would be the slower one for no reason
+            tried.append(f"level {patch.level}: {str(error).splitlines()[0]}")
             continue
-        logger.warning("trl-packfa: no patch for model type '%s'; rung %s checked and used.", name, patch.rung)
+        logger.warning("trl-packfa: no patch for model type '%s'; level %s checked and used.", name, patch.level)
         return
     raise UnsupportedModel(f"{refusal}\nTried on this model:", why=tried)
 

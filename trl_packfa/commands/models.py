@@ -53,4 +53,4 @@ def _run_adapters(args: argparse.Namespace) -> int:
 
 
 def _show(name: str, result: Mapping[str, object]) -> None:
-    print(f"{name}: {result['verdict']} {result.get('rung', '')}", file=sys.stderr)
+    print(f"{name}: {result['verdict']} {result.get('level', '')}", file=sys.stderr)

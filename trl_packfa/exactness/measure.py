@@ -83,7 +83,7 @@ def check(
     return replace(
         report,
         model_type=model_type(model),
-        rung=state.patch.rung,
+        level=state.patch.level,
         backend=", ".join(sorted(set(state.backends.resolved.values()))) or "the model's own attention",
         training=_training(model),
         mode=" and ".join(found.mode for found in measured) + (" (training draws random numbers)" if draws else ""),

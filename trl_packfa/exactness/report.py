@@ -19,7 +19,7 @@ class ExactnessReport:
     """What the check measured, and its verdict.
 
     Args:
-        model_type (`str`), rung (`str`), backend (`str`), dtype (`str`):
+        model_type (`str`), level (`str`), backend (`str`), dtype (`str`):
             What was checked.
         training (`str`), mode (`str`), tokens (`str`):
             What trains and how: adapter, quantization, gradient checkpointing; whether it was measured in training
@@ -69,7 +69,7 @@ class ExactnessReport:
     """
 
     model_type: str = ""
-    rung: str = ""
+    level: str = ""
     backend: str = ""
     dtype: str
     training: str = ""
@@ -171,7 +171,7 @@ class ExactnessReport:
             f"parity {self.parity:.1e} (allowed {self.threshold:.1e}), "
             f"gradients {gradients}, "
             f"without boundaries {self.control:.1e} "
-            f"[{self.model_type}, rung {self.rung}, {self.backend}, {self.dtype}, {self.training}]"
+            f"[{self.model_type}, level {self.level}, {self.backend}, {self.dtype}, {self.training}]"
         )
 
     def require_exact(self) -> None:

@@ -76,7 +76,7 @@ def _told(config: Any) -> dict[str, str]:
 
 def _patched(model: nn.Module) -> list[Any]:
     state = find_state(model)
-    return [] if state is None else [state.patch.origin, state.patch.rung, state.backends.name, state.fused_lora]
+    return [] if state is None else [state.patch.origin, state.patch.level, state.backends.name, state.fused_lora]
 
 
 def _forward(module: nn.Module) -> str:

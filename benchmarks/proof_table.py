@@ -1,8 +1,8 @@
 """The table of false alarms: every exact type as a small model, in every precision, with several seeds and scales.
 
-    python tests/proof_table.py --out proof.jsonl --seeds 0 1 2 3 4
-    python tests/proof_table.py --out proof.jsonl --summary
-    python tests/proof_table.py --out real.jsonl --model FOLDER --seeds 0 1 2 3
+    python benchmarks/proof_table.py --out proof.jsonl --seeds 0 1 2 3 4
+    python benchmarks/proof_table.py --out proof.jsonl --summary
+    python benchmarks/proof_table.py --out real.jsonl --model FOLDER --seeds 0 1 2 3
 
 A row is a check: `exact`, a false alarm otherwise, or `cannot run` where the model by itself does not run so. Takes
 hours for all; rows that the file has are not run again. `tests/test_proof_power.py` holds a few of them.

@@ -1,0 +1,113 @@
+"""A real model trained packed beside TRL's own padded run: the losses of both, step by step.
+
+    python benchmarks/same_training.py --model FOLDER --data data.jsonl --out same_training.json
+
+Trains with LoRA, QLoRA (NF4) and in full, in bfloat16 autocast as TRL does by default, and once more with bfloat16
+weights. `noise` is the padded run against itself with its micro-batches halved: what regrouping sums alone changes.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from datasets import load_dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from trl import SFTConfig, SFTTrainer
+
+from trl_packfa import PackedSFTConfig, PackedSFTTrainer
+from trl_packfa.quantized import convertible_modules
+
+LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+WAYS = {
+    "LoRA, bf16 autocast": {"adapter": True},
+    "QLoRA (NF4), bf16 autocast": {"adapter": True, "nf4": True},
+    "full, bf16 autocast": {"adapter": False},
+    "LoRA, bfloat16 weights": {"adapter": True, "dtype": torch.bfloat16},
+}
+
+
+def load(path, nf4=False, dtype=torch.float32):
+    quantization = None
+    if nf4:
+        quantization = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bfloat16"
+        )
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=quantization, dtype=dtype)
+    for module in convertible_modules(model):  # or bitsandbytes makes weights of it that do not train, on some CPUs
+        module.support_avx512bf16_for_cpu = False
+    return model
+
+
+def run(path, data, steps, *, packed, adapter, halved=False, **options):
+    """Losses and seconds of a run."""
+    torch.manual_seed(0)
+    config, trainer = (PackedSFTConfig, PackedSFTTrainer) if packed else (SFTConfig, SFTTrainer)
+    options.setdefault("dtype", torch.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        args = config(
+            folder,
+            max_steps=steps,
+            logging_steps=1,
+            per_device_train_batch_size=2 if halved else 4,
+            gradient_accumulation_steps=4 if halved else 2,
+            max_length=256,
+            learning_rate=2e-4 if adapter else 2e-5,
+            bf16=True,
+            use_cpu=True,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+            shuffle_dataset=False,
+            **({"use_peft": adapter} if packed else {}),
+        )
+        made = trainer(
+            load(path, **options),
+            args=args,
+            train_dataset=data,
+            processing_class=AutoTokenizer.from_pretrained(path),
+            peft_config=LoraConfig(**LORA) if adapter else None,
+        )
+        if packed:
+            made.prove()
+        started = time.perf_counter()
+        made.train()
+    losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+    seconds = round(time.perf_counter() - started, 1)
+    proof = {"verdict": str(made.exactness), "seconds": made.exactness.seconds} if packed else None
+    return {"losses": losses, "seconds": seconds, "proof": proof}
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS))
+    args = parser.parse_args()
+    data = load_dataset("json", data_files=args.data, split="train").select(range(8 * args.steps))
+    found = json.loads(args.out.read_text()) if args.out.exists() else {}
+    for way in args.ways:
+        padded = run(args.model, data, args.steps, packed=False, **WAYS[way])
+        packed = run(args.model, data, args.steps, packed=True, **WAYS[way])
+        halved = run(args.model, data, args.steps, packed=False, halved=True, **WAYS[way])
+        difference, noise = (
+            max(abs(a - b) for a, b in zip(padded["losses"], other["losses"], strict=True))
+            for other in (packed, halved)
+        )
+        found[way] = {"padded": padded, "packed": packed, "difference": difference, "noise": noise}
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"{way}: losses {padded['losses'][0]:.4f} to {padded['losses'][-1]:.4f} padded, ", end="")
+        print(f"{packed['losses'][0]:.4f} to {packed['losses'][-1]:.4f} packed, worst step {difference:.1e}", end="")
+        print(f" (noise {noise:.1e}); {padded['seconds']} s padded, {packed['seconds']} s packed", flush=True)
+
+
+if __name__ == "__main__":
+    main()
