@@ -19,7 +19,7 @@ PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "recipes").glob("*.md")),
-    ROOT / ".github" / "CONTRIBUTING.md",
+    ROOT / "CONTRIBUTING.md",
 ]
 # Lines for a shell that install or start this very test suite; the Makefile and CI run those.
 INSTALLS = ("pip ", "python3 -m venv", ".venv/bin/", "make ", "python -m pytest", "python -m pip")
@@ -143,3 +143,12 @@ def test_every_recipe_is_in_the_table():
     for path in (ROOT / "recipes").rglob("*"):
         if path.suffix in (".yaml", ".py", ".md") and path.name not in ("__init__.py", "README.md"):
             assert path.name in listed, path.name
+
+
+def test_every_page_is_on_the_site_and_says_what_it_gives():
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    listed = [page for entry in nav for page in ([entry] if isinstance(entry, str) else next(iter(entry.values())))]
+    pages = {page.name: page.read_text().splitlines() for page in (ROOT / "docs").glob("*.md")}
+    assert sorted(listed) == sorted(pages)
+    for name in pages.keys() - {"index.md"}:
+        assert pages[name][2].startswith("What you get from this page: "), name
