@@ -120,6 +120,20 @@ def summary(rows):
     return "\n".join(lines)
 
 
+def write_results(path, rows):
+    """The rows as they are committed: type, precision, seed, scale, verdict, and what was found of what is allowed."""
+    lines = []
+    for row in sorted(rows, key=lambda row: (row["precision"], row["scale"], row["seed"], row["type"])):
+        found = [row["type"], row["precision"], row["seed"], row["scale"], row["verdict"]]
+        if row["verdict"] == "cannot run":
+            found += [row["why"]]
+        elif "parity" in row:
+            gradients = row["gradients"] and row["gradients"] / row["gradient_threshold"]
+            found += [round(row["parity"] / row["threshold"], 4), gradients and round(gradients, 4)]
+        lines.append(json.dumps(found))
+    path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
@@ -130,9 +144,10 @@ def main():
     parser.add_argument("--model", help="a folder with a real model, instead of small ones")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--summary", action="store_true")
+    parser.add_argument("--results", type=Path, help="write the rows as they are committed")
     args = parser.parse_args()
     rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
-    if not args.summary:
+    if not (args.summary or args.results):
         exact = [name for name, result in results().items() if result["verdict"] == "exact"]
         names = [args.model] if args.model else args.types or exact
         done = {(row["type"], row["precision"], row["seed"], row["scale"]) for row in rows}
@@ -143,6 +158,8 @@ def main():
                 rows.append(row)
                 file.write(json.dumps(row) + "\n")
                 file.flush()
+    if args.results:
+        write_results(args.results, rows)
     print(summary(rows))
     for row in rows:
         if row["verdict"] not in ("exact", "cannot run"):

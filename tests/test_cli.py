@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 import tiny
@@ -46,9 +45,7 @@ HEAVY = {"torch", "transformers", "trl", "peft", "datasets", "accelerate", "nump
 def test_help_imports_nothing_heavy(argv):
     code = f"import sys; from trl_packfa.cli import main\ntry: main({argv})\nexcept SystemExit: pass\n"
     code += f"assert not {HEAVY} & set(sys.modules), {HEAVY} & set(sys.modules)"
-    start = time.perf_counter()
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
-    assert time.perf_counter() - start < 1.0  # the whole process; 0.1 s on an idle machine
 
 
 def test_commands_for_programs_print_json(capsys):
