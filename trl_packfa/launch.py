@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -68,17 +70,17 @@ def _meant(message: str, classes: tuple[type, ...]) -> str:
     return f"Did you mean {', '.join(close)}?" if close else ""
 
 
+@a_line_per_thing()
 def train(argv: list[str]) -> int:
     """Parse flags and `--config FILE.yaml`, train, save model and reports into `output_dir`."""
     script_args, args, mixture = parse(_CLASSES, argv, prog="trl-packfa train")
-    a_line_per_thing()
     args.resume_from_checkpoint = _ask_first(args)
     told = args.process_index == 0 and not args.disable_tqdm
     if told:
         data = script_args.dataset_name or "the datasets"
         print(f"loading {args.model_name_or_path}, tokenizing {data} ...", flush=True)
-        logging.getLogger(COUNTS).setLevel(logging.ERROR)  # a table will show them
-    trainer = build_trainer(script_args, args, mixture)
+    with _without_counts() if told else nullcontext():
+        trainer = build_trainer(script_args, args, mixture)
     shown = trainer.is_world_process_zero() and not args.disable_tqdm
     if shown:
         RichProgressCallback.attach(trainer, "training")
@@ -101,6 +103,18 @@ def train(argv: list[str]) -> int:
     # The process group's threads must not outlive the interpreter: an abort at exit would look like a failed run.
     trainer.accelerator.end_training()
     return 0
+
+
+@contextmanager
+def _without_counts() -> Iterator[None]:
+    """What packing does to the data is not logged: a table will show it."""
+    counts = logging.getLogger(COUNTS)
+    level = counts.level
+    counts.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        counts.setLevel(level)
 
 
 def _ask_first(args: PackedSFTConfig) -> str | None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
-from datasets.utils.logging import disable_progress_bar
+from datasets.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -56,11 +56,20 @@ def proving(text: str, *, shown: bool = True) -> Iterator[Callable[[str, float],
         yield say
 
 
-def a_line_per_thing() -> None:
+@contextmanager
+def a_line_per_thing() -> Iterator[None]:
     """Where there is no terminal, the bars of transformers and datasets are off: each refresh would be a line."""
+    bars, dataset_bars = transformers_logging.is_progress_bar_enabled(), is_progress_bar_enabled()
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
         disable_progress_bar()
+    try:
+        yield
+    finally:
+        if bars:
+            transformers_logging.enable_progress_bar()
+        if dataset_bars:
+            enable_progress_bar()
 
 
 class RichProgressCallback(TrainerCallback):
