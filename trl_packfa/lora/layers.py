@@ -77,7 +77,7 @@ class Layers:
         return inner_TR.split([B.shape[1] for B in self.Bs], dim=1)
 
     def apply(self, x_TD: torch.Tensor, outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Write the outputs `(T, O)` of a chunk; returns them in the dtype of the products."""
+        """Write the outputs `(T, O)` of a chunk; returns them in the widest dtype that they have had."""
         x_TD = x_TD.to(self.dtype)
         results = []
         for weight, bias, out in zip(self.weights, self.biases, outs, strict=True):
@@ -86,6 +86,11 @@ class Layers:
                 torch.mm(x_TD, weight.T, out=into) if bias is None else torch.addmm(bias, x_TD, weight.T, out=into)
             )
             results.append(product)
+        # bitsandbytes widens its half-precision product to its input's float32, and PEFT adds the update to that: in
+        # half precision a young adapter's update would be rounded away, token by token.
+        for number, out in enumerate(outs):
+            if out.dtype.itemsize > self.dtype.itemsize:
+                results[number] = out.copy_(results[number])
         if self.adds:
             self._add_updates(results, x_TD @ self.As_RD.T)
         for result, out in zip(results, outs, strict=True):
@@ -95,7 +100,11 @@ class Layers:
 
     def _add_updates(self, results: Sequence[torch.Tensor], inner_TR: torch.Tensor) -> None:
         for number, B, inner in zip(self.adapted, self.Bs, self._by_layer(inner_TR), strict=True):
-            results[number].addmm_(inner, B.T, alpha=self.projections[number].scaling)
+            result, scaling = results[number], self.projections[number].scaling
+            if result.dtype == self.dtype:
+                result.addmm_(inner, B.T, alpha=scaling)
+            else:
+                result.add_(inner @ B.T, alpha=scaling)
 
     def start_backward(self) -> None:
         """Make room for the adapters' gradients."""
