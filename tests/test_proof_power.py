@@ -2,6 +2,7 @@
 every dtype the check must see it, and an exact model must pass."""
 
 from contextlib import nullcontext
+from itertools import combinations, permutations
 
 import pytest
 import tiny
@@ -10,7 +11,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from trl_packfa import PackedLayout, check, patch
 from trl_packfa.errors import ContaminationError, UnsupportedModel
-from trl_packfa.exactness.documents import LONG, LONG_ROWS, SHORT, SHORT_ROWS, draw_documents, replacements
+from trl_packfa.exactness.documents import LONG, LONG_ROWS, SHORT, SHORT_ROWS, draw_documents, losses, replacements
 from trl_packfa.flight import in_flight, layout_in_flight
 from trl_packfa.patching import find_state
 from trl_packfa.zoo import small_model
@@ -193,16 +194,21 @@ def test_a_leak_among_experts_is_told_from_regrouping():
 def test_every_two_documents_are_told_apart_in_both_directions():
     for documents in range(2, 21):
         runs = replacements(documents)
-        for i in range(documents):
-            for j in range(documents):
-                assert i == j or any(run[i] and not run[j] for run in runs), (documents, i, j)
+        assert not any(runs[0])
+        for i, j in permutations(range(documents), 2):
+            assert any(one[i] != other[i] and one[j] == other[j] for one, other in combinations(runs, 2)), (i, j)
+    for documents in range(2, 7):
+        for i, j in permutations(range(documents), 2):
+            assert any(i in with_loss and j not in with_loss for with_loss in losses(documents, 4)), (i, j)
+    with pytest.raises(ValueError, match="4 runs tell 6 documents apart, not 7"):
+        losses(7, 4)
 
 
 def test_the_documents_are_those_that_faults_need():
     assert len(LONG) > 8 and sum(LONG) > 512 and max(LONG) > 128 and len(set(LONG)) < len(LONG)
-    assert sorted(sum(LONG_ROWS, ())) == list(range(len(LONG))) and sorted(sum(SHORT_ROWS, ())) == list(
-        range(len(SHORT))
-    )
+    assert sorted(sum(LONG_ROWS, ())) == list(range(len(LONG)))
+    assert [LONG[i] for i in SHORT] == [11, 1, 37, 5, 19]
+    assert sorted(sum(SHORT_ROWS, ())) == list(range(len(SHORT)))
 
 
 def test_documents_are_cut_out_of_what_the_model_knows():

@@ -1,24 +1,26 @@
 """Does any document see another? Some are replaced, the others must not move by one bit; some have a loss, the others
 must get no gradient at all.
 
-Every two documents are told apart by some run, in either direction ([`replacements`]).
+Every two documents are told apart by two runs ([`replacements`]) and by one loss ([`losses`]), in either direction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from .compare import differences, largest, relative_logits, worst
-from .documents import Documents, replacements
-from .following import Key
+from .documents import Documents, losses, replacements
+from .following import Key, Trace
 from .parity import Differences, run_packed
 from .probe import Arrangement, Probe
 from .subject import Subject, compute_dtype
 
 _LOGITS = Key("logits", "the LM head", 0)
+# The documents that each of two runs replaces.
+Replaced: TypeAlias = "tuple[tuple[bool, ...], tuple[bool, ...]]"
 
 
 class Isolation(NamedTuple):
@@ -30,14 +32,14 @@ class Isolation(NamedTuple):
         regrouped (`float`): what grouping tokens by expert moved, as that rounds sums otherwise.
         gradients (`float` or `None`): of embeddings without a loss, in standard deviations of those with one.
         base (`list[torch.Tensor]`): logits of the documents as they are.
-        which (`tuple[bool, ...]`): the documents that were replaced when most moved.
+        which (`tuple`): the documents that were replaced in the two runs between which most moved.
     """
 
     forward: float
     regrouped: float
     gradients: float | None
     base: Documents
-    which: tuple[bool, ...]
+    which: Replaced
 
 
 def measure_isolation(
@@ -49,23 +51,30 @@ def measure_isolation(
     run = probe.in_rows if rows else probe.packed
     forward = _with_gradients if backward else _without_gradients
     everything = range(len(probe.lengths))
-    base, found = forward(probe, run, probe.tokens, everything, arrangement)
     runs = replacements(len(probe.lengths))
-    worst_moved, regrouped, leaked, worst_which = 0.0, 0.0, (None if found is None else 0.0), runs[0]
-    for which in runs:
-        stay = [i for i in everything if not which[i]]
-        changed = [i for i in everything if which[i]]
-        logits, gradients = forward(probe, run, probe.replaced(which), changed, arrangement)
-        moved = largest((logits[i] for i in stay), (base[i] for i in stay)) / scale
-        if subject.regroups and subject.anywhere(moved > 0):
+    trained = losses(len(probe.lengths), len(runs)) if backward else [[]] * len(runs)
+    # What each document gave when it, or what replaces it, was first met, and in which run.
+    met: dict[tuple[int, bool], tuple[torch.Tensor, int]] = {}
+    regrouping = _Regrouping(subject, probe, arrangement, run, noise) if subject.regroups else None
+    worst_moved, regrouped, leaked, worst_runs = 0.0, 0.0, None, (runs[0], runs[-1])
+    for number, which in enumerate(runs):
+        logits, gradients = forward(probe, run, probe.replaced(which), trained[number], arrangement)
+        stay = [i for i in everything if (i, which[i]) in met]
+        off = [(largest([logits[i]], [met[i, which[i]][0]]) / scale, met[i, which[i]][1]) for i in stay]
+        moved, since = max(off, default=(0.0, 0))
+        for i in everything:
+            met.setdefault((i, which[i]), (logits[i], number))
+        if regrouping is not None:
+            unexplained = regrouping.measure(which)
             regrouped = max(regrouped, moved)
-            moved = _unexplained(subject, probe, arrangement, run, which, noise)
+            moved = unexplained if subject.anywhere(moved > 0) else moved
         if not moved <= worst_moved:
-            worst_moved, worst_which = moved, which
-        if gradients is not None and leaked is not None:
-            usual = float(torch.cat([gradients[i].float() for i in changed]).std())
-            leaked = max(leaked, largest((gradients[i] for i in stay), (gradients[i] * 0 for i in stay)) / usual)
-    return Isolation(worst_moved, regrouped, leaked, base, worst_which)
+            worst_moved, worst_runs = moved, (runs[since], which)
+        if gradients is not None:
+            usual = float(torch.cat([gradients[i].float() for i in trained[number]]).std())
+            others = [gradients[i] for i in everything if i not in trained[number]]
+            leaked = max(leaked or 0.0, largest(others, (gradient * 0 for gradient in others)) / usual)
+    return Isolation(worst_moved, regrouped, leaked, [met[i, False][0] for i in everything], worst_runs)
 
 
 def _with_gradients(
@@ -89,43 +98,55 @@ def _without_gradients(
     return run(tokens), None
 
 
-@torch.no_grad()
-def _unexplained(
-    subject: Subject,
-    probe: Probe,
-    arrangement: Arrangement,
-    run: Callable[[Documents], Documents],
-    which: Sequence[bool],
-    noise: Differences,
-) -> float:
-    """What moved though tokens were not merely regrouped, by expert as a rule.
+class _Regrouping:
+    """What moves though tokens are not merely regrouped, by expert as a rule.
 
-    Each layer of the documents that stay is handed what it got before. Its token mixer, which comes before the
-    experts, must then give the same bits; what leaves the layer may differ by rounding.
+    Each layer of a document that was met before is handed what it got then. Its token mixer, which comes before the
+    experts, must give the same bits again; what leaves the layer may differ by rounding.
     """
-    base_logits, base = run_packed(subject, probe, arrangement, run, None)
-    handed = [None if replaced else trace for replaced, trace in zip(which, base.traces, strict=True)]
-    logits, followed = run_packed(subject, probe, arrangement, run, handed, tokens=probe.replaced(which))
-    moved, found = 0.0, {}
-    for document, replaced in enumerate(which):
-        if replaced:
-            continue
-        before, after = base.traces[document], followed.traces[document]
-        for key in before:
-            if key.kind == "left" and key in after and before[key].shape == after[key].shape:
-                usual = float(before[key].float().square().mean().sqrt()) or 1.0
-                moved = max(moved, largest([after[key]], [before[key]]) / usual)
-        for (key, _), difference in differences([after], [before], typical=subject.chooses).items():
-            found[key, document] = difference
-        found[_LOGITS, document] = relative_logits(logits[document], base_logits[document], typical=subject.chooses)
-    beyond, _ = worst(found, noise, compute_dtype(subject.model, base_logits[0].dtype))
-    return max(moved, 0.0 if beyond.excess <= 1 else beyond.difference)
+
+    def __init__(
+        self,
+        subject: Subject,
+        probe: Probe,
+        arrangement: Arrangement,
+        run: Callable[[Documents], Documents],
+        noise: Differences,
+    ) -> None:
+        self.subject, self.probe, self.arrangement, self.run, self.noise = subject, probe, arrangement, run, noise
+        self.met: dict[tuple[int, bool], tuple[torch.Tensor, Trace]] = {}
+
+    @torch.no_grad()
+    def measure(self, which: Sequence[bool]) -> float:
+        """What moved beyond rounding in this run, 0 where nothing did."""
+        before = {i: self.met[i, replaced] for i, replaced in enumerate(which) if (i, replaced) in self.met}
+        handed: list[Trace | None] = [before[i][1] if i in before else None for i in range(len(which))]
+        logits, followed = run_packed(
+            self.subject, self.probe, self.arrangement, self.run, handed, tokens=self.probe.replaced(which)
+        )
+        for i, replaced in enumerate(which):
+            self.met.setdefault((i, replaced), (logits[i], followed.traces[i]))
+        if not before:
+            return 0.0
+        moved, found = 0.0, {}
+        typical = self.subject.chooses
+        for i, (expected, trace) in before.items():
+            after = followed.traces[i]
+            for key in trace:
+                if key.kind == "left" and key in after and trace[key].shape == after[key].shape:
+                    usual = float(trace[key].float().square().mean().sqrt()) or 1.0
+                    moved = max(moved, largest([after[key]], [trace[key]]) / usual)
+            for (key, _), difference in differences([after], [trace], typical=typical).items():
+                found[key, i] = difference
+            found[_LOGITS, i] = relative_logits(logits[i], expected, typical=typical)
+        beyond, _ = worst(found, self.noise, compute_dtype(self.subject.model, logits[0].dtype))
+        return max(moved, 0.0 if beyond.excess <= 1 else beyond.difference)
 
 
 @torch.no_grad()
 def measure_control(probe: Probe, scale: float) -> float:
     """What documents move when others are replaced and no boundaries are told, in `scale`: must be seen."""
-    which = replacements(len(probe.lengths))[0]
+    which = replacements(len(probe.lengths))[1]
     before = probe.packed(probe.tokens, boundaries=False)
     after = probe.packed(probe.replaced(which), boundaries=False)
     stay = [i for i, replaced in enumerate(which) if not replaced]
@@ -133,10 +154,10 @@ def measure_control(probe: Probe, scale: float) -> float:
 
 
 @torch.no_grad()
-def first_leak(probe: Probe, which: Sequence[bool]) -> str | None:
-    """Name of the first module whose output for a document that stays moves when the others are replaced."""
-    before, after = probe.outputs_packed(probe.tokens), probe.outputs_packed(probe.replaced(which))
-    stay = [i for i, replaced in enumerate(which) if not replaced]
+def first_leak(probe: Probe, which: Replaced, *, rows: bool) -> str | None:
+    """Name of the first module whose output for a document moves between two runs that have it alike."""
+    before, after = (probe.outputs_packed(probe.replaced(replaced), rows=rows) for replaced in which)
+    stay = [i for i, (one, other) in enumerate(zip(*which, strict=True)) if one == other]
     moved = (
         name
         for name in before

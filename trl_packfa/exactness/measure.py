@@ -19,7 +19,7 @@ from ..patching import PatchState, find_state
 from ..versions import MINIMUM_VERSIONS, installed_version
 from ..zero3 import gradients_taken, whole_size
 from .compare import largest
-from .documents import LONG_ROWS, SHORT, SHORT_ROWS, draw_documents, known_tokens, long_lengths
+from .documents import LONG_ROWS, SHORT, SHORT_ROWS, Documents, draw_documents, known_tokens, long_lengths
 from .isolation import first_leak, measure_control, measure_isolation
 from .parity import first_difference, measure_long, measure_short
 from .probe import Collator, Probe, vocabulary_of
@@ -40,7 +40,7 @@ def check(
     """Measure whether packing is exact on this model, as it is now: backend, dtype, quantization, adapter.
 
     The model must be patched. It is measured in training mode, without dropout, and in evaluation mode where that
-    computes something else. Runs some ten thousand tokens forwards; modes, gradients, caches and random state are left
+    computes something else. Runs some six thousand tokens forwards; modes, gradients, caches and random state are left
     as they were. Run it under the autocast that training will use.
 
     Args:
@@ -74,11 +74,11 @@ def check(
         with quiet(model, training=True):
             draws = _draws_random_numbers(subject, short)
             if not draws:
-                measured.append(_measure(subject, short, long, mode="training"))
-                trained = _run(short)
+                found, trained = _measure(subject, short, long, mode="training")
+                measured.append(found)
         with quiet(model):
             if draws or subject.anywhere(largest(trained, _run(short)) != 0):
-                measured.append(_measure(subject, short, long, mode="evaluation"))
+                measured.append(_measure(subject, short, long, mode="evaluation")[0])
     report = next((report for report in measured if not report.is_exact), measured[0])
     return replace(
         report,
@@ -99,40 +99,46 @@ def _probes(
 ) -> tuple[Probe, Probe]:
     """Documents for every measurement, and longer ones, more of them, for what these cannot show."""
     vocabulary, most = vocabulary_of(model), most_positions(find_backbone(model, state.patch))
-    lengths = [tuple(min(n, most or n) for n in SHORT), long_lengths(state.windows, most)]
-    short, long = (draw_documents(found, known, vocabulary, seed) for found in lengths)
-    return Probe(model, collator, *short, SHORT_ROWS, seed), Probe(model, collator, *long, LONG_ROWS, seed)
+    tokens, others = draw_documents(long_lengths(state.windows, most), known, vocabulary, seed)
+    few, their_others = ([documents[i] for i in SHORT] for documents in (tokens, others))
+    return (
+        Probe(model, collator, few, their_others, SHORT_ROWS, seed),
+        Probe(model, collator, tokens, others, LONG_ROWS, seed),
+    )
 
 
-def _measure(subject: Subject, short: Probe, long: Probe, *, mode: str) -> ExactnessReport:
-    """Everything that is measured of a model in one mode."""
+def _measure(subject: Subject, short: Probe, long: Probe, *, mode: str) -> tuple[ExactnessReport, Documents]:
+    """Everything that is measured of a model in one mode, and the logits of the short documents packed."""
     with uncompiled(subject.model):  # compiled, a model would not see what follows its layers
         few = measure_short(subject, short)
-        many = measure_long(subject, long, few.gradient_noise)
-    scale = float(torch.cat([logits.float() for logits in few.alone]).std())
+        many = measure_long(subject, long, few)
+    scale = float(torch.cat([logits.float() for logits in few.alone.logits]).std())
     subject.begin("whether short documents see each other", 0.24)
     row = measure_isolation(subject, short, few.noise, scale, rows=False, backward=True)
     rows = measure_isolation(subject, short, few.noise, scale, rows=True, backward=True)
     subject.begin("whether long documents see each other", 0.20)
     dozen = measure_isolation(subject, long, many.noise, scale, rows=False, backward=False)
     control = measure_control(short, scale)
-    isolations = [(row, short), (dozen, long), (rows, short)]
-    leaking, leaky = max(isolations, key=lambda item: item[0].forward)
+    isolations = [(row, short, False), (dozen, long, False), (rows, short, True)]
+    leaking, leaky, in_rows = max(isolations, key=lambda item: item[0].forward)
     forward = max(few.forward, many.forward, key=lambda finding: finding.excess)
     gradients = [found.gradients for found in (few, many) if found.gradients is not None]
     gradient = max(gradients, key=lambda finding: finding.excess, default=None)
-    leaked = [found.gradients for found, _ in isolations if found.gradients is not None]
+    leaked = [found.gradients for found, *_ in isolations if found.gradients is not None]
     first = None
     for parity, probe in ((few, short), (many, long)):
         # Ranks that hold parts of the model must run the same forwards, whatever each of them found.
         if subject.anywhere(not parity.forward.excess <= 1):
             first = first_difference(probe, parity.forward.allowed) or parity.first
             break
-    return ExactnessReport(
-        dtype=str(compute_dtype(subject.model, few.alone[0].dtype)).removeprefix("torch."),
-        lengths=(*short.lengths, *long.lengths),
+    leak = None
+    if subject.anywhere(leaking.forward > 0):
+        leak = first_leak(leaky, leaking.which, rows=in_rows)
+    report = ExactnessReport(
+        dtype=str(compute_dtype(subject.model, few.alone.logits[0].dtype)).removeprefix("torch."),
+        lengths=long.lengths,
         isolation=leaking.forward,
-        regrouped=max(found.regrouped for found, _ in isolations),
+        regrouped=max(found.regrouped for found, *_ in isolations),
         input_gradients=max(leaked, default=None),
         parity=forward.difference,
         threshold=forward.allowed,
@@ -144,10 +150,11 @@ def _measure(subject: Subject, short: Probe, long: Probe, *, mode: str) -> Exact
         first_gradient=None if gradient is None or gradient.excess <= 1 else gradient.where,
         loss=abs(short.loss(row.base) - short.loss_alone(row.base)),
         control=control,
-        is_finite=all(bool(logits.isfinite().all()) for logits in (*few.alone, *many.alone)),
-        first_leak=first_leak(leaky, leaking.which) if subject.anywhere(leaking.forward > 0) else None,
+        is_finite=all(bool(logits.isfinite().all()) for logits in many.alone.logits),
+        first_leak=leak,
         mode=mode,
     )
+    return report, row.base
 
 
 @torch.no_grad()
@@ -163,7 +170,7 @@ def _random_states(device: torch.device) -> list[torch.Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
-def _run(probe: Probe) -> list[torch.Tensor]:
+def _run(probe: Probe) -> Documents:
     """Logits of the packed documents."""
     return [logits.detach() for logits in probe.packed(probe.tokens)]
 

@@ -13,7 +13,7 @@ import torch
 
 from .compare import Finding, differences, relative_difference, relative_gradients, relative_logits, worst
 from .compare import worst_gradient as find_worst_gradient
-from .documents import Documents
+from .documents import SHORT, Documents
 from .following import Following, Key, Trace
 from .probe import Arrangement, Probe
 from .rounding import last_places_off
@@ -34,7 +34,7 @@ class Parity(NamedTuple):
     """How far the packed documents are from the same documents alone.
 
     Attributes:
-        alone (`list[torch.Tensor]`): logits of the documents alone.
+        alone ([`Alone`]): the documents alone.
         noise (`dict`): what rounding makes of every layer and document.
         forward ([`Finding`]): the worst layer.
         first (`str` or `None`): the first module beyond what is allowed.
@@ -42,7 +42,7 @@ class Parity(NamedTuple):
         gradient_noise (`list[float]`): what rounding makes of every parameter's gradient, relative.
     """
 
-    alone: Documents
+    alone: Alone
     noise: Differences
     forward: Finding
     first: str | None
@@ -55,17 +55,21 @@ def measure_short(subject: Subject, probe: Probe) -> Parity:
     subject.begin("each short document alone", 0.06)
     subject.clear()
     alone, norms = _run_alone(subject, probe, sign=1.0), subject.norms()
-    subject.begin("the same documents packed", 0.02)
+    copied = subject.copied()
+    subject.begin("the same documents packed", 0.03)
     dtype = compute_dtype(subject.model, alone.logits[0].dtype)
     logits, followed = run_packed(subject, probe, probe.row, probe.packed, alone.traces, sign=-1.0)
     by_packing = subject.norms()
     found = _compared(subject, logits, followed.traces, alone)
     subject.begin("what rounding alone changes", 0.06)
     subject.clear()
-    rounded = _run_alone(subject, probe, handed=alone.traces, held=followed.held, sign=1.0, off=True)
-    noise = _compared(subject, rounded.logits, rounded.traces, alone)
-    _run_alone(subject, probe, sign=-1.0)
+    if copied is None:
+        _run_alone(subject, probe, sign=1.0)
+    else:
+        subject.put_back(copied)
+    rounded = _run_alone(subject, probe, handed=alone.traces, held=followed.held, sign=-1.0, off=True)
     by_rounding = subject.norms()
+    noise = _compared(subject, rounded.logits, rounded.traces, alone)
     forward, first = worst(found, noise, dtype)
     trains = bool(sum(norms))
     gradient_noise = relative_gradients(by_rounding, norms) if trains else []
@@ -73,17 +77,25 @@ def measure_short(subject: Subject, probe: Probe) -> Parity:
     if trains:
         by_packing = relative_gradients(by_packing, norms)
         gradients = find_worst_gradient(subject.dimensions, by_packing, gradient_noise, dtype)
-    return Parity(alone.logits, noise, forward, first, gradients, gradient_noise)
+    return Parity(alone, noise, forward, first, gradients, gradient_noise)
 
 
-def measure_long(subject: Subject, probe: Probe, gradient_noise: Sequence[float]) -> Parity:
-    """Parity of one row and, with gradients, of several rows; the noise of gradients is that of shorter documents."""
-    subject.begin("each long document alone", 0.16)
+def measure_long(subject: Subject, probe: Probe, short: Parity) -> Parity:
+    """Parity of one row and, with gradients, of several rows, of documents among which are the short ones.
+
+    What is known of these is not measured again: they are packed with the others, without a loss. The noise of
+    gradients is theirs, too.
+    """
+    subject.begin("each long document alone", 0.2)
     subject.clear()
-    alone, norms = _run_alone(subject, probe, sign=1.0), subject.norms()
+    rest = [document for document in range(len(probe.lengths)) if document not in SHORT]
+    others, norms = _run_alone(subject, probe, rest, sign=1.0), subject.norms()
+    places = [(*SHORT, *rest).index(document) for document in range(len(probe.lengths))]
+    logits, traces = [*short.alone.logits, *others.logits], [*short.alone.traces, *others.traces]
+    alone = Alone([logits[place] for place in places], [traces[place] for place in places])
     dtype = compute_dtype(subject.model, alone.logits[0].dtype)
-    subject.begin("the same documents packed in several rows", 0.16)
-    logits, in_rows = run_packed(subject, probe, probe.rows, probe.in_rows, alone.traces, sign=-1.0)
+    subject.begin("the same documents packed in several rows", 0.13)
+    logits, in_rows = run_packed(subject, probe, probe.rows, probe.in_rows, alone.traces, losses=rest, sign=-1.0)
     by_packing = subject.norms()
     subject.clear()
     found = _compared(subject, logits, in_rows.traces, alone)
@@ -92,15 +104,16 @@ def measure_long(subject: Subject, probe: Probe, gradient_noise: Sequence[float]
     for key, difference in _compared(subject, logits, in_row.traces, alone).items():
         found[key] = max(difference, found.get(key, 0.0))
     subject.begin("what rounding alone changes of long documents", 0.05)
-    rounded = _run_alone(subject, probe, handed=alone.traces, held=in_row.held & in_rows.held, off=True)
-    noise = _compared(subject, rounded.logits, rounded.traces, alone)
+    with last_places_off(subject.model):
+        rounded, off = run_packed(subject, probe, probe.row, probe.packed, alone.traces)
+    noise = _compared(subject, rounded, off.traces, Alone(logits, in_row.traces))
     forward, first = worst(found, noise, dtype)
     gradients = None
     if sum(norms):
         gradients = find_worst_gradient(
-            subject.dimensions, relative_gradients(by_packing, norms), gradient_noise, dtype
+            subject.dimensions, relative_gradients(by_packing, norms), short.gradient_noise, dtype
         )
-    return Parity(alone.logits, noise, forward, first, gradients, list(gradient_noise))
+    return Parity(alone, noise, forward, first, gradients, short.gradient_noise)
 
 
 def run_packed(
@@ -111,27 +124,33 @@ def run_packed(
     handed: Sequence[Trace | None] | None,
     *,
     tokens: Documents | None = None,
+    losses: Sequence[int] | None = None,
     sign: float | None = None,
 ) -> tuple[Documents, Following]:
-    """Logits of the packed documents, their layers handed what is given; with `sign`, their gradients are added."""
-    with Following(arrangement.places, arrangement.shape, handed).attached(subject.parts) as followed:
+    """Logits of the packed documents, their layers handed what is given; with `sign`, their gradients are added: of
+    all documents, or of those that have a loss."""
+    following = Following(arrangement.places, arrangement.shape, handed)
+    with torch.set_grad_enabled(sign is not None), following.attached(subject.parts) as followed:
         logits = run(probe.tokens if tokens is None else tokens)
-        _backward(subject, probe, logits, range(len(logits)), sign)
+        with_loss = range(len(logits)) if losses is None else losses
+        _backward(subject, probe, [logits[document] for document in with_loss], with_loss, sign)
     return [document.detach() for document in logits], followed
 
 
 def _run_alone(
     subject: Subject,
     probe: Probe,
+    documents: Sequence[int] | None = None,
     *,
     handed: Sequence[Trace] | None = None,
     held: set[Key] | None = None,
     sign: float | None = None,
     off: bool = False,
 ) -> Alone:
-    """Every document by itself; its layers handed what the packed ones were, everything off by a last place."""
+    """Every document, or these, by itself; its layers handed what the packed ones were, `off` by a last place."""
     logits, traces = [], []
-    for document, length in enumerate(probe.lengths):
+    for document in range(len(probe.lengths)) if documents is None else documents:
+        length = probe.lengths[document]
         given = None
         if handed is not None:
             given = [{key: value for key, value in handed[document].items() if key in (held or ())}]

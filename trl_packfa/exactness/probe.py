@@ -151,10 +151,11 @@ class Probe:
         finally:
             handle.remove()
 
-    def outputs_packed(self, tokens: Documents) -> dict[str, Documents]:
+    def outputs_packed(self, tokens: Documents, *, rows: bool = False) -> dict[str, Documents]:
         """Every module's per-token output, by document, in the order in which modules finish."""
-        found = self._outputs(lambda: self.packed(tokens), self.row.shape)
-        return {name: self.row.split(output) for name, output in found}
+        arrangement, run = (self.rows, self.in_rows) if rows else (self.row, self.packed)
+        found = self._outputs(lambda: run(tokens), arrangement.shape)
+        return {name: arrangement.split(output) for name, output in found}
 
     def outputs_alone(self, document: int) -> dict[str, torch.Tensor]:
         """The same of one document by itself."""

@@ -38,7 +38,8 @@ def _move(module: nn.Module, args: Any, output: Any) -> Any:
     first = output[0] if isinstance(output, tuple) and output else output
     if not isinstance(first, torch.Tensor) or not first.is_floating_point():
         return None
-    moved = first + first.detach() * (torch.rand_like(first) * 2 - 1) * _last_place(module, first)
+    place = _last_place(module, first)
+    moved = torch.addcmul(first, first.detach(), torch.empty_like(first).uniform_(-place, place))
     return (moved, *output[1:]) if isinstance(output, tuple) else moved
 
 

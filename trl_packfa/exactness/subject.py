@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from .probe import device_of
 
 # Types without experts that group tokens by content: BLT's patches, padded to the most that a document has.
 _REGROUPING = ("blt",)
+# Gradients of at most this share of the parameters are copied rather than computed again.
+_FEW = 0.1
 # Logits in these dtypes may have been cast up from what computed them.
 _WIDE = (torch.float32, torch.float64)
 
@@ -35,6 +37,7 @@ class Subject:
 
     Attributes:
         trained (`list[torch.nn.Parameter]`): the parameters that train.
+        sizes (`list[int]`): how many elements each of them has.
         dimensions (`dict[str, int]`): how many dimensions each of them has, by name.
         chooses (`bool`): whether tokens choose which others they see (sparse attention): rounding then makes single
             tokens choose otherwise, and what counts is the typical token.
@@ -52,6 +55,7 @@ class Subject:
         self.parts = find_parts(model, state)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.trained = list(trained.values())
+        self.sizes = [whole_size(p) for p in self.trained]
         self.dimensions = {name: len(whole_shape(p)) for name, p in trained.items()}
         self.chooses = any("Indexer" in type(module).__name__ for module in model.modules())
         self.regroups = _has_experts(model) or model_type(model) in _REGROUPING
@@ -78,6 +82,18 @@ class Subject:
             self.gradient_parts.clear()
         for parameter in self.trained:
             parameter.grad = None
+
+    def copied(self) -> list[torch.Tensor | None] | None:
+        """The gradients, where a copy is small beside the model: adapters'."""
+        few = sum(self.sizes) <= _FEW * sum(map(whole_size, self.model.parameters()))
+        if self.gradient_parts is not None or not few:
+            return None
+        return [None if p.grad is None else p.grad.clone() for p in self.trained]
+
+    def put_back(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Set the gradients to what was copied."""
+        for parameter, gradient in zip(self.trained, gradients, strict=True):
+            parameter.grad = gradient
 
     def norms(self) -> list[float]:
         """L2 norm of each trained parameter's gradient."""
