@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, PrefixTuningConfig, VeloraConfig, get_peft_model
 from training import arguments, packed_trainer
 
-from trl_packfa import patch, registry, trust
+from trl_packfa import api, patch, registry
 from trl_packfa.adapters import refuse_adapter, table
 from trl_packfa.adapters.kinds import KINDS, NEEDS, REASONS, base_model
 from trl_packfa.adapters.measure import measure, measure_kind
@@ -123,8 +123,8 @@ def test_an_unmeasured_kind_is_checked_on_the_model(monkeypatch, change):
     config = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
     model = get_peft_model(tiny.model(layers=1), config)
     checked = []
-    real = trust.check
-    monkeypatch.setattr(trust, "check", lambda model: checked.append(model) or real(model))
+    real = api.check
+    monkeypatch.setattr(api, "check", lambda model: checked.append(model) or real(model))
     patch(model)
     assert not checked
     registry.unpatch(model)

@@ -225,18 +225,18 @@ def test_a_check_that_does_not_end_leaves_no_patch(interruption, monkeypatch):
     """An unknown model is patched by what the check finds exact: interrupted, nothing was found."""
     from test_trust import unknown_model
 
-    import trl_packfa.trust as trust
+    import trl_packfa.api as api
 
     def interrupted(model):
         raise interruption
 
     model = unknown_model()
-    monkeypatch.setattr(trust, "check", interrupted)
+    monkeypatch.setattr(api, "check", interrupted)
     for _ in range(2):
         with pytest.raises(interruption):
             patch(model)
         assert find_state(model) is None
-    monkeypatch.setattr(trust, "fingerprint", lambda model: "another code")
+    monkeypatch.setattr(api, "fingerprint", lambda model: "another code")
     known = tiny.model(layers=1)
     for _ in range(2):
         with pytest.raises(interruption):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationMethod
 
-from trl_packfa import patch, trust
+from trl_packfa import api, patch
 from trl_packfa.adapters.quantizers import QUANTIZERS, quantizer_of, refuse_quantization
 from trl_packfa.errors import UnsupportedModel
 from trl_packfa.patching import apply_patch
@@ -130,8 +130,8 @@ def test_what_depends_on_the_config(config, verdict):
 def test_a_quantizer_that_nobody_has_read_is_checked_on_the_model(monkeypatch):
     model = tiny.model(layers=1)
     checked = []
-    real = trust.check
-    monkeypatch.setattr(trust, "check", lambda model: checked.append(model) or real(model))
+    real = api.check
+    monkeypatch.setattr(api, "check", lambda model: checked.append(model) or real(model))
     patch(model)
     assert not checked
     other = tiny.model(layers=1)

@@ -84,26 +84,26 @@ def test_changed_code_is_checked_and_refused_if_it_leaks(monkeypatch):
 
 
 def test_known_code_is_not_checked_again(monkeypatch):
-    from trl_packfa import trust
+    from trl_packfa import api
 
-    monkeypatch.setattr(trust, "check", lambda model: pytest.fail("checked"))
+    monkeypatch.setattr(api, "check", lambda model: pytest.fail("checked"))
     patch(tiny.model())
 
 
 def test_changed_code_that_is_exact_is_patched(monkeypatch):
-    from trl_packfa import trust
+    from trl_packfa import api
 
     checked = []
-    monkeypatch.setattr(trust, "fingerprint", lambda model: "another transformers")
-    monkeypatch.setattr(trust, "check", lambda model: checked.append(model) or check(model))
+    monkeypatch.setattr(api, "fingerprint", lambda model: "another transformers")
+    monkeypatch.setattr(api, "check", lambda model: checked.append(model) or check(model))
     assert "level: attention" in describe(patch(tiny.model()))
     assert len(checked) == 1
 
 
 def test_what_cannot_be_checked_is_not_trusted(monkeypatch):
-    from trl_packfa import trust
+    from trl_packfa import api
 
-    monkeypatch.setattr(trust, "fingerprint", lambda model: "another transformers")
+    monkeypatch.setattr(api, "fingerprint", lambda model: "another transformers")
     with torch.device("meta"):
         model = LlamaForCausalLM(tiny.model().config)
     with pytest.raises(ContaminationError, match="its weights are on the meta device"):

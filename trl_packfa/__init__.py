@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from .api import describe as describe
+    from .api import patch as patch
+    from .api import patched as patched
+    from .api import unpatch as unpatch
     from .attention import AttentionArguments as AttentionArguments
     from .collator import DataCollatorForPacking as DataCollatorForPacking
     from .config import PackedSFTConfig as PackedSFTConfig
@@ -20,12 +24,8 @@ if TYPE_CHECKING:
     from .exactness import ExactnessReport as ExactnessReport
     from .exactness import check as check
     from .layout import PackedLayout as PackedLayout
-    from .registry import describe as describe
-    from .registry import patch as patch
-    from .registry import patched as patched
     from .registry import register as register
     from .registry import registered as registered
-    from .registry import unpatch as unpatch
     from .trainer import PackedSFTTrainer as PackedSFTTrainer
 
 _HOME = {
@@ -37,13 +37,13 @@ _HOME = {
     "PackedSFTTrainer": "trainer",
     "Patch": "declaration",
     "check": "exactness",
-    "describe": "registry",
-    "patch": "registry",
-    "patched": "registry",
+    "describe": "api",
+    "patch": "api",
+    "patched": "api",
     "plot": "drawing",
     "register": "registry",
     "registered": "registry",
-    "unpatch": "registry",
+    "unpatch": "api",
 }
 
 __all__ = sorted(_HOME)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .attention import bridge
 from .declaration import Patch
 from .errors import UnsupportedModel
 
@@ -81,6 +81,29 @@ def find_backbone(model: nn.Module, patch: Patch) -> nn.Module:
     return found[0]
 
 
+def uses_interface(module: nn.Module) -> bool:
+    """Whether a module computes attention through transformers' attention interface."""
+    code = getattr(type(module).forward, "__code__", None)
+    return hasattr(module, "config") and code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def is_causal(module: Any) -> bool:
+    """Whether a module attends backwards only, by itself or, as a decoder's, through its mask."""
+    return getattr(module, "is_causal", True) is not False or bool(getattr(module, "is_decoder", False))
+
+
+def tells_window(module: nn.Module) -> bool:
+    """Whether a module tells its attention function the sliding window, and not the mask alone."""
+    constants = type(module).forward.__code__.co_consts
+    return any("sliding_window" in names for names in constants if isinstance(names, tuple))
+
+
+def masks_windows(backbone: nn.Module) -> bool:
+    """Whether the code around a backbone builds masks of sliding windows; without, a config's window means nothing."""
+    names = vars(sys.modules[type(backbone).__module__])
+    return "create_sliding_window_causal_mask" in names or "create_masks_for_generate" in names
+
+
 def find_attention(backbone: nn.Module, patch: Patch) -> dict[str, nn.Module]:
     """The attention modules by name, all causal."""
     if patch.rebatch:
@@ -119,7 +142,7 @@ def _find_interface(backbone: nn.Module, patch: Patch) -> dict[str, nn.Module]:
     attention = {
         name: module
         for name, module in decoder.named_modules()
-        if bridge.uses_interface(module) and id(module) not in inside and not _is_elsewhere(name, module)
+        if uses_interface(module) and id(module) not in inside and not _is_elsewhere(name, module)
     }
     if not attention and not found:
         raise UnsupportedModel(
@@ -155,9 +178,9 @@ def windows_of(patch: Patch, backbone: nn.Module, attention: dict[str, nn.Module
     config: Any = backbone.config
     config = config.get_text_config()
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
-    if not bridge.masks_windows(backbone):
+    if not masks_windows(backbone):
         window = None
-    told = all(bridge.tells_window(module) for module in attention.values())
+    told = all(tells_window(module) for module in attention.values())
     if chunk or (window and not told):
         raise UnsupportedModel(
             f"{type(backbone).__name__} limits attention to {chunk or window} tokens through its mask alone.",
@@ -169,7 +192,7 @@ def windows_of(patch: Patch, backbone: nn.Module, attention: dict[str, nn.Module
 
 def _require_causal(attention: dict[str, nn.Module]) -> dict[str, nn.Module]:
     for name, module in attention.items():
-        if not bridge.is_causal(module):
+        if not is_causal(module):
             raise UnsupportedModel(
                 f"{type(module).__name__} attends in both directions: is_causal=False in {name}.",
                 why=["packed attention here is causal inside each document"],

@@ -22,7 +22,7 @@ from .errors import UnsupportedModel
 from .exactness import quiet, vocabulary_of
 from .finding import inner_model
 from .head import TrainedHead, aligned, scored
-from .overrides import forward_signature
+from .override import forward_signature
 from .precision import autocast_dtype
 
 logger = logging.getLogger(__name__)

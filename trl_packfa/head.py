@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput
 
 from .graphs import around_graphs, outside_of_graphs
-from .overrides import forward_signature
+from .override import forward_signature
 from .precision import outside_autocast
 from .tiles import Tile, Tiles, Transform
 from .zero3 import is_in_parts

@@ -21,7 +21,7 @@ from .attention import AttentionArguments, BackendChoice
 from .flight import find_layout, in_flight, is_empty_mask, layout_in_flight
 from .graphs import outside_of_graphs
 from .layout import PackedLayout
-from .overrides import Override
+from .override import Override
 from .rebatch import BOUNDARIES, FLASH_KEYS, run_by_document
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from types import CodeType
 from typing import Any
 
 import torch
@@ -25,35 +24,9 @@ from .errors import PackingError
 from .flight import INPUT_IDS, empty_mask, find_layout, in_flight, layout_in, layout_in_flight
 from .graphs import around_graphs, let_sizes_change, outside_of_graphs
 from .layout import PackedLayout
+from .override import Override, forward_signature
 from .rebatch import BOUNDARIES, FOUND_BY_ITSELF, run_backbone_by_document
 from .token_types import embeds_token_types, refuse_token_types, types_of_long_rows
-
-
-class Override:
-    """A `forward` of one instance and the way back to what it replaced."""
-
-    def __init__(self, module: nn.Module, original: Callable[..., Any] | None) -> None:
-        self.module, self.original = module, original
-
-    def call_original(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the replaced forward; the class's own is looked up now, as FSDP2 exchanges an instance's class."""
-        if self.original is None:
-            return type(self.module).forward(self.module, *args, **kwargs)
-        return self.original(*args, **kwargs)
-
-
-def computes_as(module: nn.Module, forward: Callable[..., Any]) -> bool:
-    """Whether a module's forward is, instruction by instruction, another class's, as copies of it in many
-    architectures are, and nothing is in its place on the instance."""
-    code = getattr(type(module).forward, "__code__", None)
-    return (
-        code is not None and "forward" not in vars(module) and _instructions(code) == _instructions(forward.__code__)
-    )
-
-
-def _instructions(code: CodeType) -> tuple[Any, ...]:
-    """What a function computes with, whatever its docstring says."""
-    return code.co_code, code.co_names, tuple(value for value in code.co_consts if not isinstance(value, str))
 
 
 class BackboneOverride(Override):
@@ -181,11 +154,6 @@ class RebatchOverride(BackboneOverride):
         with in_flight(None):  # the documents by themselves are not packed
             call = self._accepted(routing.asked(call))
             return routing.told(run_backbone_by_document(self.call_original, call, layout))
-
-
-def forward_signature(module: nn.Module) -> inspect.Signature:
-    """Of a module's own forward, for what stands in its place: `generate()` reads the parameters."""
-    return inspect.Signature(list(inspect.signature(type(module).forward).parameters.values())[1:])
 
 
 class CausalLMOverride(BackboneOverride):

@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from . import finding
+from .api import describe, patch
 from .arithmetic import quadratic_weight
 from .card import add_packing_section, copy_card, name_base, packing_section
 from .collator import DataCollatorForPacking
@@ -53,7 +54,6 @@ from .refusals import (
     refuse_sources,
     refuse_untrainable,
 )
-from .registry import describe, patch
 from .reports import (
     read_progress,
     whole_checkpoint,

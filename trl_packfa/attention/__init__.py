@@ -1,6 +1,6 @@
 """Packed attention: one file a backend, one rule to choose between them.
 
-Knows layouts and tensors; imports neither transformers nor trl (`bridge.py` excepted).
+Knows layouts and tensors; imports neither transformers nor trl (`hub.py` excepted).
 """
 
 from .backends import BACKENDS, get_backend, refusals

@@ -1,6 +1,4 @@
-"""Where packed attention meets transformers: its attention interface, and the kernels it loads.
-
-The one file of this folder that imports it.
+"""Where packed attention meets transformers: its attention interface.
 
 Shape letters: B rows, L row length, T packed tokens (B * L), N query heads, K key/value heads, H head dim.
 """
@@ -8,38 +6,22 @@ Shape letters: B rows, L row length, T packed tokens (B * L), N query heads, K k
 from __future__ import annotations
 
 import copy
-import logging
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
 from ..errors import PackingError
+from ..finding import is_causal
 from ..flight import empty_mask, find_layout, layout_in_flight
 from ..graphs import outside_of_graphs
 from ..layout import PackedLayout
 from .bias import chosen_keys
 from .request import AttentionArguments
 from .resolve import BackendChoice
-
-logger = logging.getLogger(__name__)
-
-
-def hub_flash_attn_varlen_func() -> Callable[..., torch.Tensor] | None:
-    """`flash_attn_varlen_func` of the Hub kernel that transformers loads for `flash_attention_2`, if it loads."""
-    from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
-
-    try:
-        functions, _ = lazy_import_flash_attention("flash_attention_2")
-    except (ImportError, OSError, ValueError, RuntimeError) as error:  # no network, no build for this machine
-        logger.info("trl-packfa: the Hub's FlashAttention kernel did not load: %s", error)
-        return None
-    return functions[1]
-
 
 # The name under which transformers' attention interface knows us; chosen per module, never for a whole model.
 INTERFACE = "trl_packfa"
@@ -56,29 +38,6 @@ def interface_config(
     vars(ours).update(_attn_implementation_internal=INTERFACE, trl_packfa_source=config, trl_packfa_backends=backends)
     ours.trl_packfa_window = window
     return ours
-
-
-def uses_interface(module: nn.Module) -> bool:
-    """Whether a module computes attention through transformers' attention interface."""
-    code = getattr(type(module).forward, "__code__", None)
-    return hasattr(module, "config") and code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
-
-
-def is_causal(module: Any) -> bool:
-    """Whether a module attends backwards only, by itself or, as a decoder's, through its mask."""
-    return getattr(module, "is_causal", True) is not False or bool(getattr(module, "is_decoder", False))
-
-
-def tells_window(module: nn.Module) -> bool:
-    """Whether a module tells its attention function the sliding window, and not the mask alone."""
-    constants = type(module).forward.__code__.co_consts
-    return any("sliding_window" in names for names in constants if isinstance(names, tuple))
-
-
-def masks_windows(backbone: nn.Module) -> bool:
-    """Whether the code around a backbone builds masks of sliding windows; without, a config's window means nothing."""
-    names = vars(sys.modules[type(backbone).__module__])
-    return "create_sliding_window_causal_mask" in names or "create_masks_for_generate" in names
 
 
 def packed_attention_forward(

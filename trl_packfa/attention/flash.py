@@ -49,7 +49,7 @@ def _candidates(capability: tuple[int, int]) -> Iterator[tuple[Callable[..., tor
                 continue
             yield function, needed
     if find_spec("kernels") is not None:
-        from .bridge import hub_flash_attn_varlen_func
+        from .hub import hub_flash_attn_varlen_func
 
         if (hub_function := hub_flash_attn_varlen_func()) is not None:
             yield hub_function, (8, 0)

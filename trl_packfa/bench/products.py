@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..api import unpatch
 from ..arithmetic import attention_heads, compute_dtype
 from ..errors import InvalidConfig
-from ..registry import unpatch
 from ..tiles import tile_size
 from ..zero3 import whole_shape
 

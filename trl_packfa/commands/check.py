@@ -28,10 +28,10 @@ def add(commands: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report; 0 if packing is exact."""
     require_versions(training=False)
+    from ..api import patch
     from ..exactness import check
     from ..loading import load_causal_lm, load_tokenizer
     from ..progress import proving
-    from ..registry import patch
 
     model = load_causal_lm(args.model, dtype=args.dtype, adapter=args.adapter)
     patch(model, backend=args.backend)

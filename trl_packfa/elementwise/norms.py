@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ..flight import layout_in_flight
-from ..overrides import Override, computes_as
+from ..override import Override, computes_as
 from .pieces import are_worth_it, pieces
 
 

@@ -24,7 +24,7 @@ from ..errors import PackingError, UnsupportedModel
 from ..flight import INPUT_IDS, layout_in_flight
 from ..graphs import around_graphs, outside_of_graphs
 from ..layout import PackedLayout
-from ..overrides import Override, forward_signature
+from ..override import Override, forward_signature
 
 Invocations = Mapping[str, tuple[int, ...]]
 

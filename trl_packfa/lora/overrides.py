@@ -18,7 +18,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ..flight import layout_in_flight
-from ..overrides import Override, computes_as
+from ..override import Override, computes_as
 from .activated import ActivatedLoraOverride, Invocations, activated_layers
 from .products import GatedMLP, ProjectTogether
 from .projections import Projection, compute_dtype, is_adapted, output_dtype, read, why_not
