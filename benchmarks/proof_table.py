@@ -25,16 +25,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from peft import LoraConfig, get_peft_model
+from tiny_models import small_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.utils.logging import disable_progress_bar
 
 from trl_packfa import check
-from trl_packfa.patching import apply_patch
-from trl_packfa.quantized import unconverted
-from trl_packfa.registry import get_patch
-from trl_packfa.results import results
-from trl_packfa.sources import READ_DIRECTLY
-from trl_packfa.zoo import small_model
+from trl_packfa.patches.measured import results
+from trl_packfa.patching.apply import apply_patch
+from trl_packfa.patching.inspect import get_patch
+from trl_packfa.runtime.bitsandbytes import unconverted
+from trl_packfa.training.model_loading import READ_DIRECTLY
 
 MODES = ("float32", "bfloat16", "float16", "autocast", "nf4")
 KEPT = ("isolation", "input_gradients", "parity", "threshold", "gradients", "gradient_threshold", "loss", "control",

@@ -3,7 +3,6 @@
 The tuple below is the support list.
 """
 
-from trl_packfa.declaration import Patch
 from trl_packfa.patches import (
     bloom,
     doge,
@@ -31,6 +30,7 @@ from trl_packfa.patches import (
     windows,
     xglm,
 )
+from trl_packfa.patches.base import Patch
 
 PATCHES: tuple[Patch, ...] = (
     llama.PATCH,

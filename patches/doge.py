@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from trl_packfa.attention import AttentionArguments, Bias, key_bias
-from trl_packfa.declaration import Patch, read_arguments
 from trl_packfa.layout import PackedLayout
+from trl_packfa.patches.base import Patch, read_arguments
 from trl_packfa.patches.qwen3 import normed_rotary_qkv
 
 

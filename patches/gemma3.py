@@ -5,7 +5,7 @@ from dataclasses import replace
 from torch import nn
 
 from trl_packfa.attention import AttentionArguments
-from trl_packfa.declaration import Patch, read_arguments
+from trl_packfa.patches.base import Patch, read_arguments
 from trl_packfa.patches.qwen3 import normed_rotary_qkv
 
 

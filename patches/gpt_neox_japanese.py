@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trl_packfa.attention import AttentionArguments
-from trl_packfa.declaration import Patch
+from trl_packfa.patches.base import Patch
 
 
 def read_arguments(module: Any) -> AttentionArguments:

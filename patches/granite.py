@@ -3,7 +3,7 @@
 The embedding, residual and logit multipliers are applied outside of attention and stay transformers' own.
 """
 
-from trl_packfa.declaration import Patch
+from trl_packfa.patches.base import Patch
 from trl_packfa.patches.llama import rotary_qkv
 
 PATCH = Patch(model_types=("granite",), backbone="GraniteModel", attention={"GraniteAttention": rotary_qkv})

@@ -5,7 +5,7 @@ through transformers' interface, and everything else stays packed. Listed is wha
 random model. Most of these leak silently unpatched, some on installed kernels too (transformers 5.23).
 """
 
-from trl_packfa.declaration import Patch
+from trl_packfa.patches.base import Patch
 
 PATCH = Patch(
     model_types=(

@@ -6,7 +6,7 @@ model with small windows; `tests/test_architectures.py` keeps it so. Some of the
 biogpt, gpt_oss and opt build their masks without `position_ids` (transformers 5.23).
 """
 
-from trl_packfa.declaration import Patch
+from trl_packfa.patches.base import Patch
 
 PATCH = Patch(
     model_types=(

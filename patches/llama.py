@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from trl_packfa.declaration import Patch
-from trl_packfa.elementwise import rotate
-from trl_packfa.lora import project_together
+from trl_packfa.kernels.cpu import rotate
+from trl_packfa.kernels.lora import project_together
+from trl_packfa.patches.base import Patch
 
 Embeddings = tuple[torch.Tensor, torch.Tensor]
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from trl_packfa.attention import AttentionArguments
-from trl_packfa.declaration import Patch, read_arguments
+from trl_packfa.patches.base import Patch, read_arguments
 from trl_packfa.patches.llama import rotary_qkv
 
 

@@ -8,8 +8,8 @@ import torch
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from trl_packfa.attention import AttentionArguments, Bias, linear_bias
-from trl_packfa.declaration import Patch
 from trl_packfa.layout import PackedLayout
+from trl_packfa.patches.base import Patch
 
 
 def fused_qkv(module: Any, hidden_states: torch.Tensor, _: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -3,7 +3,7 @@
 Attention and position embeddings run document by document, everything else stays packed.
 """
 
-from trl_packfa.declaration import Patch
+from trl_packfa.patches.base import Patch
 
 PATCH = Patch(
     model_types=("big_bird", "megatron-bert", "mvp", "rembert", "trocr"),

@@ -4,7 +4,7 @@ Their position embeddings run document by document; attention goes through trans
 leak silently: they build their masks without `position_ids` (transformers 5.23).
 """
 
-from trl_packfa.declaration import Patch
+from trl_packfa.patches.base import Patch
 
 PATCH = Patch(
     model_types=(

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from trl_packfa.declaration import Patch
-from trl_packfa.elementwise import rotate
+from trl_packfa.kernels.cpu import rotate
+from trl_packfa.patches.base import Patch
 from trl_packfa.patches.llama import Embeddings, project_heads
 
 

@@ -6,7 +6,7 @@ with no kernel, on any device, at the cost of the padding inside a batch. Listed
 a small random model; `tests/test_architectures.py` keeps it so.
 """
 
-from trl_packfa.declaration import Patch
+from trl_packfa.patches.base import Patch
 
 PATCH = Patch(
     rebatch=True,

@@ -4,7 +4,7 @@ The indexer runs document by document; the attention goes through transformers' 
 no longer than the number of keys it may see.
 """
 
-from trl_packfa.declaration import Patch
+from trl_packfa.patches.base import Patch
 
 PATCH = Patch(
     model_types=("axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trl_packfa.declaration import Patch
+from trl_packfa.patches.base import Patch
 
 
 def sliding_window(module: Any) -> int | None:

@@ -18,6 +18,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, gather_object
 from compiling import compile_anew
+from tiny_models import small_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -30,7 +31,6 @@ import trl_packfa
 from trl_packfa import PackedSFTConfig
 from trl_packfa.bench.tracing import compiled_graphs
 from trl_packfa.errors import ContaminationError
-from trl_packfa.zoo import small_model
 
 STEPS, SAVE, BATCH = 4, 2, 8
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from trl_packfa.attention import flash, kernel_limits, varlen
+from trl_packfa.attention import flash, varlen
+from trl_packfa.attention import flash_limits as kernel_limits
 
 CUDA_ONLY = "needs a CUDA"
 

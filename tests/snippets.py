@@ -4,10 +4,9 @@ import json
 import runpy
 
 import tiny
+from tiny_models import small_model
 from training import FORMATS, rows
 from transformers import TrainingArguments
-
-from trl_packfa.zoo import small_model
 
 # What stands behind every Hub name in README, recipes and scripts.
 MODELS = {

@@ -7,15 +7,15 @@ import tiny
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from tiny_models import small_model
 from tolerance import assert_float32, assert_low_precision, assert_recomputed, assert_trajectory, differs
 from training import FORMATS, arguments, losses, packed_trainer
 from trl import SFTConfig, SFTTrainer
 
 from trl_packfa import PackedLayout, patch, unpatch
 from trl_packfa.errors import PackingError, UnsupportedModel
-from trl_packfa.flight import INPUT_IDS
-from trl_packfa.lora.activated import activated_tokens
-from trl_packfa.zoo import small_model
+from trl_packfa.kernels.lora.activated import activated_tokens
+from trl_packfa.runtime.context import INPUT_IDS
 
 CALL = [5, 6, 7]
 LENGTHS = (13, 2, 29, 3, 29, 21)

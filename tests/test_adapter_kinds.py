@@ -8,15 +8,16 @@ import peft
 import pytest
 import tiny
 import torch
+from adapter_kinds import KINDS, NEEDS, REASONS, base_model
+from adapter_matrix import measure, measure_kind
 from peft import LoraConfig, PrefixTuningConfig, VeloraConfig, get_peft_model
 from training import arguments, packed_trainer
 
-from trl_packfa import api, patch, registry
+from trl_packfa import api, patch
 from trl_packfa.adapters import refuse_adapter, table
-from trl_packfa.adapters.kinds import KINDS, NEEDS, REASONS, base_model
-from trl_packfa.adapters.measure import measure, measure_kind
 from trl_packfa.errors import ContaminationError, UnsupportedModel
-from trl_packfa.patching import find_state
+from trl_packfa.patches import registry
+from trl_packfa.patching.apply import find_state
 
 VELORA = {
     "velora_config": VeloraConfig(num_groups=4),
@@ -45,7 +46,7 @@ def test_every_tuner_of_the_installed_peft_is_in_the_table():
     assert table.results().keys() == KINDS.keys() and REASONS.keys() <= KINDS.keys()
     assert len(table.tuners()) == 46
     changed = [tuner for tuner in table.tuners() if table._sources()[tuner] != table.source_of(tuner)]
-    assert not changed, "run trl-packfa models --adapters --run"
+    assert not changed, "run python tools/adapter_matrix.py"
 
 
 def test_every_field_that_a_variant_of_lora_has_is_known():

@@ -11,6 +11,7 @@ import tiny
 import torch
 from accelerate import dispatch_model
 from peft import LoraConfig, get_peft_model
+from tiny_models import small_model
 from tolerance import FORWARD_FACTOR, assert_float32, assert_low_precision
 from training import arguments, packed_trainer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -18,9 +19,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl_packfa import describe, patch, registered, unpatch
 from trl_packfa.errors import UnsupportedModel
 from trl_packfa.exactness import quiet
-from trl_packfa.quantized import SWITCH
-from trl_packfa.sources import READ_DIRECTLY
-from trl_packfa.zoo import small_model
+from trl_packfa.runtime.bitsandbytes import SWITCH
+from trl_packfa.training.model_loading import READ_DIRECTLY
 
 LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
 

@@ -6,12 +6,12 @@ import pickle
 import pytest
 import tiny
 import torch
+from tiny_models import NOT_BUILDABLE, all_types, small_model
 from tolerance import GRADIENT_FACTOR, assert_low_precision, assert_recomputed
 from transformers import PhimoeConfig, PhimoeForCausalLM
 
 from trl_packfa import PackedLayout, check, describe, patch, registered, unpatch
 from trl_packfa.errors import InvalidLayout, NoBackend, UnsupportedModel
-from trl_packfa.zoo import NOT_BUILDABLE, all_types, small_model
 
 SERVED = [name for name in all_types() if name in registered() and name not in NOT_BUILDABLE]
 LENGTHS = (13, 1, 29, 7)
@@ -143,7 +143,7 @@ def test_a_window_that_only_the_mask_knows_is_refused():
     sizes = {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = PhimoeConfig(vocab_size=97, num_hidden_layers=1, num_local_experts=2, sliding_window=4, **sizes)
     from trl_packfa import Patch
-    from trl_packfa.patching import apply_patch
+    from trl_packfa.patching.apply import apply_patch
 
     model = PhimoeForCausalLM(config)
     with pytest.raises(UnsupportedModel, match="limits attention to 4 tokens through its mask alone"):
@@ -190,7 +190,7 @@ def test_generation_and_its_cache_are_untouched(model_type):
 def test_what_is_not_causal_under_padding_is_not_called_exact():
     """cpmant puts prompt tokens before the row: padding changes it, which is no rounding noise."""
     from trl_packfa import Patch
-    from trl_packfa.patching import apply_patch
+    from trl_packfa.patching.apply import apply_patch
 
     model = small_model("cpmant")
     apply_patch(model, Patch(model_types=("cpmant",), rebatch=True), "auto")
@@ -200,7 +200,7 @@ def test_what_is_not_causal_under_padding_is_not_called_exact():
 def test_a_stateful_mixer_beside_the_attention_fails_the_check():
     """The interface reaches attention only; what else mixes tokens is caught by the check, not trained."""
     from trl_packfa import Patch
-    from trl_packfa.patching import apply_patch
+    from trl_packfa.patching.apply import apply_patch
 
     model = small_model("minimax")
     apply_patch(model, Patch(model_types=("minimax",)), "auto")

@@ -6,12 +6,7 @@ import torch
 from tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, assert_float32, assert_low_precision, differs
 
 from trl_packfa import PackedLayout
-from trl_packfa.attention import (
-    BACKENDS,
-    AttentionArguments,
-    AttentionRequest,
-    get_backend,
-)
+from trl_packfa.attention import BACKENDS, AttentionArguments, AttentionRequest, get_backend
 
 NAMES = [backend.name for backend in BACKENDS]
 CASES = {

@@ -16,7 +16,7 @@ from trl_packfa.attention import (
     resolve,
 )
 from trl_packfa.errors import NoBackend
-from trl_packfa.grouping import group_by_length
+from trl_packfa.runtime.length_groups import group_by_length
 
 
 def test_groups_cover_every_document_once_and_waste_little():
@@ -63,7 +63,7 @@ def test_an_unknown_backend_is_refused_with_the_names():
 
 
 def test_flash_index_overflow_is_refused_before_the_kernel_runs():
-    from trl_packfa.attention.kernel_limits import require_indexable
+    from trl_packfa.attention.flash_limits import require_indexable
 
     layout = PackedLayout.from_lengths([1] * 70_000)
     query = torch.empty(70_000, 32, 8, device="meta", requires_grad=True)

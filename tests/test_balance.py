@@ -2,7 +2,7 @@
 
 import json
 
-from trl_packfa.cli import main
+from trl_packfa.cli.main import main
 
 
 def test_balance_is_told_by_who_deals(capsys):

@@ -19,7 +19,7 @@ from trl_packfa.bench.mixes import every_length
 from trl_packfa.bench.presets import save_preset
 from trl_packfa.bench.process import SideFailed, SideProcess
 from trl_packfa.bench.sides import STRATEGIES, Side, build_trainer, parse_sides
-from trl_packfa.cli import main
+from trl_packfa.cli.main import main
 from trl_packfa.errors import InvalidConfig, InvalidDataset
 
 

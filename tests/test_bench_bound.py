@@ -5,12 +5,12 @@ import tiny
 import torch
 import training
 from peft import get_peft_model
+from tiny_models import small_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from trl_packfa.bench.operations import OperationCounter
 from trl_packfa.bench.products import ProductsOnly, linears, needed_products
 from trl_packfa.errors import InvalidConfig
-from trl_packfa.zoo import small_model
 
 _LAYERS = (torch.ops.aten.mm, torch.ops.aten.addmm)
 

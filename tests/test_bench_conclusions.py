@@ -10,7 +10,7 @@ from trl_packfa.bench.data import facts, random_documents
 from trl_packfa.bench.run import Peak
 from trl_packfa.bench.sides import parse_sides
 from trl_packfa.bench.table import remarks, speed_rows
-from trl_packfa.cli import main
+from trl_packfa.cli.main import main
 from trl_packfa.errors import InvalidConfig
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trl_packfa.bench import layer
-from trl_packfa.cli import main
+from trl_packfa.cli.main import main
 
 
 @pytest.mark.parametrize("part", [layer._rotation, layer._norm, layer._attention])

@@ -12,7 +12,7 @@ from trl_packfa.bench.mixes import document_lengths, draw_lengths
 from trl_packfa.bench.paths import TRANSFORMERS, attend_with
 from trl_packfa.bench.planning import bench_pack
 from trl_packfa.bench.presets import PRESETS, preset_config
-from trl_packfa.cli import main
+from trl_packfa.cli.main import main
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -4,12 +4,12 @@ import pytest
 import tiny
 import torch
 from peft import PrefixTuningConfig, get_peft_model
+from tiny_models import small_model
 from tolerance import assert_float32, differs
 
 from trl_packfa import PackedLayout, patch
-from trl_packfa.boundaries import layout_of
 from trl_packfa.errors import InvalidLayout, PackingError, UnsupportedModel
-from trl_packfa.zoo import small_model
+from trl_packfa.runtime.boundaries import layout_of
 
 IDS = torch.ones(1, 10, dtype=torch.long)
 LAYOUT = PackedLayout.from_lengths([4, 6])

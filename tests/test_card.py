@@ -5,7 +5,7 @@ import dataclasses
 import tiny
 from training import arguments, packed_trainer
 
-from trl_packfa.card import add_packing_section, packing_section
+from trl_packfa.training.model_card import add_packing_section, packing_section
 
 
 def test_the_card_of_a_checkpoint_says_how_it_was_packed_and_what_proves_it(tmp_path):

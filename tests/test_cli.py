@@ -14,10 +14,9 @@ from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
 import trl_packfa
-from trl_packfa.cli import main
-from trl_packfa.commands import OWN_PARSERS
+from trl_packfa.cli import OWN_PARSERS, main
 from trl_packfa.errors import ContaminationError, InvalidConfig
-from trl_packfa.quiet import quiet
+from trl_packfa.terminal.quiet import quiet
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ HEAVY = {"torch", "transformers", "trl", "peft", "datasets", "accelerate", "nump
     "argv", [["--help"], ["check", "--help"], ["recipes", "--help"], ["--version"], ["recipes", "--json"]]
 )
 def test_help_imports_nothing_heavy(argv):
-    code = f"import sys; from trl_packfa.cli import main\ntry: main({argv})\nexcept SystemExit: pass\n"
+    code = f"import sys; from trl_packfa.cli.main import main\ntry: main({argv})\nexcept SystemExit: pass\n"
     code += f"assert not {HEAVY} & set(sys.modules), {HEAVY} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 

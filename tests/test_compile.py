@@ -10,17 +10,17 @@ import torch
 from compiling import compile_anew
 from peft import get_peft_model
 from pretended import pretend, refusals_elsewhere
+from tiny_models import small_model
 from tolerance import assert_float32, assert_recomputed, assert_trajectory, differs
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from training import arguments, dataset, lora_config, losses, packed_trainer
 from transformers import TrainerCallback
 
 from trl_packfa import check, patch
-from trl_packfa import trainer as trainer_module
 from trl_packfa.attention import varlen
 from trl_packfa.bench.tracing import compiled_graphs
-from trl_packfa.graphs import runs_compiled, uncompiled
-from trl_packfa.zoo import small_model
+from trl_packfa.runtime.compile import runs_compiled, uncompiled
+from trl_packfa.training import trainer as trainer_module
 
 # More layers than torch compiles variants of a function.
 LAYERS, STEPS = 10, 8

@@ -3,12 +3,12 @@
 import pytest
 import tiny
 import torch
+from tiny_models import small_model
 from tolerance import assert_float32
 
 from trl_packfa import PackedLayout, patch
-from trl_packfa.boundaries import layout_of
 from trl_packfa.errors import InvalidLayout, PackingError
-from trl_packfa.zoo import small_model
+from trl_packfa.runtime.boundaries import layout_of
 
 IDS = torch.ones(1, 10, dtype=torch.long)
 LAYOUT = PackedLayout.from_lengths([4, 6])

@@ -9,10 +9,10 @@ import pytest
 import tiny
 import yaml
 from snippets import DATASETS, run_shortened
+from tiny_models import small_model
 
-from trl_packfa import registry
-from trl_packfa.cli import main
-from trl_packfa.zoo import small_model
+from trl_packfa.cli.main import main
+from trl_packfa.patches import registry
 
 ROOT = Path(__file__).parent.parent
 PAGES = [

@@ -15,8 +15,8 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from trl_packfa import PackedLayout, describe, patch
-from trl_packfa.elementwise import RMSNormOverride, is_rms_norm, rotate
-from trl_packfa.flight import in_flight
+from trl_packfa.kernels.cpu import RMSNormOverride, is_rms_norm, rotate
+from trl_packfa.runtime.context import in_flight
 
 LAYOUT = PackedLayout.from_lengths((5, 12))
 PIECES = {"one piece": 2**18, "pieces of 5 rows": 5 * 64, "pieces of one": 1}
@@ -26,7 +26,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 @pytest.fixture(params=PIECES.values(), ids=PIECES.keys(), autouse=True)
 def pieces(monkeypatch, request):
     """Of every size, the last of them short."""
-    monkeypatch.setattr("trl_packfa.elementwise.pieces._ELEMENTS", request.param)
+    monkeypatch.setattr("trl_packfa.kernels.cpu.pieces._ELEMENTS", request.param)
 
 
 def random(*shape, seed):
@@ -75,7 +75,7 @@ def by_transformers(query, key, cos, sin):
 
 @pytest.mark.parametrize("rotated", [16, 8], ids=["whole heads", "half heads"])
 def test_other_devices_run_transformers_code(rotated, monkeypatch):
-    monkeypatch.setattr("trl_packfa.elementwise.rotary.are_worth_it", lambda x: False)
+    monkeypatch.setattr("trl_packfa.kernels.cpu.rotary.are_worth_it", lambda x: False)
     given = [random(2, 17, n, 16, seed=n) for n in (4, 2)] + [random(1, 17, rotated, seed=seed) for seed in (5, 6)]
     for ours, theirs in zip(rotate(*given), by_transformers(*given), strict=True):
         assert torch.equal(ours, theirs)

@@ -6,6 +6,7 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import small_model
 from tolerance import assert_trajectory, assert_weights, differs
 from training import arguments, dataset, losses, packed_trainer
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -14,8 +15,7 @@ from trl import SFTConfig, SFTTrainer
 from trl_packfa import PackedSFTTrainer, patch
 from trl_packfa.errors import InvalidConfig, UnsupportedModel
 from trl_packfa.packing import recut_over_ranks
-from trl_packfa.routing import BalancedModel, balancing_loss
-from trl_packfa.zoo import small_model
+from trl_packfa.patching.router_loss import BalancedModel, balancing_loss
 
 TYPES = ["mixtral", "olmoe", "qwen3_moe", "gpt_oss", "ernie4_5_moe"]
 # Accumulation, batch size, strategy, pad_to_multiple_of, coefficient; None is the model's own, 0.001 or 0.01.

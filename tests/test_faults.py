@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
+from tiny_models import small_model
 
 from trl_packfa import DataCollatorForPacking, PackedLayout, check, patch
 from trl_packfa.attention import get_backend
 from trl_packfa.errors import ContaminationError
-from trl_packfa.patching import find_state
-from trl_packfa.zoo import small_model
+from trl_packfa.patching.apply import find_state
 
 LAYER = "model.layers.2.self_attn"
 
@@ -187,7 +187,7 @@ def test_a_state_carried_over_by_one_token_is_caught_and_named(model_type):
     call = override.__call__
 
     def carried(*args, **kwargs):
-        from trl_packfa.flight import in_flight, layout_in_flight
+        from trl_packfa.runtime.context import in_flight, layout_in_flight
 
         layout = layout_in_flight()
         if layout is None:

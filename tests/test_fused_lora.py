@@ -16,7 +16,7 @@ from training import arguments, packed_trainer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from trl_packfa import describe, patch, unpatch
-from trl_packfa.lora.layers import chunk_size
+from trl_packfa.kernels.lora.layers import chunk_size
 
 EVERYWHERE = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"}
 
@@ -99,7 +99,7 @@ def test_gradient_checkpointing(use_reentrant, trains_inputs):
 def test_rows_longer_than_a_chunk(monkeypatch):
     model = adapted()
     for chunk in (7, 16):
-        monkeypatch.setattr("trl_packfa.lora.products.chunk_size", lambda *_, chunk=chunk: chunk)
+        monkeypatch.setattr("trl_packfa.kernels.lora.products.chunk_size", lambda *_, chunk=chunk: chunk)
         assert_like_peft(model)
 
 

@@ -10,12 +10,12 @@ import pytest
 import tiny
 import torch
 from batches import REFUSED, UNPACKED
+from tiny_models import small_model
 from tolerance import assert_float32, differs
 
 from trl_packfa import PackedLayout, patch
-from trl_packfa.boundaries import layout_of
 from trl_packfa.errors import PackingError
-from trl_packfa.zoo import small_model
+from trl_packfa.runtime.boundaries import layout_of
 
 # A model of each level, whether it counts positions by itself, how many it has learned, its share of 10,000 batches.
 MODELS = {

@@ -8,9 +8,10 @@ from test_attention import CASES, assert_as_precise_as_eager_attention
 from tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, assert_low_precision, differs
 
 from trl_packfa import PackedLayout
-from trl_packfa.attention import AttentionArguments, get_backend, half_on_cpu
-from trl_packfa.attention.half_on_cpu import CausalInHalf
-from trl_packfa.grouping import group_by_length
+from trl_packfa.attention import AttentionArguments, get_backend
+from trl_packfa.attention import cpu_half as half_on_cpu
+from trl_packfa.attention.cpu_half import CausalInHalf
+from trl_packfa.runtime.length_groups import group_by_length
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -62,8 +63,8 @@ def test_as_precise_as_eager_attention(machine, case, dtype, monkeypatch):
 def test_each_half_runs_in_the_dtype_that_is_faster(machine, computed, autocast, monkeypatch):
     """Results are in half precision all the same. Short documents, and all where half precision is emulated, run
     through torch's function, in float32."""
-    monkeypatch.setattr("trl_packfa.grouping._SLACK_SHARE", 0.0)
-    monkeypatch.setattr("trl_packfa.grouping._SLACK_TOKENS", 0)
+    monkeypatch.setattr("trl_packfa.runtime.length_groups._SLACK_SHARE", 0.0)
+    monkeypatch.setattr("trl_packfa.runtime.length_groups._SLACK_TOKENS", 0)
     group_by_length.cache_clear()
     in_float32, attend = set(), F.scaled_dot_product_attention
     monkeypatch.setattr(

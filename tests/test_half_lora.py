@@ -12,9 +12,9 @@ from tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, assert_low_precision
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from trl_packfa import PackedLayout, check, patch
-from trl_packfa.flight import in_flight
-from trl_packfa.lora import projections
-from trl_packfa.lora.layers import Layers
+from trl_packfa.kernels.lora import projections
+from trl_packfa.kernels.lora.layers import Layers
+from trl_packfa.runtime.context import in_flight
 
 
 def assert_half_precision(model, **options):
@@ -38,7 +38,7 @@ def half_products(monkeypatch, request):
 
 @pytest.mark.parametrize("adapter", [torch.float32, torch.bfloat16])
 def test_bfloat16_weights(half_products, adapter, monkeypatch):
-    monkeypatch.setattr("trl_packfa.lora.products.chunk_size", lambda *_: 16)
+    monkeypatch.setattr("trl_packfa.kernels.lora.products.chunk_size", lambda *_: 16)
     model = adapted(base=tiny.model(layers=2).bfloat16())
     for name, parameter in model.named_parameters():
         if "lora_" in name:

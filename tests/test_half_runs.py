@@ -3,12 +3,12 @@
 import pytest
 import tiny
 import torch
+from tiny_models import small_model
 from tolerance import differs
 from training import arguments, losses, packed_trainer
 
 from trl_packfa.errors import InvalidConfig, UnsupportedModel
-from trl_packfa.refusals import refuse_precision
-from trl_packfa.zoo import small_model
+from trl_packfa.training.validation import refuse_precision
 
 FULL = {"use_peft": False, "learning_rate": 1e-4}
 

@@ -3,17 +3,17 @@
 import pytest
 import tiny
 import torch
+from tiny_models import small_model
 from tolerance import assert_trajectory, assert_weights
 from training import arguments, dataset, losses, packed_trainer
 from trl import SFTConfig, SFTTrainer
 
 from trl_packfa import DataCollatorForPacking, PackedSFTConfig, PackedSFTTrainer
-from trl_packfa.batching import FREE, KEPT, TOGETHER
 from trl_packfa.errors import InvalidConfig, UnsupportedModel
-from trl_packfa.noise import EmbeddingNoise
-from trl_packfa.origins import Origins
-from trl_packfa.steps import how_to_cut
-from trl_packfa.zoo import small_model
+from trl_packfa.training.batching import FREE, KEPT, TOGETHER
+from trl_packfa.training.neftune import EmbeddingNoise
+from trl_packfa.training.origins import Origins
+from trl_packfa.training.step_packing import how_to_cut
 
 PLAIN = {
     "optim": "sgd",
@@ -89,7 +89,7 @@ def test_a_mean_over_each_micro_batch_keeps_the_padded_cuts(tmp_path):
 
 
 def test_negative_control_cut_anew_the_means_are_others(tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_packfa.stepping.how_to_cut", lambda *args, **options: (FREE, ""))
+    monkeypatch.setattr("trl_packfa.training.step.how_to_cut", lambda *args, **options: (FREE, ""))
     padded, packed = pair(tmp_path, model=means)
     with pytest.raises(AssertionError, match="worst step"):
         assert_trajectory(losses(packed), losses(padded))

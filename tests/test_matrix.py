@@ -3,10 +3,10 @@
 import json
 
 import pytest
+import support_matrix as matrix
 
-from trl_packfa import matrix
-from trl_packfa.cli import main
-from trl_packfa.results import results
+from trl_packfa.cli.main import main
+from trl_packfa.patches.measured import results
 
 COMPARED = ("verdict", "level", "unpatched", "by_document", "source", "why")
 

@@ -9,9 +9,9 @@ from training import arguments, lora_config, packed_trainer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import trl_packfa
-from trl_packfa.cli import main
+from trl_packfa.cli.main import main
 from trl_packfa.errors import InvalidConfig, UnsupportedModel
-from trl_packfa.merging import merge_adapter
+from trl_packfa.training.merging import merge_adapter
 
 SIZES = {"layers": 2, "intermediate_size": 128, "attention_bias": False}
 

@@ -14,8 +14,8 @@ from training import SAVING, arguments, dataset, losses, packed_trainer, rows
 from transformers import TrainerCallback
 
 from trl_packfa.errors import InvalidConfig, NonFiniteLoss
-from trl_packfa.mishaps import LOCK, LossWatch, only_run_in
-from trl_packfa.reports import last_whole_checkpoint
+from trl_packfa.training.checkpointing import last_whole_checkpoint
+from trl_packfa.training.guards import LOCK, LossWatch, only_run_in
 
 ONE_STEP = {"max_steps": 2, "check_packing": False}
 

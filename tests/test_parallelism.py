@@ -9,14 +9,15 @@ import pytest
 import tiny
 import torch
 from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig, load_checkpoint_and_dispatch
+from tiny_models import small_model
 from training import arguments, packed_trainer
 
 import trl_packfa
-from trl_packfa import PackedSFTTrainer, ranks
+from trl_packfa import PackedSFTTrainer
 from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset, UnsupportedModel, VersionTooOld
-from trl_packfa.parallelism import asked_parallelism, refuse_uneven_calls
-from trl_packfa.reports import PACKING_REPORT, last_whole_checkpoint, read_progress
-from trl_packfa.zoo import small_model
+from trl_packfa.training import distributed as ranks
+from trl_packfa.training.checkpointing import PACKING_REPORT, last_whole_checkpoint, read_progress
+from trl_packfa.training.parallelism import asked_parallelism, refuse_uneven_calls
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_float16_that_deepspeed_would_infer_is_refused(tmp_path):
 
 @pytest.mark.parametrize("found", [None, "0.17.5"])
 def test_a_deepspeed_whose_zero3_cannot_be_proven_is_refused(tmp_path, monkeypatch, found):
-    monkeypatch.setattr("trl_packfa.parallelism.installed_version", lambda package: found)
+    monkeypatch.setattr("trl_packfa.training.parallelism.installed_version", lambda package: found)
     args = arguments(out=tmp_path)
     args.deepspeed_plugin = SimpleNamespace(zero_stage=3, deepspeed_config={})
     with pytest.raises(VersionTooOld, match=rf"deepspeed {found or 'is not installed'}, needed >= (.|\n)*FSDP2"):

@@ -11,14 +11,14 @@ from tolerance import assert_estimate
 from training import FORMATS, arguments, packed_trainer
 from training import dataset as small_dataset
 
-from trl_packfa.batching import PADDED, Batching
-from trl_packfa.config import PACKING_STRATEGIES
 from trl_packfa.packing import TrainedTokens, fewest_micro_batches, plan_overflow
 from trl_packfa.plan.gather import Source, read_documents
 from trl_packfa.plan.memory import estimate, layer_bytes
 from trl_packfa.plan.run import make_plan
 from trl_packfa.plan.shape import read_shape
-from trl_packfa.summary import plan_epoch
+from trl_packfa.training.batching import PADDED, Batching
+from trl_packfa.training.config import PACKING_STRATEGIES
+from trl_packfa.training.epoch_plan import plan_epoch
 
 pytest.importorskip("matplotlib")
 
@@ -103,7 +103,7 @@ def test_order_and_dropping_follow_the_arguments():
 def test_long_epochs_are_sampled_and_near_the_whole(monkeypatch):
     lengths = np.array(UNEVEN * 8)
     sampled = plan_epoch(lengths, Batching("step", 2, 4, quadratic=1e-3))
-    monkeypatch.setattr("trl_packfa.summary._SAMPLED", 10_000)
+    monkeypatch.setattr("trl_packfa.training.epoch_plan._SAMPLED", 10_000)
     whole = plan_epoch(lengths, Batching("step", 2, 4, quadratic=1e-3))
     assert (sampled.steps, sampled.documents) == (whole.steps, whole.documents)
     assert_estimate(sampled.micro_batches, whole.micro_batches)

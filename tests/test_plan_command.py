@@ -11,7 +11,7 @@ from calls import calls_of
 from plans import made
 from training import arguments
 
-from trl_packfa.cli import main
+from trl_packfa.cli.main import main
 from trl_packfa.plan.gather import lengths_from_file
 from trl_packfa.plan.page import render
 from trl_packfa.plan.run import make_plan

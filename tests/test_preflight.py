@@ -9,10 +9,10 @@ import tiny
 from datasets import Dataset
 from training import FORMATS, SAVING, arguments, losses, packed_trainer
 
-from trl_packfa import launch
-from trl_packfa.cli import main
+from trl_packfa.cli.main import main
 from trl_packfa.errors import InvalidConfig, InvalidDataset, MissingPackage
-from trl_packfa.preflight import checkpoint_to_resume
+from trl_packfa.training import script as launch
+from trl_packfa.training.preflight import checkpoint_to_resume
 
 PLAIN = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' </s> ' }}{% endfor %}"
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import tiny
 from rich.console import Console
+from tiny_models import small_model
 from training import arguments, dataset, packed_trainer
 
-from trl_packfa.cli import main
-from trl_packfa.progress import RichProgressCallback
-from trl_packfa.zoo import small_model
+from trl_packfa.cli.main import main
+from trl_packfa.terminal.progress import RichProgressCallback
 
 
 def shown(out, *, terminal=False, resumed=False, evaluation=None, **options):

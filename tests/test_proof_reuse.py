@@ -7,8 +7,9 @@ import tiny
 import torch
 from training import arguments, losses, packed_trainer
 
-from trl_packfa import patch, proving
+from trl_packfa import patch
 from trl_packfa.exactness import proof_identity, reusable_proof
+from trl_packfa.training import exactness_gate as proving
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ def test_fields_of_the_config_are_frozen():
 
 
 def test_commands_are_frozen():
-    from trl_packfa.commands import COMMANDS as modules
+    from trl_packfa.cli import COMMANDS as modules
 
     assert [module.__name__.split(".")[-1] for module in modules] == COMMANDS
 

@@ -15,8 +15,8 @@ from transformers.utils.quantization_config import QuantizationMethod
 from trl_packfa import api, patch
 from trl_packfa.adapters.quantizers import QUANTIZERS, quantizer_of, refuse_quantization
 from trl_packfa.errors import UnsupportedModel
-from trl_packfa.patching import apply_patch
-from trl_packfa.registry import get_patch
+from trl_packfa.patching.apply import apply_patch
+from trl_packfa.patching.inspect import get_patch
 
 INT8 = BitsAndBytesConfig(load_in_8bit=True)
 INT8_WITHOUT_OUTLIERS = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)

@@ -8,12 +8,12 @@ import pytest
 import tiny
 import torch
 from peft import LoraConfig
+from tiny_models import small_model
 from training import arguments, dataset, losses, packed_trainer
 from transformers import TrainerCallback, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from trl_packfa import check, patch, unpatch
-from trl_packfa.zoo import small_model
 
 OPTIONS = {
     "max_steps": 8,

@@ -9,11 +9,11 @@ import pytest
 import tiny
 import torch
 import yaml
+from tiny_models import small_model
 from training import FORMATS, rows
 from transformers import AutoConfig
 
-from trl_packfa.cli import main
-from trl_packfa.zoo import small_model
+from trl_packfa.cli.main import main
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 YAMLS = sorted(RECIPES.glob("*.yaml"))
@@ -84,7 +84,7 @@ def test_every_recipe_trains_two_steps(recipe, tmp_path, monkeypatch):
     if quantized:
         pytest.importorskip("bitsandbytes")
     trainers = []
-    from trl_packfa import launch
+    from trl_packfa.training import script as launch
 
     build = launch.build_trainer
     monkeypatch.setattr(launch, "build_trainer", lambda *given: trainers.append(build(*given)) or trainers[-1])
@@ -120,7 +120,7 @@ def test_every_recipe_says_what_it_is_and_how_to_run_it(recipe):
 
 
 def known_arguments():
-    from trl_packfa.launch import train_parser
+    from trl_packfa.training.script import train_parser
 
     return {action.dest for action in train_parser()._actions}
 

@@ -7,13 +7,13 @@ import tiny
 import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
+from tiny_models import small_model
 from tolerance import assert_trajectory
 from training import FORMATS, arguments, dataset, losses, packed_trainer
 from transformers import DataCollatorWithFlattening, default_data_collator
 
 from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset, NoBackend, UnsupportedModel
-from trl_packfa.fused_head import OwnHead
-from trl_packfa.zoo import small_model
+from trl_packfa.training.lm_head import OwnHead
 
 
 def test_a_contaminated_model_is_never_trained(tmp_path):

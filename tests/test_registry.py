@@ -5,16 +5,16 @@ import textwrap
 import pytest
 import tiny
 import torch
+from tiny_models import small_model
 
 import trl_packfa
 from trl_packfa import Patch, describe, patch, register, registered
 from trl_packfa.errors import InvalidConfig, NoBackend, UnsupportedModel
-from trl_packfa.zoo import small_model
 
 
 @pytest.fixture
 def fresh_registry():
-    from trl_packfa import registry
+    from trl_packfa.patches import registry
 
     registry._table.cache_clear()
     yield

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -16,60 +17,13 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "trl_packfa"
 README = (ROOT / "README.md").read_text()
 
-# Lower layers first; a module imports from its own layer and below.
-LAYERS = [
-    {"errors", "versions", "graphs", "precision", "quiet", "tables"},
-    {"layout", "packing", "grouping", "tiles", "zoo", "zero3"},
-    {"flight", "contradictions", "routing", "token_types"},
-    {"attention", "boundaries", "collator", "declaration", "quantized", "rebatch"},
-    {
-        "overrides",
-        "contents",
-        "tokenized",
-        "templates",
-        "loading",
-        "config",
-        "batching",
-        "drawing",
-        "head",
-        "arithmetic",
-        "speed",
-    },
-    {"mixers", "lora", "elementwise", "finding"},
-    {"patching"},
-    {"patches"},
-    {"adapters", "registry", "exactness", "results", "trust", "matrix"},
-    {
-        "card",
-        "fused_head",
-        "mishaps",
-        "noise",
-        "origins",
-        "parallelism",
-        "plain",
-        "preflight",
-        "preview",
-        "progress",
-        "ranks",
-        "refusals",
-        "reports",
-        "resuming",
-        "sampling",
-        "sources",
-        "steps",
-        "streams",
-        "summary",
-        "weighting",
-    },
-    {"stepping"},
-    {"feeding"},
-    {"proving"},
-    {"trainer"},
-    {"launch", "demo", "bench", "plan", "merging"},
-    {"commands"},
-    {"cli", "__init__", "__main__"},
-]
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+# The floors of the house: a folder, or a file beside the folders, imports from those before it and from itself.
+FLOORS = [
+    "errors", "versions", "layout", "collator", "packing", "runtime", "attention", "kernels", "patches", "patching",
+    "adapters", "exactness", "api", "plotting", "terminal", "training", "plan", "demo", "bench", "cli", "__main__",
+]  # fmt: skip
+# Folders that know nothing of Hugging Face's libraries.
+BARE = {"packing", "attention"}
 
 
 def modules():
@@ -77,43 +31,47 @@ def modules():
     return files + list((ROOT / "patches").glob("*.py"))
 
 
-def home(path):
+def name_of(path):
+    """`("training", "config")` for trl_packfa/training/config.py, `("attention",)` for a folder itself."""
     relative = path.relative_to(PACKAGE) if path.is_relative_to(PACKAGE) else path.relative_to(ROOT)
-    return relative.parts[0].removesuffix(".py")
+    return tuple(part for part in relative.with_suffix("").parts if part != "__init__")
 
 
-def imports(path):
-    """Names of trl_packfa's modules that a file imports, and the other packages."""
+NAMES = {name_of(path): path for path in modules()}
+
+
+def imports(name):
+    """Which modules of trl_packfa a module imports, at its top or later, and which other packages."""
     inner, outer = set(), set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(NAMES[name].read_text())):
         if isinstance(node, ast.Import):
             outer |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            name = node.module.split(".")
-            (inner if name[0] == "trl_packfa" else outer).add(
-                name[1] if name[0] == "trl_packfa" and name[1:] else name[0]
-            )
-        elif isinstance(node, ast.ImportFrom):
-            depth = len(path.relative_to(PACKAGE).parts) - node.level
-            if depth >= 1:
-                inner.add(path.relative_to(PACKAGE).parts[0])
-            elif node.module:
-                inner.add(node.module.split(".")[0])
-            else:
-                inner |= {alias.name for alias in node.names}
-    return inner, outer
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        here = name if NAMES[name].name == "__init__.py" else name[:-1]
+        base = here[: len(here) - node.level + 1] if node.level else ()
+        found = (*base, *(node.module.split(".") if node.module else ()))
+        if not node.level and found[0] != "trl_packfa":
+            outer.add(found[0])
+            continue
+        found = found if node.level else found[1:]
+        inner |= {(*found, alias.name) if (*found, alias.name) in NAMES else found for alias in node.names}
+    return inner - {name, ()}, outer
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_point_down(path):
-    inner, outer = imports(path)
-    here = home(path)
-    if here in ("__init__", "cli"):
-        return
-    for name in inner - {"trl_packfa", "__version__"}:
-        assert LEVEL[name] <= LEVEL[here] or name in ("patches",), f"{here} imports {name}, which is above it"
-    if here in ("attention", "packing") and path.name != "bridge.py":
+@pytest.mark.parametrize("name", [name for name in NAMES if name], ids=".".join)
+def test_imports_point_down(name):
+    inner, outer = imports(name)
+    for other in inner:
+        assert FLOORS.index(other[0]) <= FLOORS.index(name[0]), f"{name} imports {other}, which is above it"
+    if name[0] in BARE:
         assert not outer & {"transformers", "trl", "peft", "datasets", "accelerate"}
+
+
+def test_no_imports_go_in_a_circle():
+    TopologicalSorter({name: imports(name)[0] for name in NAMES}).prepare()  # raises, with the circle
+    with pytest.raises(CycleError):
+        TopologicalSorter({"one": {"other"}, "other": {"one"}}).prepare()
 
 
 def test_explicit_package_list_is_the_tree():
@@ -128,7 +86,7 @@ def test_explicit_package_list_is_the_tree():
 def test_every_patch_file_is_listed():
     from trl_packfa.patches import PATCHES
 
-    files = {p.stem for p in (ROOT / "patches").glob("*.py")} - {"__init__"}
+    files = {p.stem for p in (ROOT / "patches").glob("*.py")} - {"__init__", "base", "registry", "measured"}
     assert len(PATCHES) == len(files)
 
 
@@ -184,8 +142,8 @@ def table(title):
 
 
 def test_a_page_holds_the_generated_table_of_models():
-    from trl_packfa.matrix import markdown
-    from trl_packfa.results import results
+    from trl_packfa.cli.model_table import markdown
+    from trl_packfa.patches.measured import results
 
     page = (ROOT / "docs" / "models.md").read_text()
     block = page.split("<!-- generated: trl-packfa models --markdown -->\n")[1].split("\n<!-- end -->")[0]
@@ -207,7 +165,7 @@ def test_a_page_holds_the_generated_table_of_adapters():
 
 
 def test_none_that_is_exact_without_a_patch_drops_below_the_interface():
-    from trl_packfa.results import results
+    from trl_packfa.patches.measured import results
 
     exact_today = {name: result for name, result in results().items() if result.get("unpatched") == "exact"}
     assert len(exact_today) == 109
@@ -215,9 +173,10 @@ def test_none_that_is_exact_without_a_patch_drops_below_the_interface():
 
 
 def test_the_results_know_every_type_of_the_installed_transformers():
-    from trl_packfa.matrix import require_known
-    from trl_packfa.results import results
-    from trl_packfa.zoo import all_types
+    from support_matrix import require_known
+    from tiny_models import all_types
+
+    from trl_packfa.patches.measured import results
 
     require_known(results(), all_types())
     with pytest.raises(PackingError, match=r"1 causal-LM types that models\.json does not know: brand_new"):

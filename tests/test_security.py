@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from training import arguments, packed_trainer
 
-from trl_packfa import Patch, registry
+from trl_packfa import Patch
 from trl_packfa.errors import InvalidConfig
+from trl_packfa.patches import registry
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted(
@@ -112,7 +113,7 @@ def test_reports_are_plain_json_inside_their_folder(tmp_path):
 def test_reports_of_names_with_slashes_stay_inside(tmp_path):
     """A dataset's name is a key of the report, never a path."""
     from trl_packfa.packing import PackingReport
-    from trl_packfa.reports import write_reports
+    from trl_packfa.training.checkpointing import write_reports
 
     report = PackingReport(*([0] * len(PackingReport.__dataclass_fields__)))
     write_reports(tmp_path, {"../../escaped": report}, None)

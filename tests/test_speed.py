@@ -9,11 +9,11 @@ from training import SAVING, arguments, dataset, packed_trainer
 from trl import SFTTrainer
 
 from trl_packfa import DataCollatorForPacking, PackedSFTConfig
-from trl_packfa.arithmetic import ModelFlops
 from trl_packfa.bench.operations import OperationCounter
 from trl_packfa.bench.presets import preset_config
-from trl_packfa.progress import RichProgressCallback
-from trl_packfa.speed import SpeedMeter
+from trl_packfa.terminal.progress import RichProgressCallback
+from trl_packfa.training.flops import ModelFlops
+from trl_packfa.training.throughput import SpeedMeter
 
 
 def test_model_flops_are_those_that_torch_counts():
@@ -59,7 +59,7 @@ def test_mfu_is_the_needed_arithmetic_over_the_peak(batch, monkeypatch):
     args = PackedSFTConfig("out", use_cpu=True, bf16=False, peak_tflops=2e-6)
     meter = SpeedMeter(model, args, world_size=2)
     clock = iter([10.0, 14.0, 15.0, 16.0, 17.0])
-    monkeypatch.setattr("trl_packfa.speed.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr("trl_packfa.training.throughput.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     meter.start(1000)
     meter.start(2000)
     meter.add(batch() if batch is padded else batch(EXAMPLES))
@@ -73,7 +73,7 @@ def test_mfu_is_the_needed_arithmetic_over_the_peak(batch, monkeypatch):
 
 def test_the_machine_is_measured_once(monkeypatch):
     measured = []
-    monkeypatch.setattr("trl_packfa.speed.peak_flops", lambda *a, **k: measured.append(1) or 1e9)
+    monkeypatch.setattr("trl_packfa.training.throughput.peak_flops", lambda *a, **k: measured.append(1) or 1e9)
     trainer = packed_trainer(arguments())
     trainer.train()
     logs = [logs for logs in trainer.state.log_history if "loss" in logs]
@@ -83,7 +83,7 @@ def test_the_machine_is_measured_once(monkeypatch):
 def test_evaluations_and_checkpoints_are_no_training_time(tmp_path, monkeypatch):
     """A clock that only they move: with their time counted the speed would fall to next to nothing."""
     now = [0.0]
-    monkeypatch.setattr("trl_packfa.speed.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("trl_packfa.training.throughput.time", SimpleNamespace(perf_counter=lambda: now[0]))
     args = arguments(
         out=tmp_path, max_steps=4, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=2,
         peak_tflops=1.0,
@@ -134,6 +134,6 @@ def test_a_resumed_run_shows_the_logged_speed_and_what_is_left(tmp_path):
 def test_what_is_left_is_estimated_from_the_steps_of_this_run(monkeypatch):
     callback = RichProgressCallback("training")
     callback.began = (100.0, 40)
-    monkeypatch.setattr("trl_packfa.progress.time", SimpleNamespace(perf_counter=lambda: 160.0))
+    monkeypatch.setattr("trl_packfa.terminal.progress.time", SimpleNamespace(perf_counter=lambda: 160.0))
     state = SimpleNamespace(global_step=60, max_steps=100)
     assert callback._times(state) == "0:01:00 elapsed, 0:02:00 to go"

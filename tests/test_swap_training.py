@@ -7,13 +7,13 @@ from datasets import Dataset, DatasetDict, IterableDatasetDict
 from peft import LoraConfig
 from snippets import shorten_training
 from swap import SWAP, both, build, moved, snapshot, tokenizer, train_both
+from tiny_models import small_model
 from tolerance import assert_trajectory
 from training import FORMATS, dataset, losses, rows
 from transformers import TrainerCallback
 
 from trl_packfa import PackedSFTTrainer
 from trl_packfa.errors import PackingError
-from trl_packfa.zoo import small_model
 
 # Models, adapters ---------------------------------------------------------------------------------------------------
 

@@ -3,14 +3,14 @@
 import pytest
 import tiny
 import torch
+from tiny_models import small_model
 from tolerance import assert_float32
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trl_packfa import PackedLayout, Patch, check, describe, patch, registered, unpatch
 from trl_packfa.errors import ContaminationError, UnsupportedModel
-from trl_packfa.results import fingerprint, known_sources
-from trl_packfa.zoo import small_model
+from trl_packfa.patches.measured import fingerprint, known_sources
 
 LENGTHS = (13, 1, 29, 7)
 
@@ -156,7 +156,7 @@ def test_the_models_own_attention_implementation_does_not_matter(model_type, imp
 
 
 def test_every_registered_type_was_found_exact_with_the_level_it_has():
-    from trl_packfa.results import results
+    from trl_packfa.patches.measured import results
 
     served = {name: result["level"] for name, result in results().items() if result["verdict"] == "exact"}
     patches = {name: patch for name, patch in registered().items() if name in results()}
@@ -195,8 +195,8 @@ class Guarded(Decay):
 
 @pytest.mark.parametrize(("mixer", "native"), [(Decay, True), (Forgetful, False), (Guarded, False)])
 def test_own_kernels_are_used_only_where_they_provably_honour_boundaries(mixer, native):
-    from trl_packfa.flight import in_flight
-    from trl_packfa.mixers import MixerOverride
+    from trl_packfa.patching.mixers import MixerOverride
+    from trl_packfa.runtime.context import in_flight
 
     torch.manual_seed(0)
     module, layout, known = mixer(), PackedLayout.from_lengths([5, 1, 9]), {}
@@ -234,7 +234,7 @@ def test_a_real_mixer_uses_an_installed_kernel_that_honours_boundaries(monkeypat
 
 
 def test_patch_of_a_third_party_is_checked_before_it_is_trusted(monkeypatch):
-    from trl_packfa import registry
+    from trl_packfa.patches import registry
 
     wrong = Patch(model_types=("never_heard_of",), rebatch=True, origin="somebody")
     monkeypatch.setitem(registry._table(), "never_heard_of", wrong)

@@ -5,7 +5,7 @@ import tiny
 
 import trl_packfa
 from trl_packfa import versions
-from trl_packfa.cli import main
+from trl_packfa.cli.main import main
 from trl_packfa.errors import VersionTooOld
 
 

@@ -9,7 +9,7 @@ from training import arguments, dataset, losses, packed_trainer
 
 from trl_packfa import DataCollatorForPacking
 from trl_packfa.errors import InvalidConfig
-from trl_packfa.weighting import count_examples, example_weights
+from trl_packfa.training.loss_weighting import count_examples, example_weights
 
 OPTIONS = {
     "use_peft": False,

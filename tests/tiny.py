@@ -1,11 +1,11 @@
 """Small random models of real config classes, a tokenizer, and packed batches."""
 
 import torch
+from tiny_models import small_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from trl_packfa import DataCollatorForPacking, PackedLayout
-from trl_packfa.zoo import small_model
 
 LENGTHS = (13, 1, 29, 7, 21)
 VOCAB = 97
@@ -45,7 +45,7 @@ ARCHITECTURES = {
     "qwen3": ("qwen3", {"head_dim": 16}),
     "gemma2": ("gemma2", {"sliding_window": 8, "head_dim": 16}),
     "gemma3": ("gemma3_text", {"sliding_window": 8, "head_dim": 16}),
-    # as `trl_packfa.zoo` builds them
+    # as `tiny_models` builds them
     **{name: (name, None) for name in ("bloom", "falcon", "git", "mpt")},
 }  # fmt: skip
 

@@ -18,31 +18,31 @@ if TYPE_CHECKING:
     from .api import unpatch as unpatch
     from .attention import AttentionArguments as AttentionArguments
     from .collator import DataCollatorForPacking as DataCollatorForPacking
-    from .config import PackedSFTConfig as PackedSFTConfig
-    from .declaration import Patch as Patch
-    from .drawing import plot as plot
     from .exactness import ExactnessReport as ExactnessReport
     from .exactness import check as check
     from .layout import PackedLayout as PackedLayout
-    from .registry import register as register
-    from .registry import registered as registered
-    from .trainer import PackedSFTTrainer as PackedSFTTrainer
+    from .patches.base import Patch as Patch
+    from .patches.registry import register as register
+    from .patches.registry import registered as registered
+    from .plotting import plot as plot
+    from .training.config import PackedSFTConfig as PackedSFTConfig
+    from .training.trainer import PackedSFTTrainer as PackedSFTTrainer
 
 _HOME = {
     "AttentionArguments": "attention",
     "DataCollatorForPacking": "collator",
     "ExactnessReport": "exactness",
     "PackedLayout": "layout",
-    "PackedSFTConfig": "config",
-    "PackedSFTTrainer": "trainer",
-    "Patch": "declaration",
+    "PackedSFTConfig": "training.config",
+    "PackedSFTTrainer": "training.trainer",
+    "Patch": "patches.base",
     "check": "exactness",
     "describe": "api",
     "patch": "api",
     "patched": "api",
-    "plot": "drawing",
-    "register": "registry",
-    "registered": "registry",
+    "plot": "plotting",
+    "register": "patches.registry",
+    "registered": "patches.registry",
     "unpatch": "api",
 }
 

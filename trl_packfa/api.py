@@ -23,15 +23,14 @@ from .adapters import (
     unmeasured_adapters,
     unread_quantizers,
 )
-from .declaration import Patch
-from .elementwise import RMSNormOverride
 from .errors import ContaminationError, UnsupportedModel, is_out_of_memory
 from .exactness import check
-from .finding import model_type
-from .lora import adapted_layers, describe_lora
-from .patching import PatchState, apply_patch, find_state, undo_patch
-from .registry import get_patch
-from .results import fingerprint, known_sources, results
+from .kernels.cpu import RMSNormOverride
+from .kernels.lora import adapted_layers, describe_lora
+from .patches.base import Patch
+from .patches.measured import fingerprint, known_sources, results
+from .patching.apply import PatchState, apply_patch, find_state, undo_patch
+from .patching.inspect import get_patch, model_type
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import UnsupportedModel
-from ..finding import model_config
+from ..patching.inspect import model_config
 from .table import EXACT, REFUSED, UNKNOWN
 
 

@@ -1,4 +1,4 @@
-"""What packing does with every tuner of PEFT: `adapters.json`, made by `trl-packfa models --adapters --run`.
+"""What packing does with every tuner of PEFT: `adapters.json`, made by `python tools/adapter_matrix.py`.
 
 A kind of adapter that was measured exact is trusted while PEFT's code of it is the code that was measured. One that
 is in no row, or whose code has changed, is for the check on the user's own model to judge. One that was measured
@@ -22,7 +22,7 @@ from torch import nn
 
 from ..errors import UnsupportedModel
 
-RESULTS = Path(__file__).parent.parent / "adapters.json"
+RESULTS = Path(__file__).with_name("adapters.json")
 EXACT, REFUSED, UNKNOWN = "exact", "refused", "unknown"
 
 # Fields of configs that make no other kind of a tuner: sizes, places, scales, noise, first weights, bookkeeping.

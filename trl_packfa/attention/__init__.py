@@ -1,12 +1,12 @@
 """Packed attention: one file a backend, one rule to choose between them.
 
-Knows layouts and tensors; imports neither transformers nor trl (`hub.py` excepted).
+Knows layouts and tensors; imports neither transformers nor trl.
 """
 
 from .backends import BACKENDS, get_backend, refusals
+from .base import AttentionArguments, AttentionBackend, AttentionRequest, Bias
 from .bias import chosen_keys, key_bias, linear_bias
-from .request import AttentionArguments, AttentionBackend, AttentionRequest, Bias
-from .resolve import BackendChoice, resolve
+from .dispatch import BackendChoice, resolve
 
 __all__ = [
     "BACKENDS",

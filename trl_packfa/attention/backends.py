@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..errors import NoBackend
+from .base import AttentionBackend, AttentionRequest
 from .flash import FlashBackend
 from .flex import FlexBackend
 from .reference import ReferenceBackend
-from .request import AttentionBackend, AttentionRequest
 from .sdpa import SdpaBackend
 from .varlen import VarlenBackend
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from ..layout import PackedLayout
-from .request import Bias
+from .base import Bias
 
 
 def chosen_keys(indices: torch.Tensor, layout: PackedLayout) -> Bias:

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..graphs import constant_in_graphs
 from ..layout import PackedLayout
-from ..precision import as_products_take
-from .kernel_limits import flash_refusals, require_indexable
-from .request import AttentionArguments, AttentionRequest
+from ..runtime.autocast import as_products_take
+from ..runtime.compile import constant_in_graphs
+from .base import AttentionArguments, AttentionRequest
+from .flash_limits import flash_refusals, require_indexable
 
 
 class _Kernel(NamedTuple):
@@ -49,7 +49,7 @@ def _candidates(capability: tuple[int, int]) -> Iterator[tuple[Callable[..., tor
                 continue
             yield function, needed
     if find_spec("kernels") is not None:
-        from .hub import hub_flash_attn_varlen_func
+        from ..runtime.hub_kernel import hub_flash_attn_varlen_func
 
         if (hub_function := hub_flash_attn_varlen_func()) is not None:
             yield hub_function, (8, 0)

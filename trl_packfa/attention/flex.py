@@ -14,12 +14,12 @@ from importlib.util import find_spec
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from ..graphs import allow_graphs
 from ..layout import PackedLayout
-from ..precision import as_products_take
+from ..runtime.autocast import as_products_take
+from ..runtime.compile import allow_graphs
+from .base import AttentionArguments, AttentionRequest
 from .block_mask import block_mask
-from .kernel_limits import BIAS
-from .request import AttentionArguments, AttentionRequest
+from .flash_limits import BIAS
 
 # Of one function for every model of a process: with and without a window, softcap and sinks, of each dtype, with
 # gradients and without, for one block of tokens and for more.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from ..layout import PackedLayout
-from .request import AttentionArguments, AttentionRequest
+from .base import AttentionArguments, AttentionRequest
 
 
 class ReferenceBackend:

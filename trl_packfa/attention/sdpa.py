@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-from ..grouping import group_by_length, pack_groups, pad_groups
 from ..layout import PackedLayout
-from ..precision import autocast_dtype
-from .half_on_cpu import CausalInHalf, has_two_halves, is_faster_in_float32
+from ..runtime.autocast import autocast_dtype
+from ..runtime.length_groups import group_by_length, pack_groups, pad_groups
+from .base import AttentionArguments, AttentionRequest
+from .cpu_half import CausalInHalf, has_two_halves, is_faster_in_float32
 from .reference import dense_attention
-from .request import AttentionArguments, AttentionRequest
 
 _CHUNK_QUERIES = 256
 

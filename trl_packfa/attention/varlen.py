@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ..layout import PackedLayout
-from ..precision import as_products_take
-from .kernel_limits import flash_refusals, require_indexable
-from .request import AttentionArguments, AttentionRequest
+from ..runtime.autocast import as_products_take
+from .base import AttentionArguments, AttentionRequest
+from .flash_limits import flash_refusals, require_indexable
 
 try:
     from torch.nn.attention import varlen

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from trl import DatasetMixtureConfig, ScriptArguments
 
-from ..config import PackedSFTConfig
 from ..errors import InvalidConfig
-from ..launch import parse
+from ..training.config import PackedSFTConfig
+from ..training.script import parse
 from .presets import PRESETS
 from .sides import STRATEGIES, Side, parse_sides
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..arithmetic import bandwidth, matmul_flops
 from ..attention import AttentionRequest
 from ..layout import PackedLayout
+from ..training.flops import bandwidth, matmul_flops
 from .memory import PeakMemory, available_memory
 from .mixes import document_lengths, draw_lengths
 from .paths import TRANSFORMERS, attend_with, attention_sides, dense_bytes

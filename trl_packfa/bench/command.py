@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..tables import print_table
+from ..terminal.tables import print_table
 
 
 def bench(argv: list[str]) -> int:
@@ -19,7 +19,7 @@ def bench(argv: list[str]) -> int:
 
 
 def _strategies(argv: list[str]) -> int:
-    from ..quiet import quiet
+    from ..terminal.quiet import quiet
     from .arguments import read_arguments
     from .plot import require_matplotlib, save_plot
     from .run import run_bench, save

@@ -12,12 +12,12 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trl import get_dataset
 
-from ..config import PackedSFTConfig
 from ..errors import InvalidConfig, InvalidDataset
-from ..loading import load_dataset_dict
 from ..packing import PackingReport
-from ..tokenized import count_trained, cut_dataset, read_lengths
-from ..trainer import PackedSFTTrainer
+from ..training.config import PackedSFTConfig
+from ..training.dataset import count_trained, cut_dataset, read_lengths
+from ..training.hub import load_dataset_dict
+from ..training.trainer import PackedSFTTrainer
 from .arguments import Setup
 from .mixes import every_length
 

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from ..attention import AttentionArguments, get_backend
-from ..elementwise import RMSNormOverride, rotate
 from ..errors import InvalidConfig
-from ..flight import in_flight
+from ..kernels.cpu import RMSNormOverride, rotate
 from ..layout import PackedLayout
-from ..precision import HALF
+from ..runtime.autocast import HALF
+from ..runtime.context import in_flight
 
 Act = Callable[[], Any]
 DTYPES = ("float32", "bfloat16", "float16")

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from ..api import unpatch
-from ..arithmetic import attention_heads, compute_dtype
 from ..errors import InvalidConfig
-from ..tiles import tile_size
-from ..zero3 import whole_shape
+from ..kernels.lm_head.chunks import tile_size
+from ..runtime.zero3 import whole_shape
+from ..training.flops import attention_heads, compute_dtype
 
 # Tokens of the forward that shows which products there are.
 _PROBED = 8

@@ -12,8 +12,8 @@ from typing import Any
 from datasets import load_from_disk
 from transformers import AutoConfig, PreTrainedConfig
 
-from ..arithmetic import ModelFlops, peak_flops
-from ..config import PackedSFTConfig
+from ..training.config import PackedSFTConfig
+from ..training.flops import ModelFlops, peak_flops
 from .arguments import Setup, read_arguments
 from .compare import Result, require_equal_work
 from .data import Facts, facts, save_documents

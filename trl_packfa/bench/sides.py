@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer, get_peft_config
 
 from ..attention import get_backend
-from ..config import PackedSFTConfig
 from ..errors import InvalidConfig
-from ..sources import init_kwargs, model_type, quantization_of
-from ..trainer import PackedSFTTrainer
+from ..training.config import PackedSFTConfig
+from ..training.model_loading import init_kwargs, model_type, quantization_of
+from ..training.trainer import PackedSFTTrainer
 from .products import ProductsOnly
 
 
@@ -187,7 +187,7 @@ def _row_options(side: Side, args: PackedSFTConfig, train: Dataset) -> dict[str,
     """Length and number of rows, where there are rows; no limit where there are none: documents are cut already."""
     if not side.kind.rows:
         return {"max_length": None}
-    from ..tokenized import read_lengths
+    from ..training.dataset import read_lengths
 
     row, longest = side.row or args.max_length or 0, int(read_lengths(train).max())
     if row < longest and not side.kind.cuts:

@@ -14,11 +14,11 @@ from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback
 from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
-from ..config import PackedSFTConfig
-from ..loading import load_dataset_dict
-from ..progress import RichProgressCallback, packing_table
-from ..quiet import quiet
-from ..trainer import PackedSFTTrainer
+from ..terminal.progress import RichProgressCallback, packing_table
+from ..terminal.quiet import quiet
+from ..training.config import PackedSFTConfig
+from ..training.hub import load_dataset_dict
+from ..training.trainer import PackedSFTTrainer
 from .base_model import build_model, train_tokenizer
 from .corpus import docstring_dataset
 

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .. import routing
-from ..boundaries import layout_of
 from ..errors import ContaminationError
-from ..finding import inner_model
-from ..graphs import uncompiled
 from ..layout import PackedLayout
-from ..rebatch import BOUNDARIES
+from ..patching import router_loss
+from ..patching.inspect import inner_model
+from ..runtime.boundaries import layout_of
+from ..runtime.compile import uncompiled
+from ..runtime.per_document import BOUNDARIES
 from .compare import NOISE_FACTOR
 from .quiet import quiet
 from .rounding import last_places_off
@@ -117,7 +117,7 @@ def _alone(
 
 def _log_probs(model: nn.Module, call: Mapping[str, Any]) -> torch.Tensor:
     """`(B, L - 1)`, zero where nothing is trained."""
-    options = routing.without(inner_model(model).config.get_text_config())  # TRL's computation fails on some types
+    options = router_loss.without(inner_model(model).config.get_text_config())  # TRL's computation fails on some types
     return model(**call, fused_lm_head=True, use_cache=False, **options).log_probs
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd import Function
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..patching import PatchState
+from ..patching.apply import PatchState
 
 _ROUTERS = re.compile(r"router|topk|gate$", re.IGNORECASE)
 _ROUTER_NAMES = ("gate", "router", "wg", "gate_network")

@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..collator import DataCollatorForPacking
 from ..errors import UnsupportedModel
-from ..finding import find_backbone, model_type, most_positions
-from ..graphs import runs_compiled, uncompiled
-from ..patching import PatchState, find_state
+from ..patching.apply import PatchState, find_state
+from ..patching.inspect import find_backbone, model_type, most_positions
+from ..runtime.compile import runs_compiled, uncompiled
+from ..runtime.zero3 import gradients_taken, whole_size
 from ..versions import MINIMUM_VERSIONS, installed_version
-from ..zero3 import gradients_taken, whole_size
 from .compare import largest
 from .documents import LONG_ROWS, SHORT, SHORT_ROWS, Documents, draw_documents, known_tokens, long_lengths
 from .isolation import first_leak, measure_control, measure_isolation

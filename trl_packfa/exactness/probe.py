@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from ..boundaries import layout_of
 from ..errors import InvalidLayout
 from ..layout import PackedLayout
-from ..zero3 import whole_shape
+from ..runtime.boundaries import layout_of
+from ..runtime.zero3 import whole_shape
 from .documents import Documents
 
 Collator: TypeAlias = Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
@@ -103,16 +103,13 @@ class Probe:
         """Mean loss of the documents' logits under the labels that the collator makes."""
         labels = self.collator(_examples(self.tokens))["labels"].flatten()
         labels = labels[torch.cat(self.row.places)].to(self.device)
-        losses = nn.functional.cross_entropy(
-            torch.cat([x.float() for x in logits])[:-1], labels[1:], ignore_index=-100
-        )
-        return float(losses)
+        return _mean_loss(torch.cat([x.float() for x in logits])[:-1], labels[1:])
 
     def loss_alone(self, logits: Documents) -> float:
         """Mean loss of the documents' logits, each predicting its own next tokens."""
         own = [(x[:-1].float(), ids[1:].to(self.device)) for x, ids in zip(logits, self.tokens, strict=True)]
         predicted, ids = (torch.cat(part) for part in zip(*own, strict=True))
-        return float(nn.functional.cross_entropy(predicted, ids))
+        return _mean_loss(predicted, ids)
 
     def embedding_gradients(
         self, run: Callable[[Documents], Documents], tokens: Documents, losses: Sequence[int], arrangement: Arrangement
@@ -241,3 +238,9 @@ def vocabulary_of(model: Any) -> int:
 
 def _examples(documents: Documents) -> list[dict[str, Any]]:
     return [{"input_ids": ids.tolist()} for ids in documents]
+
+
+def _mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:
+    """Summed in float64: the same losses in another order are the same mean, however large."""
+    losses = nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
+    return float(losses[labels != -100].double().mean())

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..quantized import unconverted
+from ..runtime.bitsandbytes import unconverted
 
 # What draws random numbers while a model trains: dropout, layers left out, jitter of routers, noise on embeddings.
 _DRAWS = re.compile(r"drop|jitter|noise|neftune")

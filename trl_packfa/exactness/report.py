@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import ContaminationError
-from ..results import results
+from ..patches.measured import results
 
 # The least that removing the boundaries must move, or the model mixes no tokens and nothing can be told.
 _VISIBLE = 1e-4

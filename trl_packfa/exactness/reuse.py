@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..finding import model_config
-from ..patching import find_state
-from ..results import fingerprint
+from ..patches.measured import fingerprint
+from ..patching.apply import find_state
+from ..patching.inspect import model_config
 from ..versions import MINIMUM_VERSIONS, installed_version
 from .probe import device_of
 from .report import ExactnessReport

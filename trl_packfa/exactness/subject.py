@@ -10,9 +10,9 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
-from ..finding import model_config, model_type
-from ..patching import PatchState
-from ..zero3 import GradientParts, is_partitioned, whole_shape, whole_size
+from ..patching.apply import PatchState
+from ..patching.inspect import model_config, model_type
+from ..runtime.zero3 import GradientParts, is_partitioned, whole_shape, whole_size
 from .following import find_parts
 from .probe import device_of
 

@@ -2,8 +2,8 @@
 
 from .best_fit import best_fit_decreasing
 from .buffer import BufferedRows, pack_buffer
+from .microbatches import document_cost, fewest_micro_batches, imbalance, recut, recut_over_ranks
 from .overflow import OVERFLOW_POLICIES, WRAP, PackingReport, Spans, plan_overflow, require_policy
-from .recut import document_cost, fewest_micro_batches, imbalance, recut, recut_over_ranks
 from .sampler import PackedBatchSampler
 from .trained import TrainedTokens
 

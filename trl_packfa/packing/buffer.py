@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .balance import levelled_rounds
 from .best_fit import best_fit_decreasing
-from .dealing import levelled_rounds
-from .recut import document_cost
+from .microbatches import document_cost
 
 # Rows that are fuller need not wait for better company.
 _FULL = 0.95

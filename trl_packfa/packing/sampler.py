@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from .balance import levelled_rounds
 from .best_fit import best_fit_decreasing
-from .dealing import levelled_rounds
-from .recut import document_cost
+from .microbatches import document_cost
 
 
 def consecutive_rows(lengths: np.ndarray, capacity: int, rng: np.random.Generator) -> list[np.ndarray]:

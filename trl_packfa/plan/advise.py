@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..batching import FREE, PADDED, ROW_STRATEGIES, Batching
-from ..summary import EpochPlan, plan_epoch
+from ..training.batching import FREE, PADDED, ROW_STRATEGIES, Batching
+from ..training.epoch_plan import EpochPlan, plan_epoch
 from .compare import total_steps
 from .memory import estimate
 from .report import Plan

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..batching import FREE, PADDED, ROW_STRATEGIES, Batching
-from ..config import PACKING_STRATEGIES, PackedSFTConfig
 from ..errors import InvalidConfig
 from ..packing import WRAP, PackingReport, plan_overflow
-from ..steps import require_budget, require_whole
-from ..summary import EpochPlan, plan_epoch
-from ..tokenized import Tokens
+from ..training.batching import FREE, PADDED, ROW_STRATEGIES, Batching
+from ..training.config import PACKING_STRATEGIES, PackedSFTConfig
+from ..training.dataset import Tokens
+from ..training.epoch_plan import EpochPlan, plan_epoch
+from ..training.step_packing import require_budget, require_whole
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..batching import FREE, PADDED, ROW_STRATEGIES, Batching
-from ..drawing import draw_row, require_matplotlib
+from ..plotting import draw_row, require_matplotlib
+from ..training.batching import FREE, PADDED, ROW_STRATEGIES, Batching
 from .report import Plan
 
 if TYPE_CHECKING:

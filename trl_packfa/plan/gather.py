@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTTrainer
 
-from ..config import PackedSFTConfig
-from ..contents import require_whole
 from ..errors import InvalidConfig, InvalidDataset
 from ..packing import TrainedTokens
-from ..preflight import load_tokenizer, require_markable
-from ..templates import left_out_by_template
-from ..tokenized import TEXT_COLUMNS, Tokens, read_tokens, require_usable
-from ..zoo import small_model
+from ..training.chat_templates import left_out_by_template
+from ..training.config import PackedSFTConfig
+from ..training.contents import require_whole
+from ..training.dataset import TEXT_COLUMNS, Tokens, read_tokens, require_usable
+from ..training.preflight import load_tokenizer, require_markable
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,15 @@ def _prepared(dataset: Dataset, tokenizer: Any, args: PackedSFTConfig) -> _Token
     args.packing, args.packing_strategy, args.padding_free, args.max_length = False, "bfd", False, None
     args.model_init_kwargs, args.gradient_checkpointing = None, False
     try:
-        trainer = _Tokenizing(small_model("llama"), args=args, train_dataset=dataset, processing_class=tokenizer)
+        trainer = _Tokenizing(_few_weights(), args=args, train_dataset=dataset, processing_class=tokenizer)
     except _Tokenized as tokenized:
         return tokenized
     return _Tokenized(trainer.train_dataset)  # type: ignore[arg-type]  # dataset_kwargs said to skip the preparation
+
+
+def _few_weights() -> LlamaForCausalLM:
+    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    return LlamaForCausalLM(config)
 
 
 class _Tokenized(Exception):

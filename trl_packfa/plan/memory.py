@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from ..config import PackedSFTConfig
+from ..training.config import PackedSFTConfig
 from .shape import ModelShape
 
 # TRL's fused LM head computes the logits in tiles of so many tokens and vocabulary entries.

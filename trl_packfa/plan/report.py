@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..batching import PADDED
-from ..config import PackedSFTConfig
+from ..training.batching import PADDED
+from ..training.config import PackedSFTConfig
 from .compare import Outcome, speed_up, total_steps
 from .gather import Source
 from .memory import FORMULA, Memory

@@ -9,11 +9,11 @@ from typing import Any
 
 from trl import DatasetMixtureConfig, ScriptArguments
 
-from ..batching import FREE
-from ..config import PackedSFTConfig
-from ..drawing import require_matplotlib
 from ..errors import InvalidConfig
-from ..launch import parse, train_dataset
+from ..plotting import require_matplotlib
+from ..training.batching import FREE
+from ..training.config import PackedSFTConfig
+from ..training.script import parse, train_dataset
 from .advise import advise
 from .compare import compare
 from .gather import Source, lengths_from_file, read_documents

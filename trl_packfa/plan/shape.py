@@ -10,14 +10,14 @@ from peft import get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl import get_peft_config
 
-from ..arithmetic import attention_heads, quadratic_weight
-from ..batching import FREE
-from ..config import PackedSFTConfig
 from ..errors import InvalidConfig, PackingError
-from ..refusals import refuse_model
-from ..routing import balances_experts
-from ..sources import init_kwargs
-from ..steps import how_to_cut
+from ..patching.router_loss import balances_experts
+from ..training.batching import FREE
+from ..training.config import PackedSFTConfig
+from ..training.flops import attention_heads, quadratic_weight
+from ..training.model_loading import init_kwargs
+from ..training.step_packing import how_to_cut
+from ..training.validation import refuse_model
 
 
 @dataclass(frozen=True)

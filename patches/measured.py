@@ -1,0 +1,56 @@
+"""What was measured for every causal-LM type of transformers: `models.json`, made by `python tools/support_matrix.py`.
+
+A type whose modelling code is no longer the code that was measured is not taken for exact, see `api.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+RESULTS = Path(__file__).with_name("models.json")
+
+
+@cache
+def results() -> dict[str, dict[str, Any]]:
+    """The committed results by model type; empty before they were first made."""
+    return json.loads(RESULTS.read_text(encoding="utf-8"))["types"] if RESULTS.exists() else {}
+
+
+@cache
+def known_sources() -> dict[str, set[str]]:
+    """For each `config.model_type` that was found exact, the fingerprints of its modelling code."""
+    known: dict[str, set[str]] = {}
+    for result in results().values():
+        if result["verdict"] == "exact":
+            known.setdefault(result["config_type"], set()).add(result["source"])
+    return known
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Hash of the code of all modules of transformers' (or the user's) that a model is made of."""
+    names = {type(module).__module__ for module in model.modules()}
+    return _hash(tuple(sorted(name for name in names if not name.startswith(("torch.", "peft.", "bitsandbytes.")))))
+
+
+@cache
+def _hash(modules: tuple[str, ...]) -> str:
+    digest = hashlib.sha256()
+    for name in modules:
+        try:
+            source = inspect.getsource(sys.modules[name])
+        except (
+            OSError,
+            TypeError,
+            KeyError,
+        ):  # defined in a console, compiled, or gone: like no code that was measured
+            source = f"{name} has no source"
+        digest.update(source.encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,80 @@
+"""Which architectures can be patched.
+
+Built-in patches come from `trl_packfa.patches`, third parties' from the entry-point group `trl_packfa.patches`
+or from `register()`. A model type has one patch; a second one is an error that names both.
+"""
+
+from __future__ import annotations
+
+import logging
+from difflib import get_close_matches
+from functools import cache
+from importlib.metadata import entry_points
+
+from ..errors import InvalidConfig, UnsupportedModel
+from .base import Patch
+from .measured import results
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINT_GROUP = "trl_packfa.patches"
+
+
+@cache
+def _table() -> dict[str, Patch]:
+    """The registry itself: model type to patch. Filled at first use, so that importing trl_packfa stays light."""
+    from . import PATCHES
+
+    table: dict[str, Patch] = {}
+    for built_in in PATCHES:
+        _add(table, built_in)
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+        logger.info("trl-packfa: loading a patch from %s", entry_point.value)  # before any of its code runs
+        third_party = entry_point.load()
+        logger.info("trl-packfa: patch for %s from %s", third_party.model_types, entry_point.value)
+        _add(table, third_party)
+    return table
+
+
+def _add(table: dict[str, Patch], new: Patch) -> None:
+    for name in new.model_types:
+        if name in table:
+            raise InvalidConfig(
+                f"two patches for model type '{name}'.",
+                why=[f"one from {table[name].origin}", f"one from {new.origin}"],
+                do="Uninstall one of them, or give the new one another model type.",
+            )
+    table.update(dict.fromkeys(new.model_types, new))
+
+
+def register(new: Patch) -> None:
+    """Add a patch for this process.
+
+    Raises:
+        [`InvalidConfig`]: if one of its model types has a patch already.
+    """
+    _add(_table(), new)
+
+
+def registered() -> dict[str, Patch]:
+    """Every model type that can be patched, with its patch, in alphabetical order."""
+    return dict(sorted(_table().items()))
+
+
+def get_patch_for_type(name: str) -> Patch:
+    """The patch for a `config.model_type`.
+
+    Raises:
+        [`UnsupportedModel`]: with the nearest names.
+    """
+    table = _table()
+    if name not in table:
+        near = get_close_matches(name, table, n=3)
+        known = [results()[name]["why"]] if name in results() else []
+        raise UnsupportedModel(
+            f"there is no patch for model type '{name}'.",
+            why=known or ([f"nearest: {', '.join(near)}"] if near else [f"supported: {', '.join(sorted(table))}"]),
+            do="Declare a trl_packfa.Patch for it and register() it (documentation, 'Writing a patch'), or train it "
+            "padded with PackedSFTConfig(packing=False).",
+        )
+    return table[name]

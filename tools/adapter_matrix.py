@@ -1,0 +1,175 @@
+"""Each kind of adapter under packing, beside every document alone in PEFT's own unpatched model.
+
+Measured in training mode, in float64, on documents as they bite: one token, equal lengths, more than eight, one
+longer than the others together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from adapter_kinds import INVOCATION, KINDS, REASONS, VOCABULARY, randomize
+from torch import nn
+
+from trl_packfa import __version__
+from trl_packfa.adapters.table import EXACT, REFUSED, RESULTS, source_of, tuners
+from trl_packfa.collator import DataCollatorForPacking
+from trl_packfa.patching.apply import apply_patch
+from trl_packfa.patching.inspect import get_patch
+from trl_packfa.versions import installed_version
+
+_LENGTHS = (13, 1, 29, 7, 29, 90, 3, 11, 29, 19)
+_CHANGED = 4
+# Where adapters begin that are activated by what they read: at the end of a document, at its start, nowhere, twice.
+_INVOKED = ((0, 4), (2, 0), (2, 20), (4, 5), (5, 30), (8, 26))
+# Far above rounding, of tuners too that compute in float32, and far below what any leak comes to.
+_MOST = 1e-4
+# What an adapter must change about the logits, or it would be called exact for doing nothing.
+_LEAST_EFFECT = 1e-2
+# Parameters with next to no gradient are measured against this share of the mean one.
+_SMALL = 1e-2
+# They draw noise when they train, as dropout does, which no two shapes share: measured without.
+_NOISY = ("lora monteclora_config", "pvera")
+_VERSIONS = ("peft", "torch", "transformers")
+
+
+def measure_kind(kind: str) -> dict[str, Any]:
+    """A row of `adapters.json`. A kind with a reason against it is refused whatever it comes to; one that is not
+    exact and has none is a finding, and an error in the file's making."""
+    try:
+        found: dict[str, Any] = _rounded(measure(KINDS[kind], noisy=kind in _NOISY))
+    except ImportError:
+        raise
+    except Exception as error:  # whatever an unsupported tuner raises, it is what packing it comes to
+        found = {"raises": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+    exact = not found.get("raises") and max(found["logits"], found["gradients"]) <= _MOST and not found["isolation"]
+    if exact and found["effect"] < _LEAST_EFFECT:
+        raise AssertionError(f"{kind}: the adapter changes nothing: {found}")
+    if kind in REASONS:
+        return {"verdict": REFUSED, **found, "why": REASONS[kind][0], "do": REASONS[kind][1]}
+    if not exact:
+        raise AssertionError(f"{kind} is not exact, and nobody knows why: {found}")
+    return {"verdict": EXACT, **found}
+
+
+def measure(build: Callable[[], nn.Module], *, noisy: bool = False, **patching: Any) -> dict[str, float]:
+    """How far packed logits and gradients are off.
+
+    Returns:
+        `logits` and `gradients` relative to the logits' standard deviation and to each gradient; `isolation`, what
+        another document changes; `effect`, what the adapter changes about the logits.
+    """
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")
+        docs = documents()
+        with torch.no_grad():
+            new = [_built(build)(input_ids=ids[None], use_cache=False).logits[0] for ids in docs[:1]]
+        alone, expected = _run(_adapted(build, noisy), [{"input_ids": ids[None]} for ids in docs])
+        # Built anew, as some keep what they met first.
+        model = _adapted(build, noisy)
+        apply_patch(model, get_patch(model), "auto", **patching)
+        packed, gradients = _run(model, [_batch(docs)])
+        changed = [ids.flip(0) if number == _CHANGED else ids for number, ids in enumerate(docs)]
+        moved, _ = _run(model, [_batch(changed)])
+    scale = float(torch.cat(alone).std())
+    others = [number for number in range(len(docs)) if number != _CHANGED]
+    return {
+        "logits": _largest(packed, alone) / scale,
+        "gradients": _worst(gradients, expected),
+        "isolation": _largest([moved[number] for number in others], [packed[number] for number in others]) / scale,
+        "effect": _largest(alone[:1], new) / scale,
+    }
+
+
+def _built(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return build().double().eval()
+
+
+def _adapted(build: Callable[[], nn.Module], noisy: bool) -> nn.Module:
+    model = _built(build)
+    randomize(model)
+    return model.train(not noisy)
+
+
+def documents(*, seed: int = 0) -> list[torch.Tensor]:
+    """Random ids, some with the tokens that activate an adapter."""
+    generator = torch.Generator().manual_seed(seed)
+    docs = [torch.randint(8, VOCABULARY, (length,), generator=generator) for length in _LENGTHS]
+    for number, start in _INVOKED:
+        docs[number][start : start + len(INVOCATION)] = torch.tensor(INVOCATION)
+    return docs
+
+
+def _batch(docs: Sequence[torch.Tensor]) -> dict[str, Any]:
+    batch = DataCollatorForPacking()([{"input_ids": ids.tolist()} for ids in docs])
+    del batch["labels"]
+    return batch
+
+
+def _run(model: nn.Module, batches: Sequence[dict[str, Any]]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Logits of each document and the gradients of a fixed weighting of them, over one call or several."""
+    model.zero_grad(set_to_none=True)
+    found: list[torch.Tensor] = []
+    for batch in batches:
+        logits = model(**batch, use_cache=False).logits[0]
+        parts = [logits] if len(batches) > 1 else list(logits.split(list(_LENGTHS)))
+        weighted = [(part * _weights(len(found) + number, part)).sum() for number, part in enumerate(parts)]
+        torch.stack(weighted).sum().backward()
+        found += [part.detach() for part in parts]
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return found, {name: p.grad.clone() for name, p in trained.items() if p.grad is not None}
+
+
+def _weights(number: int, logits: torch.Tensor) -> torch.Tensor:
+    return torch.randn(logits.shape, generator=torch.Generator().manual_seed(number), dtype=logits.dtype)
+
+
+def _largest(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(left, right, strict=True))
+
+
+def _worst(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    """Largest difference of a parameter's gradient, relative to it; infinite if another set of parameters has one."""
+    if found.keys() != expected.keys() or not expected:
+        return float("inf")
+    norms = {name: float(gradient.norm()) for name, gradient in expected.items()}
+    small = _SMALL * (sum(norm**2 for norm in norms.values()) / len(norms)) ** 0.5
+    return max(float((found[name] - expected[name]).norm()) / max(norms[name], small) for name in expected)
+
+
+def _rounded(found: Mapping[str, float]) -> dict[str, Any]:
+    return {name: float(f"{value:.1e}") for name, value in found.items()}
+
+
+def run(path: Path, *, seen: Callable[[str, Mapping[str, Any]], None], kinds: Iterable[str] = KINDS) -> dict[str, Any]:
+    """Measure every kind and write `path`, whole or not at all; `seen` is told of each row as it comes."""
+    rows: dict[str, Any] = {}
+    for kind in kinds:
+        rows[kind] = measure_kind(kind)
+        seen(kind, rows[kind])
+    versions = {package: installed_version(package) for package in _VERSIONS} | {"trl-packfa": __version__}
+    contents = {"versions": versions, "sources": {t: source_of(t) for t in tuners()}, "kinds": rows}
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+    return contents
+    return rows
+
+
+def main() -> None:
+    """Measure every kind and write the results."""
+    parser = argparse.ArgumentParser(description="measure every tuner and variant of PEFT, and write the results")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="results file (default: the package's own)")
+    run(parser.parse_args().output, seen=lambda kind, row: print(f"{kind}: {row['verdict']}", file=sys.stderr))
+
+
+if __name__ == "__main__":
+    main()

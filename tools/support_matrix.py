@@ -1,0 +1,201 @@
+"""Which level serves which architecture: every causal-LM type of transformers built small, patched and checked.
+
+`python tools/support_matrix.py` writes `patches/models.json`, from which the documentation's table is made and by
+which `patch` knows code that was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_models import NOT_BUILDABLE, all_types, small_model
+
+from trl_packfa import __version__
+from trl_packfa.collator import DataCollatorForPacking
+from trl_packfa.errors import PackingError, UnsupportedModel
+from trl_packfa.exactness import ExactnessReport, check
+from trl_packfa.layout import PackedLayout
+from trl_packfa.patches.measured import RESULTS, fingerprint
+from trl_packfa.patching.apply import apply_patch, find_state
+from trl_packfa.patching.inspect import get_patch, model_type
+from trl_packfa.versions import installed_version
+
+_LENGTHS = (13, 1, 29, 7)
+_VERSIONS = ("torch", "transformers")
+
+# What packing meets in an unpatched model under TRL's keys.
+_UNPATCHED_EXACT = 1e-4
+
+
+def measure_type(name: str) -> dict[str, Any]:
+    """Build, patch and check one type; a dictionary for `models.json`. Never raises for what a type does."""
+    if name in NOT_BUILDABLE:
+        return {"verdict": "refused", "why": NOT_BUILDABLE[name]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = small_model(name)
+        found: dict[str, Any] = {"config_type": model_type(model), "source": fingerprint(model)}
+        found["unpatched"] = _unpatched(model)
+        try:
+            apply_patch(model, get_patch(model), "auto")
+        except UnsupportedModel as error:
+            return {**found, "verdict": "refused", "why": _REFUSED.get(name, str(error).splitlines()[0])}
+        try:
+            report = check(model)
+        except Exception as error:  # a finding too, and no reason to lose the others
+            return {**found, "verdict": "raises", "why": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+        return {**found, **_summary(model, report)}
+
+
+_REFUSED = {
+    "cpmant": "puts prompt tokens before the row and attends to them in both directions: not causal under padding",
+    "prophetnet": "predicts several tokens ahead with streams of its own: not causal under padding",
+    "reformer": "sorts the row's tokens into buckets of similar hashes: not causal under padding",
+}
+
+
+def _summary(model: Any, report: ExactnessReport) -> dict[str, Any]:
+    state = find_state(model)
+    assert state is not None
+    by_document = sorted({type(module).__name__ for module in state.mixers.values()})
+    return {
+        "verdict": report.verdict if _keys_agree(model) else "depends on the keys",
+        "level": report.level,
+        "by_document": by_document,
+        "isolation": report.isolation,
+        "parity": float(f"{report.parity:.1e}"),
+        "gradients": report.gradients and float(f"{report.gradients:.1e}"),
+        "control": float(f"{report.control:.1e}"),
+        "why": _WHY[report.level].format(modules=", ".join(by_document)),
+    }
+
+
+_WHY = {
+    "attention": "attention rewritten for packed tokens",
+    "interface": "attention through transformers' interface",
+    "module": "by document unless its own kernels honour boundaries: {modules}",
+    "rebatch": "the whole backbone by document: it mixes tokens in ways that no single module contains",
+}
+
+
+def _batches() -> dict[str, dict[str, Any]]:
+    """The same documents with their boundaries told in every way that TRL and users send them."""
+    generator = torch.Generator().manual_seed(0)
+    examples = [{"input_ids": torch.randint(3, 97, (n,), generator=generator).tolist()} for n in _LENGTHS]
+    ours = DataCollatorForPacking()(examples)
+    del ours["labels"]
+    trl = {name: value for name, value in ours.items() if name != "packed_layout"}
+    bare = {"input_ids": ours["input_ids"], "position_ids": ours["position_ids"]}
+    ones = {"attention_mask": torch.ones(1, sum(_LENGTHS), dtype=torch.long)}
+    return {
+        "collator": ours,
+        "TRL": trl,
+        "position_ids": bare,
+        "all-ones mask": {**trl, **ones},
+        "use_cache": {**bare, "use_cache": True},
+    }
+
+
+@torch.no_grad()
+def _keys_agree(model: Any) -> bool:
+    logits = [model(**batch).logits for batch in _batches().values()]
+    return all(torch.equal(logits[0], others) for others in logits[1:])
+
+
+@torch.no_grad()
+def _unpatched(model: Any) -> str:
+    """What TRL's own keys come to without a patch: `exact`, `leaks`, `differs` or `raises`."""
+    batch = _batches()["TRL"]
+    layout = PackedLayout.from_lengths(_LENGTHS)
+    changed = {**batch, "input_ids": batch["input_ids"].clone()}
+    changed["input_ids"][0, : _LENGTHS[0]] = changed["input_ids"][0, : _LENGTHS[0]].flip(0)
+    try:
+        packed, moved = (layout.split(model(**b, use_cache=False).logits) for b in (batch, changed))
+        alone = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in layout.split(batch["input_ids"])]
+    except (ValueError, TypeError, RuntimeError, AttributeError, IndexError):
+        return "raises"
+    scale = float(torch.cat(alone).std())
+    if max(float((a - b).abs().max()) for a, b in zip(packed[1:], moved[1:], strict=True)) / scale > _UNPATCHED_EXACT:
+        return "leaks"
+    parity = max(float((a - b).abs().max()) for a, b in zip(packed, alone, strict=True)) / scale
+    return "exact" if parity <= _UNPATCHED_EXACT else "differs"
+
+
+def _quietly() -> None:
+    """A process of the pool: one thread, no warnings of each model's missing kernels."""
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+
+
+def run(path: Path, *, jobs: int, seen: Callable[[str, dict[str, Any]], None]) -> dict[str, Any]:
+    """Measure every type and write `path` after each; types that it holds for the same versions are not run again.
+
+    Args:
+        path (`Path`):
+            The results file.
+        jobs (`int`):
+            Processes, each on one thread.
+        seen (`Callable`):
+            Told of each type and its result as it comes.
+    """
+    versions = {package: installed_version(package) for package in _VERSIONS} | {"trl-packfa": __version__}
+    old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    types = old.get("types", {}) if old.get("versions") == versions and not old.get("complete") else {}
+    missing = [name for name in all_types() if name not in types]
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_quietly) as pool:
+        futures = {pool.submit(measure_type, name): name for name in missing}
+        for future in as_completed(futures):
+            types[futures[future]] = future.result()
+            seen(futures[future], types[futures[future]])
+            write(path, versions, types, complete=False)
+    return write(path, versions, types, complete=True)
+
+
+def write(path: Path, versions: Mapping[str, Any], types: Mapping[str, Any], *, complete: bool) -> dict[str, Any]:
+    """Write the results file, types in alphabetical order, whole or not at all."""
+    contents = {"versions": dict(versions), "complete": complete, "types": dict(sorted(types.items()))}
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+    return contents
+
+
+def require_known(types: Iterable[str], installed: Iterable[str]) -> None:
+    """Raise if the installed transformers has types that the results do not know.
+
+    Raises:
+        [`PackingError`]: naming them.
+    """
+    unknown = sorted(set(installed) - set(types))
+    if unknown:
+        raise PackingError(
+            f"transformers has {len(unknown)} causal-LM types that models.json does not know: {', '.join(unknown)}.",
+            do="Run python tools/support_matrix.py.",
+        )
+
+
+def main() -> None:
+    """Measure every type and write the results."""
+    parser = argparse.ArgumentParser(description="build, patch and check every causal-LM type, and write the results")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="results file (default: the one of patches/)")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    args = parser.parse_args()
+    run(args.output, jobs=args.jobs, seen=_show)
+
+
+def _show(name: str, result: Mapping[str, object]) -> None:
+    print(f"{name}: {result['verdict']} {result.get('level', '')}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Building the small models: a config from the tables of sizes, and weights that mix tokens strongly."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from copy import deepcopy
+from itertools import cycle, islice
+from typing import Any, cast
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tiny_models.sizes import DEPTH, GENERIC, NOT_BUILDABLE
+from tiny_models.special import SPECIAL
+from tiny_models.weights import redraw
+from trl_packfa.errors import UnsupportedModel
+
+_MOST_PARAMETERS = 3_000_000
+
+
+def all_types() -> tuple[str, ...]:
+    """Every model type of which transformers has a causal LM, also those which cannot be built here."""
+    return tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def small_config(model_type: str, **changes: Any) -> PreTrainedConfig:
+    """The config of the small model; `changes` override its attributes, of a composite type those of its text part.
+
+    A change of `num_hidden_layers` shortens or repeats the lists of kinds of layers; `attn_implementation` goes to
+    every part.
+    """
+    reason = NOT_BUILDABLE.get(model_type, "" if model_type in all_types() else "transformers has no causal LM of it")
+    if reason:
+        raise UnsupportedModel(f"No small text model of type {model_type!r} can be built.", why=[reason])
+    attention = changes.pop("attn_implementation", None)
+    cls = CONFIG_MAPPING[model_type]
+    config = _config(cls, {"text_config": changes} if "text_config" in _parts(cls) else changes)
+    if attention is not None:
+        config._attn_implementation = attention
+    return config
+
+
+def small_model(model_type: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """The model in eval mode; the same seed and changes give the same weights, torch's random state is left alone."""
+    config = small_config(model_type, **changes)
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.device("meta"):
+            parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        if parameters > _MOST_PARAMETERS:
+            raise UnsupportedModel(
+                f"The model of type {model_type!r} is not small.",
+                why=[f"it has {parameters:,} parameters, more than {_MOST_PARAMETERS:,}"],
+            )
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        redraw(model)
+    return model
+
+
+def _config(cls: type[PreTrainedConfig], changes: Mapping[str, Any]) -> PreTrainedConfig:
+    default = cls()
+    special = deepcopy(SPECIAL.get(cls.model_type, {}))  # config classes change the lists and dicts they are given
+    known = {name for base in cls.__mro__ for name in getattr(base, "__annotations__", {})}
+    sizes = {name: size for name, size in GENERIC.items() if name in known or name in cls.attribute_map}
+    if "kv_lora_rank" in known and "num_key_value_heads" in known:
+        # Latent attention expands the keys to all heads itself.
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    sizes |= {name: layers for name, layers in _layer_kinds(default).items() if name in known}
+    if cls.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        # Also where the class does not declare them: trainers and collators ask every model's config.
+        sizes |= {name: GENERIC[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    sizes |= special
+    if (depth := changes.get("num_hidden_layers", DEPTH)) != DEPTH:
+        lists = {name: kinds for name, kinds in sizes.items() if isinstance(kinds, list) and len(kinds) == DEPTH}
+        sizes |= {name: list(islice(cycle(kinds), depth)) for name, kinds in lists.items()}
+    for name in _parts(cls):
+        if (part := getattr(default, name, None)) is not None:
+            sizes[name] = _config(type(part), {**special.get(name, {}), **changes.get(name, {})})
+    return cls(**{**sizes, **{name: value for name, value in changes.items() if name not in _parts(cls)}})
+
+
+def _parts(cls: type[PreTrainedConfig]) -> dict[str, Any]:
+    return cast("dict[str, Any]", cls.sub_configs)  # what transformers declares it as says nothing about the keys
+
+
+def _layer_kinds(default: PreTrainedConfig) -> dict[str, list[str]]:
+    """Every kind of layer that the full-size model has: mixers in turn, feed-forwards the last kind (experts) most."""
+    kinds = {}
+    if mixers := getattr(default, "layer_types", None):
+        kinds["layer_types"] = list(islice(cycle(dict.fromkeys(mixers)), DEPTH))
+    if feeds := getattr(default, "mlp_layer_types", None):
+        feeds = list(dict.fromkeys(feeds))
+        kinds["mlp_layer_types"] = (feeds + feeds[-1:] * DEPTH)[:DEPTH]
+    return kinds

@@ -1,0 +1,121 @@
+"""What a model asks of an attention backend, and what every backend looks like.
+
+Shape letters: T packed tokens, N query heads, K key/value heads, H head dim, G documents of a group, Q queries of a
+chunk, M keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeAlias
+
+import torch
+
+from ..layout import PackedLayout
+from ..runtime.autocast import autocast_dtype
+
+# What is added to the scores: numbers of packed tokens `(G, Q)` and `(G, M)` to a tensor `(G, 1 or N, Q, M)`.
+Bias: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionArguments:
+    """What one attention call is given besides query, key, value and layout (transformers' names).
+
+    Args:
+        scaling (`float`):
+            Factor of the scores.
+        sliding_window (`int`, *optional*):
+            Keys that a query may see, itself included.
+        softcap (`float`, *optional*):
+            Bound of the scores, `softcap * tanh(score / softcap)` (Gemma-2).
+        sinks (`torch.Tensor`, *optional*):
+            One more logit per head, shape `(N,)`, whose probability is dropped (gpt-oss).
+        dropout (`float`, *optional*, defaults to `0.0`):
+            Dropout of the probabilities.
+        bias (`Bias`, *optional*):
+            Added to the scores, `-inf` for keys that are not chosen (sparse indexers, ALiBi). Asked for a chunk of
+            queries and the keys it can see at a time, so that nothing is quadratic in the row.
+    """
+
+    scaling: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    dropout: float = 0.0
+    bias: Bias | None = None
+
+
+class AttentionRequest(NamedTuple):
+    """Everything that decides whether a backend can serve a call; hashable, so that it is resolved once.
+
+    `sliding_window` counts the keys a query may see, itself included (transformers' meaning).
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    num_heads: int
+    num_key_value_heads: int
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    dropout: float = 0.0
+    bias: bool = False
+
+    @classmethod
+    def of(cls, query: torch.Tensor, key: torch.Tensor, arguments: AttentionArguments) -> AttentionRequest:
+        """The request that a call with these tensors and arguments makes."""
+        return cls(
+            device=query.device,
+            dtype=autocast_dtype(query) or query.dtype,
+            head_dim=query.shape[-1],
+            num_heads=query.shape[-2],
+            num_key_value_heads=key.shape[-2],
+            sliding_window=arguments.sliding_window,
+            softcap=arguments.softcap,
+            sinks=arguments.sinks is not None,
+            dropout=arguments.dropout,
+            bias=arguments.bias is not None,
+        )
+
+    def describe(self) -> str:
+        """The request in one line, as error messages show it."""
+        parts = [f"device={self.device}", f"dtype={str(self.dtype).removeprefix('torch.')}"]
+        parts += [f"head_dim={self.head_dim}", f"heads={self.num_heads}/{self.num_key_value_heads}"]
+        optional = {"window": self.sliding_window, "softcap": self.softcap, "dropout": self.dropout or None}
+        parts += [f"{name}={value}" for name, value in optional.items() if value is not None]
+        return " ".join(parts + ["sinks"] * self.sinks + ["bias"] * self.bias)
+
+
+class AttentionBackend(Protocol):
+    """One way to compute causal attention inside each document of a `PackedLayout`."""
+
+    @property
+    def name(self) -> str:
+        """What users call it."""
+        ...
+
+    @property
+    def summary(self) -> str:
+        """What it is and where it runs, in one line."""
+        ...
+
+    def refusals(self, request: AttentionRequest) -> list[str]:
+        """Every reason why this backend cannot serve the request; empty if it can."""
+        ...
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: PackedLayout,
+        arguments: AttentionArguments,
+    ) -> torch.Tensor:
+        """Causal attention inside each document: `query` `(T, N, H)`, `key` and `value` `(T, K, H)`.
+
+        Returns `(T, N, H)` in the query's dtype.
+        """
+        ...

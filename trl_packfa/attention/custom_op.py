@@ -1,0 +1,163 @@
+"""Packed attention inside of compiled graphs: one graph for a whole backbone and for every batch's documents.
+
+FlashAttention's kernels are operators that take boundaries as a tensor and the longest length as an integer that may
+change. The other backends run code that follows the documents; there they are one operator, which a graph holds
+without looking inside. It keeps its inputs only: its backward computes the attention again.
+
+Shape letters: T packed tokens, N query heads, K key/value heads, H head dim, S documents.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from ..layout import PackedLayout
+from ..runtime.autocast import as_products_take
+from ..runtime.compile import outside_of_graphs
+from .backends import get_backend
+from .base import AttentionArguments, AttentionBackend
+
+_TRACED = ("flash", "varlen")
+
+
+class _TracedLayout(NamedTuple):
+    """As much of a layout as FlashAttention's kernels read, in integers that may change from batch to batch."""
+
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    num_tokens: int
+    num_documents: int
+
+
+def attend_in_graph(
+    backend: AttentionBackend,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: PackedLayout,
+    arguments: AttentionArguments,
+) -> torch.Tensor:
+    """What the backend computes, see [`AttentionBackend`], while a graph is traced. Attention with a bias or dropout
+    leaves the graph."""
+    if arguments.bias is not None or arguments.dropout:
+        return _outside(backend, query, key, value, layout, arguments)
+    if backend.name in _TRACED:
+        sizes = layout.sizes
+        longest, documents = sizes.longest.shape[0] - 1, sizes.offsets.shape[0] - 1
+        traced: Any = _TracedLayout(layout.cu_seqlens, longest, query.shape[0], documents)
+        return backend(query, key, value, traced, arguments)
+    return torch.ops.trl_packfa.attend(
+        *as_products_take(query, key, value),
+        arguments.sinks,
+        layout.sizes.offsets,
+        backend.name,
+        arguments.scaling,
+        arguments.sliding_window,
+        arguments.softcap,
+    )
+
+
+@outside_of_graphs
+def _outside(
+    backend: AttentionBackend,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: PackedLayout,
+    arguments: AttentionArguments,
+) -> torch.Tensor:
+    return backend(query, key, value, layout, arguments)
+
+
+_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? sinks"
+_OPTIONS = "Tensor offsets, str backend, float scaling, int? sliding_window, float? softcap"
+_NUM_OPTIONS = 5
+# As libraries and not as `custom_op`, in whose functions autograd cannot be used.
+torch.library.define("trl_packfa::attend", f"({_INPUTS}, {_OPTIONS}) -> Tensor")
+torch.library.define(
+    "trl_packfa::attend_backward", f"(Tensor grad, {_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.impl("trl_packfa::attend", "default")
+@torch.no_grad()
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, *options: Any
+) -> torch.Tensor:
+    """`(T, N, H)`, `(T, K, H)`, `(T, K, H)` and `(N,)` to `(T, N, H)`; options as the operator has them."""
+    return _run(query, key, value, sinks, *options).contiguous()
+
+
+@torch.library.impl("trl_packfa::attend_backward", "default")
+def _attend_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    *options: Any,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of the four inputs; without sinks, the fourth has no elements."""
+    given = [tensor.detach().requires_grad_() for tensor in (query, key, value, sinks) if tensor is not None]
+    with torch.enable_grad():
+        out = _run(*given, *((None,) if sinks is None else ()), *options)  # type: ignore[arg-type]
+    grads = [by.contiguous() for by in torch.autograd.grad(out, given, grad)]
+    return (*grads, *((grad.new_empty(0),) if sinks is None else ()))
+
+
+def _run(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    offsets: torch.Tensor,
+    backend: str,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    arguments = AttentionArguments(scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=sinks)
+    layout = _layout(tuple(offsets.diff().tolist()), query.device)
+    with torch.autocast(query.device.type, enabled=False):  # its dtype is the inputs' already
+        return get_backend(backend)(query, key, value, layout, arguments)
+
+
+@lru_cache(maxsize=4)  # what kernels derive from boundaries is kept for the layers of a batch
+def _layout(lengths: tuple[int, ...], device: torch.device) -> PackedLayout:
+    return PackedLayout.from_lengths(lengths, device=device)
+
+
+@torch.library.register_fake("trl_packfa::attend")
+def _attend_fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    return query.new_empty((*query.shape[:2], value.shape[2]))
+
+
+@torch.library.register_fake("trl_packfa::attend_backward")
+def _attend_backward_fake(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    *_: Any,
+) -> tuple[torch.Tensor, ...]:
+    grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+    return *grads, grad.new_empty(0) if sinks is None else torch.empty_like(sinks)
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    *tensors, ctx.backend, ctx.scaling, ctx.sliding_window, ctx.softcap = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    tensors = ctx.saved_tensors
+    options = (ctx.backend, ctx.scaling, ctx.sliding_window, ctx.softcap)
+    *grads, by_sinks = torch.ops.trl_packfa.attend_backward(grad, *tensors, *options)
+    return *grads, None if tensors[3] is None else by_sinks, *(None,) * _NUM_OPTIONS
+
+
+torch.library.register_autograd("trl_packfa::attend", _differentiate, setup_context=_save_inputs)

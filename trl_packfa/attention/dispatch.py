@@ -1,0 +1,82 @@
+"""Which backend serves a request, and why the ones before it do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import NoBackend
+from ..layout import PackedLayout
+from ..runtime.compile import constant_in_graphs
+from .backends import BACKENDS, get_backend
+from .base import AttentionArguments, AttentionBackend, AttentionRequest
+from .custom_op import attend_in_graph
+
+
+def resolve(request: AttentionRequest, backend: str = "auto") -> AttentionBackend:
+    """The backend for a request: the first without refusals, or the named one.
+
+    `"auto"` never falls to `reference`. A backend named by the user runs or raises.
+
+    Raises:
+        [`NoBackend`]: with the request and every backend's reasons.
+    """
+    candidates = [get_backend(backend)] if backend != "auto" else [b for b in BACKENDS if b.name != "reference"]
+    why = []
+    for candidate in candidates:
+        reasons = candidate.refusals(request)
+        if not reasons:
+            return candidate
+        why += [f"{candidate.name}: {reason}" for reason in reasons]
+    raise NoBackend(
+        f"no attention backend can run this model (asked for: {backend}): {request.describe()}",
+        why=why,
+        do="Change what the reasons name, or pass attention_backend='auto'.",
+    )
+
+
+class BackendChoice:
+    """The user's choice for one model, resolved once per kind of request and remembered."""
+
+    def __init__(self, name: str) -> None:
+        if name != "auto":
+            get_backend(name)
+        self.name = name
+        self.resolved: dict[AttentionRequest, str] = {}
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: PackedLayout,
+        arguments: AttentionArguments,
+    ) -> torch.Tensor:
+        """Packed attention by the backend that serves these tensors and arguments; see [`AttentionBackend`].
+
+        Raises:
+            [`NoBackend`]: if none does.
+        """
+        request = AttentionRequest.of(query, key, arguments)
+        if torch.compiler.is_compiling():
+            name = _name_in_graphs(self.name, *request)
+            return attend_in_graph(get_backend(name), query, key, value, layout, arguments)
+        backend = self.for_request(request)
+        return backend(query, key, value, layout, arguments)
+
+    def for_request(self, request: AttentionRequest) -> AttentionBackend:
+        """The backend that serves the request.
+
+        Raises:
+            [`NoBackend`]: if none does.
+        """
+        if request not in self.resolved:
+            self.resolved[request] = resolve(request, self.name).name
+        return get_backend(self.resolved[request])
+
+
+@constant_in_graphs
+def _name_in_graphs(backend: str, *request: Any) -> str:
+    """The backend for a request of these fields: only what Python calls constants may be handed from a graph."""
+    return resolve(AttentionRequest(*request), backend).name

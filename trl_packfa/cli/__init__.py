@@ -1,0 +1,37 @@
+"""The commands of `trl-packfa`: a file each, with `add`, which declares it on argparse, and what it runs.
+
+Nothing heavy is imported before a command runs, so that `--help` is instant.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from .. import __version__
+from . import backends, bench, check, completion, demo, env, merge, models, plan, recipes, train
+
+# In the order of `--help`; a new command is a file with `add(commands)` and a name here.
+COMMANDS = (train, plan, demo, check, bench, merge, models, backends, recipes, env, completion)
+
+# Commands whose flags, training arguments among them, are read by TRL's parser.
+OWN_PARSERS = {"train": train.run, "plan": plan.run, "bench": bench.run}
+
+__all__ = ["COMMANDS", "OWN_PARSERS", "build_parser"]
+
+_EXIT_CODES = "exit codes: 0 done, 1 refused or failed, 2 wrong usage, 3 packing is not exact, 130 interrupted"
+
+
+def build_parser(*, train: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
+    """The parser of all commands; with `train`, that command's flags too, which take long to load."""
+    parser = argparse.ArgumentParser(
+        prog="trl-packfa", description="Exact sequence packing for TRL.", epilog=_EXIT_CODES
+    )
+    parser.add_argument("--version", action="version", version=f"trl-packfa {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of user errors")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add(commands)
+    commands.choices["completion"].set_defaults(build_parser=build_parser)
+    if train is not None:
+        commands.choices["train"]._actions[:] = train._actions
+    return parser

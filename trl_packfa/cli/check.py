@@ -1,0 +1,49 @@
+"""`trl-packfa check`: the proof, on a model of yours."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from ..errors import ContaminationError
+from ..versions import require_versions
+from .output import add_json, print_rows
+
+# Not 1, which says that the command could not be carried out.
+NOT_EXACT = 3
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    """Declare the command."""
+    check = commands.add_parser("check", help="prove that packing is exact on a model")
+    check.add_argument("model", help="name or path of a causal LM")
+    check.add_argument("--adapter", help="name or path of a PEFT adapter to put on it")
+    check.add_argument("--backend", default="auto", help="attention backend (default: auto)")
+    check.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
+    check.add_argument("--seed", type=int, default=0, help="seed of the random tokens")
+    add_json(check)
+    check.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; 0 if packing is exact."""
+    require_versions(training=False)
+    from ..api import patch
+    from ..exactness import check
+    from ..terminal.progress import proving
+    from ..training.hub import load_causal_lm, load_tokenizer
+
+    model = load_causal_lm(args.model, dtype=args.dtype, adapter=args.adapter)
+    patch(model, backend=args.backend)
+    with proving("checking that no document sees another") as progress:
+        report = check(model, processing_class=load_tokenizer(args.model), seed=args.seed, progress=progress)
+    if args.json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        print_rows(report.rows(), as_json=False)
+        print(f"{report}\n{report.seconds:.1f} s")
+        try:
+            report.require_exact()
+        except ContaminationError as error:  # as the trainer says it: the module, and what to do
+            print(error)
+    return 0 if report.is_exact else NOT_EXACT

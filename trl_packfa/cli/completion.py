@@ -1,0 +1,32 @@
+"""`trl-packfa completion`: a completion script for your shell, made by shtab from the parsers themselves."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..errors import VersionTooOld
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    """Declare the command."""
+    completion = commands.add_parser("completion", help="print a completion script for your shell")
+    completion.add_argument("shell", choices=["bash", "zsh", "fish"])
+    completion.set_defaults(run=run)  # and `build_parser`, which knows all commands
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the script.
+
+    Raises:
+        [`VersionTooOld`]: without shtab.
+    """
+    try:
+        import shtab  # type: ignore[import-not-found]  # optional
+    except ImportError as error:
+        raise VersionTooOld(
+            "completion scripts are made by shtab, which is not installed.", do="pip install 'trl-packfa[completion]'"
+        ) from error
+    from ..training.script import train_parser
+
+    print(shtab.complete(args.build_parser(train=train_parser(add_help=False)), shell=args.shell))
+    return 0

@@ -1,0 +1,39 @@
+"""`trl-packfa merge`: a trained adapter put into the weights of its base."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..versions import require_versions
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    """Declare the command."""
+    merge = commands.add_parser("merge", help="put a trained adapter into its base model's weights, and save that")
+    merge.add_argument("adapter", help="folder or Hub name of the adapter")
+    merge.add_argument("output", type=Path, help="folder of the merged model; must be empty or new")
+    merge.add_argument("--base", help="base model instead of the one that the adapter names")
+    merge.add_argument(
+        "--dtype",
+        default="auto",
+        choices=["auto", "bfloat16", "float16", "float32"],
+        help="of the merged weights; auto: what the base was saved in",
+    )
+    merge.add_argument("--push-to-hub", metavar="REPO", help="push the merged model there as well")
+    merge.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Merge, save, say where."""
+    require_versions(training=False)
+    from ..training.merging import merge_adapter
+
+    model, tokenizer = merge_adapter(args.adapter, args.output, base=args.base, dtype=args.dtype)
+    print(f"merged into {args.output} ({model.num_parameters():,} parameters, {model.dtype})")
+    if args.push_to_hub:
+        model.push_to_hub(args.push_to_hub)
+        if tokenizer is not None:
+            tokenizer.push_to_hub(args.push_to_hub)
+        print(f"pushed to {args.push_to_hub}")
+    return 0

@@ -1,0 +1,1 @@
+"""Optional speed: packing is exact without it."""

@@ -1,0 +1,1 @@
+"""The LM head where no Triton kernel is: only trained positions are scored, some at a time."""

@@ -1,0 +1,178 @@
+"""The LM head where no Triton kernel is: only trained positions are scored, in tiles, once.
+
+TRL's head scores every position there, prompt tokens and all, and multiplies with the head three times: for the
+logits, for the logits again in the backward, and for the gradient. A frozen head's gradient is linear in that of each
+log-probability, so it is computed with the logits and only scaled later: two products, of trained positions.
+
+Shape letters: B rows, L row length, P trained positions, D model dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from trl.trainer.utils import FusedCausalLMOutput
+
+from ...runtime.autocast import outside_autocast
+from ...runtime.compile import around_graphs, outside_of_graphs
+from ...runtime.override import forward_signature
+from ...runtime.zero3 import is_in_parts
+from .chunks import Tile, Tiles, Transform
+
+
+class TrainedHead:
+    """A causal LM's forward that answers `fused_lm_head=True` with scores of the trained positions.
+
+    Args:
+        module (`PreTrainedModel`):
+            The causal LM, with TRL's fused head.
+        forward (`Callable`):
+            Its forward, which serves all other calls, and heads that are sharded, quantized or feed experts' losses.
+
+    Attributes:
+        measures (`bool`): whether entropy and accuracy are computed; zeros otherwise.
+    """
+
+    def __init__(self, module: PreTrainedModel, forward: Callable[..., Any]) -> None:
+        self.module, self.forward, self.transform = module, forward, Transform.of(module.config)
+        self.measures = True
+        self.__signature__ = forward_signature(module)
+
+    @around_graphs
+    def __call__(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        """The forward, TRL's output type with `fused_lm_head`."""
+        if not fused_lm_head:
+            return self.forward(*args, **kwargs)
+        if not self._serves(kwargs):
+            return self.forward(*args, fused_lm_head=True, **kwargs)
+        labels = (kwargs.pop("labels", None), kwargs.pop("shift_labels", None))
+        num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+        kwargs["use_cache"] = False
+        hidden_BLD = self.module.base_model(*args, **kwargs).last_hidden_state
+        return self._score(hidden_BLD, labels, num_items_in_batch)
+
+    @outside_of_graphs
+    def _serves(self, kwargs: dict[str, Any]) -> bool:
+        weight: Any = getattr(self.module.get_output_embeddings(), "weight", None)
+        by_config = getattr(self.module.config.get_text_config(), "output_router_logits", False)
+        routed = kwargs.get("output_router_logits", by_config)
+        if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
+            return False
+        sharded = isinstance(weight, DTensor) or is_in_parts(weight)
+        return not (sharded or routed or weight.device.type in ("cuda", "xpu"))
+
+    # The number of trained positions is another in every batch.
+    @outside_of_graphs
+    def _score(
+        self,
+        hidden_BLD: torch.Tensor,
+        labels: tuple[torch.Tensor | None, torch.Tensor | None],
+        num_items_in_batch: torch.Tensor | int | None,
+    ) -> FusedCausalLMOutput:
+        head: Any = self.module.get_output_embeddings()
+        hidden_BLD, labels_BL = (tensor.to(head.weight.device) for tensor in aligned(hidden_BLD, *labels))
+        mask = labels_BL != -100
+        scores = TrainedLogProbs.apply(
+            hidden_BLD[mask], head.weight, head.bias, labels_BL[mask], self.transform, self.measures
+        )
+        return scored(mask, scores, num_items_in_batch)
+
+
+def aligned(
+    states: torch.Tensor, labels: torch.Tensor | None, shift_labels: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """States `(B, L, ...)` and the labels `(B, L)` that they predict, of which TRL sends one kind or the other."""
+    if shift_labels is not None:
+        return states, shift_labels
+    assert labels is not None
+    return states[:, :-1], labels[:, 1:]
+
+
+def scored(
+    mask: torch.Tensor,
+    scores: Iterable[torch.Tensor],
+    num_items_in_batch: torch.Tensor | int | None,
+    *,
+    aux_loss: torch.Tensor | None = None,
+) -> FusedCausalLMOutput:
+    """TRL's output from log-probability, entropy and top-1 `(P,)` of the positions in `mask` `(B, L)`."""
+    # `masked_scatter` keeps a micro-batch without trained labels connected to the model.
+    log_probs, entropy, is_top1 = (x.new_zeros(mask.shape).masked_scatter(mask, x) for x in scores)
+    count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    return FusedCausalLMOutput(
+        loss=-log_probs.sum() / count,
+        log_probs=log_probs,
+        entropy=entropy,
+        is_top1=is_top1,
+        label_mask=mask,
+        aux_loss=aux_loss,
+    )
+
+
+class TrainedLogProbs(torch.autograd.Function):
+    """Log-probability `(P,)` of each label, entropy `(P,)` and whether the label is the likeliest `(P,)`, from hidden
+    states `(P, D)`, the head's weight `(V, D)`, its bias `(V,)` or `None`, and labels `(P,)`.
+
+    Logits are multiplied in the hidden states' dtype, or autocast's; their softmax is float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Score tile by tile; with a frozen head, keep the gradient of each log-probability."""
+        hidden, weight, bias, labels, transform, measures = inputs
+        ctx.set_materialize_grads(False)
+        head_trains = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        slopes = torch.empty_like(hidden) if ctx.needs_input_grad[0] and not head_trains else None
+        scores = hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
+        tiles = Tiles(hidden, weight, bias, transform)
+        for part, logits in tiles:
+            tile = Tile(logits, labels[part, None], transform, measures=measures)
+            scores[0, part] = tile.log_prob
+            if measures:
+                scores[1, part], scores[2, part] = tile.entropy, tile.is_top1
+            if slopes is not None:
+                slopes[part] = tile.slope().to(tiles.dtype) @ tiles.weight
+        if head_trains:
+            ctx.save_for_backward(hidden, weight, bias, labels)
+        else:
+            ctx.save_for_backward(slopes)
+        ctx.head_trains, ctx.transform, ctx.autocast = head_trains, transform, tiles.dtype
+        is_top1 = scores[2].bool()
+        ctx.mark_non_differentiable(scores[1], is_top1)
+        return scores[0], scores[1], is_top1
+
+    @staticmethod
+    @once_differentiable
+    @outside_autocast
+    def backward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
+        """Scale the kept gradients, or compute those of hidden states and head tile by tile."""
+        if grad is None:
+            return (None,) * 6
+        if not ctx.head_trains:
+            (slopes,) = ctx.saved_tensors
+            return (None if slopes is None else slopes * grad[:, None].to(slopes.dtype), *(None,) * 5)
+        hidden, weight, bias, labels = ctx.saved_tensors
+        tiles = Tiles(hidden, weight, bias, ctx.transform, dtype=ctx.autocast)
+        by_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        by_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        by_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        for part, logits in tiles:
+            by_logits = Tile(logits, labels[part, None], ctx.transform).slope().mul_(grad[part, None])
+            if by_bias is not None:
+                by_bias += by_logits.sum(0)
+            by_logits = by_logits.to(tiles.dtype)
+            if by_hidden is not None:
+                by_hidden[part] = (by_logits @ tiles.weight).to(hidden.dtype)
+            if by_weight is not None:
+                by_weight += by_logits.t() @ hidden[part].to(tiles.dtype)
+        return (
+            by_hidden,
+            None if by_weight is None else by_weight.to(weight.dtype),
+            None if by_bias is None else by_bias.to(bias.dtype),
+            *(None,) * 3,
+        )

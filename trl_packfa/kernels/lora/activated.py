@@ -1,0 +1,224 @@
+"""PEFT's activated LoRA (aLoRA) in packed calls: one place to begin for each document, as each has alone.
+
+PEFT finds the last invocation of a row and lets the adapter change every token from there on. A packed row has one
+for each of its documents, which PEFT's offsets, one for each row, cannot say. So PEFT's layer runs with no token
+activated, which leaves base layer and other adapters, and the update is added here where a document is active.
+
+Shape letters: T packed tokens, S documents, P activated tokens, D features.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.variants import ALoraLinearVariant
+from torch import nn
+
+from ...errors import PackingError, UnsupportedModel
+from ...layout import PackedLayout
+from ...runtime.boundaries import layout_of
+from ...runtime.compile import around_graphs, outside_of_graphs
+from ...runtime.context import INPUT_IDS, layout_in_flight
+from ...runtime.override import Override, forward_signature
+
+Invocations = Mapping[str, tuple[int, ...]]
+
+
+def invocations_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The tokens that activate each activated adapter of a model, by the adapter's name.
+
+    Raises:
+        [`UnsupportedModel`]: for one that no `PeftModel` is around: PEFT would never activate it.
+    """
+    models = [module for module in model.modules() if isinstance(module, PeftModel)]
+    configs: dict[str, Any] = {name: config for found in models for name, config in found.peft_config.items()}
+    names = {name for layer in model.modules() for name in _activated(layer)}
+    if names - configs.keys():
+        raise UnsupportedModel(
+            f"activated LoRA '{min(names - configs.keys())}' on a model without a PeftModel around it.",
+            why=["PEFT finds the invocation tokens in the PeftModel's forward: without one it activates no token"],
+            do="Pass the PeftModel that get_peft_model returns.",
+        )
+    return {name: tuple(configs[name].alora_invocation_tokens) for name in names}
+
+
+def activated_layers(module: nn.Module) -> list[nn.Module]:
+    """The LoRA layers in a module that have an activated adapter."""
+    return [layer for layer in module.modules() if _activated(layer)]
+
+
+def require_in_packed_rows(module: nn.Module, *, by_document: bool) -> None:
+    """Layers with an activated adapter inside of what runs document by document.
+
+    Raises:
+        [`UnsupportedModel`]: PEFT's offsets would be those of the packed row.
+    """
+    if by_document and activated_layers(module):
+        raise UnsupportedModel(
+            f"activated LoRA inside {type(module).__name__}, which runs document by document.",
+            why=["where each document's adapter begins is known for packed rows only"],
+            do="Leave its layers out of target_modules, use plain LoRA, or train padded with packing=False.",
+        )
+
+
+def require_patched(module: nn.Module) -> None:
+    """Layers with an activated adapter that came after the patch.
+
+    Raises:
+        [`PackingError`]: naming one of the adapters.
+    """
+    late = [layer for layer in activated_layers(module) if not isinstance(_forward_of(layer), ActivatedLoraOverride)]
+    if late:
+        raise _added_late(_activated(late[0])[0])
+
+
+def _forward_of(layer: nn.Module) -> Any:
+    return vars(layer).get("_old_forward" if "_hf_hook" in vars(layer) else "forward")
+
+
+def _added_late(name: str) -> PackingError:
+    return PackingError(
+        f"activated LoRA '{name}' was added after the model was patched.",
+        do="Call trl_packfa.patch(model) again after adding an adapter.",
+    )
+
+
+def _activated(layer: Any) -> list[str]:
+    """The activated adapters of a module, none if it is no LoRA layer."""
+    variants = layer.lora_variant if isinstance(layer, LoraLayer) else {}
+    return [name for name, variant in variants.items() if isinstance(variant, ALoraLinearVariant)]
+
+
+class ActivatedLoraOverride(Override):
+    """A LoRA layer whose activated adapters change each document from its own invocation on."""
+
+    def __init__(
+        self, module: nn.Module, original: Callable[..., Any] | None, *, invocations: Invocations | None = None
+    ) -> None:
+        super().__init__(module, original)
+        self.invocations = invocations or {}
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """PEFT's layer's forward."""
+        layer: Any = self.module
+        if not layer.lora_variant or layer.disable_adapters or layer.merged:
+            return self.call_plain(x, *args, **kwargs)
+        names = [name for name in _activated(layer) if name in layer.active_adapters]
+        return self._run_activated(names, x, args, kwargs) if names else self.call_plain(x, *args, **kwargs)
+
+    def call_plain(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a layer none of whose active adapters waits for an invocation."""
+        return self.call_original(x, *args, **kwargs)
+
+    # What is activated differs in every batch.
+    @outside_of_graphs
+    def _run_activated(self, names: list[str], x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        layout = layout_in_flight()
+        if layout is None:
+            return self.call_original(x, *args, **kwargs)
+        late = [name for name in names if name not in self.invocations]
+        if late:
+            raise _added_late(late[0])
+        _require_whole(x, layout)
+        result = self.call_original(x, *args, **{**kwargs, "alora_offsets": None})
+        layer: Any = self.module
+        for name in names:
+            lora_A, lora_B = layer.lora_A[name], layer.lora_B[name]
+            selected_P = self._selected(name, layout)
+            x_PD = x.to(lora_A.weight.dtype).flatten(0, -2)[selected_P]
+            update_PD = lora_B(lora_A(layer.lora_dropout[name](x_PD))) * layer.scaling[name]
+            # In place, as PEFT does it: the sum is rounded once.
+            result.view(-1, result.shape[-1])[selected_P] += update_PD
+        return result
+
+    def _selected(self, name: str, layout: PackedLayout) -> torch.Tensor:
+        """Numbers `(P,)` of the tokens that an adapter changes, found once for all layers of a call."""
+        invocation = self.invocations[name]
+        if invocation not in layout.memo:
+            layout.memo[invocation] = activated_tokens(layout.memo[INPUT_IDS], layout, invocation)
+        return layout.memo[invocation]
+
+
+def _require_whole(x: torch.Tensor, layout: PackedLayout) -> None:
+    if INPUT_IDS not in layout.memo:
+        raise PackingError(
+            "activated LoRA in a packed call without input_ids.",
+            why=["the tokens that activate it cannot be seen in embeddings"],
+            do="Pass input_ids.",
+        )
+    if x.shape[:-1].numel() != layout.num_tokens:
+        raise PackingError(
+            f"activated LoRA on a layer that sees {x.shape[:-1].numel()} of a batch's {layout.num_tokens} tokens.",
+            why=["which of them are activated is not known, as in experts"],
+            do="Leave such layers out of target_modules, or use plain LoRA.",
+        )
+
+
+def activated_tokens(input_ids: torch.Tensor, layout: PackedLayout, invocation: tuple[int, ...]) -> torch.Tensor:
+    """Numbers `(P,)` of the tokens from the last invocation of their document on, among `(T,)` in order; none of a
+    document that holds no whole invocation."""
+    ids_T, documents_T = input_ids.flatten(), layout.document_ids().flatten().long()
+    starts = ids_T.new_zeros(len(ids_T), dtype=torch.bool)
+    count = len(ids_T) - len(invocation) + 1
+    if count > 0:
+        found = documents_T[:count] == documents_T[len(invocation) - 1 :]
+        for offset, token in enumerate(invocation):
+            found &= ids_T[offset : offset + count] == token
+        starts[:count] = found
+    numbers_T = torch.arange(len(ids_T), device=ids_T.device)
+    last_S = numbers_T.new_full((layout.num_documents,), len(ids_T))
+    last_S.scatter_reduce_(0, documents_T[starts], numbers_T[starts], "amax", include_self=False)
+    return (numbers_T >= last_S[documents_T]).nonzero().flatten()
+
+
+class ActivatedModelOverride(Override):
+    """The forward of a `PeftModel` with activated adapters: packed calls go past PEFT's offsets of rows.
+
+    PEFT hands them on by hooks, of which it allows one set at a time where layers are checkpointed, until a backward
+    pass takes them off: none is made for packed calls, and those of calls without gradients are taken off here.
+    """
+
+    def __init__(self, module: nn.Module, original: Callable[..., Any] | None) -> None:
+        super().__init__(module, original)
+        self.__signature__ = forward_signature(module)
+
+    @around_graphs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """PeftModel's forward."""
+        if self._is_packed(args, kwargs):
+            peft_model: Any = self.module
+            return peft_model.base_model(**self._named(args, kwargs))
+        try:
+            return self.call_original(*args, **kwargs)
+        finally:
+            if not torch.is_grad_enabled():
+                _take_off_hooks(self.module)
+
+    @outside_of_graphs
+    def _is_packed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return kwargs.get("adapter_names") is None and layout_of(self._named(args, kwargs)) is not None
+
+    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        names = list(inspect.signature(type(self.module).forward).parameters)[1:]
+        call = {**dict(zip(names, args, strict=False)), **kwargs}
+        return {
+            name: value for name, value in call.items() if name not in ("alora_offsets", "adapter_names", "task_ids")
+        }
+
+
+def _take_off_hooks(model: nn.Module) -> None:
+    for layer in model.modules():
+        handles = vars(layer).get("_peft_gradient_checkpointing_forward_hooks") or []
+        while handles:
+            handles.pop().remove()
+
+
+def activated_overrides(model: nn.Module, own_forward: Callable[[nn.Module], Any]) -> list[Override]:
+    """For every `PeftModel` around layers with an activated adapter."""
+    models = [module for module in model.modules() if isinstance(module, PeftModel) and activated_layers(module)]
+    return [ActivatedModelOverride(module, own_forward(module)) for module in models]

@@ -1,0 +1,156 @@
+"""Adapted layers that share an input, as their products need them in one forward or backward.
+
+In float32 the update is merged into the base weight for the length of one product: `W + s B A` costs a pass over the
+weights, where adding `s B A x` costs several over the activations. Half precision would round the update away, so
+there it is a product of its own, added where the base's result lies.
+
+Shape letters: T tokens, D input features, O output features, R rank, of all layers together where they are stacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import torch
+
+from ...runtime.autocast import HALF
+from .projections import Projection
+
+# Tokens of a chunk. On CPUs products of more tokens are the faster, up to 8 % of a step, until temporaries exceed the
+# 32 MB that glibc maps afresh each time; half precision lays its weight out anew for each, which takes as long as some
+# 500 tokens. A GPU is full with no fewer, and its temporaries cost nothing twice.
+_FEWEST, _MOST, _ON_GPU = 1024, 4096, 8192
+_ELEMENTS = 8 * 1024**2
+
+
+def _merge(projection: Projection, dtype: torch.dtype) -> torch.Tensor:
+    """`W + s B A` `(O, D)`, in half precision `W`."""
+    weight = projection.base(dtype)
+    if dtype in HALF or projection.lora_A is None or projection.lora_B is None:
+        return weight
+    lora_A, lora_B = projection.lora_A.to(dtype), projection.lora_B.to(dtype)
+    if projection.quant_state is None and weight.data_ptr() == projection.weight.data_ptr():
+        return torch.addmm(weight, lora_B, lora_A, alpha=projection.scaling)
+    return weight.addmm_(lora_B, lora_A, alpha=projection.scaling)
+
+
+def chunks(*tensors: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The same tokens of each tensor `(T, ...)`, so many at a time: temporaries stay small."""
+    return zip(*(tensor.split(size) for tensor in tensors), strict=True)
+
+
+def chunk_size(features: int, device: torch.device, dtype: torch.dtype) -> int:
+    """Tokens at a time for products in `dtype` whose temporaries have that many features."""
+    if device.type != "cpu":
+        return _ON_GPU
+    return _MOST if dtype in HALF else min(max(_ELEMENTS // features, _FEWEST), _MOST)
+
+
+def _add_up(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """`total += a.T @ b`, of a narrow `a`; totals of half precision's products are float32, and a CPU is
+    faster with a transposed copy there."""
+    if total.dtype == a.dtype:
+        total.addmm_(a.T, b)
+    else:
+        total += (a.T.contiguous() if a.device.type == "cpu" else a.T) @ b
+
+
+class Layers:
+    """Layers with one input, as they are in a forward or a backward, and the gradients of their adapters."""
+
+    def __init__(self, projections: Sequence[Projection], dtype: torch.dtype) -> None:
+        self.projections, self.dtype = projections, dtype
+        self.weights = [_merge(projection, dtype) for projection in projections]
+        self.biases = [None if p.bias is None else p.bias.to(dtype) for p in projections]
+        self.adapted = [number for number, p in enumerate(projections) if p.lora_A is not None]
+        self.Bs = [projections[number].lora_B.to(dtype) for number in self.adapted]  # type: ignore[union-attr]
+        self.adds = dtype in HALF and bool(self.adapted)
+
+    @cached_property
+    def As_RD(self) -> torch.Tensor:
+        """`lora_A` of all adapted layers, which is not needed where they are merged and no gradient is asked for."""
+        return torch.cat([self.projections[number].lora_A.to(self.dtype) for number in self.adapted])  # type: ignore[union-attr]
+
+    def _by_layer(self, inner_TR: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The ranks of each adapted layer."""
+        return inner_TR.split([B.shape[1] for B in self.Bs], dim=1)
+
+    def apply(self, x_TD: torch.Tensor, outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Write the outputs `(T, O)` of a chunk; returns them in the widest dtype that they have had."""
+        x_TD = x_TD.to(self.dtype)
+        results = []
+        for weight, bias, out in zip(self.weights, self.biases, outs, strict=True):
+            into = out if out.dtype == self.dtype else None
+            product = (
+                torch.mm(x_TD, weight.T, out=into) if bias is None else torch.addmm(bias, x_TD, weight.T, out=into)
+            )
+            results.append(product)
+        # bitsandbytes widens its half-precision product to its input's float32, and PEFT adds the update to that: in
+        # half precision a young adapter's update would be rounded away, token by token.
+        for number, out in enumerate(outs):
+            if out.dtype.itemsize > self.dtype.itemsize:
+                results[number] = out.copy_(results[number])
+        if self.adds:
+            self._add_updates(results, x_TD @ self.As_RD.T)
+        for result, out in zip(results, outs, strict=True):
+            if result is not out:
+                out.copy_(result)
+        return results
+
+    def _add_updates(self, results: Sequence[torch.Tensor], inner_TR: torch.Tensor) -> None:
+        for number, B, inner in zip(self.adapted, self.Bs, self._by_layer(inner_TR), strict=True):
+            result, scaling = results[number], self.projections[number].scaling
+            if result.dtype == self.dtype:
+                result.addmm_(inner, B.T, alpha=scaling)
+            else:
+                result.add_(inner @ B.T, alpha=scaling)
+
+    def start_backward(self) -> None:
+        """Make room for the adapters' gradients."""
+        if not self.adapted:
+            return
+        total = torch.float32 if self.dtype in HALF else self.dtype
+        self.grad_As = torch.zeros_like(self.As_RD, dtype=total)
+        # Transposed: the wide side last is the faster product.
+        self.grad_Bs_RO = [torch.zeros_like(B.T, dtype=total, memory_format=torch.contiguous_format) for B in self.Bs]
+
+    def backward(self, x_TD: torch.Tensor, grads: Sequence[torch.Tensor], out: torch.Tensor | None) -> None:
+        """Add up the gradients of the adapters over a chunk, and write the input's to `out`, if there is one."""
+        x_TD, grads = x_TD.to(self.dtype), [grad.to(self.dtype) for grad in grads]
+        outer_TR = self._adapters_backward(x_TD, grads)
+        if out is None:
+            return
+        grad_x = torch.mm(grads[0], self.weights[0], out=out if out.dtype == self.dtype else None)
+        for grad, weight in zip(grads[1:], self.weights[1:], strict=True):
+            grad_x.addmm_(grad, weight)
+        if self.adds and outer_TR is not None:
+            grad_x.addmm_(outer_TR, self.As_RD)
+        if grad_x is not out:
+            out.copy_(grad_x)
+
+    def _adapters_backward(self, x_TD: torch.Tensor, grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Of the products with `lora_A` too, which is returned, scaled."""
+        if not self.adapted:
+            return None
+        outer = []
+        inners = self._by_layer(x_TD @ self.As_RD.T)
+        for number, B, inner, grad_B_RO in zip(self.adapted, self.Bs, inners, self.grad_Bs_RO, strict=True):
+            outer.append((grads[number] @ B).mul_(self.projections[number].scaling))
+            _add_up(grad_B_RO, inner, grads[number])
+        outer_TR = torch.cat(outer, dim=1)
+        _add_up(self.grad_As, outer_TR, x_TD)
+        return outer_TR
+
+    def adapter_gradients(self) -> list[torch.Tensor | None]:
+        """Of `lora_A` and `lora_B` of each layer in turn."""
+        found: list[torch.Tensor | None] = [None, None] * len(self.projections)
+        if not self.adapted:
+            return found
+        parts = self.grad_As.split([B.shape[1] for B in self.Bs])
+        for number, grad_A, grad_B_RO in zip(self.adapted, parts, self.grad_Bs_RO, strict=True):
+            projection = self.projections[number]
+            assert projection.lora_A is not None and projection.lora_B is not None
+            found[2 * number] = grad_A.to(projection.lora_A.dtype)
+            found[2 * number + 1] = (grad_B_RO.T * projection.scaling).to(projection.lora_B.dtype)
+        return found

@@ -1,0 +1,134 @@
+"""The forwards that fuse LoRA layers: one linear layer, projections of one input, gated MLPs.
+
+Only packed calls are fused; all others, and whatever [`why_not`] names, run PEFT's own forward. Every call decides, so
+adapters may be switched, merged or disabled under the patch.
+
+Shape letters: B rows, L row length, D input features.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from ...runtime.context import layout_in_flight
+from ...runtime.override import Override, computes_as
+from .activated import ActivatedLoraOverride, Invocations, activated_layers
+from .products import GatedMLP, ProjectTogether
+from .projections import Projection, compute_dtype, is_adapted, output_dtype, read, why_not
+
+_GATED = ("gate_proj", "up_proj", "down_proj")
+
+
+class AdaptedLinearOverride(ActivatedLoraOverride):
+    """A LoRA layer: base and update in one product."""
+
+    def call_plain(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """PEFT's layer's forward."""
+        outputs = None if args or kwargs else _project((self.module,), x)
+        return self.call_original(x, *args, **kwargs) if outputs is None else outputs[0]
+
+
+class GatedMLPOverride(Override):
+    """An MLP with LoRA layers in it, whole."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The MLP's forward."""
+        mlp: Any = self.module
+        projections = _readable([getattr(mlp, name) for name in _GATED])
+        dtype = None if projections is None else compute_dtype(x, projections)
+        if projections is None or dtype is None or _is_stateful(mlp.act_fn):
+            return self.call_original(x)
+        out = output_dtype(x, projections[0])
+        if output_dtype(x, projections[2]) != out:
+            return self.call_original(x)
+        with torch.autocast(x.device.type, enabled=False):
+            y = GatedMLP.apply(
+                x.flatten(0, -2), projections, mlp.act_fn, dtype, out, torch.is_grad_enabled(), *_adapters(projections)
+            )
+        return y.view(*x.shape[:-1], -1)
+
+
+def project_together(x: torch.Tensor, *modules: nn.Module) -> tuple[torch.Tensor, ...]:
+    """The outputs of several layers for one input `(B, L, D)`, at once where they are patched LoRA layers."""
+    outputs = _project(modules, x) if any(map(_is_patched, modules)) else None
+    return tuple(module(x) for module in modules) if outputs is None else outputs
+
+
+def is_gated_mlp(module: nn.Module) -> bool:
+    """Whether a module's forward is Llama's MLP, as it is in many architectures."""
+    return computes_as(module, LlamaMLP.forward)
+
+
+def adapted_layers(module: nn.Module) -> list[nn.Module]:
+    """The LoRA layers in a module."""
+    return [layer for layer in module.modules() if isinstance(layer, LoraLayer)]
+
+
+def lora_overrides(
+    backbone: nn.Module, own_forward: Callable[[nn.Module], Any], *, fused: bool, invocations: Invocations
+) -> list[Override]:
+    """For every LoRA layer that may be fused, every MLP that holds some, and every layer that has an activated adapter
+    or may be given one; `own_forward` finds what they replace."""
+    layers = [module for module in backbone.modules() if is_adapted(module) and "_hf_hook" not in vars(module)]
+    mlps = [module for module in backbone.modules() if is_gated_mlp(module) and adapted_layers(module)]
+    options = {"invocations": invocations}
+    found: list[Override] = []
+    if fused:
+        found += [AdaptedLinearOverride(layer, own_forward(layer), **options) for layer in layers]
+        found += [GatedMLPOverride(mlp, own_forward(mlp)) for mlp in mlps]
+    taken = {id(override.module) for override in found}
+    others = [layer for layer in (*layers, *activated_layers(backbone)) if id(layer) not in taken]
+    others = list({id(layer): layer for layer in others}.values())
+    return found + [ActivatedLoraOverride(layer, own_forward(layer), **options) for layer in others]
+
+
+def describe_lora(layers: Sequence[nn.Module], fused: bool) -> list[str]:
+    """Which LoRA layers are fused and why others are not, one line each."""
+    reasons = Counter(_reason(layer) if fused else "fused_lora=False" for layer in layers)
+    how = {why: f"PEFT's own forward ({why})" if why else "fused, in packed calls" for why in reasons}
+    return [f"{n} x LoRA: {how[why]}" for why, n in reasons.items()]
+
+
+def _reason(layer: nn.Module) -> str | None:
+    slot = vars(layer).get("forward")
+    return why_not(layer) or (None if isinstance(slot, AdaptedLinearOverride) else "not in a packed part of the model")
+
+
+def _is_patched(module: nn.Module) -> bool:
+    return isinstance(vars(module).get("forward"), AdaptedLinearOverride)
+
+
+def _readable(modules: Sequence[nn.Module]) -> list[Projection] | None:
+    """What the layers compute, if this call is packed, one of them is adapted and none has a reason against it."""
+    if torch.compiler.is_compiling() or layout_in_flight() is None:
+        return None
+    if not any(map(is_adapted, modules)) or any(why_not(module) for module in modules):
+        return None
+    return [read(module) for module in modules]
+
+
+def _project(modules: Sequence[nn.Module], x: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+    projections = _readable(modules)
+    dtype = None if projections is None else compute_dtype(x, projections)
+    if projections is None or dtype is None:
+        return None
+    outs = [output_dtype(x, projection) for projection in projections]
+    with torch.autocast(x.device.type, enabled=False):
+        results = ProjectTogether.apply(x.flatten(0, -2), projections, dtype, outs, *_adapters(projections))
+    return tuple(result.view(*x.shape[:-1], -1) for result in results)
+
+
+def _adapters(projections: Sequence[Projection]) -> list[torch.Tensor | None]:
+    return [factor for projection in projections for factor in (projection.lora_A, projection.lora_B)]
+
+
+def _is_stateful(activation: nn.Module) -> bool:
+    """Whether an activation trains or draws, so that it cannot simply be computed again."""
+    return next(activation.parameters(), None) is not None

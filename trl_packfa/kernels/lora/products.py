@@ -1,0 +1,110 @@
+"""The products of adapted layers, forward and backward. Nothing is saved but inputs; the backward computes the rest
+again.
+
+Shape letters: T tokens, D input features, O output features, I features inside an MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from ...runtime.autocast import outside_autocast
+from .layers import Layers, chunk_size, chunks
+from .projections import Projection
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+class ProjectTogether(Function):
+    """Several layers of one input `(T, D)` to their outputs `(T, O)`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: torch.Tensor,
+        projections: Sequence[Projection],
+        dtype: torch.dtype,
+        dtypes_out: Sequence[torch.dtype],
+        *adapters: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """`adapters` are `lora_A`, `lora_B` of each projection: named so that autograd sees them."""
+        ctx.projections, ctx.dtype = projections, dtype
+        ctx.save_for_backward(x_TD, *adapters)
+        layers = Layers(projections, dtype)
+        outs = [
+            x_TD.new_empty(len(x_TD), p.features, dtype=out) for p, out in zip(projections, dtypes_out, strict=True)
+        ]
+        ctx.size = chunk_size(max(p.features for p in projections), x_TD.device, dtype)
+        for x, *parts in chunks(x_TD, *outs, size=ctx.size):
+            layers.apply(x, parts)
+        return tuple(outs)
+
+    @staticmethod
+    @once_differentiable
+    @outside_autocast
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        """Of the input and of every adapter."""
+        x_TD, *_ = ctx.saved_tensors
+        layers = Layers(ctx.projections, ctx.dtype)
+        layers.start_backward()
+        grad_x = torch.empty_like(x_TD) if ctx.needs_input_grad[0] else None
+        room = x_TD if grad_x is None else grad_x
+        for x, part, *chunk in chunks(x_TD, room, *grads, size=ctx.size):
+            layers.backward(x, chunk, None if grad_x is None else part)
+        return grad_x, None, None, None, *layers.adapter_gradients()
+
+
+class GatedMLP(Function):
+    """`down(activation(gate(x)) * up(x))`: keeps gate and up, computes everything else again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: torch.Tensor,
+        projections: Sequence[Projection],
+        activation: Activation,
+        dtype: torch.dtype,
+        dtype_out: torch.dtype,
+        keeps: bool,
+        *adapters: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`projections` are gate, up, down; `keeps` says whether a backward may come."""
+        inner, outer = Layers(projections[:2], dtype), Layers(projections[2:], dtype)
+        tokens, features = len(x_TD), projections[0].features
+        ctx.size = size = chunk_size(features, x_TD.device, dtype)
+        out_TD = x_TD.new_empty(tokens, projections[2].features, dtype=dtype_out)
+        kept = [x_TD.new_empty(tokens if keeps else min(tokens, size), features, dtype=dtype_out) for _ in range(2)]
+        for number, (x, out) in enumerate(chunks(x_TD, out_TD, size=size)):
+            start = number * size if keeps else 0
+            gate, up = inner.apply(x, [part[start : start + len(x)] for part in kept])
+            outer.apply(activation(gate) * up, [out])
+        ctx.projections, ctx.activation, ctx.dtype = projections, activation, dtype
+        ctx.save_for_backward(x_TD, *kept, *adapters)
+        return out_TD
+
+    @staticmethod
+    @once_differentiable
+    @outside_autocast
+    def backward(ctx: Any, grad_TD: torch.Tensor) -> tuple[Any, ...]:
+        """Of the input and of every adapter."""
+        x_TD, gate_TI, up_TI, *_ = ctx.saved_tensors
+        inner, outer = Layers(ctx.projections[:2], ctx.dtype), Layers(ctx.projections[2:], ctx.dtype)
+        inner.start_backward()
+        outer.start_backward()
+        grad_x = torch.empty_like(x_TD)
+        for x, gate, up, grad, out in chunks(x_TD, gate_TI, up_TI, grad_TD, grad_x, size=ctx.size):
+            gate, up = gate.detach().to(ctx.dtype).requires_grad_(), up.to(ctx.dtype)
+            with torch.enable_grad():
+                active = ctx.activation(gate)
+            grad_h = torch.empty_like(up)
+            outer.backward(active.detach() * up, [grad], grad_h)
+            (grad_gate,) = torch.autograd.grad(active, gate, up * grad_h)
+            grad_up = grad_h.mul_(active.detach())
+            inner.backward(x, [grad_gate, grad_up], out if ctx.needs_input_grad[0] else None)
+        grad_adapters = [*inner.adapter_gradients(), *outer.adapter_gradients()]
+        return grad_x if ctx.needs_input_grad[0] else None, None, None, None, None, None, *grad_adapters

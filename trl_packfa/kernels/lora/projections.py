@@ -1,0 +1,171 @@
+"""Reading PEFT's LoRA layers: what they compute, and why one is left to PEFT's own forward.
+
+Shape letters: O output features, D input features, R rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...runtime.autocast import HALF, autocast_dtype, has_half_products
+from ...runtime.zero3 import is_in_parts
+
+_LORA = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit")
+_PLAIN, _NF4 = "torch.nn.modules.linear.Linear", "bitsandbytes.nn.modules.Linear4bit"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A frozen linear layer and its low-rank update, as they are in one call.
+
+    Attributes:
+        weight (`torch.Tensor`): `(O, D)`, or bitsandbytes' packed 4-bit form of it.
+        bias (`torch.Tensor` or `None`): `(O,)`.
+        quant_state (`Any`): bitsandbytes' key to the packed weight, else `None`.
+        lora_A (`torch.Tensor` or `None`): `(R, D)`; `None` for a layer without an adapter.
+        lora_B (`torch.Tensor` or `None`): `(O, R)`.
+        scaling (`float`): what the update is multiplied with.
+        computes_in (`torch.dtype`): the dtype of the base product.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    quant_state: Any
+    lora_A: torch.Tensor | None
+    lora_B: torch.Tensor | None
+    scaling: float
+    computes_in: torch.dtype
+
+    @property
+    def features(self) -> int:
+        """O."""
+        return self.weight.shape[0] if self.quant_state is None else self.quant_state.shape[0]
+
+    def base(self, dtype: torch.dtype) -> torch.Tensor:
+        """The base weight `(O, D)` in `dtype`."""
+        if self.quant_state is None:
+            return self.weight.to(dtype)
+        from bitsandbytes.functional import dequantize_4bit  # only where bitsandbytes has made the layer
+
+        return dequantize_4bit(self.weight.view(-1, 1), self.quant_state).to(dtype)
+
+
+def kind_of(module: nn.Module) -> str:
+    """The class of a module with its home."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether a module is a LoRA layer of a kind that may be fused."""
+    return kind_of(module) in _LORA
+
+
+def why_not(module: Any) -> str | None:
+    """Why a layer, as it is now, is left to its own forward; `None` if it can be fused."""
+    if not is_adapted(module):
+        return _why_not_base(module)
+    active = [name for name in module.active_adapters if name in module.lora_A]
+    if module.disable_adapters or module.merged or not active:
+        return "adapters disabled, merged or not active"
+    if len(active) > 1:
+        return f"{len(active)} adapters active at once"
+    return _why_not_adapter(module, active[0]) or _why_not_base(module.base_layer)
+
+
+def _why_not_adapter(module: Any, name: str) -> str | None:
+    if name in module.lora_variant:
+        return f"a variant of LoRA ({type(module.lora_variant[name]).__name__})"
+    lora_A, lora_B, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
+    if getattr(dropout, "p", 0.0) > 0 or type(dropout) not in (nn.Identity, nn.Dropout):
+        return f"lora_dropout={getattr(dropout, 'p', dropout)}"
+    if lora_A.bias is not None or lora_B.bias is not None:
+        return "lora_bias=True"
+    if type(lora_A) is not nn.Linear or type(lora_B) is not nn.Linear:
+        return f"adapter of {type(lora_A).__name__}"
+    if any(map(_is_hooked, (module, lora_A, lora_B, dropout))):
+        return "hooks on the layer"
+    if not module.cast_input_dtype_enabled:
+        return "input casting disabled"
+    return _why_not_tensor(lora_A.weight) or _why_not_tensor(lora_B.weight)
+
+
+def _why_not_base(base: Any) -> str | None:
+    kind = kind_of(base)
+    if kind not in (_PLAIN, _NF4):
+        return f"{type(base).__name__} computes its product in its own way"
+    if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad):
+        return "the base layer is trained too"
+    if "forward" in vars(base) or _is_hooked(base):
+        return "hooks on the base layer"
+    if kind == _PLAIN:
+        return _why_not_tensor(base.weight)
+    state = getattr(base.weight, "quant_state", None)
+    if state is None or getattr(state, "packing_format_for_cpu", False):
+        return "4-bit weights not in their training layout"
+    if tuple(state.shape) != (base.out_features, base.in_features):
+        return "4-bit weights quantized transposed"
+    return None
+
+
+def _is_hooked(module: Any) -> bool:
+    return "_hf_hook" in vars(module) or any(getattr(module, name) for name in _HOOKS)
+
+
+def _why_not_tensor(weight: torch.Tensor) -> str | None:
+    if is_in_parts(weight):
+        return "weights in parts (DeepSpeed ZeRO-3)"
+    if type(weight.data) is not torch.Tensor:
+        return f"weights of type {type(weight.data).__name__}"
+    known = (torch.float64, torch.float32, *HALF)
+    return None if weight.dtype in known else f"weights in {weight.dtype}"
+
+
+def read(module: Any) -> Projection:
+    """A layer that [`why_not`] has nothing against."""
+    base, pair, scaling = module, (None, None), 0.0
+    if is_adapted(module):
+        name = next(name for name in module.active_adapters if name in module.lora_A)
+        base, scaling = module.base_layer, module.scaling[name]
+        pair = (module.lora_A[name].weight, module.lora_B[name].weight)
+    state = getattr(base.weight, "quant_state", None)
+    dtype = base.weight.dtype if state is None else base.compute_dtype or torch.float32
+    return Projection(base.weight, base.bias, state, *pair, scaling, dtype)
+
+
+def compute_dtype(x: torch.Tensor, projections: Sequence[Projection]) -> torch.dtype | None:
+    """The dtype to multiply in for this input; `None` where the layers' own forward must run.
+
+    Half precision only where the device has it and the layers' own products are in it; devices that emulate it are
+    faster and more exact in float32.
+    """
+    autocast = autocast_dtype(x)
+    factors = {p.lora_A.dtype for p in projections if p.lora_A is not None}
+    plain = [p.weight.dtype for p in projections if p.quant_state is None]
+    if any(p.weight.device != x.device for p in projections):
+        return None
+    if autocast is None and any(dtype != x.dtype for dtype in plain):
+        return None  # the layer's own forward raises
+    products = {autocast} if autocast else {x.dtype, *(p.computes_in for p in projections)}
+    dtypes = {x.dtype, *products, *factors, *(p.computes_in for p in projections)}
+    if dtypes == {torch.float64}:
+        return torch.float64
+    if any(dtype not in (torch.float32, *HALF) for dtype in dtypes):
+        return None
+    native = any(dtype in HALF and has_half_products(dtype, x.device.type) for dtype in dtypes)
+    if not native or products == {torch.float32}:
+        return torch.float32
+    (half, *others) = products
+    # PEFT multiplies float32 factors in float32 without autocast, which float16's range would not hold.
+    too_narrow = half is torch.float16 and autocast is None and factors != {torch.float16}
+    return None if others or half not in HALF or too_narrow else half
+
+
+def output_dtype(x: torch.Tensor, projection: Projection) -> torch.dtype:
+    """The dtype of the layer's own output."""
+    return x.dtype if projection.quant_state is not None else autocast_dtype(x) or x.dtype

@@ -1,0 +1,197 @@
+"""Applying a patch to one model instance and taking it back.
+
+The only code that sets attributes on models: an instance's own `forward`, for the backbone, each attention module,
+mixers, rotary embeddings, norms, LoRA layers, and one switch of 4-bit layers. Never classes, module globals or
+functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..attention import BackendChoice
+from ..errors import NoBackend
+from ..kernels.cpu import RMSNormOverride, is_rms_norm
+from ..kernels.lora import (
+    activated_overrides,
+    adapted_layers,
+    invocations_of,
+    lora_overrides,
+    require_in_packed_rows,
+    require_patched,
+)
+from ..patches.base import Patch
+from ..runtime import bitsandbytes
+from .attention_interface import interface_config
+from .forwards import (
+    AttentionOverride,
+    BackboneOverride,
+    CausalLMOverride,
+    Override,
+    RebatchOverride,
+    RotaryOverride,
+    depends_on_length,
+)
+from .inspect import class_names, find_attention, find_backbone, find_by_class, inner_model, most_positions, windows_of
+from .mixers import FunctionOverride, LayerOverride, MixerOverride
+
+_STATE = "_trl_packfa"
+
+
+@dataclass
+class PatchState:
+    """What was done to one model, kept on its backbone so that it travels with copies of the model."""
+
+    patch: Patch
+    backends: BackendChoice
+    attention: dict[str, nn.Module]
+    windows: tuple[int | None, ...]
+    mixers: dict[str, nn.Module] = field(default_factory=dict)
+    native: dict[tuple[type, bool], tuple[str, ...]] = field(default_factory=dict)
+    fused_lora: bool = False
+    adapted: list[nn.Module] = field(default_factory=list)
+    edits: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+    adapter_kinds: tuple[str, ...] = ()
+    invocations: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def find_state(model: nn.Module) -> PatchState | None:
+    """The state of a patched model, `None` if it is not patched."""
+    return next((vars(module)[_STATE] for module in model.modules() if _STATE in vars(module)), None)
+
+
+def apply_patch(model: nn.Module, patch: Patch, backend: str, *, fused_lora: bool = True) -> PatchState:
+    """Patch this instance in place. Every edit is resolved before any is made.
+
+    Raises:
+        [`UnsupportedModel`]: if the modules that the patch names are not there, or attend in both directions.
+        [`NoBackend`]: if there is no backend of that name.
+    """
+    backends = BackendChoice(backend)
+    backbone = find_backbone(model, patch)
+    if patch.rebatch:
+        _require_own_attention(patch, backend)
+    attention = find_attention(backbone, patch)
+    mixers = find_by_class(backbone, (*patch.mixers, *patch.masked_mixers, *patch.beside))
+    windows, lora = windows_of(patch, backbone, attention), adapted_layers(model)
+    state = PatchState(patch, backends, attention, windows, mixers, fused_lora=fused_lora, adapted=lora)
+    state.invocations = invocations_of(model)
+    for module in (backbone, *mixers.values()):
+        require_in_packed_rows(module, by_document=patch.rebatch or module is not backbone)
+    planned = _plan_attention(state)
+    if patch.makes_mask:
+        planned.append((backbone, "config", interface_config(_config(backbone), backends)))
+    planned += [(module, bitsandbytes.SWITCH, False) for module in bitsandbytes.convertible_modules(model)]
+    for override in (*_plan_outside(model, backbone, state), *_plan_inside(backbone, state)):
+        planned.append((override.module, _forward_slot(override.module), override))
+    for module, slot, value in planned:
+        state.edits.append((module, slot, vars(module).get(slot)))
+        setattr(module, slot, value)
+    setattr(backbone, _STATE, state)
+    return state
+
+
+def undo_patch(model: nn.Module) -> None:
+    """Take back every edit, last first; a model that is not patched stays as it is."""
+    state = find_state(model)
+    if state is None:
+        return
+    for module, slot, before in reversed(state.edits):
+        if before is None:
+            delattr(module, slot)
+        else:
+            setattr(module, slot, before)
+    for module in model.modules():
+        vars(module).pop(_STATE, None)
+
+
+def _require_own_attention(patch: Patch, backend: str) -> None:
+    if backend != "auto":
+        raise NoBackend(
+            f"attention backend '{backend}' cannot serve {', '.join(patch.model_types[:3])}, ... (level rebatch).",
+            why=["the backbone runs document by document, with the model's own attention"],
+            do="Pass attention_backend='auto', and choose the model's attn_implementation.",
+        )
+
+
+def _plan_attention(state: PatchState) -> list[tuple[nn.Module, str, Any]]:
+    """The edits of the attention modules."""
+    patch, backends, planned = state.patch, state.backends, []
+    for module in state.attention.values():
+        names = class_names(module)
+        if patch.attention:
+            qkv = next(patch.attention[name] for name in names if name in patch.attention)
+            override = AttentionOverride(module, _own_forward(module), patch=patch, qkv=qkv, backends=backends)
+            planned.append((module, _forward_slot(module), override))
+        elif not patch.functions.keys().isdisjoint(names):
+            function = next(patch.functions[name] for name in names if name in patch.functions)
+            planned.append((module, function, FunctionOverride(module, function, patch.arguments, backends)))
+        else:
+            planned.append((module, "config", interface_config(_config(module), backends, patch.window)))
+    return planned
+
+
+def _plan_outside(model: nn.Module, backbone: nn.Module, state: PatchState) -> list[Override]:
+    """Who finds the boundaries: the backbone, and the causal LM around it where that may keep them to itself."""
+    patch = state.patch
+    backbone_override = RebatchOverride if patch.rebatch else BackboneOverride
+    counts = patch.rebatch or patch.beside or any(depends_on_length(module) for module in backbone.modules())
+    options = {
+        "makes_mask": patch.makes_mask,
+        "counts_positions": bool(counts),
+        "most_positions": most_positions(backbone),
+        "keeps_ids": bool(state.invocations),
+        "look": require_patched,
+    }
+    overrides: list[Override] = [backbone_override(backbone, _own_forward(backbone), **options)]
+    inner = inner_model(model)
+    told = patch.attention or (patch.level == "interface" and not patch.beside and not patch.functions)
+    if inner is not backbone and (patch.makes_mask or not told):
+        overrides.append(CausalLMOverride(inner, _own_forward(inner)))
+    return overrides + activated_overrides(model, _own_forward)
+
+
+def _plan_inside(backbone: nn.Module, state: PatchState) -> list[Override]:
+    """What needs the layout inside the backbone without being attention."""
+    if state.patch.rebatch:
+        return []
+    rotary = [module for module in backbone.modules() if depends_on_length(module)]
+    overrides: list[Override] = [RotaryOverride(module, _own_forward(module)) for module in rotary]
+    overrides += [_mixer_override(module, state) for module in state.mixers.values()]
+    when_packed = lora_overrides(backbone, _own_forward, fused=state.fused_lora, invocations=state.invocations)
+    when_packed += [RMSNormOverride(module, None) for module in backbone.modules() if is_rms_norm(module)]
+    if state.mixers or state.patch.functions or state.patch.makes_mask or when_packed:
+        layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
+        overrides += [LayerOverride(layer, _own_forward(layer)) for layer in layers]
+    return overrides + when_packed
+
+
+def _mixer_override(module: nn.Module, state: PatchState) -> Override:
+    names, patch = set(class_names(module)), state.patch
+    beside = not names.isdisjoint(patch.beside)
+    masked = not names.isdisjoint((*patch.beside, *patch.masked_mixers))
+    config = getattr(module, "config", None)
+    window: Any = getattr(module, "sliding_window", None) or getattr(config, "attention_window_size", None)
+    return MixerOverride(
+        module, _own_forward(module), native=state.native, masked=masked, beside=beside, window=window
+    )
+
+
+def _config(module: Any) -> PreTrainedConfig:
+    return module.config
+
+
+def _forward_slot(module: nn.Module) -> str:
+    """The attribute that holds the real forward: accelerate's device hooks move it to `_old_forward`."""
+    return "_old_forward" if "_hf_hook" in vars(module) else "forward"
+
+
+def _own_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """A forward set on the instance before us, `None` if it has its class's."""
+    return vars(module).get(_forward_slot(module))

@@ -1,0 +1,153 @@
+"""Where packed attention meets transformers: its attention interface.
+
+Shape letters: B rows, L row length, T packed tokens (B * L), N query heads, K key/value heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+
+from ..attention.base import AttentionArguments
+from ..attention.bias import chosen_keys
+from ..attention.dispatch import BackendChoice
+from ..errors import PackingError
+from ..layout import PackedLayout
+from ..runtime.compile import outside_of_graphs
+from ..runtime.context import empty_mask, find_layout, layout_in_flight
+from .inspect import is_causal
+
+# The name under which transformers' attention interface knows us; chosen per module, never for a whole model.
+INTERFACE = "trl_packfa"
+
+
+def interface_config(
+    config: PreTrainedConfig, backends: BackendChoice, window: Callable[[Any], int | None] | None = None
+) -> PreTrainedConfig:
+    """A copy of an attention module's config that sends its attention here, and elsewhere what is not packed.
+
+    `window` reads the sliding window off the module, where its call does not say it.
+    """
+    ours = copy.copy(config)
+    vars(ours).update(_attn_implementation_internal=INTERFACE, trl_packfa_source=config, trl_packfa_backends=backends)
+    ours.trl_packfa_window = window
+    return ours
+
+
+def packed_attention_forward(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """transformers' attention interface: `query` `(B, N, L, H)`, `key` and `value` `(B, K, L, H)` to `(B, L, N, H)`.
+
+    The layout comes with the arguments, on the mask where a model passes masks but no other arguments to its layers,
+    or is in flight. Without one, the model's own attention function runs. `indices` `(B, L, K)` are the keys inside
+    the document that an indexer chose for each query (DeepSeek sparse attention), -1 for none.
+    """
+    layout = find_layout((attention_mask,), kwargs)
+    kwargs.pop("packed_layout", None)
+    options = {"scaling": scaling, "dropout": dropout}
+    optional = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+    options |= {name: option for name, option in optional.items() if option is not None}
+    if layout is None and indices is not None:
+        attention_mask = _masked_by_choice(attention_mask, indices, query, key)
+    if layout is None:
+        return _own_attention(module)(module, query, key, value, attention_mask, **options, **kwargs)
+    _require_known(module, kwargs)
+    if module.config.trl_packfa_window is not None:
+        sliding_window = module.config.trl_packfa_window(module)
+    arguments = AttentionArguments(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+        dropout=dropout,
+    )
+    q_TNH, k_TKH, v_TKH = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    backends = module.config.trl_packfa_backends
+    if indices is None:
+        out_TNH = backends.attend(q_TNH, k_TKH, v_TKH, layout, arguments)
+    else:
+        out_TNH = _attend_to_chosen(backends, indices, q_TNH, k_TKH, v_TKH, layout, arguments)
+    return out_TNH.view(query.shape[0], query.shape[2], *out_TNH.shape[1:]), None
+
+
+# What was chosen is put in terms of this batch's documents.
+@outside_of_graphs
+def _attend_to_chosen(
+    backends: BackendChoice,
+    indices: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: PackedLayout,
+    arguments: AttentionArguments,
+) -> torch.Tensor:
+    """Attention to the keys in `indices` `(B, L, K)`; documents no longer than K see all of theirs."""
+    if layout.max_seqlen > indices.shape[-1]:
+        arguments = replace(arguments, bias=chosen_keys(indices, layout))
+    return backends.attend(query, key, value, layout, arguments)
+
+
+def _masked_by_choice(
+    attention_mask: torch.Tensor, indices: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+) -> torch.Tensor:
+    """The mask of an unpacked call with the keys that an indexer did not choose hidden: models do it themselves, but
+    not for an attention function of another name than `eager` and `sdpa`."""
+    hidden = indices.new_ones((*indices.shape[:2], key.shape[2]), dtype=torch.bool)
+    hidden = hidden.scatter(-1, indices.long(), False).unsqueeze(1)
+    if attention_mask.dtype == torch.bool:
+        return attention_mask & ~hidden
+    return attention_mask.masked_fill(hidden, torch.finfo(query.dtype).min)
+
+
+# What some models add to the scores or choose keys by, which packed attention would have to know of.
+_UNKNOWN = ("position_bias", "sinks", "block_indices", "alibi")
+
+
+def _require_known(module: Any, kwargs: dict[str, Any]) -> None:
+    if kwargs.get("is_causal", is_causal(module)) is False:
+        raise PackingError(f"{type(module).__name__} attends in both directions, packed attention is causal.")
+    unknown = [name for name in _UNKNOWN if kwargs.get(name) is not None]
+    if unknown:
+        raise PackingError(
+            f"{type(module).__name__} hands its attention {', '.join(unknown)}, which packed attention does not know.",
+            do="Declare its class in a trl_packfa.Patch's masked_mixers, which run document by document.",
+        )
+
+
+def _own_attention(module: Any) -> Callable[..., Any]:
+    """The attention function that the module would call unpatched."""
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    name = module.config.trl_packfa_source._attn_implementation
+    return AttentionInterface().get_interface(name, eager)  # type: ignore[arg-type]
+
+
+def empty_packed_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """transformers' mask interface: a packed call's empty mask; without boundaries, the mask of the model's own
+    attention."""
+    layout = layout_in_flight()
+    if layout is not None:
+        return empty_mask(layout, layout.cu_seqlens.device, dtype=torch.bool)
+    config = kwargs["config"]
+    return AttentionMaskInterface()[config.trl_packfa_source._attn_implementation](*args, **kwargs)
+
+
+AttentionInterface.register(INTERFACE, packed_attention_forward)
+AttentionMaskInterface.register(INTERFACE, empty_packed_mask)

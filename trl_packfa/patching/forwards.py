@@ -1,0 +1,275 @@
+"""The `forward`s that a patch puts on one model instance: causal LM, backbone, attention, rotary embedding.
+
+Each goes to the original unless the call is packed. Plain objects instead of closures, so that a patched model can
+be deep-copied and pickled.
+
+Shape letters: B rows, L row length, T packed tokens (B * L), N heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..attention import AttentionArguments, BackendChoice
+from ..errors import PackingError
+from ..layout import PackedLayout
+from ..patches.base import QKV, Patch
+from ..runtime.boundaries import layout_of
+from ..runtime.compile import around_graphs, let_sizes_change, outside_of_graphs
+from ..runtime.context import INPUT_IDS, empty_mask, find_layout, in_flight, layout_in, layout_in_flight
+from ..runtime.override import Override, forward_signature
+from ..runtime.per_document import BOUNDARIES, FOUND_BY_ITSELF, run_backbone_by_document
+from . import router_loss
+from .token_types import embeds_token_types, refuse_token_types, types_of_long_rows
+
+
+class BackboneOverride(Override):
+    """Finds the boundaries once, hands them to every layer, and keeps any T x T mask from being built."""
+
+    # Whether token types of any kind may come: documents run under the backbone's own masks, or it looks itself.
+    any_token_types = False
+
+    def __init__(
+        self,
+        module: nn.Module,
+        original: Callable[..., Any] | None,
+        *,
+        makes_mask: bool = False,
+        counts_positions: bool = False,
+        most_positions: int | None = None,
+        keeps_ids: bool = False,
+        look: Callable[[nn.Module], None] | None = None,
+    ) -> None:
+        super().__init__(module, original)
+        self.keeps_ids, self.look = keeps_ids, look
+        self.makes_mask, self.counts_positions, self.most_positions = makes_mask, counts_positions, most_positions
+        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+        self.names = tuple(parameter.name for parameter in parameters)
+        self.takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+        self.takes_token_types = self.any_token_types or embeds_token_types(module)
+
+    @around_graphs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The backbone's forward."""
+        call = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        layout = self.find_layout(call)
+        if layout is None:
+            kwargs.pop("packed_layout", None)
+            return self.run_unpacked(args, kwargs)
+        return self.run_packed(call, layout)
+
+    @around_graphs
+    def run_unpacked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The original forward."""
+        return router_loss.told(self.call_original(*args, **router_loss.asked(kwargs)))
+
+    @outside_of_graphs
+    def find_layout(self, call: dict[str, Any]) -> PackedLayout | None:
+        """From the call, or as the causal LM around it has found it; `None` if it is not packed."""
+        layout = layout_of(call, counts_positions=self.counts_positions, most_positions=self.most_positions)
+        layout = layout_in_flight() if layout is None else layout
+        if layout is None:
+            return None
+        if self.look is not None:  # once, at the first packed call: what was put into the model since it was patched
+            self.look(self.module)
+            self.look = None
+        if self.most_positions is not None:
+            self._require_positions(layout, self.most_positions)
+        if call.get("output_attentions"):
+            raise PackingError(
+                "attention weights cannot be returned for a packed batch: no T x T matrix exists.",
+                do="Pass output_attentions=False, or the documents as a padded batch.",
+            )
+        if call.get("encoder_hidden_states") is not None:
+            raise PackingError(
+                "cross-attention cannot be packed: every document of a row would see the same encoder states.",
+                do="Pass documents that attend to an encoder as a padded batch.",
+            )
+        if not self.takes_token_types:
+            refuse_token_types(call, self.names)
+        return layout
+
+    def _require_positions(self, layout: PackedLayout, most: int) -> None:
+        if layout.max_seqlen > most:
+            raise PackingError(
+                f"a document of {layout.max_seqlen} tokens, the model has {most} positions.",
+                do=f"Pass max_length={most} or less, or cut the document.",
+            )
+
+    @around_graphs
+    def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
+        """The original forward, its layers told of the layout."""
+        call, layout = self._packed_call(call, layout)
+        with in_flight(layout):
+            return router_loss.told(self.call_original(**call))
+
+    @outside_of_graphs
+    def _packed_call(self, call: dict[str, Any], layout: PackedLayout) -> tuple[dict[str, Any], PackedLayout]:
+        if self.keeps_ids and call.get("input_ids") is not None:
+            layout = replace(layout, memo={INPUT_IDS: call["input_ids"]})  # of its own: another call has other tokens
+        call = _packed_call(call, layout)
+        if "token_type_ids" in self.names and call.get("token_type_ids") is None:
+            call["token_type_ids"] = types_of_long_rows(self.module, layout)
+        if self.makes_mask:
+            call["attention_mask"] = None
+        # Where the forward takes no further arguments, the layout rides on the mask, see `attention/bridge.py`.
+        return self._accepted(router_loss.asked(call)), call["packed_layout"]
+
+    @outside_of_graphs
+    def _accepted(self, call: dict[str, Any]) -> dict[str, Any]:
+        return call if self.takes_any else {name: value for name, value in call.items() if name in self.names}
+
+
+def _packed_call(call: dict[str, Any], layout: PackedLayout) -> dict[str, Any]:
+    """The arguments of a packed call: positions for certain, no cache, no mask to build."""
+    device = next(call[name] for name in ("inputs_embeds", "input_ids") if call.get(name) is not None).device
+    layout = layout.to(device)
+    if call.get("position_ids") is None:
+        call["position_ids"] = layout.position_ids()
+    if call["position_ids"].dtype not in (torch.int32, torch.int64):  # tables of learned positions take no others
+        call["position_ids"] = call["position_ids"].long()
+    mask = empty_mask(layout, device)
+    batch = (call.get(name) for name in ("input_ids", "inputs_embeds", "position_ids"))
+    let_sizes_change(tensor for tensor in (*batch, layout.cu_seqlens, *layout.sizes) if tensor is not None)
+    return {**call, "attention_mask": mask, "past_key_values": None, "use_cache": False, "packed_layout": layout}
+
+
+class RebatchOverride(BackboneOverride):
+    """Runs the whole backbone document by document: exact for every causal one, without touching its inside."""
+
+    any_token_types = True
+
+    @around_graphs
+    def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
+        """See [`run_backbone_by_document`]."""
+        if call.get("use_cache") is not None or "use_cache" in self.names:
+            call["use_cache"] = False
+        call.pop("past_key_values", None)
+        with in_flight(None):  # the documents by themselves are not packed
+            call = self._accepted(router_loss.asked(call))
+            return router_loss.told(run_backbone_by_document(self.call_original, call, layout))
+
+
+class CausalLMOverride(BackboneOverride):
+    """Finds the boundaries for a causal LM that does not hand all its arguments to its backbone."""
+
+    any_token_types = True
+
+    def __init__(self, module: nn.Module, original: Callable[..., Any] | None) -> None:
+        super().__init__(module, original, counts_positions=True)  # it hands none on
+        self.__signature__ = forward_signature(module)
+
+    @around_graphs
+    def run_unpacked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The original forward; its backbone says what the routers chose."""
+        return self.call_original(*args, **kwargs)
+
+    @around_graphs
+    def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
+        """The original forward without the boundaries, which its backbone finds in flight."""
+        for name in (*BOUNDARIES, *FOUND_BY_ITSELF):
+            call.pop(name, None)
+        with in_flight(layout):
+            return self.call_original(**call)
+
+
+class AttentionOverride(Override):
+    """The attention of one layer on `(T, N, H)`: no transposes, no mask, no key/value expansion."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        original: Callable[..., Any] | None,
+        *,
+        patch: Patch,
+        qkv: QKV,
+        backends: BackendChoice,
+    ) -> None:
+        super().__init__(module, original)
+        self.patch, self.qkv, self.backends = patch, qkv, backends
+
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The attention module's forward: output `(B, L, D)` and, as no T x T matrix exists, no weights."""
+        # A mask that a compiled graph makes over carries nothing.
+        layout = find_layout(args, kwargs) if self.patch.makes_mask else layout_in(args, kwargs)
+        kwargs.pop("packed_layout", None)
+        if layout is None:
+            return self.call_original(hidden_states, *args, **kwargs)
+        position_embeddings = kwargs.get("position_embeddings", args[0] if args else None)
+        query, key, value = (t.flatten(0, 1) for t in self.qkv(self.module, hidden_states, position_embeddings))
+        arguments = self.patch.arguments(self.module)
+        if not self.module.training:
+            arguments = replace(arguments, dropout=0.0)
+        attend = self.backends.attend if self.patch.bias is None else self._attend_with_bias
+        out_TNH = attend(query, key, value, layout, arguments)
+        attended = out_TNH.reshape(*hidden_states.shape[:-1], -1)
+        if self.patch.finish is not None:
+            return self.patch.finish(self.module, attended, args)
+        return getattr(self.module, self.patch.output)(attended), None
+
+    # A bias is made of this batch's documents.
+    @outside_of_graphs
+    def _attend_with_bias(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: PackedLayout,
+        arguments: AttentionArguments,
+    ) -> torch.Tensor:
+        assert self.patch.bias is not None
+        arguments = replace(arguments, bias=self.patch.bias(self.module, value, layout))
+        return self.backends.attend(query, key, value, layout, arguments)
+
+
+class RotaryOverride(Override):
+    """Rotary embeddings whose frequencies depend on the longest sequence of the batch, document by document.
+
+    transformers picks long rope's factors, and dynamic NTK's base, from the largest position it is handed: in a
+    packed row one long document would change the frequencies of all others.
+    """
+
+    # Once per call, and another code for every longest document.
+    @outside_of_graphs
+    def __call__(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
+        """The rotary embedding's forward: cos and sin of shape `(B, L, R)`."""
+        options = {} if layer_type is None else {"layer_type": layer_type}
+        layout = layout_in_flight()
+        if layout is None or layout.max_seqlen < self._fixed_up_to(layer_type):
+            return self.call_original(x, position_ids, **options)
+        start = torch.zeros_like(position_ids[:, :1])
+        self.call_original(x, start, **options)  # a position of 0 puts a base that had grown back
+        short = position_ids.clamp(max=self._fixed_up_to(layer_type) - 1)
+        cos, sin = (table.flatten(0, 1).clone() for table in self.call_original(x, short, **options))
+        offset = 0
+        for positions in layout.split(position_ids.expand(layout.rows, -1)):
+            if len(positions) >= self._fixed_up_to(layer_type):
+                self.call_original(x, start, **options)
+                tables = self.call_original(x, positions[None], **options)
+                cos[offset : offset + len(positions)], sin[offset : offset + len(positions)] = (
+                    tables[0][0],
+                    tables[1][0],
+                )
+            offset += len(positions)
+        shape = (layout.rows, layout.row_length, -1)
+        return cos.view(shape), sin.view(shape)
+
+    def _fixed_up_to(self, layer_type: str | None) -> int:
+        """The sequence length in tokens up to which the frequencies are fixed."""
+        rotary: Any = self.module
+        parameters = rotary.config.rope_parameters
+        parameters = parameters if layer_type is None else parameters[layer_type]
+        return parameters.get("original_max_position_embeddings") or rotary.original_max_seq_len
+
+
+def depends_on_length(module: nn.Module) -> bool:
+    """Whether a module is a rotary embedding of a length-dependent kind (long rope, dynamic NTK)."""
+    rope_type = getattr(module, "rope_type", None)
+    kinds = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
+    return any(kind in ("longrope", "dynamic") for kind in kinds)

@@ -1,0 +1,241 @@
+"""Finding what a patch names in a model: backbone, attention modules, windows, learned positions. Changes nothing."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..errors import UnsupportedModel
+from ..patches.base import Patch
+from ..patches.registry import get_patch_for_type
+
+
+def model_type(model: nn.Module) -> str:
+    """`config.model_type` of the outermost transformers model in `model`.
+
+    Raises:
+        [`UnsupportedModel`]: if there is none.
+    """
+    return model_config(model).model_type
+
+
+def model_config(model: nn.Module) -> PreTrainedConfig:
+    """`config` of the outermost transformers model in `model`.
+
+    Raises:
+        [`UnsupportedModel`]: if there is none.
+    """
+    return inner_model(model).config
+
+
+def inner_model(model: nn.Module) -> PreTrainedModel:
+    """The outermost transformers model in `model`.
+
+    Raises:
+        [`UnsupportedModel`]: if there is none.
+    """
+    inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if inner is None:
+        raise UnsupportedModel(
+            f"{type(model).__name__} holds no transformers model.",
+            do="Pass a transformers causal LM, or a PEFT, compiled or wrapped one.",
+        )
+    return inner
+
+
+def get_patch(model: nn.Module) -> Patch:
+    """The patch for a model, looked up by the `config.model_type` of the outermost transformers model in it.
+
+    Raises:
+        [`UnsupportedModel`]: with the nearest names.
+    """
+    patch = get_patch_for_type(model_type(model))
+    while patch.serves is not None and not patch.serves(model_config(model)):
+        if patch.otherwise is None:
+            raise UnsupportedModel(
+                f"the patch for model type '{model_type(model)}' is not for a config like this one.",
+                do="Train it padded with PackedSFTConfig(packing=False).",
+            )
+        patch = patch.otherwise
+    return patch
+
+
+def known_ids(model: Any) -> int:
+    """How many numbers of tokens a model can read."""
+    table = model.get_input_embeddings()
+    return getattr(table, "num_embeddings", None) or model_config(model).get_text_config().vocab_size
+
+
+def known_labels(model: Any) -> int:
+    """How many numbers of tokens a model can predict."""
+    return getattr(model.get_output_embeddings(), "out_features", None) or known_ids(model)
+
+
+def find_backbone(model: nn.Module, patch: Patch) -> nn.Module:
+    """The module that runs the decoder stack.
+
+    Raises:
+        [`UnsupportedModel`]: if the class that the patch names is not there, or several times.
+    """
+    if patch.backbone is None:
+        inner: Any = inner_model(model)
+        base: Any = inner.base_model
+        if base is inner:  # a causal LM whose prefix names something else (llama4_text)
+            base = getattr(inner, "model", inner)
+        # Causal LMs call past a base model that only wraps a decoder (OPT, those of encoder-decoders).
+        return base.decoder if hasattr(base, "decoder") and not hasattr(base, "encoder") else base
+    found = [module for module in model.modules() if patch.backbone in class_names(module)]
+    if len(found) != 1:
+        raise UnsupportedModel(
+            f"the patch for {', '.join(patch.model_types)} expects one {patch.backbone}, found {len(found)} in "
+            f"{type(model).__name__}.",
+            do="Patch the causal LM itself. If transformers changed this architecture, please report it.",
+        )
+    return found[0]
+
+
+def uses_interface(module: nn.Module) -> bool:
+    """Whether a module computes attention through transformers' attention interface."""
+    code = getattr(type(module).forward, "__code__", None)
+    return hasattr(module, "config") and code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def is_causal(module: Any) -> bool:
+    """Whether a module attends backwards only, by itself or, as a decoder's, through its mask."""
+    return getattr(module, "is_causal", True) is not False or bool(getattr(module, "is_decoder", False))
+
+
+def tells_window(module: nn.Module) -> bool:
+    """Whether a module tells its attention function the sliding window, and not the mask alone."""
+    constants = type(module).forward.__code__.co_consts
+    return any("sliding_window" in names for names in constants if isinstance(names, tuple))
+
+
+def masks_windows(backbone: nn.Module) -> bool:
+    """Whether the code around a backbone builds masks of sliding windows; without, a config's window means nothing."""
+    names = vars(sys.modules[type(backbone).__module__])
+    return "create_sliding_window_causal_mask" in names or "create_masks_for_generate" in names
+
+
+def find_attention(backbone: nn.Module, patch: Patch) -> dict[str, nn.Module]:
+    """The attention modules by name, all causal."""
+    if patch.rebatch:
+        return {}
+    if patch.attention:
+        return _find_rewritten(backbone, patch)
+    if patch.functions:
+        return find_by_class(backbone, patch.functions)
+    return _find_interface(backbone, patch)
+
+
+def find_by_class(backbone: nn.Module, classes: Iterable[str]) -> dict[str, nn.Module]:
+    """The modules of these classes by name."""
+    names = set(classes)
+    return {name: module for name, module in backbone.named_modules() if names.intersection(class_names(module))}
+
+
+def _find_rewritten(backbone: nn.Module, patch: Patch) -> dict[str, nn.Module]:
+    """The attention modules that the patch rewrites: one per layer."""
+    attention = find_by_class(backbone, patch.attention)
+    layers = backbone.config.num_hidden_layers  # type: ignore[union-attr]
+    if len(attention) != layers:
+        raise UnsupportedModel(
+            f"{patch.backbone} has {layers} layers, but {len(attention)} attention modules of class "
+            f"{' or '.join(patch.attention)}.",
+            do="This architecture differs from the one that the patch was written for; please report it.",
+        )
+    return _require_causal(attention)
+
+
+def _find_interface(backbone: nn.Module, patch: Patch) -> dict[str, nn.Module]:
+    """The modules that compute attention through transformers' interface: at least one, all causal."""
+    decoder: Any = getattr(backbone, "language_model", backbone)
+    found = find_by_class(backbone, (*patch.mixers, *patch.masked_mixers))
+    inside = [id(module) for mixer in found.values() for module in mixer.modules()]
+    attention = {
+        name: module
+        for name, module in decoder.named_modules()
+        if uses_interface(module) and id(module) not in inside and not _is_elsewhere(name, module)
+    }
+    if not attention and not found:
+        raise UnsupportedModel(
+            f"{type(backbone).__name__} has no attention that uses transformers' attention interface.",
+            do="Declare a trl_packfa.Patch that rewrites its attention (documentation, 'Writing a patch').",
+        )
+    return _require_causal(attention)
+
+
+# Words in the names of modules that do not attend to the text's own tokens.
+_ELSEWHERE = re.compile(
+    r"cross|encoder_attn|vision|visual|image|audio|speech|video|vq|embed_tokens_extend", re.IGNORECASE
+)
+
+
+def _is_elsewhere(name: str, module: nn.Module) -> bool:
+    """Attention to an encoder, which packed calls are refused with, or inside the encoder of another modality."""
+    return bool(_ELSEWHERE.search(f"{name} {type(module).__name__}"))
+
+
+def windows_of(patch: Patch, backbone: nn.Module, attention: dict[str, nn.Module]) -> tuple[int | None, ...]:
+    """The sliding window of each attention module; under the interface, where calls say it, the config's.
+
+    Raises:
+        [`UnsupportedModel`]: if a window reaches the attention in the mask alone, which packing does without.
+    """
+    if patch.rebatch:
+        return ()
+    if patch.attention or patch.functions:
+        return tuple(patch.arguments(module).sliding_window for module in attention.values())
+    if patch.window is not None:
+        return tuple(patch.window(module) for module in attention.values())
+    config: Any = backbone.config
+    config = config.get_text_config()
+    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    if not masks_windows(backbone):
+        window = None
+    told = all(tells_window(module) for module in attention.values())
+    if chunk or (window and not told):
+        raise UnsupportedModel(
+            f"{type(backbone).__name__} limits attention to {chunk or window} tokens through its mask alone.",
+            why=["packed attention has no mask, and is not told of the limit"],
+            do="Declare a trl_packfa.Patch that rewrites its attention (documentation, 'Writing a patch').",
+        )
+    return (window or None,) * len(attention)
+
+
+def _require_causal(attention: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    for name, module in attention.items():
+        if not is_causal(module):
+            raise UnsupportedModel(
+                f"{type(module).__name__} attends in both directions: is_causal=False in {name}.",
+                why=["packed attention here is causal inside each document"],
+                do="Set use_bidirectional_attention=False in the model's config, or train it padded.",
+            )
+    return attention
+
+
+def class_names(module: nn.Module) -> list[str]:
+    """Names of the module's class and its bases: wrappers such as FSDP2 subclass on the fly."""
+    return [cls.__name__ for cls in type(module).__mro__]
+
+
+# Tables of learned positions, not of distances between tokens.
+_POSITIONS = re.compile(r"wpe|pos(ition)?s?_emb|embed_positions", re.IGNORECASE)
+
+
+def most_positions(backbone: nn.Module) -> int | None:
+    """How many positions the smallest table of learned ones holds for a document, `None` without a table. Looking up
+    more is an index error on a CPU and the end of the process's device on CUDA."""
+    sizes = []
+    for name, table in backbone.named_modules():
+        own_name = name.rpartition(".")[2]
+        elsewhere = _ELSEWHERE.search(name)
+        if isinstance(table, nn.Embedding) and _POSITIONS.search(own_name) and "rel" not in own_name and not elsewhere:
+            before = getattr(table, "offset", 0) + (0 if table.padding_idx is None else table.padding_idx + 1)
+            sizes.append(table.num_embeddings - before)
+    return min(sizes, default=None)

@@ -1,0 +1,63 @@
+"""The layout of the packed call that this thread is in, for those parts of a model that are not handed it.
+
+Rotary embeddings, stateful mixers, own attention code, and backbones whose causal LM keeps its arguments. Backward
+passes recompute checkpointed layers outside of any call: there the layout comes with the layer's own arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from ..layout import PackedLayout
+
+# Where a layout's memo holds the tokens of its call `(B, L)`, for layers that depend on what they read.
+INPUT_IDS = "input_ids"
+
+_IN_FLIGHT: ContextVar[PackedLayout | None] = ContextVar("trl_packfa_layout", default=None)
+
+
+def layout_in_flight() -> PackedLayout | None:
+    """The layout of the call that this thread is in, `None` outside of packed calls."""
+    return _IN_FLIGHT.get()
+
+
+@contextmanager
+def in_flight(layout: PackedLayout | None) -> Iterator[None]:
+    """For the length of a `with` block this thread's call has this layout."""
+    token = _IN_FLIGHT.set(layout)
+    try:
+        yield
+    finally:
+        _IN_FLIGHT.reset(token)
+
+
+def empty_mask(layout: PackedLayout, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What takes the place of a mask in a packed call: four-dimensional, so that transformers builds none, and without
+    elements, so that attention which the patch has missed fails instead of leaking. It carries the layout."""
+    mask: Any = torch.empty((1, 1, 0, 0), device=device, dtype=dtype)
+    mask.packed_layout = layout
+    return mask
+
+
+def is_empty_mask(value: Any) -> bool:
+    """Whether a value is [`empty_mask`], or a slice of one."""
+    return isinstance(value, torch.Tensor) and value.dim() >= 3 and value.shape[-2:] == (0, 0)
+
+
+def find_layout(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedLayout | None:
+    """The layout that came with a module's arguments, else the one in flight."""
+    layout = layout_in(args, kwargs)
+    return layout_in_flight() if layout is None else layout
+
+
+def layout_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedLayout | None:
+    """The layout that came with a module's arguments: by name, or on the mask."""
+    layout = kwargs.get("packed_layout")
+    if layout is not None:
+        return layout
+    return next((value.packed_layout for value in (*args, *kwargs.values()) if hasattr(value, "packed_layout")), None)

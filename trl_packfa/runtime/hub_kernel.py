@@ -1,0 +1,22 @@
+"""The Hub's FlashAttention kernel, as transformers loads it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+def hub_flash_attn_varlen_func() -> Callable[..., torch.Tensor] | None:
+    """`flash_attn_varlen_func` of the Hub kernel that transformers loads for `flash_attention_2`, if it loads."""
+    from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
+
+    try:
+        functions, _ = lazy_import_flash_attention("flash_attention_2")
+    except (ImportError, OSError, ValueError, RuntimeError) as error:  # no network, no build for this machine
+        logger.info("trl-packfa: the Hub's FlashAttention kernel did not load: %s", error)
+        return None
+    return functions[1]

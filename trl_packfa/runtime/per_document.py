@@ -1,0 +1,175 @@
+"""Any causal module, document by document: exact for all that mixes tokens in ways no attention call shows.
+
+The packed row is taken apart, documents of similar length run together as a right-padded batch, and the outputs are
+put back in place. Causal modules never see what comes after a token, so the padding (copies of a document's last
+token) needs no mask: not for attention, not for recurrent state, short convolutions or position biases. It costs the
+padding inside a group.
+
+Shape letters: B rows, L row length, T packed tokens (B * L), G documents of a group, M their longest length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import InvalidLayout, PackingError
+from ..layout import PackedLayout
+from .compile import around_graphs, outside_of_graphs
+from .context import is_empty_mask
+from .length_groups import group_by_length
+
+# What says where documents are, which the separate documents need no more.
+FLASH_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+BOUNDARIES = ("packed_layout", *FLASH_KEYS)
+# What a backbone finds by itself for documents that are no longer packed.
+FOUND_BY_ITSELF = ("attention_mask", "position_ids")
+
+
+@around_graphs
+def run_by_document(
+    forward: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    layout: PackedLayout,
+    *,
+    sliding_window: int | None = None,
+) -> Any:
+    """Run `forward` on the documents of a packed call; returns what it returns, with the packed tokens in place.
+
+    Every argument of shape `(B, L, ...)` is taken apart, inside tuples too; the packed call's empty mask becomes a
+    causal one of the group's size. Of the outputs, what is per token is put back together, the rest is dropped.
+
+    Args:
+        forward (`Callable`):
+            A causal module's forward.
+        args (`Sequence`), kwargs (`dict[str, Any]`):
+            Its arguments, boundaries included.
+        layout ([`PackedLayout`]):
+            Where the documents are.
+        sliding_window (`int`, *optional*):
+            Tokens that a query sees under the mask that takes the empty one's place.
+    """
+    calls, shapes, place = _take_apart(args, kwargs, layout, sliding_window)
+    outputs = []
+    for positional, named in calls:  # a comprehension is a function of its own, which would be compiled, whole
+        outputs.append(forward(*positional, **named))
+    return _put_back(outputs, shapes, place, layout)
+
+
+@outside_of_graphs
+def _take_apart(
+    args: Sequence[Any], kwargs: dict[str, Any], layout: PackedLayout, sliding_window: int | None
+) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[tuple[int, ...]], torch.Tensor]:
+    """The arguments of each group, its shape `(G, M)`, and for each packed token its place in the groups."""
+    kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point() and tensor.numel()), torch.float32)
+    groups, place = _groups(layout, tensors[0].device)
+    calls = []
+    for index_GM in groups:
+        mask_MM = _causal_mask(index_GM.shape[1], sliding_window, dtype, index_GM.device)
+        taken = [_take(value, index_GM, layout, mask_MM) for value in (*args, *kwargs.values())]
+        calls.append((tuple(taken[: len(args)]), dict(zip(kwargs, taken[len(args) :], strict=True))))
+    return calls, [tuple(index.shape) for index in groups], place
+
+
+@around_graphs
+def run_backbone_by_document(forward: Callable[..., Any], call: dict[str, Any], layout: PackedLayout) -> Any:
+    """[`run_by_document`] for a whole backbone, which finds positions and masks by itself.
+
+    Raises:
+        [`InvalidLayout`]: if `position_ids` are not those of documents that each start at 0.
+        [`PackingError`]: if hidden states of every layer are asked for.
+    """
+    _require_plain(call, layout)
+    for name in FOUND_BY_ITSELF:
+        call.pop(name, None)
+    return run_by_document(forward, (), call, layout)
+
+
+def _groups(layout: PackedLayout, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Token numbers `(G, M)` of each group, and for each packed token its place in the groups, one after the other."""
+    if ("groups", device) not in layout.memo:
+        starts = torch.tensor(layout.lengths).cumsum(0) - torch.tensor(layout.lengths)
+        groups, place, filled = [], torch.empty(layout.num_tokens, dtype=torch.long), 0
+        for group in group_by_length(layout.lengths):
+            documents = torch.tensor(group)
+            lengths_G1 = torch.tensor([layout.lengths[i] for i in group])[:, None]
+            steps_M = torch.arange(int(lengths_G1.max()))
+            index_GM = starts[documents][:, None] + steps_M.minimum(lengths_G1 - 1)
+            real_GM = steps_M < lengths_G1
+            place[index_GM[real_GM]] = filled + real_GM.flatten().nonzero().flatten()
+            filled += index_GM.numel()
+            groups.append(index_GM.to(device))
+        layout.memo["groups", device] = groups, place.to(device)
+    return layout.memo["groups", device]
+
+
+def _causal_mask(length: int, sliding_window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What is added to the scores of a document, `(length, length)`."""
+    hidden = torch.full((length, length), torch.finfo(dtype).min, dtype=dtype, device=device)
+    return hidden.triu(1) if sliding_window is None else hidden.triu(1) + hidden.tril(-sliding_window)
+
+
+def _take(value: Any, index_GM: torch.Tensor, layout: PackedLayout, mask_MM: torch.Tensor) -> Any:
+    """A group's part of an argument."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_take(item, index_GM, layout, mask_MM) for item in value)
+    if is_empty_mask(value):
+        return mask_MM.expand(index_GM.shape[0], *(1,) * (value.dim() - 3), *mask_MM.shape)
+    if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] != layout.row_length:
+        return value
+    if value.shape[0] not in (1, layout.rows):
+        return value
+    rows = value.expand(layout.rows, *value.shape[1:])
+    return rows.flatten(0, 1).index_select(0, index_GM.flatten()).view(*index_GM.shape, *value.shape[2:])
+
+
+@outside_of_graphs
+def _put_back(
+    outputs: Sequence[Any], shapes: Sequence[tuple[int, ...]], place: torch.Tensor, layout: PackedLayout
+) -> Any:
+    """The groups' outputs as one: tensors per token, inside tuples and transformers' outputs."""
+    first = outputs[0]
+    if isinstance(first, dict):
+        merged = {name: _put_back([output[name] for output in outputs], shapes, place, layout) for name in first}
+        return type(first)(**{name: value for name, value in merged.items() if value is not None})  # type: ignore[arg-type]
+    if isinstance(first, (tuple, list)):
+        merged = [_put_back(items, shapes, place, layout) for items in zip(*outputs, strict=True)]
+        return type(first)(merged) if any(item is not None for item in merged) else None
+    if not isinstance(first, torch.Tensor):
+        return None
+    if all(output.shape[:2] == shape for output, shape in zip(outputs, shapes, strict=True)):
+        return _joined([output.flatten(0, 1) for output in outputs], place).view(
+            layout.rows, layout.row_length, *first.shape[2:-1], -1
+        )
+    if all(output.shape[:1] == (g * m,) for output, (g, m) in zip(outputs, shapes, strict=True)):
+        return _joined(list(outputs), place)  # router logits: one row a token
+    return None
+
+
+def _joined(flat: list[torch.Tensor], place: torch.Tensor) -> torch.Tensor:
+    """Rows of all groups in the packed order; a narrower last dim (top-k of a short document) is filled with -1."""
+    widest = max(tensor.shape[-1] for tensor in flat)
+    flat = [
+        torch.nn.functional.pad(t, (0, widest - t.shape[-1]), value=-1) if t.shape[-1] < widest else t for t in flat
+    ]
+    return torch.cat(flat).index_select(0, place)
+
+
+@outside_of_graphs
+def _require_plain(call: dict[str, Any], layout: PackedLayout) -> None:
+    if call.get("output_hidden_states"):
+        raise PackingError(
+            "hidden states of every layer cannot be returned where the backbone runs document by document.",
+            do="Pass output_hidden_states=False, or the documents as a padded batch.",
+        )
+    positions = call.get("position_ids")
+    if positions is not None and not torch.equal(positions.expand(layout.rows, -1), layout.position_ids()):
+        raise InvalidLayout(
+            "position_ids do not count each document from 0, which running it by itself would.",
+            do="Let positions restart at 0 at each boundary.",
+        )

@@ -1,0 +1,300 @@
+"""Where a call's other arguments say something else than its boundaries: refused by name, never guessed.
+
+Shape letters: B rows, L row length, S documents.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import InvalidLayout
+from ..layout import PackedLayout
+
+# Text, time, height, width: what transformers' multimodal decoders take for packed text.
+_MULTIMODAL_AXES = 4
+
+
+def require_offsets(call: dict[str, Any], name: str) -> torch.Tensor:
+    """FlashAttention's offsets of this name: integers of a tensor that holds values.
+
+    Raises:
+        [`InvalidLayout`]: if they are not.
+    """
+    offsets = call[name]
+    if not isinstance(offsets, torch.Tensor):
+        raise InvalidLayout(f"{name} is a {type(offsets).__name__}, not a tensor.", do="Send an int32 tensor.")
+    _require_readable(offsets, name)
+    _require_integers(offsets, name)
+    return offsets
+
+
+def host_positions(position_ids: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor | None:
+    """`position_ids` as int64 of shape `(B, L)` on the host; of four multimodal axes the text's, of three `None`: they
+    do not count tokens.
+
+    Raises:
+        [`InvalidLayout`]: if they are no positions of a batch of this shape.
+    """
+    if position_ids.dim() == 3 and position_ids.shape[0] != _MULTIMODAL_AXES:
+        return None
+    _require_readable(position_ids, "position_ids")
+    _require_integers(position_ids, "position_ids")
+    text = position_ids[0] if position_ids.dim() == 3 else position_ids
+    text = text[None] if text.dim() == 1 else text
+    if text.dim() != 2 or text.shape[0] not in (1, shape[0]) or text.shape[1] != shape[1]:
+        raise InvalidLayout(
+            f"position_ids of shape {tuple(position_ids.shape)} with a batch of {shape[0]} x {shape[1]} tokens.",
+            do="Send one position for each token.",
+        )
+    return text.detach().cpu().long().expand(shape)
+
+
+def refuse_contradictions(
+    layout: PackedLayout, call: dict[str, Any], *, counts_positions: bool, most_positions: int | None
+) -> None:
+    """Whatever else the call says about documents must agree with its layout.
+
+    Args:
+        layout ([`PackedLayout`]):
+            What the call's leading source says.
+        call (`dict[str, Any]`):
+            Names and values of the call's arguments.
+        counts_positions (`bool`):
+            Whether the model counts each document from 0, whatever `position_ids` say.
+        most_positions (`int` or `None`):
+            How many positions the model has learned.
+
+    Raises:
+        [`InvalidLayout`]: naming the argument that disagrees.
+    """
+    mask = call.get("attention_mask")
+    if mask is not None and not (is_ones(mask) and mask.shape == (layout.rows, layout.row_length)):
+        raise InvalidLayout(
+            "document boundaries came with an attention_mask that is not all ones, one for each token.",
+            do="Drop the attention_mask: padding is a trailing document with labels -100.",
+        )
+    believed = call.get("packed_layout") is not None
+    _refuse_other_offsets(layout, call, believed)
+    _refuse_short_maximum(layout, call)
+    position_ids, seq_idx = call.get("position_ids"), call.get("seq_idx")
+    if position_ids is not None and not _left_on_device(position_ids, believed):
+        _refuse_positions(layout, position_ids, counts_positions, most_positions)
+    if seq_idx is not None and not _left_on_device(seq_idx, believed):
+        _refuse_other_numbers(layout, seq_idx)
+
+
+def refuse_incomplete(call: dict[str, Any]) -> None:
+    """Boundaries that are not told by what leads, and would be ignored.
+
+    Raises:
+        [`InvalidLayout`]: naming them.
+    """
+    seq_idx = call.get("seq_idx")
+    if isinstance(seq_idx, torch.Tensor) and seq_idx.dim() == 2 and seq_idx.device.type != "meta":
+        seq_idx = seq_idx if bool((seq_idx != seq_idx[:, :1]).any()) else None
+    found = {"cu_seq_lens_k": call.get("cu_seq_lens_k"), "seq_idx": seq_idx}
+    names = [name for name, value in found.items() if value is not None]
+    if names:
+        raise InvalidLayout(
+            f"{', '.join(names)} came without cu_seq_lens_q, packed_layout or position_ids that restart.",
+            do="Send all of TRL's keys: cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, seq_idx.",
+        )
+
+
+def refuse_restarts_under_padding(host: torch.Tensor, mask: Any) -> None:
+    """Documents that would see each other: transformers ignores positions where there is a mask of padding.
+
+    Raises:
+        [`InvalidLayout`]: naming the first.
+    """
+    if not isinstance(mask, torch.Tensor) or mask.shape != host.shape or mask.device.type == "meta":
+        return
+    if found := _first_restart(host, mask):
+        raise InvalidLayout(
+            f"position_ids restart at token {found[1]} of row {found[0]} under an attention_mask with zeros.",
+            why=["transformers ignores positions there: the documents of the row would see each other"],
+            do="Drop the attention_mask: padding is a trailing document with labels -100.",
+        )
+
+
+def refuse_beside_cache(call: dict[str, Any], shape: tuple[int, int], cache: str) -> None:
+    """Documents of a call that goes on from a cache, which each of them would see: several in a row.
+
+    Args:
+        call (`dict[str, Any]`):
+            Names and values of the call's arguments.
+        shape (`tuple[int, int]`):
+            B and L of its tokens.
+        cache (`str`):
+            Name of the argument that holds what earlier calls have left.
+
+    Raises:
+        [`InvalidLayout`]: naming what tells of them.
+    """
+    if shape[1] < 2:  # as `generate()` calls, token by token: nothing to read back
+        return
+    offsets, layout = call.get("cu_seq_lens_q"), call.get("packed_layout")
+    if getattr(layout, "num_documents", 0) > shape[0]:
+        told = "packed_layout"
+    elif isinstance(offsets, torch.Tensor) and offsets.numel() - 1 > shape[0]:
+        told = "cu_seq_lens_q"
+    elif _restarts(call.get("position_ids"), call.get("attention_mask"), shape):
+        told = "position_ids that restart"
+    else:
+        return
+    raise InvalidLayout(
+        f"{told} came with a filled {cache}.",
+        why=["every document of the row would see what is cached"],
+        do=f"Drop {cache} (prefix tuning and cartridges fill it), or pass the documents as a padded batch.",
+    )
+
+
+def _restarts(positions: Any, mask: Any, shape: tuple[int, int]) -> bool:
+    """Whether positions go back where the mask, which covers what is cached too, has tokens."""
+    if not isinstance(positions, torch.Tensor) or positions.shape[-1:] != shape[1:] or positions.is_floating_point():
+        return False
+    host = None if positions.device.type == "meta" else host_positions(positions, shape)
+    if host is None:
+        return False
+    known = isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] >= shape[1]
+    return _first_restart(host, mask[:, -shape[1] :] if known else torch.ones_like(host)) is not None
+
+
+def _first_restart(host: torch.Tensor, mask: torch.Tensor) -> tuple[int, int] | None:
+    """Row and token of the first position that goes back among the tokens of a mask."""
+    for row, (positions, real) in enumerate(zip(host, mask.cpu().bool(), strict=True)):
+        columns = real.nonzero().flatten()
+        back = (positions[columns].diff() <= 0).nonzero().flatten()
+        if len(back):
+            return row, int(columns[back[0] + 1])
+    return None
+
+
+def refuse_numbered_mask(mask: Any) -> None:
+    """A mask of padding that holds the number of each token's document: transformers takes every number for a one.
+
+    Raises:
+        [`InvalidLayout`]: saying what to send in its place.
+    """
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.dtype == torch.bool or not mask.numel():
+        return
+    if mask.device.type != "meta" and mask.shape[1] > 1 and (largest := mask.max().item()) > 1:
+        raise InvalidLayout(
+            f"the attention_mask holds values up to {largest:g}, which look like numbers of documents.",
+            why=["transformers takes every one but 0 for a token to attend to: documents would see each other"],
+            do="Send position_ids that restart at 0, cu_seq_lens_q or packed_layout, and no attention_mask.",
+        )
+
+
+def is_ones(mask: Any) -> bool:
+    """Whether a mask of padding hides nothing."""
+    return isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all())
+
+
+def _left_on_device(tensor: torch.Tensor, believed: bool) -> bool:
+    """Whether reading a tensor would make the host wait for boundaries that are known."""
+    return believed and tensor.device.type != "cpu"
+
+
+def _require_readable(tensor: torch.Tensor, name: str) -> None:
+    if tensor.device.type == "meta":
+        raise InvalidLayout(
+            f"{name} lie on the meta device and hold no values.",
+            do="Send them on the model's device, or packed_layout, whose lengths are known on the host.",
+        )
+
+
+def _require_integers(tensor: torch.Tensor, name: str) -> None:
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise InvalidLayout(f"{name} are {tensor.dtype}, not integers.", do="Send int32 or int64.")
+
+
+def _refuse_other_offsets(layout: PackedLayout, call: dict[str, Any], believed: bool) -> None:
+    """`cu_seq_lens_*` beside a `packed_layout`; alone they are where the layout is from."""
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        offsets = call.get(name)
+        if not believed or offsets is None or offsets is layout.cu_seqlens:
+            continue
+        if isinstance(offsets, torch.Tensor) and _left_on_device(offsets, believed):
+            continue
+        told = PackedLayout.from_cu_seqlens(require_offsets(call, name)).lengths
+        if told != layout.lengths:
+            raise InvalidLayout(
+                f"packed_layout and {name} disagree: lengths {list(layout.lengths)} and {list(told)}.",
+                do="Send both from one collator, or only one of them.",
+            )
+
+
+def _refuse_short_maximum(layout: PackedLayout, call: dict[str, Any]) -> None:
+    """A kernel would leave out what lies beyond; longer than needed is harmless."""
+    for name in ("max_length_q", "max_length_k"):
+        longest = call.get(name)
+        if isinstance(longest, torch.Tensor):
+            if longest.device.type != "cpu":
+                continue
+            longest = longest.item() if longest.numel() == 1 else -1
+        if longest is not None and longest < layout.max_seqlen:
+            raise InvalidLayout(
+                f"{name}={longest} is shorter than the longest document, of {layout.max_seqlen} tokens.",
+                do=f"Send {layout.max_seqlen} or more, or leave it out.",
+            )
+
+
+def _refuse_positions(
+    layout: PackedLayout, position_ids: torch.Tensor, counts_positions: bool, most_positions: int | None
+) -> None:
+    positions = host_positions(position_ids, (layout.rows, layout.row_length))
+    if positions is None:
+        return
+    host = positions.flatten().numpy()
+    if int(host.min()) < 0:
+        raise InvalidLayout(
+            f"position_ids hold {int(host.min())} in a packed batch.", do="Let each document count from 0."
+        )
+    if most_positions is not None and int(host.max()) >= most_positions:
+        raise InvalidLayout(
+            f"position_ids hold {int(host.max())}, the model has {most_positions} positions.",
+            do=f"Cut documents to {most_positions} tokens, or let each count from 0.",
+        )
+    inside = np.ones(layout.num_tokens, dtype=bool)
+    inside[np.cumsum((0, *layout.lengths[:-1]))] = False
+    wrong = np.flatnonzero(inside[1:] & (host[1:] != host[:-1] + 1))
+    if len(wrong):
+        at = int(wrong[0]) + 1
+        moves = "jump" if host[at] > host[at - 1] else "restart"
+        raise InvalidLayout(
+            f"boundaries and position_ids disagree: positions {moves} at token {at}, where no document begins "
+            f"(lengths {_shown(layout.lengths)}).",
+            do="Send both from one collator, or only one of them.",
+        )
+    begins = host[~inside]
+    if counts_positions and begins.any():
+        raise InvalidLayout(
+            f"position_ids do not count each document from 0: one begins at {int(begins[begins != 0][0])}.",
+            why=["this model counts positions by itself, or scales them by a document's length"],
+            do="Let positions restart at 0 at each boundary.",
+        )
+
+
+def _refuse_other_numbers(layout: PackedLayout, seq_idx: torch.Tensor) -> None:
+    _require_readable(seq_idx, "seq_idx")
+    shape = (layout.rows, layout.row_length)
+    if seq_idx.shape != shape:
+        raise InvalidLayout(f"seq_idx of shape {tuple(seq_idx.shape)} with a batch of {shape[0]} x {shape[1]} tokens.")
+    ours = layout.document_ids().cpu()
+    changes, expected = seq_idx.cpu().diff(dim=1) != 0, ours.diff(dim=1) != 0
+    if not torch.equal(changes, expected):
+        row, column = (changes != expected).nonzero()[0].tolist()
+        raise InvalidLayout(
+            f"seq_idx and the boundaries disagree at token {column + 1} of row {row} "
+            f"(lengths {_shown(layout.lengths)}).",
+            do="Send both from one collator, or only one of them.",
+        )
+
+
+def _shown(lengths: tuple[int, ...]) -> str:
+    """Lengths as an error shows them, not thousands of them."""
+    return f"[{', '.join(map(str, lengths[:8]))}{', ...' if len(lengths) > 8 else ''}]"

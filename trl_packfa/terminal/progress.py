@@ -1,0 +1,236 @@
+"""A training run on the terminal: one progress bar with the loss and the true tokens per second that are logged."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+from datasets.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import has_length
+from transformers.utils import logging as transformers_logging
+
+from ..packing import PackingReport
+
+# Seconds between the lines of a check in a pipe, and the share of it from which the rest can be estimated.
+_EVERY, _ENOUGH = 30.0, 0.05
+
+
+@contextmanager
+def proving(text: str, *, shown: bool = True) -> Iterator[Callable[[str, float], None]]:
+    """Shows what the check measures and how long it has yet to run: on a terminal in place, in a pipe a line at the
+    start and one for every minute or so.
+
+    Yields what [`check`] takes as `progress`.
+    """
+    console, started, last = Console(stderr=True), time.perf_counter(), [float("-inf")]
+    status = console.status(f"{text} ...") if shown and console.is_terminal else None
+
+    def say(part: str, share: float) -> None:
+        now = time.perf_counter()
+        left = f", about {(now - started) * (1 - share) / share:.0f} s to go" if share > _ENOUGH else ""
+        if status is not None:
+            status.update(f"{text}: {part}{left} ...")
+        elif shown and now - last[0] > _EVERY:
+            last[0] = now
+            console.print(f"trl-packfa: {text}: {part}{left} ...", highlight=False, markup=False, soft_wrap=True)
+
+    with status or nullcontext():
+        yield say
+
+
+@contextmanager
+def a_line_per_thing() -> Iterator[None]:
+    """Where there is no terminal, the bars of transformers and datasets are off: each refresh would be a line."""
+    bars, dataset_bars = transformers_logging.is_progress_bar_enabled(), is_progress_bar_enabled()
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+        disable_progress_bar()
+    try:
+        yield
+    finally:
+        if bars:
+            transformers_logging.enable_progress_bar()
+        if dataset_bars:
+            enable_progress_bar()
+
+
+class RichProgressCallback(TrainerCallback):
+    """Shows `title`, steps, loss, fill and tokens per second, evaluations with their loss; where there is no terminal,
+    a line per log. The first and the last step are always logged."""
+
+    def __init__(self, title: str, console: Console | None = None) -> None:
+        self.title, self.console = title, console or Console()
+        self.progress: Progress | None = None
+        self.task: TaskID | None = None
+        self.shown, self.evaluated = "", 0
+        self.began: tuple[float, int] = (0.0, 0)
+        # By name of the dataset: step and loss of every evaluation.
+        self.eval_losses: dict[str, list[tuple[int, float]]] = {}
+
+    @classmethod
+    def attach(cls, trainer: Trainer, title: str, console: Console | None = None) -> RichProgressCallback:
+        """Put it in the place of the Trainer's own progress bar and printer."""
+        trainer.remove_callback(ProgressCallback)
+        trainer.remove_callback(PrinterCallback)
+        if trainer.args.logging_strategy == "steps":
+            trainer.args.logging_first_step = True
+        callback = cls(title, console)
+        trainer.add_callback(callback)
+        return callback
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Open the bar on the main process."""
+        self.shown, self.evaluated, self.eval_losses = "", 0, {}
+        self.began = (time.perf_counter(), state.global_step)
+        if not state.is_world_process_zero:
+            return
+        columns = [
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[shown]}"),
+            TimeElapsedColumn(),
+            TextColumn("to go"),
+            TimeRemainingColumn(),
+        ]
+        self.progress = Progress(*columns, console=self.console)
+        self.task = self.progress.add_task(self.title, total=state.max_steps, completed=state.global_step, shown="")
+        if self.console.is_terminal:
+            self.progress.start()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """One optimizer step further; the last is logged whatever `logging_steps` says."""
+        if args.logging_strategy == "steps" and state.global_step >= state.max_steps:
+            control.should_log = True
+        if self.progress is not None and self.task is not None:
+            self.progress.update(self.task, completed=state.global_step)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Show what was logged."""
+        if self.progress is None or not logs or "loss" not in logs:
+            return
+        self.shown = f"loss {logs['loss']:.3f}"
+        if "fill" in logs:
+            self.shown += f"  fill {logs['fill']:.0%}"
+        if "tokens_per_second" in logs:
+            self.shown += f"  {logs['tokens_per_second']:,.0f} tokens/s"
+        self._show(self.shown)
+        if not self.console.is_terminal:
+            times = self._times(state)
+            self._say(f"{self.title}  step {state.global_step}/{state.max_steps}  {self.shown}  {times}")
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """One batch of an evaluation further."""
+        self.evaluated += 1
+        loader = kwargs.get("eval_dataloader")
+        of = f"/{len(loader)}" if isinstance(loader, Sized) and has_length(loader) else ""  # type: ignore[arg-type]
+        self._show(f"evaluating {self.evaluated}{of}", at_once=self.console.is_terminal)
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Print the loss of an evaluation, with its step."""
+        self.evaluated = 0
+        self._show(self.shown)
+        for key, loss in (metrics or {}).items():
+            if self.progress is None or not (found := _EVAL_LOSS.fullmatch(key)):
+                continue
+            name = found["name"] or ""
+            self.eval_losses.setdefault(name, []).append((state.global_step, loss))
+            self._say(f"{self.title}  step {state.global_step}/{state.max_steps}  {_titled(name)} {loss:.3f}")
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Close the bar; the first and the last evaluation, of several."""
+        if self.progress is None:
+            return
+        self.progress.stop()
+        for name, losses in self.eval_losses.items():
+            if len(losses) > 1:
+                (first, before), (last, after) = losses[0], losses[-1]
+                self._say(f"{_titled(name)}: {before:.3f} at step {first}, {after:.3f} at step {last}")
+        self.progress = None
+
+    def _show(self, text: str, *, at_once: bool = False) -> None:
+        if self.progress is not None and self.task is not None:
+            self.progress.update(self.task, shown=text, refresh=at_once)
+
+    def _times(self, state: TrainerState) -> str:
+        """Since training began, and what is left at that pace; steps before a resumption took none of it."""
+        elapsed, done = time.perf_counter() - self.began[0], state.global_step - self.began[1]
+        left = elapsed / max(done, 1) * (state.max_steps - state.global_step)
+        return f"{timedelta(seconds=round(elapsed))} elapsed, {timedelta(seconds=round(left))} to go"
+
+    def _say(self, line: str) -> None:
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+# The Trainer's name for the loss of an evaluation, with the dataset's where there are several.
+_EVAL_LOSS = re.compile(r"eval_((?P<name>.+)_)?loss")
+
+
+def _titled(name: str) -> str:
+    return f"eval loss ({name})" if name else "eval loss"
+
+
+def packing_table(reports: Mapping[str, PackingReport]) -> Table:
+    """What packing does to each dataset: documents and tokens in, lost and out."""
+    columns = {name: dict(report.lines()) for name, report in reports.items()}
+    table = Table("", *columns, title="what packing does to the data")
+    for label in dict.fromkeys(label for column in columns.values() for label in column):
+        table.add_row(label, *(column.get(label, "0") for column in columns.values()))
+    return table
+
+
+def plan_table(plan: Mapping[str, float]) -> Table:
+    """What an epoch comes to."""
+    table = Table("", "an epoch", title="what packing makes of it")
+    for name, value in plan.items():
+        if name.startswith("imbalance") and value == 1:
+            continue  # one process waits for nobody
+        if name in _SHARES:
+            table.add_row(_SHARES[name], f"{value:.1%}")
+        else:
+            table.add_row(name.replace("_", " "), f"{value:,.4g}" if value % 1 else f"{value:,.0f}")
+    return table
+
+
+# Shares of all tokens that are computed, and what they are called.
+_SHARES = {"padding_without_packing": "padding that a padded run would compute", "fill": "fill of the rows"}

@@ -1,0 +1,1 @@
+"""The trainer, its arguments, and the parts that it delegates to."""

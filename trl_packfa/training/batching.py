@@ -1,0 +1,151 @@
+"""How documents become micro-batches and steps: what a plan needs to know of the arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from transformers.trainer_pt_utils import get_length_grouped_indices
+
+from ..packing import PackedBatchSampler, recut_over_ranks
+from .config import PackedSFTConfig
+
+# How `step` may cut: anew; with a padded micro-batch's examples running at the same time; as the padded run.
+FREE, TOGETHER, KEPT = "free", "together", "kept"
+ROW_STRATEGIES = ("bfd", "bfd_split", "wrapped")
+PADDED = "padded"
+
+Sampler = TypeVar("Sampler", bound=PackedBatchSampler)
+
+
+@dataclass(frozen=True)
+class Batching:
+    """Strategy, sizes and number of processes. `strategy` is a `packing_strategy`, or `"padded"`: TRL unpacked.
+
+    `cut` is how `"step"` may cut (`FREE`, `TOGETHER`, `KEPT`), `budget` the tokens of its micro-batches (default: what
+    the padded run would hold at its worst),
+    `quadratic` the cost of a token attending to a token in units of the cost of a token, `pad_to` TRL's
+    `pad_to_multiple_of`.
+    """
+
+    strategy: str
+    batch_size: int
+    accumulation: int = 1
+    world_size: int = 1
+    max_length: int | None = None
+    budget: int | None = None
+    quadratic: float = 0.0
+    sampling: str = "random"
+    drop_last: bool = False
+    pad_to: int = 1
+    seed: int = 0
+    cut: str = FREE
+
+    @classmethod
+    def of(
+        cls,
+        args: PackedSFTConfig,
+        *,
+        strategy: str | None = None,
+        world_size: int | None = None,
+        quadratic: float = 0.0,
+        cut: str = FREE,
+    ) -> Batching:
+        """As the arguments say, perhaps for another strategy or number of processes."""
+        return cls(
+            strategy=strategy or (args.packing_strategy if args.packing else None) or PADDED,
+            batch_size=args.per_device_train_batch_size,
+            accumulation=args.gradient_accumulation_steps,
+            world_size=world_size or args.world_size,
+            max_length=args.max_length,
+            budget=args.max_tokens_per_microbatch,
+            quadratic=quadratic,
+            sampling=str(args.train_sampling_strategy),
+            drop_last=args.dataloader_drop_last,
+            pad_to=args.pad_to_multiple_of or 1,  # type: ignore[arg-type]  # SFTConfig has made it an int
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            cut=cut,
+        )
+
+    def micro_batch_tokens(self, lengths: np.ndarray) -> int:
+        """Tokens that no micro-batch exceeds, pads included."""
+        longest = int(lengths.max(initial=0))
+        if self.strategy == "step":
+            return max(self.budget or self.batch_size * longest, longest)
+        if self.strategy in ROW_STRATEGIES:
+            return self.batch_size * (self.max_length or longest)
+        if self.strategy == PADDED:
+            return self.batch_size * int(self.padded(np.array(longest)))
+        largest = np.partition(lengths, -min(self.batch_size, len(lengths)))[-self.batch_size :]
+        return int(self.padded(largest.sum()))
+
+    def padded(self, tokens: np.ndarray) -> np.ndarray:
+        """Row lengths in tokens, rounded up to `pad_to`."""
+        return -(-tokens // self.pad_to) * self.pad_to
+
+    def draw(self, lengths: np.ndarray) -> np.ndarray:
+        """Lengths by micro-batch of a rank, rank and example, int64, 0 where there is none: as accelerate deals
+        batches to ranks, the first documents once more where the last round lacks some."""
+        drawn = lengths[self._order(lengths)]
+        per_round = self.world_size * self.batch_size
+        if self.drop_last:
+            drawn = drawn[: len(drawn) // per_round * per_round]
+        missing = -len(drawn) % per_round
+        more = np.resize(drawn, missing) if self.world_size > 1 else np.zeros(missing, dtype=np.int64)
+        return np.concatenate([drawn, more]).reshape(-1, self.world_size, self.batch_size)
+
+    def _order(self, lengths: np.ndarray) -> np.ndarray:
+        """Indices as the Trainer's sampler would give them, from another random draw."""
+        if self.sampling == "sequential":
+            return np.arange(len(lengths))
+        if self.sampling == "group_by_length":
+            generator = torch.Generator().manual_seed(self.seed)
+            return np.array(get_length_grouped_indices(lengths.tolist(), self.batch_size, generator=generator))
+        return np.random.default_rng(self.seed).permutation(len(lengths))
+
+    def recut(self, step: np.ndarray, *, budget: int) -> list[list[np.ndarray]]:
+        """The documents' lengths of each rank's micro-batches, of a step as [`~Batching.draw`] gives it."""
+        groups = np.arange(step.shape[0] * step.shape[1]).repeat(step.shape[2])
+        documents, groups = step[step > 0], groups[step.ravel() > 0]
+        dealt = deal(documents, groups, cut=self.cut, budget=budget, world_size=self.world_size,
+                     quadratic=self.quadratic)  # fmt: skip
+        return [[documents[part] for part in rank] for rank in dealt]
+
+    def row_sampler(self, lengths: np.ndarray, *, rank: int = 0, kind: type[Sampler] = PackedBatchSampler) -> Sampler:
+        """A rank's sampler of rows, of a strategy that fills them."""
+        assert self.max_length is not None, "the config requires max_length for rows"
+        return kind(
+            lengths,
+            rank=rank,
+            capacity=self.max_length,
+            rows_per_batch=self.batch_size,
+            seed=self.seed,
+            world_size=self.world_size,
+            shuffle=self.sampling != "sequential",
+            wrapped=self.strategy == "wrapped",
+            quadratic=self.quadratic,
+        )
+
+
+def deal(
+    lengths: np.ndarray, groups: np.ndarray, *, cut: str, budget: int, world_size: int, quadratic: float
+) -> list[list[list[int]]]:
+    """The examples of a step, for each rank its micro-batches.
+
+    Args:
+        lengths (`np.ndarray`):
+            Tokens of each example.
+        groups (`np.ndarray`):
+            The number of its padded micro-batch.
+        cut (`str`):
+            `FREE`, `TOGETHER` or `KEPT`; the last takes padded micro-batches as they come, rank after rank in turn.
+        budget (`int`), world_size (`int`), quadratic (`float`):
+            Tokens of a micro-batch, number of ranks, cost of a token attending to a token.
+    """
+    if cut == KEPT:
+        parts = [np.flatnonzero(groups == group).tolist() for group in np.unique(groups)]
+        return [parts[rank::world_size] for rank in range(world_size)]
+    together = groups if cut == TOGETHER else None
+    return recut_over_ranks(lengths, budget=budget, world_size=world_size, quadratic=quadratic, groups=together)

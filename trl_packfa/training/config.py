@@ -1,0 +1,283 @@
+"""`PackedSFTConfig`: `SFTConfig` and `ModelConfig` in one, and the little they lack.
+
+TRL's own fields keep their names and meaning; what has another default here says so in its help text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
+from trl import ModelConfig, SFTConfig
+
+from ..attention import get_backend
+from ..errors import InvalidConfig
+from ..packing import OVERFLOW_POLICIES, require_policy
+
+LOSS_WEIGHTINGS = ("token", "example")
+PACKING_STRATEGIES = ("step", "minibatch", "bfd", "bfd_split", "wrapped")
+
+
+@dataclass
+class PackedSFTConfig(ModelConfig, SFTConfig):
+    """Arguments of [`PackedSFTTrainer`]: all fields of TRL's `SFTConfig` and `ModelConfig`, and eight of our own.
+
+    Ours are `max_tokens_per_microbatch`, `overflow`, `loss_weighting`, `loss_by`, `check_packing`,
+    `attention_backend`, `fused_lora` and `peak_tflops`.
+
+    > [!NOTE]
+    > These fields have other defaults than TRL's: `packing=True`, `use_peft=True`,
+    > `lora_target_modules=["all-linear"]`, `packing_strategy="step"`, and `dtype`, which is `"bfloat16"` for a
+    > quantized model trained in bf16 and TRL's `"float32"` otherwise. On a machine without a GPU `bf16` is off unless
+    > asked for, where TRL raises.
+    """
+
+    packing: bool = field(
+        default=True,
+        metadata={"help": "Pack documents, with boundaries honoured. `False` trains padded, as `SFTTrainer` does."},
+    )
+    packing_strategy: str | None = field(
+        default=None,
+        metadata={
+            "help": "`'step'`, also if none is named: an optimizer step sees the examples of the padded run, re-cut "
+            "into as few and as equal micro-batches as the token budget allows. "
+            "`'minibatch'`: each micro-batch holds the examples it would hold padded, as one row. "
+            "`'bfd'`: rows of `max_length` tokens, best-fit decreasing over the whole dataset, repacked every epoch. "
+            "`'bfd_split'`: the same with `overflow='split'`. "
+            "`'wrapped'`: documents one after the other, cut wherever a row of `max_length` tokens is full; the parts "
+            "are documents of their own.",
+            "choices": list(PACKING_STRATEGIES),
+        },
+    )
+    max_tokens_per_microbatch: int | None = field(
+        default=None,
+        metadata={
+            "help": "Token budget of a micro-batch under `packing_strategy='step'`. Default: what the padded run "
+            "would hold at its worst, `per_device_train_batch_size` times the longest document."
+        },
+    )
+    overflow: str = field(
+        default="truncate",
+        metadata={
+            "help": "What happens to documents longer than `max_length`: `'truncate'`, `'split'` into documents of "
+            "their own, `'drop'`, or `'error'`. All is counted and reported.",
+            "choices": list(OVERFLOW_POLICIES),
+        },
+    )
+    loss_weighting: str = field(
+        default="token",
+        metadata={
+            "help": "What counts in the training loss: `'token'`, every trained token of a step the same (TRL's), or "
+            "`'example'`, every example the same, as unpacked training with one example a micro-batch does.",
+            "choices": list(LOSS_WEIGHTINGS),
+        },
+    )
+    loss_by: str | None = field(
+        default=None,
+        metadata={"help": "Column that says where an example comes from; the loss of each source is logged."},
+    )
+    check_packing: bool = field(
+        default=True,
+        metadata={"help": "Prove on this model, before the first step, that no document can see another."},
+    )
+    attention_backend: str = field(
+        default="auto",
+        metadata={
+            "help": "Attention backend: `'auto'`, or a name from `trl-packfa backends`, which then runs or raises."
+        },
+    )
+    fused_lora: bool = field(
+        default=True,
+        metadata={
+            "help": "Compute LoRA layers with their base layers in one product, where they allow it, to PEFT's "
+            "result within rounding; `False` leaves them to PEFT."
+        },
+    )
+    peak_tflops: float | None = field(
+        default=None,
+        metadata={
+            "help": "What the logged `mfu` is a share of, in TFLOP/s of a device; default: the best matrix product of "
+            "the model's shape, measured once."
+        },
+    )
+    use_peft: bool = field(
+        default=True,
+        metadata={"help": "Train a LoRA adapter. `False` trains all parameters."},
+    )
+    lora_target_modules: list[str] | None = field(
+        default_factory=lambda: ["all-linear"],
+        metadata={"help": "LoRA target modules; all linear layers but the LM head by default."},
+    )
+    dtype: str | None = field(
+        default=None,
+        metadata={
+            "help": "Data type to load the model in. Default: `'bfloat16'` for a quantized model trained in bf16, "
+            "else `'float32'`.",
+            "choices": ["auto", "bfloat16", "float16", "float32"],
+        },
+    )
+
+    def __post_init__(self) -> None:
+        ModelConfig.__post_init__(self)
+        self._settle_precision()
+        SFTConfig.__post_init__(self)
+        if self.device.type == "cpu":
+            self.dataloader_pin_memory = False  # there is nothing to pin for, of which torch warns in every epoch
+        if self.dtype is None:
+            quantized = self.load_in_4bit or self.load_in_8bit
+            self.dtype = "bfloat16" if quantized and self.bf16 else "float32"
+        if self.attention_backend != "auto":
+            get_backend(self.attention_backend)
+        require_policy(self.overflow)
+        self._require_weighting()
+        self._settle_packing()
+        self._require_trainable()
+
+    def _settle_precision(self) -> None:
+        """TRL trains in bf16 unless told otherwise and stops where there is none: without a GPU, float32 is meant."""
+        if self.bf16 is not None or self.fp16 or self.use_cpu:
+            return
+        if is_torch_bf16_gpu_available() or is_torch_xla_available():
+            return
+        if torch.accelerator.is_available():
+            raise InvalidConfig(
+                f"this {torch.accelerator.current_accelerator()} has no bfloat16, in which TRL trains by default.",
+                do="Pass fp16=True, or bf16=False to train in float32.",
+            )
+        self.bf16 = False
+
+    def _settle_packing(self) -> None:
+        """One strategy if packing is on, none if it is off."""
+        if self.max_length is not None and self.max_length < 2:
+            raise InvalidConfig(f"max_length={self.max_length}: a document needs two tokens to train on one.")
+        if not self.packing:
+            if self.packing_strategy is not None:
+                raise InvalidConfig(
+                    f"packing=False, but packing_strategy='{self.packing_strategy}'.",
+                    do="Drop packing_strategy to train padded, or packing=False to pack.",
+                )
+            return
+        if self.packing_strategy is None:
+            self.packing_strategy = "step"
+        if self.packing_strategy not in PACKING_STRATEGIES:
+            raise InvalidConfig(
+                f"packing_strategy='{self.packing_strategy}' does not exist.",
+                do=f"Choose one of {list(PACKING_STRATEGIES)}.",
+            )
+        if self.packing_strategy == "bfd_split":
+            self.overflow = "split"
+        if self.truncation_mode != "keep_start" and self.max_length is not None:
+            raise InvalidConfig(
+                f"truncation_mode='{self.truncation_mode}' with packing: documents are cut at their end only.",
+                why=["TRL has deprecated it"],
+                do="Drop it, cut the data yourself, or use overflow='split', which trains every token.",
+            )
+        if self.packing_strategy == "wrapped" and self.overflow != "truncate":
+            raise InvalidConfig(
+                f"overflow='{self.overflow}' has no effect under packing_strategy='wrapped'.",
+                why=["it cuts every document where a row is full"],
+                do="Drop overflow, or use packing_strategy='bfd'.",
+            )
+        if self.packs_rows:
+            self._require_rows()
+        self._require_budget()
+        # Packing always is padding-free; TRL's switch of that name is for its own collator.
+        self.padding_free = False
+
+    def _require_budget(self) -> None:
+        """What a token budget may be, and where it means something."""
+        budget = self.max_tokens_per_microbatch
+        if budget is not None and budget < 2:
+            raise InvalidConfig(f"max_tokens_per_microbatch={budget}: a document needs two tokens to train on one.")
+        if budget is not None and not self.packs_steps:
+            raise InvalidConfig(
+                f"max_tokens_per_microbatch={budget} has no effect under packing_strategy='{self.packing_strategy}'.",
+                do="Use packing_strategy='step', or drop it.",
+            )
+        if self.packs_steps and self.train_sampling_strategy == "batch_rebalance":
+            raise InvalidConfig(
+                "train_sampling_strategy='batch_rebalance' with packing_strategy='step'.",
+                why=["both decide how a step is cut into micro-batches"],
+                do="Use packing_strategy='minibatch'.",
+            )
+
+    def _require_rows(self) -> None:
+        """What rows of a fixed capacity need, and what contradicts them."""
+        if self.max_length is None:
+            raise InvalidConfig(
+                f"packing_strategy='{self.packing_strategy}' fills rows of max_length tokens, max_length is None.",
+                do="Set max_length, or packing_strategy='step' or 'minibatch', which need none.",
+            )
+        if self.dataloader_drop_last:
+            raise InvalidConfig(
+                f"dataloader_drop_last=True has nothing to drop under packing_strategy='{self.packing_strategy}'.",
+                why=["rows are dealt so that every rank takes part in every step, the last one too"],
+                do="Drop it.",
+            )
+        if self.train_sampling_strategy in ("group_by_length", "batch_rebalance"):
+            raise InvalidConfig(
+                f"train_sampling_strategy='{self.train_sampling_strategy}' has nothing to order under "
+                f"packing_strategy='{self.packing_strategy}'.",
+                why=["the packer decides which documents share a batch"],
+                do="Drop train_sampling_strategy.",
+            )
+
+    def _require_weighting(self) -> None:
+        """What a weighting of examples contradicts."""
+        if self.loss_weighting not in LOSS_WEIGHTINGS:
+            raise InvalidConfig(
+                f"loss_weighting='{self.loss_weighting}' does not exist.", do=f"Choose one of {list(LOSS_WEIGHTINGS)}."
+            )
+        by_example = self.loss_weighting == "example"
+        if by_example and (self.loss_type != "nll" or self.label_smoothing_factor):
+            what = f"loss_type='{self.loss_type}'" if self.loss_type != "nll" else "label_smoothing_factor"
+            raise InvalidConfig(
+                f"{what} with loss_weighting='example': an example's own mean loss is defined for 'nll' only.",
+                do="Use loss_weighting='token'.",
+            )
+
+    def _require_trainable(self) -> None:
+        """Contradictions between adapters and quantization."""
+        if not self.use_peft and (self.load_in_4bit or self.load_in_8bit):
+            raise InvalidConfig(
+                "use_peft=False with a quantized model: quantized weights cannot be trained.",
+                do="Drop use_peft=False to train a LoRA adapter, or drop load_in_4bit / load_in_8bit.",
+            )
+        targets = self.lora_target_modules
+        if self.use_peft and "lm_head" in ([targets] if isinstance(targets, str) else targets or []):
+            raise InvalidConfig(
+                "lora_target_modules names 'lm_head'.",
+                why=[
+                    "TRL multiplies hidden states with lm_head.weight directly, so its adapter would never be trained"
+                ],
+                do="Remove 'lm_head'; to train it in full, name it in lora_modules_to_save.",
+            )
+
+    @property
+    def packs_rows(self) -> bool:
+        """Whether rows of `max_length` tokens are filled over the whole dataset."""
+        return self.packing and self.packing_strategy in ("bfd", "bfd_split", "wrapped")
+
+    @property
+    def packs_steps(self) -> bool:
+        """Whether the examples of an optimizer step are re-cut into micro-batches."""
+        return self.packing and self.packing_strategy == "step"
+
+    @classmethod
+    def from_args(cls, args: TrainingArguments, **changes: Any) -> PackedSFTConfig:
+        """Any of TRL's or transformers' arguments as a `PackedSFTConfig`; one that is already comes back as it is.
+
+        A plain `SFTConfig` has `packing=False` by default, which cannot be told from a wish: packing, patching and
+        LoRA are on, as in a `PackedSFTConfig`. Its strategy counts if it has `packing=True`. `changes` are fields that
+        are to be others than the arguments' or the defaults.
+        """
+        if isinstance(args, cls):
+            return args
+        names = {f.name for f in fields(cls) if f.init}
+        kept = {f.name: getattr(args, f.name) for f in fields(args) if f.name in names}
+        packing = kept.pop("packing", False)
+        strategy = kept.pop("packing_strategy", None)
+        return cls(**{**kept, "packing_strategy": strategy if packing else None, **changes})

@@ -1,0 +1,172 @@
+"""What a strategy makes of an epoch: steps, micro-batches, pads, balance and cost, from lengths alone.
+
+One piece for the trainer's `packing_plan` and for `trl-packfa plan`. Numbers of steps, rows and documents are exact;
+who shares a micro-batch is drawn at random, as the Trainer draws it, but not the same draw.
+
+Shape letters: R rounds, in each of which every rank runs a micro-batch, W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..packing import PackedBatchSampler, document_cost
+from .batching import FREE, PADDED, ROW_STRATEGIES, Batching
+from .config import PackedSFTConfig
+
+# Of longer epochs so many steps, or rounds of rows, evenly spaced: means over them are within a few per cent.
+_SAMPLED = 100
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """An epoch over `documents` of `tokens` true tokens.
+
+    Rows, documents and tokens are those of all ranks, micro-batches a rank's. `padding` is the share of the computed
+    tokens that are pads; `fill` true tokens over what rows could hold (the padded batch, the token budget,
+    `max_length`; `minibatch` has no such limit); `imbalance` what the epoch takes over what it would take if all ranks
+    were always busy; `cost` the busiest rank's, waiting included, in units of the cost of a token.
+    """
+
+    strategy: str
+    world_size: int
+    documents: int
+    tokens: int
+    rows: float
+    steps: int
+    micro_batches: float
+    largest_micro_batch: int
+    padding: float
+    fill: float | None
+    imbalance: float
+    cost: float
+
+    @property
+    def examples_per_step(self) -> float:
+        """Documents of a step, of all ranks."""
+        return self.documents / self.steps
+
+    @property
+    def tokens_per_micro_batch(self) -> float:
+        """True tokens, on average."""
+        return self.tokens / (self.micro_batches * self.world_size)
+
+
+@dataclass(frozen=True)
+class _Rounds:
+    """Sampled micro-batches, each array of shape `(R, W)`: true tokens, computed tokens, cost; `of` how many rounds
+    the epoch has, if not all were sampled."""
+
+    true: np.ndarray
+    computed: np.ndarray
+    cost: np.ndarray
+    of: float
+
+
+def plan_epoch(lengths: np.ndarray, batching: Batching) -> EpochPlan:
+    """What an epoch over documents of `lengths` (tokens, int64, at least one) comes to."""
+    documents, tokens = len(lengths), int(lengths.sum())
+    if batching.strategy in ROW_STRATEGIES:
+        sampler = batching.row_sampler(lengths)
+        rounds = _of_rows(sampler, batching)
+        slots, rows, fill = rounds.of, float(sampler.num_rows), sampler.fill
+    else:
+        drawn = batching.draw(lengths)
+        if batching.drop_last:
+            documents, tokens = int((drawn > 0).sum()), int(drawn.sum())
+        slots = len(drawn)
+        rounds = _recut(drawn, lengths, batching) if batching.strategy == "step" else _as_drawn(drawn, batching)
+        rows, fill = rounds.of * batching.world_size, None
+        if batching.strategy == PADDED:
+            rows, fill = float(documents), _ratio(rounds.true.sum(), rounds.computed.sum())
+        elif batching.strategy == "step":
+            fill = _ratio(rounds.true.sum(), batching.micro_batch_tokens(lengths) * rounds.true.size)
+    waiting, busy = rounds.cost.max(axis=1, initial=0).sum(), rounds.cost.sum() / batching.world_size
+    return EpochPlan(
+        strategy=batching.strategy,
+        world_size=batching.world_size,
+        documents=documents,
+        tokens=tokens,
+        rows=rows,
+        steps=max(-int(-slots // batching.accumulation), 1),
+        micro_batches=max(rounds.of, 1.0),
+        largest_micro_batch=batching.micro_batch_tokens(lengths),
+        padding=1 - _ratio(rounds.true.sum(), rounds.computed.sum()),
+        fill=fill,
+        imbalance=_ratio(waiting, busy),
+        cost=float(waiting) * _ratio(tokens, rounds.true.sum()),
+    )
+
+
+def _as_drawn(drawn: np.ndarray, batching: Batching) -> _Rounds:
+    """Padded, or each micro-batch as one row."""
+    true = drawn.sum(axis=2)
+    if batching.strategy == PADDED:
+        width, rows = batching.padded(drawn.max(axis=2)), (drawn > 0).sum(axis=2)
+        return _Rounds(true, width * rows, rows * document_cost(width, batching.quadratic), len(drawn))
+    computed = batching.padded(true)
+    cost = document_cost(drawn, batching.quadratic).sum(axis=2) + computed - true
+    return _Rounds(true, computed, cost, len(drawn))
+
+
+def _recut(drawn: np.ndarray, lengths: np.ndarray, batching: Batching) -> _Rounds:
+    """The examples of each step in fewer, fuller micro-batches, over all ranks."""
+    budget, micro_batches = batching.micro_batch_tokens(lengths), []
+    starts = range(0, len(drawn), batching.accumulation)
+    sampled = _sample(starts)
+    for start in sampled:
+        dealt = batching.recut(drawn[start : start + batching.accumulation], budget=budget)
+        micro_batches += [list(round_) for round_ in zip(*dealt, strict=True)]
+    return _measured(micro_batches, batching, of=len(micro_batches) * len(starts) / max(len(sampled), 1))
+
+
+def _of_rows(sampler: PackedBatchSampler, batching: Batching) -> _Rounds:
+    """Rows filled over the whole dataset."""
+    rounds, ranks = sampler.rounds(), range(batching.world_size)
+    micro_batches = [[sampler.lengths[sampler.share(round_, rank)] for rank in ranks] for round_ in _sample(rounds)]
+    return _measured(micro_batches, batching, of=len(rounds))
+
+
+def _measured(micro_batches: list[list[np.ndarray]], batching: Batching, *, of: float) -> _Rounds:
+    """From the lengths of the documents of every rank's micro-batch, round by round."""
+    shape = (len(micro_batches), batching.world_size)
+    true = np.array([[part.sum() for part in ranks] for ranks in micro_batches], dtype=np.int64).reshape(shape)
+    cost = np.array([[document_cost(part, batching.quadratic).sum() for part in ranks] for ranks in micro_batches])
+    computed = batching.padded(true)
+    return _Rounds(true, computed, cost.reshape(shape) + computed - true, of)
+
+
+def _sample(of: Sequence) -> Sequence:
+    if len(of) <= _SAMPLED:
+        return of
+    return [of[i] for i in np.linspace(0, len(of) - 1, _SAMPLED).astype(int)]
+
+
+def _ratio(part: float, whole: float) -> float:
+    return float(part / whole) if whole else 1.0
+
+
+def summarize_plan(
+    args: PackedSFTConfig, lengths: np.ndarray, *, quadratic: float, cut: str = FREE
+) -> dict[str, float]:
+    """The figures of a trainer's own strategy that a user needs before the first step, by name.
+
+    `lengths` (tokens) are the documents' as they are packed, `quadratic` the cost of attention, `cut` how `step` may
+    cut.
+    """
+    batching = Batching.of(args, quadratic=quadratic, cut=cut)
+    epoch = plan_epoch(lengths, batching)
+    plan = {"steps_per_epoch": float(epoch.steps), "examples_per_step": epoch.examples_per_step}
+    if args.packs_rows:
+        filled = {"rows": epoch.rows, "documents_per_row": epoch.documents / epoch.rows, "fill": epoch.fill or 0.0}
+        return plan | filled | {"imbalance": epoch.imbalance}
+    plan["padding_without_packing"] = plan_epoch(lengths, Batching.of(args, strategy=PADDED)).padding
+    as_drawn = plan_epoch(lengths, Batching.of(args, strategy="minibatch", quadratic=quadratic))
+    plan["micro_batches_per_step"] = epoch.micro_batches / epoch.steps
+    plan["tokens_per_micro_batch"] = epoch.tokens_per_micro_batch
+    if args.packs_steps:
+        plan |= {"imbalance_padded": as_drawn.imbalance}
+    return plan | {"imbalance": epoch.imbalance}

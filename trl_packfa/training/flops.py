@@ -1,0 +1,154 @@
+"""What a model's arithmetic asks of a machine, and what the machine can do; must not know trainers or data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import PeftModel, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from trl import get_peft_config
+
+from ..runtime.zero3 import is_partitioned, whole_shape, whole_size
+from .config import PackedSFTConfig
+
+# Rows of the measured product: what a full micro-batch has.
+_ROWS = 2048
+_COPIED_BYTES = 2**28
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """Floating point operations that training needs, recomputation not counted.
+
+    2 per weight forward and 2 for the gradient of its input; 2 more for its own gradient where it trains. Attention:
+    per layer and token that a token sees, half of the document on average, 4 times its width, and twice that backward.
+
+    Args:
+        body (`float`): per token, of all matrix products but the LM head's.
+        head (`float`): per token that is trained.
+        attention (`float`): per token, and per token of its document.
+    """
+
+    body: float
+    head: float
+    attention: float
+
+    @classmethod
+    def planned(cls, config: PreTrainedConfig, args: PackedSFTConfig) -> ModelFlops:
+        """Those of a model that is not there yet, with the adapter that the arguments ask for."""
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)
+        adapter: Any = get_peft_config(args)
+        return cls.of(get_peft_model(model, adapter, low_cpu_mem_usage=True) if adapter else model)
+
+    @classmethod
+    def of(cls, model: Any) -> ModelFlops:
+        """Those of a model or its `PeftModel`, as it is about to train; it may lie on the meta device."""
+        text, head = model.config.get_text_config(), model.get_output_embeddings()
+        heads, head_dim = attention_heads(text)
+        linear = {
+            m: _flops_per_weight(m.weight) * m.in_features * m.out_features
+            for m in model.modules()
+            if isinstance(m, nn.Linear)
+        }
+        of_head = linear.pop(head, 0)
+        body = sum(linear.values()) + _expert_flops(model, text)
+        return cls(body, of_head, 3 * 2 * heads * head_dim * text.num_hidden_layers)
+
+    def per_token(self, *, seen: float, trained: float = 1.0) -> float:
+        """Of a true token.
+
+        Args:
+            seen (`float`): mean over tokens of the length of their document.
+            trained (`float`): share of the tokens that the LM head scores.
+        """
+        return self.body + self.head * trained + self.attention * seen
+
+
+def _flops_per_weight(weight: torch.Tensor) -> int:
+    """Operations per token: the weights' own gradient is only computed where they train."""
+    return 6 if weight.requires_grad else 4
+
+
+def _expert_flops(model: nn.Module, text: Any) -> float:
+    """A token's share of weights that are stacked by expert, in one parameter for all."""
+    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
+    stacked = sum(_flops_per_weight(p) * whole_size(p) for p in model.parameters() if len(whole_shape(p)) == 3)
+    return stacked * text.num_experts_per_tok / experts if experts and stacked else 0
+
+
+def attention_heads(text: Any) -> tuple[int, int]:
+    """Number and width of the query heads that a text config says; no heads without attention."""
+    heads = getattr(text, "num_attention_heads", 0) or 0
+    return heads, getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1)
+
+
+def quadratic_weight(model: Any) -> float:
+    """Cost of a token attending to a token, in units of the cost of a token, of a model or its `PeftModel`.
+
+    Forward operations per token: 2 per parameter, and 2 * layers * width per token that it attends to (half of the
+    document on average, scores and values).
+    """
+    text = model.config.get_text_config()
+    heads, head_dim = attention_heads(text)
+    return text.num_hidden_layers * heads * head_dim / max(_num_parameters(model), 1)
+
+
+def _num_parameters(model: Any) -> int:
+    """Of 4-bit weights, of which two share a byte, transformers knows how many there are."""
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    if isinstance(inner, PreTrainedModel) and not is_partitioned(inner):
+        return inner.num_parameters()
+    return sum(map(whole_size, inner.parameters()))
+
+
+def peak_flops(config: Any, args: PackedSFTConfig, *, seconds: float = 0.5) -> float:
+    """Operations per second of the model's own largest matrix product here, or what `peak_tflops` says."""
+    if args.peak_tflops is not None:
+        return args.peak_tflops * 1e12
+    text = config.get_text_config()
+    wide = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    wide = max(wide) if isinstance(wide, (list, tuple)) else wide
+    return matmul_flops(_ROWS, text.hidden_size, wide, dtype=compute_dtype(args), device=args.device, seconds=seconds)
+
+
+def compute_dtype(args: PackedSFTConfig) -> torch.dtype:
+    """What matrix products run in."""
+    if args.bf16 or args.fp16:
+        return torch.bfloat16 if args.bf16 else torch.float16
+    return getattr(torch, args.dtype) if args.dtype not in (None, "auto") else torch.float32
+
+
+def matmul_flops(
+    rows: int, inner: int, columns: int, *, dtype: torch.dtype, device: torch.device, seconds: float = 0.5
+) -> float:
+    """The best rate of `(rows, inner) @ (inner, columns)` in so many seconds, in operations per second."""
+    # Of its own: the global one belongs to the training that is measured.
+    generator = torch.Generator(device).manual_seed(0)
+    a = torch.randn(rows, inner, device=device, dtype=dtype, generator=generator)
+    b = torch.randn(inner, columns, device=device, dtype=dtype, generator=generator)
+    return 2 * rows * inner * columns / _best(lambda: a @ b, device, seconds)
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes per second that memory reads and writes in a large copy."""
+    source = torch.empty(_COPIED_BYTES // 4, device=device).normal_(generator=torch.Generator(device).manual_seed(0))
+    target = torch.empty_like(source)
+    return 2 * _COPIED_BYTES / _best(lambda: target.copy_(source), device, 0.5)
+
+
+def _best(act: Callable[[], Any], device: torch.device, seconds: float) -> float:
+    """Seconds of the fastest of as many calls as fit, at least three."""
+    times: list[float] = []
+    while len(times) < 3 or sum(times) < seconds:
+        start = time.perf_counter()
+        act()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times)

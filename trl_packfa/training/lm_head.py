@@ -1,0 +1,164 @@
+"""TRL's fused LM head, and a way around it where it does not compute the model's own loss.
+
+TRL multiplies the backbone's output with `lm_head.weight` and knows the scalings of some architectures. A model that
+does something else in between (ModernBERT's prediction head, say) would train on wrong log-probabilities, packed or
+not, and one whose backbone is not where TRL looks for it raises (Llama-4). Their log-probabilities are computed from
+the model's own logits instead.
+
+Shape letters: B rows, L row length, V vocabulary, P trained positions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..errors import UnsupportedModel
+from ..exactness import quiet, vocabulary_of
+from ..kernels.lm_head.chunked import TrainedHead, aligned, scored
+from ..patching import router_loss
+from ..patching.inspect import inner_model
+from ..runtime.autocast import autocast_dtype
+from ..runtime.override import forward_signature
+
+logger = logging.getLogger(__name__)
+
+_TOKENS = 16
+# Largest difference of a log-probability that rounding explains; wrong heads are off by whole units.
+_ALLOWED, _ALLOWED_HALF = 1e-3, 0.25
+# Trained positions that are scored at a time: keeps the temporaries of a large vocabulary small.
+_CHUNK = 256
+
+
+def ensure_own_loss(model: Any, *, seed: int) -> TrainedHead | OwnHead | None:
+    """Give a model the cheapest head whose log-probabilities are those of its own logits, on a few random tokens, to
+    within rounding: one that scores trained positions only, where no Triton kernel does; TRL's; or the logits' own.
+
+    Args:
+        model (`torch.nn.Module`):
+            A causal LM with TRL's fused LM head, bare or wrapped, not yet patched.
+        seed (`int`):
+            Seed of the tokens.
+
+    Returns:
+        The head, or `None` for TRL's.
+
+    Raises:
+        [`UnsupportedModel`]: if the model itself does not run, in its dtypes and autocast's.
+    """
+    inner: Any = inner_model(model)
+    by_trl, allowed = inner.forward, _allowed(model)
+    if model.get_input_embeddings().weight.device.type not in ("cuda", "xpu"):
+        inner.forward = head = TrainedHead(inner, by_trl)
+        difference = _difference(model, seed)
+        if difference is not None and difference <= allowed:
+            return head
+        inner.forward = by_trl
+    difference = _difference(model, seed)
+    if difference is not None and difference <= allowed:
+        return None
+    if difference is None:
+        _require_runnable(model, seed)
+    inner.forward = own = OwnHead(inner, by_trl)
+    why = "it raises" if difference is None else f"log-probabilities are off by {difference:.3f}"
+    logger.warning(
+        "trl-packfa: TRL's fused LM head does not compute the loss of %s (%s): "
+        "the model's own logits are scored, which takes more memory.",
+        type(inner).__name__,
+        why,
+    )
+    return own
+
+
+def _random_ids(model: Any, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, vocabulary_of(model), (1, _TOKENS), generator=generator)
+    return ids.to(model.get_input_embeddings().weight.device)
+
+
+def _require_runnable(model: Any, seed: int) -> None:
+    """What no head can mend: an operator that does not take the model's dtypes together, say."""
+    weights = next(p for p in model.parameters() if p.is_floating_point())
+    try:
+        with quiet(model), torch.no_grad():
+            model(input_ids=_random_ids(model, seed), use_cache=False)
+    except (RuntimeError, ValueError) as error:
+        autocast = autocast_dtype(weights)
+        under = "" if autocast is None else f" under {_named(autocast)} autocast"
+        raise UnsupportedModel(
+            f"{type(inner_model(model)).__name__} with {_named(weights.dtype)} weights does not run{under}.",
+            why=[str(error).partition("\n")[0]],
+            do="Load it with dtype='float32'"
+            + ("." if autocast is None else f" or '{_named(autocast)}', or train without autocast: bf16=False."),
+        ) from error
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _difference(model: Any, seed: int) -> float | None:
+    ids = _random_ids(model, seed)
+    # Log-probabilities are compared, whatever becomes of the routers' auxiliary loss.
+    options: dict[str, Any] = {"use_cache": False, **router_loss.without(inner_model(model).config.get_text_config())}
+    with quiet(model), torch.no_grad():
+        try:
+            fused = model(input_ids=ids, labels=ids, fused_lm_head=True, **options).log_probs
+        except (AttributeError, TypeError, RuntimeError, ValueError) as error:
+            logger.debug("trl-packfa: TRL's fused LM head: %s", error)
+            return None
+        logits = model(input_ids=ids, **options).logits
+    own = torch.log_softmax(logits[:, :-1].float(), dim=-1).gather(-1, ids[:, 1:, None])[..., 0]
+    return float((fused.float() - own).abs().max())
+
+
+def _allowed(model: Any) -> float:
+    exact = next(p.dtype for p in model.parameters() if p.is_floating_point()) in (torch.float32, torch.float64)
+    return (
+        _ALLOWED
+        if exact and not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled()
+        else _ALLOWED_HALF
+    )
+
+
+class OwnHead:
+    """A causal LM's forward that scores its own logits where TRL asks for the fused LM head."""
+
+    def __init__(self, module: PreTrainedModel, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+        self.__signature__ = forward_signature(module)
+
+    def __call__(
+        self,
+        *args: Any,
+        fused_lm_head: bool = False,
+        labels: torch.Tensor | None = None,
+        shift_labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The forward: TRL's output type with `fused_lm_head`, the model's own without."""
+        if not fused_lm_head:
+            given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+            return self.forward(*args, **{k: v for k, v in given.items() if v is not None}, **kwargs)
+        output = self.forward(*args, **kwargs)
+        logits, aux_loss = output.logits, getattr(output, "aux_loss", None)
+        if aux_loss is None and kwargs.get("output_router_logits"):
+            aux_loss = logits.new_zeros(())  # asked for, but this architecture balances no experts (Llama-4)
+        logits_BLV, labels_BL = aligned(logits, labels, shift_labels)
+        mask = (labels_BL := labels_BL.to(logits.device)) != -100
+        logits_PV, labels_P = logits_BLV[mask], labels_BL[mask]
+        parts = [_score(*part) for part in zip(logits_PV.split(_CHUNK), labels_P.split(_CHUNK), strict=True)]
+        return scored(mask, map(torch.cat, zip(*parts, strict=True)), num_items_in_batch, aux_loss=aux_loss)
+
+
+def _score(logits_PV: torch.Tensor, labels_P: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    log_probs_PV = torch.log_softmax(logits_PV.float(), dim=-1)
+    with torch.no_grad():
+        entropy = -(log_probs_PV.exp() * log_probs_PV).sum(-1)
+        is_top1 = logits_PV.argmax(-1) == labels_P
+    return log_probs_PV.gather(-1, labels_P[:, None])[:, 0], entropy, is_top1

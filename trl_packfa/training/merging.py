@@ -1,0 +1,88 @@
+"""A trained adapter merged into its base, as PEFT does it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ..errors import InvalidConfig, UnsupportedModel
+from .hub import load_causal_lm
+
+
+def merge_adapter(
+    adapter: str, output: str | Path, *, base: str | None = None, dtype: str = "auto"
+) -> tuple[Any, PreTrainedTokenizerBase | None]:
+    """Merge an adapter into its base model and save model and tokenizer.
+
+    The base is loaded again, unquantized: what a QLoRA adapter was trained on were that base's weights rounded to
+    4 bits, so the merged model differs from the trained one by that rounding, and is nearer to the original base.
+
+    Args:
+        adapter (`str`):
+            Folder or Hub name of the adapter.
+        output (`str` or `Path`):
+            Folder to save into, new or empty.
+        base (`str`, *optional*):
+            Name or path of the base, where the adapter names one that has moved.
+        dtype (`str`, *optional*, defaults to `"auto"`):
+            Of the merged weights; `"auto"` is what the base was saved in.
+
+    Returns:
+        The merged `PreTrainedModel`, and its tokenizer if the adapter or the base has one.
+
+    Raises:
+        [`InvalidConfig`]: if the folder is not empty, or the adapter is none that can be merged.
+        [`UnsupportedModel`]: if adapter or base cannot be loaded.
+    """
+    output = Path(output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise InvalidConfig(f"{output} is not empty.", do="Name a new folder.")
+    config = _adapter_config(adapter)
+    named = config.base_model_name_or_path
+    base = base or named
+    merged = _adapted(adapter, base, named, dtype).merge_and_unload()
+    tokenizer = _tokenizer(adapter, base)
+    merged.save_pretrained(output)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(output)
+    return merged, tokenizer
+
+
+def _adapter_config(adapter: str) -> Any:
+    try:
+        config: Any = PeftConfig.from_pretrained(adapter)
+    except (ValueError, OSError) as error:
+        raise UnsupportedModel(
+            f"there is no adapter in '{adapter}'.",
+            why=[str(error)],
+            do="Name the output_dir of a run with use_peft=True; a full fine-tune has nothing to merge.",
+        ) from error
+    if config.is_prompt_learning:
+        raise InvalidConfig(f"{config.peft_type.value} has no weights to merge: it adds tokens.")
+    return config
+
+
+def _adapted(adapter: str, base: str | None, named: str | None, dtype: str) -> PeftModel:
+    """The base, the one that the adapter names or another, with the adapter on it; PEFT resizes the embeddings where
+    a chat template added tokens."""
+    if base is not None and base != named:
+        return PeftModel.from_pretrained(load_causal_lm(base, dtype=dtype), adapter)  # type: ignore[arg-type]
+    try:
+        return AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise UnsupportedModel(
+            f"cannot load the base '{named}' of the adapter '{adapter}'.", why=[str(error)], do="Name it with --base."
+        ) from error
+
+
+def _tokenizer(adapter: str, base: str | None) -> PreTrainedTokenizerBase | None:
+    """The one that was saved beside the adapter, else the base's."""
+    for name in (adapter, base):
+        try:
+            return AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError):
+            continue
+    return None

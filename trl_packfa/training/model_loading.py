@@ -1,0 +1,151 @@
+"""What a trainer is built from: which model, which datasets, loaded how."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from peft import PeftModel
+from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel
+from trl import get_peft_config, get_quantization_config
+
+from ..adapters import refuse_quantization
+from .config import PackedSFTConfig
+from .contents import require_whole, without_format
+from .dataset import TEXT_COLUMNS, require_usable
+from .hub import telling_of_model
+
+logger = logging.getLogger(__name__)
+
+AnyDataset = Dataset | IterableDataset
+EvalDataset = AnyDataset | DatasetDict | IterableDatasetDict | dict[str, AnyDataset]
+
+
+# Linear layers of Mamba mixers whose weights their kernels (and partly their plain code) read, instead of calling
+# them: an adapter there has no effect, a quantized weight cannot be read. By model type (transformers 5.23).
+READ_DIRECTLY: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"), ("out_proj",)),
+    **dict.fromkeys(("falcon_mamba", "mamba"), ("out_proj", "x_proj", "dt_proj")),
+    "jamba": ("dt_proj",),
+}
+
+
+def output_dir(model: str | PreTrainedModel | PeftModel) -> str:
+    """TRL's default output directory for a model."""
+    name = model if isinstance(model, str) else model.config._name_or_path
+    return f"{name.rstrip('/').split('/')[-1] or 'model'}-SFT"
+
+
+def named(train: AnyDataset | None, evaluation: EvalDataset | None) -> list[tuple[str, AnyDataset]]:
+    """Every dataset that was given, with the name that TRL gives it."""
+    evaluations: Any = evaluation if isinstance(evaluation, dict) else {"eval": evaluation}
+    return [(name, d) for name, d in {"train": train, **evaluations}.items() if d is not None]
+
+
+def usable(
+    train: AnyDataset | None, evaluation: EvalDataset | None, *, args: PackedSFTConfig, formatted: bool
+) -> tuple[Any, Any]:
+    """Every dataset that was given, looked at before anything is tokenized; those to be packed with their examples as
+    Python's own types.
+
+    Args:
+        train, evaluation:
+            As the trainer takes them.
+        args ([`PackedSFTConfig`]):
+            Says what is read of their examples, and whether they are packed.
+        formatted (`bool`):
+            Whether the user's own function makes text of their examples.
+
+    Raises:
+        [`InvalidDataset`]: if one cannot be trained on.
+    """
+
+    def look(name: Any, dataset: Any) -> Any:
+        if not args.packing:
+            require_usable(dataset, name=name, args=args, formatted=formatted)
+            return dataset
+        dataset = without_format(dataset)
+        require_usable(dataset, name=name, args=args, formatted=formatted)
+        columns = () if formatted else (*TEXT_COLUMNS, args.dataset_text_field)
+        return require_whole(dataset, name=name, columns=columns)
+
+    if isinstance(evaluation, dict):
+        looked: Any = {name: look(name, dataset) for name, dataset in evaluation.items()}
+    else:
+        looked = None if evaluation is None else look("eval", evaluation)
+    return None if train is None else look("train", train), looked
+
+
+def asked_for(asked: Any, evaluation: Any) -> Any:
+    """The dataset that `evaluate` was asked for: the trainer's own, one of its names, or another."""
+    return evaluation if asked is None else evaluation[asked] if isinstance(asked, str) else asked
+
+
+def model_type(name: str, args: PackedSFTConfig) -> str:
+    """The `config.model_type` of a model by name, read without its weights.
+
+    Raises:
+        [`UnsupportedModel`]: if there is no such model.
+    """
+    revision = _given_init_kwargs(args).get("revision", args.model_revision)
+    with telling_of_model(name):
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+    return config.model_type
+
+
+def loading(
+    kind: str, args: PackedSFTConfig, quantization: BitsAndBytesConfig | None
+) -> tuple[dict[str, Any], BitsAndBytesConfig | None]:
+    """How a model of this type is loaded by name: `from_pretrained` arguments, and the quantization, a given one
+    first.
+
+    Raises:
+        [`UnsupportedModel`]: for one under which documents of a batch change each other's numbers.
+    """
+    kwargs, chosen = init_kwargs(args), quantization or quantization_of(kind, args)
+    if args.packing:
+        refuse_quantization(chosen or kwargs.get("quantization_config"))
+    return kwargs, chosen
+
+
+def init_kwargs(args: PackedSFTConfig) -> dict[str, Any]:
+    """`from_pretrained` arguments as TRL's own script makes them of a `ModelConfig`; the user's win."""
+    kwargs = {"revision": args.model_revision, "dtype": args.dtype, "attn_implementation": args.attn_implementation}
+    return {**kwargs, **_given_init_kwargs(args)}
+
+
+def _given_init_kwargs(args: PackedSFTConfig) -> dict[str, Any]:
+    return args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
+
+
+def quantization_of(kind: str, args: PackedSFTConfig) -> BitsAndBytesConfig | None:
+    """The quantization that the arguments ask for, of a model of this type, unless `model_init_kwargs` has its own."""
+    if "quantization_config" in _given_init_kwargs(args):
+        return None
+    config = get_quantization_config(args)
+    if args.packing and args.load_in_8bit and config is not None:
+        _keep_tokens_apart(config)
+    if config is not None and (read := READ_DIRECTLY.get(kind)):
+        config.llm_int8_skip_modules = ["lm_head", *read]
+    return config
+
+
+def _keep_tokens_apart(config: BitsAndBytesConfig) -> None:
+    """LLM.int8 without its threshold: columns with an outlier of any document are not taken apart for all of them."""
+    logger.warning(
+        "trl-packfa: load_in_8bit=True loads with llm_int8_threshold=0.0, not bitsandbytes' %s, as outliers of one "
+        "document would change the numbers of others. Columns of outliers are in 8 bits, too, which costs accuracy "
+        "on models that have some; load_in_4bit=True has no such columns.",
+        config.llm_int8_threshold,
+    )
+    config.llm_int8_threshold = 0.0
+
+
+def default_adapter(kind: str, args: PackedSFTConfig) -> Any:
+    """The LoRA config that the arguments ask for, of a model of this type, `None` for full fine-tuning; `"all-linear"`
+    leaves out layers which are never called, where an adapter would not be trained."""
+    config: Any = get_peft_config(args)
+    if config is not None and config.target_modules == "all-linear" and kind in READ_DIRECTLY:
+        config.exclude_modules = set(READ_DIRECTLY[kind])
+    return config

@@ -1,0 +1,43 @@
+"""NEFTune's noise (arXiv 2310.05914) as strong as in the padded run.
+
+transformers draws it from a range that narrows with the row: `alpha / sqrt(L * D)`. A packed row is longer than the
+rows it replaces, so each example's noise is scaled by the row that it would have been padded to.
+
+Shape letters: B rows, L row length, D model dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..runtime.compile import outside_of_graphs
+
+
+class EmbeddingNoise:
+    """A forward hook of the embedding that takes the place of transformers' own while a packed run trains.
+
+    Args:
+        alpha (`float`):
+            `neftune_noise_alpha`.
+
+    Attributes:
+        lengths (`torch.Tensor` or `None`): for each token of the next call the length of its padded row, `(B, L)`;
+            `None` for a batch that is not packed.
+    """
+
+    def __init__(self, alpha: float) -> None:
+        self.alpha = alpha
+        self.lengths: torch.Tensor | None = None
+
+    @outside_of_graphs
+    def __call__(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        """The embeddings `(B, L, D)`, noisy in training."""
+        if not module.training:
+            return output
+        width = output.shape[-1]
+        lengths = output.new_full(output.shape[:-1], output.shape[1]) if self.lengths is None else self.lengths
+        widest = self.alpha / (lengths.to(output.device).float() * width).sqrt()
+        return output + torch.empty_like(output).uniform_(-1, 1) * widest[..., None].to(output.dtype)

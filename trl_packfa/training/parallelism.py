@@ -1,0 +1,138 @@
+"""Training on several processes that packing does not go with: what is refused, and why.
+
+Weights may be in parts, each row is whole and on one rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from accelerate import ParallelismConfig
+from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
+from packaging.version import Version
+from torch import nn
+
+from ..errors import InvalidConfig, VersionTooOld
+from ..patching.apply import find_state
+from ..versions import installed_version
+from .config import PackedSFTConfig
+
+# The first DeepSpeed whose engine was seen to leave gradients alone while the exactness check takes them.
+_DEEPSPEED = "0.19.8"
+
+
+def refuse_zero3(args: PackedSFTConfig) -> None:
+    """Arguments that ask for ZeRO-3 in a way that cannot be proven exact.
+
+    Raises:
+        [`InvalidConfig`]: for float16.
+        [`VersionTooOld`]: for a DeepSpeed that cannot leave gradients alone.
+    """
+    config: Any = getattr(args.deepspeed_plugin, "deepspeed_config", None) or {}
+    enabled = config.get("fp16", {}).get("enabled")
+    # transformers fills in "auto", some of it later than now.
+    if args.fp16 or enabled is True or (enabled == "auto" and args.fp16_full_eval):
+        raise InvalidConfig(
+            "fp16 under DeepSpeed ZeRO-3 cannot be packed.",
+            why=[
+                "DeepSpeed runs no backward without its loss scaling there, and the exactness check measures gradients"
+            ],
+            do="Use bf16=True, or FSDP2 (fsdp=True).",
+        )
+    found = installed_version("deepspeed")
+    if Version(found or "0") < Version(_DEEPSPEED):
+        raise VersionTooOld(
+            f"deepspeed {found or 'is not installed'}, needed >= {_DEEPSPEED} for ZeRO-3.",
+            why=["the exactness check needs an engine that can leave gradients alone (coalesce_grad_reduction)"],
+            do=f"pip install 'deepspeed>={_DEEPSPEED}', or use FSDP2 (fsdp=True).",
+        )
+
+
+def refuse_uneven_calls(model: nn.Module, fsdp_plugin: Any) -> None:
+    """A patched model of which some modules run document by document, where weights are gathered when they run.
+
+    Ranks gather together. Those whose rows hold other documents would run such a module another number of times, and
+    gather parts of different weights into one. What gathers when a mixer or a layer around it is called does so once;
+    what is in the mixer runs for each group of documents.
+
+    Args:
+        model (`torch.nn.Module`): a patched model.
+        fsdp_plugin (`FullyShardedDataParallelPlugin` or `None`): accelerate's; `None` for DeepSpeed ZeRO-3.
+
+    Raises:
+        [`InvalidConfig`]: naming the modules.
+    """
+    state = find_state(model)
+    if state is None:
+        return
+    gathers = _gathering_policy(model, fsdp_plugin)
+    inside = {
+        name: [module for module in mixer.modules() if module is not mixer] for name, mixer in state.mixers.items()
+    }
+    uneven = sorted(name for name, modules in inside.items() if any(map(gathers, modules)))
+    uneven = ["the backbone"] if state.patch.rebatch else uneven
+    if uneven:
+        named = ", ".join([*uneven[:3], *(["..."] if len(uneven) > 3 else [])])
+        raise InvalidConfig(
+            f"{'DeepSpeed ZeRO-3' if fsdp_plugin is None else 'FSDP2'} cannot run {named} document by document.",
+            why=["it gathers weights each time they are used, which would be another number of times on each rank"],
+            do="Use DDP or ZeRO-2.",
+        )
+
+
+def _gathering_policy(model: nn.Module, fsdp_plugin: Any) -> Callable[[nn.Module], bool]:
+    """The modules that gather weights when they are called: every one under ZeRO-3 (no plugin); under FSDP2 those that
+    it wraps, layers unless its `auto_wrap_policy` goes by size or names other classes."""
+    if fsdp_plugin is None:
+        return lambda module: True
+    return fsdp2_prepare_auto_wrap_policy(fsdp_plugin, model) or (lambda module: False)
+
+
+# Ways to divide a model or a row over ranks, by the name of the size that switches them on.
+_DIVIDED = {
+    "tp_size": "tensor parallelism: ranks that share a layer need the same rows; packed rows are dealt to all ranks",
+    "ep_size": "expert parallelism: ranks that share a layer need rows that pass it together",
+    "pp_size": "pipeline parallelism: stages hand each other hidden states, without the boundaries of their documents",
+    "cp_size": "context parallelism: a row is cut anywhere, and attention across the cut knows no document boundaries",
+    "sp_size": "sequence parallelism: ranks exchange heads for tokens inside the attention that packing replaces",
+}
+
+
+def asked_parallelism(args: PackedSFTConfig) -> dict[str, int]:
+    """The sizes that arguments, accelerate's environment or DeepSpeed's config ask for."""
+    config = args.parallelism_config
+    if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+        config = ParallelismConfig()
+    sizes = {name: getattr(config, name, None) or 1 for name in _DIVIDED}
+    kwargs = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
+    native = kwargs.get("distributed_config")
+    of_native: Any = native.get if isinstance(native, dict) else partial(getattr, native)
+    deepspeed: Any = getattr(args.deepspeed_plugin, "deepspeed_config", None) or {}
+    sizes["tp_size"] = max(sizes["tp_size"], deepspeed.get("tensor_parallel", {}).get("autotp_size") or 1)
+    for name in ("tp_size", "ep_size", "pp_size"):
+        sizes[name] = max(sizes[name], kwargs.get(name) or 1, of_native(name, None) or 1)
+    if kwargs.get("tp_plan") or of_native("tp_plan", None):
+        sizes["tp_size"] = max(sizes["tp_size"], args.world_size)
+    return sizes
+
+
+def refuse_parallelism(sizes: dict[str, int]) -> None:
+    """A model or a row that is divided over ranks.
+
+    Args:
+        sizes (`dict[str, int]`):
+            Of the groups of ranks: `tp_size`, `ep_size`, `pp_size`, `cp_size`, `sp_size`.
+
+    Raises:
+        [`InvalidConfig`]: naming those above 1, each with the reason.
+    """
+    found = {name: size for name, size in sizes.items() if size > 1}
+    if found:
+        raise InvalidConfig(
+            f"{', '.join(f'{name}={size}' for name, size in found.items())} cannot be packed.",
+            why=[_DIVIDED[name] for name in found],
+            do="Shard the model with FSDP2 (fsdp=True), under which every rank has rows of its own, or packing=False.",
+        )

@@ -1,0 +1,84 @@
+"""A config that asks for no packing, TRL's own: packed where it can be, trained as TRL trains it where it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from accelerate.logging import get_logger
+from peft import PeftModel
+from torch import nn
+from transformers import TrainingArguments
+
+from ..errors import PackingError
+from .config import PackedSFTConfig
+
+logger = get_logger(__name__)
+
+
+def asks_for_packing(args: TrainingArguments | None) -> bool:
+    """Whether rows of several documents were asked for, by a class or a field, so that padding would be no answer."""
+    fields = ("packing", "eval_packing", "padding_free")
+    return isinstance(args, PackedSFTConfig) or any(getattr(args, name, False) for name in fields)
+
+
+def settle(
+    args: TrainingArguments | None, output_dir: str, refuse: Callable[[PackedSFTConfig], None]
+) -> tuple[PackedSFTConfig, PackingError | None]:
+    """What to train with: packed by the first strategy that `refuse` lets pass, or padded where no packing was asked
+    for and none passes; and what it raised then.
+
+    Raises:
+        [`PackingError`]: `refuse`'s, where packing was asked for.
+    """
+    if asks_for_packing(args):
+        settled = PackedSFTConfig.from_args(args)  # type: ignore[arg-type]  # None asks for nothing
+        refuse(settled)
+        return settled, None
+    refusal: PackingError | None = None
+    for strategy in ("step", "minibatch"):
+        try:
+            settled = _plain(args, output_dir, packing_strategy=strategy)
+            refuse(settled)
+        except PackingError as error:
+            refusal = refusal or error
+        else:
+            return settled, None
+    return padded(args, output_dir), refusal
+
+
+def padded(args: TrainingArguments | None, output_dir: str) -> PackedSFTConfig:
+    """What TRL would train with for a config that asks for no packing."""
+    return _plain(args, output_dir, packing=False, use_peft=False)
+
+
+def _plain(args: TrainingArguments | None, output_dir: str, **changes: Any) -> PackedSFTConfig:
+    return PackedSFTConfig(output_dir, **changes) if args is None else PackedSFTConfig.from_args(args, **changes)
+
+
+def tell_padded(refusal: PackingError) -> None:
+    """One line that says why a run is not packed."""
+    what = refusal.what.removesuffix(".")
+    why = f" ({'; '.join(refusal.why)})" if refusal.why else ""
+    logger.warning("trl-packfa: %s%s. Training as SFTTrainer would: padded, no adapter but a given one.", what, why)
+
+
+class AsGiven:
+    """A model as the caller handed it over, for a second construction after a refusal.
+
+    Args:
+        model (`str` or `torch.nn.Module`): what the trainer is given; a name is loaded again.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        parameters = model.parameters() if isinstance(model, nn.Module) else ()
+        self.trained = [(parameter, parameter.requires_grad) for parameter in parameters]
+
+    def restore(self, built: Any) -> Any:
+        """The model without the adapter that `built` has around it, its parameters trained as they were."""
+        if isinstance(self.model, nn.Module) and isinstance(built, PeftModel) and built is not self.model:
+            built.unload()
+        for parameter, trained in self.trained:
+            parameter.requires_grad_(trained)
+        return self.model
