@@ -1,8 +1,8 @@
 """The table of false alarms: every exact type as a small model, in every precision, with several seeds and scales.
 
-    python benchmarks/proof_table.py --out proof.jsonl --seeds 0 1 2 3 4
-    python benchmarks/proof_table.py --out proof.jsonl --summary
-    python benchmarks/proof_table.py --out real.jsonl --model FOLDER --seeds 0 1 2 3
+    PYTHONPATH=tools python benchmarks/proof_table.py --out proof.jsonl --seeds 0 1 2 3 4
+    PYTHONPATH=tools python benchmarks/proof_table.py --out proof.jsonl --summary
+    PYTHONPATH=tools python benchmarks/proof_table.py --out real.jsonl --model FOLDER --seeds 0 1 2 3
 
 A row is a check: `exact`, a false alarm otherwise, or `cannot run` where the model by itself does not run so. Takes
 hours for all; rows that the file has are not run again. `tests/test_proof_power.py` holds a few of them.
@@ -98,6 +98,8 @@ def measure(job):
             report = check(model, seed=seed, processing_class=tokenizer)
     except Exception as error:
         return {**row, "verdict": "raises", "why": f"{type(error).__name__}: {str(error)[:200]}"}
+    if report.verdict == "not finite":  # what the model gives for documents alone
+        return {**row, "verdict": "cannot run", "why": "logits of documents alone are not finite"}
     return {**row, "verdict": report.verdict, **{key: getattr(report, key) for key in KEPT}}
 
 

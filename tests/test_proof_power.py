@@ -277,3 +277,14 @@ def test_a_large_loss_is_no_alarm():
     report = check(patch(model))
     assert report.verdict == "exact", str(report)
     assert report.loss <= 1e-9
+
+
+@pytest.mark.parametrize("model_type", ["zaya", "minimax_m3_vl_text"])
+def test_gradients_that_cancel_are_no_alarm(model_type):
+    """Little is left of zaya's sum of a scalar's gradient over documents, and MiniMax's router rounds worse in longer
+    documents than in short ones: both were refused under autocast with this seed."""
+    model = patch(small_model(model_type, seed=2))
+    with torch.autocast("cpu", torch.bfloat16):
+        report = check(model, seed=2)
+    assert report.verdict == "exact", str(report)
+    assert report.gradients < 0.5 * report.gradient_threshold

@@ -37,7 +37,6 @@ class Subject:
 
     Attributes:
         trained (`list[torch.nn.Parameter]`): the parameters that train.
-        sizes (`list[int]`): how many elements each of them has.
         dimensions (`dict[str, int]`): how many dimensions each of them has, by name.
         chooses (`bool`): whether tokens choose which others they see (sparse attention): rounding then makes single
             tokens choose otherwise, and what counts is the typical token.
@@ -55,11 +54,11 @@ class Subject:
         self.parts = find_parts(model, state)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.trained = list(trained.values())
-        self.sizes = [whole_size(p) for p in self.trained]
         self.dimensions = {name: len(whole_shape(p)) for name, p in trained.items()}
         self.chooses = any("Indexer" in type(module).__name__ for module in model.modules())
         self.regroups = _has_experts(model) or model_type(model) in _REGROUPING
         self._progress, self._done = progress, 0.0
+        self.clear()
 
     def begin(self, text: str, share: float) -> None:
         """Announce a part that is this share of the whole work."""
@@ -78,6 +77,8 @@ class Subject:
 
     def clear(self) -> None:
         """Forget all gradients."""
+        self._gained = [0.0] * len(self.trained)
+        self._before: dict[int, torch.Tensor] = {}
         if self.gradient_parts is not None:
             self.gradient_parts.clear()
         for parameter in self.trained:
@@ -85,7 +86,7 @@ class Subject:
 
     def copied(self) -> list[torch.Tensor | None] | None:
         """The gradients, where a copy is small beside the model: adapters'."""
-        few = sum(self.sizes) <= _FEW * sum(map(whole_size, self.model.parameters()))
+        few = sum(map(whole_size, self.trained)) <= _FEW * sum(map(whole_size, self.model.parameters()))
         if self.gradient_parts is not None or not few:
             return None
         return [None if p.grad is None else p.grad.clone() for p in self.trained]
@@ -95,12 +96,32 @@ class Subject:
         for parameter, gradient in zip(self.trained, gradients, strict=True):
             parameter.grad = gradient
 
+    def note_gain(self) -> None:
+        """Note what the gradients of vectors and scalars have gained since the last time: a document's part."""
+        if self.gradient_parts is not None:
+            return
+        for i, (parameter, dimensions) in enumerate(zip(self.trained, self.dimensions.values(), strict=True)):
+            if dimensions < 2 and parameter.grad is not None:
+                now = parameter.grad.detach().clone()
+                gained = now.float() - self._before[i].float() if i in self._before else now
+                self._gained[i] += _norm(gained) ** 2
+                self._before[i] = now
+
+    def sizes(self) -> list[float]:
+        """What the gradient of each trained parameter is measured against: its norm, or that of the documents' parts,
+        which may cancel. Of a scalar's sum next to nothing may be left, and any rounding would be large beside it."""
+        return [max(norm, gained**0.5) for norm, gained in zip(self.norms(), self._gained, strict=True)]
+
     def norms(self) -> list[float]:
         """L2 norm of each trained parameter's gradient."""
         if self.gradient_parts is not None:
             return self.gradient_parts.norms()
-        norms = [None if p.grad is None else p.grad.float().norm() for p in self.trained]
-        return [0.0 if n is None else float(n.full_tensor() if isinstance(n, DTensor) else n) for n in norms]
+        return [0.0 if p.grad is None else _norm(p.grad) for p in self.trained]
+
+
+def _norm(gradient: torch.Tensor) -> float:
+    norm = gradient.float().norm()
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def _has_experts(model: nn.Module) -> bool:
