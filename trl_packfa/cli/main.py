@@ -1,4 +1,4 @@
-"""`trl-packfa`: the command line. The commands are in `commands/`.
+"""`trl-packfa`: the command line. The commands are in the files beside this one.
 
 Exit codes: 0 done; 1 refused, or failed, with a message on stderr; 2 wrong usage; 3 packing is not exact on this
 model; 130 interrupted.

@@ -1,4 +1,4 @@
-"""`trl-packfa train`: everything after the name is read by TRL's own parser, see `launch.py`."""
+"""`trl-packfa train`: everything after the name is read by TRL's own parser, see `training/script.py`."""
 
 from __future__ import annotations
 

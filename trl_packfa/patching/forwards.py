@@ -118,7 +118,7 @@ class BackboneOverride(Override):
             call["token_type_ids"] = types_of_long_rows(self.module, layout)
         if self.makes_mask:
             call["attention_mask"] = None
-        # Where the forward takes no further arguments, the layout rides on the mask, see `attention/bridge.py`.
+        # Where the forward takes no further arguments, the layout rides on the mask, see `attention_interface.py`.
         return self._accepted(router_loss.asked(call)), call["packed_layout"]
 
     @outside_of_graphs

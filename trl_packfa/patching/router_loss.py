@@ -5,7 +5,7 @@ its mean probability: a product of two means over a padded micro-batch, so not t
 it is linear in the probabilities once the shares are known, so that an example's part of it can be computed wherever
 the example runs, as long as all of its padded micro-batch run at the same time.
 
-Backbones say here what their routers chose, see `overrides.py`; TRL's own computation, which counts every token of a
+Backbones say here what their routers chose, see `forwards.py`; TRL's own computation, which counts every token of a
 row, pads included, is not asked for.
 
 Shape letters: T tokens, G padded micro-batches, X experts, K experts of a token.

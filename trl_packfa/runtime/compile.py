@@ -1,7 +1,7 @@
 """What is compiled and what is not.
 
 A patched backbone is one graph, whatever its batch's documents: the call around it, which finds them, runs outside,
-and layers are handed the layout, of which a graph reads sizes that may change (`attention/in_graphs.py`).
+and layers are handed the layout, of which a graph reads sizes that may change (`attention/custom_op.py`).
 """
 
 from __future__ import annotations
