@@ -4,7 +4,7 @@ import os
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 import pytest
 import torch
@@ -13,6 +13,10 @@ try:
     from xdist.scheduler import LoadScopeScheduling
 except ImportError:  # one process runs them all
     LoadScopeScheduling = object
+
+# Scripts that tests start find the small models, as the tests themselves do.
+TOOLS = str(Path(__file__).parent.parent / "tools")
+os.environ["PYTHONPATH"] = os.pathsep.join([TOOLS, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 # Files whose tests share a launch of several processes.
 LAUNCHED_ONCE = {"test_distributed", "test_kills"}

@@ -16,7 +16,6 @@ from training import arguments, packed_trainer
 from trl_packfa import api, patch
 from trl_packfa.adapters import refuse_adapter, table
 from trl_packfa.errors import ContaminationError, UnsupportedModel
-from trl_packfa.patches import registry
 from trl_packfa.patching.apply import find_state
 
 VELORA = {
@@ -128,7 +127,7 @@ def test_an_unmeasured_kind_is_checked_on_the_model(monkeypatch, change):
     monkeypatch.setattr(api, "check", lambda model: checked.append(model) or real(model))
     patch(model)
     assert not checked
-    registry.unpatch(model)
+    api.unpatch(model)
     if change == "row":
         unknown_to_the_table(monkeypatch, "lora")
     elif change == "source":

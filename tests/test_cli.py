@@ -14,7 +14,8 @@ from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
 import trl_packfa
-from trl_packfa.cli import OWN_PARSERS, main
+from trl_packfa.cli import OWN_PARSERS
+from trl_packfa.cli.main import main
 from trl_packfa.errors import ContaminationError, InvalidConfig
 from trl_packfa.terminal.quiet import quiet
 

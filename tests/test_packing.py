@@ -12,9 +12,9 @@ from trl_packfa.packing import (
     fewest_micro_batches,
     imbalance,
     plan_overflow,
+    recut,
     recut_over_ranks,
 )
-from trl_packfa.packing import microbatches as recut
 
 lengths_and_capacity = st.integers(1, 60).flatmap(
     lambda capacity: st.tuples(st.lists(st.integers(1, capacity), max_size=80), st.just(capacity))

@@ -15,7 +15,7 @@ import torch
 from .errors import InvalidDataset, InvalidLayout
 from .layout import PackedLayout
 
-# A column that streaming datasets carry their losses in, see `training/dataset.py`; summed here, popped by the trainer.
+# A column that streams carry their losses in, see `training/dataset.py`; summed here, popped by the trainer.
 LOSSES = "packing_losses"
 
 
