@@ -68,7 +68,7 @@ def with_adapter(model):
         )
         model = type(model).from_pretrained(folder, quantization_config=quantization, dtype=torch.float32)
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
-    lora.exclude_modules = set(read) or None
+    lora.exclude_modules = list(read) or None
     return get_peft_model(model, lora)
 
 

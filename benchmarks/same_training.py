@@ -12,6 +12,7 @@ import os
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -40,6 +41,7 @@ def load(path, nf4=False, dtype=torch.float32):
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bfloat16"
         )
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=quantization, dtype=dtype)
+    module: Any
     for module in convertible_modules(model):  # or bitsandbytes makes weights of it that do not train, on some CPUs
         module.support_avx512bf16_for_cpu = False
     return model
@@ -67,7 +69,7 @@ def run(path, data, steps, *, packed, adapter, halved=False, **options):
             shuffle_dataset=False,
             **({"use_peft": adapter} if packed else {}),
         )
-        made = trainer(
+        made: Any = trainer(
             load(path, **options),
             args=args,
             train_dataset=data,

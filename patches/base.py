@@ -6,12 +6,13 @@ Shape letters: B rows, L row length, D model dim, H head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, TypeAlias
 
 import torch
 
 from ..attention import AttentionArguments, Bias
+from ..errors import InvalidConfig
 from ..layout import PackedLayout
 
 # torch types every attribute of a module as a tensor or a module, so attention modules are `Any` here.
@@ -32,6 +33,9 @@ def read_arguments(module: Any) -> AttentionArguments:
 @dataclass(frozen=True, kw_only=True)
 class Patch:
     """How to make one family of architectures honour document boundaries.
+
+    Raises:
+        [`InvalidConfig`]: for fields that contradict each other.
 
     Args:
         model_types (`tuple[str, ...]`):
@@ -96,6 +100,36 @@ class Patch:
     otherwise: Patch | None = None
     origin: str = "trl_packfa"
 
+    def __post_init__(self) -> None:
+        """A field that the others make meaningless is an error, where it would be ignored.
+
+        Raises:
+            [`InvalidConfig`]: naming the fields.
+        """
+        if not self.model_types or isinstance(self.model_types, str):
+            raise InvalidConfig(
+                f"a Patch with model_types={self.model_types!r} serves nothing.", do="Name them: ('llama',)."
+            )
+        given = {f.name for f in fields(self) if getattr(self, f.name) != _default(f)}
+        for applies, what, why in _CONTRADICTIONS:
+            if applies(given) and (ignored := sorted(given.intersection(what))):
+                raise InvalidConfig(
+                    f"a Patch for {', '.join(self.model_types[:3])} with {', '.join(ignored)}, which {why}.",
+                    do="Drop what is ignored.",
+                )
+        if ("serves" in given) != ("otherwise" in given):
+            raise InvalidConfig(
+                f"a Patch for {', '.join(self.model_types[:3])} with one of 'serves' and 'otherwise'.",
+                why=["'serves' says which models it is for, 'otherwise' what serves the others"],
+                do="Give both, or none.",
+            )
+        twice = sorted({*self.mixers} & {*self.masked_mixers} | {*self.beside} & {*self.mixers, *self.masked_mixers})
+        if twice:
+            raise InvalidConfig(
+                f"a Patch for {', '.join(self.model_types[:3])} names {', '.join(twice)} twice.",
+                do="A class is a mixer, a masked mixer, or runs beside the attention.",
+            )
+
     @property
     def level(self) -> str:
         """`attention`: its forward is rewritten; `interface`: it goes through transformers' attention interface;
@@ -105,3 +139,33 @@ class Patch:
         if self.mixers or self.masked_mixers:
             return "module"
         return "attention" if self.attention else "interface"
+
+
+def _default(spec: Field[Any]) -> Any:
+    return spec.default if spec.default_factory is MISSING else spec.default_factory()
+
+
+# (applies, which fields are meaningless then, why): `applies` is told which fields are not their defaults.
+_CONTRADICTIONS: tuple[tuple[Callable[[set[str]], bool], tuple[str, ...], str], ...] = (
+    (
+        lambda given: "rebatch" in given,
+        ("attention", "functions", "window", "arguments", "output", "finish", "bias", "makes_mask", "mixers",
+         "masked_mixers", "beside"),
+        "rebatch=True ignores: the whole backbone runs document by document",
+    ),
+    (
+        lambda given: "attention" in given,
+        ("functions", "window"),
+        "attention ignores: its forward is rewritten, and 'arguments' reads the window",
+    ),
+    (
+        lambda given: "attention" not in given,
+        ("output", "finish", "bias"),
+        "nothing reads without attention",
+    ),
+    (
+        lambda given: not given.intersection(("attention", "functions")),
+        ("arguments",),
+        "nothing reads without attention or functions: transformers' interface is told",
+    ),
+)  # fmt: skip

@@ -4,9 +4,11 @@ import sys
 
 import pytest
 import torch
+from pretended import on_any_device
 
 from trl_packfa import PackedLayout
 from trl_packfa.attention import (
+    BACKENDS,
     AttentionArguments,
     AttentionRequest,
     BackendChoice,
@@ -39,8 +41,37 @@ def test_refusals_name_every_reason():
         "varlen_attn has no dropout, the model asks for 0.1",
     ]
     assert reasons["sdpa"] == reasons["reference"] == []
-    assert "needs a CUDA device, the model is on cpu" in reasons["flex"]
+    assert "needs a CUDA or ROCm device, the model is on cpu" in reasons["flex"]
     assert "needs a CUDA or ROCm device, the model is on cpu" in reasons["flash"]
+
+
+SERVED = AttentionRequest(torch.device("cpu"), torch.bfloat16, head_dim=64, num_heads=8, num_key_value_heads=2)
+ASKED = {"sliding_window": 16, "softcap": 30.0, "sinks": True, "dropout": 0.1, "bias": True}
+
+
+@pytest.mark.parametrize("feature", ASKED)
+@pytest.mark.parametrize("name", [backend.name for backend in BACKENDS])
+def test_what_a_backend_lacks_it_refuses_and_what_it_has_it_takes(name, feature, monkeypatch):
+    backend = get_backend(name)
+    on_any_device(monkeypatch, type(backend))
+    capabilities = backend.capabilities
+    assert capabilities.refusals(SERVED) == []
+    reasons = capabilities.refusals(SERVED._replace(**{feature: ASKED[feature]}))
+    assert bool(reasons) != getattr(capabilities, feature)
+    assert all(reason.startswith(capabilities.function) for reason in reasons)
+
+
+@pytest.mark.parametrize("name", [backend.name for backend in BACKENDS])
+def test_limits_of_shape_and_dtype_are_refused_past_them_only(name, monkeypatch):
+    backend = get_backend(name)
+    on_any_device(monkeypatch, type(backend))
+    capabilities = backend.capabilities
+    refused = {dtype for dtype in (torch.float16, torch.bfloat16, torch.float32) if
+               capabilities.refusals(SERVED._replace(dtype=dtype))}  # fmt: skip
+    assert refused == (set() if capabilities.dtypes is None else {torch.float32})
+    widths = [width for width in range(1, 300) if not capabilities.refusals(SERVED._replace(head_dim=width))]
+    step, most = capabilities.head_dim_multiple, capabilities.max_head_dim or 299
+    assert widths == [w for w in range(1, most + 1) if w % step == 0 and w >= capabilities.min_head_dim]
 
 
 def test_auto_takes_the_first_without_refusals_and_never_reference():
@@ -120,7 +151,7 @@ def test_a_flash_attn_that_does_not_import_is_not_called_missing(source, said, t
     here, find = source is not None, flash.find_spec
     monkeypatch.setattr(flash, "find_spec", lambda name: find(name) if here and name == "flash_attn" else None)
     monkeypatch.setattr(flash, "_capability", lambda device: (9, 0))
-    monkeypatch.setattr(flash, "flash_refusals", lambda request, **options: [])
+    on_any_device(monkeypatch, flash.FlashBackend)
     monkeypatch.setattr(flash, "_KERNELS", {})
     monkeypatch.setattr(flash, "_BROKEN", {})
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)

@@ -18,7 +18,7 @@ from trl_packfa.bench.leaks import leaks
 from trl_packfa.bench.mixes import every_length
 from trl_packfa.bench.presets import save_preset
 from trl_packfa.bench.process import SideFailed, SideProcess
-from trl_packfa.bench.sides import STRATEGIES, Side, build_trainer, parse_sides
+from trl_packfa.bench.sides import KINDS, Side, build_trainer, parse_sides
 from trl_packfa.cli.main import main
 from trl_packfa.errors import InvalidConfig, InvalidDataset
 
@@ -70,12 +70,13 @@ def test_sides_that_do_not_exist_are_refused(text, options, message):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", KINDS)
 def test_every_strategy_is_the_trainer_that_it_says(name, preset):
     trainer, side = built(name, preset)
     assert type(trainer).__name__ == ("PackedSFTTrainer" if side.kind.ours else "SFTTrainer")
     assert type(trainer).__module__.split(".")[0] == ("trl_packfa" if side.kind.ours else "trl")
     assert {key: getattr(trainer.args, key) for key in side.kind.options} == side.kind.options
+    assert not side.kind.ours or trainer.args.strategy == side.kind.strategy
     assert leaks(trainer, side) == (name == "fixed")
 
 

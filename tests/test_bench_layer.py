@@ -1,13 +1,14 @@
-"""`bench layer`: both sides of each part compute the same, and bad arguments are one message."""
+"""`benchmarks/layer_parts.py`: both sides of each part compute the same, and bad arguments are one message."""
 
+import layer_parts
 import pytest
 import torch
+from layer_parts import main
 
-from trl_packfa.bench import layer
-from trl_packfa.cli.main import main
+from trl_packfa.errors import InvalidConfig
 
 
-@pytest.mark.parametrize("part", [layer._rotation, layer._norm, layer._attention])
+@pytest.mark.parametrize("part", [layer_parts._rotation, layer_parts._norm, layer_parts._attention])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_both_sides_compute_the_same(part, dtype):
     tolerance = {} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
@@ -18,12 +19,12 @@ def test_both_sides_compute_the_same(part, dtype):
 
 
 def test_every_part_is_a_row(capsys):
-    assert main(["bench", "layer", "--tokens", "8", "--dtypes", "bfloat16", "--repeats", "2", "--json"]) == 0
+    assert main(["--tokens", "8", "--dtypes", "bfloat16", "--repeats", "2", "--json"]) == 0
     told = capsys.readouterr().out
     assert all(part in told for part in ("rotation, 8", "RMSNorm, 8", "documents of 256", "ours, ms"))
 
 
 @pytest.mark.parametrize("argv", [["--repeats", "1"], ["--tokens", "0"]], ids=str)
-def test_what_cannot_be_measured_is_refused(argv, capsys):
-    assert main(["bench", "layer", *argv]) == 1
-    assert "Pass a token or more, and 2 pairs or more." in capsys.readouterr().err
+def test_what_cannot_be_measured_is_refused(argv):
+    with pytest.raises(InvalidConfig, match="Pass a token or more, and 2 pairs or more"):
+        main(argv)

@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
+from planning_speed import bench_pack
 from tolerance import assert_float32
 
 from trl_packfa import PackedLayout
 from trl_packfa.bench.attention import bench_attention
 from trl_packfa.bench.mixes import document_lengths, draw_lengths
 from trl_packfa.bench.paths import TRANSFORMERS, attend_with
-from trl_packfa.bench.planning import bench_pack
 from trl_packfa.bench.presets import PRESETS, preset_config
 from trl_packfa.cli.main import main
 

@@ -9,7 +9,7 @@ import tiny
 import torch
 from compiling import compile_anew
 from peft import get_peft_model
-from pretended import pretend, refusals_elsewhere
+from pretended import on_any_device, pretend
 from tiny_models import small_model
 from tolerance import assert_float32, assert_recomputed, assert_trajectory, differs
 from torch._dynamo.exc import FailOnRecompileLimitHit
@@ -84,13 +84,14 @@ def test_fixed_shapes_would_be_many(tmp_path, monkeypatch):
 def test_every_layer_has_its_graphs_where_layers_cut_them(differ, tmp_path, monkeypatch):
     """Past torch's own limit of variants; the control leaves it as it is."""
     if not differ:
-        monkeypatch.setattr(trainer_module, "let_layers_differ", lambda layers: None)
+        monkeypatch.setattr(trainer_module, "let_layers_differ", lambda layers: nullcontext())
     limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), 5)
     model = tiny.model(layers=6, attention_dropout=0.1)
     outcome = nullcontext() if differ else pytest.raises(FailOnRecompileLimitHit)
     with torch._dynamo.config.patch(**limits, fail_on_recompile_limit_hit=True), outcome:
         seen, _ = train(tmp_path, "step", lora=False, model=model)
         assert seen[1] == seen[-1] > 6
+        assert torch._dynamo.config.recompile_limit == 5, "torch's limit is put back when training ends"
 
 
 def test_a_check_may_run_uncompiled():
@@ -176,7 +177,7 @@ def test_flash_attention_is_in_the_graph(backend, lora, monkeypatch):
 
 def test_torchs_own_varlen_attn_is_traced(monkeypatch):
     """Only its kernel needs a GPU. Tokens, documents and the longest of them are symbols, not numbers."""
-    monkeypatch.setattr(varlen, "flash_refusals", refusals_elsewhere)
+    on_any_device(monkeypatch, varlen.VarlenBackend)
     traced = []
 
     def without_kernels(graph, example_inputs):

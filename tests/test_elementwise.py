@@ -15,7 +15,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from trl_packfa import PackedLayout, describe, patch
-from trl_packfa.kernels.cpu import RMSNormOverride, is_rms_norm, rotate
+from trl_packfa.kernels.cpu import RMSNormOverride, is_rms_norm_on_cpu, rotate
 from trl_packfa.runtime.context import in_flight
 
 LAYOUT = PackedLayout.from_lengths((5, 12))
@@ -124,10 +124,10 @@ def test_only_packed_calls_are_in_pieces(monkeypatch):
 
 def test_which_norms_are_llamas():
     llama, gemma = LlamaRMSNorm(8), Gemma2RMSNorm(8)
-    assert is_rms_norm(llama)
-    assert not any(map(is_rms_norm, (gemma, nn.LayerNorm(8), nn.RMSNorm(8))))
+    assert is_rms_norm_on_cpu(llama)
+    assert not any(map(is_rms_norm_on_cpu, (gemma, nn.LayerNorm(8), nn.RMSNorm(8))))
     llama.forward = lambda x: x
-    assert not is_rms_norm(llama), "a kernel of somebody else's is in its place"
+    assert not is_rms_norm_on_cpu(llama), "a kernel of somebody else's is in its place"
 
 
 @pytest.mark.parametrize("architecture, norms", [("llama", 9), ("qwen3", 17), ("gemma2", 0), ("phi", 0)])

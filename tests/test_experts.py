@@ -16,6 +16,7 @@ from trl_packfa import PackedSFTTrainer, patch
 from trl_packfa.errors import InvalidConfig, UnsupportedModel
 from trl_packfa.packing import recut_over_ranks
 from trl_packfa.patching.router_loss import BalancedModel, balancing_loss
+from trl_packfa.training.padded_terms import PaddedTerms
 
 TYPES = ["mixtral", "olmoe", "qwen3_moe", "gpt_oss", "ernie4_5_moe"]
 # Accumulation, batch size, strategy, pad_to_multiple_of, coefficient; None is the model's own, 0.001 or 0.01.
@@ -93,8 +94,8 @@ def test_negative_control_the_loss_of_what_runs_together_is_another(tmp_path, mo
         inputs.pop("origins", None)
         return model
 
-    monkeypatch.setattr(PackedSFTTrainer, "_as_padded", as_trl)
-    monkeypatch.setattr(PackedSFTTrainer, "_require_balancing", lambda self: None)
+    monkeypatch.setattr(PaddedTerms, "wrap", as_trl)
+    monkeypatch.setattr(PaddedTerms, "find_routers", lambda self, has_own_head: True)
     padded, packed = pair(tmp_path, **options)
     with pytest.raises(AssertionError, match="worst step"):
         assert_trajectory(losses(packed), losses(padded))

@@ -156,9 +156,9 @@ def test_training_measures_what_is_logged(tmp_path, logging_steps):
         args = arguments(out=tmp_path / name, logging_steps=logging_steps, max_steps=4)
         trainer = packed_trainer(args, peft_config=lora_config())
         if name == "trl":
-            inner = trainer._head.module
-            inner.forward = trainer._head.forward
-            trainer._head = None
+            inner = trainer._head.module.module
+            inner.forward = trainer._head.module.forward
+            trainer._head.module = None
         trainer.train()
         logs[name] = [entry for entry in trainer.state.log_history if "loss" in entry]
         scored.append(losses(trainer))

@@ -82,14 +82,14 @@ def means():
 
 def test_a_mean_over_each_micro_batch_keeps_the_padded_cuts(tmp_path):
     padded, packed = pair(tmp_path, model=means)
-    assert packed._cut == KEPT
+    assert packed._cutter.how == KEPT
     assert_same(padded, packed)
     assert [h["micro_batches"] for h in packed.state.log_history if "micro_batches" in h] == [3, 3, 3]
     assert packed.packing_plan["micro_batches_per_step"] == pytest.approx(3)
 
 
 def test_negative_control_cut_anew_the_means_are_others(tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_packfa.training.step.how_to_cut", lambda *args, **options: (FREE, ""))
+    monkeypatch.setattr("trl_packfa.training.trainer.how_to_cut", lambda *args, **options: (FREE, ""))
     padded, packed = pair(tmp_path, model=means)
     with pytest.raises(AssertionError, match="worst step"):
         assert_trajectory(losses(packed), losses(padded))
@@ -198,7 +198,7 @@ def test_neftunes_noise_is_as_loud_as_in_the_padded_run(tmp_path, strategy):
 
 
 def test_negative_control_transformers_noise_is_softer_in_packed_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(PackedSFTTrainer, "_scale_noise", lambda self: None)
+    monkeypatch.setattr(PackedSFTTrainer, "_add_noise", lambda self: None)
     assert max(ratios_of_noise(tmp_path, "step")) < 0.9
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections import Counter
 
 import oracle
 import pytest
@@ -10,6 +11,8 @@ import torch
 from tolerance import FORWARD_FACTOR, assert_float32, assert_low_precision, differs
 
 from trl_packfa import PackedLayout, describe, patch, patched, registered, unpatch
+from trl_packfa.patching.apply import apply_patch
+from trl_packfa.patching.inspect import get_patch
 
 BACKENDS = ["sdpa", "reference"]
 every_architecture = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
@@ -259,3 +262,15 @@ def test_a_long_document_does_not_change_the_others_rope():
     theirs = tiny.split(model(input_ids=torch.cat(docs)[None], position_ids=layout.position_ids()).logits)[0]
     assert differs(theirs, alone), "control: transformers' own packing is contaminated here"
     assert_float32(tiny.split(forward(patch(model), docs).logits)[0], alone)
+
+
+def test_overrides_for_a_cpu_are_put_on_models_that_lie_there_only():
+    """Elsewhere their layers' checkpointing stays transformers' own, too."""
+
+    def overridden(model):
+        state = apply_patch(model, get_patch(model), "auto")
+        return Counter(type(vars(module).get("forward")).__name__ for module, slot, _ in state.edits)
+
+    here, elsewhere = overridden(tiny.model(layers=2)), overridden(tiny.model(layers=2).to("meta"))
+    assert here["RMSNormOverride"] == 5 and here["LayerOverride"] == 2
+    assert set(elsewhere) == {"BackboneOverride", "AttentionOverride"}

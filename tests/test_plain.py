@@ -147,7 +147,11 @@ def test_a_refusal_of_the_built_model_leaves_it_as_it_was_given(tmp_path, monkey
 @pytest.mark.parametrize("config", [SFTConfig, TrainingArguments])
 def test_what_can_be_packed_still_is(tmp_path, config, caplog):
     trainer, _ = trained(PackedSFTTrainer, tmp_path, dict, config=config)
-    assert trainer.args.packs_steps and trainer.exactness.is_exact and "Training as SFTTrainer" not in caplog.text
+    assert (
+        trainer.args.strategy.recuts_steps
+        and trainer.exactness.is_exact
+        and "Training as SFTTrainer" not in caplog.text
+    )
 
 
 def test_a_stream_whose_documents_nothing_bounds_is_packed_by_micro_batch(tmp_path, caplog):

@@ -11,13 +11,22 @@ from tolerance import assert_estimate
 from training import FORMATS, arguments, packed_trainer
 from training import dataset as small_dataset
 
-from trl_packfa.packing import TrainedTokens, fewest_micro_batches, plan_overflow
+from trl_packfa.packing import (
+    BFD,
+    MINIBATCH,
+    PADDED,
+    STEP,
+    STRATEGIES,
+    WRAPPED,
+    TrainedTokens,
+    fewest_micro_batches,
+    plan_overflow,
+)
 from trl_packfa.plan.gather import Source, read_documents
 from trl_packfa.plan.memory import estimate, layer_bytes
 from trl_packfa.plan.run import make_plan
 from trl_packfa.plan.shape import read_shape
-from trl_packfa.training.batching import PADDED, Batching
-from trl_packfa.training.config import PACKING_STRATEGIES
+from trl_packfa.training.batching import Batching
 from trl_packfa.training.epoch_plan import plan_epoch
 
 pytest.importorskip("matplotlib")
@@ -36,7 +45,7 @@ def brute_force(lengths, size, accumulation, world, strategy, budget):
                 batches.append(again[dealt - len(lengths) :][:size])
     rounds = [batches[i : i + world] for i in range(0, len(batches), world)]
     steps = [rounds[i : i + accumulation] for i in range(0, len(rounds), accumulation)]
-    if strategy == "step":
+    if strategy == STEP:
         flat = [[n for round_ in step for batch in round_ for n in batch] for step in steps]
         needed = [-(-fewest_micro_batches(np.array(step), budget) // world) for step in flat]
         return len(steps), sum(needed), 0
@@ -44,7 +53,7 @@ def brute_force(lengths, size, accumulation, world, strategy, budget):
     return len(steps), len(rounds), pads
 
 
-@pytest.mark.parametrize("strategy", [PADDED, "minibatch", "step"])
+@pytest.mark.parametrize("strategy", [PADDED, MINIBATCH, STEP])
 @pytest.mark.parametrize(("count", "size", "accumulation", "world"), [(53, 4, 1, 1), (53, 4, 3, 1), (61, 3, 2, 4)])
 def test_figures_are_those_of_a_count_by_hand(strategy, count, size, accumulation, world):
     lengths = UNEVEN[:count]
@@ -59,13 +68,13 @@ def test_figures_are_those_of_a_count_by_hand(strategy, count, size, accumulatio
     if strategy == PADDED:
         assert epoch.padding > 0.2 and epoch.fill == pytest.approx(tokens / (tokens + pads)) and epoch.rows == count
         assert brute_force(lengths[::-1], size, accumulation, world, strategy, budget)[2] != pads, "it is no accident"
-    if strategy == "step":
+    if strategy == STEP:
         assert epoch.fill == pytest.approx(tokens / (budget * micro_batches * world))
 
 
 def test_rows_are_counted_as_they_are_packed():
     lengths = np.array(UNEVEN).clip(max=200)
-    for strategy, wrapped in (("bfd", False), ("wrapped", True)):
+    for strategy, wrapped in ((BFD, False), (WRAPPED, True)):
         batching = Batching(strategy, 2, 3, 4, max_length=200, sampling="sequential")
         cut = lengths
         if wrapped:
@@ -82,13 +91,13 @@ def test_cost_waits_for_the_slowest_and_counts_pads_and_attention():
     batching = Batching(PADDED, 2, quadratic=0.1, sampling="sequential")
     padded = plan_epoch(lengths, batching)
     assert padded.cost == pytest.approx(2 * (10 + 10) + 2 * (8 + 6.4)) and padded.imbalance == 1.0
-    ours = plan_epoch(lengths, Batching("minibatch", 2, quadratic=0.1, sampling="sequential"))
+    ours = plan_epoch(lengths, Batching(MINIBATCH, 2, quadratic=0.1, sampling="sequential"))
     assert ours.cost == pytest.approx(24 + 0.1 * (100 + 4 + 16 + 64))
-    two = plan_epoch(lengths, Batching("minibatch", 2, world_size=2, sampling="sequential"))
+    two = plan_epoch(lengths, Batching(MINIBATCH, 2, world_size=2, sampling="sequential"))
     assert (two.cost, two.imbalance) == (12, pytest.approx(1.0))
-    uneven = plan_epoch(np.array([10, 10, 1, 1]), Batching("minibatch", 2, world_size=2, sampling="sequential"))
+    uneven = plan_epoch(np.array([10, 10, 1, 1]), Batching(MINIBATCH, 2, world_size=2, sampling="sequential"))
     assert (uneven.cost, uneven.imbalance) == (20, pytest.approx(20 / 11))
-    rounded = plan_epoch(lengths, Batching("minibatch", 2, pad_to=16, sampling="sequential"))
+    rounded = plan_epoch(lengths, Batching(MINIBATCH, 2, pad_to=16, sampling="sequential"))
     assert rounded.padding == pytest.approx(1 - 24 / 32) and rounded.largest_micro_batch == 32
 
 
@@ -96,15 +105,15 @@ def test_order_and_dropping_follow_the_arguments():
     lengths = np.array(UNEVEN)
     random, grouped = (plan_epoch(lengths, Batching(PADDED, 8, sampling=s)) for s in ("random", "group_by_length"))
     assert grouped.padding < random.padding / 2, "batches of similar lengths have fewer pads"
-    dropped = plan_epoch(lengths[:53], Batching("step", 4, world_size=2, drop_last=True))
+    dropped = plan_epoch(lengths[:53], Batching(STEP, 4, world_size=2, drop_last=True))
     assert (dropped.documents, dropped.steps) == (48, 6)
 
 
 def test_long_epochs_are_sampled_and_near_the_whole(monkeypatch):
     lengths = np.array(UNEVEN * 8)
-    sampled = plan_epoch(lengths, Batching("step", 2, 4, quadratic=1e-3))
+    sampled = plan_epoch(lengths, Batching(STEP, 2, 4, quadratic=1e-3))
     monkeypatch.setattr("trl_packfa.training.epoch_plan._SAMPLED", 10_000)
-    whole = plan_epoch(lengths, Batching("step", 2, 4, quadratic=1e-3))
+    whole = plan_epoch(lengths, Batching(STEP, 2, 4, quadratic=1e-3))
     assert (sampled.steps, sampled.documents) == (whole.steps, whole.documents)
     assert_estimate(sampled.micro_batches, whole.micro_batches)
     assert_estimate(sampled.cost, whole.cost)
@@ -116,9 +125,9 @@ def test_equal_lengths_gain_nothing(tmp_path):
     assert plan.padded.epoch().padding == 0 and plan.advice[0].startswith("Packing gains little here: 0%")
 
 
-@pytest.mark.parametrize("strategy", [PADDED, *PACKING_STRATEGIES])
+@pytest.mark.parametrize("strategy", [PADDED, *STRATEGIES.values()])
 def test_steps_are_those_that_the_trainer_takes(tmp_path, strategy):
-    packing = {"packing": False} if strategy == PADDED else {"packing_strategy": strategy}
+    packing = {"packing": False} if strategy == PADDED else {"packing_strategy": strategy.name}
     args = arguments(
         out=tmp_path, **packing, max_length=48, per_device_train_batch_size=2, gradient_accumulation_steps=3,
         max_steps=-1, num_train_epochs=1, check_packing=False,
@@ -130,12 +139,12 @@ def test_steps_are_those_that_the_trainer_takes(tmp_path, strategy):
     epoch = plan.chosen.epoch()
     assert plan.chosen.strategy == strategy
     assert epoch.steps == trainer.state.global_step
-    assert plan.to_dict()["strategies"][strategy]["ranks"]["1"]["total_steps"] == trainer.state.max_steps
+    assert plan.to_dict()["strategies"][strategy.name]["ranks"]["1"]["total_steps"] == trainer.state.max_steps
     if strategy != PADDED:
         assert plan.chosen.report == trainer.packing_reports["train"]
         assert trainer.packing_plan["steps_per_epoch"] == epoch.steps
         assert trainer.packing_plan["examples_per_step"] == epoch.examples_per_step
-        assert {"fill": epoch.fill}.items() <= trainer.packing_plan.items() or not args.packs_rows
+        assert {"fill": epoch.fill}.items() <= trainer.packing_plan.items() or not strategy.fills_rows
     else:
         assert epoch.documents == len(trainer.train_dataset)
 
@@ -178,7 +187,7 @@ def test_memory_is_that_of_the_model_and_near_what_autograd_keeps(tmp_path, save
     assert estimate(shape, args, 100).weights == sum(p.numel() * 4 for p in model.parameters())
     adapted = packed_trainer(args, model=model, peft_config=None)
     assert shape.trainable == adapted.model.num_parameters(only_trainable=True)
-    assert shape.quadratic == adapted._step_cutter.quadratic
+    assert shape.quadratic == adapted._cutter.quadratic
     full = arguments(out=tmp_path, model_name_or_path=saved["MODEL"], use_peft=False)
     memory = estimate(read_shape(full), full, 100)
     assert memory.optimizer == 2 * memory.gradients == 2 * memory.weights and memory.adapter == 0

@@ -103,3 +103,36 @@ def test_describe_tells_level_windows_and_backend():
     text = trl_packfa.describe(model)
     for part in ("level: attention", "4 attention modules", "window 8", "backend used: sdpa", "gemma3_text"):
         assert part in text
+
+
+# A patch says nothing that would be ignored ----------------------------------------------------
+
+
+def qkv(module, hidden_states, position_embeddings):
+    raise AssertionError("declared, never called")
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        ({"model_types": ()}, "serves nothing"),
+        ({"model_types": "llama"}, "model_types='llama' serves nothing"),
+        ({"rebatch": True, "attention": {"A": qkv}}, r"with attention, which rebatch=True ignores"),
+        ({"rebatch": True, "mixers": ("M",), "beside": ("B",)}, r"with beside, mixers, which rebatch=True ignores"),
+        ({"attention": {"A": qkv}, "functions": {"A": "_attn"}}, r"with functions, which attention ignores"),
+        ({"attention": {"A": qkv}, "window": len}, r"with window, which attention ignores"),
+        ({"output": "out_proj"}, r"with output, which nothing reads without attention"),
+        ({"arguments": len}, r"with arguments, which nothing reads without attention or functions"),
+        ({"serves": bool}, "one of 'serves' and 'otherwise'"),
+        ({"mixers": ("M",), "masked_mixers": ("M",)}, "names M twice"),
+    ],
+)
+def test_a_patch_that_contradicts_itself_is_refused(declared, message):
+    with pytest.raises(InvalidConfig, match=message):
+        Patch(**{"model_types": ("mine",), **declared})
+
+
+def test_one_that_says_each_thing_once_is_taken():
+    plain = Patch(model_types=("mine",), rebatch=True)
+    Patch(model_types=("mine",), attention={"A": qkv}, output="out", arguments=len, serves=bool, otherwise=plain)
+    Patch(model_types=("mine",), mixers=("M",), masked_mixers=("N",), beside=("B",), window=len)

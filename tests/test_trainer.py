@@ -10,7 +10,8 @@ from training import FORMATS, arguments, dataset, lora_config, losses, packed_tr
 from transformers import TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from trl_packfa import PackedSFTConfig, PackedSFTTrainer, describe
+from trl_packfa import PackedSFTConfig, PackedSFTTrainer, describe, unpatch
+from trl_packfa.kernels.lm_head.chunked import Head
 
 # The same training ------------------------------------------------------------------------------------------------
 
@@ -97,6 +98,18 @@ def test_packing_patching_and_lora_are_on_by_default(tmp_path):
     trainer.train()
     assert trainer.exactness.is_exact
     assert trainer.state.log_history[0]["documents"] == 4
+
+
+def test_unpatch_gives_back_the_model_that_trl_made(tmp_path):
+    """The head that scores trained positions only is gone, too."""
+    model, args = tiny.model(layers=2), arguments(out=tmp_path, use_peft=False)
+    trainer = packed_trainer(args, model=model)
+    given = vars(model)["forward"]
+    assert isinstance(given, Head)
+    trainer.train()
+    unpatch(trainer.model)
+    assert vars(model)["forward"] == given.forward
+    assert not any("forward" in vars(module) for module in model.modules() if module is not model)
 
 
 def test_use_peft_false_trains_everything(tmp_path):

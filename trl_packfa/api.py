@@ -26,11 +26,12 @@ from .adapters import (
 from .errors import ContaminationError, UnsupportedModel, is_out_of_memory
 from .exactness import check
 from .kernels.cpu import RMSNormOverride
+from .kernels.lm_head.chunked import undo_head
 from .kernels.lora import adapted_layers, describe_lora
 from .patches.base import Patch
 from .patches.measured import fingerprint, known_sources, results
 from .patching.apply import PatchState, apply_patch, find_state, undo_patch
-from .patching.inspect import get_patch, model_type
+from .patching.inspect import get_patch, inner_model, model_type
 
 logger = logging.getLogger(__name__)
 
@@ -144,8 +145,10 @@ def _require_exact(model: nn.Module) -> None:
 
 
 def unpatch(model: Model) -> Model:
-    """Restore a patched model to what it was, bit for bit; returns the same model. Idempotent."""
+    """Restore a patched model to what it was, bit for bit, and one that a [`PackedSFTTrainer`] has trained to what TRL
+    made of it; returns the same model. Idempotent."""
     undo_patch(model)
+    undo_head(inner_model(model))
     return model
 
 

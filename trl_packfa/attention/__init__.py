@@ -3,9 +3,10 @@
 Knows layouts and tensors; imports neither transformers nor trl.
 """
 
-from .backends import BACKENDS, get_backend, refusals
-from .base import AttentionArguments, AttentionBackend, AttentionRequest, Bias
+from .backends import BACKENDS, AttentionBackend, get_backend, refusals
+from .base import AttentionArguments, AttentionRequest, Bias
 from .bias import chosen_keys, key_bias, linear_bias
+from .capabilities import Capabilities
 from .dispatch import BackendChoice, resolve
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "AttentionRequest",
     "BackendChoice",
     "Bias",
+    "Capabilities",
     "chosen_keys",
     "get_backend",
     "key_bias",

@@ -1,14 +1,62 @@
-"""The backends there are, in order of preference."""
+"""What every attention backend looks like, and those there are, in order of preference.
+
+Shape letters: T packed tokens, N query heads, K key/value heads, H head dim.
+"""
 
 from __future__ import annotations
 
+from typing import Protocol
+
+import torch
+
 from ..errors import NoBackend
-from .base import AttentionBackend, AttentionRequest
+from ..layout import PackedLayout
+from .base import AttentionArguments, AttentionRequest
+from .capabilities import Capabilities
 from .flash import FlashBackend
 from .flex import FlexBackend
 from .reference import ReferenceBackend
 from .sdpa import SdpaBackend
 from .varlen import VarlenBackend
+
+
+class AttentionBackend(Protocol):
+    """One way to compute causal attention inside each document of a `PackedLayout`."""
+
+    @property
+    def name(self) -> str:
+        """What users call it."""
+        ...
+
+    @property
+    def summary(self) -> str:
+        """What it is and where it runs, in one line."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Which calls its kernels serve."""
+        ...
+
+    def refusals(self, request: AttentionRequest) -> list[str]:
+        """Every reason why this backend cannot serve the request: what its capabilities rule out, and what is not
+        installed; empty if it can."""
+        ...
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: PackedLayout,
+        arguments: AttentionArguments,
+    ) -> torch.Tensor:
+        """Causal attention inside each document: `query` `(T, N, H)`, `key` and `value` `(T, K, H)`.
+
+        Returns `(T, N, H)` in the query's dtype.
+        """
+        ...
+
 
 BACKENDS: tuple[AttentionBackend, ...] = (
     FlashBackend(),

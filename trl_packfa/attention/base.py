@@ -1,18 +1,16 @@
-"""What a model asks of an attention backend, and what every backend looks like.
+"""What a model asks of an attention backend.
 
-Shape letters: T packed tokens, N query heads, K key/value heads, H head dim, G documents of a group, Q queries of a
-chunk, M keys.
+Shape letters: N query heads, G documents of a group, Q queries of a chunk, M keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
-from ..layout import PackedLayout
 from ..runtime.autocast import autocast_dtype
 
 # What is added to the scores: numbers of packed tokens `(G, Q)` and `(G, M)` to a tensor `(G, 1 or N, Q, M)`.
@@ -87,35 +85,3 @@ class AttentionRequest(NamedTuple):
         optional = {"window": self.sliding_window, "softcap": self.softcap, "dropout": self.dropout or None}
         parts += [f"{name}={value}" for name, value in optional.items() if value is not None]
         return " ".join(parts + ["sinks"] * self.sinks + ["bias"] * self.bias)
-
-
-class AttentionBackend(Protocol):
-    """One way to compute causal attention inside each document of a `PackedLayout`."""
-
-    @property
-    def name(self) -> str:
-        """What users call it."""
-        ...
-
-    @property
-    def summary(self) -> str:
-        """What it is and where it runs, in one line."""
-        ...
-
-    def refusals(self, request: AttentionRequest) -> list[str]:
-        """Every reason why this backend cannot serve the request; empty if it can."""
-        ...
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layout: PackedLayout,
-        arguments: AttentionArguments,
-    ) -> torch.Tensor:
-        """Causal attention inside each document: `query` `(T, N, H)`, `key` and `value` `(T, K, H)`.
-
-        Returns `(T, N, H)` in the query's dtype.
-        """
-        ...

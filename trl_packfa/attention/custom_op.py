@@ -17,10 +17,8 @@ import torch
 from ..layout import PackedLayout
 from ..runtime.autocast import as_products_take
 from ..runtime.compile import outside_of_graphs
-from .backends import get_backend
-from .base import AttentionArguments, AttentionBackend
-
-_TRACED = ("flash", "varlen")
+from .backends import AttentionBackend, get_backend
+from .base import AttentionArguments
 
 
 class _TracedLayout(NamedTuple):
@@ -44,7 +42,7 @@ def attend_in_graph(
     leaves the graph."""
     if arguments.bias is not None or arguments.dropout:
         return _outside(backend, query, key, value, layout, arguments)
-    if backend.name in _TRACED:
+    if backend.capabilities.is_traceable:
         sizes = layout.sizes
         longest, documents = sizes.longest.shape[0] - 1, sizes.offsets.shape[0] - 1
         traced: Any = _TracedLayout(layout.cu_seqlens, longest, query.shape[0], documents)

@@ -9,8 +9,8 @@ import torch
 from ..errors import NoBackend
 from ..layout import PackedLayout
 from ..runtime.compile import constant_in_graphs
-from .backends import BACKENDS, get_backend
-from .base import AttentionArguments, AttentionBackend, AttentionRequest
+from .backends import BACKENDS, AttentionBackend, get_backend
+from .base import AttentionArguments, AttentionRequest
 from .custom_op import attend_in_graph
 
 
@@ -22,7 +22,7 @@ def resolve(request: AttentionRequest, backend: str = "auto") -> AttentionBacken
     Raises:
         [`NoBackend`]: with the request and every backend's reasons.
     """
-    candidates = [get_backend(backend)] if backend != "auto" else [b for b in BACKENDS if b.name != "reference"]
+    candidates = [get_backend(backend)] if backend != "auto" else [b for b in BACKENDS if b.capabilities.is_selectable]
     why = []
     for candidate in candidates:
         reasons = candidate.refusals(request)

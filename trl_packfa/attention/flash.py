@@ -14,7 +14,7 @@ from ..layout import PackedLayout
 from ..runtime.autocast import as_products_take
 from ..runtime.compile import constant_in_graphs
 from .base import AttentionArguments, AttentionRequest
-from .flash_limits import flash_refusals, require_indexable
+from .flash_limits import FLASH, require_indexable
 
 
 class _Kernel(NamedTuple):
@@ -90,10 +90,11 @@ class FlashBackend:
 
     name = "flash"
     summary = "flash-attn 2, 3 or 4, or the Hub kernel transformers loads; CUDA and ROCm, float16 and bfloat16"
+    capabilities = FLASH
 
     def refusals(self, request: AttentionRequest) -> list[str]:
-        """The shared kernel limits, the package, and what its signature has no argument for."""
-        reasons = flash_refusals(request, min_capability=(8, 0))
+        """Its capabilities, the package, and what this version's signature has no argument for."""
+        reasons = self.capabilities.refusals(request)
         if request.device.type != "cuda":
             return reasons
         kernel = _kernel(_capability(request.device))

@@ -6,31 +6,23 @@ import torch
 
 from ..errors import NoBackend
 from ..layout import PackedLayout
-from .base import AttentionRequest
+from .capabilities import HALF, Capabilities
 
-_MAX_HEAD_DIM = 256
+# Of every FlashAttention kernel; what its function has arguments for differs.
+FLASH = Capabilities(
+    function="flash_attn_varlen_func",
+    needs_cuda=True,
+    min_capability=(8, 0),
+    dtypes=HALF,
+    max_head_dim=256,
+    head_dim_multiple=8,
+    bias=False,
+    is_traceable=True,
+)
 # FlashAttention 2's backward indexes its padded accumulator, (T + 128 * S) * N * H elements, with 32-bit integers
 # (flash-attention issue 1311).
 _PADDED_TOKENS_PER_DOCUMENT = 128
 _MAX_ELEMENTS = 2**31
-BIAS = "adds no term to the scores, as sparse key selection and position biases do"
-
-
-def flash_refusals(request: AttentionRequest, *, min_capability: tuple[int, int]) -> list[str]:
-    """What every FlashAttention kernel needs of a request: a CUDA device, half precision, a head dim up to 256."""
-    reasons = []
-    if request.device.type != "cuda":
-        reasons.append(f"needs a CUDA or ROCm device, the model is on {request.device}")
-    elif torch.version.hip is None and torch.cuda.get_device_capability(request.device) < min_capability:
-        found = torch.cuda.get_device_capability(request.device)
-        reasons.append(f"needs compute capability {_dotted(min_capability)} or newer, this GPU has {_dotted(found)}")
-    if request.dtype not in (torch.float16, torch.bfloat16):
-        reasons.append(f"needs float16 or bfloat16, got {str(request.dtype).removeprefix('torch.')}")
-    if request.head_dim > _MAX_HEAD_DIM or request.head_dim % 8:
-        reasons.append(f"needs a head_dim that is a multiple of 8 up to {_MAX_HEAD_DIM}, got {request.head_dim}")
-    if request.bias:
-        reasons.append(BIAS)
-    return reasons
 
 
 def require_indexable(query: torch.Tensor, layout: PackedLayout, backend: str) -> None:
@@ -44,7 +36,3 @@ def require_indexable(query: torch.Tensor, layout: PackedLayout, backend: str) -
             why=[f"(tokens + 128 * documents) * heads * head_dim is {padded * num_heads * head_dim}, the limit 2^31"],
             do="Lower per_device_train_batch_size or max_length, or choose attention_backend='flex' or 'sdpa'.",
         )
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))

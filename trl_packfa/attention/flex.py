@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -19,7 +20,7 @@ from ..runtime.autocast import as_products_take
 from ..runtime.compile import allow_graphs
 from .base import AttentionArguments, AttentionRequest
 from .block_mask import block_mask
-from .flash_limits import BIAS
+from .capabilities import Capabilities
 
 # Of one function for every model of a process: with and without a window, softcap and sinks, of each dtype, with
 # gradients and without, for one block of tokens and for more.
@@ -30,8 +31,13 @@ _GRAPHS = 128
 def _compiled() -> Callable[..., torch.Tensor]:
     """Uncompiled, flex_attention materializes the scores, which is what torch would do past its limit of eight graphs;
     compiled, it is one kernel."""
-    allow_graphs(_GRAPHS)
-    return torch.compile(flex_attention, dynamic=True)
+    compiled = torch.compile(flex_attention, dynamic=True)
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        with allow_graphs(_GRAPHS):
+            return compiled(*args, **kwargs)
+
+    return attend
 
 
 class FlexBackend:
@@ -39,20 +45,14 @@ class FlexBackend:
 
     name = "flex"
     summary = "flex_attention with a document block mask, compiled; CUDA, softcap, sinks and float32"
+    # On a CPU torch has no backward and materializes the scores.
+    capabilities = Capabilities(function="flex_attention", needs_cuda=True, min_head_dim=16, dropout=False, bias=False)
 
     def refusals(self, request: AttentionRequest) -> list[str]:
-        """A CUDA device with Triton, no dropout. On a CPU torch has no backward and materializes the scores."""
-        reasons = []
-        if request.device.type != "cuda":
-            reasons.append(f"needs a CUDA device, the model is on {request.device}")
-        elif find_spec("triton") is None:
+        """Its capabilities, and Triton."""
+        reasons = self.capabilities.refusals(request)
+        if request.device.type == "cuda" and find_spec("triton") is None:
             reasons.append("needs triton, which is not installed")
-        if request.dropout:
-            reasons.append(f"flex_attention has no dropout, the model asks for {request.dropout}")
-        if request.head_dim < 16:
-            reasons.append(f"needs a head_dim of at least 16, got {request.head_dim}")
-        if request.bias:
-            reasons.append(BIAS)
         return reasons
 
     def __call__(

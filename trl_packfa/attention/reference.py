@@ -11,6 +11,7 @@ import torch
 
 from ..layout import PackedLayout
 from .base import AttentionArguments, AttentionRequest
+from .capabilities import Capabilities
 
 
 class ReferenceBackend:
@@ -18,10 +19,11 @@ class ReferenceBackend:
 
     name = "reference"
     summary = "plain torch loop, the definition of correct; tests only"
+    capabilities = Capabilities(function="plain torch", is_selectable=False)
 
     def refusals(self, request: AttentionRequest) -> list[str]:
         """Nothing is beyond plain torch."""
-        return []
+        return self.capabilities.refusals(request)
 
     def __call__(
         self,

@@ -19,6 +19,7 @@ from ..layout import PackedLayout
 from ..runtime.autocast import autocast_dtype
 from ..runtime.length_groups import group_by_length, pack_groups, pad_groups
 from .base import AttentionArguments, AttentionRequest
+from .capabilities import Capabilities
 from .cpu_half import CausalInHalf, has_two_halves, is_faster_in_float32
 from .reference import dense_attention
 
@@ -30,10 +31,12 @@ class SdpaBackend:
 
     name = "sdpa"
     summary = "torch's scaled_dot_product_attention per group of similar documents; no mask, any device and dtype"
+    # What the fused kernels lack runs in query chunks.
+    capabilities = Capabilities(function="scaled_dot_product_attention")
 
     def refusals(self, request: AttentionRequest) -> list[str]:
-        """Nothing: what the fused kernels lack runs in query chunks."""
-        return []
+        """Nothing is beyond it."""
+        return self.capabilities.refusals(request)
 
     def __call__(
         self,

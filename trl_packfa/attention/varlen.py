@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from ..layout import PackedLayout
 from ..runtime.autocast import as_products_take
 from .base import AttentionArguments, AttentionRequest
-from .flash_limits import flash_refusals, require_indexable
+from .flash_limits import FLASH, require_indexable
 
 try:
     from torch.nn.attention import varlen
@@ -31,20 +32,15 @@ class VarlenBackend:
 
     name = "varlen"
     summary = "FlashAttention inside torch (torch >= 2.10), CUDA sm 8.0 and newer, float16 and bfloat16"
+    capabilities = replace(FLASH, function="varlen_attn", softcap=False, sinks=False, dropout=False)
 
     def refusals(self, request: AttentionRequest) -> list[str]:
-        """Torch's version, the shared kernel limits, and what the op has no argument for."""
+        """Torch's version, its capabilities, and what this version's op has no argument for."""
         if _varlen_attn is None:
             return [f"needs torch >= 2.10, found {torch.__version__}"]
-        reasons = flash_refusals(request, min_capability=(8, 0))
+        reasons = self.capabilities.refusals(request)
         if request.sliding_window is not None and "window_size" not in _PARAMETERS:
             reasons.append(f"sliding windows need a newer varlen_attn than torch {torch.__version__} has")
-        if request.softcap is not None:
-            reasons.append("varlen_attn has no softcap")
-        if request.sinks:
-            reasons.append("varlen_attn has no attention sinks")
-        if request.dropout:
-            reasons.append(f"varlen_attn has no dropout, the model asks for {request.dropout}")
         return reasons
 
     def __call__(

@@ -9,10 +9,11 @@ import torch
 from trl import DatasetMixtureConfig, ScriptArguments
 
 from ..errors import InvalidConfig
+from ..packing import STEP
 from ..training.config import PackedSFTConfig
 from ..training.script import parse
 from .presets import PRESETS
-from .sides import STRATEGIES, Side, parse_sides
+from .sides import KINDS, Side, parse_sides
 
 # What a benchmark wants otherwise than a training; YAML file and flags win.
 _DEFAULTS = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "max_steps": 10}
@@ -45,7 +46,7 @@ class BenchArguments:
         default="padding,step",
         metadata={
             "help": "What is compared, separated by commas, the first is what ratios refer to: "
-            f"{', '.join(STRATEGIES)}. "
+            f"{', '.join(KINDS)}. "
             "`bfd@4096` fills rows of 4,096 tokens, `bfd@4096x1` one such row a micro-batch."
         },
     )
@@ -94,7 +95,7 @@ def read_arguments(argv: list[str]) -> Setup:
 def _require_sense(bench: BenchArguments, args: PackedSFTConfig) -> None:
     if bench.model is None and args.model_name_or_path is None:
         raise InvalidConfig("no model.", do=f"Pass --model: a name, a path, or one of {sorted(PRESETS)}.")
-    if not args.packing or args.packing_strategy != "step":
+    if args.strategy != STEP:
         raise InvalidConfig(
             f"packing={args.packing}, packing_strategy='{args.packing_strategy}': a benchmark has many.",
             do="Name them in --strategies.",

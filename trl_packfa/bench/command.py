@@ -1,4 +1,4 @@
-"""`trl-packfa bench`: strategies by default; `attention`, `layer`, `pack`, `balance`, `check` measure a part each."""
+"""`trl-packfa bench`: strategies by default; `attention` and `check` measure a part each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..terminal.tables import print_table
 def bench(argv: list[str]) -> int:
     """Run it; returns the exit code: 0 done, 1 if a side failed."""
     argv = [argument for argument in argv if argument != "--debug"]
-    parts = {"attention": _attention, "layer": _layer, "pack": _pack, "balance": _balance, "check": _check}
+    parts = {"attention": _attention, "check": _check}
     return parts[argv[0]](argv[1:]) if argv and argv[0] in parts else _strategies(argv)
 
 
@@ -61,7 +61,8 @@ def _attention(argv: list[str]) -> int:
     from .attention import bench_attention
     from .mixes import MIXES
 
-    parser = _parser("attention", "one attention, forward and backward, per row length and mix of documents")
+    what = "one attention, forward and backward, per row length and mix of documents"
+    parser = rows_parser(what, prog="trl-packfa bench attention")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2**n for n in range(10, 18)], help="row lengths")
     parser.add_argument("--mixes", nargs="+", default=["even", "uneven"], help=f"{', '.join(MIXES)}, or a .json file")
     parser.add_argument("--lengths", nargs="+", default=[], help="JSON lists of document lengths, instead of mixes")
@@ -69,7 +70,7 @@ def _attention(argv: list[str]) -> int:
     parser.add_argument("--repeats", type=int, default=3, help="draws of documents")
     parser.add_argument("--slowest", type=float, default=60.0, help="seconds above which a side is skipped")
     args = parser.parse_args(argv)
-    return _told(
+    return show_rows(
         bench_attention(
             tokens=args.tokens,
             mixes=args.lengths or args.mixes,
@@ -81,50 +82,15 @@ def _attention(argv: list[str]) -> int:
     )
 
 
-def _layer(argv: list[str]) -> int:
-    from .layer import DTYPES, bench_layer
-
-    parser = _parser(
-        "layer", "on a CPU, what a layer does besides matrix products: transformers' code and ours in turn"
-    )
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1400, 8192], help="row lengths")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES[:2]))
-    parser.add_argument("--repeats", type=int, default=41, help="pairs of runs, at least 2")
-    args = parser.parse_args(argv)
-    return _told(bench_layer(tokens=args.tokens, dtypes=args.dtypes, repeats=args.repeats), as_json=args.json)
-
-
-def _pack(argv: list[str]) -> int:
-    from .planning import bench_pack
-
-    parser = _parser("pack", "planning: documents to rows and steps, by index")
-    parser.add_argument("--documents", type=int, default=1_000_000)
-    parser.add_argument("--row", type=int, default=4096, help="tokens of a row")
-    parser.add_argument("--mix", default="uneven", help="lengths: a mix, or a .json file")
-    args = parser.parse_args(argv)
-    return _told(bench_pack(documents=args.documents, row=args.row, mix=args.mix), as_json=args.json)
-
-
-def _balance(argv: list[str]) -> int:
-    from .balance import bench_balance
-
-    parser = _parser("balance", "the busiest rank of a step over the mean, by who deals the documents")
-    parser.add_argument("--mixes", nargs="+", default=["even", "uneven"], help="lengths: mixes, or .json files")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64, 512])
-    parser.add_argument("--documents", type=int, default=8, help="of a step, per rank")
-    parser.add_argument("--row", type=int, default=4096, help="tokens of a row")
-    args = parser.parse_args(argv)
-    rows = bench_balance(mixes=args.mixes, ranks=args.ranks, per_rank=args.documents, row=args.row)
-    return _told(rows, as_json=args.json)
-
-
-def _parser(name: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"trl-packfa bench {name}", description=description)
+def rows_parser(description: str, *, prog: str | None = None) -> argparse.ArgumentParser:
+    """The arguments of a measurement that prints rows: `--json` so far."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     return parser
 
 
-def _told(rows: list[dict[str, Any]], *, as_json: bool) -> int:
+def show_rows(rows: list[dict[str, Any]], *, as_json: bool) -> int:
+    """Print a measurement's rows; returns the exit code."""
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
@@ -135,4 +101,4 @@ def _told(rows: list[dict[str, Any]], *, as_json: bool) -> int:
 def _check(argv: list[str]) -> int:
     from .proof import bench_check
 
-    return _told(bench_check([argument for argument in argv if argument != "--json"]), as_json="--json" in argv)
+    return show_rows(bench_check([argument for argument in argv if argument != "--json"]), as_json="--json" in argv)

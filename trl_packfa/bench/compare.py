@@ -117,7 +117,7 @@ class Result:
 
     def _tokens_per_example(self, data: Facts) -> float:
         """Documents are counted, where the side knows them; parts of documents are not."""
-        cut = self.side.kind.cuts or not self.total("documents")
+        cut = self.side.kind.strategy.wraps or not self.total("documents")
         return data.mean_length if cut else self.total("tokens") / self.total("documents")
 
 

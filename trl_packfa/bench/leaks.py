@@ -33,8 +33,8 @@ def leaks(trainer: Any, side: Side) -> bool:
 def _logits(trainer: Any, side: Side, documents: list[list[int]]) -> torch.Tensor:
     """Logits of the second document, from the batch that the side's collator makes of both."""
     joined = [token for document in documents for token in document]
-    if side.kind.rows and not side.kind.ours:
-        lengths = {} if side.kind.cuts else {"seq_lengths": [len(document) for document in documents]}
+    if side.kind.strategy.fills_rows and not side.kind.ours:
+        lengths = {} if side.kind.strategy.wraps else {"seq_lengths": [len(document) for document in documents]}
         examples = [{"input_ids": joined, "labels": joined, **lengths}]
     else:
         examples = [{"input_ids": document, "labels": document} for document in documents]

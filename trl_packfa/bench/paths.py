@@ -18,7 +18,7 @@ _DENSE_BYTES = 12
 
 def attention_sides(request: AttentionRequest) -> dict[str, str]:
     """Every side, with why it cannot run on this machine, or nothing."""
-    sides = {b.name: "; ".join(b.refusals(request)) for b in BACKENDS if b.name != "reference"}
+    sides = {b.name: "; ".join(b.refusals(request)) for b in BACKENDS if b.capabilities.is_selectable}
     flex = "" if request.device.type == "cuda" else "on a CPU, flex_attention has no backward"
     return {**sides, TRANSFORMERS: "", TRANSFORMERS_FLEX: flex}
 

@@ -12,65 +12,64 @@ from trl import SFTConfig, SFTTrainer, get_peft_config
 
 from ..attention import get_backend
 from ..errors import InvalidConfig
+from ..packing import BFD, MINIBATCH, PADDED, STEP, WRAPPED, Strategy
 from ..training.config import PackedSFTConfig
 from ..training.model_loading import init_kwargs, model_type, quantization_of
 from ..training.trainer import PackedSFTTrainer
 from .products import ProductsOnly
 
 
-class Strategy(NamedTuple):
-    """One way to batch.
+class Kind(NamedTuple):
+    """One trainer to compare.
 
     Attributes:
+        strategy (`Strategy`): how it makes batches; where it `fills_rows`, a step takes other examples than the other
+            sides' steps, and as many over the epoch.
         ours (`bool`): `PackedSFTTrainer` runs it, else TRL's own `SFTTrainer`, unmodified.
         options (`dict`): the arguments that make it.
-        rows (`bool`): whether it fills rows of `max_length` tokens over the whole dataset; such a side takes other
-            examples in a step than the others, and as many over the epoch.
-        cuts (`bool`): whether documents are cut where a row is full.
-        in_order (`bool`): whether a step holds the examples of the padded run's.
+        reorders (`bool`): whether it takes the examples in another order than the padded run.
         contaminated (`bool`): whether its name says that documents see each other.
         bound (`bool`): whether only the matrix products of its steps run, and nothing is trained.
     """
 
-    ours: bool
+    strategy: Strategy
+    ours: bool = True
     options: dict[str, Any] = {}
-    rows: bool = False
-    cuts: bool = False
-    in_order: bool = False
+    reorders: bool = False
     contaminated: bool = False
     bound: bool = False
 
+    @property
+    def in_order(self) -> bool:
+        """Whether a step holds the examples of the padded run's."""
+        return not (self.reorders or self.strategy.fills_rows)
 
-STRATEGIES = {
-    "padding": Strategy(ours=False, in_order=True),
-    "group_by_length": Strategy(ours=False, options={"train_sampling_strategy": "group_by_length"}),
-    "padding_free": Strategy(ours=False, options={"padding_free": True}, in_order=True),
-    "fixed": Strategy(
-        ours=False,
-        options={"packing": True, "packing_strategy": "wrapped"},
-        rows=True,
-        cuts=True,
-        contaminated=True,
-    ),
-    "trl-bfd": Strategy(ours=False, options={"packing": True, "packing_strategy": "bfd"}, rows=True),
-    "fixed+posid": Strategy(ours=True, options={"packing_strategy": "wrapped"}, rows=True, cuts=True),
-    "bfd": Strategy(ours=True, options={"packing_strategy": "bfd"}, rows=True),
-    "minibatch": Strategy(ours=True, options={"packing_strategy": "minibatch"}, in_order=True),
-    "step": Strategy(ours=True, options={"packing_strategy": "step"}, in_order=True),
-    "bfd-compiled": Strategy(ours=True, options={"packing_strategy": "bfd", "torch_compile": True}, rows=True),
-    "step-compiled": Strategy(ours=True, options={"packing_strategy": "step", "torch_compile": True}, in_order=True),
-    "bfd-bound": Strategy(ours=True, options={"packing_strategy": "bfd"}, rows=True, bound=True),
-    "step-bound": Strategy(ours=True, options={"packing_strategy": "step"}, in_order=True, bound=True),
+
+_COMPILED = {"torch_compile": True}
+KINDS = {
+    "padding": Kind(PADDED, ours=False),
+    "group_by_length": Kind(PADDED, ours=False, options={"train_sampling_strategy": "group_by_length"}, reorders=True),
+    "padding_free": Kind(MINIBATCH, ours=False, options={"padding_free": True}),
+    "fixed": Kind(WRAPPED, ours=False, options={"packing": True, "packing_strategy": "wrapped"}, contaminated=True),
+    "trl-bfd": Kind(BFD, ours=False, options={"packing": True, "packing_strategy": "bfd"}),
+    "fixed+posid": Kind(WRAPPED),
+    "bfd": Kind(BFD),
+    "minibatch": Kind(MINIBATCH),
+    "step": Kind(STEP),
+    "bfd-compiled": Kind(BFD, options=_COMPILED),
+    "step-compiled": Kind(STEP, options=_COMPILED),
+    "bfd-bound": Kind(BFD, bound=True),
+    "step-bound": Kind(STEP, bound=True),
 }
 _NAME = re.compile(r"(?P<strategy>[^@/]+)(@(?P<row>\d+)(x(?P<rows>\d+))?)?(/(?P<backend>.+))?")
 
 
 @dataclass(frozen=True)
 class Side:
-    """A strategy with what was asked of it.
+    """A kind of trainer with what was asked of it.
 
     Args:
-        strategy (`str`): a name in [`STRATEGIES`].
+        strategy (`str`): a name in [`KINDS`].
         row (`int`, *optional*): tokens of a row, instead of `max_length`.
         rows (`int`, *optional*): rows of a micro-batch, instead of `per_device_train_batch_size`.
         backend (`str`): attention backend, of our strategies.
@@ -82,10 +81,10 @@ class Side:
     rows: int | None = None
     backend: str = "auto"
     allowed: bool = False
-    kind: Strategy = field(init=False, compare=False, repr=False)
+    kind: Kind = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kind", STRATEGIES[self.strategy])
+        object.__setattr__(self, "kind", KINDS[self.strategy])
 
     @property
     def name(self) -> str:
@@ -105,8 +104,8 @@ def parse_sides(strategies: str, *, backends: str = "auto", contaminated: str = 
     """
     allowed = _split(contaminated)
     for name in [*allowed, *(text.split("@")[0].split("/")[0] for text in _split(strategies))]:
-        if name not in STRATEGIES:
-            raise InvalidConfig(f"there is no strategy '{name}'.", do=f"Choose from {', '.join(STRATEGIES)}.")
+        if name not in KINDS:
+            raise InvalidConfig(f"there is no strategy '{name}'.", do=f"Choose from {', '.join(KINDS)}.")
     sides = [side for text in _split(strategies) for side in _sides(text, _split(backends), allowed)]
     twice = sorted({side.name for side in sides if sides.count(side) > 1})
     if twice or not sides:
@@ -120,10 +119,10 @@ def _split(text: str) -> list[str]:
 
 def _sides(text: str, backends: list[str], allowed: list[str]) -> list[Side]:
     match = _NAME.fullmatch(text)
-    kind = STRATEGIES[text.split("@")[0].split("/")[0]]
+    kind = KINDS[text.split("@")[0].split("/")[0]]
     if match is None:
         raise InvalidConfig(f"cannot read the strategy '{text}'.", do="Write it as bfd, bfd@4096, bfd@4096x1/sdpa.")
-    if match["row"] and not kind.rows:
+    if match["row"] and not kind.strategy.fills_rows:
         raise InvalidConfig(f"'{text}': {match['strategy']} has no rows of a fixed length.", do="Drop the @.")
     if match["backend"] and not kind.ours:
         raise InvalidConfig(
@@ -158,10 +157,10 @@ def build_trainer(
     options |= {"assistant_only_loss": False, "completion_only_loss": None}
     options |= {"eval_strategy": "no", "load_best_model_at_end": False, "push_to_hub": False}
     if side.kind.ours:
-        by_step = options["packing_strategy"] == "step"
-        budget = args.max_tokens_per_microbatch if by_step else None
+        strategy = side.kind.strategy
+        budget = args.max_tokens_per_microbatch if strategy.recuts_steps else None
         given = {**_fields(args, PackedSFTConfig), "max_tokens_per_microbatch": budget, "overflow": "truncate"}
-        given |= {**options, "attention_backend": side.backend}
+        given |= {"packing_strategy": strategy.name, **options, "attention_backend": side.backend}
         trainer = PackedSFTTrainer(model, PackedSFTConfig(**given), **data)
         if side.kind.bound:
             trainer._run_micro_batch = ProductsOnly(trainer)
@@ -185,12 +184,12 @@ def _fields(args: PackedSFTConfig, cls: type) -> dict[str, Any]:
 
 def _row_options(side: Side, args: PackedSFTConfig, train: Dataset) -> dict[str, Any]:
     """Length and number of rows, where there are rows; no limit where there are none: documents are cut already."""
-    if not side.kind.rows:
+    if not side.kind.strategy.fills_rows:
         return {"max_length": None}
     from ..training.dataset import read_lengths
 
     row, longest = side.row or args.max_length or 0, int(read_lengths(train).max())
-    if row < longest and not side.kind.cuts:
+    if row < longest and not side.kind.strategy.wraps:
         raise InvalidConfig(
             f"rows of {row} tokens cut documents of up to {longest}, which the other sides train whole.",
             do=f"Write {side.strategy}@{longest} or more, or pass --max_length {row}.",

@@ -5,15 +5,24 @@ from .buffer import BufferedRows, pack_buffer
 from .microbatches import document_cost, fewest_micro_batches, imbalance, recut, recut_over_ranks
 from .overflow import OVERFLOW_POLICIES, WRAP, PackingReport, Spans, plan_overflow, require_policy
 from .sampler import PackedBatchSampler
+from .strategies import BFD, BFD_SPLIT, MINIBATCH, PADDED, STEP, STRATEGIES, WRAPPED, Strategy
 from .trained import TrainedTokens
 
 __all__ = [
+    "BFD",
+    "BFD_SPLIT",
+    "MINIBATCH",
     "OVERFLOW_POLICIES",
+    "PADDED",
+    "STEP",
+    "STRATEGIES",
     "WRAP",
+    "WRAPPED",
     "BufferedRows",
     "PackedBatchSampler",
     "PackingReport",
     "Spans",
+    "Strategy",
     "TrainedTokens",
     "best_fit_decreasing",
     "document_cost",

@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..attention import BackendChoice
 from ..errors import NoBackend
-from ..kernels.cpu import RMSNormOverride, is_rms_norm
+from ..kernels.cpu import RMSNormOverride, is_rms_norm_on_cpu
 from ..kernels.lora import (
     activated_overrides,
     adapted_layers,
@@ -165,7 +165,7 @@ def _plan_inside(backbone: nn.Module, state: PatchState) -> list[Override]:
     overrides: list[Override] = [RotaryOverride(module, _own_forward(module)) for module in rotary]
     overrides += [_mixer_override(module, state) for module in state.mixers.values()]
     when_packed = lora_overrides(backbone, _own_forward, fused=state.fused_lora, invocations=state.invocations)
-    when_packed += [RMSNormOverride(module, None) for module in backbone.modules() if is_rms_norm(module)]
+    when_packed += [RMSNormOverride(module, None) for module in backbone.modules() if is_rms_norm_on_cpu(module)]
     if state.mixers or state.patch.functions or state.patch.makes_mask or when_packed:
         layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
         overrides += [LayerOverride(layer, _own_forward(layer)) for layer in layers]

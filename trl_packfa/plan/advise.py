@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..training.batching import FREE, PADDED, ROW_STRATEGIES, Batching
+from ..packing import BFD, BFD_SPLIT, MINIBATCH, PADDED, STEP
+from ..training.batching import FREE, Batching
 from ..training.epoch_plan import EpochPlan, plan_epoch
 from .compare import total_steps
 from .memory import estimate
@@ -37,8 +38,8 @@ def advise(plan: Plan) -> tuple[str, ...]:
 
 def _recommend(plan: Plan) -> Iterator[str]:
     padding, chosen = plan.padded.epoch().padding, plan.chosen
-    best = "step" if "step" in plan.outcomes else "minibatch"
-    gain = plan.speed_up(plan.outcomes[best])
+    best = STEP if STEP.name in plan.outcomes else MINIBATCH
+    gain = plan.speed_up(plan.outcomes[best.name])
     if padding < _LITTLE_PADDING:
         yield (
             f"Packing gains little here: {padding:.0%} of a padded run's tokens are pads at "
@@ -46,9 +47,9 @@ def _recommend(plan: Plan) -> Iterator[str]:
             "with larger batches and more uneven lengths."
         )
         return
-    ours, theirs = plan.outcomes[best].epoch(), plan.padded.epoch()
+    ours, theirs = plan.outcomes[best.name].epoch(), plan.padded.epoch()
     yours = " (your choice)" if chosen.strategy == best else ""
-    if chosen.strategy == "minibatch" and plan.world_size == 1 and plan.args.gradient_accumulation_steps == 1:
+    if chosen.strategy == MINIBATCH and plan.world_size == 1 and plan.args.gradient_accumulation_steps == 1:
         yours = " (your 'minibatch' does the same on one GPU without accumulation)"
     runs = _micro_batches(ours)
     padded = ", as padded" if _micro_batches(theirs) == runs else f"; padded, {_micro_batches(theirs)}"
@@ -71,10 +72,10 @@ def _micro_batches(epoch: EpochPlan) -> str:
 def _steps(plan: Plan) -> Iterator[str]:
     """Rows over the whole dataset take fewer, larger steps."""
     padded = plan.padded.epoch()
-    strategy = plan.chosen.strategy if plan.chosen.strategy in ROW_STRATEGIES else "bfd"
-    if strategy not in plan.outcomes:
+    strategy = plan.chosen.strategy if plan.chosen.strategy.fills_rows else BFD
+    if strategy.name not in plan.outcomes:
         return
-    rows = plan.outcomes[strategy].epoch()
+    rows = plan.outcomes[strategy.name].epoch()
     if rows.steps >= _FEWER * padded.steps:
         return
     yours = plan.chosen.strategy == strategy
@@ -104,13 +105,13 @@ def _lost(plan: Plan) -> Iterator[str]:
     report, lengths = plan.chosen.report, plan.source.tokens.lengths
     share = report.tokens_lost / report.tokens
     if share > _MUCH_LOST and plan.args.max_length is not None:
-        covers, split = int(np.percentile(lengths, 99)), plan.outcomes["bfd_split"].report.tokens_lost
+        covers, split = int(np.percentile(lengths, 99)), plan.outcomes[BFD_SPLIT.name].report.tokens_lost
         yield (
             f"{report.tokens_lost:,} tokens ({share:.1%}) are lost: {report.too_long:,} of {report.documents:,} "
             f"documents are longer than max_length={plan.args.max_length}. max_length={covers} holds 99 % of the "
             f"documents; overflow='split', which makes documents of the pieces, loses {split:,} tokens."
         )
-    if plan.chosen.strategy in ("wrapped", "bfd_split") and report.split:
+    if plan.chosen.strategy.fills_rows and report.split:
         yield (
             f"{report.split:,} documents are cut into several: what comes after a cut does not see what came before."
         )
@@ -120,7 +121,8 @@ def _outlier(plan: Plan) -> Iterator[str]:
     """One long document decides the memory of every micro-batch."""
     lengths = plan.chosen.lengths
     longest, usual = int(lengths.max()), float(np.percentile(lengths, 99))
-    if plan.chosen.strategy == "step" and plan.args.max_tokens_per_microbatch is None and longest > _UNEVEN * usual:
+    is_budget_default = plan.chosen.strategy.recuts_steps and plan.args.max_tokens_per_microbatch is None
+    if is_budget_default and longest > _UNEVEN * usual:
         size = plan.args.per_device_train_batch_size
         yield (
             f"The longest document ({longest:,} tokens) is {longest / usual:.0f} times as long as 99 % of them are at "
@@ -131,7 +133,9 @@ def _outlier(plan: Plan) -> Iterator[str]:
 def _budget(plan: Plan) -> Iterator[str]:
     """A token budget made for the longest documents, which most steps do not need."""
     epoch, args = plan.chosen.epoch(), plan.args
-    if plan.chosen.strategy != "step" or args.max_tokens_per_microbatch is not None or (epoch.fill or 1) > _HALF_EMPTY:
+    if not plan.chosen.strategy.recuts_steps or args.max_tokens_per_microbatch is not None:
+        return
+    if (epoch.fill or 1) > _HALF_EMPTY:
         return
     if plan.shape is not None and plan.shape.cut != FREE:  # whole padded micro-batches must fit
         return
@@ -139,11 +143,11 @@ def _budget(plan: Plan) -> Iterator[str]:
     budget = max(int(epoch.tokens_per_micro_batch * _ROOM), int(plan.chosen.lengths.max()))
     if budget >= epoch.largest_micro_batch:
         return
-    batching = Batching.of(args, strategy="step", world_size=epoch.world_size)
+    batching = Batching.of(args, strategy=STEP, world_size=epoch.world_size)
     smaller = plan_epoch(plan.chosen.lengths, replace(batching, budget=budget))
     memory = ""
     if plan.shape is not None:
-        less, more = estimate(plan.shape, args, budget).total, plan.memory["step"].total
+        less, more = estimate(plan.shape, args, budget).total, plan.memory[STEP.name].total
         memory = f" and {less / 1e9:.1f} GB instead of {more / 1e9:.1f}"
     yield (
         f"Micro-batches are {epoch.fill:.0%} full: the default budget of {epoch.largest_micro_batch:,} tokens is the "
@@ -160,7 +164,7 @@ def _waiting(plan: Plan) -> Iterator[str]:
                 f"On {ranks} ranks a step takes {epoch.imbalance:.2f} times what it would if all were always busy: "
                 + (
                     "the longest document of a step alone takes that long. More examples a step level it."
-                    if plan.chosen.strategy == "step"
+                    if plan.chosen.strategy.recuts_steps
                     else "packing_strategy='step' deals the examples of a step anew to all ranks."
                 )
             )
@@ -193,12 +197,12 @@ def _is_frozen_in_float32(plan: Plan) -> bool:
 
 
 def _fits(plan: Plan) -> Iterator[str]:
-    memory = plan.memory.get(plan.chosen.strategy)
+    memory = plan.memory.get(plan.chosen.strategy.name)
     if memory is None:
         return
     needed = memory.total * _SLACK + _RESERVED
     card = next((size for size in _CARDS if size * 1e9 >= needed), None)
-    saved = plan.memory[PADDED].total
+    saved = plan.memory[PADDED.name].total
     yield (
         f"Memory: about {memory.total / 1e9:.1f} GB at the largest micro-batch of "
         f"{plan.chosen.epoch().largest_micro_batch:,} tokens (padded {saved / 1e9:.1f} GB), an estimate. "

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import InvalidConfig
-from ..packing import WRAP, PackingReport, plan_overflow
-from ..training.batching import FREE, PADDED, ROW_STRATEGIES, Batching
-from ..training.config import PACKING_STRATEGIES, PackedSFTConfig
+from ..packing import PADDED, STRATEGIES, PackingReport, Strategy, plan_overflow
+from ..training.batching import FREE, Batching
+from ..training.config import PackedSFTConfig
 from ..training.dataset import Tokens
 from ..training.epoch_plan import EpochPlan, plan_epoch
 from ..training.step_packing import require_budget, require_whole
@@ -20,7 +20,7 @@ from ..training.step_packing import require_budget, require_whole
 class Outcome:
     """What one strategy makes of the documents: the account of what was cut, and the epoch on each number of ranks."""
 
-    strategy: str
+    strategy: Strategy
     report: PackingReport
     lengths: np.ndarray
     epochs: dict[int, EpochPlan]
@@ -39,25 +39,24 @@ def compare(
         [`InvalidConfig`]: if a document is longer than `max_tokens_per_microbatch`.
         [`InvalidDataset`]: if documents are too long under `overflow="error"`, or nothing can be trained.
     """
-    chosen = args.packing_strategy if args.packing else PADDED
     outcomes: dict[str, Outcome] = {}
-    for strategy in (PADDED, *PACKING_STRATEGIES):
-        if strategy in ROW_STRATEGIES and args.max_length is None:
+    for strategy in (PADDED, *STRATEGIES.values()):
+        if strategy.fills_rows and args.max_length is None:
             continue
         try:
-            outcomes[strategy] = _outcome(tokens, args, ranks, strategy, quadratic, cut)
+            outcomes[strategy.name] = _outcome(tokens, args, ranks, strategy, quadratic, cut)
         except InvalidConfig:
-            if strategy == chosen:
+            if strategy == args.strategy:
                 raise
     return outcomes
 
 
 def _outcome(
-    tokens: Tokens, args: PackedSFTConfig, ranks: Sequence[int], strategy: str, quadratic: float, cut: str
+    tokens: Tokens, args: PackedSFTConfig, ranks: Sequence[int], strategy: Strategy, quadratic: float, cut: str
 ) -> Outcome:
     spans, report = plan_overflow(*tokens, max_length=args.max_length, policy=policy_of(strategy, args))
     lengths = spans.stop - spans.start
-    if strategy == "step" and args.max_tokens_per_microbatch is not None:
+    if strategy.recuts_steps and args.max_tokens_per_microbatch is not None:
         longest = int(lengths.argmax())
         which = f"document {int(spans.document[longest])}"
         require_budget(args.max_tokens_per_microbatch, int(lengths[longest]), which)
@@ -67,12 +66,10 @@ def _outcome(
     return Outcome(strategy, report, lengths, {n: plan_epoch(lengths, b) for n, b in batchings.items()})
 
 
-def policy_of(strategy: str, args: PackedSFTConfig) -> str:
+def policy_of(strategy: Strategy, args: PackedSFTConfig) -> str:
     """What a strategy does with documents that are too long; TRL's padded run cuts them."""
-    named = {PADDED: "truncate", "wrapped": WRAP, "bfd_split": "split"}
-    # Under strategies that have a policy of their own, `overflow` is not the user's word.
-    own = args.overflow if args.packing_strategy != "bfd_split" else "truncate"
-    return named.get(strategy, own)
+    # Under a chosen strategy that has a policy of its own, `overflow` is not the user's word.
+    return strategy.overflow or (args.overflow if args.strategy.overflow is None else "truncate")
 
 
 def speed_up(outcome: Outcome, padded: Outcome, world_size: int) -> float:

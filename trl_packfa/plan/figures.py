@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..packing import MINIBATCH, PADDED, STEP, Strategy
 from ..plotting import draw_row, require_matplotlib
-from ..training.batching import FREE, PADDED, ROW_STRATEGIES, Batching
+from ..training.batching import FREE, Batching
 from .report import Plan
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def _lengths(plan: Plan) -> Figure:
 def _bars(plan: Plan) -> tuple[Figure, Any, list[str]]:
     figure, axes = _axes()
     names = list(plan.outcomes)
-    axes.set_yticks(range(len(names)), [f"{n} *" if n == plan.chosen.strategy else n for n in names])
+    axes.set_yticks(range(len(names)), [f"{n} *" if n == plan.chosen.strategy.name else n for n in names])
     axes.invert_yaxis()
     return figure, axes, names
 
@@ -109,7 +110,7 @@ def _tokens(plan: Plan) -> Figure:
 def _steps(plan: Plan) -> Figure:
     figure, axes, names = _bars(plan)
     steps = [plan.outcomes[name].epoch().steps for name in names]
-    fewer = [name in ROW_STRATEGIES for name in names]
+    fewer = [plan.outcomes[name].strategy.fills_rows for name in names]
     colours = ["#c44536" if few and count < steps[0] else _TRUE for few, count in zip(fewer, steps, strict=True)]
     bars = axes.barh(range(len(names)), steps, color=colours)
     axes.bar_label(bars, [f"{count:,}" for count in steps], padding=3)
@@ -120,9 +121,8 @@ def _steps(plan: Plan) -> Figure:
 
 def _waiting(plan: Plan) -> Figure:
     figure, axes = _axes()
-    shown = [
-        name for name in dict.fromkeys((PADDED, "minibatch", "step", plan.chosen.strategy)) if name in plan.outcomes
-    ]
+    wanted = dict.fromkeys(strategy.name for strategy in (PADDED, MINIBATCH, STEP, plan.chosen.strategy))
+    shown = [name for name in wanted if name in plan.outcomes]
     ranks = list(plan.chosen.epochs)
     for i, name in enumerate(shown):
         values = [plan.outcomes[name].epochs[n].imbalance for n in ranks]
@@ -160,19 +160,23 @@ def _row(plan: Plan) -> Figure:
 
 
 def _row_caption(plan: Plan) -> str:
-    name = "step" if plan.chosen.strategy == PADDED else plan.chosen.strategy
-    return f"One packed micro-batch of '{name}', drawn from these documents: who may attend to whom."
+    return f"One packed micro-batch of '{_packing(plan)}', drawn from these documents: who may attend to whom."
+
+
+def _packing(plan: Plan) -> Strategy:
+    """The chosen strategy; `step` for a padded run."""
+    return plan.chosen.strategy if plan.chosen.strategy.packs else STEP
 
 
 def row_of(plan: Plan) -> list[int]:
     """Document lengths of one packed micro-batch, as the chosen strategy (`step` for a padded run) makes it."""
-    outcome = plan.outcomes["step"] if plan.chosen.strategy == PADDED else plan.chosen
+    outcome = plan.outcomes[_packing(plan).name]
     q, cut = (plan.shape.quadratic, plan.shape.cut) if plan.shape else (0.0, FREE)
     batching = Batching.of(plan.args, strategy=outcome.strategy, world_size=plan.world_size, quadratic=q, cut=cut)
-    if outcome.strategy in ROW_STRATEGIES:
+    if outcome.strategy.fills_rows:
         sampler = batching.row_sampler(outcome.lengths)
         return outcome.lengths[sampler.share(sampler.rounds()[0], 0)].tolist()
     step = batching.draw(outcome.lengths)[: batching.accumulation]
-    if outcome.strategy == "minibatch":
+    if not outcome.strategy.recuts_steps:
         return [tokens for tokens in step[0, 0].tolist() if tokens]
     return batching.recut(step, budget=batching.micro_batch_tokens(outcome.lengths))[0][0].tolist()

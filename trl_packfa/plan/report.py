@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..training.batching import PADDED
+from ..packing import PADDED
 from ..training.config import PackedSFTConfig
 from .compare import Outcome, speed_up, total_steps
 from .gather import Source
@@ -36,12 +36,12 @@ class Plan:
     @property
     def chosen(self) -> Outcome:
         """The strategy that the arguments name."""
-        return self.outcomes[(self.args.packing_strategy if self.args.packing else None) or PADDED]
+        return self.outcomes[self.args.strategy.name]
 
     @property
     def padded(self) -> Outcome:
         """TRL without packing."""
-        return self.outcomes[PADDED]
+        return self.outcomes[PADDED.name]
 
     @property
     def world_size(self) -> int:
@@ -76,7 +76,7 @@ class Plan:
                 "gradient_accumulation_steps": self.args.gradient_accumulation_steps,
                 "max_length": self.args.max_length,
                 "overflow": self.args.overflow,
-                "packing_strategy": self.chosen.strategy,
+                "packing_strategy": self.chosen.strategy.name,
             },
             "strategies": {name: self._strategy(outcome) for name, outcome in self.outcomes.items()},
             "speed_up_basis": {"quadratic": q, "text": self.basis},
@@ -95,6 +95,6 @@ class Plan:
                 "speed_up": self.speed_up(outcome, ranks),
             }
             epochs[str(ranks)] = {**asdict(epoch), **derived}
-        memory = self.memory.get(outcome.strategy)
+        memory = self.memory.get(outcome.strategy.name)
         kept = {**asdict(memory), "total": memory.total} if memory else None
         return {"cut": outcome.report.to_dict(), "ranks": epochs, "memory_bytes": kept}

@@ -125,7 +125,7 @@ def _memory(plan: Plan) -> Rows:
 
 
 def _mark(plan: Plan, name: str) -> str:
-    return f"{name} *" if name == plan.chosen.strategy else name
+    return f"{name} *" if name == plan.chosen.strategy.name else name
 
 
 def _short(number: float) -> str:

@@ -7,7 +7,7 @@ and layers are handed the layout, of which a graph reads sizes that may change (
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -40,20 +40,23 @@ def constant_in_graphs(function: Function) -> Function:
     return torch._dynamo.assume_constant_result(function)
 
 
-def let_layers_differ(layers: int) -> None:
-    """Let torch compile as many graphs of one function as that many layers need.
+def let_layers_differ(layers: int) -> AbstractContextManager[None]:
+    """For the length of a `with` block torch compiles as many graphs of one function as that many layers need.
 
     A graph that is cut at every layer, as under FSDP2, is another one for each: what stands in a layer's place is
     told apart by identity. Past torch's limit, eight, the other layers would run uncompiled.
     """
-    allow_graphs(_GRAPHS_OF_A_LAYER * layers)
+    return allow_graphs(_GRAPHS_OF_A_LAYER * layers)
 
 
-def allow_graphs(most: int) -> None:
-    """Let torch compile that many graphs of one function. Sets torch's own configuration, `torch._dynamo.config`, for
-    the process; a higher limit stays."""
-    for name in ("recompile_limit", "accumulated_recompile_limit"):
-        setattr(torch._dynamo.config, name, max(getattr(torch._dynamo.config, name), most))
+@contextmanager
+def allow_graphs(most: int) -> Iterator[None]:
+    """For the length of a `with` block torch compiles that many graphs of one function: the limits of
+    `torch._dynamo.config` are raised, and put back. Higher limits stay."""
+    names = ("recompile_limit", "accumulated_recompile_limit")
+    limits = {name: max(getattr(torch._dynamo.config, name), most) for name in names}
+    with torch._dynamo.config.patch(**limits):
+        yield
 
 
 @contextmanager

@@ -9,28 +9,26 @@ import numpy as np
 import torch
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
-from ..packing import PackedBatchSampler, recut_over_ranks
+from ..packing import PackedBatchSampler, Strategy, recut_over_ranks
 from .config import PackedSFTConfig
 
 # How `step` may cut: anew; with a padded micro-batch's examples running at the same time; as the padded run.
 FREE, TOGETHER, KEPT = "free", "together", "kept"
-ROW_STRATEGIES = ("bfd", "bfd_split", "wrapped")
-PADDED = "padded"
 
 Sampler = TypeVar("Sampler", bound=PackedBatchSampler)
 
 
 @dataclass(frozen=True)
 class Batching:
-    """Strategy, sizes and number of processes. `strategy` is a `packing_strategy`, or `"padded"`: TRL unpacked.
+    """Strategy, sizes and number of processes.
 
-    `cut` is how `"step"` may cut (`FREE`, `TOGETHER`, `KEPT`), `budget` the tokens of its micro-batches (default: what
+    `cut` is how `step` may cut (`FREE`, `TOGETHER`, `KEPT`), `budget` the tokens of its micro-batches (default: what
     the padded run would hold at its worst),
     `quadratic` the cost of a token attending to a token in units of the cost of a token, `pad_to` TRL's
     `pad_to_multiple_of`.
     """
 
-    strategy: str
+    strategy: Strategy
     batch_size: int
     accumulation: int = 1
     world_size: int = 1
@@ -48,14 +46,14 @@ class Batching:
         cls,
         args: PackedSFTConfig,
         *,
-        strategy: str | None = None,
+        strategy: Strategy | None = None,
         world_size: int | None = None,
         quadratic: float = 0.0,
         cut: str = FREE,
     ) -> Batching:
         """As the arguments say, perhaps for another strategy or number of processes."""
         return cls(
-            strategy=strategy or (args.packing_strategy if args.packing else None) or PADDED,
+            strategy=strategy or args.strategy,
             batch_size=args.per_device_train_batch_size,
             accumulation=args.gradient_accumulation_steps,
             world_size=world_size or args.world_size,
@@ -72,11 +70,11 @@ class Batching:
     def micro_batch_tokens(self, lengths: np.ndarray) -> int:
         """Tokens that no micro-batch exceeds, pads included."""
         longest = int(lengths.max(initial=0))
-        if self.strategy == "step":
+        if self.strategy.recuts_steps:
             return max(self.budget or self.batch_size * longest, longest)
-        if self.strategy in ROW_STRATEGIES:
+        if self.strategy.fills_rows:
             return self.batch_size * (self.max_length or longest)
-        if self.strategy == PADDED:
+        if not self.strategy.packs:
             return self.batch_size * int(self.padded(np.array(longest)))
         largest = np.partition(lengths, -min(self.batch_size, len(lengths)))[-self.batch_size :]
         return int(self.padded(largest.sum()))
@@ -124,7 +122,7 @@ class Batching:
             seed=self.seed,
             world_size=self.world_size,
             shuffle=self.sampling != "sequential",
-            wrapped=self.strategy == "wrapped",
+            wrapped=self.strategy.wraps,
             quadratic=self.quadratic,
         )
 

@@ -15,10 +15,9 @@ from trl import ModelConfig, SFTConfig
 
 from ..attention import get_backend
 from ..errors import InvalidConfig
-from ..packing import OVERFLOW_POLICIES, require_policy
+from ..packing import BFD, OVERFLOW_POLICIES, PADDED, STEP, STRATEGIES, Strategy, require_policy
 
 LOSS_WEIGHTINGS = ("token", "example")
-PACKING_STRATEGIES = ("step", "minibatch", "bfd", "bfd_split", "wrapped")
 
 
 @dataclass
@@ -49,7 +48,7 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
             "`'bfd_split'`: the same with `overflow='split'`. "
             "`'wrapped'`: documents one after the other, cut wherever a row of `max_length` tokens is full; the parts "
             "are documents of their own.",
-            "choices": list(PACKING_STRATEGIES),
+            "choices": list(STRATEGIES),
         },
     )
     max_tokens_per_microbatch: int | None = field(
@@ -161,27 +160,27 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
                 )
             return
         if self.packing_strategy is None:
-            self.packing_strategy = "step"
-        if self.packing_strategy not in PACKING_STRATEGIES:
+            self.packing_strategy = STEP.name
+        if self.packing_strategy not in STRATEGIES:
             raise InvalidConfig(
                 f"packing_strategy='{self.packing_strategy}' does not exist.",
-                do=f"Choose one of {list(PACKING_STRATEGIES)}.",
+                do=f"Choose one of {list(STRATEGIES)}.",
             )
-        if self.packing_strategy == "bfd_split":
-            self.overflow = "split"
+        if self.strategy.overflow in OVERFLOW_POLICIES:
+            self.overflow = self.strategy.overflow
         if self.truncation_mode != "keep_start" and self.max_length is not None:
             raise InvalidConfig(
                 f"truncation_mode='{self.truncation_mode}' with packing: documents are cut at their end only.",
                 why=["TRL has deprecated it"],
                 do="Drop it, cut the data yourself, or use overflow='split', which trains every token.",
             )
-        if self.packing_strategy == "wrapped" and self.overflow != "truncate":
+        if self.strategy.wraps and self.overflow != "truncate":
             raise InvalidConfig(
-                f"overflow='{self.overflow}' has no effect under packing_strategy='wrapped'.",
+                f"overflow='{self.overflow}' has no effect under packing_strategy='{self.packing_strategy}'.",
                 why=["it cuts every document where a row is full"],
-                do="Drop overflow, or use packing_strategy='bfd'.",
+                do=f"Drop overflow, or use packing_strategy='{BFD}'.",
             )
-        if self.packs_rows:
+        if self.strategy.fills_rows:
             self._require_rows()
         self._require_budget()
         # Packing always is padding-free; TRL's switch of that name is for its own collator.
@@ -192,14 +191,14 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
         budget = self.max_tokens_per_microbatch
         if budget is not None and budget < 2:
             raise InvalidConfig(f"max_tokens_per_microbatch={budget}: a document needs two tokens to train on one.")
-        if budget is not None and not self.packs_steps:
+        if budget is not None and not self.strategy.recuts_steps:
             raise InvalidConfig(
                 f"max_tokens_per_microbatch={budget} has no effect under packing_strategy='{self.packing_strategy}'.",
                 do="Use packing_strategy='step', or drop it.",
             )
-        if self.packs_steps and self.train_sampling_strategy == "batch_rebalance":
+        if self.strategy.recuts_steps and self.train_sampling_strategy == "batch_rebalance":
             raise InvalidConfig(
-                "train_sampling_strategy='batch_rebalance' with packing_strategy='step'.",
+                f"train_sampling_strategy='batch_rebalance' with packing_strategy='{self.packing_strategy}'.",
                 why=["both decide how a step is cut into micro-batches"],
                 do="Use packing_strategy='minibatch'.",
             )
@@ -257,14 +256,9 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
             )
 
     @property
-    def packs_rows(self) -> bool:
-        """Whether rows of `max_length` tokens are filled over the whole dataset."""
-        return self.packing and self.packing_strategy in ("bfd", "bfd_split", "wrapped")
-
-    @property
-    def packs_steps(self) -> bool:
-        """Whether the examples of an optimizer step are re-cut into micro-batches."""
-        return self.packing and self.packing_strategy == "step"
+    def strategy(self) -> Strategy:
+        """What `packing_strategy` stands for; padded with `packing=False`."""
+        return STRATEGIES[self.packing_strategy] if self.packing and self.packing_strategy else PADDED
 
     @classmethod
     def from_args(cls, args: TrainingArguments, **changes: Any) -> PackedSFTConfig:

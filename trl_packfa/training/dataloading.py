@@ -1,26 +1,29 @@
-"""What a packed training is fed with: datasets cut with every loss counted, samplers and loaders of packed batches."""
+"""What a packed training is fed with: datasets cut with every loss counted, samplers and loaders of packed batches.
+
+A batch's way: TRL tokenizes, [`PackedData.prepare`] cuts, a sampler or stream says which documents share a
+micro-batch, a collator makes rows of them. Under a strategy that cuts whole steps the loader hands out documents as
+they are ([`Documents`]), and [`StepCutter`] collates them later.
+"""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
 from accelerate.logging import get_logger
 from datasets import IterableDataset
-from torch.utils.data import DataLoader, Sampler
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
 
-from ..collator import LOSSES
+from ..collator import LOSSES, DataCollatorForPacking
 from ..errors import InvalidConfig
-from ..packing import WRAP, PackedBatchSampler, PackingReport
+from ..packing import PackedBatchSampler, PackingReport
 from ..patching.inspect import known_ids, known_labels
 from .batching import Batching
-from .chat_templates import left_out_by_template
-from .checkpointing import read_stream_state
+from .checkpointing import read_stream_state, write_stream_state
 from .config import PackedSFTConfig
 from .contents import require_known
 from .dataset import cut_dataset, cut_stream, read_lengths
@@ -28,9 +31,8 @@ from .flops import quadratic_weight
 from .model_loading import AnyDataset, asked_for
 from .preview import told_batch
 from .sampler import RankAwareSampler
-from .step import SteppingTrainer
 from .step_packing import Documents
-from .streaming import PackedStream, stream_loader
+from .streaming import PackedStream, resumes_by_state, stream_loader
 
 logger = get_logger(__name__)
 
@@ -41,87 +43,138 @@ COUNTS = "trl_packfa.counts"
 _SEEN = ("input_ids", "labels", "seq_lengths")
 
 
-class FeedingTrainer(SteppingTrainer):
-    """TRL's trainer on documents that are cut, packed and dealt by us."""
+class PackedData:
+    """The datasets of a run, and the batches that are made of them.
 
-    # What the Trainer declares more loosely.
-    train_dataset: Any
-    _signature_columns: Any
-    packing_reports: dict[str, PackingReport]
-    packing_sampler: PackedBatchSampler | None
-    _stream: PackedStream | None
-    _resumed_from: str | None
-    # By name, tokenized, until they are compared with the model.
-    _uncut: dict[str, Any]
-    _packs_eval: bool
-    _padding_collator: Any
-    eval_dataset: Any
+    Args:
+        args ([`PackedSFTConfig`]):
+            Of a run that packs.
+        packs_eval (`bool`):
+            Whether evaluation batches are packed, too. Metrics need logits example by example, which are padded.
 
-    def _prepare_dataset(
-        self,
-        dataset: AnyDataset,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin,
-        args: PackedSFTConfig,
-        packing: bool,
-        formatting_func: Callable[[dict], str] | None,
-        dataset_name: str,
-    ) -> AnyDataset:
-        """Tokenized and labelled by TRL, cut by us, so that no token is lost without being counted."""
-        for sentence in left_out_by_template(dataset, processing_class, self.chat_template):
-            logger.warning("trl-packfa: %s: %s", dataset_name, sentence)
-        if not args.packing:
-            return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+    Attributes:
+        reports (`dict[str, PackingReport]`): by dataset name, what went in, what came out and what was lost.
+        sampler ([`PackedBatchSampler`] or `None`): of rows that are filled over the whole dataset, once there is one.
+        columns (`list[str]`): what the collator reads beside TRL's columns.
+    """
+
+    def __init__(self, args: PackedSFTConfig, *, packs_eval: bool) -> None:
+        self.args, self.packs_eval = args, packs_eval
+        self.reports: dict[str, PackingReport] = {}
+        self.sampler: PackedBatchSampler | None = None
+        self.columns = [LOSSES, *([args.loss_by] if args.loss_by else [])]
+        # By name, tokenized, until they are compared with the model.
+        self._uncut: dict[str, Any] = {}
+        self._stream: PackedStream | None = None
+        self._quadratic = 0.0
+        self._padding_collator: Any = None
+
+    def prepare(self, tokenize: Callable[[PackedSFTConfig], AnyDataset], *, name: str) -> AnyDataset:
+        """A dataset cut to documents that fit, so that no token is lost without being counted.
+
+        Args:
+            tokenize (`Callable`):
+                TRL's preparation, which tokenizes and labels; called with arguments under which it cuts nothing.
+            name (`str`):
+                `"train"`, or an evaluation dataset's.
+        """
+        args = self.args
         uncut = copy.copy(args)
         uncut.max_length, uncut.shuffle_dataset = None, False
-        dataset = super()._prepare_dataset(dataset, processing_class, uncut, False, formatting_func, dataset_name)
-        wraps = args.packing_strategy == "wrapped" and dataset_name == "train"
-        limits = {"max_length": args.max_length, "overflow": WRAP if wraps else args.overflow}
+        dataset = tokenize(uncut)
+        wraps = args.strategy.wraps and name == "train"
+        limits = {"max_length": args.max_length, "overflow": args.strategy.overflow if wraps else args.overflow}
         if isinstance(dataset, IterableDataset):
             dataset = cut_stream(dataset, **limits)
-            return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
-        self._uncut[dataset_name] = dataset
-        dataset, report = cut_dataset(dataset, name=dataset_name, **limits)
-        self.packing_reports[dataset_name] = report
-        counts = ", ".join(f"{label} {value}" for label, value in report.lines())
-        level = logging.WARNING if report.tokens_lost else logging.INFO
-        get_logger(COUNTS).log(level, "trl-packfa: %s: %s", dataset_name, counts)
+        else:
+            self._uncut[name] = dataset
+            dataset, self.reports[name] = cut_dataset(dataset, name=name, **limits)
+            _tell(self.reports[name], name)
         # After the cut, as TRL does: an order drawn for other documents is another order.
         return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
 
-    def _require_known_tokens(self) -> None:
-        """Every token is one of the model's, which TRL has built by now."""
+    def meet(self, model: Any, *, pad_token_id: int, padding_collator: Any, collator: Any) -> Any:
+        """What depends on the model, which TRL builds after the datasets: which tokens it knows, what attention costs.
+
+        Args:
+            model (`torch.nn.Module`):
+                That will train.
+            pad_token_id (`int`):
+                For rows that are rounded up to `pad_to_multiple_of`.
+            padding_collator (`Callable`):
+                TRL's own, for evaluation batches that are not packed.
+            collator (`Callable`, *optional*):
+                The user's own packing collator.
+
+        Returns:
+            The collator of packed rows.
+
+        Raises:
+            [`InvalidDataset`]: naming the document with a token that the model does not know.
+        """
         for name, dataset in self._uncut.items():
-            require_known(dataset, name=name, ids=known_ids(self.model), labels=known_labels(self.model))
+            require_known(dataset, name=name, ids=known_ids(model), labels=known_labels(model))
         self._uncut = {}
+        self._quadratic = quadratic_weight(model)
+        self._padding_collator = copy.copy(padding_collator)
+        self._padding_collator.padding_free = False
+        return collator or DataCollatorForPacking(
+            pad_token_id=pad_token_id,
+            pad_to_multiple_of=self.args.pad_to_multiple_of,  # type: ignore[arg-type]  # SFTConfig has made it an int
+            source_column=self.args.loss_by,
+            vocab_size=known_ids(model),
+        )
 
-    def _set_signature_columns_if_needed(self) -> None:
-        super()._set_signature_columns_if_needed()
-        ours = [LOSSES, *([self.args.loss_by] if self.args.loss_by else [])]
-        self._signature_columns += [name for name in ours if name not in self._signature_columns]
+    @property
+    def batching(self) -> Batching:
+        """How documents become micro-batches."""
+        return Batching.of(self.args, quadratic=self._quadratic)
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
-        if not self.args.packs_rows:
-            return super()._get_train_sampler(train_dataset)
-        dataset = self.train_dataset if train_dataset is None else train_dataset
+    def row_sampler(self, dataset: Any) -> PackedBatchSampler:
+        """This rank's rows of a dataset."""
         rank = self.args.process_index
-        self.packing_sampler = self._batching().row_sampler(read_lengths(dataset), rank=rank, kind=RankAwareSampler)
-        return self.packing_sampler  # type: ignore[return-value]  # it is one of the Trainer's too
+        self.sampler = self.batching.row_sampler(read_lengths(dataset), rank=rank, kind=RankAwareSampler)
+        return self.sampler
 
-    def _batching(self) -> Batching:
-        return Batching.of(self.args, quadratic=quadratic_weight(self.model))
+    def training_collator(self, collator: Any) -> Any:
+        """Where a whole step is cut at once, documents are collated after that."""
+        return Documents if self.args.strategy.recuts_steps else collator
 
-    def get_train_dataloader(self) -> DataLoader:
-        """Under `step`, the padded run's examples in its order, collated once the step is cut."""
-        collator = Documents if self.args.packs_steps else self.data_collator
-        if self.args.packing and isinstance(self.train_dataset, IterableDataset):
-            return self._stream_loader(self._get_collator_with_removed_columns(collator, description="training"))
-        with self._collating_with(collator):
-            return super().get_train_dataloader()
+    def evaluation_collator(self, collator: Any, *, asked: Any, evaluation: Any) -> Any:
+        """Evaluation batches hold the examples they would hold padded, packed unless metrics need the logits or the
+        dataset is a stream: of those the Trainer counts rows, one a packed batch, and would weigh losses wrongly."""
+        streamed = isinstance(asked_for(asked, evaluation), IterableDataset)
+        return collator if self.packs_eval and not streamed else self._padding_collator
 
-    def preview_batch(self) -> str:
-        """A packed batch of the first training documents as text: where each begins, and what of it is trained.
+    @property
+    def prediction_collator(self) -> Any:
+        """Predictions are rows of logits, one an example: never packed."""
+        return self._padding_collator
 
-        It is made for looking: in the order of the dataset, not the run's, and without a random number.
+    def stream_loader(self, dataset: Any, collator: Callable[[list[Any]], Any], *, resumed_from: Any) -> DataLoader:
+        """The loader of a dataset that is read as it comes, at the place of a checkpoint if there is one."""
+        batching = self.batching
+        self._stream = PackedStream(
+            dataset,
+            batch_size=batching.batch_size,
+            capacity=batching.max_length if batching.strategy.fills_rows else None,
+            wrapped=batching.strategy.wraps,
+            rank=self.args.process_index,
+            world_size=batching.world_size,
+            seed=batching.seed,
+            quadratic=batching.quadratic,
+        )
+        if resumed_from is not None:
+            self._stream.load_state_dict(read_stream_state(resumed_from, self.args))
+        return stream_loader(self._stream, collator, self.args)
+
+    def save_state(self, folder: Any) -> None:
+        """Where a stream has come to, in a checkpoint's folder."""
+        if self._stream is not None and resumes_by_state(self._stream.source):
+            write_stream_state(folder, self.args, self._stream.state_dict())
+
+    def preview(self, dataset: Any, collator: Any, tokenizer: PreTrainedTokenizerBase) -> str:
+        """A packed batch of the first documents as text, see [`PackedSFTTrainer.preview_batch`].
 
         Raises:
             [`InvalidConfig`]: with `packing=False`.
@@ -129,46 +182,13 @@ class FeedingTrainer(SteppingTrainer):
         if not self.args.packing:
             raise InvalidConfig("packing=False: there is no packed batch.", do="Look at get_train_dataloader().")
         # A stream's place in its data is kept in the stream itself.
-        streamed = isinstance(self.train_dataset, IterableDataset)
-        documents = copy.deepcopy(self.train_dataset) if streamed else self.train_dataset
+        documents = copy.deepcopy(dataset) if isinstance(dataset, IterableDataset) else dataset
         examples = list(islice(iter(documents), self.args.per_device_train_batch_size))
         kept = [{name: example[name] for name in _SEEN if name in example} for example in examples]
-        return told_batch(self.data_collator(kept), self._tokenizer)
+        return told_batch(collator(kept), tokenizer)
 
-    def _stream_loader(self, collator: Callable[[list[Any]], Any]) -> DataLoader:
-        batching = self._batching()
-        self._stream = PackedStream(
-            self.train_dataset,
-            batch_size=batching.batch_size,
-            capacity=batching.max_length if self.args.packs_rows else None,
-            wrapped=batching.strategy == "wrapped",
-            rank=self.args.process_index,
-            world_size=batching.world_size,
-            seed=batching.seed,
-            quadratic=batching.quadratic,
-        )
-        if self._resumed_from is not None:
-            self._stream.load_state_dict(read_stream_state(self._resumed_from, self.args))
-        return stream_loader(self._stream, collator, self.args)
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """Evaluation batches hold the examples they would hold padded, packed unless metrics need the logits or the
-        dataset is a stream: of those the Trainer counts rows, one a packed batch, and would weigh losses wrongly."""
-        streamed = isinstance(asked_for(eval_dataset, self.eval_dataset), IterableDataset)
-        if not self.args.packing or (self._packs_eval and not streamed):
-            return super().get_eval_dataloader(eval_dataset)
-        with self._collating_with(self._padding_collator):
-            return super().get_eval_dataloader(eval_dataset)
-
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        """Predictions are rows of logits, one an example: never packed."""
-        with self._collating_with(self._padding_collator if self.args.packing else self.data_collator):
-            return super().get_test_dataloader(test_dataset)
-
-    @contextmanager
-    def _collating_with(self, collator: Any) -> Iterator[None]:
-        packing_collator, self.data_collator = self.data_collator, collator
-        try:
-            yield
-        finally:
-            self.data_collator = packing_collator
+def _tell(report: PackingReport, name: str) -> None:
+    counts = ", ".join(f"{label} {value}" for label, value in report.lines())
+    level = logging.WARNING if report.tokens_lost else logging.INFO
+    get_logger(COUNTS).log(level, "trl-packfa: %s: %s", name, counts)

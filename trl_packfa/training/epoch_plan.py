@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..packing import PackedBatchSampler, document_cost
-from .batching import FREE, PADDED, ROW_STRATEGIES, Batching
+from ..packing import MINIBATCH, PADDED, PackedBatchSampler, Strategy, document_cost
+from .batching import FREE, Batching
 from .config import PackedSFTConfig
 
 # Of longer epochs so many steps, or rounds of rows, evenly spaced: means over them are within a few per cent.
@@ -31,7 +31,7 @@ class EpochPlan:
     were always busy; `cost` the busiest rank's, waiting included, in units of the cost of a token.
     """
 
-    strategy: str
+    strategy: Strategy
     world_size: int
     documents: int
     tokens: int
@@ -69,7 +69,7 @@ class _Rounds:
 def plan_epoch(lengths: np.ndarray, batching: Batching) -> EpochPlan:
     """What an epoch over documents of `lengths` (tokens, int64, at least one) comes to."""
     documents, tokens = len(lengths), int(lengths.sum())
-    if batching.strategy in ROW_STRATEGIES:
+    if batching.strategy.fills_rows:
         sampler = batching.row_sampler(lengths)
         rounds = _of_rows(sampler, batching)
         slots, rows, fill = rounds.of, float(sampler.num_rows), sampler.fill
@@ -78,11 +78,11 @@ def plan_epoch(lengths: np.ndarray, batching: Batching) -> EpochPlan:
         if batching.drop_last:
             documents, tokens = int((drawn > 0).sum()), int(drawn.sum())
         slots = len(drawn)
-        rounds = _recut(drawn, lengths, batching) if batching.strategy == "step" else _as_drawn(drawn, batching)
+        rounds = _recut(drawn, lengths, batching) if batching.strategy.recuts_steps else _as_drawn(drawn, batching)
         rows, fill = rounds.of * batching.world_size, None
-        if batching.strategy == PADDED:
+        if not batching.strategy.packs:
             rows, fill = float(documents), _ratio(rounds.true.sum(), rounds.computed.sum())
-        elif batching.strategy == "step":
+        elif batching.strategy.recuts_steps:
             fill = _ratio(rounds.true.sum(), batching.micro_batch_tokens(lengths) * rounds.true.size)
     waiting, busy = rounds.cost.max(axis=1, initial=0).sum(), rounds.cost.sum() / batching.world_size
     return EpochPlan(
@@ -104,7 +104,7 @@ def plan_epoch(lengths: np.ndarray, batching: Batching) -> EpochPlan:
 def _as_drawn(drawn: np.ndarray, batching: Batching) -> _Rounds:
     """Padded, or each micro-batch as one row."""
     true = drawn.sum(axis=2)
-    if batching.strategy == PADDED:
+    if not batching.strategy.packs:
         width, rows = batching.padded(drawn.max(axis=2)), (drawn > 0).sum(axis=2)
         return _Rounds(true, width * rows, rows * document_cost(width, batching.quadratic), len(drawn))
     computed = batching.padded(true)
@@ -160,13 +160,13 @@ def summarize_plan(
     batching = Batching.of(args, quadratic=quadratic, cut=cut)
     epoch = plan_epoch(lengths, batching)
     plan = {"steps_per_epoch": float(epoch.steps), "examples_per_step": epoch.examples_per_step}
-    if args.packs_rows:
+    if args.strategy.fills_rows:
         filled = {"rows": epoch.rows, "documents_per_row": epoch.documents / epoch.rows, "fill": epoch.fill or 0.0}
         return plan | filled | {"imbalance": epoch.imbalance}
     plan["padding_without_packing"] = plan_epoch(lengths, Batching.of(args, strategy=PADDED)).padding
-    as_drawn = plan_epoch(lengths, Batching.of(args, strategy="minibatch", quadratic=quadratic))
+    as_drawn = plan_epoch(lengths, Batching.of(args, strategy=MINIBATCH, quadratic=quadratic))
     plan["micro_batches_per_step"] = epoch.micro_batches / epoch.steps
     plan["tokens_per_micro_batch"] = epoch.tokens_per_micro_batch
-    if args.packs_steps:
+    if args.strategy.recuts_steps:
         plan |= {"imbalance_padded": as_drawn.imbalance}
     return plan | {"imbalance": epoch.imbalance}

@@ -1,5 +1,8 @@
-"""The proof before the first step: the trainer chooses its head and runs the exactness check on the model as it will
-train; must not know where documents come from."""
+"""The proof before the first step: the exactness check on the model as it will train, then on the first batch.
+
+It knows the run's arguments and processes, and is told model, collator and documents; where those come from is not its
+business.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
+from accelerate import Accelerator
 from accelerate.logging import get_logger
 from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
 
 from ..collator import LOSSES
 from ..errors import UnsupportedModel
 from ..exactness import ExactnessReport, check, check_batch, proof_identity, reusable_proof
 from ..runtime.compile import uncompiled
 from ..terminal.progress import proving
-from .dataloading import FeedingTrainer
+from .config import PackedSFTConfig
 from .distributed import agree, from_main_rank
-from .lm_head import ensure_own_loss
 from .loss_weighting import SOURCES
 from .origins import ORIGINS
 from .step_packing import Slot
@@ -29,120 +32,146 @@ logger = get_logger(__name__)
 _KNOWN_TOKENS = 2048
 
 
-class ProvingTrainer(FeedingTrainer):
-    """A trainer of packed rows that proves, or refuses, before it trains."""
+class ExactnessGate:
+    """Lets a run pass once packing is proven exact on its model, on every rank.
 
-    exactness: ExactnessReport | None = None
-    _has_head = False
-    _has_proven_batch = False
+    Args:
+        args ([`PackedSFTConfig`]):
+            With `check_packing=False` everything passes.
+        accelerator (`Accelerator`):
+            Knows the other ranks, and the autocast under which the run computes.
 
-    @property
-    def is_zero3_enabled(self) -> bool:
-        """Whether DeepSpeed keeps the weights in parts: only its engine, which `train` builds, runs the model."""
-        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
-        return self.is_deepspeed_enabled and plugin is not None and plugin.zero_stage == 3
+    Attributes:
+        report (`ExactnessReport` or `None`): the proof, once there is one.
+    """
 
-    @property
-    def is_proven_wrapped(self) -> bool:
-        """Whether the exactness check waits for the wrapped model: whole, it may fit no device."""
-        return self.is_fsdp_enabled or self.is_zero3_enabled
+    def __init__(self, args: PackedSFTConfig, accelerator: Accelerator) -> None:
+        self.args, self.accelerator = args, accelerator
+        self.report: ExactnessReport | None = None
+        self._has_proven_batch = False
 
-    def _choose_head(self, model: Any) -> None:
-        """The head that computes the model's own loss, once."""
-        with self.accelerator.autocast():
-            self._head = ensure_own_loss(model, seed=self.args.seed)
-        self._has_head = True
-
-    def compute_loss(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """TRL's loss, weighted as asked."""
-        if self.args.packing and not self._has_head:  # evaluated before it is trained
-            self._choose_head(model)
-        return super().compute_loss(model, *args, **kwargs)
-
-    def _require_proof(self) -> None:
-        if self.args.packing and not self._has_head:
-            self._choose_head(self.model_wrapped)
-        if self.args.packing and self.args.check_packing and self.exactness is None:
-            self.prove(self._resumed_from)
-
-    def prove(self, checkpoint: str | None = None) -> ExactnessReport:
-        """Run the exactness check on the model as it will train, on every rank, and keep the report.
+    def prove(
+        self,
+        model: Any,
+        *,
+        engine: Any,
+        collator: Any,
+        documents: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        checkpoint: str | None = None,
+    ) -> ExactnessReport:
+        """Run the check on every rank, and keep the report.
 
         Args:
+            model (`torch.nn.Module`):
+                That trains; says what has to be proven.
+            engine (`torch.nn.Module`):
+                What runs it, where its weights are in parts; else the model.
+            collator (`Callable`):
+                Makes the run's packed rows.
+            documents (`Dataset`):
+                The run's, from which the check takes tokens that the model knows.
+            tokenizer (`PreTrainedTokenizerBase`):
+                Makes some, where the documents are a stream.
             checkpoint (`str`, *optional*):
                 A checkpoint that is resumed from: its proof is taken if all that a proof depends on is the same.
 
         Raises:
             [`ContaminationError`]: if packing is not exact on this model, on every rank if it is not on one.
-            [`UnsupportedModel`]: under DeepSpeed ZeRO-3 before training has begun.
         """
-        if self.is_zero3_enabled and self.deepspeed is None:
-            raise UnsupportedModel(
-                "DeepSpeed ZeRO-3 has not wrapped the model yet.",
-                why=["its weights are in parts, which only DeepSpeed's engine makes whole where they are used"],
-                do="Call train(): it runs the check on the engine, before the first step.",
-            )
-        if self.args.gradient_checkpointing:  # as training will; TRL switches it on later
-            switch = getattr(self.model, "activation_checkpointing_enable", None)  # its name since transformers 5.23
-            (switch or self.model.gradient_checkpointing_enable)(self.args.gradient_checkpointing_kwargs)
-        identity = self._proof_identity()
+        args = self.args
+        if args.gradient_checkpointing:  # as training will; TRL switches it on later
+            switch = getattr(model, "activation_checkpointing_enable", None)  # its name since transformers 5.23
+            (switch or model.gradient_checkpointing_enable)(args.gradient_checkpointing_kwargs)
+        identity = self._identity(model, collator)
         if checkpoint is not None:
-            self.exactness = from_main_rank(self.accelerator, lambda: reusable_proof(checkpoint, identity))
-            if self.exactness is not None:
-                logger.info("trl-packfa: %s; nothing has changed since %s", self.exactness, self.exactness.taken_from)
-                return self.exactness
-        shown = self.is_world_process_zero() and not self.args.disable_tqdm
-        with proving("proving on this model that no document sees another", shown=shown) as progress:
-            report = agree(self.accelerator, lambda: self._proof(progress))
-        self.exactness = replace(report, identity=identity)
-        logger.info("trl-packfa: %s in %.1f s", self.exactness, self.exactness.seconds)
-        return self.exactness
+            saved = from_main_rank(self.accelerator, lambda: reusable_proof(checkpoint, identity))
+            if saved is not None:
+                logger.info("trl-packfa: %s; nothing has changed since %s", saved, saved.taken_from)
+                self.report = saved
+                return saved
 
-    def _proof_identity(self) -> str:
+        def proof(progress: Callable[[str, float], None]) -> ExactnessReport:
+            # Under FSDP2 the model is compiled by now. Graphs of the check would take minutes, and none is used again.
+            with self.accelerator.autocast(), uncompiled(engine):
+                report = check(
+                    engine,
+                    collator=collator,
+                    documents=_first_documents(documents),
+                    processing_class=tokenizer,
+                    seed=args.seed,
+                    progress=progress,
+                )
+            report.require_exact()
+            return report
+
+        shown = self.accelerator.is_main_process and not args.disable_tqdm
+        with proving("proving on this model that no document sees another", shown=shown) as progress:
+            found = agree(self.accelerator, lambda: proof(progress))
+        self.report = replace(found, identity=identity)
+        logger.info("trl-packfa: %s in %.1f s", self.report, self.report.seconds)
+        return self.report
+
+    def _identity(self, model: Any, collator: Any) -> str:
         """What would have to be proven, under the autocast of the run."""
-        args, collator = self.args, self.data_collator
+        args = self.args
         with self.accelerator.autocast():
             return proof_identity(
-                self.model,
+                model,
                 collator=(type(collator).__module__, type(collator).__qualname__),
                 engine=(self.accelerator.distributed_type, self.accelerator.num_processes),
                 checkpointing=(args.gradient_checkpointing, args.gradient_checkpointing_kwargs),
                 compiled=args.torch_compile,
             )
 
-    def _proof(self, progress: Callable[[str, float], None]) -> ExactnessReport:
-        model: Any = self.deepspeed if self.is_zero3_enabled else self.model
-        # Under FSDP2 the model is compiled by now. Graphs of the check would take minutes, and none is used again.
-        with self.accelerator.autocast(), uncompiled(model):
-            report = check(
-                model,
-                collator=self.data_collator,
-                documents=_first_documents(self.train_dataset),
-                processing_class=self._tokenizer,
-                seed=self.args.seed,
-                progress=progress,
-            )
-        report.require_exact()
-        return report
+    def prove_first_batch(
+        self, model: Any, inputs: dict[str, Any], prepare: Callable[[dict[str, Any]], dict[str, Any]]
+    ) -> None:
+        """Compare the first packed batch with its documents alone, as it comes, before it trains; later ones pass.
 
-    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """TRL's training step; the first packed batch is proven as it comes, before it trains."""
-        if self.args.packing and self.args.check_packing and not self._has_proven_batch:
-            batches = inputs.micro_batches if isinstance(inputs, Slot) else [inputs]
-            if batches:
-                self._has_proven_batch = True
-                agree(self.accelerator, lambda: self._prove_batch(model, batches[0]))
-        return super().training_step(model, inputs, *args, **kwargs)
+        Args:
+            model (`torch.nn.Module`):
+                That trains, wrapped.
+            inputs (`dict[str, Any]`):
+                A micro-batch, or the slot of a step.
+            prepare (`Callable`):
+                Moves a batch to the device.
 
-    def _prove_batch(self, model: torch.nn.Module, batch: dict[str, Any]) -> None:
-        batch = {name: value for name, value in batch.items() if name not in (LOSSES, ORIGINS, SOURCES)}
-        with self.compute_loss_context_manager():
-            proof = check_batch(model, self._prepare_inputs(batch))
-        if proof is None:
+        Raises:
+            [`ContaminationError`]: on every rank, if they differ on one.
+        """
+        if self._has_proven_batch or not self.args.check_packing:
             return
+        batches = inputs.micro_batches if isinstance(inputs, Slot) else [inputs]
+        if not batches:
+            return
+        self._has_proven_batch = True
+        names = (LOSSES, ORIGINS, SOURCES)
+        batch = {name: value for name, value in batches[0].items() if name not in names}
+        proof = agree(self.accelerator, lambda: _exact_batch(model, prepare(batch)))
+        if proof is not None and self.report is not None:
+            self.report = replace(self.report, first_batch=proof.difference, first_batch_allowed=proof.allowed)
+
+
+def _exact_batch(model: Any, batch: dict[str, Any]) -> Any:
+    proof = check_batch(model, batch)
+    if proof is not None:
         proof.require_exact()
-        if self.exactness is not None:
-            self.exactness = replace(self.exactness, first_batch=proof.difference, first_batch_allowed=proof.allowed)
+    return proof
+
+
+def require_engine(engine: Any) -> None:
+    """Under DeepSpeed ZeRO-3 only its engine, which `train` builds, runs the model.
+
+    Raises:
+        [`UnsupportedModel`]: if there is none yet.
+    """
+    if engine is None:
+        raise UnsupportedModel(
+            "DeepSpeed ZeRO-3 has not wrapped the model yet.",
+            why=["its weights are in parts, which only DeepSpeed's engine makes whole where they are used"],
+            do="Call train(): it runs the check on the engine, before the first step.",
+        )
 
 
 def _first_documents(dataset: Any) -> list[Any] | None:

@@ -11,19 +11,19 @@ Shape letters: B rows, L row length, V vocabulary, P trained positions.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from accelerate import Accelerator
+from transformers import TrainerState
 
 from ..errors import UnsupportedModel
 from ..exactness import quiet, vocabulary_of
-from ..kernels.lm_head.chunked import TrainedHead, aligned, scored
+from ..kernels.lm_head.chunked import Head, TrainedHead, aligned, scored
 from ..patching import router_loss
 from ..patching.inspect import inner_model
 from ..runtime.autocast import autocast_dtype
-from ..runtime.override import forward_signature
+from .config import PackedSFTConfig
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,52 @@ def ensure_own_loss(model: Any, *, seed: int) -> TrainedHead | OwnHead | None:
         why,
     )
     return own
+
+
+class LossHead:
+    """The head of a run: chosen once, and told which steps are logged.
+
+    Args:
+        args ([`PackedSFTConfig`]):
+            Says which steps are logged.
+        accelerator (`Accelerator`):
+            Has the autocast under which the run computes.
+
+    Attributes:
+        module (`TrainedHead`, `OwnHead` or `None`): what [`ensure_own_loss`] found; `None` for TRL's.
+    """
+
+    def __init__(self, args: PackedSFTConfig, accelerator: Accelerator) -> None:
+        self.args, self.accelerator = args, accelerator
+        self.module: TrainedHead | OwnHead | None = None
+        self._is_chosen = False
+
+    def choose(self, model: Any) -> None:
+        """Give the model its head, unless it has one; bare, or the engine that makes its weights whole."""
+        if self._is_chosen:
+            return
+        with self.accelerator.autocast():
+            self.module = ensure_own_loss(model, seed=self.args.seed)
+        self._is_chosen = True
+
+    def measures(self, state: TrainerState, *, is_training: bool) -> bool:
+        """Whether entropy and accuracy of the next batch will be seen: while training, those of logged steps. Either
+        costs a pass over the logits."""
+        if not isinstance(self.module, TrainedHead):
+            return True
+        step, every = state.global_step + 1, max(state.logging_steps, 1)
+        by_steps = self.args.logging_strategy == "steps"
+        first, last = step == 1 and self.args.logging_first_step, step >= state.max_steps
+        self.module.measures = not is_training or not by_steps or first or last or step % every == 0
+        return self.module.measures
+
+
+def drop_unmeasured(metrics: dict[str, list[float]]) -> None:
+    """Take back the zeros that TRL has noted of a batch whose entropy and accuracy were not measured."""
+    for name in ("entropy", "mean_token_accuracy"):
+        metrics[name].pop()
+        if not metrics[name]:
+            del metrics[name]
 
 
 def _random_ids(model: Any, seed: int) -> torch.Tensor:
@@ -125,12 +171,8 @@ def _allowed(model: Any) -> float:
     )
 
 
-class OwnHead:
+class OwnHead(Head):
     """A causal LM's forward that scores its own logits where TRL asks for the fused LM head."""
-
-    def __init__(self, module: PreTrainedModel, forward: Callable[..., Any]) -> None:
-        self.forward = forward
-        self.__signature__ = forward_signature(module)
 
     def __call__(
         self,

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from ..layout import PackedLayout
 
@@ -83,6 +85,37 @@ def losses_by_source(inputs: Mapping[str, Any], log_probs: torch.Tensor) -> dict
     counts = torch.bincount(documents[trained], minlength=size)
     totals: dict[str, tuple[float, int]] = {}
     for source, loss, count in zip(inputs[SOURCES], sums.tolist(), counts.tolist(), strict=False):
+        _add_up(totals, {source: (loss, count)})
+    return totals
+
+
+class SourceLosses:
+    """The mean loss of each source since the last log, of training and of evaluation.
+
+    Args:
+        accelerator (`Accelerator`): knows the other ranks, whose losses count as well.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        # By mode and source: summed loss and trained tokens.
+        self._sums: dict[str, dict[str, tuple[float, int]]] = {"train": {}, "eval": {}}
+
+    def add(self, mode: str, inputs: Mapping[str, Any], log_probs: torch.Tensor) -> None:
+        """Count a batch: `inputs` with its `sources`, `log_probs` `(B, L - 1)`."""
+        _add_up(self._sums[mode], losses_by_source(inputs, log_probs))
+
+    def read(self, mode: str) -> dict[str, float]:
+        """By `loss/<source>`, `eval_loss/<source>` in evaluation; on every rank, and forgets what it has counted."""
+        mine, totals = [self._sums[mode]], {}
+        for losses in gather_object(mine) if self.accelerator.num_processes > 1 else mine:
+            _add_up(totals, losses)
+        self._sums[mode] = {}
+        prefix = "" if mode == "train" else "eval_"
+        return {f"{prefix}loss/{source}": loss / count for source, (loss, count) in sorted(totals.items()) if count}
+
+
+def _add_up(totals: dict[str, tuple[float, int]], more: Mapping[str, tuple[float, int]]) -> None:
+    for source, (loss, count) in more.items():
         before = totals.get(source, (0.0, 0))
         totals[source] = (before[0] + loss, before[1] + count)
-    return totals

@@ -7,7 +7,8 @@ resuming) is the padded run's: all but the last slot of a step are idle, the las
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -86,6 +87,11 @@ class StepCutter:
         self.budget = args.max_tokens_per_microbatch or args.per_device_train_batch_size * longest
         self.quadratic = quadratic_weight(model)
 
+    @property
+    def free_budget(self) -> int | None:
+        """The budget, where a smaller one would not tear padded micro-batches that stay together."""
+        return self.budget if self.how == FREE else None
+
     def cut(
         self, batches: Sequence[Documents], collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
     ) -> list[Slot]:
@@ -115,6 +121,24 @@ class StepCutter:
         """The examples of the step, rank by rank: every rank makes the same plan of all of them. Token ids are small
         beside what a step computes."""
         return examples if self.accelerator.num_processes == 1 else gather_object(examples)
+
+
+def in_turn(slot: Slot, *, accelerator: Accelerator, model: Any, syncs_itself: bool) -> Iterator[dict[str, Any]]:
+    """The micro-batches of a step, each to be run while it is held: gradients are reduced over ranks at the last.
+
+    Args:
+        slot ([`Slot`]):
+            Of the whole step.
+        accelerator (`Accelerator`), model (`torch.nn.Module`):
+            The wrapped model, whose reduction waits.
+        syncs_itself (`bool`):
+            Whether the engine reduces and steps where it is told that a step ends (DeepSpeed).
+    """
+    for i, micro_batch in enumerate(slot.micro_batches):
+        is_last = i + 1 == len(slot.micro_batches)
+        accelerator.gradient_state._set_sync_gradients(is_last)
+        with nullcontext() if is_last or syncs_itself else accelerator.no_sync(model):
+            yield micro_batch
 
 
 def how_to_cut(

@@ -1,16 +1,23 @@
 """`PackedSFTTrainer`: TRL's `SFTTrainer` with packing, patching, proof and LoRA on together.
 
-What it adds happens in four places: arguments are settled and refused before any data is touched, datasets are cut
-with every loss counted, the model is patched once TRL has built it, and the proof runs before the first step.
+The class is TRL's hooks and nothing else; each hands over to the part that does the work:
+
+    construction, validation   arguments, settled and refused before data or weights are read
+    PackedData                 datasets cut with every loss counted; samplers, loaders, collators
+    StepCutter                 the documents of an optimizer step as micro-batches
+    LossHead, PaddedTerms      the loss as the padded run computes it; SourceLosses reports it by source
+    ExactnessGate              the proof before the first step
+    SpeedMeter, LossWatch      tokens a second; a loss that is no number
+
 Tokenizing, losses, metrics, checkpoints and distribution stay TRL's.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +25,7 @@ import torch
 from accelerate.logging import get_logger
 from datasets import IterableDataset
 from peft import PeftConfig, PeftModel
+from torch.utils.data import DataLoader, Sampler
 from transformers import (
     BitsAndBytesConfig,
     EvalPrediction,
@@ -27,46 +35,44 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from trl import SFTTrainer
 
 from ..api import describe, patch
-from ..collator import DataCollatorForPacking
 from ..errors import ContaminationError, InvalidConfig, NoBackend, UnsupportedModel
+from ..exactness import ExactnessReport
 from ..packing import PackedBatchSampler, PackingReport
 from ..patching import inspect
 from ..runtime.compile import let_layers_differ
-from .checkpointing import read_progress, whole_checkpoint, write_progress, write_reports, write_stream_state
+from .batching import FREE, TOGETHER
+from .chat_templates import left_out_by_template
+from .checkpointing import count_batch, read_progress, whole_checkpoint, write_progress, write_reports
 from .config import PackedSFTConfig
+from .construction import load_as_asked, settle_arguments
+from .dataloading import PackedData
 from .dataset import read_lengths
 from .distributed import TrainBeginCallback, from_main_rank, require_same_documents
 from .epoch_plan import summarize_plan
-from .exactness_gate import ProvingTrainer
+from .exactness_gate import ExactnessGate, require_engine
 from .flops import quadratic_weight
-from .guards import only_run_in
+from .guards import LossWatch, memory_advice, only_run_in
+from .lm_head import LossHead, OwnHead, drop_unmeasured
+from .loss_weighting import SOURCES, SourceLosses, WeightedModel, as_example_labels, example_weights
 from .model_card import add_packing_section, copy_card, name_base, packing_section
-from .model_loading import AnyDataset, EvalDataset, default_adapter, loading, model_type, named, output_dir, usable
+from .model_loading import AnyDataset, EvalDataset, output_dir, usable
+from .padded_terms import PaddedTerms
 from .parallelism import refuse_uneven_calls
-from .plain_config import AsGiven, asks_for_packing, padded, settle, tell_padded
-from .preflight import checkpoint_to_resume, load_tokenizer, require_markable, require_reporters, told_resuming
+from .plain_config import AsGiven, asks_for_packing, padded, tell_padded
+from .preflight import checkpoint_to_resume, told_resuming
 from .resuming import identity, require_same_run
 from .sampler import EpochCallback
-from .step_packing import StepCutter, longest_of_stream
-from .streaming import PackedStream, resumes_by_state
-from .validation import (
-    refuse_arguments,
-    refuse_collator,
-    refuse_data,
-    refuse_loss_function,
-    refuse_model,
-    refuse_noise,
-    refuse_precision,
-    refuse_sources,
-    refuse_untrainable,
-)
+from .step_packing import Slot, StepCutter, how_to_cut, in_turn
+from .throughput import SpeedMeter
+from .validation import refuse_loss_function, refuse_noise, refuse_precision, refuse_sources
 
 logger = get_logger(__name__)
 
 
-class PackedSFTTrainer(ProvingTrainer):
+class PackedSFTTrainer(SFTTrainer):
     """Swap it for `SFTTrainer`: the same arguments, packed.
 
     ```python
@@ -122,29 +128,13 @@ class PackedSFTTrainer(ProvingTrainer):
         peft_config: PeftConfig | None = None,
         formatting_func: Callable[[dict], str] | None = None,
     ) -> None:
-        datasets = named(train_dataset, eval_dataset)
-        directory, as_given = output_dir(model), AsGiven(model)
-
-        def refuse(packed: PackedSFTConfig) -> None:
-            if packed.packing:
-                refuse_arguments(
-                    packed,
-                    compute_metrics=compute_metrics,
-                    peft_config=peft_config,
-                    compute_loss_func=compute_loss_func,
-                )
-                for name, dataset in datasets:
-                    refuse_data(dataset, name=name)
-                if packed.packs_steps and isinstance(train_dataset, IterableDataset):
-                    longest_of_stream(packed)
-                refuse_model(model_type(model, packed) if isinstance(model, str) else model, packed)
-                refuse_collator(data_collator)
-
-        refuse_untrainable(model, peft_config)
-        settled, refusal = settle(args, directory, refuse)
-        require_reporters(settled)
-        if settled.assistant_only_loss and (processing_class is not None or isinstance(model, str)):
-            require_markable(processing_class or load_tokenizer(str(model), settled), settled)
+        data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        functions = {"compute_loss_func": compute_loss_func, "compute_metrics": compute_metrics}
+        as_given = AsGiven(model)
+        settled, refusal = settle_arguments(
+            model, args, data_collator=data_collator, processing_class=processing_class, peft_config=peft_config,
+            **data, **functions,
+        )  # fmt: skip
         train_dataset, eval_dataset = usable(
             train_dataset, eval_dataset, args=settled, formatted=formatting_func is not None
         )
@@ -153,8 +143,6 @@ class PackedSFTTrainer(ProvingTrainer):
             "train_dataset": train_dataset,
             "eval_dataset": eval_dataset,
             "processing_class": processing_class,
-            "compute_loss_func": compute_loss_func,
-            "compute_metrics": compute_metrics,
             "callbacks": callbacks,
             "optimizers": optimizers,
             "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs,
@@ -162,6 +150,7 @@ class PackedSFTTrainer(ProvingTrainer):
             "quantization_config": quantization_config,
             "peft_config": peft_config,
             "formatting_func": formatting_func,
+            **functions,
         }
         if refusal is None:
             try:
@@ -170,88 +159,342 @@ class PackedSFTTrainer(ProvingTrainer):
             except (UnsupportedModel, ContaminationError, NoBackend, InvalidConfig) as late:
                 if asks_for_packing(args):
                     raise
+                directory = output_dir(model)
                 model, settled, refusal = as_given.restore(vars(self).get("model")), padded(args, directory), late
         tell_padded(refusal)
         self._construct(model, settled, **options)
 
     def _construct(self, model: Any, args: PackedSFTConfig, *, data_collator: Any, **options: Any) -> None:
         """TRL's construction, with the model loaded and adapted as the arguments say, then packed."""
-        kind = model_type(model, args) if isinstance(model, str) else None
-        if kind is not None:
-            quantization: Any = options["quantization_config"]
-            args.model_init_kwargs, options["quantization_config"] = loading(kind, args, quantization)
-        if options["peft_config"] is None and not isinstance(model, PeftModel):
-            options["peft_config"] = default_adapter(kind or inspect.model_type(model), args)  # type: ignore[arg-type]
-        self.packing_reports: dict[str, PackingReport] = {}
-        self.packing_plan: dict[str, float] = {}
-        self.packing_sampler: PackedBatchSampler | None = None
-        self._uncut: dict[str, Any] = {}
-        self._stream: PackedStream | None = None
+        options["quantization_config"], options["peft_config"] = load_as_asked(
+            model, args, quantization=options["quantization_config"], adapter=options["peft_config"]
+        )
+        packs_eval = args.eval_packing is not False and options["compute_metrics"] is None
+        self._data = PackedData(args, packs_eval=packs_eval)
+        self._cutter: StepCutter | None = None
+        self._terms: PaddedTerms | None = None
         self._resumed_from: str | None = None
-        # Logits for metrics come example by example, so evaluation is padded then (and refused if asked packed).
-        self._packs_eval = args.packing and args.eval_packing is not False and options["compute_metrics"] is None
+        self.packing_plan: dict[str, float] = {}
         super().__init__(model=model, args=args, data_collator=None if args.packing else data_collator, **options)
+        self._gate = ExactnessGate(self.args, self.accelerator)
+        self._head = LossHead(self.args, self.accelerator)
+        self._sources = SourceLosses(self.accelerator)
+        self._speed = SpeedMeter(self.model, self.args, world_size=self.args.world_size)
+        self._loss_watch = LossWatch()
         if args.packing:
             self._pack(data_collator)
 
     def _pack(self, data_collator: Callable[[list[Any]], dict[str, Any]] | None) -> None:
         """Patch the model that TRL built and collate documents into rows."""
-        self._require_known_tokens()
+        args, model = self.args, self.model
+        self.data_collator = self._data.meet(
+            model,
+            pad_token_id=self._tokenizer.pad_token_id,
+            padding_collator=self.data_collator,
+            collator=data_collator,
+        )
         refuse_precision(
-            self.model,
-            self.args,
+            model,
+            args,
             scales_losses=self.accelerator.scaler is not None,
             own_optimizer=self.optimizer is not None or self.optimizer_cls_and_kwargs is not None,
         )
         if not self.is_zero3_enabled:
-            self._choose_head(self.model)
-        patch(self.model, backend=self.args.attention_backend, fused_lora=self.args.fused_lora)
+            self._head.choose(model)
+        patch(model, backend=args.attention_backend, fused_lora=args.fused_lora)
+        self._terms = PaddedTerms(args, self.accelerator, model, balances_experts=self.aux_loss_enabled)
         if self.aux_loss_enabled and not self.is_zero3_enabled:
-            self._require_balancing()
+            self.aux_loss_enabled = self._terms.find_routers(has_own_head=isinstance(self._head.module, OwnHead))
+            inspect.model_config(model).get_text_config().output_router_logits = self.aux_loss_enabled
+        text = inspect.model_config(model).get_text_config()
         if self.compute_loss_func is not None:
-            refuse_loss_function(
-                self.compute_loss_func,
-                vocabulary=inspect.model_config(self.model).get_text_config().vocab_size,
-                device=self.args.device,
-            )
+            refuse_loss_function(self.compute_loss_func, vocabulary=text.vocab_size, device=args.device)
         if self.neftune_noise_alpha is not None:
-            refuse_noise(self.model)
-        if self.args.torch_compile:
-            let_layers_differ(inspect.model_config(self.model).get_text_config().num_hidden_layers)
+            refuse_noise(model)
         if self.is_proven_wrapped:
-            refuse_uneven_calls(self.model, getattr(self.accelerator.state, "fsdp_plugin", None))
-        # TRL's collator for padded batches, which evaluation with metrics uses.
-        self._padding_collator = copy.copy(self.data_collator)
-        self._padding_collator.padding_free = False
-        self.data_collator = data_collator or DataCollatorForPacking(
-            pad_token_id=self._tokenizer.pad_token_id,
-            pad_to_multiple_of=self.args.pad_to_multiple_of,  # type: ignore[arg-type]  # SFTConfig has made it an int
-            source_column=self.args.loss_by,
-            vocab_size=inspect.known_ids(self.model),
-        )
-        refuse_sources(self.args, self.train_dataset)
-        if self.args.packs_steps:
-            self._step_cutter = StepCutter(
-                self.args,
-                train_dataset=self.train_dataset,
-                model=self.model,
-                accelerator=self.accelerator,
-                cut=self._cut,
+            refuse_uneven_calls(model, getattr(self.accelerator.state, "fsdp_plugin", None))
+        refuse_sources(args, self.train_dataset)
+        cut = self._how_to_cut()
+        if args.strategy.recuts_steps:
+            self._cutter = StepCutter(
+                args, train_dataset=self.train_dataset, model=model, accelerator=self.accelerator, cut=cut
             )
-        self.packing_plan = self._plan()
-        self.add_callback(EpochCallback(lambda: self.packing_sampler))
-        self.add_callback(TrainBeginCallback(self._require_proof, self._scale_noise))
-        logger.info("trl-packfa: patched\n%s", describe(self.model))
+        self.packing_plan = self._plan(cut)
+        self.add_callback(EpochCallback(lambda: self._data.sampler))
+        self.add_callback(TrainBeginCallback(self._require_proof, self._add_noise))
+        logger.info("trl-packfa: patched\n%s", describe(model))
 
-    def _plan(self) -> dict[str, float]:
+    def _how_to_cut(self) -> str:
+        """How `step` may cut so that the loss is the padded run's."""
+        cut, why = how_to_cut(
+            self.args,
+            balances_experts=self.aux_loss_enabled,
+            counts_tokens=self.model_accepts_loss_kwargs,
+            own_loss=self.compute_loss_func is not None,
+            world_size=self.accelerator.num_processes,
+        )
+        if self.args.strategy.recuts_steps and cut != FREE:
+            kept = "run at the same time" if cut == TOGETHER else "stay one micro-batch"
+            logger.info("trl-packfa: examples of a padded micro-batch %s: %s.", kept, why)
+        return cut
+
+    def _plan(self, cut: str) -> dict[str, float]:
         """What an epoch comes to; nothing for a stream, whose length is not known."""
         if self.train_dataset is None or isinstance(self.train_dataset, IterableDataset):
             return {}
         lengths = read_lengths(self.train_dataset)
         require_same_documents(self.accelerator, lengths)
-        plan = summarize_plan(self.args, lengths, quadratic=quadratic_weight(self.model), cut=self._cut)
+        plan = summarize_plan(self.args, lengths, quadratic=quadratic_weight(self.model), cut=cut)
         logger.info("trl-packfa: %s", ", ".join(f"{name} {value:,.4g}" for name, value in plan.items()))
         return plan
+
+    # Data ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def packing_reports(self) -> dict[str, PackingReport]:
+        """By dataset name, what went in, what came out and what was lost."""
+        return self._data.reports
+
+    @property
+    def packing_sampler(self) -> PackedBatchSampler | None:
+        """The sampler of rows that are filled over the whole dataset, once there is one."""
+        return self._data.sampler
+
+    def _prepare_dataset(
+        self,
+        dataset: AnyDataset,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+        args: PackedSFTConfig,
+        packing: bool,
+        formatting_func: Callable[[dict], str] | None,
+        dataset_name: str,
+    ) -> AnyDataset:
+        """Tokenized and labelled by TRL, cut by us."""
+        for sentence in left_out_by_template(dataset, processing_class, self.chat_template):
+            logger.warning("trl-packfa: %s: %s", dataset_name, sentence)
+        by_trl = super()._prepare_dataset
+        if not args.packing:
+            return by_trl(dataset, processing_class, args, packing, formatting_func, dataset_name)
+
+        def tokenize(uncut: PackedSFTConfig) -> AnyDataset:
+            return by_trl(dataset, processing_class, uncut, False, formatting_func, dataset_name)
+
+        return self._data.prepare(tokenize, name=dataset_name)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        self._signature_columns += [name for name in self._data.columns if name not in self._signature_columns]
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
+        if not self.args.strategy.fills_rows:
+            return super()._get_train_sampler(train_dataset)
+        rows: Any = self._data.row_sampler(self.train_dataset if train_dataset is None else train_dataset)
+        return rows
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Under `step`, the padded run's examples in its order, collated once the step is cut."""
+        if not self.args.packing:
+            return super().get_train_dataloader()
+        collator = self._data.training_collator(self.data_collator)
+        if isinstance(self.train_dataset, IterableDataset):
+            collator = self._get_collator_with_removed_columns(collator, description="training")
+            return self._data.stream_loader(self.train_dataset, collator, resumed_from=self._resumed_from)
+        with self._collating_with(collator):
+            return super().get_train_dataloader()
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Evaluation batches hold the examples they would hold padded; packed, unless metrics need their logits."""
+        if not self.args.packing:
+            return super().get_eval_dataloader(eval_dataset)
+        collator = self._data.evaluation_collator(self.data_collator, asked=eval_dataset, evaluation=self.eval_dataset)
+        with self._collating_with(collator):
+            return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """Predictions are never packed."""
+        with self._collating_with(self._data.prediction_collator if self.args.packing else self.data_collator):
+            return super().get_test_dataloader(test_dataset)
+
+    @contextmanager
+    def _collating_with(self, collator: Any) -> Iterator[None]:
+        packing_collator, self.data_collator = self.data_collator, collator
+        try:
+            yield
+        finally:
+            self.data_collator = packing_collator
+
+    def preview_batch(self) -> str:
+        """A packed batch of the first training documents as text: where each begins, and what of it is trained.
+
+        It is made for looking: in the order of the dataset, not the run's, and without a random number.
+
+        Raises:
+            [`InvalidConfig`]: with `packing=False`.
+        """
+        return self._data.preview(self.train_dataset, self.data_collator, self._tokenizer)
+
+    # Steps -----------------------------------------------------------------------------------------------------------
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], torch.Tensor | int | None]:
+        """The micro-batches of one optimizer step, and the number of tokens that it trains over all ranks."""
+        if self._cutter is None:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches = list(islice(epoch_iterator, num_batches))
+        if not batches:
+            return [], None
+        slots = self._cutter.cut(batches, self.data_collator)
+        micro_batches = slots[-1].micro_batches
+        _, num_items = super().get_batch_samples(iter(micro_batches), len(micro_batches), device)
+        return slots, num_items
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | int | None:
+        if self.args.loss_weighting == "example":
+            batch_samples = [as_example_labels(batch) for batch in batch_samples]
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    def training_step(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """TRL's training step; for the slot that holds a whole optimizer step, one per micro-batch."""
+        if self.args.packing:
+            self._gate.prove_first_batch(model, inputs, self._prepare_inputs)
+        self._speed.start(self._total_train_tokens)
+        if not isinstance(inputs, Slot):
+            return self._run_micro_batch(model, inputs, num_items_in_batch)
+        loss = torch.zeros((), device=self.args.device)
+        self.current_gradient_accumulation_steps = len(inputs.micro_batches)
+        syncs_itself = self.is_deepspeed_enabled
+        for micro_batch in in_turn(inputs, accelerator=self.accelerator, model=model, syncs_itself=syncs_itself):
+            loss += self._run_micro_batch(model, micro_batch, num_items_in_batch)
+        if inputs.micro_batches:
+            self._metrics["train"]["micro_batches"].append(len(inputs.micro_batches))
+            self._metrics["train"]["imbalance"].append(inputs.imbalance)
+        return loss
+
+    def _run_micro_batch(
+        self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None
+    ) -> torch.Tensor:
+        """TRL's training step, with what a user needs to know where it fails."""
+        self._speed.add(inputs)
+        with memory_advice(self.args, inputs, budget=self._cutter and self._cutter.free_budget):
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.args.packing:
+            self._loss_watch.add(self.state.global_step + 1, inputs, loss)
+            if self._loss_watch.is_full:
+                self._loss_watch.require_finite(self._tokenizer)
+        return loss
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """TRL's loss, weighted as asked; counts what the batch holds on the way."""
+        if self.args.packing:
+            self._head.choose(model)  # evaluated before it is trained
+        is_training = self.model.training
+        mode = "train" if is_training else "eval"
+        self._uncount_padding(inputs, mode)
+        rows = self.args.per_device_train_batch_size if self.args.strategy.fills_rows and is_training else 0
+        count_batch(self._metrics[mode], inputs, capacity=rows * (self.args.max_length or 0))
+        measured = self._head.measures(self.state, is_training=is_training)
+        by_example = self.args.loss_weighting == "example" and is_training
+        sources = {name: inputs[name] for name in ("labels", "packed_layout", SOURCES) if name in inputs}
+        inputs.pop(SOURCES, None)
+        called: Any = model if self._terms is None else self._terms.wrap(model, inputs)
+        weighted = None
+        if by_example or SOURCES in sources:
+            called = weighted = WeightedModel(called, example_weights(inputs) if by_example else None)
+        result = super().compute_loss(called, inputs, return_outputs, num_items_in_batch)
+        if not measured:
+            drop_unmeasured(self._metrics[mode])
+        if weighted is not None and SOURCES in sources and weighted.log_probs is not None:
+            self._sources.add(mode, sources, weighted.log_probs)
+        return result
+
+    def _uncount_padding(self, inputs: dict[str, Any], mode: str) -> None:
+        """TRL is about to count every token of the batch, on all ranks."""
+        layout = inputs.get("packed_layout")
+        if mode != "train" or layout is None:
+            return
+        padding = layout.padding
+        if self.accelerator.num_processes > 1:
+            counts: Any = self.accelerator.gather(torch.tensor([padding], device=self.accelerator.device))
+            padding = int(counts.sum())
+        self._total_train_tokens -= padding
+
+    def _add_noise(self) -> None:
+        if self.neftune_noise_alpha is not None and self._terms is not None:
+            self.neftune_hook_handle = self._terms.add_noise(self.neftune_hook_handle)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's metrics, true tokens a second and MFU, and the mean loss of each source since the last time."""
+        if self.args.loss_by:
+            logs.update(self._sources.read("train" if self.model.training else "eval"))
+        if "loss" in logs:
+            self._loss_watch.require_finite(self._tokenizer)
+            logs.update(self._speed.read(self._total_train_tokens))
+        super().log(logs, start_time)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """TRL's, whose time is no training's."""
+        with self._speed.paused(), self._compiling_every_layer():
+            return super().evaluate(*args, **kwargs)
+
+    # Proof -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def exactness(self) -> ExactnessReport | None:
+        """The proof, once [`~PackedSFTTrainer.train`] or [`~PackedSFTTrainer.prove`] has run it."""
+        return self._gate.report
+
+    @property
+    def is_zero3_enabled(self) -> bool:
+        """Whether DeepSpeed keeps the weights in parts: only its engine, which `train` builds, runs the model."""
+        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        return self.is_deepspeed_enabled and plugin is not None and plugin.zero_stage == 3
+
+    @property
+    def is_proven_wrapped(self) -> bool:
+        """Whether the exactness check waits for the wrapped model: whole, it may fit no device."""
+        return self.is_fsdp_enabled or self.is_zero3_enabled
+
+    def prove(self, checkpoint: str | None = None) -> ExactnessReport:
+        """Run the exactness check on the model as it will train, on every rank, and keep the report.
+
+        Args:
+            checkpoint (`str`, *optional*):
+                A checkpoint that is resumed from: its proof is taken if all that a proof depends on is the same.
+
+        Raises:
+            [`ContaminationError`]: if packing is not exact on this model, on every rank if it is not on one.
+            [`UnsupportedModel`]: under DeepSpeed ZeRO-3 before training has begun.
+        """
+        if self.is_zero3_enabled:
+            require_engine(self.deepspeed)
+        return self._gate.prove(
+            self.model,
+            engine=self.deepspeed if self.is_zero3_enabled else self.model,
+            collator=self.data_collator,
+            documents=self.train_dataset,
+            tokenizer=self._tokenizer,
+            checkpoint=checkpoint,
+        )
+
+    def _require_proof(self) -> None:
+        if self.args.packing:
+            self._head.choose(self.model_wrapped)
+        if self.args.packing and self.args.check_packing and self.exactness is None:
+            self.prove(self._resumed_from)
+
+    # Runs and checkpoints --------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """TRL's `train`, after the exactness check, if it has not run yet; `resume_from_checkpoint=True` (or `"true"`,
@@ -274,8 +517,14 @@ class PackedSFTTrainer(ProvingTrainer):
         if not self.is_proven_wrapped:
             self._require_proof()
         saves = self.args.should_save and self.args.save_strategy != "no"
-        with only_run_in(self.args.output_dir) if saves else nullcontext():  # type: ignore[arg-type]
+        alone = only_run_in(self.args.output_dir) if saves else nullcontext()  # type: ignore[arg-type]
+        with alone, self._compiling_every_layer():
             return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _compiling_every_layer(self) -> AbstractContextManager[None]:
+        if not (self.args.packing and self.args.torch_compile):
+            return nullcontext()
+        return let_layers_differ(inspect.model_config(self.model).get_text_config().num_hidden_layers)
 
     @cached_property
     def _identity(self) -> dict[str, str]:
@@ -284,10 +533,9 @@ class PackedSFTTrainer(ProvingTrainer):
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """TRL's, whole only once every rank has written its part; older checkpoints go after that."""
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-        with whole_checkpoint(folder, self):
+        with self._speed.paused(), whole_checkpoint(folder, self):
             super()._save_checkpoint(model, trial)
-            if self._stream is not None and resumes_by_state(self._stream.source):
-                write_stream_state(folder, self.args, self._stream.state_dict())
+            self._data.save_state(folder)
             if self.args.should_save:
                 copy_card(self.args.output_dir, folder)
                 write_progress(folder, {"num_tokens": self._total_train_tokens, **self._identity})

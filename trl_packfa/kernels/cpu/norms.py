@@ -18,9 +18,9 @@ from ...runtime.override import Override, computes_as
 from .pieces import are_worth_it, pieces
 
 
-def is_rms_norm(module: nn.Module) -> bool:
-    """Whether a module's forward is Llama's RMSNorm, as it is in many architectures."""
-    return computes_as(module, LlamaRMSNorm.forward)
+def is_rms_norm_on_cpu(module: nn.Module) -> bool:
+    """Whether a module's forward is Llama's RMSNorm, as it is in many architectures, and its weight on a CPU."""
+    return computes_as(module, LlamaRMSNorm.forward) and all(p.device.type == "cpu" for p in module.parameters())
 
 
 class RMSNormOverride(Override):

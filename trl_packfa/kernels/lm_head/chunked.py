@@ -25,7 +25,29 @@ from ...runtime.zero3 import is_in_parts
 from .chunks import Tile, Tiles, Transform
 
 
-class TrainedHead:
+class Head:
+    """A causal LM's forward in the place of another one, which it holds.
+
+    Args:
+        module (`PreTrainedModel`):
+            The causal LM, with TRL's fused head.
+        forward (`Callable`):
+            Its forward before.
+    """
+
+    def __init__(self, module: PreTrainedModel, forward: Callable[..., Any]) -> None:
+        self.module, self.forward = module, forward
+        self.__signature__ = forward_signature(module)
+
+
+def undo_head(module: Any) -> None:
+    """Give a causal LM the forward back that it had before it was given a [`Head`]."""
+    head = vars(module).get("forward")
+    if isinstance(head, Head):
+        module.forward = head.forward
+
+
+class TrainedHead(Head):
     """A causal LM's forward that answers `fused_lm_head=True` with scores of the trained positions.
 
     Args:
@@ -39,9 +61,8 @@ class TrainedHead:
     """
 
     def __init__(self, module: PreTrainedModel, forward: Callable[..., Any]) -> None:
-        self.module, self.forward, self.transform = module, forward, Transform.of(module.config)
-        self.measures = True
-        self.__signature__ = forward_signature(module)
+        super().__init__(module, forward)
+        self.transform, self.measures = Transform.of(module.config), True
 
     @around_graphs
     def __call__(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:

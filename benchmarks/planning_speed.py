@@ -1,16 +1,21 @@
-"""`trl-packfa bench pack`: how long planning takes: documents to rows and to steps, by index."""
+"""How long planning takes: documents to rows and to steps, by index.
+
+python benchmarks/planning_speed.py --documents 1000000
+"""
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..packing import PackedBatchSampler, recut_over_ranks
-from .memory import PeakMemory
-from .mixes import draw_lengths
+from trl_packfa.bench.command import rows_parser, show_rows
+from trl_packfa.bench.memory import PeakMemory
+from trl_packfa.bench.mixes import draw_lengths
+from trl_packfa.packing import PackedBatchSampler, recut_over_ranks
 
 # A step of the paper's setting, and what it would hold padded.
 _PER_DEVICE, _ACCUMULATION, _RANKS = 4, 2, 8
@@ -58,3 +63,17 @@ def _timed(name: str, act: Callable[[], object], documents: int) -> dict[str, An
         "documents/s": round(documents / seconds),
         "peak MB added": round((memory.peak() - memory.before) / 1e6, 1),
     }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; returns the exit code."""
+    parser = rows_parser("planning: documents to rows and steps, by index")
+    parser.add_argument("--documents", type=int, default=1_000_000)
+    parser.add_argument("--row", type=int, default=4096, help="tokens of a row")
+    parser.add_argument("--mix", default="uneven", help="lengths: a mix, or a .json file")
+    args = parser.parse_args(argv)
+    return show_rows(bench_pack(documents=args.documents, row=args.row, mix=args.mix), as_json=args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,14 +1,19 @@
-"""`trl-packfa bench balance`: how long the busiest rank of a step takes, over the mean, by who deals the documents."""
+"""How long the busiest rank of a step takes, over the mean, by who deals the documents.
+
+python benchmarks/rank_balance.py --mixes even uneven --ranks 8 512
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..packing import best_fit_decreasing, document_cost, imbalance, recut_over_ranks
-from .mixes import draw_lengths
+from trl_packfa.bench.command import rows_parser, show_rows
+from trl_packfa.bench.mixes import draw_lengths
+from trl_packfa.packing import best_fit_decreasing, document_cost, imbalance, recut_over_ranks
 
 # A token attending to a token, in units of the cost of a token: a model of a billion parameters (`quadratic_weight`).
 _QUADRATIC = 1 / (6 * 2048)
@@ -75,3 +80,19 @@ def _dealt(step: np.ndarray, weight: np.ndarray, ranks: int) -> float:
 
 def _busiest(costs: np.ndarray) -> float:
     return float(costs.max() / costs.mean())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; returns the exit code."""
+    parser = rows_parser("the busiest rank of a step over the mean, by who deals the documents")
+    parser.add_argument("--mixes", nargs="+", default=["even", "uneven"], help="lengths: mixes, or .json files")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64, 512])
+    parser.add_argument("--documents", type=int, default=8, help="of a step, per rank")
+    parser.add_argument("--row", type=int, default=4096, help="tokens of a row")
+    args = parser.parse_args(argv)
+    rows = bench_balance(mixes=args.mixes, ranks=args.ranks, per_rank=args.documents, row=args.row)
+    return show_rows(rows, as_json=args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

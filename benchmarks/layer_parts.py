@@ -1,5 +1,6 @@
-"""`trl-packfa bench layer`: what a layer does besides matrix products on a CPU, as torch and transformers do it and as
-we do, forward and backward, in turn.
+"""What a CPU layer does besides matrix products: torch and transformers beside ours, forward and backward, in turn.
+
+    python benchmarks/layer_parts.py --tokens 1400 8192
 
 Shape letters: B rows, L row length, G documents of a group, N heads, H head dim.
 """
@@ -7,6 +8,7 @@ Shape letters: B rows, L row length, G documents of a group, N heads, H head dim
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,12 +17,13 @@ import torch
 import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from ..attention import AttentionArguments, get_backend
-from ..errors import InvalidConfig
-from ..kernels.cpu import RMSNormOverride, rotate
-from ..layout import PackedLayout
-from ..runtime.autocast import HALF
-from ..runtime.context import in_flight
+from trl_packfa.attention import AttentionArguments, get_backend
+from trl_packfa.bench.command import rows_parser, show_rows
+from trl_packfa.errors import InvalidConfig
+from trl_packfa.kernels.cpu import RMSNormOverride, rotate
+from trl_packfa.layout import PackedLayout
+from trl_packfa.runtime.autocast import HALF
+from trl_packfa.runtime.context import in_flight
 
 Act = Callable[[], Any]
 DTYPES = ("float32", "bfloat16", "float16")
@@ -106,3 +109,17 @@ def _in_turn(theirs: Act, ours: Act, repeats: int) -> dict[str, Any]:
     low, middle, high = statistics.quantiles([t / o for t, o in zip(*times, strict=True)], n=4)
     ms = [round(statistics.median(seconds) * 1e3, 2) for seconds in times]
     return {"theirs, ms": ms[0], "ours, ms": ms[1], "times": f"{middle:.2f} ({low:.2f} to {high:.2f})"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; returns the exit code."""
+    parser = rows_parser("what a layer does besides matrix products: transformers' code and ours in turn")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1400, 8192], help="row lengths")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES[:2]))
+    parser.add_argument("--repeats", type=int, default=41, help="pairs of runs, at least 2")
+    args = parser.parse_args(argv)
+    return show_rows(bench_layer(tokens=args.tokens, dtypes=args.dtypes, repeats=args.repeats), as_json=args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""What an attention backend can compute, as constants: its refusals, the choice among backends and the tests of both
+are made of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .base import AttentionRequest
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """The calls that a backend's kernels serve.
+
+    Args:
+        function (`str`):
+            What computes it, as refusals name it.
+        needs_cuda (`bool`, *optional*, defaults to `False`):
+            Whether it runs on CUDA and ROCm devices only.
+        min_capability (`tuple[int, int]`, *optional*):
+            The oldest compute capability of CUDA that it runs on.
+        dtypes (`tuple[torch.dtype, ...]`, *optional*):
+            Data types of query, key and value; any by default.
+        min_head_dim (`int`), max_head_dim (`int`, *optional*), head_dim_multiple (`int`):
+            Head dims that it takes.
+        sliding_window, softcap, sinks, dropout, bias (`bool`, *optional*, default to `True`):
+            Which of [`AttentionArguments`] it has room for.
+        is_traceable (`bool`, *optional*, defaults to `False`):
+            Whether `torch.compile` takes its kernels into a graph; any other runs there as one opaque op.
+        is_selectable (`bool`, *optional*, defaults to `True`):
+            Whether `"auto"` may choose it.
+    """
+
+    function: str
+    needs_cuda: bool = False
+    min_capability: tuple[int, int] | None = None
+    dtypes: tuple[torch.dtype, ...] | None = None
+    min_head_dim: int = 1
+    max_head_dim: int | None = None
+    head_dim_multiple: int = 1
+    sliding_window: bool = True
+    softcap: bool = True
+    sinks: bool = True
+    dropout: bool = True
+    bias: bool = True
+    is_traceable: bool = False
+    is_selectable: bool = True
+
+    def refusals(self, request: AttentionRequest) -> list[str]:
+        """Every reason, known from constants, why the request cannot be served; empty if it can."""
+        return [*self._of_device(request), *self._of_shape(request), *self._of_arguments(request)]
+
+    def _of_device(self, request: AttentionRequest) -> list[str]:
+        if not self.needs_cuda:
+            return []
+        if request.device.type != "cuda":
+            return [f"needs a CUDA or ROCm device, the model is on {request.device}"]
+        if self.min_capability is None or torch.version.hip is not None:
+            return []
+        found = torch.cuda.get_device_capability(request.device)
+        if found >= self.min_capability:
+            return []
+        return [f"needs compute capability {_dotted(self.min_capability)} or newer, this GPU has {_dotted(found)}"]
+
+    def _of_shape(self, request: AttentionRequest) -> list[str]:
+        reasons = []
+        if self.dtypes is not None and request.dtype not in self.dtypes:
+            reasons.append(f"needs {' or '.join(map(_name, self.dtypes))}, got {_name(request.dtype)}")
+        is_too_wide = self.max_head_dim is not None and request.head_dim > self.max_head_dim
+        if is_too_wide or request.head_dim % self.head_dim_multiple:
+            what = f"a multiple of {self.head_dim_multiple} up to {self.max_head_dim}"
+            reasons.append(f"needs a head_dim that is {what}, got {request.head_dim}")
+        if request.head_dim < self.min_head_dim:
+            reasons.append(f"needs a head_dim of at least {self.min_head_dim}, got {request.head_dim}")
+        return reasons
+
+    def _of_arguments(self, request: AttentionRequest) -> list[str]:
+        reasons = []
+        if request.sliding_window is not None and not self.sliding_window:
+            reasons.append(f"{self.function} has no sliding window, the model asks for {request.sliding_window}")
+        if request.bias and not self.bias:
+            reasons.append(
+                f"{self.function} adds no term to the scores, as sparse key selection and position biases do"
+            )
+        if request.softcap is not None and not self.softcap:
+            reasons.append(f"{self.function} has no softcap")
+        if request.sinks and not self.sinks:
+            reasons.append(f"{self.function} has no attention sinks")
+        if request.dropout and not self.dropout:
+            reasons.append(f"{self.function} has no dropout, the model asks for {request.dropout}")
+        return reasons
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

@@ -1,0 +1,51 @@
+"""The ways to make batches of documents, each as a value: code asks what a strategy does, never what it is called."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .overflow import WRAP
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to make batches of documents.
+
+    Args:
+        name (`str`):
+            The `packing_strategy` that chooses it; `"padded"` is TRL without packing.
+        packs (`bool`, *optional*, defaults to `True`):
+            Whether documents share rows.
+        recuts_steps (`bool`, *optional*, defaults to `False`):
+            Whether the documents of an optimizer step are cut anew into micro-batches.
+        fills_rows (`bool`, *optional*, defaults to `False`):
+            Whether rows of `max_length` tokens are filled over the whole dataset. An optimizer step then holds other
+            documents than the padded run's.
+        overflow (`str`, *optional*):
+            What it does with documents longer than `max_length`; by default the user's `overflow` says so.
+    """
+
+    name: str
+    packs: bool = True
+    recuts_steps: bool = False
+    fills_rows: bool = False
+    overflow: str | None = None
+
+    @property
+    def wraps(self) -> bool:
+        """Whether documents are cut wherever a row is full."""
+        return self.overflow == WRAP
+
+    def __str__(self) -> str:
+        return self.name
+
+
+PADDED = Strategy("padded", packs=False, overflow="truncate")
+STEP = Strategy("step", recuts_steps=True)
+MINIBATCH = Strategy("minibatch")
+BFD = Strategy("bfd", fills_rows=True)
+BFD_SPLIT = Strategy("bfd_split", fills_rows=True, overflow="split")
+WRAPPED = Strategy("wrapped", fills_rows=True, overflow=WRAP)
+
+# By `packing_strategy`.
+STRATEGIES = {strategy.name: strategy for strategy in (STEP, MINIBATCH, BFD, BFD_SPLIT, WRAPPED)}

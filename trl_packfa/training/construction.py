@@ -1,0 +1,85 @@
+"""What a trainer is built with: its arguments, settled and refused before any data or weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from datasets import IterableDataset
+from peft import PeftConfig, PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+
+from ..errors import PackingError
+from ..patching import inspect
+from .config import PackedSFTConfig
+from .model_loading import AnyDataset, EvalDataset, default_adapter, loading, model_type, named, output_dir
+from .plain_config import settle
+from .preflight import load_tokenizer, require_markable, require_reporters
+from .step_packing import longest_of_stream
+from .validation import refuse_arguments, refuse_collator, refuse_data, refuse_model, refuse_untrainable
+
+
+def settle_arguments(
+    model: str | PreTrainedModel | PeftModel,
+    args: TrainingArguments | None,
+    *,
+    train_dataset: AnyDataset | None,
+    eval_dataset: EvalDataset | None,
+    data_collator: Callable[[list[Any]], dict[str, Any]] | None,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
+    compute_loss_func: Callable | None,
+    compute_metrics: Callable | None,
+    peft_config: PeftConfig | None,
+) -> tuple[PackedSFTConfig, PackingError | None]:
+    """What to train with: packed where that is possible, padded where packing was not asked for and is not.
+
+    Args:
+        model, args, train_dataset, eval_dataset, data_collator, processing_class, compute_loss_func, compute_metrics,
+        peft_config:
+            As the trainer takes them.
+
+    Returns:
+        The arguments, and why they are not to pack though packing would be the default, or `None`.
+
+    Raises:
+        [`PackingError`]: if what was asked for cannot be packed, or trained at all.
+    """
+
+    def refuse(packed: PackedSFTConfig) -> None:
+        if not packed.packing:
+            return
+        refuse_arguments(
+            packed, compute_metrics=compute_metrics, peft_config=peft_config, compute_loss_func=compute_loss_func
+        )
+        for name, dataset in named(train_dataset, eval_dataset):
+            refuse_data(dataset, name=name)
+        if packed.strategy.recuts_steps and isinstance(train_dataset, IterableDataset):
+            longest_of_stream(packed)
+        refuse_model(model_type(model, packed) if isinstance(model, str) else model, packed)
+        refuse_collator(data_collator)
+
+    refuse_untrainable(model, peft_config)
+    settled, refusal = settle(args, output_dir(model), refuse)
+    require_reporters(settled)
+    if settled.assistant_only_loss and (processing_class is not None or isinstance(model, str)):
+        require_markable(processing_class or load_tokenizer(str(model), settled), settled)
+    return settled, refusal
+
+
+def load_as_asked(
+    model: str | PreTrainedModel | PeftModel, args: PackedSFTConfig, *, quantization: Any, adapter: PeftConfig | None
+) -> tuple[Any, PeftConfig | None]:
+    """The quantization and the adapter for TRL to load the model with; sets `args.model_init_kwargs`.
+
+    Args:
+        model, args:
+            A model by name is loaded as the arguments say.
+        quantization (`BitsAndBytesConfig`, *optional*), adapter (`PeftConfig`, *optional*):
+            The user's own, which win.
+    """
+    kind = model_type(model, args) if isinstance(model, str) else None
+    if kind is not None:
+        args.model_init_kwargs, quantization = loading(kind, args, quantization)
+    if adapter is None and not isinstance(model, PeftModel):
+        adapter = default_adapter(kind or inspect.model_type(model), args)  # type: ignore[arg-type]
+    return quantization, adapter
