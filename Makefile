@@ -6,18 +6,22 @@ BIN := $(VENV)/bin
 export MALLOC_MMAP_THRESHOLD_ := 4294967296
 export MALLOC_TRIM_THRESHOLD_ := 68719476736
 
-.PHONY: help demo test lint docs
+.PHONY: help demo test test-all lint docs
 
 help:
-	@echo "make demo   a packed, proven QLoRA fine-tune on a CPU, in about four minutes"
-	@echo "make test   the whole test suite, on two cores"
-	@echo "make lint   ruff and pyright"
-	@echo "make docs   the documentation's site, in site/"
+	@echo "make demo       a packed, proven QLoRA fine-tune on a CPU, in about four minutes"
+	@echo "make test       what a change is likely to break, in minutes on two cores; test-all is the rest, too"
+	@echo "make lint       ruff and pyright"
+	@echo "make docs       the documentation's site, in site/"
 
 demo: $(VENV)/installed
 	$(BIN)/trl-packfa demo
 
+# Every folder but `whole`: what takes minutes a file, as every architecture, several processes and instruction sets do.
 test: $(VENV)/installed
+	$(BIN)/python -m pytest -n 2 --ignore=tests/whole -m "not slow"
+
+test-all: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2
 
 lint: $(VENV)/installed

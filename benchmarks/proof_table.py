@@ -5,7 +5,7 @@
     PYTHONPATH=tools python benchmarks/proof_table.py --out real.jsonl --model FOLDER --seeds 0 1 2 3
 
 A row is a check: `exact`, a false alarm otherwise, or `cannot run` where the model by itself does not run so. Takes
-hours for all; rows that the file has are not run again. `tests/test_proof_power.py` holds a few of them.
+hours for all; rows that the file has are not run again. `tests/whole/test_proof_power.py` holds a few of them.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 All their cross-token arithmetic happens in an attention function that is handed query, key, value, scale, window,
 softcap and sinks; the documents are all that it lacks. Listed is what passes the exactness check as a small random
-model with small windows; `tests/test_architectures.py` keeps it so. Some of them leak silently unpatched: afmoe,
+model with small windows; `tests/whole/test_architectures.py` keeps it so. Some of them leak silently unpatched: afmoe,
 biogpt, gpt_oss and opt build their masks without `position_ids` (transformers 5.23).
 """
 

@@ -14,9 +14,10 @@ try:
 except ImportError:  # one process runs them all
     LoadScopeScheduling = object
 
-# Scripts that tests start find the small models, as the tests themselves do.
-TOOLS = str(Path(__file__).parent.parent / "tools")
-os.environ["PYTHONPATH"] = os.pathsep.join([TOOLS, *filter(None, [os.environ.get("PYTHONPATH")])])
+# Scripts that tests start find what the tests share, and the small models, as the tests themselves do.
+TESTS = Path(__file__).parent
+SHARED = [str(TESTS), str(TESTS.parent / "tools")]
+os.environ["PYTHONPATH"] = os.pathsep.join([*SHARED, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 # Files whose tests share a launch of several processes.
 LAUNCHED_ONCE = {"test_distributed", "test_kills"}

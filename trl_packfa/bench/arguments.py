@@ -32,6 +32,9 @@ class BenchArguments:
         metadata={"help": "Name or path of a model, or a size with random weights (see `presets.py`)."},
     )
     dataset: str | None = field(default=None, metadata={"help": "File or name of a dataset in any of TRL's formats."})
+    documents: int | None = field(
+        default=None, metadata={"help": "Train on the first so many documents of the dataset, instead of all."}
+    )
     lengths: str | None = field(
         default=None,
         metadata={

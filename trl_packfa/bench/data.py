@@ -114,10 +114,13 @@ def _named_parts(setup: Setup) -> dict[str, Dataset]:
         raise InvalidDataset(
             f"the dataset has no split '{split}', only {sorted(found)}.", do="Set dataset_train_split."
         )
+    documents = found[split]
+    if setup.bench.documents is not None:
+        documents = documents.select(range(min(setup.bench.documents, len(documents))))
     if held_out in found and setup.bench.eval_documents:
         few = min(setup.bench.eval_documents, len(found[held_out]))
-        return {"train": found[split], "eval": found[held_out].select(range(few))}
-    return _hold_out(found[split], setup)
+        return {"train": documents, "eval": found[held_out].select(range(few))}
+    return _hold_out(documents, setup)
 
 
 def _hold_out(dataset: Dataset, setup: Setup) -> dict[str, Dataset]:

@@ -15,7 +15,7 @@ from .memory import estimate
 from .report import Plan
 
 # Memory of GPUs that can be rented, in GB of 10^9 bytes, and what CUDA and fragmentation take of it.
-_CARDS = (12, 16, 24, 40, 48, 80, 96, 141, 180)
+_CARDS = (4, 6, 8, 12, 16, 24, 40, 48, 80, 96, 141, 180)
 _RESERVED, _SLACK = 1e9, 1.15
 # Fewer optimizer steps than this share of the padded run's are worth a word; so are runs of few steps at all.
 _FEWER, _FEW_STEPS = 0.67, 200

@@ -39,7 +39,13 @@ _CLASSES: Any = (ScriptArguments, PackedSFTConfig, DatasetMixtureConfig)
 
 def train_parser(**options: Any) -> TrlParser:
     """The parser of `trl-packfa train`: TRL's, with `PackedSFTConfig`; `options` are argparse's."""
-    return TrlParser(_CLASSES, prog="trl-packfa train", **options)
+    return _parser(_CLASSES, prog="trl-packfa train", **options)
+
+
+def _parser(classes: Any, *, prog: str, **options: Any) -> TrlParser:
+    """TRL's parser. argparse shows its usage above each error: of 250 arguments it would bury what is wrong."""
+    usage = f"{prog} [--config FILE.yaml] [--ARGUMENT VALUE ...]      {prog} --help lists all arguments"
+    return TrlParser(classes, prog=prog, usage=usage, **options)
 
 
 def parse(
@@ -50,7 +56,7 @@ def parse(
     Raises:
         [`InvalidConfig`]: for what TRL or transformers refuse; our own errors pass.
     """
-    parser = TrlParser(classes, prog=prog)  # type: ignore[arg-type]  # dataclasses, which TRL does not say
+    parser = _parser(classes, prog=prog)
     parser.set_defaults(**(defaults or {}))
     # TRL's own default of it, which nobody has to answer for.
     warnings.filterwarnings("ignore", message="`gradient_checkpointing` is deprecated", category=FutureWarning)

@@ -13,7 +13,7 @@ import trl_packfa
 from trl_packfa.attention import BACKENDS
 from trl_packfa.errors import PackingError
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trl_packfa"
 README = (ROOT / "README.md").read_text()
 
@@ -114,7 +114,7 @@ def test_public_names_are_frozen_and_load():
 
 
 def test_files_fit_a_head():
-    for path in [*modules(), *(ROOT / "tests").glob("*.py")]:
+    for path in [*modules(), *(ROOT / "tests").rglob("*.py")]:
         lines = len(path.read_text().splitlines())
         # The trainer is one class: a table of TRL's hooks, each of which hands over to a part.
         longest = 400 if "tests" in path.parts else 560 if path.name == "trainer.py" else 320
@@ -131,7 +131,7 @@ def test_everything_is_annotated():
 
 
 def test_numeric_tolerances_live_in_one_file():
-    for path in (ROOT / "tests").glob("test_*.py"):
+    for path in (ROOT / "tests").rglob("test_*.py"):
         found = re.findall(r"\b(?:atol|rtol)=", path.read_text())
         assert len(found) <= (2 if path.name == "test_trainer.py" else 0) or path.name == "test_repository.py", path
 
@@ -207,9 +207,23 @@ def test_readme_python_parses_and_names_exist():
                     assert alias.name in trl_packfa.__all__
 
 
+def test_tests_lie_in_folders_of_the_packages_names():
+    """`repository` is about the files themselves, `whole` takes minutes a file; `test_gpu.py` runs where one is."""
+    folders = {path.parent.name for path in (ROOT / "tests").rglob("test_*.py") if path.name != "test_gpu.py"}
+    assert folders <= {path.name for path in (ROOT / "trl_packfa").iterdir() if path.is_dir()} | {
+        "repository",
+        "whole",
+    }
+
+
 def test_makefile_and_readme_run_the_same_lines():
     makefile = (ROOT / "Makefile").read_text()
-    for line in ("install torch==2.13.0", "install -e '.[tested,plots,dev]'", "trl-packfa demo", "pytest -n 2"):
+    for line in (
+        "install torch==2.13.0",
+        "install -e '.[tested,plots,dev]'",
+        "trl-packfa demo",
+        'pytest -n 2 --ignore=tests/whole -m "not slow"',
+    ):
         assert line in makefile and line in README
 
 

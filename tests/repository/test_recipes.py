@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ from tiny_models import small_model
 from training import FORMATS, rows
 from transformers import AutoConfig
 
+from trl_packfa.bench.arguments import read_arguments
 from trl_packfa.cli.main import main
 
-RECIPES = Path(__file__).parent.parent / "recipes"
+RECIPES = Path(__file__).parents[2] / "recipes"
 YAMLS = sorted(RECIPES.glob("*.yaml"))
 LAUNCHES = sorted((RECIPES / "launch").glob("*.yaml"))
 SCRIPTS = sorted(path for path in RECIPES.glob("*.py") if path.name != "__init__.py")
@@ -184,3 +186,46 @@ def test_every_script_runs(script, tmp_path, monkeypatch, capsys):
     run_shortened(script.read_text(), tmp_path, monkeypatch)
     assert "exact: isolation 0.0e+00" in capsys.readouterr().out
     assert [path for path in tmp_path.glob("*-packed/*.safetensors")]
+
+
+# The notebook -------------------------------------------------------------------------------------------------------
+
+
+def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path, monkeypatch, capsys):
+    """As written, but for the cell of names and sizes."""
+    monkeypatch.chdir(tmp_path)
+    tiny.model(layers=2).save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows(40)))
+    small = {"MODEL": "model", "DATASET": "data", "EXAMPLES": 40, "HELD_OUT": 4, "STEPS": 2,
+             "OPTIONS": {"use_cpu": True, "per_device_train_batch_size": 2, "disable_tqdm": True}}  # fmt: skip
+    notebook = json.loads((RECIPES / "packed_finetune.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells), "saved without outputs"
+    names = {}
+    for cell in cells:
+        source = "".join(line for line in cell["source"] if not line.startswith("%"))
+        before = set(names)
+        exec(source, names)  # fresh names, as a notebook's kernel has
+        if "parameters" in cell["metadata"].get("tags", []):
+            assert set(names) - before - {"__builtins__"} == set(small)
+            names.update(small)
+    told = capsys.readouterr().out
+    assert "exact: isolation 0.0e+00" in told and "[[" in told
+    assert {"adapter_model.safetensors", "exactness_report.json"} <= {
+        p.name for p in Path("packed-notebook").iterdir()
+    }
+
+
+def test_the_table_on_real_weights_takes_names_or_paths(tmp_path):
+    """`table2.sh` hands its arguments over; the settings go through the real parser."""
+    (tmp_path / "trl-packfa").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "trl-packfa").chmod(0o755)
+    path = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    argv = ["bash", str(RECIPES / "table2.sh"), "FOLDER", "DATA.jsonl", "--documents", "32"]
+    told = subprocess.run(argv, env=path, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert told[0] == "bench" and told[3:] == ["--model", "FOLDER", "--dataset", "DATA.jsonl", "--documents", "32"]
+    setup = read_arguments(told[1:])
+    assert [side.name for side in setup.sides] == ["padding", "trl-bfd", "bfd", "step"]
+    assert setup.bench.documents == 32 and setup.args.num_train_epochs == 1 and setup.args.max_steps == -1

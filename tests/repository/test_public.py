@@ -14,7 +14,7 @@ from trl import ModelConfig, SFTConfig, SFTTrainer
 import trl_packfa
 from trl_packfa import PackedSFTConfig, PackedSFTTrainer
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SOURCES = [path for folder in ("trl_packfa", "patches", "recipes") for path in (ROOT / folder).rglob("*.py")]
 # Names of the parameters, `=` where there is a default, `*` before those that are by name only.
 SIGNATURES = {

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TESTS = {
     "test_half_attention.py": "",
     "test_half_kernels.py": "default_run",

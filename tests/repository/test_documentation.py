@@ -14,7 +14,7 @@ from tiny_models import small_model
 from trl_packfa.cli.main import main
 from trl_packfa.patches import registry
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),

@@ -15,7 +15,7 @@ from trl_packfa import Patch
 from trl_packfa.errors import InvalidConfig
 from trl_packfa.patches import registry
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SOURCES = sorted(
     {p.resolve() for folder in ("trl_packfa", "patches", "recipes") for p in (ROOT / folder).rglob("*.py")}
 )

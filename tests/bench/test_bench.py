@@ -156,7 +156,7 @@ def test_bad_length_lists_are_refused(preset, tmp_path, content, message):
 
 
 def test_the_recipe_of_the_papers_table_is_read(tmp_path):
-    path = Path(__file__).parent.parent / "recipes" / "bench" / "paper.yaml"
+    path = Path(__file__).parents[2] / "recipes" / "bench" / "paper.yaml"
     asked = read_arguments(["--config", str(path), "--output_dir", str(tmp_path), "--dtype", "float32"])
     assert [side.strategy for side in asked.sides][:3] == ["padding", "group_by_length", "fixed"]
     assert (asked.args.gradient_accumulation_steps, asked.bench.interleave, asked.args.max_steps) == (2, False, 20)
