@@ -1,6 +1,9 @@
 """A resumed run takes the proof of its checkpoint if nothing is another that the proof depends on."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import tiny
@@ -50,6 +53,23 @@ def test_what_has_changed_is_proven(tmp_path, checks, change):
     trainer = packed_trainer(arguments(out=tmp_path, **change))
     trainer.prove(str(tmp_path / "checkpoint-2"))
     assert len(checks) == 2
+
+
+def test_another_process_has_the_same_identity():
+    """PEFT keeps target modules in a set, which has another order in every process."""
+    lines = (
+        "import tiny; from peft import get_peft_model; from training import lora_config; from trl_packfa import patch"
+    )
+    lines += "; from trl_packfa.exactness import proof_identity"
+    lines += "; print(proof_identity(patch(get_peft_model(tiny.model(layers=1), lora_config()))))"
+    found = set()
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, "-c", lines], env=environment, capture_output=True, text=True, check=True
+        )
+        found.add(done.stdout.splitlines()[-1])
+    assert len(found) == 1
 
 
 def test_what_an_identity_is_made_of(monkeypatch):

@@ -80,7 +80,10 @@ def test_in_a_pipe_every_thing_is_one_line(tmp_path, monkeypatch, capfd):
     Path("data.jsonl").write_text("\n".join(json.dumps({"text": "a b c d e f " * (n + 1)}) for n in range(12)))
     argv = "train --model_name_or_path model --dataset_name data.jsonl --output_dir out --max_steps 4 --max_length 16"
     argv += " --use_cpu true --bf16 false --report_to none --save_steps 2 --per_device_train_batch_size 2"
+    data = "--model_name_or_path model --dataset_name data.jsonl"
     capfd.readouterr()
+    assert main(["plan", *data.split()]) == 0 and main(["check", "model"]) == 0
+    assert not re.search(r"\d(it|s|examples)/s", "".join(capfd.readouterr())), "bars of datasets and of weights"
     assert main(argv.split()) == 0
     out, err = capfd.readouterr()
     assert "it/s]" not in out + err and "examples/s]" not in out + err
@@ -89,3 +92,5 @@ def test_in_a_pipe_every_thing_is_one_line(tmp_path, monkeypatch, capfd):
     assert "padding that a padded run would compute" in out and "worst layer, packed against alone" in out
     assert main([*argv.split(), "--resume_from_checkpoint", "last", "--max_steps", "6"]) == 0
     assert "exactness check: exact, proven before checkpoint-4; nothing has changed since" in capfd.readouterr().out
+    assert main(["merge", "out", "merged"]) == 0
+    assert not re.search(r"\d(it|s)/s", "".join(capfd.readouterr()))

@@ -30,10 +30,11 @@ def run(args: argparse.Namespace) -> int:
     require_versions(training=False)
     from ..api import patch
     from ..exactness import check
-    from ..terminal.progress import proving
+    from ..terminal.progress import a_line_per_thing, proving
     from ..training.hub import load_causal_lm, load_tokenizer
 
-    model = load_causal_lm(args.model, dtype=args.dtype, adapter=args.adapter)
+    with a_line_per_thing():
+        model = load_causal_lm(args.model, dtype=args.dtype, adapter=args.adapter)
     patch(model, backend=args.backend)
     with proving("checking that no document sees another") as progress:
         report = check(model, processing_class=load_tokenizer(args.model), seed=args.seed, progress=progress)

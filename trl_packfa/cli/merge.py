@@ -27,9 +27,11 @@ def add(commands: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Merge, save, say where."""
     require_versions(training=False)
+    from ..terminal.progress import a_line_per_thing
     from ..training.merging import merge_adapter
 
-    model, tokenizer = merge_adapter(args.adapter, args.output, base=args.base, dtype=args.dtype)
+    with a_line_per_thing():
+        model, tokenizer = merge_adapter(args.adapter, args.output, base=args.base, dtype=args.dtype)
     print(f"merged into {args.output} ({model.num_parameters():,} parameters, {model.dtype})")
     if args.push_to_hub:
         model.push_to_hub(args.push_to_hub)

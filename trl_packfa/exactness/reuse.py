@@ -71,7 +71,12 @@ def reusable_proof(checkpoint: str | Path, identity: str) -> ExactnessReport | N
 
 def _told(config: Any) -> dict[str, str]:
     content = config.to_dict() if hasattr(config, "to_dict") else vars(config)
-    return {name: str(value) for name, value in sorted(content.items()) if name not in _NAMES}
+    return {name: str(_in_order(value)) for name, value in sorted(content.items()) if name not in _NAMES}
+
+
+def _in_order(value: Any) -> Any:
+    """A set, as PEFT makes of target modules, has another order in every process."""
+    return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else value
 
 
 def _patched(model: nn.Module) -> list[Any]:

@@ -11,6 +11,7 @@ from trl import DatasetMixtureConfig, ScriptArguments
 
 from ..errors import InvalidConfig
 from ..plotting import require_matplotlib
+from ..terminal.progress import a_line_per_thing
 from ..training.batching import FREE
 from ..training.config import PackedSFTConfig
 from ..training.script import parse, train_dataset
@@ -38,6 +39,7 @@ class PlanArguments:
     json: bool = field(default=False, metadata={"help": "Print everything as JSON instead of tables."})
 
 
+@a_line_per_thing()
 def plan(argv: list[str]) -> int:
     """Parse flags and `--config FILE.yaml`, read lengths, show the plan. Returns 0: what is planned can be trained."""
     # A plan for a GPU is made where there is none: what only a GPU has is not asked for here.
