@@ -10,6 +10,7 @@ import tiny
 import yaml
 from snippets import DATASETS, run_shortened
 from tiny_models import small_model
+from training import rows
 
 from trl_packfa.cli.main import main
 from trl_packfa.patches import registry
@@ -49,7 +50,7 @@ def blocks(language):
 def commands():
     """Every `trl-packfa` line in a block for a shell, optional arguments included."""
     for parameters in blocks(""):
-        for line in parameters.values[0].splitlines():
+        for line in parameters.values[0].replace("\\\n", "").splitlines():
             line = line.split("  #")[0].strip()
             # demo, plan and bench have tests of their own that run them.
             if line.startswith("trl-packfa ") and line.split()[1] not in ("demo", "plan", "bench"):
@@ -64,9 +65,12 @@ def workplace(tmp_path, monkeypatch):
     table = dict(registry.registered())
     monkeypatch.setattr(registry, "_table", lambda: table)
     model = small_model("qwen3", num_hidden_layers=2, intermediate_size=128)
-    for folder in ("merged", "NAME_OR_PATH"):
+    for folder in ("merged", "NAME_OR_PATH", "SmolLM2-135M-Instruct"):
         model.save_pretrained(folder)
         tiny.tokenizer().save_pretrained(folder)
+    Path("math").mkdir()
+    for split, count in (("train", 40), ("test", 8)):
+        Path("math", f"{split}.jsonl").write_text("\n".join(json.dumps(row) for row in rows(count)))
     return tmp_path
 
 
@@ -121,7 +125,7 @@ def test_lines_for_a_shell_are_installs_or_commands_that_are_tested():
     """Nothing is printed for a shell that no test knows."""
     known = ("trl-packfa ", "accelerate launch ", *INSTALLS)
     for parameters in blocks(""):
-        lines = [line.strip() for line in parameters.values[0].splitlines() if line.strip()]
+        lines = [line.strip() for line in parameters.values[0].replace("\\\n", "").splitlines() if line.strip()]
         if lines[0].startswith(known):
             assert all(line.startswith(known) for line in lines), lines
 

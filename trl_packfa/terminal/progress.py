@@ -110,8 +110,9 @@ class RichProgressCallback(TrainerCallback):
             MofNCompleteColumn(),
             TextColumn("{task.fields[shown]}"),
             TimeElapsedColumn(),
-            TextColumn("to go"),
+            TextColumn("elapsed,"),
             TimeRemainingColumn(),
+            TextColumn("to go"),
         ]
         self.progress = Progress(*columns, console=self.console)
         self.task = self.progress.add_task(self.title, total=state.max_steps, completed=state.global_step, shown="")
@@ -228,7 +229,8 @@ def plan_table(plan: Mapping[str, float]) -> Table:
         if name in _SHARES:
             table.add_row(_SHARES[name], f"{value:.1%}")
         else:
-            table.add_row(name.replace("_", " "), f"{value:,.4g}" if value % 1 else f"{value:,.0f}")
+            label = name.replace("micro_batch", "micro-batch").replace("_", " ")
+            table.add_row(label, f"{value:,.4g}" if value % 1 else f"{value:,.0f}")
     return table
 
 
