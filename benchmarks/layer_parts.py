@@ -23,7 +23,7 @@ from trl_packfa.errors import InvalidConfig
 from trl_packfa.kernels.cpu import RMSNormOverride, rotate
 from trl_packfa.layout import PackedLayout
 from trl_packfa.runtime.autocast import HALF
-from trl_packfa.runtime.context import in_flight
+from trl_packfa.runtime.context import packed_call
 
 Act = Callable[[], Any]
 DTYPES = ("float32", "bfloat16", "float16")
@@ -74,7 +74,7 @@ def _norm(tokens: int, dtype: torch.dtype) -> tuple[Act, Act]:
     upstream = torch.randn_like(x)
 
     def packed() -> Any:
-        with in_flight(layout):
+        with packed_call(layout):
             return torch.autograd.grad(ours(x), x, upstream)
 
     return lambda: torch.autograd.grad(norm.forward(x), x, upstream), packed

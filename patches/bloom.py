@@ -24,7 +24,7 @@ def read_arguments(module: Any) -> AttentionArguments:
 
 
 def alibi(module: Any, value: torch.Tensor, layout: PackedLayout) -> Bias:
-    """ALiBi (arXiv 2108.12409): per head, a slope times the key's position in its document."""
+    """ALiBi (arXiv 2108.12409): per head, a grad_logits times the key's position in its document."""
     return linear_bias(alibi_slopes(module.num_heads).to(value.device), layout)
 
 

@@ -27,7 +27,7 @@ def read_arguments(module: Any) -> AttentionArguments:
 
 
 def alibi(module: Any, value: torch.Tensor, layout: PackedLayout) -> Bias:
-    """Per head, a slope times the key's position; transformers' model always adds it."""
+    """Per head, a grad_logits times the key's position; transformers' model always adds it."""
     slopes = build_mpt_alibi_tensor(module.n_heads, 2, device=value.device).flatten(1)
     return linear_bias(slopes[:, 1] - slopes[:, 0], layout)
 

@@ -161,7 +161,7 @@ def batch(rng, vocabulary):
     return call
 
 
-def meaning(call, *, counts_positions, most=None):
+def meaning(call, *, ignores_position_ids, most=None):
     """The documents `(row, start, end, first position)` of a call, or `REFUSED`, or `UNPACKED`."""
     rows, length = call["input_ids"].shape
     positions, mask = call.get("position_ids"), call.get("attention_mask")
@@ -185,7 +185,7 @@ def meaning(call, *, counts_positions, most=None):
             extra = "cu_seq_lens_k" in call or (call.get("seq_idx") is not None and changes(call["seq_idx"]))
             return REFUSED if starts == REFUSED or extra else UNPACKED
         explicit = [b - a for row in starts for a, b in itertools.pairwise([*row, length])]
-    return agreed(call, explicit, positions, mask, ones, counts_positions, most)
+    return agreed(call, explicit, positions, mask, ones, ignores_position_ids, most)
 
 
 def offsets_of(call):
@@ -221,7 +221,7 @@ def found_starts(positions, rows, length, mask, ones):
     return starts if len(begins) == 1 else REFUSED
 
 
-def agreed(call, lengths, positions, mask, ones, counts_positions, most):
+def agreed(call, lengths, positions, mask, ones, ignores_position_ids, most):
     """The documents, if nothing else that the call says contradicts them."""
     rows, length = call["input_ids"].shape
     if sum(lengths) != rows * length or (mask is not None and not (ones and mask.shape == (rows, length))):
@@ -234,7 +234,7 @@ def agreed(call, lengths, positions, mask, ones, counts_positions, most):
         if column + n > length:
             return REFUSED
         own = positions[row][column : column + n] if positions else list(range(n))
-        if own[0] < 0 or own != list(range(own[0], own[0] + n)) or (own[0] and counts_positions):
+        if own[0] < 0 or own != list(range(own[0], own[0] + n)) or (own[0] and ignores_position_ids):
             return REFUSED
         if most is not None and own[-1] >= most:
             return REFUSED

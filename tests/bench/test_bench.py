@@ -207,6 +207,7 @@ def test_a_process_that_dies_leaves_its_reason(tmp_path):
     side.close()
 
 
+@pytest.mark.slow
 def test_sides_run_interleaved_and_one_that_fails_is_a_row(lengths_file, tmp_path, capsys):
     """The whole command; `bfd@8` has no room for the documents and says so."""
     output, picture = tmp_path / "bench.json", tmp_path / "bench.png"

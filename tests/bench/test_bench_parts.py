@@ -35,6 +35,7 @@ def test_lengths_add_up():
     assert draw_lengths("even", 9, seed=1).tolist() != draw_lengths("even", 9, seed=2).tolist()
 
 
+@pytest.mark.slow
 def test_bench_attention_runs_what_can_run_and_says_why_not(lengths_file):
     rows = bench_attention(tokens=[512], mixes=[lengths_file], sides=["sdpa", TRANSFORMERS, "flex"], repeats=1)
     ours, theirs, flex = rows

@@ -187,13 +187,13 @@ def test_a_state_carried_over_by_one_token_is_caught_and_named(model_type):
     call = override.__call__
 
     def carried(*args, **kwargs):
-        from trl_packfa.runtime.context import in_flight, layout_in_flight
+        from trl_packfa.runtime.context import current_layout, packed_call
 
-        layout = layout_in_flight()
+        layout = current_layout()
         if layout is None:
             return call(*args, **kwargs)
         kwargs = {key: value for key, value in kwargs.items() if key != "packed_layout" and "mask" not in key}
-        with in_flight(PackedLayout.from_lengths(shifted(layout.lengths), rows=layout.rows)):
+        with packed_call(PackedLayout.from_lengths(shifted(layout.lengths), rows=layout.rows)):
             return call(*args, **kwargs)
 
     mixer.forward = carried

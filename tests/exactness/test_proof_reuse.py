@@ -55,6 +55,7 @@ def test_what_has_changed_is_proven(tmp_path, checks, change):
     assert len(checks) == 2
 
 
+@pytest.mark.slow
 def test_another_process_has_the_same_identity():
     """PEFT keeps target modules in a set, which has another order in every process."""
     lines = (

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from trl_packfa import PackedLayout, describe, patch
 from trl_packfa.kernels.cpu import RMSNormOverride, is_rms_norm_on_cpu, rotate
-from trl_packfa.runtime.context import in_flight
+from trl_packfa.runtime.context import packed_call
 
 LAYOUT = PackedLayout.from_lengths((5, 12))
 PIECES = {"one piece": 2**18, "pieces of 5 rows": 5 * 64, "pieces of one": 1}
@@ -100,7 +100,7 @@ def test_norm(dtype, trained):
     def run(forward, dtype):
         norm.to(dtype)
         inputs = [x.to(dtype).requires_grad_(), *([norm.weight] if trained else [])]
-        with in_flight(LAYOUT):
+        with packed_call(LAYOUT):
             output = forward(inputs[0])
         return [output.detach(), *gradients([output], inputs, upstream)]
 
@@ -118,7 +118,7 @@ def test_only_packed_calls_are_in_pieces(monkeypatch):
     override = RMSNormOverride(norm, None)
     monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, x: -x)
     assert torch.equal(override(x), -x)
-    with in_flight(LAYOUT):
+    with packed_call(LAYOUT):
         assert not torch.equal(override(x), -x)
 
 
@@ -147,7 +147,7 @@ def test_less_is_kept_for_the_backward():
     def kept(forward):
         saved = {}
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t)
-        with in_flight(LAYOUT), hooks:
+        with packed_call(LAYOUT), hooks:
             forward(x)
         return sum(t.numel() for t in saved.values())
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl_packfa import PackedLayout, check, patch
 from trl_packfa.kernels.lora import projections
 from trl_packfa.kernels.lora.layers import Layers
-from trl_packfa.runtime.context import in_flight
+from trl_packfa.runtime.context import packed_call
 
 
 def assert_half_precision(model, **options):
@@ -65,7 +65,7 @@ def test_a_backward_under_autocast_is_the_backward_outside_of_it(half_products, 
         model.zero_grad()
         leaf = x.clone().requires_grad_()
         with torch.autocast("cpu", dtype=dtype):
-            with in_flight(PackedLayout.from_lengths([5, 13])):
+            with packed_call(PackedLayout.from_lengths([5, 13])):
                 loss = layer(leaf).float().sin().sum()
             with nullcontext() if inside else torch.autocast("cpu", enabled=False):
                 loss.backward()
@@ -160,7 +160,7 @@ def test_a_young_update_is_not_rounded_away_over_4_bit_weights(tmp_path, half_pr
         for values in (young, [0 * value for value in young]):
             for factor, value in zip(factors, values, strict=True):
                 factor.data = value.to(factor.dtype)
-            layout = in_flight(PackedLayout.from_lengths([5, 13])) if packed else nullcontext()
+            layout = packed_call(PackedLayout.from_lengths([5, 13])) if packed else nullcontext()
             with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), layout:
                 out = layer(x)
             found.append((out.bfloat16() if rounded else out).double())

@@ -64,6 +64,7 @@ def test_a_patch_that_does_not_fit_the_model_is_refused(fresh_registry):
             patch(model)
 
 
+@pytest.mark.slow
 def test_a_third_party_package_registers_by_entry_point(tmp_path):
     """A real, tiny package, really installed, really found."""
     source, site = tmp_path / "source", tmp_path / "site"

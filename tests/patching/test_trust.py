@@ -196,7 +196,7 @@ class Guarded(Decay):
 @pytest.mark.parametrize(("mixer", "native"), [(Decay, True), (Forgetful, False), (Guarded, False)])
 def test_own_kernels_are_used_only_where_they_provably_honour_boundaries(mixer, native):
     from trl_packfa.patching.mixers import MixerOverride
-    from trl_packfa.runtime.context import in_flight
+    from trl_packfa.runtime.context import packed_call
 
     torch.manual_seed(0)
     module, layout, known = mixer(), PackedLayout.from_lengths([5, 1, 9]), {}
@@ -205,7 +205,7 @@ def test_own_kernels_are_used_only_where_they_provably_honour_boundaries(mixer, 
     module.forward = MixerOverride(module, None, native=known, masked=False, beside=False, window=None)
     mixer.used = False
     for _ in range(2):
-        with in_flight(layout):
+        with packed_call(layout):
             torch.testing.assert_close(module(x), exact)
     assert known == {(mixer, True): ("cu_seq_lens_q", "seq_idx") if native else ()}
     assert mixer.used is native

@@ -84,7 +84,7 @@ def test_fixed_shapes_would_be_many(tmp_path, monkeypatch):
 def test_every_layer_has_its_graphs_where_layers_cut_them(differ, tmp_path, monkeypatch):
     """Past torch's own limit of variants; the control leaves it as it is."""
     if not differ:
-        monkeypatch.setattr(trainer_module, "let_layers_differ", lambda layers: nullcontext())
+        monkeypatch.setattr(trainer_module, "allow_graphs_of_layers", lambda layers: nullcontext())
     limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), 5)
     model = tiny.model(layers=6, attention_dropout=0.1)
     outcome = nullcontext() if differ else pytest.raises(FailOnRecompileLimitHit)

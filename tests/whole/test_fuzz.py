@@ -46,10 +46,10 @@ def test_boundaries_are_found_or_refused_by_name():
     found = Counter()
     for number, rng in batches.seeds(4000, seed=1):
         call = batches.batch(rng, 50)
-        options = {"counts_positions": rng.random() < 0.3, "most": None}
+        options = {"ignores_position_ids": rng.random() < 0.3, "most": None}
         expected = batches.meaning(call, **options)
         try:
-            layout = layout_of(with_layout(call, rows=False), counts_positions=options["counts_positions"])
+            layout = layout_of(with_layout(call, rows=False), ignores_position_ids=options["ignores_position_ids"])
             actual = UNPACKED if layout is None else layout.lengths
         except PackingError:
             actual = REFUSED
@@ -92,14 +92,14 @@ def require_same(actual, expected, context):
 
 def fuzz(name, count, *, seed):
     """Run so many batches through a patched model; how many were packed, left alone and refused."""
-    build, counts_positions, most, _ = MODELS[name]
+    build, ignores_position_ids, most, _ = MODELS[name]
     plain = build()
     model = patch(copy.deepcopy(plain))
     alone, found = Alone(plain, name not in WITHOUT_POSITIONS), Counter()
     vocabulary = plain.config.vocab_size
     for number, rng in batches.seeds(count, seed=f"{name}-{seed}"):
         call = batches.batch(rng, vocabulary)
-        expected = batches.meaning(call, counts_positions=counts_positions, most=most)
+        expected = batches.meaning(call, ignores_position_ids=ignores_position_ids, most=most)
         found[expected if isinstance(expected, str) else "packed"] += 1
         if expected == REFUSED:
             with pytest.raises(PackingError), torch.no_grad():

@@ -14,7 +14,7 @@ from trl_packfa import PackedLayout, check, patch
 from trl_packfa.errors import ContaminationError, UnsupportedModel
 from trl_packfa.exactness.documents import LONG, LONG_ROWS, SHORT, SHORT_ROWS, draw_documents, losses, replacements
 from trl_packfa.patching.apply import find_state
-from trl_packfa.runtime.context import in_flight, layout_in_flight
+from trl_packfa.runtime.context import current_layout, packed_call
 
 LAYER = "model.layers.1.self_attn"
 DTYPES = ["float32", "bfloat16", "float16", "autocast"]
@@ -140,7 +140,7 @@ def test_a_kernel_of_one_mode_that_ignores_boundaries_is_seen(mode, dtype):
     def forward(*args, **kwargs):
         if mixer.training is not mode:
             return override(*args, **kwargs)
-        with in_flight(None):
+        with packed_call(None):
             ignored = ("packed_layout", "attention_mask")
             return type(mixer).forward(mixer, *args, **{k: v for k, v in kwargs.items() if k not in ignored})
 
@@ -184,7 +184,7 @@ def test_a_leak_among_experts_is_told_from_regrouping():
     assert check(model).is_exact
 
     def leaks(module, args, output):
-        packed = layout_in_flight() is not None
+        packed = current_layout() is not None
         return (output[0] + 1e-2 * output[0][:, :1], output[1]) if packed else output  # of the first document
 
     model.get_submodule(LAYER).register_forward_hook(leaks)

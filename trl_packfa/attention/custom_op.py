@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..layout import PackedLayout
-from ..runtime.autocast import as_products_take
+from ..runtime.autocast import cast_to_autocast_dtype
 from ..runtime.compile import outside_of_graphs
 from .backends import AttentionBackend, get_backend
 from .base import AttentionArguments
@@ -48,7 +48,7 @@ def attend_in_graph(
         traced: Any = _TracedLayout(layout.cu_seqlens, longest, query.shape[0], documents)
         return backend(query, key, value, traced, arguments)
     return torch.ops.trl_packfa.attend(
-        *as_products_take(query, key, value),
+        *cast_to_autocast_dtype(query, key, value),
         arguments.sinks,
         layout.sizes.offsets,
         backend.name,

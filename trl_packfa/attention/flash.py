@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ..layout import PackedLayout
-from ..runtime.autocast import as_products_take
+from ..runtime.autocast import cast_to_autocast_dtype
 from ..runtime.compile import constant_in_graphs
 from .base import AttentionArguments, AttentionRequest
 from .flash_limits import FLASH, require_indexable
@@ -123,7 +123,7 @@ class FlashBackend:
         require_indexable(query, layout, self.name)
         kernel = _kernel(_capability(query.device))
         assert kernel is not None, "refusals() was not asked"
-        query, key, value = as_products_take(query, key, value)
+        query, key, value = cast_to_autocast_dtype(query, key, value)
         options = {
             "window_size": None if arguments.sliding_window is None else (arguments.sliding_window - 1, 0),
             "softcap": arguments.softcap,

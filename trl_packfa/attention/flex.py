@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ..layout import PackedLayout
-from ..runtime.autocast import as_products_take
+from ..runtime.autocast import cast_to_autocast_dtype
 from ..runtime.compile import allow_graphs
 from .base import AttentionArguments, AttentionRequest
 from .block_mask import block_mask
@@ -65,7 +65,7 @@ class FlexBackend:
     ) -> torch.Tensor:
         """See [`AttentionBackend`]."""
         attend = _compiled() if query.device.type == "cuda" else flex_attention
-        q_NTH, k_KTH, v_KTH = (tensor.transpose(0, 1)[None] for tensor in as_products_take(query, key, value))
+        q_NTH, k_KTH, v_KTH = (tensor.transpose(0, 1)[None] for tensor in cast_to_autocast_dtype(query, key, value))
         result = attend(
             q_NTH,
             k_KTH,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..layout import PackedLayout
-from ..runtime.autocast import as_products_take
+from ..runtime.autocast import cast_to_autocast_dtype
 from .base import AttentionArguments, AttentionRequest
 from .flash_limits import FLASH, require_indexable
 
@@ -54,7 +54,7 @@ class VarlenBackend:
         """See [`AttentionBackend`]."""
         require_indexable(query, layout, self.name)
         assert _varlen_attn is not None, "refusals() was not asked"
-        query, key, value = as_products_take(query, key, value)
+        query, key, value = cast_to_autocast_dtype(query, key, value)
         options: dict[str, Any] = {}
         if "enable_gqa" in _PARAMETERS:
             options["enable_gqa"] = query.shape[1] != key.shape[1]

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..api import unpatch
 from ..errors import InvalidConfig
-from ..kernels.lm_head.chunks import tile_size
+from ..kernels.lm_head.chunks import positions_per_chunk
 from ..runtime.zero3 import whole_shape
 from ..training.flops import attention_heads, compute_dtype
 
@@ -57,7 +57,7 @@ class Linear(NamedTuple):
         """Forward, the gradient of the input, that of the weight."""
         count = trained if self.is_head else round(tokens * self.share)
         # The LM head takes some positions at a time: all their logits would not fit.
-        rows = min(count, tile_size(dtype, self.outputs)) if self.is_head else count
+        rows = min(count, positions_per_chunk(dtype, self.outputs)) if self.is_head else count
         if not rows:
             return
         calls = -(-count // rows)

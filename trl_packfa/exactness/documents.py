@@ -25,12 +25,12 @@ _WIDEST = 512
 _OTHERS = 0.5
 
 
-def long_lengths(windows: Sequence[int | None], most_positions: int | None) -> tuple[int, ...]:
+def long_lengths(windows: Sequence[int | None], max_positions: int | None) -> tuple[int, ...]:
     """`LONG` for a model: its longest document outgrows every window that can be outgrown cheaply, and none is longer
     than a table of learned positions."""
     outgrown = [window + 3 for window in windows if window and window < _WIDEST]
     lengths = tuple(max([length, *outgrown]) if i == _LONGEST else length for i, length in enumerate(LONG))
-    return tuple(min(length, most_positions or length) for length in lengths)
+    return tuple(min(length, max_positions or length) for length in lengths)
 
 
 def replacements(documents: int) -> list[tuple[bool, ...]]:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..collator import DataCollatorForPacking
 from ..errors import UnsupportedModel
 from ..patching.apply import PatchState, find_state
-from ..patching.inspect import find_backbone, model_type, most_positions
+from ..patching.inspect import find_backbone, max_positions, model_type
 from ..runtime.compile import runs_compiled, uncompiled
 from ..runtime.zero3 import gradients_taken, whole_size
 from ..versions import MINIMUM_VERSIONS, installed_version
@@ -98,7 +98,7 @@ def _probes(
     model: nn.Module, state: PatchState, collator: Collator, known: torch.Tensor, seed: int
 ) -> tuple[Probe, Probe]:
     """Documents for every measurement, and longer ones, more of them, for what these cannot show."""
-    vocabulary, most = vocabulary_of(model), most_positions(find_backbone(model, state.patch))
+    vocabulary, most = vocabulary_of(model), max_positions(find_backbone(model, state.patch))
     tokens, others = draw_documents(long_lengths(state.windows, most), known, vocabulary, seed)
     few, their_others = ([documents[i] for i in SHORT] for documents in (tokens, others))
     return (

@@ -38,7 +38,7 @@ from .forwards import (
     RotaryOverride,
     depends_on_length,
 )
-from .inspect import class_names, find_attention, find_backbone, find_by_class, inner_model, most_positions, windows_of
+from .inspect import class_names, find_attention, find_backbone, find_by_class, inner_model, max_positions, windows_of
 from .mixers import FunctionOverride, LayerOverride, MixerOverride
 
 _STATE = "_trl_packfa"
@@ -144,8 +144,8 @@ def _plan_outside(model: nn.Module, backbone: nn.Module, state: PatchState) -> l
     counts = patch.rebatch or patch.beside or any(depends_on_length(module) for module in backbone.modules())
     options = {
         "makes_mask": patch.makes_mask,
-        "counts_positions": bool(counts),
-        "most_positions": most_positions(backbone),
+        "ignores_position_ids": bool(counts),
+        "max_positions": max_positions(backbone),
         "keeps_ids": bool(state.invocations),
         "look": require_patched,
     }

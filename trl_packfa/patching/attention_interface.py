@@ -20,7 +20,7 @@ from ..attention.dispatch import BackendChoice
 from ..errors import PackingError
 from ..layout import PackedLayout
 from ..runtime.compile import outside_of_graphs
-from ..runtime.context import empty_mask, find_layout, layout_in_flight
+from ..runtime.context import current_layout, empty_mask, find_layout
 from .inspect import is_causal
 
 # The name under which transformers' attention interface knows us; chosen per module, never for a whole model.
@@ -142,7 +142,7 @@ def _own_attention(module: Any) -> Callable[..., Any]:
 def empty_packed_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """transformers' mask interface: a packed call's empty mask; without boundaries, the mask of the model's own
     attention."""
-    layout = layout_in_flight()
+    layout = current_layout()
     if layout is not None:
         return empty_mask(layout, layout.cu_seqlens.device, dtype=torch.bool)
     config = kwargs["config"]

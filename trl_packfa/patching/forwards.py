@@ -21,8 +21,8 @@ from ..errors import PackingError
 from ..layout import PackedLayout
 from ..patches.base import QKV, Patch
 from ..runtime.boundaries import layout_of
-from ..runtime.compile import around_graphs, let_sizes_change, outside_of_graphs
-from ..runtime.context import INPUT_IDS, empty_mask, find_layout, in_flight, layout_in, layout_in_flight
+from ..runtime.compile import around_graphs, mark_dynamic, outside_of_graphs
+from ..runtime.context import INPUT_IDS, current_layout, empty_mask, find_layout, layout_in, packed_call
 from ..runtime.override import Override, forward_signature
 from ..runtime.per_document import BOUNDARIES, FOUND_BY_ITSELF, run_backbone_by_document
 from . import router_loss
@@ -41,14 +41,18 @@ class BackboneOverride(Override):
         original: Callable[..., Any] | None,
         *,
         makes_mask: bool = False,
-        counts_positions: bool = False,
-        most_positions: int | None = None,
+        ignores_position_ids: bool = False,
+        max_positions: int | None = None,
         keeps_ids: bool = False,
         look: Callable[[nn.Module], None] | None = None,
     ) -> None:
         super().__init__(module, original)
         self.keeps_ids, self.look = keeps_ids, look
-        self.makes_mask, self.counts_positions, self.most_positions = makes_mask, counts_positions, most_positions
+        self.makes_mask, self.ignores_position_ids, self.max_positions = (
+            makes_mask,
+            ignores_position_ids,
+            max_positions,
+        )
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         self.names = tuple(parameter.name for parameter in parameters)
         self.takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
@@ -72,15 +76,15 @@ class BackboneOverride(Override):
     @outside_of_graphs
     def find_layout(self, call: dict[str, Any]) -> PackedLayout | None:
         """From the call, or as the causal LM around it has found it; `None` if it is not packed."""
-        layout = layout_of(call, counts_positions=self.counts_positions, most_positions=self.most_positions)
-        layout = layout_in_flight() if layout is None else layout
+        layout = layout_of(call, ignores_position_ids=self.ignores_position_ids, max_positions=self.max_positions)
+        layout = current_layout() if layout is None else layout
         if layout is None:
             return None
         if self.look is not None:  # once, at the first packed call: what was put into the model since it was patched
             self.look(self.module)
             self.look = None
-        if self.most_positions is not None:
-            self._require_positions(layout, self.most_positions)
+        if self.max_positions is not None:
+            self._require_positions(layout, self.max_positions)
         if call.get("output_attentions"):
             raise PackingError(
                 "attention weights cannot be returned for a packed batch: no T x T matrix exists.",
@@ -106,7 +110,7 @@ class BackboneOverride(Override):
     def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
         """The original forward, its layers told of the layout."""
         call, layout = self._packed_call(call, layout)
-        with in_flight(layout):
+        with packed_call(layout):
             return router_loss.told(self.call_original(**call))
 
     @outside_of_graphs
@@ -136,7 +140,7 @@ def _packed_call(call: dict[str, Any], layout: PackedLayout) -> dict[str, Any]:
         call["position_ids"] = call["position_ids"].long()
     mask = empty_mask(layout, device)
     batch = (call.get(name) for name in ("input_ids", "inputs_embeds", "position_ids"))
-    let_sizes_change(tensor for tensor in (*batch, layout.cu_seqlens, *layout.sizes) if tensor is not None)
+    mark_dynamic(tensor for tensor in (*batch, layout.cu_seqlens, *layout.sizes) if tensor is not None)
     return {**call, "attention_mask": mask, "past_key_values": None, "use_cache": False, "packed_layout": layout}
 
 
@@ -151,7 +155,7 @@ class RebatchOverride(BackboneOverride):
         if call.get("use_cache") is not None or "use_cache" in self.names:
             call["use_cache"] = False
         call.pop("past_key_values", None)
-        with in_flight(None):  # the documents by themselves are not packed
+        with packed_call(None):  # the documents by themselves are not packed
             call = self._accepted(router_loss.asked(call))
             return router_loss.told(run_backbone_by_document(self.call_original, call, layout))
 
@@ -162,7 +166,7 @@ class CausalLMOverride(BackboneOverride):
     any_token_types = True
 
     def __init__(self, module: nn.Module, original: Callable[..., Any] | None) -> None:
-        super().__init__(module, original, counts_positions=True)  # it hands none on
+        super().__init__(module, original, ignores_position_ids=True)  # it hands none on
         self.__signature__ = forward_signature(module)
 
     @around_graphs
@@ -175,7 +179,7 @@ class CausalLMOverride(BackboneOverride):
         """The original forward without the boundaries, which its backbone finds in flight."""
         for name in (*BOUNDARIES, *FOUND_BY_ITSELF):
             call.pop(name, None)
-        with in_flight(layout):
+        with packed_call(layout):
             return self.call_original(**call)
 
 
@@ -240,7 +244,7 @@ class RotaryOverride(Override):
     def __call__(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
         """The rotary embedding's forward: cos and sin of shape `(B, L, R)`."""
         options = {} if layer_type is None else {"layer_type": layer_type}
-        layout = layout_in_flight()
+        layout = current_layout()
         if layout is None or layout.max_seqlen < self._fixed_up_to(layer_type):
             return self.call_original(x, position_ids, **options)
         start = torch.zeros_like(position_ids[:, :1])

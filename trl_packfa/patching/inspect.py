@@ -228,7 +228,7 @@ def class_names(module: nn.Module) -> list[str]:
 _POSITIONS = re.compile(r"wpe|pos(ition)?s?_emb|embed_positions", re.IGNORECASE)
 
 
-def most_positions(backbone: nn.Module) -> int | None:
+def max_positions(backbone: nn.Module) -> int | None:
     """How many positions the smallest table of learned ones holds for a document, `None` without a table. Looking up
     more is an index error on a CPU and the end of the process's device on CUDA."""
     sizes = []

@@ -20,7 +20,7 @@ from torch import nn
 from ..attention import AttentionArguments, BackendChoice
 from ..layout import PackedLayout
 from ..runtime.compile import outside_of_graphs
-from ..runtime.context import find_layout, in_flight, is_empty_mask, layout_in_flight
+from ..runtime.context import current_layout, find_layout, is_empty_mask, packed_call
 from ..runtime.override import Override
 from ..runtime.per_document import BOUNDARIES, FLASH_KEYS, run_by_document
 
@@ -48,10 +48,10 @@ class LayerOverride(Override):
         if torch.compiler.is_compiling() and not checkpointed:
             return self.call_original(*args, **kwargs)  # in flight, as the backbone has it
         layout = find_layout(args, kwargs)
-        if not checkpointed and layout is layout_in_flight():
+        if not checkpointed and layout is current_layout():
             return self.call_original(*args, **kwargs)
         if layout is None or not checkpointed:
-            with in_flight(layout):
+            with packed_call(layout):
                 return self.call_original(*args, **kwargs)
         # transformers would recompute the class's own forward, out of our sight.
         return layer._gradient_checkpointing_func(partial(self._run, layout, kwargs), *args)  # type: ignore[operator]
@@ -59,7 +59,7 @@ class LayerOverride(Override):
     def _run(self, layout: PackedLayout, kwargs: dict[str, Any], *args: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._uncheckpointed(*args, **kwargs)
-        with in_flight(layout):
+        with packed_call(layout):
             return self._uncheckpointed(*args, **kwargs)
 
     def _uncheckpointed(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ class MixerOverride(Override):
             kwargs["position_ids"] = None  # natural positions may start elsewhere than at 0
         if not self.masked:
             args, kwargs = _without_mask(args, kwargs)
-        with in_flight(None):
+        with packed_call(None):
             offer = () if self.masked else self._native_offer(args, kwargs, layout)
             if offer:
                 return self._run_native(args, kwargs, layout, offer)

@@ -17,7 +17,7 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def as_products_take(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def cast_to_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Tensors in the dtype in which autocast would have them multiplied, which it does not tell our kernels;
     as they are where it is off."""
     return tuple(tensor.to(autocast_dtype(tensor) or tensor.dtype) for tensor in tensors)

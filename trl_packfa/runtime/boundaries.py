@@ -44,13 +44,13 @@ from .validate import (
 
 
 def layout_of(
-    call: dict[str, Any], *, counts_positions: bool = False, most_positions: int | None = None
+    call: dict[str, Any], *, ignores_position_ids: bool = False, max_positions: int | None = None
 ) -> PackedLayout | None:
     """The documents of a forward call, `None` if it is not a packed batch.
 
     `call` maps argument names to values. An all-ones `attention_mask` and `use_cache=True` do not switch packing
-    off, as they do in transformers. `counts_positions` says that the model will not use the call's `position_ids`, but
-    count each document from 0, `most_positions` how many it knows.
+    off, as they do in transformers. `ignores_position_ids` says that the model will not use the call's `position_ids`,
+    but count each document from 0, `max_positions` how many it knows.
 
     Raises:
         [`InvalidLayout`]: if the sources contradict each other or the batch.
@@ -69,13 +69,13 @@ def layout_of(
         layout = _from_flash_kwargs(call)
     if layout is not None:
         layout = _require_fit(layout, shape)
-        refuse_contradictions(layout, call, counts_positions=counts_positions, most_positions=most_positions)
+        refuse_contradictions(layout, call, ignores_position_ids=ignores_position_ids, max_positions=max_positions)
         return layout
     layout = _from_position_ids(call, shape)
     if layout is None:
         refuse_incomplete(call)
     else:
-        refuse_contradictions(layout, call, counts_positions=counts_positions, most_positions=most_positions)
+        refuse_contradictions(layout, call, ignores_position_ids=ignores_position_ids, max_positions=max_positions)
     return layout
 
 

@@ -29,7 +29,7 @@ def around_graphs(function: Function) -> Function:
     return torch.compiler.disable(function, recursive=False)  # type: ignore[return-value]
 
 
-def let_sizes_change(tensors: Iterable[torch.Tensor]) -> None:
+def mark_dynamic(tensors: Iterable[torch.Tensor]) -> None:
     """Tell compilers before their first graph that no batch has the sizes of another; a size of 1 may stay one."""
     for tensor in tensors:
         torch._dynamo.maybe_mark_dynamic(tensor, list(range(tensor.dim())))
@@ -40,7 +40,7 @@ def constant_in_graphs(function: Function) -> Function:
     return torch._dynamo.assume_constant_result(function)
 
 
-def let_layers_differ(layers: int) -> AbstractContextManager[None]:
+def allow_graphs_of_layers(layers: int) -> AbstractContextManager[None]:
     """For the length of a `with` block torch compiles as many graphs of one function as that many layers need.
 
     A graph that is cut at every layer, as under FSDP2, is another one for each: what stands in a layer's place is

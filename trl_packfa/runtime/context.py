@@ -21,13 +21,13 @@ INPUT_IDS = "input_ids"
 _IN_FLIGHT: ContextVar[PackedLayout | None] = ContextVar("trl_packfa_layout", default=None)
 
 
-def layout_in_flight() -> PackedLayout | None:
+def current_layout() -> PackedLayout | None:
     """The layout of the call that this thread is in, `None` outside of packed calls."""
     return _IN_FLIGHT.get()
 
 
 @contextmanager
-def in_flight(layout: PackedLayout | None) -> Iterator[None]:
+def packed_call(layout: PackedLayout | None) -> Iterator[None]:
     """For the length of a `with` block this thread's call has this layout."""
     token = _IN_FLIGHT.set(layout)
     try:
@@ -50,9 +50,9 @@ def is_empty_mask(value: Any) -> bool:
 
 
 def find_layout(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedLayout | None:
-    """The layout that came with a module's arguments, else the one in flight."""
+    """The layout that came with a module's arguments, else that of the call that this thread is in."""
     layout = layout_in(args, kwargs)
-    return layout_in_flight() if layout is None else layout
+    return current_layout() if layout is None else layout
 
 
 def layout_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedLayout | None:

@@ -53,7 +53,7 @@ def host_positions(position_ids: torch.Tensor, shape: tuple[int, int]) -> torch.
 
 
 def refuse_contradictions(
-    layout: PackedLayout, call: dict[str, Any], *, counts_positions: bool, most_positions: int | None
+    layout: PackedLayout, call: dict[str, Any], *, ignores_position_ids: bool, max_positions: int | None
 ) -> None:
     """Whatever else the call says about documents must agree with its layout.
 
@@ -62,9 +62,9 @@ def refuse_contradictions(
             What the call's leading source says.
         call (`dict[str, Any]`):
             Names and values of the call's arguments.
-        counts_positions (`bool`):
+        ignores_position_ids (`bool`):
             Whether the model counts each document from 0, whatever `position_ids` say.
-        most_positions (`int` or `None`):
+        max_positions (`int` or `None`):
             How many positions the model has learned.
 
     Raises:
@@ -76,13 +76,13 @@ def refuse_contradictions(
             "document boundaries came with an attention_mask that is not all ones, one for each token.",
             do="Drop the attention_mask: padding is a trailing document with labels -100.",
         )
-    believed = call.get("packed_layout") is not None
-    _refuse_other_offsets(layout, call, believed)
+    trusted = call.get("packed_layout") is not None
+    _refuse_other_offsets(layout, call, trusted)
     _refuse_short_maximum(layout, call)
     position_ids, seq_idx = call.get("position_ids"), call.get("seq_idx")
-    if position_ids is not None and not _left_on_device(position_ids, believed):
-        _refuse_positions(layout, position_ids, counts_positions, most_positions)
-    if seq_idx is not None and not _left_on_device(seq_idx, believed):
+    if position_ids is not None and not _left_on_device(position_ids, trusted):
+        _refuse_positions(layout, position_ids, ignores_position_ids, max_positions)
+    if seq_idx is not None and not _left_on_device(seq_idx, trusted):
         _refuse_other_numbers(layout, seq_idx)
 
 
@@ -194,9 +194,9 @@ def is_ones(mask: Any) -> bool:
     return isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all())
 
 
-def _left_on_device(tensor: torch.Tensor, believed: bool) -> bool:
+def _left_on_device(tensor: torch.Tensor, trusted: bool) -> bool:
     """Whether reading a tensor would make the host wait for boundaries that are known."""
-    return believed and tensor.device.type != "cpu"
+    return trusted and tensor.device.type != "cpu"
 
 
 def _require_readable(tensor: torch.Tensor, name: str) -> None:
@@ -212,13 +212,13 @@ def _require_integers(tensor: torch.Tensor, name: str) -> None:
         raise InvalidLayout(f"{name} are {tensor.dtype}, not integers.", do="Send int32 or int64.")
 
 
-def _refuse_other_offsets(layout: PackedLayout, call: dict[str, Any], believed: bool) -> None:
+def _refuse_other_offsets(layout: PackedLayout, call: dict[str, Any], trusted: bool) -> None:
     """`cu_seq_lens_*` beside a `packed_layout`; alone they are where the layout is from."""
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         offsets = call.get(name)
-        if not believed or offsets is None or offsets is layout.cu_seqlens:
+        if not trusted or offsets is None or offsets is layout.cu_seqlens:
             continue
-        if isinstance(offsets, torch.Tensor) and _left_on_device(offsets, believed):
+        if isinstance(offsets, torch.Tensor) and _left_on_device(offsets, trusted):
             continue
         told = PackedLayout.from_cu_seqlens(require_offsets(call, name)).lengths
         if told != layout.lengths:
@@ -244,7 +244,7 @@ def _refuse_short_maximum(layout: PackedLayout, call: dict[str, Any]) -> None:
 
 
 def _refuse_positions(
-    layout: PackedLayout, position_ids: torch.Tensor, counts_positions: bool, most_positions: int | None
+    layout: PackedLayout, position_ids: torch.Tensor, ignores_position_ids: bool, max_positions: int | None
 ) -> None:
     positions = host_positions(position_ids, (layout.rows, layout.row_length))
     if positions is None:
@@ -254,10 +254,10 @@ def _refuse_positions(
         raise InvalidLayout(
             f"position_ids hold {int(host.min())} in a packed batch.", do="Let each document count from 0."
         )
-    if most_positions is not None and int(host.max()) >= most_positions:
+    if max_positions is not None and int(host.max()) >= max_positions:
         raise InvalidLayout(
-            f"position_ids hold {int(host.max())}, the model has {most_positions} positions.",
-            do=f"Cut documents to {most_positions} tokens, or let each count from 0.",
+            f"position_ids hold {int(host.max())}, the model has {max_positions} positions.",
+            do=f"Cut documents to {max_positions} tokens, or let each count from 0.",
         )
     inside = np.ones(layout.num_tokens, dtype=bool)
     inside[np.cumsum((0, *layout.lengths[:-1]))] = False
@@ -271,7 +271,7 @@ def _refuse_positions(
             do="Send both from one collator, or only one of them.",
         )
     begins = host[~inside]
-    if counts_positions and begins.any():
+    if ignores_position_ids and begins.any():
         raise InvalidLayout(
             f"position_ids do not count each document from 0: one begins at {int(begins[begins != 0][0])}.",
             why=["this model counts positions by itself, or scales them by a document's length"],

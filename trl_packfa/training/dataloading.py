@@ -29,7 +29,7 @@ from .contents import require_known
 from .dataset import cut_dataset, cut_stream, read_lengths
 from .flops import quadratic_weight
 from .model_loading import AnyDataset, asked_for
-from .preview import told_batch
+from .preview import describe_batch
 from .sampler import RankAwareSampler
 from .step_packing import Documents
 from .streaming import PackedStream, resumes_by_state, stream_loader
@@ -185,7 +185,7 @@ class PackedData:
         documents = copy.deepcopy(dataset) if isinstance(dataset, IterableDataset) else dataset
         examples = list(islice(iter(documents), self.args.per_device_train_batch_size))
         kept = [{name: example[name] for name in _SEEN if name in example} for example in examples]
-        return told_batch(collator(kept), tokenizer)
+        return describe_batch(collator(kept), tokenizer)
 
 
 def _tell(report: PackingReport, name: str) -> None:

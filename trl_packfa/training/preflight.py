@@ -66,7 +66,7 @@ def checkpoint_to_resume(asked: str | bool | None, folder: str | Path | None) ->
     return str(asked)
 
 
-def told_resuming(checkpoint: str | Path) -> str:
+def resuming_message(checkpoint: str | Path) -> str:
     """From which checkpoint a run goes on, and at which optimizer step.
 
     Raises:

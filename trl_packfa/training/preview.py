@@ -14,7 +14,7 @@ from ..runtime.boundaries import layout_of
 _SHOWN = 400
 
 
-def told_batch(batch: Mapping[str, Any], tokenizer: Any) -> str:
+def describe_batch(batch: Mapping[str, Any], tokenizer: Any) -> str:
     """Every document of a packed batch on lines of its own, decoded, what is trained in double brackets.
 
     Args:

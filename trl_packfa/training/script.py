@@ -29,7 +29,7 @@ from .preflight import (
     require_markable,
     require_output_dir,
     require_reporters,
-    told_resuming,
+    resuming_message,
 )
 from .trainer import PackedSFTTrainer
 
@@ -132,7 +132,7 @@ def _ask_first(args: PackedSFTConfig) -> str | None:
     if args.assistant_only_loss:
         require_markable(load_tokenizer(model, args), args)
     if checkpoint is not None and args.process_index == 0:
-        print(told_resuming(checkpoint))
+        print(resuming_message(checkpoint))
     return checkpoint
 
 

@@ -42,7 +42,7 @@ from ..errors import ContaminationError, InvalidConfig, NoBackend, UnsupportedMo
 from ..exactness import ExactnessReport
 from ..packing import PackedBatchSampler, PackingReport
 from ..patching import inspect
-from ..runtime.compile import let_layers_differ
+from ..runtime.compile import allow_graphs_of_layers
 from .batching import FREE, TOGETHER
 from .chat_templates import left_out_by_template
 from .checkpointing import count_batch, read_progress, whole_checkpoint, write_progress, write_reports
@@ -62,7 +62,7 @@ from .model_loading import AnyDataset, EvalDataset, output_dir, usable
 from .padded_terms import PaddedTerms
 from .parallelism import refuse_uneven_calls
 from .plain_config import AsGiven, asks_for_packing, padded, tell_padded
-from .preflight import checkpoint_to_resume, told_resuming
+from .preflight import checkpoint_to_resume, resuming_message
 from .resuming import identity, require_same_run
 from .sampler import EpochCallback
 from .step_packing import Slot, StepCutter, how_to_cut, in_turn
@@ -508,7 +508,7 @@ class PackedSFTTrainer(SFTTrainer):
         resume_from_checkpoint = from_main_rank(self.accelerator, lambda: checkpoint_to_resume(asked, folder))
         self._resumed_from = resume_from_checkpoint
         if resume_from_checkpoint is not None:
-            logger.info("trl-packfa: %s", told_resuming(resume_from_checkpoint))
+            logger.info("trl-packfa: %s", resuming_message(resume_from_checkpoint))
             progress = read_progress(resume_from_checkpoint)
             if self.args.packing and not self.args.ignore_data_skip:
                 require_same_run(progress, self._identity)
@@ -524,7 +524,7 @@ class PackedSFTTrainer(SFTTrainer):
     def _compiling_every_layer(self) -> AbstractContextManager[None]:
         if not (self.args.packing and self.args.torch_compile):
             return nullcontext()
-        return let_layers_differ(inspect.model_config(self.model).get_text_config().num_hidden_layers)
+        return allow_graphs_of_layers(inspect.model_config(self.model).get_text_config().num_hidden_layers)
 
     @cached_property
     def _identity(self) -> dict[str, str]:

@@ -13,7 +13,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ...runtime.context import layout_in_flight
+from ...runtime.context import current_layout
 from ...runtime.override import Override, computes_as
 from .pieces import are_worth_it, pieces
 
@@ -29,7 +29,7 @@ class RMSNormOverride(Override):
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The norm's forward, of `(..., D)`."""
         norm: Any = self.module
-        if not are_worth_it(hidden_states) or layout_in_flight() is None:
+        if not are_worth_it(hidden_states) or current_layout() is None:
             return self.call_original(hidden_states)
         return _RMSNorm.apply(hidden_states, norm.weight, norm.variance_epsilon)  # type: ignore[return-value]
 

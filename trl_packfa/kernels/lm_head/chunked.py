@@ -1,4 +1,4 @@
-"""The LM head where no Triton kernel is: only trained positions are scored, in tiles, once.
+"""The LM head where no Triton kernel is: only trained positions are scored, in chunks, once.
 
 TRL's head scores every position there, prompt tokens and all, and multiplies with the head three times: for the
 logits, for the logits again in the backward, and for the gradient. A frozen head's gradient is linear in that of each
@@ -22,7 +22,7 @@ from ...runtime.autocast import outside_autocast
 from ...runtime.compile import around_graphs, outside_of_graphs
 from ...runtime.override import forward_signature
 from ...runtime.zero3 import is_in_parts
-from .chunks import Tile, Tiles, Transform
+from .chunks import Chunk, Chunks, Transform
 
 
 class Head:
@@ -144,25 +144,25 @@ class TrainedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Score tile by tile; with a frozen head, keep the gradient of each log-probability."""
+        """Score chunk by chunk; with a frozen head, keep the gradient of each log-probability."""
         hidden, weight, bias, labels, transform, measures = inputs
         ctx.set_materialize_grads(False)
         head_trains = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        slopes = torch.empty_like(hidden) if ctx.needs_input_grad[0] and not head_trains else None
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] and not head_trains else None
         scores = hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
-        tiles = Tiles(hidden, weight, bias, transform)
-        for part, logits in tiles:
-            tile = Tile(logits, labels[part, None], transform, measures=measures)
-            scores[0, part] = tile.log_prob
+        chunks = Chunks(hidden, weight, bias, transform)
+        for part, logits in chunks:
+            chunk = Chunk(logits, labels[part, None], transform, measures=measures)
+            scores[0, part] = chunk.log_prob
             if measures:
-                scores[1, part], scores[2, part] = tile.entropy, tile.is_top1
-            if slopes is not None:
-                slopes[part] = tile.slope().to(tiles.dtype) @ tiles.weight
+                scores[1, part], scores[2, part] = chunk.entropy, chunk.is_top1
+            if grad_hidden is not None:
+                grad_hidden[part] = chunk.grad_logits().to(chunks.dtype) @ chunks.weight
         if head_trains:
             ctx.save_for_backward(hidden, weight, bias, labels)
         else:
-            ctx.save_for_backward(slopes)
-        ctx.head_trains, ctx.transform, ctx.autocast = head_trains, transform, tiles.dtype
+            ctx.save_for_backward(grad_hidden)
+        ctx.head_trains, ctx.transform, ctx.autocast = head_trains, transform, chunks.dtype
         is_top1 = scores[2].bool()
         ctx.mark_non_differentiable(scores[1], is_top1)
         return scores[0], scores[1], is_top1
@@ -171,26 +171,29 @@ class TrainedLogProbs(torch.autograd.Function):
     @once_differentiable
     @outside_autocast
     def backward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
-        """Scale the kept gradients, or compute those of hidden states and head tile by tile."""
+        """Scale the kept gradients, or compute those of hidden states and head chunk by chunk."""
         if grad is None:
             return (None,) * 6
         if not ctx.head_trains:
-            (slopes,) = ctx.saved_tensors
-            return (None if slopes is None else slopes * grad[:, None].to(slopes.dtype), *(None,) * 5)
+            (grad_hidden,) = ctx.saved_tensors
+            return (
+                None if grad_hidden is None else grad_hidden * grad[:, None].to(grad_hidden.dtype),
+                *(None,) * 5,
+            )
         hidden, weight, bias, labels = ctx.saved_tensors
-        tiles = Tiles(hidden, weight, bias, ctx.transform, dtype=ctx.autocast)
+        chunks = Chunks(hidden, weight, bias, ctx.transform, dtype=ctx.autocast)
         by_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         by_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         by_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
-        for part, logits in tiles:
-            by_logits = Tile(logits, labels[part, None], ctx.transform).slope().mul_(grad[part, None])
+        for part, logits in chunks:
+            by_logits = Chunk(logits, labels[part, None], ctx.transform).grad_logits().mul_(grad[part, None])
             if by_bias is not None:
                 by_bias += by_logits.sum(0)
-            by_logits = by_logits.to(tiles.dtype)
+            by_logits = by_logits.to(chunks.dtype)
             if by_hidden is not None:
-                by_hidden[part] = (by_logits @ tiles.weight).to(hidden.dtype)
+                by_hidden[part] = (by_logits @ chunks.weight).to(hidden.dtype)
             if by_weight is not None:
-                by_weight += by_logits.t() @ hidden[part].to(tiles.dtype)
+                by_weight += by_logits.t() @ hidden[part].to(chunks.dtype)
         return (
             by_hidden,
             None if by_weight is None else by_weight.to(weight.dtype),

@@ -13,10 +13,10 @@ from transformers import PreTrainedConfig
 
 from ...runtime.autocast import HALF, autocast_dtype
 
-# Logits of a tile. Products of more positions are the faster, up to these 64 MB of float32, which are made once and
-# used for every tile; in half precision each tile needs float32 copies too, which glibc maps afresh above 32 MB.
+# Logits of a chunk. Products of more positions are the faster, up to these 64 MB of float32, which are made once and
+# used for every chunk; in half precision each chunk needs float32 copies too, which glibc maps afresh above 32 MB.
 _TILE, _TILE_IN_HALF = 16 * 1024**2, 4 * 1024**2
-# Positions of a tile at least: fewer would read the head's weight too often.
+# Positions of a chunk at least: fewer would read the head's weight too often.
 _FEWEST = 128
 
 
@@ -36,13 +36,13 @@ class Transform(NamedTuple):
         return cls(scale or (1 / divisor if divisor else 1.0), getattr(text, "final_logit_softcapping", None))
 
 
-def tile_size(dtype: torch.dtype, words: int) -> int:
+def positions_per_chunk(dtype: torch.dtype, words: int) -> int:
     """Positions whose logits are computed at a time."""
     return max((_TILE_IN_HALF if dtype in HALF else _TILE) // words, _FEWEST)
 
 
-class Tiles:
-    """Logits of some positions at a time, `(slice, (n, V))`; a tile is valid until the next."""
+class Chunks:
+    """Logits of some positions at a time, `(slice, (n, V))`; a chunk is valid until the next."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Tiles:
         self.dtype = dtype or autocast_dtype(hidden) or hidden.dtype
         self.hidden, self.weight, self.transform = hidden, weight.to(self.dtype), transform
         self.bias = None if bias is None else bias.to(self.dtype)
-        self.size = tile_size(self.dtype, len(weight))
+        self.size = positions_per_chunk(self.dtype, len(weight))
 
     def __iter__(self) -> Iterator[tuple[slice, torch.Tensor]]:
         buffer = self.hidden.new_empty((min(self.size, len(self.hidden)), len(self.weight)), dtype=self.dtype)
@@ -74,10 +74,10 @@ class Tiles:
         return logits if softcap is None else logits.float().div_(softcap).tanh_().mul_(softcap)
 
 
-class Tile:
-    """What one tile of logits `(n, V)`, with targets `(n, 1)`, comes to; float32 logits are overwritten.
+class Chunk:
+    """What one chunk of logits `(n, V)`, with targets `(n, 1)`, comes to; float32 logits are overwritten.
 
-    A pass over a tile costs 2 to 8 % of its product with a head of 512 features, so there are few.
+    A pass over a chunk costs 2 to 8 % of its product with a head of 512 features, so there are few.
 
     Attributes:
         log_prob, entropy, is_top1 (`torch.Tensor`): `(n,)`, the last two if `measures`.
@@ -100,7 +100,7 @@ class Tile:
             mean = torch.linalg.vecdot(self.exp, shifted) / self.total[:, 0]
             self.entropy = self.total[:, 0].log() - mean
 
-    def slope(self) -> torch.Tensor:
+    def grad_logits(self) -> torch.Tensor:
         """Derivative of the target's log-probability by the head's output, `(n, V)`, float32."""
         by = self.exp.mul_(-1 / self.total)
         by.scatter_add_(-1, self.target, torch.ones_like(self.target, dtype=by.dtype))

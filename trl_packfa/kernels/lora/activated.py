@@ -23,7 +23,7 @@ from ...errors import PackingError, UnsupportedModel
 from ...layout import PackedLayout
 from ...runtime.boundaries import layout_of
 from ...runtime.compile import around_graphs, outside_of_graphs
-from ...runtime.context import INPUT_IDS, layout_in_flight
+from ...runtime.context import INPUT_IDS, current_layout
 from ...runtime.override import Override, forward_signature
 
 Invocations = Mapping[str, tuple[int, ...]]
@@ -118,7 +118,7 @@ class ActivatedLoraOverride(Override):
     # What is activated differs in every batch.
     @outside_of_graphs
     def _run_activated(self, names: list[str], x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        layout = layout_in_flight()
+        layout = current_layout()
         if layout is None:
             return self.call_original(x, *args, **kwargs)
         late = [name for name in names if name not in self.invocations]

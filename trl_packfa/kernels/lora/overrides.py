@@ -1,7 +1,7 @@
 """The forwards that fuse LoRA layers: one linear layer, projections of one input, gated MLPs.
 
-Only packed calls are fused; all others, and whatever [`why_not`] names, run PEFT's own forward. Every call decides, so
-adapters may be switched, merged or disabled under the patch.
+Only packed calls are fused; all others, and whatever [`unsupported_reason`] names, run PEFT's own forward. Every call
+decides, so adapters may be switched, merged or disabled under the patch.
 
 Shape letters: B rows, L row length, D input features.
 """
@@ -17,11 +17,11 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from ...runtime.context import layout_in_flight
+from ...runtime.context import current_layout
 from ...runtime.override import Override, computes_as
 from .activated import ActivatedLoraOverride, Invocations, activated_layers
 from .products import GatedMLP, ProjectTogether
-from .projections import Projection, compute_dtype, is_adapted, output_dtype, read, why_not
+from .projections import Projection, compute_dtype, is_adapted, output_dtype, read, unsupported_reason
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
 
@@ -98,7 +98,9 @@ def describe_lora(layers: Sequence[nn.Module], fused: bool) -> list[str]:
 
 def _reason(layer: nn.Module) -> str | None:
     slot = vars(layer).get("forward")
-    return why_not(layer) or (None if isinstance(slot, AdaptedLinearOverride) else "not in a packed part of the model")
+    return unsupported_reason(layer) or (
+        None if isinstance(slot, AdaptedLinearOverride) else "not in a packed part of the model"
+    )
 
 
 def _is_patched(module: nn.Module) -> bool:
@@ -107,9 +109,9 @@ def _is_patched(module: nn.Module) -> bool:
 
 def _readable(modules: Sequence[nn.Module]) -> list[Projection] | None:
     """What the layers compute, if this call is packed, one of them is adapted and none has a reason against it."""
-    if torch.compiler.is_compiling() or layout_in_flight() is None:
+    if torch.compiler.is_compiling() or current_layout() is None:
         return None
-    if not any(map(is_adapted, modules)) or any(why_not(module) for module in modules):
+    if not any(map(is_adapted, modules)) or any(unsupported_reason(module) for module in modules):
         return None
     return [read(module) for module in modules]
 

@@ -66,7 +66,7 @@ def is_adapted(module: nn.Module) -> bool:
     return kind_of(module) in _LORA
 
 
-def why_not(module: Any) -> str | None:
+def unsupported_reason(module: Any) -> str | None:
     """Why a layer, as it is now, is left to its own forward; `None` if it can be fused."""
     if not is_adapted(module):
         return _why_not_base(module)
@@ -127,7 +127,7 @@ def _why_not_tensor(weight: torch.Tensor) -> str | None:
 
 
 def read(module: Any) -> Projection:
-    """A layer that [`why_not`] has nothing against."""
+    """A layer that [`unsupported_reason`] has nothing against."""
     base, pair, scaling = module, (None, None), 0.0
     if is_adapted(module):
         name = next(name for name in module.active_adapters if name in module.lora_A)
