@@ -16,7 +16,7 @@ except ImportError:  # one process runs them all
 
 # Scripts that tests start find what the tests share, and the small models, as the tests themselves do.
 TESTS = Path(__file__).parent
-SHARED = [str(TESTS), str(TESTS.parent / "tools")]
+SHARED = [str(TESTS / "shared"), str(TESTS.parent / "tools")]
 os.environ["PYTHONPATH"] = os.pathsep.join([*SHARED, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 # Files whose tests share a launch of several processes.

@@ -1,7 +1,7 @@
 """A regression benchmark in counts, which no machine's mood moves: operations, arithmetic, memory, waits of one step.
 
 Counts may fall freely; one that rises above its bound in counts.json fails. After an improvement, `python
-tests/counted.py` tightens the bounds.
+tests/shared/counted.py` tightens the bounds.
 """
 
 import json

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).parents[1] / "distributed_run.py"
+SCRIPT = Path(__file__).parents[1] / "shared" / "distributed_run.py"
 FSDP2 = {"fsdp": {"version": 2}}
 RUNS = {
     "step, LoRA": {},

@@ -14,7 +14,7 @@ import kill_run
 import pytest
 from test_distributed import FSDP2
 
-SCRIPT = Path(__file__).parents[1] / "kill_run.py"
+SCRIPT = Path(__file__).parents[1] / "shared" / "kill_run.py"
 
 COUNT = int(os.environ.get("KILL_POINTS", "6"))
 

@@ -1,6 +1,6 @@
 """A long run of a tiny model: memory, file descriptors, threads and log lines must not grow, nor steps slow down.
 
-`python tests/soak.py --steps 20000 --data map` prints one JSON line; `test_soak.py` runs a short one and, with
+`python tests/shared/soak.py --steps 20000 --data map` prints one JSON line; `test_soak.py` runs a short one and, with
 `SOAK_STEPS=20000`, the long ones. Linux only: figures come from /proc.
 """
 

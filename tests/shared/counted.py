@@ -1,4 +1,4 @@
-"""Small steps whose operations are counted; `python tests/counted.py` writes the bounds that CI holds, counts.json."""
+"""Small steps whose operations are counted; `PYTHONPATH=tools python tests/shared/counted.py` writes counts.json."""
 
 import json
 import tempfile
