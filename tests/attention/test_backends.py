@@ -45,6 +45,7 @@ def test_refusals_name_every_reason():
     assert "needs a CUDA or ROCm device, the model is on cpu" in reasons["flash"]
 
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SERVED = AttentionRequest(torch.device("cpu"), torch.bfloat16, head_dim=64, num_heads=8, num_key_value_heads=2)
 ASKED = {"sliding_window": 16, "softcap": 30.0, "sinks": True, "dropout": 0.1, "bias": True}
 
@@ -55,8 +56,9 @@ def test_what_a_backend_lacks_it_refuses_and_what_it_has_it_takes(name, feature,
     backend = get_backend(name)
     on_any_device(monkeypatch, type(backend))
     capabilities = backend.capabilities
-    assert capabilities.refusals(SERVED) == []
-    reasons = capabilities.refusals(SERVED._replace(**{feature: ASKED[feature]}))
+    served = SERVED._replace(dtype=(capabilities.dtypes or DTYPES)[0])
+    assert capabilities.refusals(served) == []
+    reasons = capabilities.refusals(served._replace(**{feature: ASKED[feature]}))
     assert bool(reasons) != getattr(capabilities, feature)
     assert all(reason.startswith(capabilities.function) for reason in reasons)
 
@@ -66,10 +68,10 @@ def test_limits_of_shape_and_dtype_are_refused_past_them_only(name, monkeypatch)
     backend = get_backend(name)
     on_any_device(monkeypatch, type(backend))
     capabilities = backend.capabilities
-    refused = {dtype for dtype in (torch.float16, torch.bfloat16, torch.float32) if
-               capabilities.refusals(SERVED._replace(dtype=dtype))}  # fmt: skip
-    assert refused == (set() if capabilities.dtypes is None else {torch.float32})
-    widths = [width for width in range(1, 300) if not capabilities.refusals(SERVED._replace(head_dim=width))]
+    served = {dtype for dtype in DTYPES if not capabilities.refusals(SERVED._replace(dtype=dtype))}
+    assert served == set(capabilities.dtypes or DTYPES)
+    one = SERVED._replace(dtype=(capabilities.dtypes or DTYPES)[0])
+    widths = [width for width in range(1, 300) if not capabilities.refusals(one._replace(head_dim=width))]
     step, most = capabilities.head_dim_multiple, capabilities.max_head_dim or 299
     assert widths == [w for w in range(1, most + 1) if w % step == 0 and w >= capabilities.min_head_dim]
 
