@@ -148,6 +148,7 @@ class PackedLayout:
             raise InvalidLayout(f"position_ids must have shape (B, L), got {tuple(position_ids.shape)}.")
         host = position_ids.detach().cpu()
         starts = torch.ones(host.shape, dtype=torch.bool)
+        # For positions [0, 1, 2, 0, 1] tokens 0 and 3 begin a document: offsets [0, 3, 5].
         starts[:, 1:] = host.diff(dim=1) != 1
         offsets = [*starts.flatten().nonzero().flatten().tolist(), host.numel()]
         lengths = [end - start for start, end in itertools.pairwise(offsets)]
@@ -181,6 +182,8 @@ class PackedLayout:
     def position_ids(self) -> torch.Tensor:
         """Positions inside each document, int64, shape `(B, L)`."""
         lengths, cu_seqlens = self.cu_seqlens.diff(), self.cu_seqlens[:-1]
+        # For lengths [3, 2] the starts are [0, 0, 0, 3, 3], the positions [0, 1, 2, 0, 1]. Without `output_size` the
+        # host would wait for the device.
         starts = torch.repeat_interleave(cu_seqlens, lengths, output_size=self.num_tokens)
         positions = torch.arange(self.num_tokens, device=self.cu_seqlens.device) - starts
         return positions.view(self.rows, self.row_length)

@@ -52,6 +52,8 @@ def _visible_blocks(
     there to the block before its own; its own number where there is none."""
     first_R, last_R = block_R * BLOCK, (block_R + 1) * BLOCK - 1
     seen_by_first, seen_by_last = (_first_key(q, layout, sliding_window) for q in (first_R, last_R))
+    # Documents of 200 and 100 tokens, blocks of 128: the last queries of the blocks see keys from [0, 200, 200] on, so
+    # that whole blocks begin at [0, 2, 2]; at most their own, [0, 1, 2]. The first seen are in blocks [0, 0, 1].
     whole_R = (seen_by_last + BLOCK - 1) // BLOCK
     # Kernels look at single pairs where a block is not full of queries.
     whole_R = torch.where(last_R < layout.num_tokens, whole_R, block_R)
@@ -61,5 +63,6 @@ def _visible_blocks(
 def _first_key(query_R: torch.Tensor, layout: PackedLayout, sliding_window: int | None) -> torch.Tensor:
     """Number of the first token that each of these tokens sees."""
     offsets = layout.cu_seqlens
+    # A token at an offset begins its document: with offsets [0, 3, 5] tokens [0, 2, 3, 4] see from [0, 0, 3, 3] on.
     starts = offsets[:-1][torch.searchsorted(offsets[1:-1], query_R, right=True)]
     return starts if sliding_window is None else starts.maximum(query_R - sliding_window + 1)

@@ -22,11 +22,13 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int, rng: np.random.Gener
     assert lengths.min() >= 1 and lengths.max() <= capacity, "lengths outside 1..capacity"
     shuffled = rng.permutation(len(lengths))
     order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
+    # For lengths [3, 5, 3], unshuffled: order [1, 0, 2], distinct [-5, -3], starts [0, 1].
     distinct, starts = np.unique(-lengths[order], return_index=True)
     bin_of = np.empty(len(lengths), dtype=np.int64)
     spaces = _OpenBins(capacity)
     for length, documents in zip(-distinct, np.split(order, starts[1:]), strict=True):
         bin_of[documents] = spaces.place(int(length), len(documents))
+    # For bin_of [0, 1, 0]: by_bin [0, 2, 1], cut where the number changes: [[0, 2], [1]].
     by_bin = np.argsort(bin_of, kind="stable")
     return np.split(by_bin, np.flatnonzero(np.diff(bin_of[by_bin])) + 1)
 
@@ -45,6 +47,7 @@ class _OpenBins:
         for space in (np.flatnonzero(self.count[length:]) + length).tolist():
             if documents == 0:
                 break
+            # -(-a // b) is a / b rounded up: as many bins as these documents fill.
             bins = self._take(space, -(-documents // (space // length)))
             placed.append(self._fill(bins, space, length, documents))
             documents -= len(placed[-1])
@@ -57,6 +60,7 @@ class _OpenBins:
     def _fill(self, bins: np.ndarray, space: int, length: int, documents: int) -> np.ndarray:
         """Put documents into these bins, each to the brim but perhaps the last, and file the bins anew."""
         each = space // length
+        # Bins [4, 5] that take 2 each, 3 documents: [4, 4, 5], one of them in the last.
         where = np.repeat(bins, each)[:documents]
         in_last = len(where) - each * (len(bins) - 1)
         self._file(bins[:-1], space - each * length)

@@ -175,15 +175,19 @@ def _best_exchange(
 ) -> tuple[int, int, int] | None:
     """The part, the document that goes to it and the one that comes back (-1 for none) with which the costlier of the
     two parts is cheapest; `None` if nothing helps."""
+    # A column for each document that may come back, and one for none: for parts [[0, 1], [2]] and top 0, part_of is
+    # [1, 1] and comes [2, -1].
     part_of = np.concatenate([np.full(len(part) + 1, i) for i, part in enumerate(parts) if i != top])
     comes = np.concatenate([[*part, -1] for i, part in enumerate(parts) if i != top]).astype(np.int64)
     back = np.where(comes >= 0, cost[comes], 0.0)
     back_tokens = np.where(comes >= 0, lengths[comes], 0)
     leaves = np.array(parts[top])
+    # moved[i, j]: the cost that goes over if document i of the costliest part leaves for document j.
     moved = cost[leaves][:, None] - back[None]
     worse = np.maximum(totals[top] - moved, totals[part_of][None] + moved)
     moved_tokens = lengths[leaves][:, None] - back_tokens[None]
     full = (tokens[part_of][None] + moved_tokens > limit) | (tokens[top] - moved_tokens > limit)
+    # Every part keeps a document: there are as many micro-batches as were planned.
     empties = (comes[None] < 0) & (len(leaves) == 1)
     worse = np.where(full | empties, np.inf, worse)
     i, j = np.unravel_index(int(worse.argmin()), worse.shape)

@@ -130,7 +130,8 @@ def _cut(lengths: np.ndarray, limit: int, policy: str) -> Spans:
         documents = documents[lengths <= limit]
     pieces = -(-lengths // limit) if policy == "split" else np.ones_like(lengths)
     document = np.repeat(documents, np.maximum(pieces[documents], 1))
-    number = np.arange(len(document)) - np.searchsorted(document, document)  # of the piece in its document
+    # Of the piece in its document: for documents [0, 1, 1, 1, 2] the numbers are [0, 0, 1, 2, 0].
+    number = np.arange(len(document)) - np.searchsorted(document, document)
     start = number * limit
     return Spans(document, start, np.minimum(start + limit, lengths[document]))
 
@@ -142,6 +143,7 @@ def _wrap(lengths: np.ndarray, trained: TrainedTokens, limit: int) -> Spans:
     documents = every[_trained_in(whole, lengths, trained) > 0]
     ends = np.cumsum(lengths[documents])
     total = int(ends[-1]) if len(ends) else 0
+    # For lengths [5, 3] and rows of 4: ends [5, 8], cuts [4, 5, 8], starts [0, 4, 5], which documents [0, 0, 1] own.
     cuts = np.union1d(ends, np.arange(limit, total, limit))
     starts = np.concatenate([[0], cuts[:-1]]).astype(np.int64)[: len(cuts)]
     owner = np.searchsorted(ends, starts, side="right")

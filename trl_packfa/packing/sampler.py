@@ -99,6 +99,7 @@ class PackedBatchSampler:
             half = len(documents) // 2
             # Every rank must take part in the step: a single document is repeated, as accelerate does.
             rows += [documents[:half], documents[half:]] if half else [documents, documents]
+        # 3 rows on 2 ranks: row 0 for rank 0, rows 1 and 2 for rank 1.
         first, last = (len(rows) * (rank + i) // self.world_size for i in (0, 1))
         return np.concatenate(rows[first:last]).tolist()
 

@@ -21,6 +21,7 @@ _GROUP_TOKENS = 2048
 @lru_cache(maxsize=64)
 def group_by_length(lengths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Indices of the documents, in groups similar enough to be padded together."""
+    # (78, 30, 80): 78 tokens are within 16 of 80, 30 are not: ((2, 0), (1,)).
     groups: list[list[int]] = []
     longest = 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

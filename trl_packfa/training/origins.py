@@ -62,6 +62,7 @@ class Origins:
 
     def spread(self, values: Sequence[float], count: int, device: torch.device, *, padding: float) -> torch.Tensor:
         """A value of each example as one of each of `count` tokens, `(T,)`."""
+        # Sizes (2, 1), values (7, 9) and 4 tokens: [7, 7, 9, padding].
         sizes = torch.tensor([*self.sizes, count - sum(self.sizes)])
         return torch.repeat_interleave(torch.tensor([*values, padding]), sizes, output_size=count).to(device)
 
@@ -85,7 +86,7 @@ def origins_of_steps(
     share = len(dealt[0]) * len(dealt) / len(tokens)
     found = []
     for index, part in enumerate(dealt[rank]):
-        # Numbered anew among those that any rank runs now.
+        # Numbered anew among those that any rank runs now: of 5 and 9, the examples of 9, 5, 9 are of 1, 0, 1.
         here = np.unique(numbers[[example for other in dealt for example in other[index]]])
         found.append(
             Origins(
