@@ -41,10 +41,14 @@ def _add(table: dict[str, Patch], new: Patch) -> None:
         if name in table:
             raise InvalidConfig(
                 f"two patches for model type '{name}'.",
-                why=[f"one from {table[name].origin}", f"one from {new.origin}"],
+                why=[_which(table[name]), _which(new)],
                 do="Uninstall one of them, or give the new one another model type.",
             )
     table.update(dict.fromkeys(new.model_types, new))
+
+
+def _which(patch: Patch) -> str:
+    return f"one from {patch.origin}, level {patch.level}, for {', '.join(patch.model_types[:3])}"
 
 
 def register(new: Patch) -> None:
@@ -70,7 +74,8 @@ def get_patch_for_type(name: str) -> Patch:
     table = _table()
     if name not in table:
         near = get_close_matches(name, table, n=3)
-        known = [results()[name]["why"]] if name in results() else []
+        measured = results().get(name, {})
+        known = [measured["why"]] if measured.get("verdict") == "refused" else []
         raise UnsupportedModel(
             f"there is no patch for model type '{name}'.",
             why=known or ([f"nearest: {', '.join(near)}"] if near else [f"supported: {', '.join(sorted(table))}"]),

@@ -137,7 +137,9 @@ def _quietly() -> None:
     logging.disable(logging.WARNING)
 
 
-def run(path: Path, *, jobs: int, seen: Callable[[str, dict[str, Any]], None]) -> dict[str, Any]:
+def run(
+    path: Path, *, jobs: int, seen: Callable[[str, dict[str, Any]], None], only: Iterable[str] = ()
+) -> dict[str, Any]:
     """Measure every type and write `path` after each; types that it holds for the same versions are not run again.
 
     Args:
@@ -147,11 +149,23 @@ def run(path: Path, *, jobs: int, seen: Callable[[str, dict[str, Any]], None]) -
             Processes, each on one thread.
         seen (`Callable`):
             Told of each type and its result as it comes.
+        only (`Iterable[str]`, *optional*):
+            Types that are measured again, into a complete file of the same versions; the others stay as they are.
+
+    Raises:
+        [`PackingError`]: with `only`, if the file is of other versions or not complete.
     """
     versions = {package: installed_version(package) for package in _VERSIONS} | {"trl-packfa": __version__}
     old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     types = old.get("types", {}) if old.get("versions") == versions and not old.get("complete") else {}
     missing = [name for name in all_types() if name not in types]
+    if only:
+        if old.get("versions") != versions or not old.get("complete"):
+            raise PackingError(
+                f"{path} is of {old.get('versions')}, here is {versions}: one type alone would not fit the others.",
+                do="Measure all types: leave --only out.",
+            )
+        types, missing = old["types"], list(only)
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_quietly) as pool:
         futures = {pool.submit(measure_type, name): name for name in missing}
         for future in as_completed(futures):
@@ -189,8 +203,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="build, patch and check every causal-LM type, and write the results")
     parser.add_argument("--output", type=Path, default=RESULTS, help="results file (default: the one of patches/)")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--only", nargs="+", default=(), metavar="TYPE", help="types to measure again (default: all)")
     args = parser.parse_args()
-    run(args.output, jobs=args.jobs, seen=_show)
+    run(args.output, jobs=args.jobs, seen=_show, only=args.only)
 
 
 def _show(name: str, result: Mapping[str, object]) -> None:

@@ -106,6 +106,18 @@ def test_describe_tells_level_windows_and_backend():
         assert part in text
 
 
+def test_a_type_taken_off_its_list_is_tried_like_an_unknown_one(monkeypatch):
+    """That it was measured says which level it needs, not that there is none: only refused types are refused."""
+    from trl_packfa.patches import registry
+
+    table = {name: patch for name, patch in registered().items() if name != "smollm3"}
+    monkeypatch.setattr(registry, "_table", lambda: table)
+    model = patch(small_model("smollm3", num_hidden_layers=1))
+    assert "level: interface" in describe(model)
+    with pytest.raises(UnsupportedModel, match=r"level rebatch: packing is not exact|sorts the row's tokens"):
+        patch(small_model("reformer"))
+
+
 # A patch says nothing that would be ignored ----------------------------------------------------
 
 

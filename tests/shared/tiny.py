@@ -29,7 +29,8 @@ _LONGROPE = {
     "long_factor": [4.0 + i for i in range(8)],
     "original_max_position_embeddings": 16,
 }
-# id -> (model type, config): every registered architecture, with what is special about it switched on.
+# id -> (model type, config): architectures whose attention is rewritten, with what is special about each switched on.
+# Every other type is tried as `tools/tiny_models` builds it, which has switches of its own (`special.py`).
 ARCHITECTURES = {
     "llama": ("llama", {"attention_bias": True}),
     "llama-dynamic": ("llama", {"max_position_embeddings": 16, "rope_parameters": {

@@ -6,6 +6,7 @@ import pytest
 import support_matrix as matrix
 
 from trl_packfa.cli.main import main
+from trl_packfa.errors import PackingError
 from trl_packfa.patches.measured import results
 
 COMPARED = ("verdict", "level", "unpatched", "by_document", "source", "why")
@@ -22,6 +23,11 @@ def test_a_run_is_resumed_where_it_stopped(tmp_path, monkeypatch):
     assert len(seen) == 4 and found["complete"]
     for name, result in found["types"].items():
         assert [result.get(key) for key in COMPARED] == [results()[name].get(key) for key in COMPARED]
+    again = matrix.run(path, jobs=1, seen=lambda name, result: seen.append(name), only=("llama",))
+    assert seen[4:] == ["llama"] and again["types"].keys() == found["types"].keys()
+    path.write_text(json.dumps({**found, "versions": {"torch": "1.0"}}))
+    with pytest.raises(PackingError, match="one type alone would not fit the others"):
+        matrix.run(path, jobs=1, seen=lambda name, result: None, only=("llama",))
 
 
 def stop(now):
