@@ -9,7 +9,7 @@ export MALLOC_TRIM_THRESHOLD_ := 68719476736
 .PHONY: help demo test test-all lint docs
 
 help:
-	@echo "make demo       a packed, proven QLoRA fine-tune on a CPU, in about four minutes"
+	@echo "make demo       a packed, proven QLoRA fine-tune on a CPU, in two to three minutes"
 	@echo "make test       what a change is likely to break, in minutes on two cores; test-all is the rest, too"
 	@echo "make lint       ruff and pyright"
 	@echo "make docs       the documentation's site, in site/"

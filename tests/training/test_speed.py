@@ -108,6 +108,7 @@ def test_evaluations_and_checkpoints_are_no_training_time(tmp_path, monkeypatch)
         return loss
 
     trainer.training_step = training_step
+    trainer.evaluate()  # before there is any training whose time it could be
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     counts = [entry["num_tokens"] for entry in logs]

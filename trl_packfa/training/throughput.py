@@ -38,7 +38,9 @@ class SpeedMeter:
 
     def start(self, tokens: int) -> None:
         """The clock runs from the first call on; `tokens` is how many all ranks had trained by then."""
-        self._since = self._since or (time.perf_counter(), tokens)
+        if self._since is None:
+            # An evaluation before training, say, takes nothing off its time.
+            self._since, self._paused = (time.perf_counter(), tokens), 0.0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
