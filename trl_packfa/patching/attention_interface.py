@@ -56,9 +56,8 @@ def packed_attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """transformers' attention interface: `query` `(B, N, L, H)`, `key` and `value` `(B, K, L, H)` to `(B, L, N, H)`.
 
-    The layout comes with the arguments, on the mask where a model passes masks but no other arguments to its layers,
-    or is in flight. Without one, the model's own attention function runs. `indices` `(B, L, K)` are the keys inside
-    the document that an indexer chose for each query (DeepSeek sparse attention), -1 for none.
+    Without a layout ([`find_layout`]) the model's own attention function runs. `indices` `(B, L, K)` are the keys
+    inside the document that an indexer chose for each query (DeepSeek sparse attention), -1 for none.
     """
     layout = find_layout((attention_mask,), kwargs)
     kwargs.pop("packed_layout", None)

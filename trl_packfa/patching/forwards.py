@@ -22,7 +22,7 @@ from ..layout import PackedLayout
 from ..patches.base import QKV, Patch
 from ..runtime.boundaries import layout_of
 from ..runtime.compile import around_graphs, mark_dynamic, outside_of_graphs
-from ..runtime.context import INPUT_IDS, current_layout, empty_mask, find_layout, layout_in, packed_call
+from ..runtime.context import INPUT_IDS, current_layout, empty_mask, find_layout, packed_call
 from ..runtime.override import Override, forward_signature
 from ..runtime.per_document import BOUNDARIES, FOUND_BY_ITSELF, run_backbone_by_document
 from . import router_loss
@@ -122,7 +122,7 @@ class BackboneOverride(Override):
             call["token_type_ids"] = types_of_long_rows(self.module, layout)
         if self.makes_mask:
             call["attention_mask"] = None
-        # Where the forward takes no further arguments, the layout rides on the mask, see `attention_interface.py`.
+        # Where the forward takes no further arguments, the layout rides on the mask, see `runtime/context.py`.
         return self._accepted(router_loss.asked(call)), call["packed_layout"]
 
     @outside_of_graphs
@@ -200,8 +200,7 @@ class AttentionOverride(Override):
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The attention module's forward: output `(B, L, D)` and, as no T x T matrix exists, no weights."""
-        # A mask that a compiled graph makes over carries nothing.
-        layout = find_layout(args, kwargs) if self.patch.makes_mask else layout_in(args, kwargs)
+        layout = find_layout(args, kwargs)
         kwargs.pop("packed_layout", None)
         if layout is None:
             return self.call_original(hidden_states, *args, **kwargs)

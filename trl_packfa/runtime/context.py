@@ -1,7 +1,11 @@
-"""The layout of the packed call that this thread is in, for those parts of a model that are not handed it.
+"""How a layout gets from the backbone, which has found it, to the modules below: [`find_layout`] reads it anywhere.
 
-Rotary embeddings, stateful mixers, own attention code, and backbones whose causal LM keeps its arguments. Backward
-passes recompute checkpointed layers outside of any call: there the layout comes with the layer's own arguments.
+No one carrier reaches them all, so the backbone sends it by three:
+- the keyword `packed_layout`, where layers take further keywords: a backward pass recomputes checkpointed layers from
+  their arguments alone, outside of any call, and reentrant checkpoints strip tensors of what rides on them;
+- the mask, the argument that transformers hands to layers which take no others;
+- the context, for what is handed neither: rotary embeddings, state, backbones whose causal LM keeps its arguments, and
+  layers in a compiled graph, which makes masks over.
 """
 
 from __future__ import annotations
@@ -50,14 +54,9 @@ def is_empty_mask(value: Any) -> bool:
 
 
 def find_layout(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedLayout | None:
-    """The layout that came with a module's arguments, else that of the call that this thread is in."""
-    layout = layout_in(args, kwargs)
-    return current_layout() if layout is None else layout
-
-
-def layout_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedLayout | None:
-    """The layout that came with a module's arguments: by name, or on the mask."""
+    """The layout that came with a module's arguments, by name or on the mask, else that of this thread's call."""
     layout = kwargs.get("packed_layout")
     if layout is not None:
         return layout
-    return next((value.packed_layout for value in (*args, *kwargs.values()) if hasattr(value, "packed_layout")), None)
+    mask = next((value for value in (*args, *kwargs.values()) if hasattr(value, "packed_layout")), None)
+    return current_layout() if mask is None else mask.packed_layout
