@@ -18,7 +18,8 @@ from trl_packfa.bench.leaks import leaks
 from trl_packfa.bench.mixes import every_length
 from trl_packfa.bench.presets import save_preset
 from trl_packfa.bench.process import SideFailed, SideProcess
-from trl_packfa.bench.sides import KINDS, Side, build_trainer, parse_sides
+from trl_packfa.bench.sides import KINDS, Side, as_json, build_trainer, parse_sides
+from trl_packfa.bench.worker import FINISH, STEP, TRACE, run
 from trl_packfa.cli.main import main
 from trl_packfa.errors import InvalidConfig, InvalidDataset
 
@@ -205,6 +206,34 @@ def test_a_process_that_dies_leaves_its_reason(tmp_path):
     with pytest.raises(SideFailed, match="killed by the system, most likely for its memory"):
         side.ready()
     side.close()
+
+
+class Commands:
+    """The channel of a worker, whose commands are known; each but the last has to be answered."""
+
+    def __init__(self, *commands):
+        self.left, self.events, self.open = list(commands), [], False
+
+    def receive(self):
+        assert not self.open, "a command was taken and never answered"
+        self.open = True
+        return self.left.pop(0)
+
+    def send(self, event, **facts):
+        self.open = False
+        self.events.append(event)
+
+
+def test_every_command_is_answered_when_the_epoch_is_over(preset, lengths_file, tmp_path):
+    """Two steps of data: the third `step` and the `trace` after it find none."""
+    argv = ["--model", preset, "--lengths", lengths_file, "--eval_documents", str(len(LENGTHS) - 16)]
+    argv += ["--output_dir", str(tmp_path / "out"), "--max_steps", "-1", "--num_train_epochs", "1"]
+    argv += ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2"]
+    save_documents(read_arguments(argv), preset, tmp_path)
+    spec = {"argv": argv, "side": as_json(Side("padding")), "folder": str(tmp_path), "model": preset}
+    channel = Commands(STEP, STEP, STEP, TRACE, FINISH)
+    run(spec, channel)
+    assert channel.events == ["ready", "step", "step", "ended", "ended", "done"]
 
 
 @pytest.mark.slow

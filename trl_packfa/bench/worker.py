@@ -93,7 +93,8 @@ class Pacer(TrainerCallback):
             work = self.counter.take()._asdict()
             graphs = compiled_graphs() - self.graphs
             self.channel.send("step", seconds=seconds, cpu_seconds=cpu_seconds, loss=loss, compiled=graphs, **work)
-        self._wait(control)
+        if state.global_step < state.max_steps:  # no step is left that could answer a command
+            self._wait(control)
 
     def _wait(self, control: Any) -> None:
         command = self.channel.receive()
