@@ -275,3 +275,13 @@ def test_a_reader_that_has_had_enough_is_no_error():
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     assert process.stderr.read() == "" and process.wait() == 0
+
+
+def test_backends_are_asked_about_the_model_that_is_described(capsys):
+    """What serves a Llama need not serve a model with a softcap and wide heads."""
+    words = "backends --json --softcap 50 --head_dim 512 --value_dim 128 --sliding_window 9 --sinks --dtype float64"
+    assert main(words.split()) == 0
+    here = {row["backend"]: row["here"] for row in json.loads(capsys.readouterr().out)}
+    assert here["sdpa"] == "yes"
+    for reason in ("varlen_attn has no softcap", "up to 256, got 512", "no attention sinks", "got float64"):
+        assert reason in here["varlen"]

@@ -41,7 +41,7 @@ def pretend(monkeypatch, backend):
 
     on_any_device(monkeypatch, {"varlen": varlen.VarlenBackend, "flash": flash.FlashBackend}[backend])
     monkeypatch.setattr(varlen, "_varlen_attn", varlen_attn)
-    kernel = flash._Kernel(flash_attn_varlen_func, frozenset(flash_attn_varlen_func.__code__.co_varnames), (8, 0))
+    kernel = flash._Kernel(flash_attn_varlen_func, frozenset(flash_attn_varlen_func.__code__.co_varnames))
     monkeypatch.setitem(flash._KERNELS, (8, 0), kernel)
     monkeypatch.setattr(flash, "_capability", lambda device: (8, 0))
     return dtypes

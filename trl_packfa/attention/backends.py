@@ -43,6 +43,10 @@ class AttentionBackend(Protocol):
         installed; empty if it can."""
         ...
 
+    def is_traceable(self, device: torch.device) -> bool:
+        """Whether `torch.compile` takes its kernels for this device into a graph; others are one opaque op there."""
+        ...
+
     def __call__(
         self,
         query: torch.Tensor,

@@ -48,7 +48,9 @@ class AttentionArguments:
 class AttentionRequest(NamedTuple):
     """Everything that decides whether a backend can serve a call; hashable, so that it is resolved once.
 
-    `sliding_window` counts the keys a query may see, itself included (transformers' meaning).
+    `sliding_window` counts the keys a query may see, itself included (transformers' meaning). `value_dim` is the head
+    dim of the values, `head_dim` by default: multi-head latent attention (DeepSeek) has another one. `named` says that
+    the user chose the backend by name, which then may load a kernel that is not installed.
     """
 
     device: torch.device
@@ -61,9 +63,13 @@ class AttentionRequest(NamedTuple):
     sinks: bool = False
     dropout: float = 0.0
     bias: bool = False
+    value_dim: int | None = None
+    named: bool = False
 
     @classmethod
-    def of(cls, query: torch.Tensor, key: torch.Tensor, arguments: AttentionArguments) -> AttentionRequest:
+    def of(
+        cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: AttentionArguments
+    ) -> AttentionRequest:
         """The request that a call with these tensors and arguments makes."""
         return cls(
             device=query.device,
@@ -76,12 +82,19 @@ class AttentionRequest(NamedTuple):
             sinks=arguments.sinks is not None,
             dropout=arguments.dropout,
             bias=arguments.bias is not None,
+            value_dim=None if value.shape[-1] == query.shape[-1] else value.shape[-1],
         )
+
+    @property
+    def widest(self) -> int:
+        """The larger of the head dims of queries and values."""
+        return max(self.head_dim, self.value_dim or 0)
 
     def describe(self) -> str:
         """The request in one line, as error messages show it."""
         parts = [f"device={self.device}", f"dtype={str(self.dtype).removeprefix('torch.')}"]
         parts += [f"head_dim={self.head_dim}", f"heads={self.num_heads}/{self.num_key_value_heads}"]
-        optional = {"window": self.sliding_window, "softcap": self.softcap, "dropout": self.dropout or None}
+        optional = {"value_dim": self.value_dim, "window": self.sliding_window, "softcap": self.softcap}
+        optional |= {"dropout": self.dropout or None}
         parts += [f"{name}={value}" for name, value in optional.items() if value is not None]
         return " ".join(parts + ["sinks"] * self.sinks + ["bias"] * self.bias)

@@ -26,11 +26,9 @@ class Capabilities:
         dtypes (`tuple[torch.dtype, ...]`, *optional*):
             Data types of query, key and value; any by default.
         min_head_dim (`int`), max_head_dim (`int`, *optional*), head_dim_multiple (`int`):
-            Head dims that it takes.
+            Head dims that it takes, of queries and of values.
         sliding_window, softcap, sinks, dropout, bias (`bool`, *optional*, default to `True`):
             Which of [`AttentionArguments`] it has room for.
-        is_traceable (`bool`, *optional*, defaults to `False`):
-            Whether `torch.compile` takes its kernels into a graph; any other runs there as one opaque op.
         is_selectable (`bool`, *optional*, defaults to `True`):
             Whether `"auto"` may choose it.
     """
@@ -47,7 +45,6 @@ class Capabilities:
     sinks: bool = True
     dropout: bool = True
     bias: bool = True
-    is_traceable: bool = False
     is_selectable: bool = True
 
     def refusals(self, request: AttentionRequest) -> list[str]:
@@ -70,12 +67,15 @@ class Capabilities:
         reasons = []
         if self.dtypes is not None and request.dtype not in self.dtypes:
             reasons.append(f"needs {' or '.join(map(_name, self.dtypes))}, got {_name(request.dtype)}")
-        is_too_wide = self.max_head_dim is not None and request.head_dim > self.max_head_dim
-        if is_too_wide or request.head_dim % self.head_dim_multiple:
-            what = f"a multiple of {self.head_dim_multiple} up to {self.max_head_dim}"
-            reasons.append(f"needs a head_dim that is {what}, got {request.head_dim}")
-        if request.head_dim < self.min_head_dim:
-            reasons.append(f"needs a head_dim of at least {self.min_head_dim}, got {request.head_dim}")
+        step, most = self.head_dim_multiple, self.max_head_dim
+        for name, dim in {"head_dim": request.head_dim, "value_dim": request.value_dim}.items():
+            if dim is None:
+                continue
+            if (most is not None and dim > most) or dim % step:
+                what = " ".join([f"a multiple of {step}"] * (step > 1) + [f"up to {most}"] * (most is not None))
+                reasons.append(f"needs a {name} that is {what}, got {dim}")
+            if dim < self.min_head_dim:
+                reasons.append(f"needs a {name} of at least {self.min_head_dim}, got {dim}")
         return reasons
 
     def _of_arguments(self, request: AttentionRequest) -> list[str]:

@@ -37,12 +37,14 @@ def attend_in_graph(
     value: torch.Tensor,
     layout: PackedLayout,
     arguments: AttentionArguments,
+    *,
+    is_traceable: bool,
 ) -> torch.Tensor:
     """What the backend computes, see [`AttentionBackend`], while a graph is traced. Attention with a bias or dropout
-    leaves the graph."""
+    leaves the graph; kernels that are not traceable are one operator in it."""
     if arguments.bias is not None or arguments.dropout:
         return _outside(backend, query, key, value, layout, arguments)
-    if backend.capabilities.is_traceable:
+    if is_traceable:
         sizes = layout.sizes
         longest, documents = sizes.longest.shape[0] - 1, sizes.offsets.shape[0] - 1
         traced: Any = _TracedLayout(layout.cu_seqlens, longest, query.shape[0], documents)

@@ -22,7 +22,8 @@ def resolve(request: AttentionRequest, backend: str = "auto") -> AttentionBacken
     Raises:
         [`NoBackend`]: with the request and every backend's reasons.
     """
-    candidates = [get_backend(backend)] if backend != "auto" else [b for b in BACKENDS if b.capabilities.is_selectable]
+    request = request._replace(named=backend != "auto")
+    candidates = [get_backend(backend)] if request.named else [b for b in BACKENDS if b.capabilities.is_selectable]
     why = []
     for candidate in candidates:
         reasons = candidate.refusals(request)
@@ -58,10 +59,11 @@ class BackendChoice:
         Raises:
             [`NoBackend`]: if none does.
         """
-        request = AttentionRequest.of(query, key, arguments)
+        request = AttentionRequest.of(query, key, value, arguments)
         if torch.compiler.is_compiling():
             name = _name_in_graphs(self.name, *request)
-            return attend_in_graph(get_backend(name), query, key, value, layout, arguments)
+            is_traceable = _is_traceable(name, query.device)
+            return attend_in_graph(get_backend(name), query, key, value, layout, arguments, is_traceable=is_traceable)
         backend = self.for_request(request)
         return backend(query, key, value, layout, arguments)
 
@@ -80,3 +82,8 @@ class BackendChoice:
 def _name_in_graphs(backend: str, *request: Any) -> str:
     """The backend for a request of these fields: only what Python calls constants may be handed from a graph."""
     return resolve(AttentionRequest(*request), backend).name
+
+
+@constant_in_graphs
+def _is_traceable(backend: str, device: torch.device) -> bool:
+    return get_backend(backend).is_traceable(device)

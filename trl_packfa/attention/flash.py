@@ -14,67 +14,93 @@ from ..layout import PackedLayout
 from ..runtime.autocast import cast_to_autocast_dtype
 from ..runtime.compile import constant_in_graphs
 from .base import AttentionArguments, AttentionRequest
-from .flash_limits import FLASH, require_indexable
+from .flash_limits import FLASH, equally_wide, is_deterministic, require_indexable
 
 
 class _Kernel(NamedTuple):
-    """A `flash_attn_varlen_func` and what its signature has room for."""
+    """A `flash_attn_varlen_func`, what its signature has room for, and whether its kernels are registered operators,
+    which `torch.compile` takes into a graph."""
 
     function: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
     parameters: frozenset[str]
-    min_capability: tuple[int, int]
+    is_traceable: bool = True
 
     def name_of(self, *names: str) -> str | None:
         """The first of `names` that the function takes; flash-attn 4 renamed some of flash-attn 2's."""
         return next((name for name in names if name in self.parameters), None)
 
 
-# Fastest first on the hardware that each supports. (module, lowest compute capability)
-_PACKAGES = (("flash_attn.cute", (9, 0)), ("flash_attn_interface", (9, 0)), ("flash_attn", (8, 0)))
+class _Package(NamedTuple):
+    """A module with a `flash_attn_varlen_func`, and the compute capabilities it is chosen for: from the first to below
+    the last."""
+
+    module: str
+    since: tuple[int, int]
+    until: tuple[int, int] = (99, 0)
+    is_traceable: bool = True
+
+
+# Fastest first on the hardware that each supports.
+_PACKAGES = (
+    # FlashAttention 3 is written for Hopper's instructions, which no later GPU has.
+    _Package("flash_attn_interface", (9, 0), (10, 0)),
+    # FlashAttention 4 compiles itself at its first call, which Dynamo cannot follow; a beta, so after 3 on Hopper.
+    _Package("flash_attn.cute", (9, 0), is_traceable=False),
+    _Package("flash_attn", (8, 0)),
+)
 # By package, what those said that are installed and could not be imported, as when they were built for another torch.
 _BROKEN: dict[str, str] = {}
 
 
-def _candidates(capability: tuple[int, int]) -> Iterator[tuple[Callable[..., torch.Tensor], tuple[int, int]]]:
-    for module, needed in _PACKAGES:
-        package = module.split(".")[0]
-        if capability >= needed and find_spec(package) is not None:
+def _installed(capability: tuple[int, int]) -> Iterator[_Kernel]:
+    """Kernels of the packages that are installed and meant for this GPU."""
+    for package in _PACKAGES:
+        name = package.module.split(".")[0]
+        if package.since <= capability < package.until and find_spec(name) is not None:
             try:
-                function = import_module(module).flash_attn_varlen_func
+                function = import_module(package.module).flash_attn_varlen_func
             except AttributeError:
                 continue  # a package without the function is another package
             except (ImportError, OSError, RuntimeError) as error:
-                if getattr(error, "name", None) != module:  # flash-attn 2 has no `cute`
-                    _BROKEN[package] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                if getattr(error, "name", None) != package.module:  # flash-attn 2 has no `cute`
+                    _BROKEN[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 continue
-            yield function, needed
-    if find_spec("kernels") is not None:
-        from ..runtime.hub_kernel import hub_flash_attn_varlen_func
+            yield _kernel_of(function, is_traceable=package.is_traceable)
 
-        if (hub_function := hub_flash_attn_varlen_func()) is not None:
-            yield hub_function, (8, 0)
+
+def _from_hub() -> _Kernel | None:
+    """The Hub's kernel, which is downloaded and is other people's code: only for who names this backend."""
+    from ..runtime.hub_kernel import hub_flash_attn_varlen_func
+
+    function = hub_flash_attn_varlen_func() if find_spec("kernels") is not None else None
+    return None if function is None else _kernel_of(function)
+
+
+def _kernel_of(function: Callable[..., torch.Tensor], *, is_traceable: bool = True) -> _Kernel:
+    return _Kernel(function, frozenset(inspect.signature(function).parameters), is_traceable)
 
 
 # By compute capability, and no cache of a function's: compiled graphs take functions from globals only.
 _KERNELS: dict[tuple[int, int], _Kernel | None] = {}
 
 
-def _kernel(capability: tuple[int, int]) -> _Kernel | None:
+def _kernel(capability: tuple[int, int], *, named: bool = False) -> _Kernel | None:
+    """The kernel for GPUs of this capability; `named` if the user chose the backend by name."""
     if capability not in _KERNELS:
-        _KERNELS[capability] = next(_kernels(capability), None)
+        _KERNELS[capability] = next(_installed(capability), None)
+    if named and _KERNELS[capability] is None:
+        _KERNELS[capability] = _from_hub()
     return _KERNELS[capability]
-
-
-def _kernels(capability: tuple[int, int]) -> Iterator[_Kernel]:
-    for function, needed in _candidates(capability):
-        yield _Kernel(function, frozenset(inspect.signature(function).parameters), needed)
 
 
 def _missing() -> list[str]:
     """Why there is no kernel: what is installed and broken, else what to install."""
     broken = [f"{package} is installed and cannot be imported ({said})" for package, said in _BROKEN.items()]
     if not broken:
-        return ["needs the flash-attn package (pip install flash-attn) or the kernels package"]
+        return [
+            "needs the flash-attn package (pip install flash-attn), or attention_backend='flash' and the kernels "
+            "package, which loads a kernel from the Hub"
+        ]
     built = "install a flash-attn that was built for this torch, " + torch.__version__
     return [*broken, f"{built} (pip install --no-build-isolation --force-reinstall --no-deps flash-attn)"]
 
@@ -97,7 +123,7 @@ class FlashBackend:
         reasons = self.capabilities.refusals(request)
         if request.device.type != "cuda":
             return reasons
-        kernel = _kernel(_capability(request.device))
+        kernel = _kernel(_capability(request.device), named=request.named)
         if kernel is None:
             return [*reasons, *_missing()]
         wanted = {
@@ -111,6 +137,11 @@ class FlashBackend:
                 reasons.append(f"this flash-attn's flash_attn_varlen_func has no {feature}")
         return reasons
 
+    def is_traceable(self, device: torch.device) -> bool:
+        """Whether the package that serves this device registers its kernels as operators."""
+        kernel = _kernel(_capability(device))
+        return kernel is not None and kernel.is_traceable
+
     def __call__(
         self,
         query: torch.Tensor,
@@ -120,16 +151,21 @@ class FlashBackend:
         arguments: AttentionArguments,
     ) -> torch.Tensor:
         """See [`AttentionBackend`]."""
-        require_indexable(query, layout, self.name)
         kernel = _kernel(_capability(query.device))
         assert kernel is not None, "refusals() was not asked"
-        query, key, value = cast_to_autocast_dtype(query, key, value)
+        value_dim = value.shape[-1]
+        query, key, value = equally_wide(*cast_to_autocast_dtype(query, key, value))
+        require_indexable(query, layout, self.name)
+        sinks = arguments.sinks
         options = {
             "window_size": None if arguments.sliding_window is None else (arguments.sliding_window - 1, 0),
             "softcap": arguments.softcap,
-            kernel.name_of("s_aux", "learnable_sink"): arguments.sinks,
+            # Weights may be float32 under autocast, and these kernels take half precision only.
+            kernel.name_of("s_aux", "learnable_sink"): None if sinks is None else sinks.to(query.dtype),
             "dropout_p": arguments.dropout or None,
         }
+        if is_deterministic() and kernel.name_of("deterministic") is not None:
+            options["deterministic"] = True
         result = kernel.function(
             query,
             key,
@@ -142,4 +178,5 @@ class FlashBackend:
             causal=True,
             **{name: option for name, option in options.items() if option is not None},
         )
-        return result[0] if isinstance(result, tuple) else result  # flash-attn 3 and 4 may add the log-sum-exp
+        out = result[0] if isinstance(result, tuple) else result  # flash-attn 3 and 4 may add the log-sum-exp
+        return out[..., :value_dim]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
+import torch.nn.functional as F
 
 from ..errors import NoBackend
 from ..layout import PackedLayout
@@ -17,12 +20,27 @@ FLASH = Capabilities(
     max_head_dim=256,
     head_dim_multiple=8,
     bias=False,
-    is_traceable=True,
 )
 # FlashAttention 2's backward indexes its padded accumulator, (T + 128 * S) * N * H elements, with 32-bit integers
 # (flash-attention issue 1311).
 _PADDED_TOKENS_PER_DOCUMENT = 128
 _MAX_ELEMENTS = 2**31
+
+
+def equally_wide(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query `(T, N, H)`, key and value `(T, K, H)` with one head dim, the wider: these kernels know no other. What is
+    narrower gets zeros, which change no score and fill the result's last features."""
+    # Of multi-head latent attention, queries and keys of 192 and values of 128 features come out as 192 and 192.
+    width = max(query.shape[-1], value.shape[-1])
+    q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+    return q, k, v
+
+
+def is_deterministic() -> bool:
+    """Whether the run asks for gradients that are the same to the bit every time, in torch's or flash-attn's words."""
+    return torch.are_deterministic_algorithms_enabled() or os.environ.get("FLASH_ATTENTION_DETERMINISTIC") == "1"
 
 
 def require_indexable(query: torch.Tensor, layout: PackedLayout, backend: str) -> None:

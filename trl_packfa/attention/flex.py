@@ -25,6 +25,13 @@ from .capabilities import Capabilities
 # Of one function for every model of a process: with and without a window, softcap and sinks, of each dtype, with
 # gradients and without, for one block of tokens and for more.
 _GRAPHS = 128
+# Rows of fewer than 128 tokens would go to the kernel for decoding, which has no configuration for their block mask
+# where heads share keys (pytorch issue 185349); and the proof is of the kernel that trains.
+_KERNEL_OPTIONS: Any = {"FORCE_USE_FLEX_ATTENTION": True}
+
+
+# A softcap stays a number: as a tensor, torch could not lower the score function without gradients.
+_SETTINGS = {"specialize_float": True}
 
 
 @cache
@@ -34,7 +41,7 @@ def _compiled() -> Callable[..., torch.Tensor]:
     compiled = torch.compile(flex_attention, dynamic=True)
 
     def attend(*args: Any, **kwargs: Any) -> Any:
-        with allow_graphs(_GRAPHS):
+        with allow_graphs(_GRAPHS), torch._dynamo.config.patch(**_SETTINGS):
             return compiled(*args, **kwargs)
 
     return attend
@@ -46,7 +53,15 @@ class FlexBackend:
     name = "flex"
     summary = "flex_attention with a document block mask, compiled; CUDA, softcap, sinks and float32"
     # On a CPU torch has no backward and materializes the scores.
-    capabilities = Capabilities(function="flex_attention", needs_cuda=True, min_head_dim=16, dropout=False, bias=False)
+    capabilities = Capabilities(
+        function="flex_attention",
+        needs_cuda=True,
+        dtypes=(torch.float16, torch.bfloat16, torch.float32),  # Triton's kernel multiplies no float64
+        min_head_dim=16,
+        max_head_dim=256,  # at 512 it needs 257 KiB of shared memory, of which an H100 has 227
+        dropout=False,
+        bias=False,
+    )
 
     def refusals(self, request: AttentionRequest) -> list[str]:
         """Its capabilities, and Triton."""
@@ -54,6 +69,10 @@ class FlexBackend:
         if request.device.type == "cuda" and find_spec("triton") is None:
             reasons.append("needs triton, which is not installed")
         return reasons
+
+    def is_traceable(self, device: torch.device) -> bool:
+        """Its kernel is a graph of its own."""
+        return False
 
     def __call__(
         self,
@@ -75,6 +94,7 @@ class FlexBackend:
             scale=arguments.scaling,
             enable_gqa=query.shape[1] != key.shape[1],
             return_lse=arguments.sinks is not None,
+            kernel_options=_KERNEL_OPTIONS,
         )
         if arguments.sinks is None:
             return result[0].transpose(0, 1)

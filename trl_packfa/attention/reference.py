@@ -25,6 +25,10 @@ class ReferenceBackend:
         """Nothing is beyond plain torch."""
         return self.capabilities.refusals(request)
 
+    def is_traceable(self, device: torch.device) -> bool:
+        """A loop over documents is none."""
+        return False
+
     def __call__(
         self,
         query: torch.Tensor,

@@ -10,13 +10,17 @@ longest length, Q queries of a chunk.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
+from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from ..layout import PackedLayout
-from ..runtime.autocast import autocast_dtype
+from ..runtime.autocast import autocast_dtype, cast_to_autocast_dtype
 from ..runtime.length_groups import group_by_length, pack_groups, pad_groups
 from .base import AttentionArguments, AttentionRequest
 from .capabilities import Capabilities
@@ -24,6 +28,7 @@ from .cpu_half import CausalInHalf, has_two_halves, is_faster_in_float32
 from .reference import dense_attention
 
 _CHUNK_QUERIES = 256
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class SdpaBackend:
@@ -37,6 +42,10 @@ class SdpaBackend:
     def refusals(self, request: AttentionRequest) -> list[str]:
         """Nothing is beyond it."""
         return self.capabilities.refusals(request)
+
+    def is_traceable(self, device: torch.device) -> bool:
+        """A loop over groups of documents is none."""
+        return False
 
     def __call__(
         self,
@@ -92,15 +101,30 @@ def _pad_numbers(numbers: list[torch.Tensor], padding: int) -> torch.Tensor:
     return pad_sequence(numbers, batch_first=True, padding_value=padding)
 
 
-def _expand_heads(tensor: torch.Tensor, num_heads: int) -> tuple[torch.Tensor, bool]:
-    """Key/value heads as the device's kernels want them, and whether they share heads by themselves.
+def _kernels(device: str) -> AbstractContextManager[None]:
+    """For the length of a `with` block, on CUDA, torch's function chooses among all its kernels but cuDNN's.
 
-    CUDA's memory-efficient kernel, the one that fp32 and Turing get, does not; falling through to the math path
-    there would materialize L x L.
+    torch puts cuDNN's first on Hopper. It plans a graph on the host for every new shape, tens of milliseconds each,
+    and a packed batch has dozens of shapes that no other batch has.
     """
-    if tensor.shape[1] == num_heads or tensor.device.type == "cpu":
-        return tensor, tensor.shape[1] != num_heads
-    return tensor.repeat_interleave(num_heads // tensor.shape[1], dim=1), False
+    return sdpa_kernel(_KERNELS) if device == "cuda" else nullcontext()
+
+
+def _shares_heads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor | None, dropout: float
+) -> bool:
+    """Whether a fused kernel of the device takes fewer key/value heads than query heads `(G, heads, L, H)`.
+
+    On CUDA torch itself says so: its kernels differ by version, dtype and mask, and falling through to the math path
+    would materialize L x L.
+    """
+    if key.shape[1] == query.shape[1] or query.device.type not in ("cpu", "cuda"):
+        return False
+    if query.device.type == "cpu":
+        return True
+    query, key, value = cast_to_autocast_dtype(query, key, value)
+    call = SDPAParams(query, key, value, allowed, dropout, allowed is None, True)
+    return can_use_flash_attention(call) or can_use_efficient_attention(call)
 
 
 def _causal(
@@ -112,18 +136,21 @@ def _causal(
 ) -> torch.Tensor:
     """Fused attention of a right-padded group, causal unless a mask `allowed` says which keys a chunk sees, or a
     float tensor what is added to the scores."""
-    key, enable_gqa = _expand_heads(key, query.shape[1])
-    value, _ = _expand_heads(value, query.shape[1])
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        allowed,
-        dropout_p=arguments.dropout,
-        is_causal=allowed is None,
-        scale=arguments.scaling,
-        enable_gqa=enable_gqa,
-    )
+    repeats = query.shape[1] // key.shape[1]
+    with _kernels(query.device.type):
+        enable_gqa = _shares_heads(query, key, value, allowed, arguments.dropout)
+        if repeats > 1 and not enable_gqa:
+            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            allowed,
+            dropout_p=arguments.dropout,
+            is_causal=allowed is None,
+            scale=arguments.scaling,
+            enable_gqa=enable_gqa,
+        )
 
 
 def _in_chunks(

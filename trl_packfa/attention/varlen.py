@@ -15,7 +15,7 @@ import torch
 from ..layout import PackedLayout
 from ..runtime.autocast import cast_to_autocast_dtype
 from .base import AttentionArguments, AttentionRequest
-from .flash_limits import FLASH, require_indexable
+from .flash_limits import FLASH, equally_wide, require_indexable
 
 try:
     from torch.nn.attention import varlen
@@ -23,8 +23,10 @@ except ImportError:  # torch older than 2.10
     varlen = None
 _varlen_attn: Callable[..., Any] | None = None if varlen is None else varlen.varlen_attn
 
-# torch 2.10 had `is_causal`, later versions have `window_size` and `enable_gqa`.
+# torch 2.10 had `is_causal`, later versions have `scale`, `window_size` and `enable_gqa`.
 _PARAMETERS = frozenset(inspect.signature(_varlen_attn).parameters) if _varlen_attn is not None else frozenset()
+# Numbers of half precision in 16 bytes, which kernels read at once.
+_ALIGNED = 8
 
 
 class VarlenBackend:
@@ -43,6 +45,10 @@ class VarlenBackend:
             reasons.append(f"sliding windows need a newer varlen_attn than torch {torch.__version__} has")
         return reasons
 
+    def is_traceable(self, device: torch.device) -> bool:
+        """torch registers it."""
+        return True
+
     def __call__(
         self,
         query: torch.Tensor,
@@ -52,24 +58,37 @@ class VarlenBackend:
         arguments: AttentionArguments,
     ) -> torch.Tensor:
         """See [`AttentionBackend`]."""
-        require_indexable(query, layout, self.name)
         assert _varlen_attn is not None, "refusals() was not asked"
-        query, key, value = cast_to_autocast_dtype(query, key, value)
+        value_dim = value.shape[-1]
+        query, key, value = equally_wide(*cast_to_autocast_dtype(query, key, value))
+        require_indexable(query, layout, self.name)
         options: dict[str, Any] = {}
+        if "scale" in _PARAMETERS:
+            options["scale"] = arguments.scaling
+        elif (factor := arguments.scaling * query.shape[-1] ** 0.5) != 1.0:
+            query = query * factor  # torch 2.10 scales by the root of the head dim, and by nothing else
         if "enable_gqa" in _PARAMETERS:
             options["enable_gqa"] = query.shape[1] != key.shape[1]
         if "window_size" in _PARAMETERS:
             options["window_size"] = ((arguments.sliding_window or 0) - 1, 0)
         else:
             options["is_causal"] = True
-        return _varlen_attn(
-            query.contiguous(),
-            key.contiguous(),
-            value.contiguous(),
+        out = _varlen_attn(
+            *map(_as_kernels_read, (query, key, value)),
             layout.cu_seqlens,
             layout.cu_seqlens,
             layout.max_seqlen,
             layout.max_seqlen,
-            scale=arguments.scaling,
             **options,
         )
+        return out[..., :value_dim]
+
+
+def _as_kernels_read(x: torch.Tensor) -> torch.Tensor:
+    """Heads `(T, N, H)` as they are where each lies in one piece at a multiple of 16 bytes, as in the fused
+    projections of Phi-3; copied otherwise, and in graphs, whose shapes of results torch takes from dense inputs."""
+    if torch.compiler.is_compiling():
+        return x.contiguous()
+    *steps, last = x.stride()
+    is_aligned = all(number % _ALIGNED == 0 for number in (*steps, x.storage_offset()))
+    return x if last == 1 and is_aligned and min(steps) > 0 else x.contiguous()

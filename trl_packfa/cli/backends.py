@@ -16,14 +16,27 @@ def add(commands: argparse._SubParsersAction) -> None:
     text = "list the attention backends and what this machine lacks for each"
     backends = commands.add_parser("backends", help=text)
     add_json(backends)
+    backends.add_argument("--head_dim", type=int, help="features of a head (default: 128)")
+    backends.add_argument("--value_dim", type=int, help="features of a value's head, where they are others")
+    backends.add_argument("--sliding_window", type=int, help="keys that a query may see")
+    backends.add_argument("--softcap", type=float, help="bound of the scores, as in Gemma-2")
+    backends.add_argument("--sinks", action="store_true", default=None, help="attention sinks, as in gpt-oss")
+    dtypes = ("bfloat16", "float16", "float32", "float64")
+    backends.add_argument("--dtype", choices=dtypes, help="of the model (default: bfloat16 on a GPU)")
     backends.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask every backend about a usual request of this machine."""
+    """Ask every backend about a request of this machine: a usual one, or what the arguments say."""
+    import torch
+
     from ..attention import BACKENDS
 
-    request = usual_request()
+    fields = ("head_dim", "value_dim", "sliding_window", "softcap", "sinks")
+    asked = {name: getattr(args, name) for name in fields if getattr(args, name) is not None}
+    if args.dtype is not None:
+        asked["dtype"] = getattr(torch, args.dtype)
+    request = usual_request()._replace(**asked)
     if not args.json:
         print(f"for {request.describe()}")
     rows = [{"backend": b.name, "here": "; ".join(b.refusals(request)) or "yes", "what": b.summary} for b in BACKENDS]

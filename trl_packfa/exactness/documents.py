@@ -19,17 +19,21 @@ LONG_ROWS = ((0, 2, 1), (8, 6, 10), (3, 4, 5, 7, 9, 11))
 SHORT: tuple[int, ...] = (0, 3, 6, 7, 10)
 SHORT_ROWS = ((0, 2), (1, 3, 4))
 _LONGEST = LONG.index(max(LONG))
+# Of these some are longer where kernels work in tiles of up to 128 tokens: documents of one, of two and of
+# more than three tiles, whose blocks of keys are whole, partial and, under a window, skipped. By place in `LONG`.
+_TILED = {2: 400, 6: 380, 10: 140}
 # Sliding windows up to this many tokens are outgrown by the longest document.
 _WIDEST = 512
 # Of a replaced document at least this share of the tokens is another.
 _OTHERS = 0.5
 
 
-def long_lengths(windows: Sequence[int | None], max_positions: int | None) -> tuple[int, ...]:
+def long_lengths(windows: Sequence[int | None], max_positions: int | None, *, tiled: bool = False) -> tuple[int, ...]:
     """`LONG` for a model: its longest document outgrows every window that can be outgrown cheaply, and none is longer
-    than a table of learned positions."""
+    than a table of learned positions; `tiled` for kernels that work in tiles."""
     outgrown = [window + 3 for window in windows if window and window < _WIDEST]
-    lengths = tuple(max([length, *outgrown]) if i == _LONGEST else length for i, length in enumerate(LONG))
+    wanted = [_TILED.get(i, length) if tiled else length for i, length in enumerate(LONG)]
+    lengths = tuple(max([length, *outgrown]) if i == _LONGEST else length for i, length in enumerate(wanted))
     return tuple(min(length, max_positions or length) for length in lengths)
 
 

@@ -23,7 +23,7 @@ from ..runtime.per_document import BOUNDARIES
 from .compare import NOISE_FACTOR
 from .quiet import quiet
 from .rounding import last_places_off
-from .subject import compute_dtype
+from .subject import rounding_dtype
 
 # As many on every rank: where ranks hold parts of a model, they run its forwards together.
 _DOCUMENTS = 4
@@ -89,7 +89,7 @@ def check_batch(model: nn.Module, batch: Mapping[str, Any]) -> BatchProof | None
     for i, own, off in zip(chosen, alone, rounded, strict=True):
         mask = trained[i][1:].to(own.device)
         found.append(((pieces[i][1:] - own)[mask].abs().float(), (off - own)[mask].abs().float()))
-    return _worst(found, [layout.lengths[i] for i in chosen], _FLOOR[compute_dtype(model)])
+    return _worst(found, [layout.lengths[i] for i in chosen], _FLOOR[rounding_dtype(model)])
 
 
 def _choose(trained: Sequence[int]) -> list[int]:

@@ -16,7 +16,7 @@ from .documents import Documents, losses, replacements
 from .following import Key, Trace
 from .parity import Differences, run_packed
 from .probe import Arrangement, Probe
-from .subject import Subject, compute_dtype
+from .subject import Subject, rounding_dtype
 
 _LOGITS = Key("logits", "the LM head", 0)
 # The documents that each of two runs replaces.
@@ -139,7 +139,7 @@ class _Regrouping:
             for (key, _), difference in differences([after], [trace], typical=typical).items():
                 found[key, i] = difference
             found[_LOGITS, i] = relative_logits(logits[i], expected, typical=typical)
-        beyond, _ = worst(found, self.noise, compute_dtype(self.subject.model, logits[0].dtype))
+        beyond, _ = worst(found, self.noise, rounding_dtype(self.subject.model, logits[0].dtype))
         return max(moved, 0.0 if beyond.excess <= 1 else beyond.difference)
 
 

@@ -22,10 +22,10 @@ from .compare import largest
 from .documents import LONG_ROWS, SHORT, SHORT_ROWS, Documents, draw_documents, known_tokens, long_lengths
 from .isolation import first_leak, measure_control, measure_isolation
 from .parity import first_difference, measure_long, measure_short
-from .probe import Collator, Probe, vocabulary_of
+from .probe import Collator, Probe, device_of, vocabulary_of
 from .quiet import quiet
 from .report import ExactnessReport
-from .subject import Subject, compute_dtype
+from .subject import Subject, compute_dtype, rounding_dtype
 
 
 def check(
@@ -99,12 +99,18 @@ def _probes(
 ) -> tuple[Probe, Probe]:
     """Documents for every measurement, and longer ones, more of them, for what these cannot show."""
     vocabulary, most = vocabulary_of(model), max_positions(find_backbone(model, state.patch))
-    tokens, others = draw_documents(long_lengths(state.windows, most), known, vocabulary, seed)
+    lengths = long_lengths(state.windows, most, tiled=_has_tiles(device_of(model)))
+    tokens, others = draw_documents(lengths, known, vocabulary, seed)
     few, their_others = ([documents[i] for i in SHORT] for documents in (tokens, others))
     return (
         Probe(model, collator, few, their_others, SHORT_ROWS, seed),
         Probe(model, collator, tokens, others, LONG_ROWS, seed),
     )
+
+
+def _has_tiles(device: torch.device) -> bool:
+    """Whether attention runs there in tiles of 64 to 128 tokens, as the kernels of accelerators do."""
+    return device.type != "cpu"
 
 
 def _measure(subject: Subject, short: Probe, long: Probe, *, mode: str) -> tuple[ExactnessReport, Documents]:
@@ -135,7 +141,7 @@ def _measure(subject: Subject, short: Probe, long: Probe, *, mode: str) -> tuple
     if subject.anywhere(leaking.forward > 0):
         leak = first_leak(leaky, leaking.which, rows=in_rows)
     report = ExactnessReport(
-        dtype=str(compute_dtype(subject.model, few.alone.logits[0].dtype)).removeprefix("torch."),
+        dtype=_dtype_name(subject.model, few.alone.logits[0].dtype),
         lengths=long.lengths,
         isolation=leaking.forward,
         regrouped=max(found.regrouped for found, *_ in isolations),
@@ -173,6 +179,12 @@ def _random_states(device: torch.device) -> list[torch.Tensor]:
 def _run(probe: Probe) -> Documents:
     """Logits of the packed documents."""
     return [logits.detach() for logits in probe.packed(probe.tokens)]
+
+
+def _dtype_name(model: nn.Module, logits: torch.dtype) -> str:
+    """The dtype that the model computes in, in words."""
+    found = [dtype(model, logits) for dtype in (compute_dtype, rounding_dtype)]
+    return str(found[0]).removeprefix("torch.") + (" with TF32 products" if found[0] is not found[1] else "")
 
 
 def _training(model: nn.Module) -> str:

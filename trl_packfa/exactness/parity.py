@@ -17,7 +17,7 @@ from .documents import SHORT, Documents
 from .following import Following, Key, Trace
 from .probe import Arrangement, Probe
 from .rounding import last_places_off
-from .subject import Subject, compute_dtype
+from .subject import Subject, rounding_dtype
 
 Differences: TypeAlias = "dict[tuple[Key, int], float]"
 _LOGITS = Key("logits", "the LM head", 0)
@@ -57,7 +57,7 @@ def measure_short(subject: Subject, probe: Probe) -> Parity:
     alone, norms = _run_alone(subject, probe, sign=1.0), subject.sizes()
     copied = subject.copied()
     subject.begin("the same documents packed", 0.03)
-    dtype = compute_dtype(subject.model, alone.logits[0].dtype)
+    dtype = rounding_dtype(subject.model, alone.logits[0].dtype)
     logits, followed = run_packed(subject, probe, probe.row, probe.packed, alone.traces, sign=-1.0)
     by_packing = subject.norms()
     found = _compared(subject, logits, followed.traces, alone)
@@ -92,7 +92,7 @@ def measure_long(subject: Subject, probe: Probe, short: Parity) -> Parity:
     places = [(*SHORT, *rest).index(document) for document in range(len(probe.lengths))]
     logits, traces = [*short.alone.logits, *others.logits], [*short.alone.traces, *others.traces]
     alone = Alone([logits[place] for place in places], [traces[place] for place in places])
-    dtype = compute_dtype(subject.model, alone.logits[0].dtype)
+    dtype = rounding_dtype(subject.model, alone.logits[0].dtype)
     subject.begin("the same documents packed in several rows", 0.13)
     logits, in_rows = run_packed(subject, probe, probe.rows, probe.in_rows, alone.traces, losses=rest, sign=-1.0)
     by_packing = subject.norms()

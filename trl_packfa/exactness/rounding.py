@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..runtime.autocast import multiplies_in_tf32
+
 # Modules whose result is their input.
 _KEEP = (nn.Identity, nn.Dropout)
 
@@ -51,4 +53,11 @@ def _last_place(module: nn.Module, output: torch.Tensor) -> float:
         dtypes.add(computes_in)
     if type(module).__name__ == "Linear8bitLt":
         dtypes.add(torch.float16)
+    if torch.float32 in dtypes and _multiplies(module) and multiplies_in_tf32(output.device):
+        dtypes.add(torch.float16)  # as coarse as TF32
     return max(torch.finfo(dtype).eps for dtype in dtypes)
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Whether a module multiplies matrices."""
+    return not isinstance(module, nn.Embedding) and any(p.dim() > 1 for p in module.parameters(recurse=False))

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ..patching.apply import PatchState
 from ..patching.inspect import model_config, model_type
+from ..runtime.autocast import multiplies_in_tf32
 from ..runtime.zero3 import GradientParts, is_partitioned, whole_shape, whole_size
 from .following import find_parts
 from .probe import device_of
@@ -142,3 +143,9 @@ def compute_dtype(model: nn.Module, logits: torch.dtype = torch.float32) -> torc
         if parameter.dtype in (*_WIDE, torch.bfloat16, torch.float16):
             sizes[parameter.dtype] += whole_size(parameter)
     return sizes.most_common(1)[0][0]
+
+
+def rounding_dtype(model: nn.Module, logits: torch.dtype = torch.float32) -> torch.dtype:
+    """The dtype that rounds as coarsely as the model's products: [`compute_dtype`], or float16 for TF32."""
+    dtype = compute_dtype(model, logits)
+    return torch.float16 if dtype is torch.float32 and multiplies_in_tf32(device_of(model)) else dtype

@@ -23,6 +23,19 @@ def cast_to_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.to(autocast_dtype(tensor) or tensor.dtype) for tensor in tensors)
 
 
+def multiplies_in_tf32(device: torch.device) -> bool:
+    """Whether a GPU rounds the factors of float32 products to TF32, which keeps ten bits of a number, as float16 does.
+
+    https://docs.pytorch.org/docs/stable/notes/cuda.html#tf32-on-ampere
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    matmul = torch.backends.cuda.matmul
+    # torch 2.9 has a setting of more than two values, after which it does not tell the older one.
+    precision = getattr(matmul, "fp32_precision", None)
+    return matmul.allow_tf32 if precision is None else precision == "tf32"
+
+
 def outside_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A `torch.autograd.Function`'s `backward` that multiplies in the dtypes of its own tensors.
 

@@ -11,6 +11,8 @@ Shape letters: B rows, L row length, T packed tokens (B * L), G documents of a g
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -70,8 +72,8 @@ def _take_apart(
     groups, place = _groups(layout, tensors[0].device)
     calls = []
     for index_GM in groups:
-        mask_MM = _causal_mask(index_GM.shape[1], sliding_window, dtype, index_GM.device)
-        taken = [_take(value, index_GM, layout, mask_MM) for value in (*args, *kwargs.values())]
+        mask = _CausalMask(index_GM.shape[1], sliding_window, dtype, index_GM.device)
+        taken = [_take(value, index_GM, layout, mask) for value in (*args, *kwargs.values())]
         calls.append((tuple(taken[: len(args)]), dict(zip(kwargs, taken[len(args) :], strict=True))))
     return calls, [tuple(index.shape) for index in groups], place
 
@@ -108,17 +110,31 @@ def _groups(layout: PackedLayout, device: torch.device) -> tuple[list[torch.Tens
     return layout.memo["groups", device]
 
 
-def _causal_mask(length: int, sliding_window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What is added to the scores of a document, `(length, length)`."""
-    hidden = torch.full((length, length), torch.finfo(dtype).min, dtype=dtype, device=device)
-    return hidden.triu(1) if sliding_window is None else hidden.triu(1) + hidden.tril(-sliding_window)
+@dataclass(frozen=True)
+class _CausalMask:
+    """What is added to the scores of a group's documents: quadratic in their length, so made only where a call has an
+    empty mask whose place it takes."""
+
+    length: int
+    sliding_window: int | None
+    dtype: torch.dtype
+    device: torch.device
+
+    @cached_property
+    def tensor(self) -> torch.Tensor:
+        """`(length, length)`."""
+        shape, lowest = (self.length, self.length), torch.finfo(self.dtype).min
+        hidden = torch.full(shape, lowest, dtype=self.dtype, device=self.device)
+        window = self.sliding_window
+        return hidden.triu(1) if window is None else hidden.triu(1) + hidden.tril(-window)
 
 
-def _take(value: Any, index_GM: torch.Tensor, layout: PackedLayout, mask_MM: torch.Tensor) -> Any:
+def _take(value: Any, index_GM: torch.Tensor, layout: PackedLayout, mask: _CausalMask) -> Any:
     """A group's part of an argument."""
     if isinstance(value, (tuple, list)):
-        return type(value)(_take(item, index_GM, layout, mask_MM) for item in value)
+        return type(value)(_take(item, index_GM, layout, mask) for item in value)
     if is_empty_mask(value):
+        mask_MM = mask.tensor
         return mask_MM.expand(index_GM.shape[0], *(1,) * (value.dim() - 3), *mask_MM.shape)
     if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] != layout.row_length:
         return value

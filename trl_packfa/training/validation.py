@@ -95,7 +95,7 @@ def _refuse_backend(args: PackedSFTConfig) -> None:
     once that has been built."""
     if args.attention_backend == "auto":
         return
-    plainest = AttentionRequest(args.device, torch.bfloat16, head_dim=64, num_heads=8, num_key_value_heads=8)
+    plainest = AttentionRequest(args.device, torch.bfloat16, 64, 8, 8, named=True)
     reasons = get_backend(args.attention_backend).refusals(plainest)
     if reasons:
         raise NoBackend(

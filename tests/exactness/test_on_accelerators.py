@@ -1,0 +1,115 @@
+"""What the check does otherwise on a GPU: longer documents for kernels that work in tiles, and TF32's rounding. Both
+are tried on a CPU by kernels that fail, or round, as a GPU's would."""
+
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+
+from trl_packfa import PackedLayout, check, patch
+from trl_packfa.attention.block_mask import BLOCK, block_mask
+from trl_packfa.attention.sdpa import SdpaBackend
+from trl_packfa.exactness import measure, rounding, subject
+from trl_packfa.exactness.documents import LONG, SHORT, long_lengths
+from trl_packfa.runtime.autocast import multiplies_in_tf32
+
+MODEL = {"layers": 2, "max_position_embeddings": 1024}
+
+
+def test_documents_cross_tiles_where_kernels_work_in_them():
+    """G13. Blocks of keys that a block of queries sees whole, in the row with gradients too."""
+    tiled = long_lengths([], None, tiled=True)
+    few = [tiled[i] for i in SHORT]
+    assert few == [11, 1, 380, 5, 140] and max(tiled) > 3 * BLOCK and len(tiled) == len(LONG)
+    for lengths, whole in ((tiled, True), (few, True), ([LONG[i] for i in SHORT], False)):
+        mask = block_mask(PackedLayout.from_lengths(lengths), None)
+        assert bool((mask.full_kv_num_blocks > 0).any()) == whole
+    assert long_lengths([500], None, tiled=True)[2] == 503 and max(long_lengths([], 128, tiled=True)) == 128
+    assert not measure._has_tiles(torch.device("cpu")) and measure._has_tiles(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("tiled", [True, False])
+def test_a_kernel_that_forgets_a_tile_is_found(tiled, monkeypatch):
+    """It drops what a query sees more than 256 tokens before it; documents as short as a CPU's would not show that."""
+    attend = SdpaBackend.__call__
+
+    def forgetful(self, query, key, value, layout, arguments):
+        arguments = type(arguments)(**{**vars(arguments), "sliding_window": 256})
+        return attend(self, query, key, value, layout, arguments)
+
+    monkeypatch.setattr(SdpaBackend, "__call__", forgetful)
+    monkeypatch.setattr(measure, "_has_tiles", lambda device: tiled)
+    report = check(patch(tiny.model(**MODEL), backend="sdpa"))
+    assert report.is_exact != tiled
+    assert max(report.lengths) == (400 if tiled else 150)
+
+
+def _as_tf32(x):
+    """Numbers that keep ten bits of their mantissa, as a GPU's float32 products round their factors."""
+    return (x.contiguous().view(torch.int32) + 0x1000 & ~0x1FFF).view(torch.float32)
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return _as_tf32(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _as_tf32(grad)
+
+
+@pytest.fixture
+def tf32(monkeypatch):
+    """Packed attention multiplies in TF32, as flex does; a document alone runs in another kernel."""
+    attend = SdpaBackend.__call__
+
+    def rounded(self, query, key, value, *rest):
+        return attend(self, *map(_Rounded.apply, (query, key, value)), *rest)
+
+    monkeypatch.setattr(SdpaBackend, "__call__", rounded)
+
+    def known():
+        for module in (rounding, subject):
+            monkeypatch.setattr(module, "multiplies_in_tf32", lambda device: True)
+
+    return known
+
+
+def test_tf32_is_no_false_alarm(tf32):
+    """G15. The control does not know of it."""
+    model = patch(tiny.model(**MODEL), backend="sdpa")
+    assert not check(model).has_parity
+    tf32()
+    report = check(model)
+    assert report.is_exact and report.dtype == "float32 with TF32 products", str(report)
+
+
+def test_a_leak_is_found_under_tf32(tf32, monkeypatch):
+    tf32()
+    attend = SdpaBackend.__call__
+
+    def leaking(self, query, key, value, layout, arguments):
+        merged = PackedLayout.from_lengths((layout.lengths[0] + layout.lengths[1], *layout.lengths[2:]))
+        return attend(self, query, key, value, merged, arguments)
+
+    monkeypatch.setattr(SdpaBackend, "__call__", leaking)
+    assert check(patch(tiny.model(**MODEL), backend="sdpa")).verdict == "leak"
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((9, 0), True), ((7, 5), False)])
+def test_tf32_is_what_torch_says(capability, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    gpu, matmul = torch.device("cuda"), torch.backends.cuda.matmul
+    assert not multiplies_in_tf32(gpu)
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32"
+    try:
+        assert multiplies_in_tf32(gpu) == expected
+        assert not multiplies_in_tf32(torch.device("cpu"))
+    finally:
+        matmul.fp32_precision = before
+    older = SimpleNamespace(matmul=SimpleNamespace(allow_tf32=True))  # torch before 2.9
+    monkeypatch.setattr(torch.backends, "cuda", older)
+    assert multiplies_in_tf32(gpu) == expected

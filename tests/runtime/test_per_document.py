@@ -1,0 +1,30 @@
+"""Modules that run document by document: what is made for them."""
+
+import torch
+
+from trl_packfa import PackedLayout
+from trl_packfa.runtime import per_document
+from trl_packfa.runtime.context import empty_mask
+
+
+def test_a_mask_is_made_only_for_modules_that_are_handed_one(monkeypatch):
+    """It is quadratic in the longest document of a group: a state space model never looks at it."""
+    made = []
+    full = torch.full
+
+    def watched(shape, *args, **kwargs):
+        made.append(tuple(shape))
+        return full(shape, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "full", watched)
+    layout = PackedLayout.from_lengths((300, 5))
+    x = torch.randn(1, 305, 4)
+
+    def mixer(hidden, attention_mask=None):
+        assert attention_mask is None or attention_mask.shape[-2:] == (hidden.shape[1],) * 2
+        return hidden * 2
+
+    assert torch.equal(per_document.run_by_document(mixer, (x,), {}, layout), x * 2) and not made
+    masked = {"attention_mask": empty_mask(layout, x.device, dtype=torch.float32)}
+    assert torch.equal(per_document.run_by_document(mixer, (x,), masked, layout), x * 2)
+    assert made == [(300, 300), (5, 5)]
