@@ -33,8 +33,9 @@ class DataCollatorForPacking:
     ```
 
     The batch also holds `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k` and `seq_idx`, exactly as
-    TRL's padding-free collator sends them. The first label of each document is -100: no token precedes it. An
-    example with `seq_lengths` is a row that was packed before.
+    TRL's padding-free collator sends them, unless told otherwise: a patched model reads `packed_layout`. The first
+    label of each document is -100: no token precedes it. An example with `seq_lengths` is a row that was packed
+    before.
 
     Args:
         pad_token_id (`int`, *optional*, defaults to `0`):
@@ -46,12 +47,16 @@ class DataCollatorForPacking:
             of each source that the trainer logs.
         vocab_size (`int`, *optional*):
             How many tokens the model reads: others are refused instead of looked up.
+        return_flash_attn_kwargs (`bool`, *optional*, defaults to `True`):
+            Send TRL's five keys beside `packed_layout`. The trainer does not: its model is patched, and each would be
+            a copy to the device that nobody reads.
     """
 
     pad_token_id: int = 0
     pad_to_multiple_of: int | None = None
     source_column: str | None = None
     vocab_size: int | None = None
+    return_flash_attn_kwargs: bool = True
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Collate `examples` with `input_ids` and, optionally, `labels` and `seq_lengths`."""
@@ -76,7 +81,7 @@ class DataCollatorForPacking:
             "input_ids": input_ids_T[None],
             "labels": labels_T[None],
             "position_ids": layout.position_ids(),
-            **layout.flash_kwargs(),
+            **(layout.flash_kwargs() if self.return_flash_attn_kwargs else {}),
             "packed_layout": layout,
         }
         if self.source_column is not None and all(self.source_column in example for example in examples):

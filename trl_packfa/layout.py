@@ -224,6 +224,11 @@ class PackedLayout:
             self if cu_seqlens is self.cu_seqlens else PackedLayout(cu_seqlens, self.lengths, self.rows, self.padding)
         )
 
+    def pin_memory(self) -> PackedLayout:
+        """The same layout with its offsets in page-locked memory, from where `to(device, non_blocking=True)` does not
+        make the host wait; torch's data loaders call it."""
+        return PackedLayout(self.cu_seqlens.pin_memory(), self.lengths, self.rows, self.padding)
+
 
 def _offsets(lengths: tuple[int, ...]) -> torch.Tensor:
     """Where documents of these lengths begin, and where the last one ends, int32, shape `(S + 1,)`."""

@@ -1,9 +1,12 @@
 """What the benchmark concludes of the steps it timed, and what it refuses to."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from trl_packfa import PackedSFTConfig
 from trl_packfa.bench import plot
 from trl_packfa.bench.compare import Result, compare, require_equal_work
 from trl_packfa.bench.data import facts, random_documents
@@ -103,8 +106,21 @@ def test_the_peak_is_the_best_of_a_run(monkeypatch):
     """A slow minute at the start would make sides look better than the machine allows."""
     rates = iter([100.0, 187.0, 142.0])
     monkeypatch.setattr("trl_packfa.bench.run.peak_flops", lambda *args, **options: next(rates))
-    peak = Peak(None, None)
+    peak = Peak(None, PackedSFTConfig("out", use_cpu=True, bf16=False))
+    assert peak.source == "measured here"
     assert peak.best == 100.0
     peak.measure()
     peak.measure()
     assert peak.best == 187.0
+
+
+def test_a_known_peak_is_not_measured(monkeypatch):
+    monkeypatch.setattr("trl_packfa.training.flops.matmul_flops", lambda *args, **options: pytest.fail("measured"))
+    peak = Peak(None, PackedSFTConfig("out", use_cpu=True, bf16=False, peak_tflops=2.0))
+    peak.measure()
+    assert (peak.best, peak.source) == (2e12, "peak_tflops")
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    args = SimpleNamespace(peak_tflops=None, device=torch.device("cuda", 0), bf16=True, fp16=False)
+    peak = Peak(None, args)
+    peak.measure()
+    assert (peak.best, peak.source) == (989e12, "data sheet of NVIDIA H100 80GB HBM3")

@@ -5,7 +5,11 @@ Shapes are those of the published configs; rotary scaling, which costs nothing, 
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -18,7 +22,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from ..errors import InvalidConfig
+from ..errors import InvalidConfig, PackingError
 
 # Name: model type, then hidden size, intermediate size, layers, heads, key/value heads, vocabulary, tied embeddings.
 _SHAPES = {
@@ -73,6 +77,20 @@ def save_preset(name: str, folder: str | Path, *, dtype: str, tokenizer: str | N
     words.save_pretrained(folder)
 
 
+def save_preset_apart(name: str, folder: Path, **options: Any) -> None:
+    """[`save_preset`] in a process of its own, so that this one takes no memory of a GPU.
+
+    Raises:
+        [`PackingError`]: if that process fails, with its last line.
+    """
+    what = json.dumps({"name": name, "folder": str(folder), **options})
+    command = [sys.executable, "-m", "trl_packfa.bench.presets", what]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise PackingError(f"the preset '{name}' could not be made.", why=[last])
+
+
 def _placeholder() -> PreTrainedTokenizerBase:
     """A tokenizer for data that has token ids already: it only knows how to pad."""
     core = Tokenizer(models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}, unk_token="<unk>"))
@@ -80,3 +98,7 @@ def _placeholder() -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
+
+
+if __name__ == "__main__":
+    save_preset(**json.loads(sys.argv[1]))

@@ -9,16 +9,17 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import load_from_disk
 from transformers import AutoConfig, PreTrainedConfig
 
 from ..training.config import PackedSFTConfig
-from ..training.flops import ModelFlops, peak_flops
+from ..training.flops import ModelFlops, known_peak, peak_flops
 from .arguments import Setup, read_arguments
 from .compare import Result, require_equal_work
 from .data import Facts, facts, save_documents
 from .environment import environment
-from .presets import PRESETS, save_preset
+from .presets import PRESETS, save_preset_apart
 from .process import SideFailed, SideProcess
 from .sides import Side, as_json
 
@@ -55,6 +56,7 @@ def run_bench(argv: list[str], tell: Tell = lambda text: None) -> dict[str, Any]
         "data": {**data._asdict(), "report": lost},
         "model_flops_per_token": flops,
         "peak_flops": peak.best,
+        "peak_source": peak.source,
         "sides": [result.to_dict(data, flops=flops, peak=peak.best, base=results[0]) for result in results],
     }
 
@@ -65,16 +67,30 @@ def _flops_per_token(config: PreTrainedConfig, setup: Setup, data: Facts) -> flo
 
 
 class Peak:
-    """The best rate of the model's own matrix product in a run, measured again and again: a machine that others use
-    too is not as fast in every minute."""
+    """What MFU is a share of: `peak_tflops`, the device's data sheet, or the best rate of the model's own matrix
+    product in a run, measured again and again: a machine that others use too is not as fast in every minute."""
 
     def __init__(self, config: PreTrainedConfig, args: PackedSFTConfig) -> None:
         self._config, self._args = config, args
-        self.best = peak_flops(config, args)
+        self.source = _source_of_peak(args)
+        self.best = self._rate()
 
     def measure(self) -> None:
-        """Once more, in a fraction of a step."""
-        self.best = max(self.best, peak_flops(self._config, self._args, seconds=_PEAK_SECONDS))
+        """Once more, in a fraction of a step; nothing where the peak is known."""
+        if known_peak(self._args) is None:
+            self.best = max(self.best, self._rate(seconds=_PEAK_SECONDS))
+
+    def _rate(self, **options: Any) -> float:
+        rate = peak_flops(self._config, self._args, **options)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the sides need what the product has taken
+        return rate
+
+
+def _source_of_peak(args: PackedSFTConfig) -> str:
+    if args.peak_tflops is not None:
+        return "peak_tflops"
+    return "measured here" if known_peak(args) is None else f"data sheet of {torch.cuda.get_device_name(args.device)}"
 
 
 def model_path(setup: Setup, folder: Path, tell: Tell = lambda text: None) -> str:
@@ -84,7 +100,10 @@ def model_path(setup: Setup, folder: Path, tell: Tell = lambda text: None) -> st
         return name
     tell(f"making {name} with random weights ...")
     path = folder / "model"
-    save_preset(name, path, dtype=setup.args.dtype or "float32", tokenizer=setup.bench.tokenizer, seed=setup.args.seed)
+    # A process of its own: what it takes of a GPU, its context included, is free again for the sides.
+    save_preset_apart(
+        name, path, dtype=setup.args.dtype or "float32", tokenizer=setup.bench.tokenizer, seed=setup.args.seed
+    )
     return str(path)
 
 

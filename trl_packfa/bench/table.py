@@ -82,7 +82,7 @@ def heading(report: dict[str, Any]) -> str:
     return (
         f"{data['documents']:,} documents, {data['tokens']:,} tokens, mean {data['mean_length']:.0f}, "
         f"longest {data['longest']:,}; {report['model_flops_per_token'] / 1e6:,.1f} MFLOPs a true token, "
-        f"peak {report['peak_flops'] / 1e9:,.0f} GFLOP/s\n{device}; {versions}; "
+        f"peak {report['peak_flops'] / 1e9:,.0f} GFLOP/s ({report['peak_source']})\n{device}; {versions}; "
         f"trl-packfa {place['versions'].get('trl-packfa', '')} {place['commit'] or ''}"
     )
 

@@ -98,8 +98,8 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
     peak_tflops: float | None = field(
         default=None,
         metadata={
-            "help": "What the logged `mfu` is a share of, in TFLOP/s of a device; default: the best matrix product of "
-            "the model's shape, measured once."
+            "help": "What the logged `mfu` is a share of, in TFLOP/s of a device; default: a GPU's data sheet, by "
+            "its name, else the best matrix product of the model's shape, measured once."
         },
     )
     use_peft: bool = field(
@@ -125,6 +125,8 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
         SFTConfig.__post_init__(self)
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False  # there is nothing to pin for, of which torch warns in every epoch
+        elif self.device.type == "cuda" and self.dataloader_pin_memory:
+            self.accelerator_config.non_blocking = True  # copies from page-locked memory need not wait
         if self.dtype is None:
             quantized = self.load_in_4bit or self.load_in_8bit
             self.dtype = "bfloat16" if quantized and self.bf16 else "float32"

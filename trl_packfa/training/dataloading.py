@@ -123,6 +123,7 @@ class PackedData:
             pad_to_multiple_of=self.args.pad_to_multiple_of,  # type: ignore[arg-type]  # SFTConfig has made it an int
             source_column=self.args.loss_by,
             vocab_size=known_ids(model),
+            return_flash_attn_kwargs=False,
         )
 
     @property

@@ -13,12 +13,15 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from trl import get_peft_config
 
+from ..runtime.datasheet import datasheet_flops
 from ..runtime.zero3 import is_partitioned, whole_shape, whole_size
 from .config import PackedSFTConfig
 
-# Rows of the measured product: what a full micro-batch has.
-_ROWS = 2048
+# Rows of the measured product: what a full micro-batch has. A GPU is not full with those of a CPU.
+_ROWS, _ROWS_ON_GPU = 2048, 8192
 _COPIED_BYTES = 2**28
+# Calls that a GPU is given between two of its events: launching one takes longer than some run.
+_CALLS_PER_EVENT = 10
 
 
 @dataclass(frozen=True)
@@ -108,13 +111,24 @@ def _num_parameters(model: Any) -> int:
 
 
 def peak_flops(config: Any, args: PackedSFTConfig, *, seconds: float = 0.5) -> float:
-    """Operations per second of the model's own largest matrix product here, or what `peak_tflops` says."""
-    if args.peak_tflops is not None:
-        return args.peak_tflops * 1e12
+    """Operations per second that MFU is a share of: what `peak_tflops` says, else the device's data sheet, else the
+    model's own largest matrix product, timed here."""
+    known = known_peak(args)
+    if known is not None:
+        return known
     text = config.get_text_config()
     wide = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     wide = max(wide) if isinstance(wide, (list, tuple)) else wide
-    return matmul_flops(_ROWS, text.hidden_size, wide, dtype=compute_dtype(args), device=args.device, seconds=seconds)
+    rows = _ROWS if args.device.type == "cpu" else _ROWS_ON_GPU
+    return matmul_flops(rows, text.hidden_size, wide, dtype=compute_dtype(args), device=args.device, seconds=seconds)
+
+
+def known_peak(args: PackedSFTConfig) -> float | None:
+    """Operations per second that need no measuring: `peak_tflops`, or the data sheet of a device that is known by its
+    name."""
+    if args.peak_tflops is not None:
+        return args.peak_tflops * 1e12
+    return datasheet_flops(args.device, compute_dtype(args))
 
 
 def compute_dtype(args: PackedSFTConfig) -> torch.dtype:
@@ -144,11 +158,29 @@ def bandwidth(device: torch.device) -> float:
 
 def _best(act: Callable[[], Any], device: torch.device, seconds: float) -> float:
     """Seconds of the fastest of as many calls as fit, at least three."""
+    time_of = _on_gpu if device.type == "cuda" else _on_host
     times: list[float] = []
-    while len(times) < 3 or sum(times) < seconds:
-        start = time.perf_counter()
-        act()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
+    spent = 0.0
+    while len(times) < 3 or spent < seconds:
+        taken, calls = time_of(act)
+        times.append(taken / calls)
+        spent += taken
     return min(times)
+
+
+def _on_host(act: Callable[[], Any]) -> tuple[float, int]:
+    """Seconds of one call."""
+    start = time.perf_counter()
+    act()
+    return time.perf_counter() - start, 1
+
+
+def _on_gpu(act: Callable[[], Any]) -> tuple[float, int]:
+    """Seconds of several calls by the device's own clock: the host's would count launching and waiting."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(_CALLS_PER_EVENT):
+        act()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3, _CALLS_PER_EVENT

@@ -55,6 +55,7 @@ from .epoch_plan import summarize_plan
 from .exactness_gate import ExactnessGate, require_engine
 from .flops import quadratic_weight
 from .guards import LossWatch, memory_advice, only_run_in
+from .liger import already_applied, apply_liger
 from .lm_head import LossHead, OwnHead, drop_unmeasured
 from .loss_weighting import SOURCES, SourceLosses, WeightedModel, as_example_labels, example_weights
 from .model_card import add_packing_section, copy_card, name_base, packing_section
@@ -67,6 +68,7 @@ from .resuming import identity, require_same_run
 from .sampler import EpochCallback
 from .step_packing import Slot, StepCutter, how_to_cut, in_turn
 from .throughput import SpeedMeter
+from .transfer import copies_without_waiting, send
 from .validation import refuse_loss_function, refuse_noise, refuse_precision, refuse_sources
 
 logger = get_logger(__name__)
@@ -201,6 +203,7 @@ class PackedSFTTrainer(SFTTrainer):
         )
         if not self.is_zero3_enabled:
             self._head.choose(model)
+        apply_liger(model, args)
         patch(model, backend=args.attention_backend, fused_lora=args.fused_lora)
         self._terms = PaddedTerms(args, self.accelerator, model, balances_experts=self.aux_loss_enabled)
         if self.aux_loss_enabled and not self.is_zero3_enabled:
@@ -376,6 +379,10 @@ class PackedSFTTrainer(SFTTrainer):
             self._metrics["train"]["imbalance"].append(inputs.imbalance)
         return loss
 
+    def _prepare_input(self, data: Any) -> Any:
+        waits = not copies_without_waiting(self.args)
+        return super()._prepare_input(data) if waits else send(data, self.args.device)
+
     def _run_micro_batch(
         self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None
     ) -> torch.Tensor:
@@ -445,7 +452,7 @@ class PackedSFTTrainer(SFTTrainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """TRL's, whose time is no training's."""
-        with self._speed.paused(), self._compiling_every_layer():
+        with self._speed.paused(), already_applied(self.args), self._compiling_every_layer():
             return super().evaluate(*args, **kwargs)
 
     # Proof -----------------------------------------------------------------------------------------------------------
@@ -518,7 +525,7 @@ class PackedSFTTrainer(SFTTrainer):
             self._require_proof()
         saves = self.args.should_save and self.args.save_strategy != "no"
         alone = only_run_in(self.args.output_dir) if saves else nullcontext()  # type: ignore[arg-type]
-        with alone, self._compiling_every_layer():
+        with alone, already_applied(self.args), self._compiling_every_layer():
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _compiling_every_layer(self) -> AbstractContextManager[None]:

@@ -22,6 +22,7 @@ from ..patching.apply import find_state
 from ..patching.inspect import model_config, model_type
 from ..runtime.boundaries import layout_of
 from .config import PackedSFTConfig
+from .liger import refuse_missing_liger
 from .parallelism import asked_parallelism, refuse_parallelism, refuse_zero3
 
 # Largest relative difference of a loss that rounding explains.
@@ -83,6 +84,7 @@ def refuse_arguments(
             why=["accelerate would concatenate and cut the packed batches of several ranks"],
             do="Leave dispatch_batches unset.",
         )
+    refuse_missing_liger(args)
     refuse_adapter(peft_config)
     _refuse_backend(args)
     refuse_parallelism(asked_parallelism(args))
