@@ -24,7 +24,7 @@ from .adapters import (
     unread_quantizers,
 )
 from .errors import ContaminationError, UnsupportedModel, is_out_of_memory
-from .exactness import check
+from .exactness import check, check_unpadding
 from .kernels.cpu import RMSNormOverride
 from .kernels.lm_head.chunked import undo_head
 from .kernels.lora import adapted_layers, describe_lora
@@ -38,12 +38,12 @@ logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def patch(model: Model, *, backend: str = "auto", fused_lora: bool = True) -> Model:
+def patch(model: Model, *, backend: str = "auto", fused_lora: bool = True, unpad: bool = False) -> Model:
     """Make this model instance honour document boundaries, on any device; returns the same model.
 
     Boundaries are read from each call: TRL's `cu_seq_lens_q` and friends, or `position_ids` that restart. Calls
-    without boundaries, padded batches and `generate()` run the unpatched code. Works before or after PEFT wrapping,
-    on quantized models, with gradient checkpointing and under `torch.compile`. Idempotent.
+    without boundaries and `generate()` run the unpatched code, and so do padded batches without `unpad`. Works before
+    or after PEFT wrapping, on quantized models, with gradient checkpointing and under `torch.compile`. Idempotent.
 
     An architecture without a patch, or whose code is not the code that its patch was measured with, is checked on this
     model first ([`check`]), and so is a kind of adapter or quantization of which nobody knows it.
@@ -56,61 +56,84 @@ def patch(model: Model, *, backend: str = "auto", fused_lora: bool = True) -> Mo
         fused_lora (`bool`, *optional*, defaults to `True`):
             Compute LoRA layers together with their base layers in packed calls, to PEFT's result within rounding.
             What cannot be fused runs PEFT's own forward; [`describe`] says why.
+        unpad (`bool`, *optional*, defaults to `False`):
+            Run padded batches, whichever side their pads are on, without their pads: inside the backbone as one row of
+            the true tokens, while callers see the shapes of the padded batch, with zeros at pads. Positions count from
+            each row's first token. Calls that are handed a cache, or ask for one, run with their pads. It is measured
+            at once that padded batches, with their pads and without, have the same outputs and gradients on this
+            model.
 
     Raises:
         [`UnsupportedModel`]: if there is no patch for the architecture, and no general one is exact on it; if
-            the adapter or the quantization cannot be packed.
-        [`ContaminationError`]: if the architecture's code has changed and packing is not exact on it.
+            the adapter or the quantization cannot be packed; with `unpad`, if the backbone is handed no mask.
+        [`ContaminationError`]: if the architecture's code has changed and packing is not exact on it, or if padded
+            batches without their pads are not.
         [`NoBackend`]: if the named backend does not exist.
     """
     refuse_adapters(model)
     refuse_quantization(quantization_config_of(model))
     state = find_state(model)
-    if state is not None and _is_as_asked(state, model, backend, fused_lora):
+    if state is not None and _is_as_asked(state, model, backend, fused_lora, unpad):
         return model
     undo_patch(model)
+    options = {"fused_lora": fused_lora, "unpad": unpad}
     try:
         found = get_patch(model)
     except UnsupportedModel as refusal:
-        _apply_unknown(model, backend, refusal, fused_lora=fused_lora)
+        _apply_unknown(model, backend, refusal, options)
     else:
-        _apply_trusted(model, found, backend, fused_lora=fused_lora)
+        _apply_trusted(model, found, backend, **options)
     state = find_state(model)
     assert state is not None
     state.adapter_kinds = adapter_kinds(model)
+    if unpad and state.unpadding_report is None:
+        with _undone_unless_proven(model):
+            _require_unpadded(model)
     return model
 
 
-def _is_as_asked(state: PatchState, model: nn.Module, backend: str, fused_lora: bool) -> bool:
+def _is_as_asked(state: PatchState, model: nn.Module, backend: str, fused_lora: bool, unpad: bool) -> bool:
     """Whether nothing is left to do: adapters may have been added since."""
     known = {id(layer) for layer in state.adapted}
     new = fused_lora and any(id(layer) not in known for layer in adapted_layers(model))
     same = state.adapter_kinds == adapter_kinds(model)
-    return state.backends.name == backend and state.fused_lora == fused_lora and same and not new
+    asked = (
+        state.backends.name == backend and state.fused_lora == fused_lora and (state.unpadding is not None) == unpad
+    )
+    return asked and same and not new
 
 
-def _apply_trusted(model: nn.Module, patch: Patch, backend: str, *, fused_lora: bool = True) -> None:
+def _apply_trusted(
+    model: nn.Module, patch: Patch, backend: str, *, fused_lora: bool = True, unpad: bool = False
+) -> None:
     """Patch a model; if its code is not the code that the patch was measured with, or its adapter or
     quantization is of a kind that was never measured, only if the check finds it exact.
 
     Raises:
         [`ContaminationError`]: if it does not; the model is unpatched again.
     """
-    apply_patch(model, patch, backend, fused_lora=fused_lora)
+    apply_patch(model, patch, backend, fused_lora=fused_lora, unpad=unpad)
     unmeasured = [f"PEFT's {kind}" for kind in unmeasured_adapters(model)] + unread_quantizers(model)
     known = patch.origin == "trl_packfa" and fingerprint(model) in known_sources().get(model_type(model), ())
     if known and not unmeasured:
         return
     what = ", ".join(unmeasured) if known else f"{type(model).__name__}'s code"
     logger.info("trl-packfa: %s was never measured under packing: checking this model.", what)
-    try:
+    with _undone_unless_proven(model):
         _require_exact(model)
-    except BaseException:  # interrupted, or out of memory: what was not proven does not stay patched
+
+
+@contextmanager
+def _undone_unless_proven(model: nn.Module) -> Iterator[None]:
+    """What was not proven does not stay patched, be it interrupted or out of memory."""
+    try:
+        yield
+    except BaseException:
         undo_patch(model)
         raise
 
 
-def _apply_unknown(model: nn.Module, backend: str, refusal: UnsupportedModel, *, fused_lora: bool = True) -> None:
+def _apply_unknown(model: nn.Module, backend: str, refusal: UnsupportedModel, options: dict[str, bool]) -> None:
     """Patch a model of a type without a patch by the first general level that the check finds exact on it.
 
     Raises:
@@ -122,7 +145,7 @@ def _apply_unknown(model: nn.Module, backend: str, refusal: UnsupportedModel, *,
     tried = []
     for patch in (Patch(model_types=(name,)), Patch(model_types=(name,), rebatch=True)):
         try:
-            apply_patch(model, patch, backend, fused_lora=fused_lora)
+            apply_patch(model, patch, backend, **options)
             _require_exact(model)
         except BaseException as error:  # whatever unknown code raises, it is no level for it
             undo_patch(model)
@@ -136,12 +159,33 @@ def _apply_unknown(model: nn.Module, backend: str, refusal: UnsupportedModel, *,
 
 
 def _require_exact(model: nn.Module) -> None:
+    _require_weights(model)
+    state = find_state(model)
+    if state is not None and state.unpadding is not None:
+        _require_unpadded(model)
+        if inner_model(model).get_output_embeddings() is None:
+            return  # a classifier: padded batches are all that it is called with
+    check(model).require_exact()
+
+
+def _require_unpadded(model: nn.Module) -> None:
+    """Measure padded batches with and without their pads, and keep the report for [`describe`]."""
+    _require_weights(model)
+    state = find_state(model)
+    assert state is not None
+    report = check_unpadding(model)
+    report.require_exact()
+    state.unpadding_report = report
+    if report.pads_seen:
+        logger.warning("trl-packfa: %s: %s", type(inner_model(model)).__name__, report)
+
+
+def _require_weights(model: nn.Module) -> None:
     if any(parameter.device == torch.device("meta") for parameter in model.parameters()):
         raise ContaminationError(
             f"{type(model).__name__} cannot be checked: its weights are on the meta device.",
             do="Load its weights before patching it.",
         )
-    check(model).require_exact()
 
 
 def unpatch(model: Model) -> Model:
@@ -153,11 +197,11 @@ def unpatch(model: Model) -> Model:
 
 
 @contextmanager
-def patched(model: Model, *, backend: str = "auto", fused_lora: bool = True) -> Iterator[Model]:
+def patched(model: Model, *, backend: str = "auto", fused_lora: bool = True, unpad: bool = False) -> Iterator[Model]:
     """[`patch`] for the length of a `with` block; a model that was patched before stays patched."""
     was_patched = find_state(model) is not None
     try:
-        yield patch(model, backend=backend, fused_lora=fused_lora)
+        yield patch(model, backend=backend, fused_lora=fused_lora, unpad=unpad)
     finally:
         if not was_patched:
             unpatch(model)
@@ -187,6 +231,8 @@ def describe(model: nn.Module) -> str:
         "backbone: boundaries read once per call, no mask built",
         f"backend asked for: {state.backends.name}",
     ]
+    if state.unpadding is not None:
+        lines.append(f"padded batches: without their pads, {state.unpadding_report}")
     if windows:
         modules = ", ".join(f"{n} x {window}" for window, n in windows.items())
         lines.insert(3, f"{len(state.attention)} attention modules: {modules}")

@@ -20,8 +20,8 @@ SOURCES = [path for folder in ("trl_packfa", "patches", "recipes") for path in (
 SIGNATURES = {
     "check": "model * collator= documents= processing_class= seed= progress=",
     "describe": "model",
-    "patch": "model * backend= fused_lora=",
-    "patched": "model * backend= fused_lora=",
+    "patch": "model * backend= fused_lora= unpad=",
+    "patched": "model * backend= fused_lora= unpad=",
     "plot": "batch_or_layout path= * sliding_window=",
     "register": "new",
     "registered": "",

@@ -4,7 +4,8 @@ Measurements on a few documents, short ones and long, each with its number, and 
 boundaries removed the same measurement has to show a leak, otherwise they prove nothing.
 
 `documents` says what is packed, `probe` runs it, `following` holds every layer to the same input, `rounding` makes the
-noise, `parity` and `isolation` measure, `report` judges, `first_batch` does it again on what is trained.
+noise, `parity` and `isolation` measure, `report` judges, `first_batch` does it again on what is trained,
+`unpadding` compares padded batches with and without their pads.
 """
 
 from .first_batch import BatchProof, check_batch
@@ -13,12 +14,16 @@ from .probe import vocabulary_of
 from .quiet import quiet
 from .report import ExactnessReport
 from .reuse import proof_identity, reusable_proof
+from .unpadding import check_unpadding
+from .unpadding_report import UnpaddingReport
 
 __all__ = [
     "BatchProof",
     "ExactnessReport",
+    "UnpaddingReport",
     "check",
     "check_batch",
+    "check_unpadding",
     "proof_identity",
     "quiet",
     "reusable_proof",

@@ -26,6 +26,7 @@ from .probe import Collator, Probe, device_of, vocabulary_of
 from .quiet import quiet
 from .report import ExactnessReport
 from .subject import Subject, compute_dtype, rounding_dtype
+from .unpadding import check_unpadding
 
 
 def check(
@@ -82,6 +83,7 @@ def check(
     report = next((report for report in measured if not report.is_exact), measured[0])
     return replace(
         report,
+        unpadding=None if state.unpadding is None else check_unpadding(model, documents=documents, seed=seed),
         model_type=model_type(model),
         level=state.patch.level,
         backend=", ".join(sorted(set(state.backends.resolved.values()))) or "the model's own attention",

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import ContaminationError
 from ..patches.measured import results
+from .unpadding_report import UnpaddingReport
 
 # The least that removing the boundaries must move, or the model mixes no tokens and nothing can be told.
 _VISIBLE = 1e-4
@@ -58,6 +59,8 @@ class ExactnessReport:
         first_batch (`float` or `None`), first_batch_allowed (`float` or `None`):
             The trainer's first batch, packed against documents of it alone: difference of the log-probability of the
             typical token of the worst document, in nats, and what rounding may make of it; once training has begun.
+        unpadding ([`UnpaddingReport`] or `None`):
+            Padded batches without their pads against the same with them, of a model patched with `unpad=True`.
         seconds (`float`):
             What the check took.
         identity (`str`):
@@ -94,6 +97,7 @@ class ExactnessReport:
     is_finite: bool = True
     first_batch: float | None = None
     first_batch_allowed: float | None = None
+    unpadding: UnpaddingReport | None = None
     seconds: float = 0.0
     identity: str = ""
     taken_from: str = ""
@@ -138,7 +142,8 @@ class ExactnessReport:
             return "no power" if self.isolation == 0 else "leak"
         if not self.is_isolated:
             return "leak"
-        return "exact" if self.has_parity and self.has_loss and self.has_gradients else "differs"
+        unpadded = self.unpadding is None or self.unpadding.is_exact
+        return "exact" if self.has_parity and self.has_loss and self.has_gradients and unpadded else "differs"
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, the verdict included."""
@@ -156,6 +161,11 @@ class ExactnessReport:
             ("gradients", "worst parameter, packed against alone", self.gradients, gradients, self.has_gradients),
             ("control", "isolation without boundaries: must show", self.control, f"> {_VISIBLE:.0e}", self.has_power),
         ]
+        if (pads := self.unpadding) is not None:
+            against, allowed = f"padded batches without pads, against {pads.against}", f"{pads.allowed:.1e}"
+            lines.append(("unpadding", against, pads.difference, allowed, pads.is_exact))
+            by, limit = pads.gradients, _number(pads.gradients_allowed)
+            lines.append(("", "worst parameter, with pads against without", by, limit, pads.is_exact))
         return [
             {"verdict": name, "what": what, "measured": _number(value), "allowed": allowed, "": "yes" if ok else "NO"}
             for name, what, value, allowed, ok in lines
@@ -205,6 +215,8 @@ class ExactnessReport:
         if self.verdict == "leak":
             return ["the gradient of one document's loss reaches the embeddings of others"]
         reasons: list[str] = []
+        if self.unpadding is not None and not self.unpadding.is_exact:
+            reasons.append(f"padded batches without their pads: {self.unpadding}")
         if not self.has_parity:
             where = f"; first in module '{self.first_difference}'" if self.first_difference else ""
             reasons.append(f"a packed document differs from the same document alone{where}")

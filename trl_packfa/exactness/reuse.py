@@ -60,7 +60,7 @@ def reusable_proof(checkpoint: str | Path, identity: str) -> ExactnessReport | N
         saved = json.loads((Path(checkpoint) / "exactness_report.json").read_text(encoding="utf-8"))
         known = {field.name for field in dataclasses.fields(ExactnessReport)}
         values = {name: value for name, value in saved.items() if name in known}
-        report = ExactnessReport(**{**values, "lengths": tuple(values["lengths"])})
+        report = ExactnessReport(**{**values, "lengths": tuple(values["lengths"]), "unpadding": None})
     except (OSError, ValueError, TypeError, KeyError, AttributeError):  # of another version, or none
         return None
     if report.identity != identity or not report.is_exact:
@@ -81,7 +81,17 @@ def _in_order(value: Any) -> Any:
 
 def _patched(model: nn.Module) -> list[Any]:
     state = find_state(model)
-    return [] if state is None else [state.patch.origin, state.patch.level, state.backends.name, state.fused_lora]
+    return (
+        []
+        if state is None
+        else [
+            state.patch.origin,
+            state.patch.level,
+            state.backends.name,
+            state.fused_lora,
+            state.unpadding is not None,
+        ]
+    )
 
 
 def _forward(module: nn.Module) -> str:

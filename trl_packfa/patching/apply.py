@@ -18,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..attention import BackendChoice
 from ..errors import NoBackend
 from ..kernels.cpu import RMSNormOverride, is_rms_norm_on_cpu
+from ..kernels.lm_head.labelled import LabelledHead, trl_options
 from ..kernels.lora import (
     activated_overrides,
     adapted_layers,
@@ -40,6 +41,7 @@ from .forwards import (
 )
 from .inspect import class_names, find_attention, find_backbone, find_by_class, inner_model, max_positions, windows_of
 from .mixers import FunctionOverride, LayerOverride, MixerOverride
+from .unpadding import Unpadding
 
 _STATE = "_trl_packfa"
 
@@ -59,6 +61,9 @@ class PatchState:
     edits: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     adapter_kinds: tuple[str, ...] = ()
     invocations: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    unpadding: Unpadding | None = None
+    # What the proof of `unpad=True` has measured, an `UnpaddingReport`.
+    unpadding_report: Any = None
 
 
 def find_state(model: nn.Module) -> PatchState | None:
@@ -66,8 +71,10 @@ def find_state(model: nn.Module) -> PatchState | None:
     return next((vars(module)[_STATE] for module in model.modules() if _STATE in vars(module)), None)
 
 
-def apply_patch(model: nn.Module, patch: Patch, backend: str, *, fused_lora: bool = True) -> PatchState:
-    """Patch this instance in place. Every edit is resolved before any is made.
+def apply_patch(
+    model: nn.Module, patch: Patch, backend: str, *, fused_lora: bool = True, unpad: bool = False
+) -> PatchState:
+    """Patch this instance in place, `unpad` for padded batches too. Every edit is resolved before any is made.
 
     Raises:
         [`UnsupportedModel`]: if the modules that the patch names are not there, or attend in both directions.
@@ -81,7 +88,7 @@ def apply_patch(model: nn.Module, patch: Patch, backend: str, *, fused_lora: boo
     mixers = find_by_class(backbone, (*patch.mixers, *patch.masked_mixers, *patch.beside))
     windows, lora = windows_of(patch, backbone, attention), adapted_layers(model)
     state = PatchState(patch, backends, attention, windows, mixers, fused_lora=fused_lora, adapted=lora)
-    state.invocations = invocations_of(model)
+    state.invocations, state.unpadding = invocations_of(model), Unpadding() if unpad else None
     for module in (backbone, *mixers.values()):
         require_in_packed_rows(module, by_document=patch.rebatch or module is not backbone)
     planned = _plan_attention(state)
@@ -148,12 +155,17 @@ def _plan_outside(model: nn.Module, backbone: nn.Module, state: PatchState) -> l
         "max_positions": max_positions(backbone),
         "keeps_ids": bool(state.invocations),
         "look": require_patched,
+        "unpadding": state.unpadding,
     }
     overrides: list[Override] = [backbone_override(backbone, _own_forward(backbone), **options)]
     inner = inner_model(model)
+    own = _own_forward(inner)
+    options = trl_options(own) if state.unpadding is not None else None
+    if own is not None and options is not None:
+        overrides.append(own := LabelledHead(inner, own, options))
     told = patch.attention or (patch.level == "interface" and not patch.beside and not patch.functions)
     if inner is not backbone and (patch.makes_mask or not told):
-        overrides.append(CausalLMOverride(inner, _own_forward(inner)))
+        overrides.append(CausalLMOverride(inner, own))
     return overrides + activated_overrides(model, _own_forward)
 
 

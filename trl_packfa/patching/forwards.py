@@ -24,9 +24,11 @@ from ..runtime.boundaries import layout_of
 from ..runtime.compile import around_graphs, mark_dynamic, outside_of_graphs
 from ..runtime.context import INPUT_IDS, current_layout, empty_mask, find_layout, packed_call
 from ..runtime.override import Override, forward_signature
+from ..runtime.padded_rows import PaddedRows
 from ..runtime.per_document import BOUNDARIES, FOUND_BY_ITSELF, run_backbone_by_document
 from . import router_loss
 from .token_types import embeds_token_types, refuse_token_types, types_of_long_rows
+from .unpadding import Unpadding
 
 
 class BackboneOverride(Override):
@@ -45,9 +47,10 @@ class BackboneOverride(Override):
         max_positions: int | None = None,
         keeps_ids: bool = False,
         look: Callable[[nn.Module], None] | None = None,
+        unpadding: Unpadding | None = None,
     ) -> None:
         super().__init__(module, original)
-        self.keeps_ids, self.look = keeps_ids, look
+        self.keeps_ids, self.look, self.unpadding = keeps_ids, look, unpadding
         self.makes_mask, self.ignores_position_ids, self.max_positions = (
             makes_mask,
             ignores_position_ids,
@@ -63,10 +66,13 @@ class BackboneOverride(Override):
         """The backbone's forward."""
         call = {**dict(zip(self.names, args, strict=False)), **kwargs}
         layout = self.find_layout(call)
-        if layout is None:
-            kwargs.pop("packed_layout", None)
-            return self.run_unpacked(args, kwargs)
-        return self.run_packed(call, layout)
+        if layout is not None:
+            return self.run_packed(call, layout)
+        rows = self.find_rows(call)
+        if rows is not None:
+            return self.run_without_pads(call, rows)
+        kwargs.pop("packed_layout", None)
+        return self.run_unpacked(args, kwargs)
 
     @around_graphs
     def run_unpacked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -78,8 +84,24 @@ class BackboneOverride(Override):
         """From the call, or as the causal LM around it has found it; `None` if it is not packed."""
         layout = layout_of(call, ignores_position_ids=self.ignores_position_ids, max_positions=self.max_positions)
         layout = current_layout() if layout is None else layout
-        if layout is None:
-            return None
+        if layout is not None:
+            self._require_packable(call, layout)
+        return layout
+
+    @outside_of_graphs
+    def find_rows(self, call: dict[str, Any]) -> PaddedRows | None:
+        """The rows of a padded call that runs without its pads, `None` if it is left alone."""
+        rows = None if self.unpadding is None else self.unpadding.rows_of(call, self.module)
+        if rows is not None:
+            self._require_packable(call, rows.layout(torch.device("cpu")))
+        return rows
+
+    def _require_packable(self, call: dict[str, Any], layout: PackedLayout) -> None:
+        """What no row of several documents can answer is refused.
+
+        Raises:
+            [`PackingError`]: naming the argument.
+        """
         if self.look is not None:  # once, at the first packed call: what was put into the model since it was patched
             self.look(self.module)
             self.look = None
@@ -88,16 +110,19 @@ class BackboneOverride(Override):
         if call.get("output_attentions"):
             raise PackingError(
                 "attention weights cannot be returned for a packed batch: no T x T matrix exists.",
-                do="Pass output_attentions=False, or the documents as a padded batch.",
+                do=f"Pass output_attentions=False, or {self._instead}.",
             )
         if call.get("encoder_hidden_states") is not None:
             raise PackingError(
                 "cross-attention cannot be packed: every document of a row would see the same encoder states.",
-                do="Pass documents that attend to an encoder as a padded batch.",
+                do=f"For documents that attend to an encoder, {self._instead}.",
             )
         if not self.takes_token_types:
             refuse_token_types(call, self.names)
-        return layout
+
+    @property
+    def _instead(self) -> str:
+        return "pass the documents as a padded batch" if self.unpadding is None else "patch with unpad=False"
 
     def _require_positions(self, layout: PackedLayout, most: int) -> None:
         if layout.max_seqlen > most:
@@ -112,6 +137,22 @@ class BackboneOverride(Override):
         call, layout = self._packed_call(call, layout)
         with packed_call(layout):
             return router_loss.told(self.call_original(**call))
+
+    @around_graphs
+    def run_without_pads(self, call: dict[str, Any], rows: PaddedRows) -> Any:
+        """A padded call as one row of its true tokens, its outputs put back into the padded batch's shape."""
+        taken, layout = self._taken(call, rows)
+        return self._put_back(self.run_packed(taken, layout), call, rows)
+
+    @outside_of_graphs
+    def _put_back(self, outputs: Any, call: dict[str, Any], rows: PaddedRows) -> Any:
+        outputs = rows.put_back_outputs(outputs)
+        self.unpadding.note(call, rows, outputs)  # type: ignore[union-attr]
+        return outputs
+
+    @outside_of_graphs
+    def _taken(self, call: dict[str, Any], rows: PaddedRows) -> tuple[dict[str, Any], PackedLayout]:
+        return rows.take_call(call), rows.layout(call["attention_mask"].device)
 
     @outside_of_graphs
     def _packed_call(self, call: dict[str, Any], layout: PackedLayout) -> tuple[dict[str, Any], PackedLayout]:

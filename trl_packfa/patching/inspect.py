@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Iterable
@@ -74,6 +75,11 @@ def known_ids(model: Any) -> int:
 def known_labels(model: Any) -> int:
     """How many numbers of tokens a model can predict."""
     return getattr(model.get_output_embeddings(), "out_features", None) or known_ids(model)
+
+
+def forward_takes(module: nn.Module, name: str) -> bool:
+    """Whether a module's own forward names an argument."""
+    return name in inspect.signature(type(module).forward).parameters
 
 
 def find_backbone(model: nn.Module, patch: Patch) -> nn.Module:

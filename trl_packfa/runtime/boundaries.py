@@ -60,7 +60,7 @@ def layout_of(
     if tokens is None or tokens.dim() < 2:
         return None
     shape = (tokens.shape[0], tokens.shape[1])
-    if cache := next((name for name in _CACHES if _cache_in_use(call.get(name))), None):
+    if cache := next((name for name in CACHES if _cache_in_use(call.get(name))), None):
         refuse_beside_cache(call, shape, cache)
         return None
     refuse_numbered_mask(call.get("attention_mask"))
@@ -141,7 +141,7 @@ def _require_common_start(host: torch.Tensor, starts: torch.Tensor) -> None:
 
 
 # What transformers calls a cache: of keys and values, of states, RWKV's list of states.
-_CACHES = ("past_key_values", "cache_params", "state")
+CACHES = ("past_key_values", "cache_params", "state")
 
 
 def _cache_in_use(cache: Any) -> bool:

@@ -1,0 +1,85 @@
+"""The proof of `unpad=True`: it finds what is wrong, and says what is as it is."""
+
+import pytest
+import tiny
+import torch
+from tiny_models import small_model
+
+from trl_packfa import check, describe, patch
+from trl_packfa.errors import UnsupportedModel
+from trl_packfa.exactness import check_unpadding
+from trl_packfa.patching.apply import find_state
+from trl_packfa.runtime.padded_rows import PaddedRows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model_type", ["llama", "mamba2", "mixtral", "camembert"])
+def test_exact_models_are_found_exact(model_type, dtype):
+    report = check_unpadding(patch(small_model(model_type).to(dtype), unpad=True))
+    assert report.verdict == "exact" and report.against == "padded" and not report.pads_seen, str(report)
+    assert report.control > 100 * report.difference
+
+
+def test_a_model_whose_padded_rows_are_not_its_documents_is_compared_with_these():
+    """BART counts positions from the pads on, whatever it is told."""
+    model = patch(small_model("bart"), unpad=True)
+    report = find_state(model).unpadding_report
+    assert report.is_exact and report.against == "alone" and report.pads_seen > 0.1
+    assert "are 1" in describe(model) and "from their documents alone" in describe(model)
+
+
+# What could be wrong between a padded batch and its row: each must be found.
+FAULTS = {
+    "a row is forgotten": ("take_call", lambda own: lambda rows, call: _without_last_row(own(rows, call), rows)),
+    "outputs are put back off by one": (
+        "put_back", lambda own: lambda rows, tensor: own(rows, tensor.roll(1, dims=1) if tensor.dim() == 3 else tensor)
+    ),
+    "gradients are cut": ("put_back", lambda own: lambda rows, tensor: _half_detached(own(rows, tensor))),
+}  # fmt: skip
+
+
+def _without_last_row(call, rows):
+    ids = call["input_ids"].clone()
+    ids[:, -rows.lengths[-1] :] = 5
+    return {**call, "input_ids": ids}
+
+
+def _half_detached(tensor):
+    return torch.cat([tensor[:1].detach(), tensor[1:]])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(fault, monkeypatch):
+    model = patch(tiny.model(layers=2), unpad=True)
+    name, change = FAULTS[fault]
+    monkeypatch.setattr(PaddedRows, name, change(getattr(PaddedRows, name)))
+    report = check_unpadding(model)
+    assert report.verdict == "differs", str(report)
+    packing = check(model)
+    assert packing.verdict == "differs" and "padded batches without their pads" in packing._reasons()[0]
+
+
+def test_a_model_without_power_is_said_to_have_none():
+    model = tiny.model(layers=1)
+    for name, parameter in model.named_parameters():
+        if "o_proj" in name:
+            torch.nn.init.zeros_(parameter)
+    from trl_packfa.api import get_patch
+    from trl_packfa.patching.apply import apply_patch
+
+    apply_patch(model, get_patch(model), "auto", unpad=True)
+    assert check_unpadding(model).verdict == "no power"
+
+
+def test_the_check_leaves_no_trace():
+    model = patch(tiny.model(layers=2), unpad=True)
+    counted, state = vars(find_state(model).unpadding).copy(), torch.get_rng_state()
+    check_unpadding(model)
+    assert vars(find_state(model).unpadding) == counted and torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
+    assert "unpadding" in check(model).to_dict()
+
+
+def test_only_what_is_patched_so_is_measured():
+    with pytest.raises(UnsupportedModel, match="not patched to run without pads"):
+        check_unpadding(patch(tiny.model()))

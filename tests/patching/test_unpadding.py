@@ -1,0 +1,241 @@
+"""`patch(model, unpad=True)`: padded batches run without their pads, and nobody outside can tell."""
+
+import copy
+import pickle
+
+import oracle
+import pytest
+import tiny
+import torch
+from padded import SIDES, padded, rows
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from tiny_models import small_model
+from tolerance import assert_float32, assert_recomputed, differs
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from trl_packfa import describe, patch, patched, unpatch
+from trl_packfa.errors import ContaminationError, PackingError, UnsupportedModel
+from trl_packfa.patching.apply import find_state
+
+# A type of every level: rewritten attention, transformers' interface, recurrent state, document by document.
+TYPES = ("llama", "gemma2", "bloom", "mixtral", "qwen3_next", "mamba2", "roformer")
+
+
+def counted(model):
+    return find_state(model).unpadding
+
+
+def run(model, batch, **options):
+    for parameter in model.parameters():
+        parameter.grad = None
+    logits = model(**batch, use_cache=False, **options).logits
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+    (logits * weights * batch["attention_mask"][..., None]).sum().backward()
+    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("model_type", TYPES)
+def test_padded_batches_are_what_they_were(model_type, side):
+    model, batch = small_model(model_type), padded(tiny.documents(), side)
+    expected, expected_grads = run(model, batch)
+    patch(model, unpad=True)
+    before = counted(model).tokens
+    logits, grads = run(model, batch)
+    assert counted(model).tokens - before == sum(tiny.LENGTHS)
+    for ours, theirs in zip(
+        rows(logits, batch["attention_mask"]), rows(expected, batch["attention_mask"]), strict=True
+    ):
+        assert_float32(ours, theirs.double())
+    assert grads.keys() == expected_grads.keys()
+    for name, grad in grads.items():
+        assert_recomputed(grad, expected_grads[name].double())
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_rows_are_their_documents_alone_whatever_the_positions(side):
+    """Learned positions count from the first token, on whichever side the pads are."""
+    model = small_model("gpt2")
+    expected, _ = oracle.alone(model, tiny.documents())
+    batch = padded(tiny.documents(), side)
+    stock = rows(model(**batch).logits, batch["attention_mask"])
+    logits = rows(patch(model, unpad=True)(**batch, use_cache=False).logits, batch["attention_mask"])
+    for ours, alone in zip(logits, expected, strict=True):
+        assert_float32(ours, alone)
+    assert differs(stock[0], expected[0]) == (side != "right")
+    assert "left-padded rows whose positions count from the pads on" in describe(model)
+
+
+def test_negative_control_without_boundaries_rows_see_each_other(monkeypatch):
+    model, batch = tiny.model(), padded(tiny.documents())
+    expected, _ = oracle.alone(model, tiny.documents())
+    patch(model, unpad=True)
+    from trl_packfa.runtime.padded_rows import PackedLayout, PaddedRows
+
+    monkeypatch.setattr(PaddedRows, "layout", lambda rows, device: PackedLayout.from_lengths([rows.num_tokens]))
+    logits = rows(model(**batch).logits, batch["attention_mask"])
+    assert differs(logits[2], expected[2])
+    unpatch(model)
+    with pytest.raises(ContaminationError, match="without their pads are not exact on this model: differs"):
+        patch(model, unpad=True)
+    assert find_state(model) is None
+
+
+@pytest.mark.parametrize("order", ["adapter first", "patch first"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_adapters_and_gradient_checkpointing(order, checkpointing):
+    def adapted(model):
+        torch.manual_seed(0)
+        made = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+        return made
+
+    batch = padded(tiny.documents(), "left")
+    expected, expected_grads = run(adapted(tiny.model(layers=2)).train(), batch)
+    model = tiny.model(layers=2)
+    if order == "adapter first":
+        model = patch(adapted(model), unpad=True)
+    else:
+        model = patch(adapted(patch(model, unpad=True)), unpad=True)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    logits, grads = run(model.train(), batch)
+    assert counted(model).calls
+    real = batch["attention_mask"].bool()
+    assert_float32(logits[real], expected[real].double())
+    for name, grad in grads.items():
+        assert_recomputed(grad, expected_grads[name].double())
+    with model.disable_adapter():  # DPO's reference
+        reference = model(**batch).logits[real]
+    with unpatch(model).disable_adapter():
+        assert_float32(reference, model(**batch).logits[real].double())
+
+
+@pytest.mark.parametrize("pad_is_eos", [False, True])
+def test_sequence_classification_pools_what_it_pooled(pad_is_eos):
+    config = small_model("llama", num_labels=1, pad_token_id=2 if pad_is_eos else 0, eos_token_id=2).config
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    documents = [torch.cat([ids, torch.tensor([2])]) for ids in tiny.documents()]  # an eos at the end of each
+    for side in ("right", "left"):
+        batch = padded(documents, side, pad=config.pad_token_id)
+        expected = model(**batch).logits
+        with patched(model, unpad=True):
+            scores = model(**batch).logits
+            assert counted(model).calls and scores.shape == (5, 1)
+        assert_float32(scores, expected.double())
+
+
+def test_a_classifier_without_a_pad_token_is_told():
+    config = small_model("llama").config
+    config.pad_token_id = None
+    with pytest.raises(UnsupportedModel, match="LlamaForSequenceClassification has no pad_token_id"):
+        patch(AutoModelForSequenceClassification.from_config(config), unpad=True)
+
+
+def test_token_classification_and_value_heads():
+    config = small_model("qwen3", num_labels=3).config
+    model, batch = AutoModelForTokenClassification.from_config(config).eval(), padded(tiny.documents(), "both")
+    real, head = batch["attention_mask"].bool(), torch.nn.Linear(config.hidden_size, 1)
+
+    def values():
+        outputs = model(**batch, output_hidden_states=True)
+        return outputs.logits[real], [head(states)[real] for states in outputs.hidden_states]
+
+    logits, states = values()
+    patch(model, unpad=True)
+    ours, our_states = values()
+    assert counted(model).calls and len(states) == len(our_states)
+    for actual, expected in zip([ours, *our_states], [logits, *states], strict=True):
+        assert_float32(actual, expected.double())
+
+
+def test_the_routers_loss_is_the_padded_one():
+    model = small_model("mixtral", router_aux_loss_coef=0.1)
+    for side in ("right", "left"):
+        batch = padded(tiny.documents(), side)
+        expected = model(**batch, output_router_logits=True).aux_loss
+        with patched(model, unpad=True):
+            assert_float32(model(**batch, output_router_logits=True).aux_loss, expected.double())
+            assert counted(model).calls
+
+
+def test_calls_with_a_cache_and_generation_are_left_alone():
+    model, batch = tiny.model(), padded(tiny.documents(), "left")
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(**batch, **options)
+    asked = model(**batch, use_cache=True).logits
+    patch(model, unpad=True)
+    before = counted(model).calls
+    assert torch.equal(model.generate(**batch, **options), expected)
+    assert torch.equal(model(**batch, use_cache=True).logits, asked)
+    assert counted(model).calls == before
+
+
+def test_batches_without_pads_run_the_unpatched_code():
+    model = tiny.model()
+    ids = torch.stack(tiny.documents((12, 12)))
+    calls = [{"input_ids": ids}, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}]
+    expected = [model(**call).logits for call in calls]
+    patch(model, unpad=True)
+    assert all(torch.equal(model(**call).logits, old) for call, old in zip(calls, expected, strict=True))
+    packed = patch(tiny.model())(**tiny.batch(tiny.documents())).logits
+    assert torch.equal(model(**tiny.batch(tiny.documents())).logits, packed)
+
+
+def test_the_patch_is_copied_pickled_undone_and_idempotent():
+    model, batch = tiny.model(), padded(tiny.documents())
+    expected = model(**batch).logits
+    patch(model, unpad=True)
+    state = find_state(model)
+    assert find_state(patch(model, unpad=True)) is state
+    ours = model(**batch).logits
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(**batch).logits, ours)
+    assert find_state(patch(model)).unpadding is None
+    assert torch.equal(model(**batch).logits, expected)
+    patch(model, unpad=True)
+    assert torch.equal(unpatch(model)(**batch).logits, expected)
+
+
+def test_under_torch_compile():
+    torch._dynamo.reset()
+    model, batch = tiny.model(layers=2), padded(tiny.documents(), "left")
+    expected = patch(model, unpad=True)(**batch).logits
+    compiled = torch.compile(model, backend="aot_eager")
+    assert_float32(compiled(**batch).logits.detach(), expected.detach().double())
+    shorter = padded(tiny.documents()[:3])
+    assert_float32(compiled(**shorter).logits.detach(), model(**shorter).logits.detach().double())
+
+
+def test_what_cannot_be_answered_is_refused():
+    model = patch(tiny.model(), unpad=True)
+    batch = padded(tiny.documents())
+    with pytest.raises(PackingError, match="attention weights cannot be returned"):
+        model(**batch, output_attentions=True)
+    hole = {**batch, "attention_mask": batch["attention_mask"].clone()}
+    hole["attention_mask"][2, 4] = 0
+    with pytest.raises(PackingError, match="the attention_mask has a hole: row 2"):
+        model(**hole)
+    with pytest.raises(PackingError, match="pixel_values cannot run without its pads"):
+        model(**batch, pixel_values=torch.zeros(1, 3, 4, 4))
+
+
+@pytest.mark.parametrize("kind", [PrefixTuningConfig, PromptTuningConfig])
+def test_prompt_learning_is_refused(kind):
+    config = kind(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(PackingError):
+        patch(get_peft_model(tiny.model(), config), unpad=True)
+
+
+def test_a_backbone_that_is_handed_no_mask_is_refused():
+    with pytest.raises(UnsupportedModel, match="RwkvForCausalLM hands its backbone no attention_mask"):
+        patch(small_model("rwkv"), unpad=True)
+
+
+def test_training_calls_that_ask_for_a_cache_are_told(caplog):
+    model = patch(tiny.model(), unpad=True).train()
+    for _ in range(2):
+        model(**padded(tiny.documents()), use_cache=True)
+    assert [r.message for r in caplog.records if "ask for a cache" in r.message] == [
+        "trl-packfa: padded calls of LlamaModel ask for a cache (use_cache=True): they run with their pads. "
+        "Set use_cache=False to train without them."
+    ]

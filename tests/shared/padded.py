@@ -1,0 +1,23 @@
+"""Padded batches: rows of documents with pads on one side, or on both."""
+
+import torch
+
+SIDES = ("right", "left", "both")
+
+
+def padded(documents, side="right", *, extra=3, pad=0):
+    """`input_ids` and `attention_mask` `(B, L)`."""
+    width = max(map(len, documents)) + extra
+    ids = torch.full((len(documents), width), pad)
+    mask = torch.zeros_like(ids)
+    for i, document in enumerate(documents):
+        free = width - len(document)
+        start = {"right": 0, "left": free, "both": free // 2}[side]
+        ids[i, start : start + len(document)] = document
+        mask[i, start : start + len(document)] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def rows(tensor, mask):
+    """The true tokens of each row of `(B, L, ...)`."""
+    return [row[real.bool()] for row, real in zip(tensor, mask, strict=True)]

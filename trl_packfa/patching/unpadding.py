@@ -1,0 +1,99 @@
+"""Which padded calls of a patched backbone run without their pads, and what that saved.
+
+Shape letters: B rows, L row length, T true tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import PackingError
+from ..runtime.boundaries import CACHES
+from ..runtime.padded_rows import PaddedRows, rows_of
+
+logger = logging.getLogger(__name__)
+
+# Arguments that bring another modality, whose places in the row the model finds by itself.
+_MODALITIES = re.compile(r"pixel|image|video|audio|speech|vision|input_features")
+
+
+class Unpadding:
+    """Decides, for one backbone, which padded calls run as one row of their true tokens, and counts.
+
+    Attributes:
+        is_on (`bool`): whether it does; off while padded calls are measured.
+        calls, tokens, pads, documents (`int`): calls without pads so far, what they held and what they left out.
+        watch (`Callable` or `None`): called once with the next such call's arguments, rows and outputs.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = True
+        self.calls, self.tokens, self.pads, self.documents = 0, 0, 0, 0
+        self.watch: Callable[[dict[str, Any], PaddedRows, Any], None] | None = None
+        self._told = False
+
+    def rows_of(self, call: dict[str, Any], module: nn.Module) -> PaddedRows | None:
+        """The rows of a call that runs without its pads, `None` if it is left alone: it has none, goes on from a cache
+        or asks for one.
+
+        Raises:
+            [`PackingError`]: if the call brings images or other modalities.
+            [`InvalidLayout`]: if a row has pads among its tokens.
+        """
+        embedded = call.get("inputs_embeds")
+        tokens, mask = call.get("input_ids") if embedded is None else embedded, call.get("attention_mask")
+        if not self.is_on or not isinstance(mask, torch.Tensor) or tokens is None or tokens.dim() < 2:
+            return None
+        if mask.dim() != 2 or mask.shape != tokens.shape[:2]:
+            return None
+        if any(call.get(name) is not None for name in CACHES):
+            return None
+        if call.get("use_cache") is True:
+            self._tell_of_cache(module)
+            return None
+        rows = rows_of(mask)
+        if not rows.num_pads or not rows.num_tokens:
+            return None
+        brought = [name for name, value in call.items() if _MODALITIES.search(name) and value is not None]
+        if brought:
+            raise PackingError(
+                f"a padded batch with {', '.join(brought)} cannot run without its pads.",
+                why=["the model finds the places of images and sounds in the padded rows"],
+                do="Patch the model with unpad=False, or train on text alone.",
+            )
+        return rows
+
+    def _tell_of_cache(self, module: nn.Module) -> None:
+        if module.training and torch.is_grad_enabled() and not self._told:
+            self._told = True
+            logger.warning(
+                "trl-packfa: padded calls of %s ask for a cache (use_cache=True): they run with their pads. "
+                "Set use_cache=False to train without them.",
+                type(module).__name__,
+            )
+
+    def note(self, call: dict[str, Any], rows: PaddedRows, outputs: Any) -> None:
+        """Count a call that ran without its pads."""
+        self.calls += 1
+        self.tokens += rows.num_tokens
+        self.pads += rows.num_pads
+        self.documents += sum(length > 0 for length in rows.lengths)
+        if self.watch is not None:
+            watch, self.watch = self.watch, None
+            watch(call, rows, outputs)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """In a `with` block padded calls run with their pads."""
+        before, self.is_on = self.is_on, False
+        try:
+            yield
+        finally:
+            self.is_on = before
