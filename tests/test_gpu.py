@@ -25,7 +25,6 @@ from tolerance import (
     FORWARD_FACTOR,
     GRADIENT_FACTOR,
     TRAJECTORY,
-    assert_float32,
     assert_low_precision,
     assert_recomputed,
     assert_trajectory,

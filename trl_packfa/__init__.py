@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from .patches.registry import register as register
     from .patches.registry import registered as registered
     from .plotting import plot as plot
-    from .training.config import PackedSFTConfig as PackedSFTConfig
     from .trainers.padding_free import padding_free as padding_free
+    from .training.config import PackedSFTConfig as PackedSFTConfig
     from .training.trainer import PackedSFTTrainer as PackedSFTTrainer
 
 _HOME = {

@@ -1,5 +1,5 @@
-"""What `tests/test_gpu.py` does, on any device: on a CPU the same functions run with the backends that a CPU has, so that
-no line of them is first executed on a GPU."""
+"""What `tests/test_gpu.py` does, on any device: on a CPU the same functions run with the backends that a CPU has, so
+that no line of them is first executed on a GPU."""
 
 from contextlib import contextmanager
 

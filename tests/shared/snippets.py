@@ -7,6 +7,7 @@ import tiny
 from tiny_models import small_model
 from training import FORMATS, rows
 from transformers import TrainingArguments
+from trl_trainers import pairs
 
 # What stands behind every Hub name in README, recipes and scripts.
 MODELS = {
@@ -15,7 +16,8 @@ MODELS = {
     "Qwen/Qwen3-0.6B": "qwen3",
     "ibm-granite/granite-3.3-2b-base": "granite",
 }
-DATASETS = {"trl-lib/tldr": rows(24), "trl-lib/Capybara": FORMATS["messages"]}
+DATASETS = {"trl-lib/tldr": rows(24), "trl-lib/Capybara": FORMATS["messages"],
+            "trl-lib/ultrafeedback_binarized": pairs()}  # fmt: skip
 
 
 def localize(text, folder):

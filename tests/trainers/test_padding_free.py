@@ -1,7 +1,10 @@
 """`padding_free(trainer)`: TRL's own trainers, unmodified, train as they did, without padding."""
 
 import copy
+import json
 import pickle
+import runpy
+from pathlib import Path
 
 import pytest
 import tiny
@@ -31,6 +34,20 @@ OVER_PADS = {
     "cpo": {"logits/chosen", "logits/rejected"},
     "online_dpo": {"objective/kl", "objective/entropy", "objective/non_score_reward", "objective/rlhf_reward"},
 }
+
+
+def test_the_page_shows_what_was_measured():
+    root = Path(__file__).parents[2]
+    shown = runpy.run_path(str(root / "benchmarks" / "padding_free.py"))
+    rows = json.loads(shown["RESULTS"].read_text())
+    assert shown["markdown"](rows) in (root / "docs" / "padding_free.md").read_text()
+    assert {row["trainer"] for row in rows} > {
+        "DPOTrainer",
+        "KTOTrainer",
+        "RewardTrainer",
+        "GRPOTrainer",
+        "RLOOTrainer",
+    }
 
 
 def free(trainer, **options):

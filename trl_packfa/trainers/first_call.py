@@ -1,7 +1,7 @@
 """The first real batch of a run, as a model is called with it: its rows without pads against each row alone.
 
-The proof before, on rows cut out of nothing in particular, says what a model does; this one looks at the run's own data,
-collator and adapters, inside the first call that runs without pads, whoever makes it.
+The proof that `patch` makes uses rows of its own. This one uses the run's data, collator and adapters: it runs inside
+the first call that has no pads, whoever makes that call.
 
 Shape letters: n tokens of a row, D model dim.
 """
@@ -46,12 +46,14 @@ class FirstCall(NamedTuple):
         if self.difference <= self.allowed:
             return
         raise ContaminationError(
-            f"{name}: the first batch without its pads is not exact: a row of {self.tokens} tokens is off by "
-            f"{self.difference:.2e} in the middle (allowed {self.allowed:.2e}).",
-            why=["the proof before found rows without pads exact: something in this batch, or in what the trainer sends "
-                 "with it, matters across rows"],
+            f"{name}: the first batch without its pads is not exact: the typical token of a row of {self.tokens} "
+            f"tokens is off by {self.difference:.2e} (allowed {self.allowed:.2e}).",
+            why=[
+                "patch(model, unpad=True) found rows without pads exact: something in this batch, or in what the "
+                "trainer sends with it, matters across rows"
+            ],
             do="Train padded, without padding_free, and please report it.",
-        )  # fmt: skip
+        )
 
 
 def refuse_gradients_at_pads(states: torch.Tensor, rows: PaddedRows, name: str) -> None:

@@ -39,10 +39,12 @@ def padding_free(
     """Make a trainer compute no padding; returns the same trainer. Call it once, after construction.
 
     Every model that the trainer runs (policy, reference, teacher, reward and value models) is patched by
-    `patch(model, unpad=True)`, which proves at once that padded batches without their pads have the outputs and gradients
-    that they have with them; when training begins, the first real batch of each is compared with some of its rows alone,
-    and a loss that reads pads is refused. Losses, metrics, steps and checkpoints stay the trainer's own. Its logs gain `tokens_per_second` (true tokens that were trained),
-    `padding_saved` (the share of all places that held no token) and `documents` (rows a step).
+    `patch(model, unpad=True)`, which proves at once that padded batches have the same outputs and gradients without
+    their pads. When training begins, the first real batch of each model is compared with some of its rows alone, and a
+    loss that reads pads is refused.
+
+    Losses, metrics, steps and checkpoints stay the trainer's own. Its logs gain `tokens_per_second` (true tokens that
+    were trained), `padding_saved` (the share of all places that held no token) and `documents` (rows a step).
 
     Args:
         trainer (`transformers.Trainer`):
@@ -50,14 +52,14 @@ def padding_free(
         backend (`str`, *optional*, defaults to `"auto"`), fused_lora (`bool`, *optional*, defaults to `True`):
             As of [`patch`].
         leave_padded (`Sequence[str]`, *optional*):
-            Names of attributes that hold models which stay as they are: a reward model that attends in both directions,
-            say.
+            Names of attributes that hold models which stay as they are, such as a reward model that attends in both
+            directions.
         check_first_batch (`bool`, *optional*, defaults to `True`):
             Whether the first real batch is compared.
 
     Raises:
-        [`InvalidConfig`]: if this is no trainer of padded text batches: it packs already, uses Liger kernels, trains on
-            images, or holds no model of a name in `leave_padded`.
+        [`InvalidConfig`]: if this is no trainer of padded text batches: it packs already, uses Liger kernels, trains
+            on images, or holds no model of a name in `leave_padded`.
         [`UnsupportedModel`]: if one of its models cannot run without pads; then none is changed.
         [`ContaminationError`]: if one of them is not exact without pads; then none is changed.
     """
@@ -92,7 +94,8 @@ def _patch_all(trainer: Any, models: dict[str, nn.Module], **options: Any) -> No
             for other in done:
                 unpatch(other)
             raise type(error)(
-                f"{type(trainer).__name__}.{name} cannot run without its pads; none of the trainer's models was changed.",
+                f"{type(trainer).__name__}.{name} cannot run without its pads; none of the trainer's models was "
+                "changed.",
                 why=[str(error)],
                 do=f"Leave it padded with leave_padded=({name!r},), or train padded.",
             ) from error
@@ -112,8 +115,8 @@ def _tell_of_metrics(trainer: Any) -> None:
     for cls in type(trainer).__mro__:
         if metrics := _OVER_PADS.get(cls.__name__):
             logger.warning(
-                "trl-packfa: %s averages %s over pads as well, where nothing is computed now: these metrics will differ "
-                "from the padded run's, losses and gradients will not.",
+                "trl-packfa: %s averages %s over pads as well, where nothing is computed now: these metrics will "
+                "differ from the padded run's, losses and gradients will not.",
                 cls.__name__,
                 ", ".join(metrics),
             )

@@ -43,8 +43,10 @@ _CHUNK = 32768
 
 
 def trl_options(module: nn.Module) -> dict[str, Any] | None:
-    """With which options a model's forward is TRL's fused head (`add_fused_lm_head`), `None` if it is none; accelerate's
-    autocast may be around it."""
+    """The options of TRL's fused head (`add_fused_lm_head`) if a model's forward is one, `None` if it is none.
+
+    accelerate's autocast may be around it.
+    """
     forward = vars(module).get(_INSIDE_AUTOCAST, vars(module).get("forward"))
     function: Any = getattr(forward, "__func__", None)
     if getattr(getattr(function, "__code__", None), "co_name", "") != "_fused_forward":
