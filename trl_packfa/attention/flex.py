@@ -28,10 +28,8 @@ _GRAPHS = 128
 # Rows of fewer than 128 tokens would go to the kernel for decoding, which has no configuration for their block mask
 # where heads share keys (pytorch issue 185349); and the proof is of the kernel that trains.
 _KERNEL_OPTIONS: Any = {"FORCE_USE_FLEX_ATTENTION": True}
-
-
 # A softcap stays a number: as a tensor, torch could not lower the score function without gradients.
-_SETTINGS = {"specialize_float": True}
+_SETTINGS: Any = {"specialize_float": True}
 
 
 @cache

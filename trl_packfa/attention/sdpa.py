@@ -11,6 +11,7 @@ longest length, Q queries of a chunk.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -101,7 +102,7 @@ def _pad_numbers(numbers: list[torch.Tensor], padding: int) -> torch.Tensor:
     return pad_sequence(numbers, batch_first=True, padding_value=padding)
 
 
-def _kernels(device: str) -> AbstractContextManager[None]:
+def _kernels(device: str) -> AbstractContextManager[Any]:
     """For the length of a `with` block, on CUDA, torch's function chooses among all its kernels but cuDNN's.
 
     torch puts cuDNN's first on Hopper. It plans a graph on the host for every new shape, tens of milliseconds each,

@@ -30,10 +30,10 @@ def multiplies_in_tf32(device: torch.device) -> bool:
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         return False
-    matmul = torch.backends.cuda.matmul
+    matmul: Any = torch.backends.cuda.matmul
     # torch 2.9 has a setting of more than two values, after which it does not tell the older one.
     precision = getattr(matmul, "fp32_precision", None)
-    return matmul.allow_tf32 if precision is None else precision == "tf32"
+    return bool(matmul.allow_tf32) if precision is None else precision == "tf32"
 
 
 def outside_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:

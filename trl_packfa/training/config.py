@@ -126,7 +126,8 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False  # there is nothing to pin for, of which torch warns in every epoch
         elif self.device.type == "cuda" and self.dataloader_pin_memory:
-            self.accelerator_config.non_blocking = True  # copies from page-locked memory need not wait
+            moves: Any = self.accelerator_config  # SFTConfig has made an AcceleratorConfig of it
+            moves.non_blocking = True  # copies from page-locked memory need not wait
         if self.dtype is None:
             quantized = self.load_in_4bit or self.load_in_8bit
             self.dtype = "bfloat16" if quantized and self.bf16 else "float32"
