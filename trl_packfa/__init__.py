@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .patches.registry import register as register
     from .patches.registry import registered as registered
     from .plotting import plot as plot
+    from .trainers.padding_free import padding_free as padding_free
     from .training.config import PackedSFTConfig as PackedSFTConfig
     from .training.trainer import PackedSFTTrainer as PackedSFTTrainer
 
@@ -38,6 +39,7 @@ _HOME = {
     "Patch": "patches.base",
     "check": "exactness",
     "describe": "api",
+    "padding_free": "trainers.padding_free",
     "patch": "api",
     "patched": "api",
     "plot": "plotting",
@@ -45,6 +47,9 @@ _HOME = {
     "registered": "patches.registry",
     "unpatch": "api",
 }
+
+# What stands on TRL's trainers, which need a newer Python than the rest.
+_NEEDS_TRL = {name for name, home in _HOME.items() if home.startswith("train")}
 
 __all__ = sorted(_HOME)
 
@@ -54,7 +59,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'trl_packfa' has no attribute '{name}'")
     from .versions import require_versions
 
-    require_versions(training=name in ("PackedSFTConfig", "PackedSFTTrainer"))
+    require_versions(training=name in _NEEDS_TRL)
     globals()[name] = value = getattr(import_module(f".{_HOME[name]}", __name__), name)
     return value
 

@@ -20,6 +20,7 @@ SOURCES = [path for folder in ("trl_packfa", "patches", "recipes") for path in (
 SIGNATURES = {
     "check": "model * collator= documents= processing_class= seed= progress=",
     "describe": "model",
+    "padding_free": "trainer * backend= fused_lora= leave_padded= check_first_batch=",
     "patch": "model * backend= fused_lora= unpad=",
     "patched": "model * backend= fused_lora= unpad=",
     "plot": "batch_or_layout path= * sliding_window=",

@@ -20,7 +20,8 @@ README = (ROOT / "README.md").read_text()
 # The floors of the house: a folder, or a file beside the folders, imports from those before it and from itself.
 FLOORS = [
     "errors", "versions", "layout", "collator", "packing", "runtime", "attention", "kernels", "patches", "patching",
-    "adapters", "exactness", "api", "plotting", "terminal", "training", "plan", "demo", "bench", "cli", "__main__",
+    "adapters", "exactness", "api", "plotting", "terminal", "training", "trainers", "plan", "demo", "bench", "cli",
+    "__main__",
 ]  # fmt: skip
 # Folders that know nothing of Hugging Face's libraries.
 BARE = {"packing", "attention"}
@@ -101,6 +102,7 @@ def test_public_names_are_frozen_and_load():
         "Patch",
         "check",
         "describe",
+        "padding_free",
         "patch",
         "patched",
         "plot",
@@ -164,6 +166,16 @@ def test_a_page_holds_the_generated_table_of_adapters():
     page = (ROOT / "docs" / "adapters.md").read_text()
     block = page.split("<!-- generated: trl-packfa models --adapters --markdown -->\n")[1].split("\n<!-- end -->")[0]
     assert block == table.markdown(table.results())
+
+
+def test_a_page_holds_the_generated_table_of_trainers():
+    import json
+
+    from padding_free import RESULTS, markdown
+
+    page = (ROOT / "docs" / "padding_free.md").read_text()
+    block = page.split("<!-- generated: benchmarks/padding_free.py --markdown -->\n")[1].split("\n<!-- end -->")[0]
+    assert block == markdown(json.loads(RESULTS.read_text()))
 
 
 def test_none_that_is_exact_without_a_patch_drops_below_the_interface():

@@ -15,7 +15,7 @@ from .following import Key, Trace
 
 # What is no difference whatever the noise: float32's packed and padded runs of 181 architectures differ by less than
 # a third of it, and what is wrong by more than a hundred times as much. In half precision, two last places.
-_FLOORS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 1.6e-2}
+FLOORS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 1.6e-2}
 # Gradients of matrices are products, summed up in float32. Those of norms and biases are sums over tokens, which
 # torch's kernels take in half precision: of 570 tokens they are off by up to a sixth.
 _VECTOR_FLOOR = 0.25
@@ -84,7 +84,7 @@ def worst(
     findings = []
     for (key, document), difference in found.items():
         own = max(noise.get((key, document), 0.0), usual)
-        findings.append((document, Finding(key.module, difference, max(NOISE_FACTOR * own, _FLOORS[dtype]), own)))
+        findings.append((document, Finding(key.module, difference, max(NOISE_FACTOR * own, FLOORS[dtype]), own)))
     beyond = [finding for _, finding in findings if not finding.excess <= 1]
     return max((f for _, f in findings), key=lambda f: f.excess), beyond[0].where if beyond else None
 

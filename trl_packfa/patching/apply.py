@@ -160,9 +160,9 @@ def _plan_outside(model: nn.Module, backbone: nn.Module, state: PatchState) -> l
     overrides: list[Override] = [backbone_override(backbone, _own_forward(backbone), **options)]
     inner = inner_model(model)
     own = _own_forward(inner)
-    options = trl_options(own) if state.unpadding is not None else None
-    if own is not None and options is not None:
-        overrides.append(own := LabelledHead(inner, own, options))
+    head = trl_options(inner) if state.unpadding is not None else None
+    if own is not None and head is not None:
+        overrides.append(own := LabelledHead(inner, own, head))
     told = patch.attention or (patch.level == "interface" and not patch.beside and not patch.functions)
     if inner is not backbone and (patch.makes_mask or not told):
         overrides.append(CausalLMOverride(inner, own))

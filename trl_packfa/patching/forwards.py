@@ -147,7 +147,7 @@ class BackboneOverride(Override):
     @outside_of_graphs
     def _put_back(self, outputs: Any, call: dict[str, Any], rows: PaddedRows) -> Any:
         outputs = rows.put_back_outputs(outputs)
-        self.unpadding.note(call, rows, outputs)  # type: ignore[union-attr]
+        self.unpadding.note(self.call_original, call, rows, outputs)  # type: ignore[union-attr]
         return outputs
 
     @outside_of_graphs

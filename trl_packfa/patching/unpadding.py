@@ -9,7 +9,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -23,20 +23,26 @@ logger = logging.getLogger(__name__)
 # Arguments that bring another modality, whose places in the row the model finds by itself.
 _MODALITIES = re.compile(r"pixel|image|video|audio|speech|vision|input_features")
 
+# What looks at a call: the backbone's unpatched forward, the call's arguments, its rows and its outputs.
+Watch: TypeAlias = "Callable[[Callable[..., Any], dict[str, Any], PaddedRows, Any], None]"
+
 
 class Unpadding:
     """Decides, for one backbone, which padded calls run as one row of their true tokens, and counts.
 
     Attributes:
         is_on (`bool`): whether it does; off while padded calls are measured.
-        calls, tokens, pads, documents (`int`): calls without pads so far, what they held and what they left out.
-        watch (`Callable` or `None`): called once with the next such call's arguments, rows and outputs.
+        calls (`int`): calls that ran without their pads so far.
+        tokens, pads, documents (`int`): true tokens, pads and rows with tokens of all masks so far.
+        trained, trained_documents (`int`): true tokens and rows of calls with gradients.
+        watch (`Callable` or `None`): told of every call that runs without its pads, see [`Watch`].
     """
 
     def __init__(self) -> None:
         self.is_on = True
         self.calls, self.tokens, self.pads, self.documents = 0, 0, 0, 0
-        self.watch: Callable[[dict[str, Any], PaddedRows, Any], None] | None = None
+        self.trained, self.trained_documents = 0, 0
+        self.watch: Watch | None = None
         self._told = False
 
     def rows_of(self, call: dict[str, Any], module: nn.Module) -> PaddedRows | None:
@@ -59,6 +65,7 @@ class Unpadding:
             self._tell_of_cache(module)
             return None
         rows = rows_of(mask)
+        self._count(rows)
         if not rows.num_pads or not rows.num_tokens:
             return None
         brought = [name for name, value in call.items() if _MODALITIES.search(name) and value is not None]
@@ -79,15 +86,20 @@ class Unpadding:
                 type(module).__name__,
             )
 
-    def note(self, call: dict[str, Any], rows: PaddedRows, outputs: Any) -> None:
-        """Count a call that ran without its pads."""
-        self.calls += 1
+    def _count(self, rows: PaddedRows) -> None:
         self.tokens += rows.num_tokens
         self.pads += rows.num_pads
-        self.documents += sum(length > 0 for length in rows.lengths)
+        documents = sum(length > 0 for length in rows.lengths)
+        self.documents += documents
+        if torch.is_grad_enabled():
+            self.trained += rows.num_tokens
+            self.trained_documents += documents
+
+    def note(self, forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows, outputs: Any) -> None:
+        """A call that ran without its pads; `forward` is the backbone's with them."""
+        self.calls += 1
         if self.watch is not None:
-            watch, self.watch = self.watch, None
-            watch(call, rows, outputs)
+            self.watch(forward, call, rows, outputs)
 
     @contextmanager
     def off(self) -> Iterator[None]:

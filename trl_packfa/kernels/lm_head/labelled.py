@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from torch import nn
 from torch.distributed.tensor import DTensor
 from trl.kernels import ChunkedLogProbFunction
@@ -24,6 +25,9 @@ from ...runtime.compile import around_graphs, outside_of_graphs
 from ...runtime.override import Override, forward_signature
 from ...runtime.zero3 import is_in_parts
 
+# Where accelerate keeps the forward that it has put autocast around.
+_INSIDE_AUTOCAST = "_original_forward"
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # What TRL's head keeps of its arguments, and what of the config.
 _OPTIONS = (
     "temperature",
@@ -38,8 +42,10 @@ _FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 _CHUNK = 32768
 
 
-def trl_options(forward: Any) -> dict[str, Any] | None:
-    """With which options a forward is TRL's fused head (`add_fused_lm_head`), `None` if it is none."""
+def trl_options(module: nn.Module) -> dict[str, Any] | None:
+    """With which options a model's forward is TRL's fused head (`add_fused_lm_head`), `None` if it is none;
+    accelerate's autocast may be around it."""
+    forward = vars(module).get(_INSIDE_AUTOCAST, vars(module).get("forward"))
     function: Any = getattr(forward, "__func__", None)
     if getattr(getattr(function, "__code__", None), "co_name", "") != "_fused_forward":
         return None
@@ -76,8 +82,16 @@ class LabelledHead(Override):
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         kwargs["use_cache"] = False
         backbone = getattr(self.module, self.options["backbone_attr"])
-        hidden_BLD = backbone(*args, **kwargs).last_hidden_state
-        return self._score(hidden_BLD, *labels, num_items_in_batch)
+        with self._autocast():
+            hidden_BLD = backbone(*args, **kwargs).last_hidden_state
+            return self._score(hidden_BLD, *labels, num_items_in_batch)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """accelerate's, where it was put around the forward whose place this one takes."""
+        if _INSIDE_AUTOCAST not in vars(self.module):
+            return nullcontext()
+        device, dtype = next(self.module.parameters()).device.type, _DTYPES.get(AcceleratorState().mixed_precision)
+        return nullcontext() if dtype is None else torch.autocast(device, dtype)
 
     @outside_of_graphs
     def _serves(self, kwargs: dict[str, Any]) -> bool:

@@ -1,0 +1,162 @@
+"""TRL's trainers on small models and uneven data, all built by the same lines."""
+
+import tiny
+import torch
+import trl
+from datasets import Dataset
+from peft import LoraConfig
+from training import arguments
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+# What the issue's trainers are called here; the rest is experimental in TRL 1.16.
+STABLE = ("sft", "dpo", "kto", "reward", "grpo", "rloo")
+EXPERIMENTAL = ("orpo", "cpo", "tpo", "gkd", "distillation", "online_dpo", "bema_dpo")
+_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate_proj"]
+
+
+def pairs(count=24):
+    """Preference pairs of very uneven lengths."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(1, 30, (count, 3), generator=generator).tolist()
+    return [
+        {
+            "prompt": tiny.words(a, seed=i) + " ",
+            "chosen": tiny.words(b, seed=1000 + i),
+            "rejected": tiny.words(c + 5, seed=2000 + i),
+        }
+        for i, (a, b, c) in enumerate(sizes)
+    ]
+
+
+def classifier(labels=1):
+    """A reward model with the language model's weights."""
+    language = tiny.model(layers=2)
+    config = language.config
+    config.num_labels, config.pad_token_id = labels, 0
+    torch.manual_seed(3)
+    model = AutoModelForSequenceClassification.from_config(config)
+    model.load_state_dict(language.state_dict(), strict=False)
+    return model
+
+
+def tokenizer(side="right"):
+    made = tiny.tokenizer()
+    made.padding_side = side
+    return made
+
+
+def _reward(completions, **columns):
+    return [float(len(text.split()) % 5) for text in completions]
+
+
+def _adapter(kind):
+    task = "SEQ_CLS" if kind == "reward" else "CAUSAL_LM"
+    return {"peft_config": LoraConfig(r=4, lora_dropout=0.0, target_modules=_LINEAR, task_type=task)}
+
+
+def _saved(folder):
+    """A model with a name, from which GRPO and RLOO load their reference."""
+    tiny.model(layers=2).save_pretrained(folder / "model")
+    return AutoModelForCausalLM.from_pretrained(folder / "model")
+
+
+def build(kind, out, *, lora=False, model=None, cls=None, config=None, data=None, **options):
+    """A trainer of this kind; `cls` and `config` take the places of TRL's own."""
+    data = pairs() if data is None else data
+    batch = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 4, "learning_rate": 1e-4}
+    model = model or (classifier() if kind == "reward" else tiny.model(layers=2))
+    adapter = _adapter(kind) if lora else {}
+
+    def made(cls_, config_, rows, *, settings=None, side="right", **own):
+        asked = arguments(config or config_, out, **{**batch, **(settings or {}), **options})
+        return (cls or cls_)(
+            own.pop("model", model), args=asked, train_dataset=Dataset.from_list(rows),
+            eval_dataset=Dataset.from_list(rows[:8]), processing_class=tokenizer(side), **own, **adapter,
+        )  # fmt: skip
+
+    prompts = [{"prompt": row["prompt"]} for row in data]
+    reference = {} if lora else {"ref_model": tiny.model(layers=2)}
+    if kind == "sft":
+        rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in data]
+        return made(trl.SFTTrainer, trl.SFTConfig, rows)
+    if kind == "dpo":
+        return made(trl.DPOTrainer, trl.DPOConfig, data, **reference)
+    if kind == "kto":
+        rows = [
+            {"prompt": row["prompt"], "completion": row["chosen" if i % 2 else "rejected"], "label": bool(i % 2)}
+            for i, row in enumerate(data)
+        ]
+        return made(trl.KTOTrainer, trl.KTOConfig, rows, **reference)
+    if kind == "reward":
+        return made(trl.RewardTrainer, trl.RewardConfig, data)
+    if kind in ("grpo", "rloo"):
+        trainer, config_ = {"grpo": (trl.GRPOTrainer, trl.GRPOConfig), "rloo": (trl.RLOOTrainer, trl.RLOOConfig)}[kind]
+        settings = {"beta": 0.04, "num_generations": 4, "num_generations_eval": 4, "max_completion_length": 12}
+        own = {"reward_funcs": [_reward, classifier()], "reward_processing_classes": [None, tokenizer()]}
+        own |= {} if lora else {"model": _saved(out)}
+        return made(trainer, config_, prompts, settings=settings, side="left", **own)
+    if kind == "distillation":
+        own = {"teacher_model": tiny.model(layers=2, seed=5), "settings": {"max_completion_length": 8}}
+        return made(trl.DistillationTrainer, trl.DistillationConfig, prompts, side="left", **own)
+    return _experimental(kind, made, data, prompts)
+
+
+def _experimental(kind, made, data, prompts):
+    length = {"settings": {"max_length": 60}}
+    if kind == "orpo":
+        from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+        return made(ORPOTrainer, ORPOConfig, data, **length)
+    if kind == "cpo":
+        from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+        return made(CPOTrainer, CPOConfig, data, **length)
+    if kind == "tpo":
+        from trl.experimental.tpo import TPOConfig, TPOTrainer
+
+        return made(TPOTrainer, TPOConfig, [{**row, "reference": row["chosen"]} for row in data], **length)
+    if kind == "gkd":
+        from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+        rows = [
+            {"messages": [{"role": "user", "content": row["prompt"].strip()},
+                          {"role": "assistant", "content": row["chosen"]}]}
+            for row in data
+        ]  # fmt: skip
+        settings = {"lmbda": 0.5, "max_new_tokens": 8, "max_length": 60}
+        return made(GKDTrainer, GKDConfig, rows, settings=settings, teacher_model=tiny.model(layers=2, seed=5))
+    if kind == "online_dpo":
+        from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+
+        own = {"reward_funcs": classifier(), "reward_processing_classes": tokenizer()}
+        settings = {"max_new_tokens": 8, "max_length": 64}
+        return made(OnlineDPOTrainer, OnlineDPOConfig, prompts, settings=settings, side="left", **own)
+    if kind == "bema_dpo":
+        from trl.experimental.bema_for_ref_model import DPOTrainer
+
+        return made(DPOTrainer, trl.DPOConfig, data, ref_model=tiny.model(layers=2))
+    raise ValueError(kind)
+
+
+# What is no figure of the training itself, or is another by its nature.
+_TIMES = ("time", "second", "epoch")
+# At the first step policy and reference are one: which of two equal rewards is larger is rounding's to say.
+ROUNDED = ("rewards/accuracies",)
+
+
+def differences(logs, others):
+    """The worst difference of each metric over all logs, relative where it is larger than one."""
+    worst = {}
+    for entry, other in zip(logs, others, strict=True):
+        for name, value in entry.items():
+            if isinstance(value, (int, float)) and not any(word in name for word in _TIMES):
+                found = abs(value - other[name]) / max(1.0, abs(value))
+                worst[name] = max(worst.get(name, 0.0), found if found == found else float("inf"))
+    return worst
+
+
+def train(trainer, **options):
+    """The training logs of a run."""
+    torch.manual_seed(0)
+    trainer.train(**options)
+    return [entry for entry in trainer.state.log_history if "loss" in entry]

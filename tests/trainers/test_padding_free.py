@@ -1,0 +1,216 @@
+"""`padding_free(trainer)`: TRL's own trainers, unmodified, train as they did, without padding."""
+
+import copy
+import pickle
+
+import pytest
+import tiny
+import torch
+import trl
+from datasets import Dataset
+from padded import padded
+from tolerance import TRAJECTORY
+from trl_trainers import EXPERIMENTAL, ROUNDED, STABLE, build, differences, pairs, tokenizer, train
+
+import trl_packfa
+from trl_packfa.errors import ContaminationError, InvalidConfig, UnsupportedModel
+from trl_packfa.patching.apply import find_state
+from trl_packfa.runtime import padded_rows
+from trl_packfa.trainers.collating import ROWS, CountingCollator, told_rows
+from trl_packfa.trainers.models import models_of
+
+# Which models each of them runs besides the policy.
+OTHERS = {
+    "dpo": {"ref_model"}, "kto": {"ref_model"}, "grpo": {"ref_model", "reward_funcs[1]"},
+    "rloo": {"ref_model", "reward_funcs[1]"}, "gkd": {"teacher_model"}, "distillation": {"teacher_model"},
+    "online_dpo": {"ref_model", "reward_funcs[0]"}, "bema_dpo": {"ref_model"},
+}  # fmt: skip
+# TRL averages these over all positions, pads included.
+OVER_PADS = {
+    "orpo": {"logits/chosen", "logits/rejected"},
+    "cpo": {"logits/chosen", "logits/rejected"},
+    "online_dpo": {"objective/kl", "objective/entropy", "objective/non_score_reward", "objective/rlhf_reward"},
+}
+
+
+def free(trainer, **options):
+    trl_packfa.padding_free(trainer, **options)
+    return trainer, trainer.trl_packfa_padding_free
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", [*STABLE, *EXPERIMENTAL])
+def test_it_trains_as_padded(kind, lora, tmp_path, caplog):
+    if kind == "bema_dpo" and lora:
+        pytest.skip("follows whole weights")
+    torch.manual_seed(0)
+    expected = train(build(kind, tmp_path, lora=lora, max_steps=4))
+    torch.manual_seed(0)
+    trainer, run = free(build(kind, tmp_path, lora=lora, max_steps=4))
+    logs = train(trainer)
+    worst = {name: found for name, found in differences(expected, logs).items() if found > TRAJECTORY}
+    assert worst.keys() <= OVER_PADS.get(kind, set()) | set(ROUNDED), worst
+    others = OTHERS.get(kind, set()) - ({"ref_model"} if lora else set())
+    assert set(run.models) == {"model"} | others
+    assert run.first_calls.keys() == run.models.keys()  # each met a batch with pads, and was compared on it
+    assert 0.1 < logs[-1]["padding_saved"] < 0.8 and logs[-1]["tokens_per_second"] > 0
+    assert logs[-1]["documents"] == {"tpo": 24, **dict.fromkeys(("dpo", "reward", "orpo", "cpo", "bema_dpo"), 16),
+                                     "online_dpo": 16}.get(kind, 8)  # fmt: skip
+    told = [record.message for record in caplog.records if "averages" in record.message]
+    assert bool(told) == (kind in OVER_PADS)
+
+
+def test_negative_control_rows_that_see_each_other_train_something_else(tmp_path, monkeypatch):
+    expected = train(build("reward", tmp_path, max_steps=3))
+    trainer, _ = free(build("reward", tmp_path, max_steps=3), check_first_batch=False)
+    one = trl_packfa.PackedLayout.from_lengths
+    monkeypatch.setattr(padded_rows.PaddedRows, "layout", lambda rows, device: one([rows.num_tokens]))
+    assert differences(expected, train(trainer))["loss"] > 1e-2
+
+
+def test_the_first_batch_is_compared(tmp_path, monkeypatch):
+    trainer, _ = free(build("dpo", tmp_path, max_steps=1))
+    one = trl_packfa.PackedLayout.from_lengths
+    monkeypatch.setattr(padded_rows.PaddedRows, "layout", lambda rows, device: one([rows.num_tokens]))
+    with pytest.raises(ContaminationError, match=r"DPOTrainer\.model: the first batch without its pads is not exact"):
+        trainer.train()
+
+
+def test_a_loss_that_reads_pads_is_refused(tmp_path):
+    class ReadingPads(trl.RewardTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            outputs = model(**{k: v for k, v in inputs.items() if k != "use_cache"}, output_hidden_states=True)
+            return outputs.hidden_states[-1].mean()
+
+    trainer, _ = free(build("reward", tmp_path, cls=ReadingPads, max_steps=1))
+    with pytest.raises(
+        ContaminationError, match=r"ReadingPads\.model: the loss depends on what the model computes at a"
+    ):
+        trainer.train()
+
+
+@pytest.mark.parametrize("options", [{"precompute_ref_log_probs": True}, {"sync_ref_model": True,
+                         "ref_model_sync_steps": 2}, {"gradient_checkpointing": True}, {"bf16": True},
+                         {"loss_type": ["ipo", "sft"], "ld_alpha": None}, {"use_weighting": True},
+                         {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}],
+                         ids=lambda options: next(iter(options)))  # fmt: skip
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_dpo_with_what_it_can_do(options, lora, tmp_path):
+    if lora and "sync_ref_model" in options:
+        pytest.skip("TRL syncs no adapter")
+    expected = train(build("dpo", tmp_path, lora=lora, max_steps=3, **options))
+    trainer, _ = free(build("dpo", tmp_path, lora=lora, max_steps=3, **options))
+    worst = differences(expected, train(trainer))
+    allowed = 2e-2 if "bf16" in options else TRAJECTORY
+    assert {name for name, found in worst.items() if found > allowed} <= set(ROUNDED), worst
+
+
+def test_evaluation_generation_and_saving(tmp_path):
+    padded_trainer, (trainer, _) = build("dpo", tmp_path, max_steps=2), free(build("dpo", tmp_path, max_steps=2))
+    for one in (padded_trainer, trainer):
+        train(one)
+    evaluated = [one.evaluate() for one in (padded_trainer, trainer)]
+    assert differences(evaluated[:1], evaluated[1:])["eval_loss"] <= TRAJECTORY
+    batch = padded(tiny.documents(), "left")
+    made = [one.model.generate(**batch, max_new_tokens=4, do_sample=False) for one in (padded_trainer, trainer)]
+    assert torch.equal(*made)
+    trainer.save_model(str(tmp_path / "saved"))
+    again = type(trainer.model).from_pretrained(tmp_path / "saved")
+    assert find_state(again) is None
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), trainer.model.parameters(), strict=True))
+
+
+def test_resuming_is_exact(tmp_path):
+    saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole, _ = free(build("dpo", tmp_path, lora=True, **saving))
+    logs = train(whole)
+    resumed, _ = free(build("dpo", tmp_path, lora=True, **saving))
+    again = train(resumed, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert [entry["loss"] for entry in again] == [entry["loss"] for entry in logs]
+    assert [entry["documents"] for entry in again] == [16] * 4
+
+
+def test_rows_come_from_the_collator_and_masks_are_not_read_again(tmp_path, monkeypatch):
+    trainer, _ = free(build("dpo", tmp_path, max_steps=2))
+    read = []
+    own = padded_rows.PaddedRows.from_mask.__func__
+    monkeypatch.setattr(
+        padded_rows.PaddedRows, "from_mask", classmethod(lambda cls, mask: read.append(1) or own(cls, mask))
+    )
+    train(trainer)
+    assert len(read) == 3  # by the collator: two steps, and the batch that is fetched ahead; by no model
+    collator = CountingCollator(lambda rows: {"attention_mask": torch.tensor([[1, 0]]), "x": rows})
+    batch = pickle.loads(pickle.dumps(CountingCollator(max)))([1, 2]), collator(5)
+    assert batch[0] == 2 and ROWS in batch[1]
+    assert ROWS not in told_rows(batch[1]) and told_rows([1]) == [1]
+
+
+def test_the_trainers_models_are_found_by_whatever_name(tmp_path):
+    assert list(models_of(build("online_dpo", tmp_path))) == ["model", "ref_model", "reward_funcs[0]"]
+    trainer = build("dpo", tmp_path)
+    trainer.second = trainer.model  # the same again
+    assert list(models_of(trainer)) == ["model", "ref_model"]
+
+
+def test_all_models_or_none(tmp_path):
+    trainer = build("grpo", tmp_path, lora=True)
+    trainer.reward_funcs[1] = _bert()
+    with pytest.raises(UnsupportedModel, match=r"GRPOTrainer\.reward_funcs\[1\] cannot run without its pads; none of"):
+        trl_packfa.padding_free(trainer)
+    assert find_state(trainer.model) is None
+    trl_packfa.padding_free(trainer, leave_padded=["reward_funcs[1]"])
+    assert find_state(trainer.model) is not None
+    assert trl_packfa.padding_free(trainer) is trainer
+    dpo, _ = free(build("dpo", tmp_path))
+    trl_packfa.unpatch(dpo.ref_model)
+    with pytest.raises(UnsupportedModel, match=r"DPOTrainer\.ref_model is no longer patched to run without pads"):
+        dpo.train()
+
+
+def _bert():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    return BertForSequenceClassification(BertConfig(vocab_size=99, **small))
+
+
+def test_bad_input_is_refused(tmp_path):
+    with pytest.raises(InvalidConfig, match="takes a trainer with a model, got LlamaForCausalLM"):
+        trl_packfa.padding_free(tiny.model())
+    with pytest.raises(InvalidConfig, match="leave_padded names teacher, this DPOTrainer holds model, ref_model"):
+        trl_packfa.padding_free(build("dpo", tmp_path), leave_padded=["teacher"])
+    trainer = build("dpo", tmp_path)
+    trainer.args.use_liger_kernel = True
+    with pytest.raises(InvalidConfig, match="DPOTrainer with use_liger_kernel=True cannot run without its pads"):
+        trl_packfa.padding_free(trainer)
+    trainer = build("dpo", tmp_path)
+    trainer._is_vision_dataset = True
+    with pytest.raises(InvalidConfig, match="DPOTrainer trains on images"):
+        trl_packfa.padding_free(trainer)
+    from training import packed_trainer
+
+    with pytest.raises(InvalidConfig, match="PackedSFTTrainer packs its batches already"):
+        trl_packfa.padding_free(packed_trainer())
+
+
+def test_copies_of_a_trainers_models_are_as_they_were(tmp_path):
+    trainer, _ = free(build("dpo", tmp_path))
+    copied = copy.deepcopy(trainer.model)
+    batch = padded(tiny.documents())
+    assert torch.equal(copied(**batch).logits, trainer.model(**batch).logits)
+
+
+def test_padding_free_in_dpos_config_is_what_it_says(tmp_path, caplog):
+    """TRL 1.16 warns and pads; `padding_free` then does what was asked."""
+    trainer, _ = free(build("dpo", tmp_path, padding_free=True, max_steps=1))
+    assert train(trainer)[0]["padding_saved"] > 0.1
+    assert any("padding_free=True" in record.message for record in caplog.records)
+
+
+def test_rows_of_pads_alone_and_batches_without_pads(tmp_path):
+    even = [{"prompt": "1 2 ", "chosen": "3 4", "rejected": "5 6"}] * 16
+    args = trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_steps=1, logging_steps=1)
+    trainer = trl.DPOTrainer(tiny.model(layers=1), ref_model=tiny.model(layers=1), args=args,
+                             train_dataset=Dataset.from_list(even), processing_class=tokenizer())  # fmt: skip
+    free(trainer)
+    assert train(trainer)[0]["padding_saved"] == 0 and pairs(2)

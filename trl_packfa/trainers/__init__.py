@@ -1,0 +1,5 @@
+"""TRL's trainers without padding: `padding_free` for any of them, and thin subclasses of three that re-cut a step too.
+
+`models` finds what a trainer runs, `padding_free` patches and reports, `first_call` proves on the first real batch,
+`collating` counts rows on the host.
+"""
