@@ -168,6 +168,16 @@ def test_a_page_holds_the_generated_table_of_adapters():
     assert block == table.markdown(table.results())
 
 
+def test_a_page_holds_the_generated_table_of_trainers():
+    import json
+
+    from padding_free import RESULTS, markdown
+
+    page = (ROOT / "docs" / "padding_free.md").read_text()
+    block = page.split("<!-- generated: benchmarks/padding_free.py --markdown -->\n")[1].split("\n<!-- end -->")[0]
+    assert block == markdown(json.loads(RESULTS.read_text()))
+
+
 def test_none_that_is_exact_without_a_patch_drops_below_the_interface():
     from trl_packfa.patches.measured import results
 
