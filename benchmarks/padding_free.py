@@ -10,6 +10,7 @@ import argparse
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from trl_trainers import EXPERIMENTAL, ROUNDED, STABLE, build, differences, train
@@ -25,7 +26,7 @@ def compare(kind: str, *, lora: bool, steps: int) -> dict:
     for free in (False, True):
         with tempfile.TemporaryDirectory() as folder:
             torch.manual_seed(0)
-            trainer = build(kind, Path(folder), lora=lora, max_steps=steps)
+            trainer: Any = build(kind, Path(folder), lora=lora, max_steps=steps)
             if free:
                 trl_packfa.padding_free(trainer)
             logs.append(train(trainer))
