@@ -7,7 +7,6 @@ import tiny
 from tiny_models import small_model
 from training import FORMATS, rows
 from transformers import TrainingArguments
-from trl_trainers import pairs
 
 # What stands behind every Hub name in README, recipes and scripts.
 MODELS = {
@@ -16,8 +15,12 @@ MODELS = {
     "Qwen/Qwen3-0.6B": "qwen3",
     "ibm-granite/granite-3.3-2b-base": "granite",
 }
-DATASETS = {"trl-lib/tldr": rows(24), "trl-lib/Capybara": FORMATS["messages"],
-            "trl-lib/ultrafeedback_binarized": pairs()}  # fmt: skip
+PAIRS = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "1 2 3"} for row in rows(24)]
+DATASETS = {
+    "trl-lib/tldr": rows(24),
+    "trl-lib/Capybara": FORMATS["messages"],
+    "trl-lib/ultrafeedback_binarized": PAIRS,
+}
 
 
 def localize(text, folder):
