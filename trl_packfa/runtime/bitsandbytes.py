@@ -27,6 +27,8 @@ def convertible_modules(model: nn.Module) -> list[nn.Module]:
     """
     found = [(name, module) for name, module in model.named_modules() if getattr(module, SWITCH, False)]
     for name, module in found:
+        # bitsandbytes marks converted weights in their quantization state. The switch alone does not tell: it stays on
+        # after the conversion.
         quant_state = getattr(getattr(module, "weight", None), "quant_state", None)
         if getattr(quant_state, "packing_format_for_cpu", False):
             raise UnsupportedModel(
@@ -46,5 +48,6 @@ def unconverted(model: nn.Module) -> Iterator[None]:
             setattr(module, SWITCH, False)
         yield
     finally:
+        # All of them had the switch on: `convertible_modules` returns no others.
         for module in modules:
             setattr(module, SWITCH, True)

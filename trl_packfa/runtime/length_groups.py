@@ -71,9 +71,11 @@ def _padded(packed: torch.Tensor, layout: PackedLayout) -> tuple[torch.Tensor, .
     documents, batches = packed.split(list(layout.lengths)), []
     for group in group_by_length(layout.lengths):
         if len(group) == 1:
+            # A view: a document that shares its group with no other needs no copy.
             batches.append(documents[group[0]][None])
             continue
         longest = layout.lengths[group[0]]
+        # Not `new_zeros`: each element is written once below, either a token's or a zero behind a shorter document.
         batch = packed.new_empty(len(group), longest, *packed.shape[1:])
         for place, i in zip(batch.unbind(), group, strict=True):
             length = layout.lengths[i]
@@ -88,5 +90,6 @@ def _packed(batches: tuple[torch.Tensor, ...], layout: PackedLayout) -> torch.Te
     documents: dict[int, torch.Tensor] = {}
     for group, batch in zip(group_by_length(layout.lengths), batches, strict=True):
         for place, i in zip(batch.unbind(), group, strict=True):
+            # Views, which `cat` below copies in one pass.
             documents[i] = place if len(place) == layout.lengths[i] else place[: layout.lengths[i]]
     return torch.cat([documents[i] for i in range(layout.num_documents)])

@@ -29,6 +29,7 @@ class Override:
 def computes_as(module: nn.Module, forward: Callable[..., Any]) -> bool:
     """Whether a module's forward is, instruction by instruction, another class's, as copies of it in many
     architectures are, and nothing is in its place on the instance."""
+    # By bytecode, not by class: transformers copies a norm or an MLP into each architecture under another name.
     code = getattr(type(module).forward, "__code__", None)
     return (
         code is not None and "forward" not in vars(module) and _instructions(code) == _instructions(forward.__code__)
@@ -37,9 +38,11 @@ def computes_as(module: nn.Module, forward: Callable[..., Any]) -> bool:
 
 def _instructions(code: CodeType) -> tuple[Any, ...]:
     """What a function computes with, whatever its docstring says."""
+    # Docstrings are among a function's constants, and copies differ in them.
     return code.co_code, code.co_names, tuple(value for value in code.co_consts if not isinstance(value, str))
 
 
 def forward_signature(module: nn.Module) -> inspect.Signature:
     """Of a module's own forward, for what stands in its place: `generate()` reads the parameters."""
+    # Without `self`: what is set on an instance is called without it.
     return inspect.Signature(list(inspect.signature(type(module).forward).parameters.values())[1:])
