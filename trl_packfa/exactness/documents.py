@@ -44,6 +44,7 @@ def replacements(documents: int) -> list[tuple[bool, ...]]:
     Each document is replaced in its own set of the later runs: for 5 documents in 4 runs {1}, {2}, {3}, {1, 2} and
     {1, 3}. Two of these sets never part the runs alike, so where the second stays, the first is replaced once.
     """
+    # 5 documents: 2 ** 3 > 5, so 4 runs, the first of which replaces nothing.
     runs = next(n for n in count(2) if 2 ** (n - 1) > documents)
     sets = [set(members) for size in range(1, runs) for members in combinations(range(1, runs), size)]
     return [tuple(run in members for members in sets[:documents]) for run in range(runs)]
@@ -55,6 +56,8 @@ def losses(documents: int, runs: int) -> list[list[int]]:
 
     Each document has one in its own half of the runs; no such set contains another (Sperner).
     """
+    # 4 runs have 6 halves. Documents 0, 1, 2 get {0, 1}, {0, 2}, {0, 3}: run 1 has a loss of 0 and none of 1, run 2
+    # the reverse.
     sets = list(islice(combinations(range(runs), runs // 2), documents))
     if len(sets) < documents:
         raise ValueError(f"{runs} runs tell {len(sets)} documents apart, not {documents}.")
@@ -79,8 +82,11 @@ def draw_documents(
     again where they end; random ones where there are none, or where that would replace tokens by themselves."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)
+    # From 1 on: 0 is the padding token of many models, which some embed as zeros.
     random = torch.randint(1, vocabulary, (2, total), generator=generator)
     if len(known):
+        # A short text is repeated. With a period that divides the total, replacements would be the documents
+        # themselves.
         places = torch.arange(2 * total).add(seed) % len(known)
         found = known[places].view(2, total)
         if float((found[0] != found[1]).float().mean()) >= _OTHERS:
@@ -88,6 +94,7 @@ def draw_documents(
     tokens, others = (list(ids.split(list(lengths))) for ids in random)
     for ids, other in zip(tokens, others, strict=True):
         if float((ids != other).float().mean()) < _OTHERS:
+            # Of 4 tokens in the place of token 2: drawn from 0, 1, 2, and 2 becomes 3.
             other.copy_(torch.randint(0, vocabulary - 1, ids.shape, generator=generator))
             other += (other >= ids).long()  # every token another
     return tokens, others
