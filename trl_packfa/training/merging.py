@@ -42,6 +42,7 @@ def merge_adapter(
         raise InvalidConfig(f"{output} is not empty.", do="Name a new folder.")
     config = _adapter_config(adapter)
     named = config.base_model_name_or_path
+    # The user's name wins: folders move, and adapters remember where the base lay.
     base = base or named
     merged = _adapted(adapter, base, named, dtype).merge_and_unload()
     tokenizer = _tokenizer(adapter, base)

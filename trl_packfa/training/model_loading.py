@@ -104,6 +104,7 @@ def loading(
         [`UnsupportedModel`]: for one under which documents of a batch change each other's numbers.
     """
     kwargs, chosen = init_kwargs(args), quantization or quantization_of(kind, args)
+    # Padded, scales over all tokens of a batch are the user's own choice.
     if args.packing:
         refuse_quantization(chosen or kwargs.get("quantization_config"))
     return kwargs, chosen

@@ -36,6 +36,8 @@ def settle(
         refuse(settled)
         return settled, None
     refusal: PackingError | None = None
+    # `step` first: the same training as padded. Where it cannot be (a stream whose documents nothing bounds, say),
+    # each micro-batch as a row.
     for strategy in ("step", "minibatch"):
         try:
             settled = _plain(args, output_dir, packing_strategy=strategy)

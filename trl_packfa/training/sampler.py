@@ -15,6 +15,7 @@ class RankAwareSampler(PackedBatchSampler, BatchRebalanceSampler):
     """The Trainer hands a `BatchRebalanceSampler` to the DataLoader as a batch sampler that knows its rank."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Not the other's, which would plan padded batches.
         PackedBatchSampler.__init__(self, *args, **kwargs)
 
 
@@ -30,4 +31,6 @@ class EpochCallback(TrainerCallback):
         """The Trainer's own count, which a resumed run restores."""
         sampler = self.sampler()
         if sampler is not None:
+            # For several processes accelerate puts a batch sampler of its own around this one. It looks for
+            # `set_epoch` on that and on samplers inside, not on the batch sampler inside.
             sampler.set_epoch(int(state.epoch or 0))
