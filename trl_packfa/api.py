@@ -177,7 +177,7 @@ def _require_exact(model: nn.Module) -> None:
 
 
 def _require_unpadded(model: nn.Module) -> None:
-    """Measure padded batches with and without their pads, and keep the report for [`describe`]."""
+    """Require that padded batches are the same with and without their pads, and keep the report for [`describe`]."""
     _require_weights(model)
     state = find_state(model)
     assert state is not None

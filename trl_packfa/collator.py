@@ -59,7 +59,20 @@ class DataCollatorForPacking:
     return_flash_attn_kwargs: bool = True
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Collate `examples` with `input_ids` and, optionally, `labels` and `seq_lengths`."""
+        """Collate `examples` into one row.
+
+        Args:
+            examples (`Sequence[Mapping[str, Any]]`):
+                With `input_ids` and, optionally, `labels` (token ids) and `seq_lengths` (tokens).
+
+        Returns:
+            `dict[str, Any]`: `input_ids`, `labels` and `position_ids`, int64, shape `(1, T)`; `packed_layout`; what
+            the options add.
+
+        Raises:
+            [`InvalidLayout`]: if an example's columns differ in length.
+            [`InvalidDataset`]: if it holds tokens outside of `vocab_size`.
+        """
         # What is wrong with a document is found here, on the host: on CUDA a wrong index ends the process's device.
         for example in examples:
             _require_even(example)
@@ -100,18 +113,20 @@ class DataCollatorForPacking:
 
 
 def _require_even(example: Mapping[str, Any]) -> None:
-    """Lengths that cancel out over a batch would shift labels and boundaries silently."""
+    """Refuse an example whose columns differ in length. Over a batch such differences may cancel out, and labels and
+    boundaries would be shifted without an error."""
     tokens, labels, parts = len(example["input_ids"]), example.get("labels"), example.get("seq_lengths")
     if labels is not None and len(labels) != tokens:
         raise InvalidLayout(f"an example has {tokens} input_ids and {len(labels)} labels.", do="Send one for each.")
     if parts and sum(parts) != tokens:
         raise InvalidLayout(
-            f"an example has {tokens} input_ids, its seq_lengths {list(parts)} sum up to {sum(parts)}."
+            f"an example has {tokens} input_ids, its seq_lengths {list(parts)} sum up to {sum(parts)}.",
+            do="Send the length of each document in the row, in order.",
         )
 
 
 def _require_known(tokens_T: torch.Tensor, vocab_size: int) -> None:
-    """Another number is an index error on a CPU, the end of the process's device on CUDA."""
+    """Refuse token ids outside of the vocabulary: an index error on a CPU; on CUDA they end the process's device."""
     unknown = tokens_T[(tokens_T < 0) | (tokens_T >= vocab_size)]
     if len(unknown):
         raise InvalidDataset(

@@ -119,7 +119,11 @@ class PackedLayout:
         padding: int = 0,
         device: torch.device | str | None = None,
     ) -> PackedLayout:
-        """Layout of documents of these `lengths` (tokens), in order, over `rows` equal rows."""
+        """Layout of documents of these `lengths` (tokens), in order, over `rows` equal rows, its offsets on `device`.
+
+        Raises:
+            [`InvalidLayout`]: if a length is no integer or not positive, or the documents do not fill the rows.
+        """
         try:
             # `index` takes the integers of numpy and torch, and refuses floats, which `int` would cut.
             lengths = tuple(operator.index(length) for length in lengths)
@@ -134,7 +138,11 @@ class PackedLayout:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: torch.Tensor, *, rows: int = 1) -> PackedLayout:
-        """Layout from FlashAttention's offsets, shape `(S + 1,)`; copies them to the host once."""
+        """Layout from FlashAttention's offsets, integers of shape `(S + 1,)`; copies them to the host once.
+
+        Raises:
+            [`InvalidLayout`]: if they do not begin at 0, or decrease.
+        """
         # Offsets [0, 2, 5, 10] are lengths (2, 3, 5).
         offsets = cu_seqlens.tolist()
         if cu_seqlens.dim() != 1 or len(offsets) < 2 or offsets[0] != 0:

@@ -69,7 +69,14 @@ def relative_logits(actual: torch.Tensor, expected: torch.Tensor, *, typical: bo
 def differences(
     actual: Sequence[Trace], expected: Sequence[Trace], *, typical: bool = False
 ) -> dict[tuple[Key, int], float]:
-    """Of everything that both have followed, by document."""
+    """The relative difference of each tensor that both runs have followed, by key and document.
+
+    Args:
+        actual (`Sequence[Trace]`), expected (`Sequence[Trace]`):
+            What went through the layers, a trace for each document.
+        typical (`bool`, *optional*, defaults to `False`):
+            Take the median token of a document, not the root mean square over its tokens.
+    """
     return {
         (key, document): relative_difference(value, other[key], typical=typical)
         for document, (one, other) in enumerate(zip(actual, expected, strict=True))
@@ -94,7 +101,7 @@ def worst(
 
 
 def relative_gradients(found: Sequence[float], norms: Sequence[float]) -> list[float]:
-    """Differences of parameters' gradients relative to the gradients' norms."""
+    """Norms of the differences of gradients, `found`, relative to the gradients' own `norms`; a value a parameter."""
     total = sum(norm**2 for norm in norms) ** 0.5
     # A hundredth of the root mean square of all norms. A bias in front of a softmax, say, has no gradient but
     # rounding, which would be off by 100 %.

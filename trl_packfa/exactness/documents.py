@@ -12,7 +12,8 @@ from .text import TEXT
 
 Documents: TypeAlias = list[torch.Tensor]
 
-# Documents that bite: a dozen of them, one token, equal ones, some past 64 and 128 tokens, a row past 512, three rows.
+# Lengths that find faults: a single token, equal lengths, some past 64 and 128 tokens (what kernels tile by); a dozen
+# of them, in a row that is longer than 512 tokens, and in three rows.
 LONG = (11, 24, 150, 1, 24, 66, 37, 5, 130, 24, 19, 66)
 LONG_ROWS = ((0, 2, 1), (8, 6, 10), (3, 4, 5, 7, 9, 11))
 # Five of them for what is measured more often: one token, unequal, a long one in the middle; in one row and in two.

@@ -56,7 +56,7 @@ class BatchProof(NamedTuple):
         which = f"a document of {self.tokens} tokens" if self.tokens else "its documents"
         raise ContaminationError(
             f"packing is not exact on the first training batch: the log-probabilities of {which} are off by "
-            f"{self.difference:.2e} in the middle (allowed {self.allowed:.2e}).",
+            f"{self.difference:.2e} nats for the median token (allowed {self.allowed:.2e}).",
             why=["the check before, on documents cut out of the data, found packing exact: something in these "
                  "documents, or in what the collator sends with them, matters across boundaries"],
             do="Train padded with packing=False, and please report it. check_packing=False trains without this proof.",

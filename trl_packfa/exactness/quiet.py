@@ -1,4 +1,4 @@
-"""A model as it trains, without its noise."""
+"""Running a model as it trains, with nothing drawn at random, and leaving it as it was."""
 
 from __future__ import annotations
 

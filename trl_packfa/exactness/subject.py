@@ -70,7 +70,7 @@ class Subject:
         self._done += share
 
     def anywhere(self, found: bool) -> bool:
-        """Whether it is so on any rank that holds a part of this model: they run its forwards together."""
+        """Whether `found` is true on any rank that holds a part of this model, as those run its forwards together."""
         model = self.model
         if not is_partitioned(model) and not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             return found
@@ -89,7 +89,7 @@ class Subject:
             parameter.grad = None
 
     def copied(self) -> list[torch.Tensor | None] | None:
-        """The gradients, where a copy is small beside the model: adapters'."""
+        """A copy of the gradients where it is small beside the model, as an adapter's; `None` where it is not."""
         few = sum(map(whole_size, self.trained)) <= _FEW * sum(map(whole_size, self.model.parameters()))
         if self.gradient_parts is not None or not few:
             return None

@@ -1,4 +1,4 @@
-"""Rows dealt to ranks: those of similar cost run at the same time."""
+"""Deals rows to ranks, so that rows which run at the same time are of similar cost and no rank waits long."""
 
 from __future__ import annotations
 

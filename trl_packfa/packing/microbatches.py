@@ -117,8 +117,17 @@ def _dealt(rounds: list[list[list[int]]], cost: np.ndarray) -> list[list[list[in
 
 
 def imbalance(dealt: list[list[list[int]]], lengths: np.ndarray, quadratic: float = 0.0) -> float:
-    """What a step takes over what it would take if all ranks were always busy: 1 is level. Ranks wait for each other
-    in every round of micro-batches."""
+    """How much longer a step takes than if all ranks were always busy, at least 1: ranks wait for each other in every
+    round of micro-batches.
+
+    Args:
+        dealt (`list[list[list[int]]]`):
+            For each rank the documents of each of its micro-batches, as [`recut_over_ranks`] returns them.
+        lengths (`np.ndarray`):
+            Tokens of each document.
+        quadratic (`float`, *optional*, defaults to `0.0`):
+            Cost of a token attending to a token in units of the cost of a token.
+    """
     cost = document_cost(lengths, quadratic)
     # Costs [[4, 2], [2, 2]] of 2 ranks in 2 rounds: they take 4 + 2, and 3 + 2 if always busy, which is 1.2.
     costs = np.array([[cost[part].sum() for part in rank] for rank in dealt])
@@ -134,7 +143,7 @@ def _within_budget(lengths: np.ndarray, budget: int) -> list[np.ndarray]:
 
 
 def _longest_first(cost: np.ndarray, parts: int) -> list[list[int]]:
-    """Graham's rule: the costliest first, each to the part that has the least."""
+    """Longest processing time first (Graham, 1969): the costliest document goes first, to the part with the least."""
     heap = [(0.0, i) for i in range(parts)]
     dealt: list[list[int]] = [[] for _ in range(parts)]
     for document in np.argsort(-cost, kind="stable").tolist():

@@ -216,7 +216,7 @@ class CausalLMOverride(BackboneOverride):
 
     @around_graphs
     def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
-        """The original forward without the boundaries, which its backbone finds in flight."""
+        """The original forward without the boundaries, which its backbone finds in the context."""
         for name in (*BOUNDARIES, *FOUND_BY_ITSELF):
             call.pop(name, None)
         with packed_call(layout):

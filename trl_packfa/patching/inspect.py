@@ -120,7 +120,7 @@ def is_causal(module: Any) -> bool:
 
 
 def tells_window(module: nn.Module) -> bool:
-    """Whether a module tells its attention function the sliding window, and not the mask alone."""
+    """Whether a module passes `sliding_window` to its attention function, so that not only the mask knows it."""
     # The keywords of a call stand among a function's constants as a tuple of names.
     constants = type(module).forward.__code__.co_consts
     return any("sliding_window" in names for names in constants if isinstance(names, tuple))

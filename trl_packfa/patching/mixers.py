@@ -36,9 +36,10 @@ _OFFERS = (FLASH_KEYS, (*FLASH_KEYS, "cu_seqlens"))
 
 
 class LayerOverride(Override):
-    """Keeps the layout in flight while a decoder layer runs, in the recomputation of a checkpointed layer too.
+    """Sets the context's layout while a decoder layer runs, also when a backward pass recomputes a checkpointed one.
 
-    Graphs cannot set it and do without; a checkpointed layer that no graph can hold runs and recomputes eagerly.
+    Compiled graphs cannot set a context variable; around them the backbone's call has set it. A checkpointed layer
+    that no graph can hold runs eagerly, and is recomputed eagerly.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +47,7 @@ class LayerOverride(Override):
         layer = self.module
         checkpointed: Any = getattr(layer, "gradient_checkpointing", False) and layer.training
         if torch.compiler.is_compiling() and not checkpointed:
-            return self.call_original(*args, **kwargs)  # in flight, as the backbone has it
+            return self.call_original(*args, **kwargs)  # the backbone has set it, outside of the graph
         layout = find_layout(args, kwargs)
         # As a rule: the backbone's call has set it, and layers nest.
         if not checkpointed and layout is current_layout():

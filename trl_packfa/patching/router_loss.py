@@ -39,12 +39,12 @@ def collecting() -> Iterator[list[torch.Tensor]]:
 
 
 def asked(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A backbone's arguments, with its router logits asked for if somebody collects them."""
+    """A backbone's arguments, with `output_router_logits=True` inside of [`collecting`]."""
     return kwargs if _COLLECTED.get() is None else {**kwargs, _ASKED: True}
 
 
 def told(outputs: Any) -> Any:
-    """A backbone's outputs, their router logits kept if somebody collects them."""
+    """A backbone's outputs as they are; inside of [`collecting`] their router logits are noted."""
     found, logits = _COLLECTED.get(), getattr(outputs, "router_logits", None)
     if found is not None and logits is not None:
         found += logits

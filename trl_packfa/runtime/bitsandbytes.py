@@ -41,7 +41,7 @@ def convertible_modules(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def unconverted(model: nn.Module) -> Iterator[None]:
-    """No 4-bit layer is converted in here."""
+    """For the length of a `with` block no 4-bit layer is converted."""
     modules = convertible_modules(model)
     try:
         for module in modules:

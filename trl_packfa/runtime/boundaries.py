@@ -92,7 +92,11 @@ def _from_flash_kwargs(call: dict[str, Any]) -> PackedLayout:
     if offsets_k is not None and offsets_k is not offsets_q:
         offsets_k = require_offsets(call, "cu_seq_lens_k")
         if not torch.equal(offsets_q, offsets_k.to(offsets_q)):
-            raise InvalidLayout(f"cu_seq_lens_q {offsets_q.tolist()} and cu_seq_lens_k {offsets_k.tolist()} differ.")
+            raise InvalidLayout(
+                f"cu_seq_lens_q {offsets_q.tolist()} and cu_seq_lens_k {offsets_k.tolist()} differ.",
+                why=["in packed self-attention queries and keys are of the same documents"],
+                do="Send one tensor for both.",
+            )
     return PackedLayout.from_cu_seqlens(offsets_q)
 
 

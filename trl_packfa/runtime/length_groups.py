@@ -1,5 +1,7 @@
-"""Which documents to pad together, similar lengths, so that little is padded and calls are few; and the way there
-and back."""
+"""Groups of documents of similar length, so that padding each group to one batch pads little and calls are few.
+
+`pad_groups` makes the batches of packed tokens, `pack_groups` packed tokens of the batches.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ _GROUP_TOKENS = 2048
 
 @lru_cache(maxsize=64)
 def group_by_length(lengths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Indices of the documents, in groups similar enough to be padded together."""
+    """Indices of documents of these `lengths` (tokens), in groups that are padded together; the longest first."""
     # (78, 30, 80): 78 tokens are within 16 of 80, 30 are not: ((2, 0), (1,)).
     groups: list[list[int]] = []
     longest = 0

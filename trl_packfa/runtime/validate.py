@@ -32,8 +32,9 @@ def require_offsets(call: dict[str, Any], name: str) -> torch.Tensor:
 
 
 def host_positions(position_ids: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor | None:
-    """`position_ids` as int64 of shape `(B, L)` on the host; of four multimodal axes the text's, of three `None`: they
-    do not count tokens.
+    """`position_ids` as int64 of shape `(B, L)` on the host.
+
+    Of four multimodal axes (text, time, height, width) the text's; `None` for three, which do not count tokens.
 
     Raises:
         [`InvalidLayout`]: if they are no positions of a batch of this shape.
@@ -290,7 +291,10 @@ def _refuse_other_numbers(layout: PackedLayout, seq_idx: torch.Tensor) -> None:
     _require_readable(seq_idx, "seq_idx")
     shape = (layout.rows, layout.row_length)
     if seq_idx.shape != shape:
-        raise InvalidLayout(f"seq_idx of shape {tuple(seq_idx.shape)} with a batch of {shape[0]} x {shape[1]} tokens.")
+        raise InvalidLayout(
+            f"seq_idx of shape {tuple(seq_idx.shape)} with a batch of {shape[0]} x {shape[1]} tokens.",
+            do="Send one number for each token, or leave it out.",
+        )
     ours = layout.document_ids().cpu()
     # Where numbers change is compared, not the numbers: other packers count from 1, or anew in each row.
     changes, expected = seq_idx.cpu().diff(dim=1) != 0, ours.diff(dim=1) != 0

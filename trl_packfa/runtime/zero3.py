@@ -38,7 +38,7 @@ def is_partitioned(model: nn.Module) -> bool:
 
 
 class GradientParts:
-    """Gradients as they are made, of which every rank keeps a part: its every `world`th element.
+    """Takes each gradient as it is made, and keeps this rank's part of it: every `world`th element.
 
     All ranks make the same gradients here, so that the parts need not be added up. Whole ones may not fit.
 

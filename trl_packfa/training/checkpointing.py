@@ -190,7 +190,7 @@ def write_reports(
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    """All of a file or nothing: a run that is killed meanwhile leaves the old one, or none."""
+    """Write a file whole or not at all: a run that is killed meanwhile leaves the old one, or none."""
     # In the same folder, as `os.replace` is atomic within one file system only.
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Between `datasets` and the packers: lengths out, spans in.
+"""Reads lengths and labels out of `datasets` for the packers, and cuts documents to the spans that they return.
 
 Expects tokenized datasets with an `input_ids` column and, optionally, `labels` and `seq_lengths`.
 """

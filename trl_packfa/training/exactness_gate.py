@@ -113,7 +113,7 @@ class ExactnessGate:
         return self.report
 
     def _identity(self, model: Any, collator: Any) -> str:
-        """What would have to be proven, under the autocast of the run."""
+        """Hash of what would have to be proven, under the autocast of the run."""
         args = self.args
         # What autocast is on is part of what was proven.
         with self.accelerator.autocast():

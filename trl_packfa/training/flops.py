@@ -1,4 +1,7 @@
-"""What a model's arithmetic asks of a machine, and what the machine can do; must not know trainers or data."""
+"""Operations that a model needs for each token that it trains, and how many a device does in a second.
+
+Knows no trainer and no data.
+"""
 
 from __future__ import annotations
 

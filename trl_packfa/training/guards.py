@@ -23,7 +23,7 @@ _REMEMBERED = 1024
 
 @contextmanager
 def memory_advice(args: PackedSFTConfig, inputs: dict[str, Any], *, budget: int | None) -> Iterator[None]:
-    """Adds to an error of memory which budget to lower, and to what; its type stays, for those who catch it.
+    """Adds to an out-of-memory error which argument to lower, and to what. The error keeps its type.
 
     Args:
         args ([`PackedSFTConfig`]):

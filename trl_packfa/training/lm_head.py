@@ -129,7 +129,7 @@ def _random_ids(model: Any, seed: int) -> torch.Tensor:
 
 
 def _require_runnable(model: Any, seed: int) -> None:
-    """What no head can mend: an operator that does not take the model's dtypes together, say."""
+    """Refuse a model whose own forward fails, as no head can mend that: on mixed dtypes, say."""
     weights = next(p for p in model.parameters() if p.is_floating_point())
     try:
         with quiet(model), torch.no_grad():

@@ -62,7 +62,10 @@ def _adapter_config(adapter: str) -> Any:
             do="Name the output_dir of a run with use_peft=True; a full fine-tune has nothing to merge.",
         ) from error
     if config.is_prompt_learning:
-        raise InvalidConfig(f"{config.peft_type.value} has no weights to merge: it adds tokens.")
+        raise InvalidConfig(
+            f"{config.peft_type.value} has no weights to merge: it adds tokens.",
+            do="Use it beside its base: peft.AutoPeftModelForCausalLM loads both.",
+        )
     return config
 
 

@@ -1,6 +1,6 @@
-"""Training on several processes that packing does not go with: what is refused, and why.
+"""Ways to train on several processes that are refused with packing, and why.
 
-Weights may be in parts, each row is whole and on one rank.
+Weights may be sharded over ranks. A packed row must be whole, on one rank.
 """
 
 from __future__ import annotations

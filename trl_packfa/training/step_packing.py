@@ -213,7 +213,7 @@ def require_whole(budget: int, lengths: np.ndarray, batch_size: int) -> None:
 
 
 def _untrue(micro_batch: dict[str, Any]) -> dict[str, Any]:
-    """A micro-batch none of whose tokens counts."""
+    """A micro-batch whose tokens all count as padding."""
     layout: PackedLayout | None = micro_batch.get("packed_layout")
     if layout is not None:
         micro_batch["packed_layout"] = replace(layout, padding=layout.num_tokens)
@@ -232,7 +232,7 @@ def _longest(train_dataset: Any, args: PackedSFTConfig) -> tuple[np.ndarray, str
 
 
 def longest_of_stream(args: PackedSFTConfig) -> int:
-    """Tokens that a document of a stream may have.
+    """The most tokens that a document of a stream may have.
 
     Raises:
         [`InvalidConfig`]: if nothing bounds them.

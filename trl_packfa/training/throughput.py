@@ -44,7 +44,7 @@ class SpeedMeter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside is no training, and its time does not count."""
+        """For the length of a `with` block the clock stands still: what runs inside is not training."""
         self._pauses += 1
         began = time.perf_counter()
         try:

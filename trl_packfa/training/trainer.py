@@ -451,7 +451,7 @@ class PackedSFTTrainer(SFTTrainer):
         super().log(logs, start_time)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """TRL's, whose time is no training's."""
+        """TRL's; its time does not count in the logged speed of training."""
         with self._speed.paused(), already_applied(self.args), self._compiling_every_layer():
             return super().evaluate(*args, **kwargs)
 
