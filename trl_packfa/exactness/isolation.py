@@ -75,8 +75,8 @@ def measure_isolation(
             worst_moved, worst_runs = moved, (runs[since], which)
         if gradients is not None:
             usual = float(torch.cat([gradients[i].float() for i in trained[number]]).std())
-            # Times 0, not zeros: NaN stays NaN, and counts as infinite.
             others = [gradients[i] for i in everything if i not in trained[number]]
+            # Times 0, not zeros: NaN stays NaN, and counts as infinite.
             leaked = max(leaked or 0.0, largest(others, (gradient * 0 for gradient in others)) / usual)
     return Isolation(worst_moved, regrouped, leaked, [met[i, False][0] for i in everything], worst_runs)
 

@@ -193,6 +193,6 @@ class PackedData:
 
 def _tell(report: PackingReport, name: str) -> None:
     counts = ", ".join(f"{label} {value}" for label, value in report.lines())
-    # Nothing is lost silently.
+    # A loss of tokens must reach users who show warnings only.
     level = logging.WARNING if report.tokens_lost else logging.INFO
     get_logger(COUNTS).log(level, "trl-packfa: %s: %s", name, counts)

@@ -115,7 +115,7 @@ class ExactnessGate:
     def _identity(self, model: Any, collator: Any) -> str:
         """Hash of what would have to be proven, under the autocast of the run."""
         args = self.args
-        # What autocast is on is part of what was proven.
+        # The proof holds for this autocast only, so it is part of the hash.
         with self.accelerator.autocast():
             return proof_identity(
                 model,
@@ -149,7 +149,7 @@ class ExactnessGate:
         # On every rank at the same batch, as `agree` below waits for all of them.
         self._has_proven_batch = True
         names = (LOSSES, ORIGINS, SOURCES)
-        # What the trainer takes out of a batch before it calls the model.
+        # The trainer pops these before it calls the model.
         batch = {name: value for name, value in batches[0].items() if name not in names}
         proof = agree(self.accelerator, lambda: _exact_batch(model, prepare(batch)))
         if proof is not None and self.report is not None:

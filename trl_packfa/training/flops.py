@@ -62,7 +62,7 @@ class ModelFlops:
             for m in model.modules()
             if isinstance(m, nn.Linear)
         }
-        # Apart, as it scores trained positions only; 0 for a head that is no plain linear layer.
+        # The head is counted apart, as it scores trained positions only. One that is no `nn.Linear` counts as 0.
         of_head = linear.pop(head, 0)
         body = sum(linear.values()) + _expert_flops(model, text)
         # Forward: scores and values, 2 operations a multiplication, half of the document: 2 * 2 * width / 2. Backward
@@ -86,7 +86,7 @@ def _flops_per_weight(weight: torch.Tensor) -> int:
 
 def _expert_flops(model: nn.Module, text: Any) -> float:
     """A token's share of weights that are stacked by expert, in one parameter for all."""
-    # Mixtral's name, then Qwen's.
+    # Mixtral's config says `num_local_experts`, Qwen's `num_experts`.
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
     stacked = sum(_flops_per_weight(p) * whole_size(p) for p in model.parameters() if len(whole_shape(p)) == 3)
     return stacked * text.num_experts_per_tok / experts if experts and stacked else 0
@@ -106,7 +106,7 @@ def quadratic_weight(model: Any) -> float:
     """
     text = model.config.get_text_config()
     heads, head_dim = attention_heads(text)
-    # The 2s cancel.
+    # Both terms have a factor of 2, which cancels.
     return text.num_hidden_layers * heads * head_dim / max(_num_parameters(model), 1)
 
 

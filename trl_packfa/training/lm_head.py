@@ -52,7 +52,7 @@ def ensure_own_loss(model: Any, *, seed: int) -> TrainedHead | OwnHead | None:
     """
     inner: Any = inner_model(model)
     by_trl, allowed = inner.forward, _allowed(model)
-    # There TRL scores with a Triton kernel, which needs no help.
+    # On CUDA and XPU TRL's own head scores with a Triton kernel, and stays.
     if model.get_input_embeddings().weight.device.type not in ("cuda", "xpu"):
         inner.forward = head = TrainedHead(inner, by_trl)
         difference = _difference(model, seed)

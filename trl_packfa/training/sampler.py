@@ -31,6 +31,4 @@ class EpochCallback(TrainerCallback):
         """The Trainer's own count, which a resumed run restores."""
         sampler = self.sampler()
         if sampler is not None:
-            # For several processes accelerate puts a batch sampler of its own around this one. It looks for
-            # `set_epoch` on that and on samplers inside, not on the batch sampler inside.
             sampler.set_epoch(int(state.epoch or 0))

@@ -98,8 +98,8 @@ class StepCutter:
     ) -> list[Slot]:
         """One slot per padded micro-batch, all idle but the last, which holds the step's examples re-cut."""
         rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
-        # Numbered as the ranks run them, in turn.
-        # On 2 ranks rank 0's micro-batches are 0, 2, 4: equal numbers mean the same padded micro-batch.
+        # Numbered as the ranks run them, in turn: on 2 ranks rank 0's micro-batches are 0, 2, 4. Equal numbers mean
+        # the same padded micro-batch.
         mine = [(i * world_size + rank, example) for i, batch in enumerate(batches) for example in batch.examples]
         numbers, examples = zip(*self._of_all_ranks(mine), strict=True)
         groups = np.array(numbers)
