@@ -110,6 +110,7 @@ class Patch:
             raise InvalidConfig(
                 f"a Patch with model_types={self.model_types!r} serves nothing.", do="Name them: ('llama',)."
             )
+        # What differs from its default was given: dataclasses do not tell a default that was passed.
         given = {f.name for f in fields(self) if getattr(self, f.name) != _default(f)}
         for applies, what, why in _CONTRADICTIONS:
             if applies(given) and (ignored := sorted(given.intersection(what))):
@@ -136,6 +137,7 @@ class Patch:
         `module`: what is no attention runs document by document; `rebatch`: the whole backbone does."""
         if self.rebatch:
             return "rebatch"
+        # Not `beside`: position embeddings by document leave the attention at its level.
         if self.mixers or self.masked_mixers:
             return "module"
         return "attention" if self.attention else "interface"

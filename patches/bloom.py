@@ -14,6 +14,7 @@ from trl_packfa.patches.base import Patch
 
 def fused_qkv(module: Any, hidden_states: torch.Tensor, _: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`query_key_value` of `(B, L, D)`, interleaved head by head, as three `(B, L, heads, H)`."""
+    # `_reshape` returns `(B, heads, L, H)`; backends take tokens before heads.
     query, key, value = (t.transpose(1, 2) for t in module._reshape(module.query_key_value(hidden_states)))
     return query, key, value
 
@@ -24,13 +25,14 @@ def read_arguments(module: Any) -> AttentionArguments:
 
 
 def alibi(module: Any, value: torch.Tensor, layout: PackedLayout) -> Bias:
-    """ALiBi (arXiv 2108.12409): per head, a grad_logits times the key's position in its document."""
+    """ALiBi (arXiv 2108.12409): per head, a slope times the key's position in its document."""
     return linear_bias(alibi_slopes(module.num_heads).to(value.device), layout)
 
 
 def alibi_slopes(num_heads: int) -> torch.Tensor:
     """Slopes of ALiBi, float32, shape `(N,)`: a geometric series for the largest power of two of heads, every other
     term of the series of twice as many for the rest."""
+    # 3 heads: 2 ** -4 and 2 ** -8 of the series for two heads, then 2 ** -2 of the series for four.
     power = 2 ** (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
     slopes += [2.0 ** (-4.0 * i / power) for i in range(1, 2 * (num_heads - power), 2)]
@@ -49,5 +51,5 @@ PATCH = Patch(
     arguments=read_arguments,
     bias=alibi,
     finish=project_and_add,
-    makes_mask=True,
+    makes_mask=True,  # BloomModel counts positions for its ALiBi along a mask of two dimensions
 )

@@ -16,6 +16,7 @@ def rotary_qkv(
     module: Any, hidden_states: torch.Tensor, position_embeddings: Embeddings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`query_key_value` of `(B, L, D)` as three `(B, L, heads, H)`, query and key rotated."""
+    # The module's own splitting, as Falcon has three ways to lay out the fused projection.
     query, key, value = module._split_heads(module.query_key_value(hidden_states))
     return *rotate(query, key, *position_embeddings), value
 
@@ -32,6 +33,7 @@ PATCH = Patch(
     output="dense",
     arguments=read_arguments,
     makes_mask=True,
+    # ALiBi: the model rounds the bias to bfloat16 and adds it before scaling or after, by its attention: left to it.
     serves=lambda config: not config.alibi,
     otherwise=Patch(model_types=("falcon",), rebatch=True),
 )

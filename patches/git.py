@@ -35,5 +35,5 @@ PATCH = Patch(
     backbone="GitModel",
     attention={"GitSelfAttention": plain_qkv},
     arguments=read_arguments,
-    finish=unprojected,
+    finish=unprojected,  # `GitSelfOutput` projects, after this module
 )

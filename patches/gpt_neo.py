@@ -10,6 +10,7 @@ from trl_packfa.patches.base import Patch
 
 def read_arguments(module: Any) -> AttentionArguments:
     """Window and dropout of a GPT-Neo attention module."""
+    # The local layers hide tokens by a buffer inside `_attn`, which takes the place of a mask.
     window = module.config.window_size if module.attention_type == "local" else None
     return AttentionArguments(scaling=1.0, sliding_window=window, dropout=module.attn_dropout.p)
 

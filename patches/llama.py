@@ -16,6 +16,7 @@ Embeddings = tuple[torch.Tensor, torch.Tensor]
 def project_heads(module: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`q_proj`, `k_proj`, `v_proj` of `(B, L, D)`, each as `(B, L, heads, H)`."""
     shape = (*hidden_states.shape[:-1], -1, module.head_dim)
+    # LoRA layers of all three read the same states: their products are computed together.
     query, key, value = project_together(hidden_states, module.q_proj, module.k_proj, module.v_proj)
     return query.view(shape), key.view(shape), value.view(shape)
 

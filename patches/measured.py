@@ -37,6 +37,7 @@ def known_sources() -> dict[str, set[str]]:
 def fingerprint(model: nn.Module) -> str:
     """Hash of the code of all modules of transformers' (or the user's) that a model is made of."""
     names = {type(module).__module__ for module in model.modules()}
+    # What these packages compute is known by their versions, and adapters and quantizers have tables of their own.
     return _hash(tuple(sorted(name for name in names if not name.startswith(("torch.", "peft.", "bitsandbytes.")))))
 
 

@@ -27,7 +27,9 @@ def read_arguments(module: Any) -> AttentionArguments:
 
 
 def alibi(module: Any, value: torch.Tensor, layout: PackedLayout) -> Bias:
-    """Per head, a grad_logits times the key's position; transformers' model always adds it."""
+    """Per head, a slope times the key's position; transformers' model always adds it."""
+    # transformers' own function, as its slopes are not Bloom's where heads are no power of two. Of two positions it
+    # makes (-slope, 0), the difference of which is the slope.
     slopes = build_mpt_alibi_tensor(module.n_heads, 2, device=value.device).flatten(1)
     return linear_bias(slopes[:, 1] - slopes[:, 0], layout)
 
@@ -39,5 +41,5 @@ PATCH = Patch(
     output="out_proj",
     arguments=read_arguments,
     bias=alibi,
-    makes_mask=True,
+    makes_mask=True,  # MptModel turns the mask that it makes into bools
 )

@@ -15,6 +15,7 @@ def partial_rotary_qkv(
     module: Any, hidden_states: torch.Tensor, position_embeddings: Embeddings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query, key and value `(B, L, heads, H)`, the first `rotary_ndims` of query and key rotated."""
+    # Tables of `rotary_ndims` columns: `rotate` leaves the rest of each head as it is.
     query, key, value = project_heads(module, hidden_states)
     if module.qk_layernorm:
         query, key = module.q_layernorm(query), module.k_layernorm(key)

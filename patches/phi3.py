@@ -17,6 +17,7 @@ def fused_qkv(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query, key and value `(B, L, heads, H)` out of `qkv_proj`, query and key rotated."""
     num_heads, num_key_value_heads = module.config.num_attention_heads, module.num_key_value_heads
+    # All heads in a row: N of the query, then K of the key, then K of the value.
     qkv = module.qkv_proj(hidden_states).view(*hidden_states.shape[:-1], -1, module.head_dim)
     query, key, value = qkv.split([num_heads, num_key_value_heads, num_key_value_heads], dim=2)
     return *rotate(query, key, *position_embeddings), value

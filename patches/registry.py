@@ -30,6 +30,7 @@ def _table() -> dict[str, Patch]:
         _add(table, built_in)
     for entry_point in entry_points(group=ENTRY_POINT_GROUP):
         logger.info("trl-packfa: loading a patch from %s", entry_point.value)  # before any of its code runs
+        # Anything may be raised in here, by code that is not ours: the log has named it.
         third_party = entry_point.load()
         logger.info("trl-packfa: patch for %s from %s", third_party.model_types, entry_point.value)
         _add(table, third_party)

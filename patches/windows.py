@@ -9,6 +9,7 @@ from trl_packfa.patches.base import Patch
 
 def sliding_window(module: Any) -> int | None:
     """Qwen2-MoE's modules know their own; PhiMoE's layers share one."""
+    # Its full layers have no attribute. PhiMoE's masks are all of the config's window.
     if type(module).__name__ == "Qwen2MoeAttention":
         return getattr(module, "sliding_window", None)
     return module.config.sliding_window

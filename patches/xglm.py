@@ -13,6 +13,7 @@ from trl_packfa.patches.llama import project_heads
 
 def read_arguments(module: Any) -> AttentionArguments:
     """Scaling and dropout of an attention module of the BART kind."""
+    # The module scales the query itself; here the projections stay unscaled and the backend scales the scores.
     return AttentionArguments(scaling=module.scaling, dropout=float(module.dropout))
 
 

@@ -70,11 +70,13 @@ def patch(model: Model, *, backend: str = "auto", fused_lora: bool = True, unpad
             batches without their pads are not.
         [`NoBackend`]: if the named backend does not exist.
     """
+    # Before anything is undone or set: a model that is refused stays as it was.
     refuse_adapters(model)
     refuse_quantization(quantization_config_of(model))
     state = find_state(model)
     if state is not None and _is_as_asked(state, model, backend, fused_lora, unpad):
         return model
+    # Patched otherwise than asked now, or before an adapter came: taken back whole, so that edits never pile up.
     undo_patch(model)
     options = {"fused_lora": fused_lora, "unpad": unpad}
     try:
@@ -94,6 +96,7 @@ def patch(model: Model, *, backend: str = "auto", fused_lora: bool = True, unpad
 
 def _is_as_asked(state: PatchState, model: nn.Module, backend: str, fused_lora: bool, unpad: bool) -> bool:
     """Whether nothing is left to do: adapters may have been added since."""
+    # By identity: `add_adapter` puts another layer in the place of a linear one, under the same name.
     known = {id(layer) for layer in state.adapted}
     new = fused_lora and any(id(layer) not in known for layer in adapted_layers(model))
     same = state.adapter_kinds == adapter_kinds(model)
@@ -114,6 +117,7 @@ def _apply_trusted(
     """
     apply_patch(model, patch, backend, fused_lora=fused_lora, unpad=unpad)
     unmeasured = [f"PEFT's {kind}" for kind in unmeasured_adapters(model)] + unread_quantizers(model)
+    # A third party's patch is in no table of ours, whatever code its model runs.
     known = patch.origin == "trl_packfa" and fingerprint(model) in known_sources().get(model_type(model), ())
     if known and not unmeasured:
         return
@@ -128,6 +132,7 @@ def _undone_unless_proven(model: nn.Module) -> Iterator[None]:
     """What was not proven does not stay patched, be it interrupted or out of memory."""
     try:
         yield
+    # KeyboardInterrupt, too: a notebook goes on after it, with the same model.
     except BaseException:
         undo_patch(model)
         raise
@@ -143,6 +148,8 @@ def _apply_unknown(model: nn.Module, backend: str, refusal: UnsupportedModel, op
     if results().get(name, {}).get("verdict") == "refused":  # measured before: no level serves it
         raise refusal
     tried = []
+    # The fast level first. Level `rebatch` runs the whole backbone document by document, which is exact for whatever
+    # is causal.
     for patch in (Patch(model_types=(name,)), Patch(model_types=(name,), rebatch=True)):
         try:
             apply_patch(model, patch, backend, **options)
@@ -163,13 +170,14 @@ def _require_exact(model: nn.Module) -> None:
     state = find_state(model)
     if state is not None and state.unpadding is not None:
         _require_unpadded(model)
+        # The packed check compares logits of an LM head.
         if inner_model(model).get_output_embeddings() is None:
             return  # a classifier: padded batches are all that it is called with
     check(model).require_exact()
 
 
 def _require_unpadded(model: nn.Module) -> None:
-    """Measure padded batches with and without their pads, and keep the report for [`describe`]."""
+    """Require that padded batches are the same with and without their pads, and keep the report for [`describe`]."""
     _require_weights(model)
     state = find_state(model)
     assert state is not None
@@ -192,6 +200,7 @@ def unpatch(model: Model) -> Model:
     """Restore a patched model to what it was, bit for bit, and one that a [`PackedSFTTrainer`] has trained to what TRL
     made of it; returns the same model. Idempotent."""
     undo_patch(model)
+    # A `PackedSFTTrainer` gives the model this head before it patches it: the patch, which lies on top, goes first.
     undo_head(inner_model(model))
     return model
 

@@ -59,19 +59,37 @@ class DataCollatorForPacking:
     return_flash_attn_kwargs: bool = True
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Collate `examples` with `input_ids` and, optionally, `labels` and `seq_lengths`."""
+        """Collate `examples` into one row.
+
+        Args:
+            examples (`Sequence[Mapping[str, Any]]`):
+                With `input_ids` and, optionally, `labels` (token ids) and `seq_lengths` (tokens).
+
+        Returns:
+            `dict[str, Any]`: `input_ids`, `labels` and `position_ids`, int64, shape `(1, T)`; `packed_layout`; what
+            the options add.
+
+        Raises:
+            [`InvalidLayout`]: if an example's columns differ in length.
+            [`InvalidDataset`]: if it holds tokens outside of `vocab_size`.
+        """
+        # What is wrong with a document is found here, on the host: on CUDA a wrong index ends the process's device.
         for example in examples:
             _require_even(example)
         input_ids = list(chain.from_iterable(example["input_ids"] for example in examples))
         labels = list(chain.from_iterable(example.get("labels", example["input_ids"]) for example in examples))
         lengths = list(chain.from_iterable(example.get("seq_lengths") or [_length(example)] for example in examples))
+        # 5 tokens to a multiple of 4: -5 % 4 = 3.
         padding = -len(input_ids) % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
         if padding:
             input_ids += [self.pad_token_id] * padding
             labels += [-100] * padding
+            # A document of its own: true documents stay as they are, and no token of theirs attends to padding.
             lengths.append(padding)
         layout = PackedLayout.from_lengths(lengths, padding=padding)
         labels_T = torch.tensor(labels)
+        # TRL shifts labels by one along the row: the last token of one document would be trained to predict the first
+        # of the next.
         labels_T[layout.cu_seqlens[:-1].long()] = -100
         input_ids_T = torch.tensor(input_ids)
         if self.vocab_size is not None:
@@ -84,26 +102,31 @@ class DataCollatorForPacking:
             **(layout.flash_kwargs() if self.return_flash_attn_kwargs else {}),
             "packed_layout": layout,
         }
+        # A tuple of strings passes DataLoader, accelerate and pinning untouched; the trainer pops it before the
+        # forward.
         if self.source_column is not None and all(self.source_column in example for example in examples):
             batch["sources"] = tuple(str(example[self.source_column]) for example in examples)
         if any(LOSSES in example for example in examples):
+            # [(1, 0, 0, 5), (0, 0, 1, 9)] is (1, 0, 1, 14): documents truncated, split, dropped, tokens lost.
             batch[LOSSES] = tuple(map(sum, zip(*(example[LOSSES] for example in examples), strict=True)))
         return batch
 
 
 def _require_even(example: Mapping[str, Any]) -> None:
-    """Lengths that cancel out over a batch would shift labels and boundaries silently."""
+    """Refuse an example whose columns differ in length. Over a batch such differences may cancel out, and labels and
+    boundaries would be shifted without an error."""
     tokens, labels, parts = len(example["input_ids"]), example.get("labels"), example.get("seq_lengths")
     if labels is not None and len(labels) != tokens:
         raise InvalidLayout(f"an example has {tokens} input_ids and {len(labels)} labels.", do="Send one for each.")
     if parts and sum(parts) != tokens:
         raise InvalidLayout(
-            f"an example has {tokens} input_ids, its seq_lengths {list(parts)} sum up to {sum(parts)}."
+            f"an example has {tokens} input_ids, its seq_lengths {list(parts)} sum up to {sum(parts)}.",
+            do="Send the length of each document in the row, in order.",
         )
 
 
 def _require_known(tokens_T: torch.Tensor, vocab_size: int) -> None:
-    """Another number is an index error on a CPU, the end of the process's device on CUDA."""
+    """Refuse token ids outside of the vocabulary: an index error on a CPU; on CUDA they end the process's device."""
     unknown = tokens_T[(tokens_T < 0) | (tokens_T >= vocab_size)]
     if len(unknown):
         raise InvalidDataset(

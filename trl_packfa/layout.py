@@ -23,8 +23,10 @@ _MOST_TOKENS = torch.iinfo(torch.int32).max
 
 
 class LayoutSizes(NamedTuple):
-    """A layout's lengths as tensors on the host, of shapes that are never 1: a compiled graph would be another one for
-    every integer of Python's, and for sizes of 1.
+    """A layout's lengths as sizes of tensors on the host, for compiled graphs.
+
+    torch.compile would recompile for every new Python int, so lengths travel as sizes, which may be dynamic. It also
+    makes graphs of their own for sizes 0 and 1, so what is counted here is a length plus one, which is never either.
 
     Attributes:
         offsets (`torch.Tensor`): `cu_seqlens`, int32, shape `(S + 1,)`.
@@ -35,6 +37,7 @@ class LayoutSizes(NamedTuple):
     longest: torch.Tensor
 
 
+# Without `eq`: layouts are told apart by identity, as `==` of their tensors is no bool.
 @dataclass(frozen=True, eq=False)
 class PackedLayout:
     """T tokens cut into S documents; documents never cross a row.
@@ -93,6 +96,7 @@ class PackedLayout:
 
     def _require_row_starts(self) -> None:
         """A row boundary is always a document boundary."""
+        # Lengths [2, 3, 5] in rows of 5: documents end at 2, 5 and 10, which takes away both row ends, 5 and 10.
         if self.rows == 1:
             return
         end, row_ends = 0, set(range(self.row_length, self.num_tokens + 1, self.row_length))
@@ -115,8 +119,13 @@ class PackedLayout:
         padding: int = 0,
         device: torch.device | str | None = None,
     ) -> PackedLayout:
-        """Layout of documents of these `lengths` (tokens), in order, over `rows` equal rows."""
+        """Layout of documents of these `lengths` (tokens), in order, over `rows` equal rows, its offsets on `device`.
+
+        Raises:
+            [`InvalidLayout`]: if a length is no integer or not positive, or the documents do not fill the rows.
+        """
         try:
+            # `index` takes the integers of numpy and torch, and refuses floats, which `int` would cut.
             lengths = tuple(operator.index(length) for length in lengths)
         except TypeError as error:
             raise InvalidLayout(f"document lengths must be integers, got {lengths!r:.200}.") from error
@@ -129,7 +138,12 @@ class PackedLayout:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: torch.Tensor, *, rows: int = 1) -> PackedLayout:
-        """Layout from FlashAttention's offsets, shape `(S + 1,)`; copies them to the host once."""
+        """Layout from FlashAttention's offsets, integers of shape `(S + 1,)`; copies them to the host once.
+
+        Raises:
+            [`InvalidLayout`]: if they do not begin at 0, or decrease.
+        """
+        # Offsets [0, 2, 5, 10] are lengths (2, 3, 5).
         offsets = cu_seqlens.tolist()
         if cu_seqlens.dim() != 1 or len(offsets) < 2 or offsets[0] != 0:
             raise InvalidLayout(f"cu_seqlens must be one-dimensional and start at 0, got {offsets}.")
@@ -154,6 +168,7 @@ class PackedLayout:
         lengths = [end - start for start, end in itertools.pairwise(offsets)]
         return cls.from_lengths(lengths, rows=host.shape[0], device=position_ids.device)
 
+    # `cached_property` writes into the instance's `__dict__`, which a frozen dataclass does not forbid.
     @cached_property  # every layer asks
     def num_tokens(self) -> int:
         """T, padding included."""
@@ -219,6 +234,7 @@ class PackedLayout:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedLayout:
         """The same layout with its offsets on `device`."""
+        # The memo stays behind: what is in it lies on the other device.
         cu_seqlens = self.cu_seqlens.to(device, non_blocking=non_blocking)
         return (
             self if cu_seqlens is self.cu_seqlens else PackedLayout(cu_seqlens, self.lengths, self.rows, self.padding)

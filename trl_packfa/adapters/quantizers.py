@@ -52,8 +52,11 @@ _OF_THE_BATCH = Quantizer(
 
 
 def _bitsandbytes(config: Any) -> Quantizer:
+    # 4 bits: weights alone are quantized, and multiplied in the compute dtype.
     if not _get(config, "load_in_8bit"):
         return _WEIGHTS
+    # At a threshold of 0 bitsandbytes takes no columns apart, and quantizes each token's activations with a scale of
+    # its own.
     return _OUTLIERS if (_get(config, "llm_int8_threshold") or 0.0) > 0 else _BY_TOKEN
 
 
@@ -62,6 +65,7 @@ def _torchao(config: Any) -> Quantizer:
     name = kind if isinstance(kind, str) else type(kind).__name__
     if "WeightOnly" in name or "weight_only" in name:
         return _WEIGHTS
+    # torchao takes one granularity for both, or one for activations and one for weights.
     granularity = getattr(kind, "granularity", None)
     of_activations = granularity[0] if isinstance(granularity, (list, tuple)) else granularity
     scales = type(of_activations).__name__ if of_activations is not None else ""
@@ -76,6 +80,7 @@ def _compressed_tensors(config: Any) -> Quantizer:
     groups = _get(inner, "config_groups") or {}
     activations = [_get(group, "input_activations") for group in groups.values() if not isinstance(group, (list, str))]
     found = [_quantized_activations(scheme) for scheme in activations if scheme is not None]
+    # Groups of layers may differ: the worst decides, and one that nobody has read counts as worse than exact.
     return next((q for verdict in (REFUSED, UNKNOWN) for q in found if q.verdict == verdict), (found or [_WEIGHTS])[0])
 
 
@@ -83,6 +88,8 @@ def _quantized_activations(scheme: Any) -> Quantizer:
     strategy = _get(scheme, "strategy")
     strategy = getattr(strategy, "value", strategy)
     dynamic = _get(scheme, "dynamic")
+    # `dynamic`: whether scales are made anew for each batch. Those kept from calibration are the same for every token;
+    # of those made anew it matters what one scale covers, the whole tensor or a token.
     if dynamic is False:
         return _CONSTANT
     if dynamic is True:
@@ -131,6 +138,7 @@ def _get(config: Any, name: str) -> Any:
 def quantizer_of(config: Any) -> tuple[str, Quantizer]:
     """A quantization config's method, and what is known of it as it is configured."""
     method = _get(config, "quant_method")
+    # Configs that were saved before `quant_method` existed.
     if method is None and (_get(config, "load_in_8bit") or _get(config, "load_in_4bit")):
         method = "bitsandbytes"
     method = str(getattr(method, "value", method))

@@ -75,6 +75,7 @@ def kinds_of(config: Any) -> list[str]:
     there is such a row or not."""
     tuner = tuner_of(config)
     kinds = [tuner]
+    # `LoraConfig(use_dora=True)` is of the kinds `lora` and `lora use_dora`; a rank or a seed makes no kind.
     for name, value in _set_fields(config):
         candidates = [f"{tuner} {name}{detail}" for detail in (*_details(value), "")]
         known = next((kind for kind in candidates if kind in results()), None)
@@ -100,6 +101,7 @@ def _details(value: Any) -> Iterator[str]:
     elif isinstance(value, enum.Enum):
         yield f"={value.value}"
     elif isinstance(value, str):
+        # PiSSA's `pissa_niter_16` is of the kind `pissa_niter`, however many iterations.
         yield f"={re.sub(r'_niter_[0-9]+$', '_niter', value)}"
     elif isinstance(value, bool) and not value:
         yield "=False"
@@ -108,6 +110,7 @@ def _details(value: Any) -> Iterator[str]:
 def verdict_of(config: Any) -> tuple[str, str]:
     """`exact`, `refused` or `unknown`, and the kind that decides it."""
     kinds = kinds_of(config)
+    # Refused before unknown: what was measured wrong stays wrong, whatever else the config sets.
     for kind in kinds:
         if results().get(kind, {}).get("verdict") == REFUSED:
             return REFUSED, kind
@@ -122,6 +125,8 @@ def configs_of(model: nn.Module) -> dict[str, Any]:
     """Every adapter's config in a model by the adapter's name, active or not: it may be switched to."""
     found: dict[str, Any] = {}
     for module in model.modules():
+        # A `PeftModel` keeps prompt learning's configs in `_peft_config`; a tuner, or a model with `add_adapter`, has
+        # them in `peft_config`.
         for slot in ("peft_config", "_peft_config"):
             configs = vars(module).get(slot)
             found |= configs if isinstance(configs, dict) else {}

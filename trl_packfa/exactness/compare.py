@@ -51,6 +51,8 @@ def relative_difference(actual: torch.Tensor, expected: torch.Tensor, *, typical
     median if the `typical` token is asked for; infinite where one of them is not finite."""
     actual_nD, expected_nD = actual.flatten(1).float(), expected.flatten(1).float()
     sizes_n = expected_nD.square().sum(1)
+    # A token with next to nothing is measured against a tenth of the mean size; `tiny` is for references that are all
+    # 0.
     sizes_n = torch.maximum(sizes_n, _SMALL**2 * sizes_n.mean()).clamp(min=torch.finfo(torch.float32).tiny)
     squares_n = (actual_nD - expected_nD).square().sum(1) / sizes_n
     if not bool(squares_n.isfinite().all()):
@@ -67,7 +69,14 @@ def relative_logits(actual: torch.Tensor, expected: torch.Tensor, *, typical: bo
 def differences(
     actual: Sequence[Trace], expected: Sequence[Trace], *, typical: bool = False
 ) -> dict[tuple[Key, int], float]:
-    """Of everything that both have followed, by document."""
+    """The relative difference of each tensor that both runs have followed, by key and document.
+
+    Args:
+        actual (`Sequence[Trace]`), expected (`Sequence[Trace]`):
+            What went through the layers, a trace for each document.
+        typical (`bool`, *optional*, defaults to `False`):
+            Take the median token of a document, not the root mean square over its tokens.
+    """
     return {
         (key, document): relative_difference(value, other[key], typical=typical)
         for document, (one, other) in enumerate(zip(actual, expected, strict=True))
@@ -80,18 +89,22 @@ def worst(
     found: dict[tuple[Key, int], float], noise: dict[tuple[Key, int], float], dtype: torch.dtype
 ) -> tuple[Finding, str | None]:
     """The worst difference, and the first module in the order of the forward whose difference is not allowed."""
+    # Noise is one draw of rounding. Where it came out small by luck, what is usual for this model is allowed.
     usual = median(noise.values()) if noise else 0.0
     findings = []
     for (key, document), difference in found.items():
         own = max(noise.get((key, document), 0.0), usual)
         findings.append((document, Finding(key.module, difference, max(NOISE_FACTOR * own, FLOORS[dtype]), own)))
+    # `not ... <= 1`, as NaN is neither above nor below: it must count as beyond.
     beyond = [finding for _, finding in findings if not finding.excess <= 1]
     return max((f for _, f in findings), key=lambda f: f.excess), beyond[0].where if beyond else None
 
 
 def relative_gradients(found: Sequence[float], norms: Sequence[float]) -> list[float]:
-    """Differences of parameters' gradients relative to the gradients' norms."""
+    """Norms of the differences of gradients, `found`, relative to the gradients' own `norms`; a value a parameter."""
     total = sum(norm**2 for norm in norms) ** 0.5
+    # A hundredth of the root mean square of all norms. A bias in front of a softmax, say, has no gradient but
+    # rounding, which would be off by 100 %.
     small = max(_SMALL_GRADIENT * total / len(norms) ** 0.5, torch.finfo(torch.float32).tiny)
     return [difference / max(norm, small) for difference, norm in zip(found, norms, strict=True)]
 
@@ -103,6 +116,7 @@ def worst_gradient(
     found and what rounding makes."""
     usual, findings, floor = median(noise), [], _GRADIENT_FLOORS[dtype]
     for (name, dimensions), difference, own in zip(parameters.items(), found, noise, strict=True):
+        # `difference == difference` is false for NaN alone.
         own, difference = max(own, usual), difference if difference == difference else float("inf")
         least = max(floor, _VECTOR_FLOOR) if dimensions < 2 and dtype.itemsize < 4 else floor
         findings.append(Finding(name, difference, max(_GRADIENT_NOISE_FACTOR * own, least), own))

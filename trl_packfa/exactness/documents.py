@@ -12,7 +12,8 @@ from .text import TEXT
 
 Documents: TypeAlias = list[torch.Tensor]
 
-# Documents that bite: a dozen of them, one token, equal ones, some past 64 and 128 tokens, a row past 512, three rows.
+# Lengths that find faults: a single token, equal lengths, some past 64 and 128 tokens (what kernels tile by); a dozen
+# of them, in a row that is longer than 512 tokens, and in three rows.
 LONG = (11, 24, 150, 1, 24, 66, 37, 5, 130, 24, 19, 66)
 LONG_ROWS = ((0, 2, 1), (8, 6, 10), (3, 4, 5, 7, 9, 11))
 # Five of them for what is measured more often: one token, unequal, a long one in the middle; in one row and in two.
@@ -44,6 +45,7 @@ def replacements(documents: int) -> list[tuple[bool, ...]]:
     Each document is replaced in its own set of the later runs: for 5 documents in 4 runs {1}, {2}, {3}, {1, 2} and
     {1, 3}. Two of these sets never part the runs alike, so where the second stays, the first is replaced once.
     """
+    # 5 documents: 2 ** 3 > 5, so 4 runs, the first of which replaces nothing.
     runs = next(n for n in count(2) if 2 ** (n - 1) > documents)
     sets = [set(members) for size in range(1, runs) for members in combinations(range(1, runs), size)]
     return [tuple(run in members for members in sets[:documents]) for run in range(runs)]
@@ -55,6 +57,8 @@ def losses(documents: int, runs: int) -> list[list[int]]:
 
     Each document has one in its own half of the runs; no such set contains another (Sperner).
     """
+    # 4 runs have 6 halves. Documents 0, 1, 2 get {0, 1}, {0, 2}, {0, 3}: run 1 has a loss of 0 and none of 1, run 2
+    # the reverse.
     sets = list(islice(combinations(range(runs), runs // 2), documents))
     if len(sets) < documents:
         raise ValueError(f"{runs} runs tell {len(sets)} documents apart, not {documents}.")
@@ -79,8 +83,11 @@ def draw_documents(
     again where they end; random ones where there are none, or where that would replace tokens by themselves."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)
+    # From 1 on: 0 is the padding token of many models, which some embed as zeros.
     random = torch.randint(1, vocabulary, (2, total), generator=generator)
     if len(known):
+        # A short text is repeated. With a period that divides the total, replacements would be the documents
+        # themselves.
         places = torch.arange(2 * total).add(seed) % len(known)
         found = known[places].view(2, total)
         if float((found[0] != found[1]).float().mean()) >= _OTHERS:
@@ -88,6 +95,7 @@ def draw_documents(
     tokens, others = (list(ids.split(list(lengths))) for ids in random)
     for ids, other in zip(tokens, others, strict=True):
         if float((ids != other).float().mean()) < _OTHERS:
+            # Of 4 tokens in the place of token 2: drawn from 0, 1, 2, and 2 becomes 3.
             other.copy_(torch.randint(0, vocabulary - 1, ids.shape, generator=generator))
             other += (other >= ids).long()  # every token another
     return tokens, others

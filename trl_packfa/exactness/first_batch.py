@@ -56,7 +56,7 @@ class BatchProof(NamedTuple):
         which = f"a document of {self.tokens} tokens" if self.tokens else "its documents"
         raise ContaminationError(
             f"packing is not exact on the first training batch: the log-probabilities of {which} are off by "
-            f"{self.difference:.2e} in the middle (allowed {self.allowed:.2e}).",
+            f"{self.difference:.2e} nats for the median token (allowed {self.allowed:.2e}).",
             why=["the check before, on documents cut out of the data, found packing exact: something in these "
                  "documents, or in what the collator sends with them, matters across boundaries"],
             do="Train padded with packing=False, and please report it. check_packing=False trains without this proof.",
@@ -78,10 +78,13 @@ def check_batch(model: nn.Module, batch: Mapping[str, Any]) -> BatchProof | None
     layout = batch.get("packed_layout") or layout_of(dict(batch))
     if layout is None:
         return None
+    # Without the first label, which no token precedes.
     trained = [document != -100 for document in layout.split(batch["labels"])]
     chosen = _choose([int(mask[1:].sum()) for mask in trained])
     with quiet(model, training=True), uncompiled(model):
         packed = _log_probs(model, {name: value for name, value in batch.items() if name != "loss"})
+        # TRL's log-probabilities `(B, L - 1)` begin with the second token. One more column in front, and place i is
+        # token i.
         pieces = layout.split(nn.functional.pad(packed, (1, 0)))
         alone = [_alone(model, batch, layout, i) for i in chosen]
         rounded = [_alone(model, batch, layout, i, off=True) for i in chosen]
@@ -110,6 +113,7 @@ def _alone(
         for name, value in batch.items()
         if isinstance(value, torch.Tensor) and value.shape[:2] == batch["input_ids"].shape[:2]
     }
+    # Alone, the model counts positions from 0 by itself, as it would in padded training.
     call = {name: value for name, value in call.items() if name not in (*BOUNDARIES, "position_ids")}
     with last_places_off(model) if off else nullcontext():
         return _log_probs(model, call)[0]
@@ -118,6 +122,7 @@ def _alone(
 def _log_probs(model: nn.Module, call: Mapping[str, Any]) -> torch.Tensor:
     """`(B, L - 1)`, zero where nothing is trained."""
     options = router_loss.without(inner_model(model).config.get_text_config())  # TRL's computation fails on some types
+    # As TRL trains it. Logits `(B, L, V)` of a whole batch may not fit beside the training.
     return model(**call, fused_lm_head=True, use_cache=False, **options).log_probs
 
 
@@ -131,6 +136,7 @@ def _worst(
     usual = float(together[1].median())
     proofs = []
     for (difference, noise), tokens in [(together, 0), *zip(found, lengths, strict=True)]:
+        # Short ones still count in the tokens of all documents together.
         if tokens and len(difference) < _FEW:
             continue
         allowed = max(NOISE_FACTOR * max(float(noise.median()), usual), floor)

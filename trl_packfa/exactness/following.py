@@ -114,6 +114,8 @@ class Following:
         handles = []
         # A router that gets the same input takes the same decision: without that, rounding sends single tokens to
         # another expert, whose gradients are then off by whole units.
+        # What mixes and routes in a checkpointed layer runs again in the backward. It is a second call by its key,
+        # alone just as packed, so that the recomputation is handed the same as the first.
         for name, module in {**parts.layers, **parts.routers}.items():
             handles.append(module.register_forward_pre_hook(self._enter(name), with_kwargs=True))
         for name, module in {**parts.routers, **parts.mixers}.items():
@@ -141,6 +143,7 @@ class Following:
             key = self._key(kind, name)
             items = list(output) if isinstance(output, (tuple, list)) else [output]
             for i, item in enumerate(items):
+                # A mixer's other outputs are weights or caches; a router's are scores, weights and chosen experts.
                 if self._is_per_token(item) and (kind == "routed" or i == 0):
                     items[i] = self._pass(key._replace(tensor=i), item)
             if kind == "left":
@@ -157,6 +160,7 @@ class Following:
         if not isinstance(value, torch.Tensor) or value.dim() < 2:
             return False
         rows, length = self.shape
+        # Routers get their tokens as `(B * L, D)`.
         return value.shape[:2] == self.shape or value.shape[0] == rows * length
 
     def _pass(self, key: Key, tensor: torch.Tensor) -> torch.Tensor:
@@ -165,7 +169,9 @@ class Following:
         flat = tensor.flatten(0, 1) if tensor.shape[:2] == self.shape else tensor
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         for place, trace, given in zip(self.places, self.traces, self.handed, strict=True):
+            # Indexing copies, so that a trace keeps no whole batch alive.
             trace[key] = flat.detach()[place]
+            # What left a mixer is compared, never handed over: the next entry would hide it.
             value = None if given is None or key.kind == "left" else given.get(key)
             if value is not None and value.shape == trace[key].shape:
                 found.append((place, value.to(flat.dtype)))
@@ -176,4 +182,5 @@ class Following:
         for place, value in found:  # not joined first: autocast on a CPU joins no float16
             values[place] = value
         values = values.view(tensor.shape)
+        # Not `values` alone: that would cut the graph at each layer, and gradients would end there.
         return _HandOver.apply(tensor, values) if tensor.requires_grad else values  # type: ignore[return-value]

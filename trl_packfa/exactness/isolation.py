@@ -59,6 +59,7 @@ def measure_isolation(
     worst_moved, regrouped, leaked, worst_runs = 0.0, 0.0, None, (runs[0], runs[-1])
     for number, which in enumerate(runs):
         logits, gradients = forward(probe, run, probe.replaced(which), trained[number], arrangement)
+        # Met before with the same tokens, while others in the row were replaced: it must give the same bits.
         stay = [i for i in everything if (i, which[i]) in met]
         off = [(largest([logits[i]], [met[i, which[i]][0]]) / scale, met[i, which[i]][1]) for i in stay]
         moved, since = max(off, default=(0.0, 0))
@@ -67,12 +68,15 @@ def measure_isolation(
         if regrouping is not None:
             unexplained = regrouping.measure(which)
             regrouped = max(regrouped, moved)
+            # Asked of all ranks together, as each must call `anywhere` as often as the others.
             moved = unexplained if subject.anywhere(moved > 0) else moved
+        # True for NaN as well.
         if not moved <= worst_moved:
             worst_moved, worst_runs = moved, (runs[since], which)
         if gradients is not None:
             usual = float(torch.cat([gradients[i].float() for i in trained[number]]).std())
             others = [gradients[i] for i in everything if i not in trained[number]]
+            # Times 0, not zeros: NaN stays NaN, and counts as infinite.
             leaked = max(leaked or 0.0, largest(others, (gradient * 0 for gradient in others)) / usual)
     return Isolation(worst_moved, regrouped, leaked, [met[i, False][0] for i in everything], worst_runs)
 

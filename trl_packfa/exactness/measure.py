@@ -72,14 +72,17 @@ def check(
     with gradients_taken(model) as gradient_parts, torch.enable_grad():
         short, long = _probes(model, state, collator or DataCollatorForPacking(), known, seed)
         subject = Subject(model, state, gradient_parts, progress)
+        # First as it trains: some models run other kernels in training mode, and checkpointing is on there only.
         with quiet(model, training=True):
             draws = _draws_random_numbers(subject, short)
             if not draws:
                 found, trained = _measure(subject, short, long, mode="training")
                 measured.append(found)
         with quiet(model):
+            # To the bit: where both modes give the same logits, the second measurement would only repeat the first.
             if draws or subject.anywhere(largest(trained, _run(short)) != 0):
                 measured.append(_measure(subject, short, long, mode="evaluation")[0])
+    # The mode that fails speaks for both.
     report = next((report for report in measured if not report.is_exact), measured[0])
     return replace(
         report,
@@ -122,6 +125,7 @@ def _measure(subject: Subject, short: Probe, long: Probe, *, mode: str) -> tuple
         many = measure_long(subject, long, few)
     scale = float(torch.cat([logits.float() for logits in few.alone.logits]).std())
     subject.begin("whether short documents see each other", 0.24)
+    # Gradients of the few short documents only: a dozen long ones need more runs, and backwards.
     row = measure_isolation(subject, short, few.noise, scale, rows=False, backward=True)
     rows = measure_isolation(subject, short, few.noise, scale, rows=True, backward=True)
     subject.begin("whether long documents see each other", 0.20)
@@ -168,6 +172,7 @@ def _measure(subject: Subject, short: Probe, long: Probe, *, mode: str) -> tuple
 @torch.no_grad()
 def _draws_random_numbers(subject: Subject, probe: Probe) -> bool:
     """Whether a document alone draws from torch's random state: some models do for their gradients only."""
+    # Two packed runs that draw anew differ without any leak, so such a model is measured in evaluation mode.
     before = _random_states(probe.device)
     probe.alone(0)
     after = _random_states(probe.device)

@@ -54,7 +54,10 @@ def measure_short(subject: Subject, probe: Probe) -> Parity:
     """Parity of one row, the noise of forwards and gradients measured on the same documents."""
     subject.begin("each short document alone", 0.06)
     subject.clear()
+    # The documents' own gradients are added (sign 1), then the packed one is taken away (-1): what is left in `.grad`
+    # is the difference, with no second copy of all gradients in memory.
     alone, norms = _run_alone(subject, probe, sign=1.0), subject.sizes()
+    # The same gradients are needed again for the noise. An adapter's are copied, those of a whole model made anew.
     copied = subject.copied()
     subject.begin("the same documents packed", 0.03)
     dtype = rounding_dtype(subject.model, alone.logits[0].dtype)
@@ -67,6 +70,7 @@ def measure_short(subject: Subject, probe: Probe) -> Parity:
         _run_alone(subject, probe, sign=1.0)
     else:
         subject.put_back(copied)
+    # Handed only what the packed run could be handed, so that both are measured alike.
     rounded = _run_alone(subject, probe, handed=alone.traces, held=followed.held, sign=-1.0, off=True)
     by_rounding = subject.norms()
     noise = _compared(subject, rounded.logits, rounded.traces, alone)
@@ -89,11 +93,14 @@ def measure_long(subject: Subject, probe: Probe, short: Parity) -> Parity:
     subject.clear()
     rest = [document for document in range(len(probe.lengths)) if document not in SHORT]
     others, norms = _run_alone(subject, probe, rest, sign=1.0), subject.sizes()
+    # Of 4 documents with SHORT (0, 2), rest is [1, 3]: the logits lie in the order 0, 2, 1, 3, the places are [0, 2,
+    # 1, 3].
     places = [(*SHORT, *rest).index(document) for document in range(len(probe.lengths))]
     logits, traces = [*short.alone.logits, *others.logits], [*short.alone.traces, *others.traces]
     alone = Alone([logits[place] for place in places], [traces[place] for place in places])
     dtype = rounding_dtype(subject.model, alone.logits[0].dtype)
     subject.begin("the same documents packed in several rows", 0.13)
+    # A loss of the rest only: `norms` are of their gradients, which the short documents' would be added to.
     logits, in_rows = run_packed(subject, probe, probe.rows, probe.in_rows, alone.traces, losses=rest, sign=-1.0)
     by_packing = subject.norms()
     subject.clear()
@@ -113,6 +120,7 @@ def measure_long(subject: Subject, probe: Probe, short: Parity) -> Parity:
     gradients, gradient_noise = None, short.gradient_noise
     if sum(norms):
         by_packing, by_rounding = (relative_gradients(off_by, norms) for off_by in (by_packing, by_rounding))
+        # Each parameter's larger one: long documents round otherwise than short ones.
         gradient_noise = list(map(max, gradient_noise, by_rounding))
         gradients = find_worst_gradient(subject.dimensions, by_packing, gradient_noise, dtype)
     return Parity(alone, noise, forward, first, gradients, gradient_noise)
@@ -185,6 +193,7 @@ def _compared(subject: Subject, logits: Documents, traces: Sequence[Trace], alon
 @torch.no_grad()
 def first_difference(probe: Probe, allowed: float) -> str | None:
     """Name of the first module whose packed output for a document is not that of the document alone."""
+    # Nothing is handed over here, so differences grow from layer to layer, and the first is where they begin.
     packed = probe.outputs_packed(probe.tokens)
     alone = [probe.outputs_alone(i) for i in range(len(probe.lengths))]
     for name, outputs in packed.items():

@@ -65,15 +65,18 @@ class Probe:
     def packed(self, tokens: Documents, *, boundaries: bool = True) -> Documents:
         """Logits `(n, V)` of each document, from one packed row as the collator makes it."""
         batch = self.collator(_examples(tokens))
+        # With them the model would compute a loss, which nobody reads.
         del batch["labels"]
         batch = {k: v.to(self.device) if hasattr(v, "to") else v for k, v in batch.items()}
         if not boundaries:
+            # Positions too would tell: transformers makes boundaries of positions that restart.
             batch = {"input_ids": batch["input_ids"]}
         return self.row.split(self.model(**batch, use_cache=False).logits)
 
     def in_rows(self, tokens: Documents) -> Documents:
         """The same from several rows."""
         layout = self.rows.layout
+        # Not by the collator, which makes one row: these are several, each filled up with a document of padding.
         ids = torch.zeros(layout.num_tokens, dtype=torch.long)
         for place, document in zip(self.rows.places, tokens, strict=True):
             ids[place] = document
@@ -91,6 +94,7 @@ class Probe:
         """Add the gradient of a fixed random weighting of these documents' logits, or take it away."""
         losses = []
         for document, logits_nV in zip(documents, logits, strict=True):
+            # By document, so that it is weighed alike alone, packed, and among others.
             generator = torch.Generator().manual_seed(self.seed + 1 + document)
             weights_V = torch.randn(logits_nV.shape[-1], generator=generator) / logits_nV.shape[-1] ** 0.5
             # Each token its own: a sum of equal terms would stand still in half precision.
@@ -102,6 +106,8 @@ class Probe:
     def loss(self, logits: Documents) -> float:
         """Mean loss of the documents' logits under the labels that the collator makes."""
         labels = self.collator(_examples(self.tokens))["labels"].flatten()
+        # Places leave a collator's padding out. The label behind a document's last token is the next one's first,
+        # -100.
         labels = labels[torch.cat(self.row.places)].to(self.device)
         return _mean_loss(torch.cat([x.float() for x in logits])[:-1], labels[1:])
 
@@ -116,6 +122,7 @@ class Probe:
     ) -> tuple[Documents, Documents | None]:
         """Logits of each document and the gradients `(n, D)` of its embeddings, where only these documents have a
         loss; `None` where the model embeds otherwise. Parameters get no gradients."""
+        # Only the embeddings' gradient is asked for: those of weights would cost memory and time for nothing.
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         for parameter in trained:
             parameter.requires_grad_(False)
@@ -128,6 +135,7 @@ class Probe:
             for parameter in trained:
                 parameter.requires_grad_(True)
         logits = [t.detach() for t in logits]
+        # A backbone that runs document by document embeds each group in a call of its own.
         if len(outputs) != 1 or outputs[0].shape[:2] != arrangement.shape or outputs[0].grad is None:
             return logits, None
         return logits, arrangement.split(outputs[0].grad)
@@ -200,6 +208,8 @@ class Arrangement:
     @classmethod
     def of_rows(cls, lengths: Sequence[int], rows: Rows, device: torch.device) -> Arrangement:
         """Several rows, as long as the longest, padded by a document each."""
+        # Lengths (11, 24, 150) in rows ((0, 2), (1,)): packed [11, 150, 24, 137], order [0, 2, 1, None], of 161 tokens
+        # each.
         longest = max(sum(lengths[i] for i in row) for row in rows)
         packed: list[int] = []
         order: list[int | None] = []

@@ -1,4 +1,4 @@
-"""A model as it trains, without its noise."""
+"""Running a model as it trains, with nothing drawn at random, and leaving it as it was."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def quiet(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     With `training`, the model is in training mode, in which some run other kernels and layers are checkpointed, and
     whatever draws random numbers there is set to none.
     """
+    # Module by module: `model.train()` would set them all alike, and adapters or frozen parts may be in another mode.
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     devices = list({parameter.device for parameter, _ in gradients if parameter.device.type == "cuda"})

@@ -136,8 +136,10 @@ class ExactnessReport:
     @property
     def verdict(self) -> str:
         """`exact`, `leak`, `differs`, `no power` or `not finite`."""
+        # First, as numbers that are not finite make every other measurement meaningless.
         if not self.is_finite:
             return "not finite"
+        # Before parity: a check that cannot see a leak where there must be one says nothing of its absence.
         if not self.has_power:
             return "no power" if self.isolation == 0 else "leak"
         if not self.is_isolated:

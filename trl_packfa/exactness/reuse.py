@@ -58,6 +58,7 @@ def reusable_proof(checkpoint: str | Path, identity: str) -> ExactnessReport | N
     """The report beside a checkpoint, if it says that a model of this identity was proven exact."""
     try:
         saved = json.loads((Path(checkpoint) / "exactness_report.json").read_text(encoding="utf-8"))
+        # JSON of another version may have more fields or fewer; tuples come back as lists.
         known = {field.name for field in dataclasses.fields(ExactnessReport)}
         values = {name: value for name, value in saved.items() if name in known}
         report = ExactnessReport(**{**values, "lengths": tuple(values["lengths"]), "unpadding": None})
@@ -95,6 +96,7 @@ def _patched(model: nn.Module) -> list[Any]:
 
 
 def _forward(module: nn.Module) -> str:
+    # Who computes a module in packed calls: our overrides by name, or none.
     forward = vars(module).get("forward")
     return "" if forward is None else type(forward).__qualname__
 

@@ -41,6 +41,7 @@ def _move(module: nn.Module, args: Any, output: Any) -> Any:
     if not isinstance(first, torch.Tensor) or not first.is_floating_point():
         return None
     place = _last_place(module, first)
+    # x + x * u, with u within a last place. Detached: the noise moves values, and leaves the gradient that of x.
     moved = torch.addcmul(first, first.detach(), torch.empty_like(first).uniform_(-place, place))
     return (moved, *output[1:]) if isinstance(output, tuple) else moved
 
@@ -51,6 +52,7 @@ def _last_place(module: nn.Module, output: torch.Tensor) -> float:
     computes_in = getattr(module, "compute_dtype", None)
     if isinstance(computes_in, torch.dtype) and computes_in.is_floating_point:
         dtypes.add(computes_in)
+    # bitsandbytes' LLM.int8 casts activations to float16 before it quantizes them.
     if type(module).__name__ == "Linear8bitLt":
         dtypes.add(torch.float16)
     if torch.float32 in dtypes and _multiplies(module) and multiplies_in_tf32(output.device):

@@ -57,6 +57,8 @@ class Subject:
         self.trained = list(trained.values())
         self.dimensions = {name: len(whole_shape(p)) for name, p in trained.items()}
         self.chooses = any("Indexer" in type(module).__name__ for module in model.modules())
+        # Experts multiply the tokens that chose them together: another document's tokens change the shape of that
+        # product, and so how its sums are rounded.
         self.regroups = _has_experts(model) or model_type(model) in _REGROUPING
         self._progress, self._done = progress, 0.0
         self.clear()
@@ -68,10 +70,11 @@ class Subject:
         self._done += share
 
     def anywhere(self, found: bool) -> bool:
-        """Whether it is so on any rank that holds a part of this model: they run its forwards together."""
+        """Whether `found` is true on any rank that holds a part of this model, as those run its forwards together."""
         model = self.model
         if not is_partitioned(model) and not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             return found
+        # With the weights in parts, a forward that one rank runs alone would wait for the others for ever.
         everywhere: list[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(everywhere, found)
         return any(everywhere)
@@ -86,7 +89,7 @@ class Subject:
             parameter.grad = None
 
     def copied(self) -> list[torch.Tensor | None] | None:
-        """The gradients, where a copy is small beside the model: adapters'."""
+        """A copy of the gradients where it is small beside the model, as an adapter's; `None` where it is not."""
         few = sum(map(whole_size, self.trained)) <= _FEW * sum(map(whole_size, self.model.parameters()))
         if self.gradient_parts is not None or not few:
             return None
@@ -102,6 +105,7 @@ class Subject:
         if self.gradient_parts is not None:
             return
         for i, (parameter, dimensions) in enumerate(zip(self.trained, self.dimensions.values(), strict=True)):
+            # Matrices' parts rarely cancel, and a copy of each would be a second model in memory.
             if dimensions < 2 and parameter.grad is not None:
                 now = parameter.grad.detach().clone()
                 gained = now.float() - self._before[i].float() if i in self._before else now
@@ -121,6 +125,7 @@ class Subject:
 
 
 def _norm(gradient: torch.Tensor) -> float:
+    # FSDP2's gradients are sharded; the norm of a `DTensor` is put together over ranks.
     norm = gradient.float().norm()
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
@@ -134,6 +139,7 @@ def _has_experts(model: nn.Module) -> bool:
 def compute_dtype(model: nn.Module, logits: torch.dtype = torch.float32) -> torch.dtype:
     """The dtype whose rounding shows: that of most weights, or autocast's; logits may be cast up from it."""
     device = device_of(model).type
+    # Half-precision logits name the dtype themselves. float32 ones may be upcast by the model's last line.
     if logits not in _WIDE:
         return logits
     if torch.is_autocast_enabled(device):

@@ -81,6 +81,7 @@ def check_unpadding(
     if isinstance(model, DistributedDataParallel):
         model = model.module
     started = time.perf_counter()
+    # Its counters tell the user what training saved; the check's own calls must not count, nor leave it switched.
     counted = vars(state.unpadding).copy()
     known = known_tokens(documents, processing_class, known_ids(inner_model(model)))
     try:
@@ -140,6 +141,7 @@ class _Comparison:
             torch.arange(start, start + length) + row * rows.shape[1]
             for row, (start, length) in enumerate(zip(rows.starts, rows.lengths, strict=True))
         ]
+        # Lengths (2, 1) in rows of 3, padded on the left: places [1, 2] and [5]; without pads [0, 1] and [2].
         places, shape = padded, rows.shape
         if unpad:
             places, shape = list(torch.arange(rows.num_tokens).split(list(rows.lengths))), (1, rows.num_tokens)
@@ -169,6 +171,7 @@ class _Comparison:
 
     def _documents(self, output: torch.Tensor, padded: list[torch.Tensor], shape: tuple[int, int]) -> Documents:
         """Each document's part of `(B, L, V)`, or its row of `(B, V)`."""
+        # A sequence classifier has one output a row, `(B, V)`.
         if output.shape[:2] == shape:
             flat = output.flatten(0, 1)
             return [flat[place] for place in padded]
@@ -209,6 +212,7 @@ def _measure(comparison: _Comparison) -> dict[str, Any]:
     call = comparison.batch(rows)
     against, seen = "padded", 0.0
     found = max(sides, key=lambda side: side.excess)
+    # The model's own padded rows may be wrong: state that runs through pads, frequencies of the longest row.
     if subject.anywhere(not found.excess <= 1):
         alone = _compare(
             subject,
@@ -257,6 +261,7 @@ def _compare(
 ) -> _Found:
     """How far one way to run the rows is from the reference, against what rounding makes of the reference."""
     subject.clear()
+    # As in `parity.py`: what one way adds to the gradients the other takes away, and the difference is left.
     expected, norms = reference(1.0, False, None), subject.norms()
     dtype, typical = rounding_dtype(subject.model, expected.outputs[0].dtype), subject.chooses
     copied = subject.copied()

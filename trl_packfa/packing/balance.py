@@ -1,4 +1,4 @@
-"""Rows dealt to ranks: those of similar cost run at the same time."""
+"""Deals rows to ranks, so that rows which run at the same time are of similar cost and no rank waits long."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ def levelled_rounds(
             Order of the rounds.
     """
     per_round = rows_per_batch * world_size
+    # One rank waits for nobody: rows stay in the order that was drawn.
     if world_size == 1:
         return [rows[start : start + per_round] for start in range(0, len(rows), per_round)]
     rounds: list[list[np.ndarray]] = []
     for start in range(0, len(rows), _LEVELLED_ROUNDS * per_round):
         stretch = rows[start : start + _LEVELLED_ROUNDS * per_round]
+        # Taken off before sorting, so that a round that lacks rows is the last one and not the cheapest.
         tail = len(stretch) % per_round
         whole = sorted(stretch[: len(stretch) - tail], key=lambda row: -cost[row].sum())
         levelled = [whole[i : i + per_round] for i in range(0, len(whole), per_round)]
@@ -49,6 +51,7 @@ def levelled_rounds(
 
 def _dealt(rows: list[np.ndarray], cost: np.ndarray, rows_per_batch: int, world_size: int) -> list[np.ndarray]:
     """The rows of a round, rank by rank: the costliest left goes to the rank with the least so far."""
+    # Rows of cost 5, 4, 3, 2 for 2 ranks of 2 rows: 5 and 2 go to rank 0, 4 and 3 to rank 1.
     ranks: list[list[np.ndarray]] = [[] for _ in range(world_size)]
     done = np.zeros(world_size)
     for row in sorted(rows, key=lambda row: -cost[row].sum()):

@@ -37,6 +37,8 @@ class _OpenBins:
     """Bins by the space they have left."""
 
     def __init__(self, capacity: int) -> None:
+        # `count[s]` bins have s tokens left, `stacks[s]` holds their numbers: one numpy call over the counts finds all
+        # spaces that a length fits, without a look at single bins.
         self.capacity, self.num_bins = capacity, 0
         self.stacks: dict[int, list[np.ndarray]] = {}
         self.count = np.zeros(capacity + 1, dtype=np.int64)
@@ -44,6 +46,8 @@ class _OpenBins:
     def place(self, length: int, documents: int) -> np.ndarray:
         """Place so many documents of one length; returns the bin of each."""
         placed = []
+        # The smallest space first, which is the fullest bin. Length 3 and bins with 4 and 7 tokens left: the one takes
+        # one document, the other two.
         for space in (np.flatnonzero(self.count[length:]) + length).tolist():
             if documents == 0:
                 break

@@ -49,8 +49,12 @@ def pack_buffer(
     rows = best_fit_decreasing(lengths, capacity, rng)
     fill = np.array([lengths[row].sum() / capacity for row in rows])
     late = np.array([carried_before[row].max() >= PATIENCE for row in rows])
+    # The last key is the first to sort by: rows with a document that waited long enough, then the fullest.
     order = np.lexsort((-fill, ~late))
+    # At most a quarter waits: else the buffer would fill with rows that never get full, and new documents could not
+    # come in.
     waiting = min(int(((fill < _FULL) & ~late).sum()), len(rows) // 4)
+    # Whole rounds only, as every rank takes part in each; one at least, or the stream would stand still.
     out = max((len(rows) - waiting) // per_round, 1) * per_round
     sent, kept = order[:out], order[out:]
     rounds = levelled_rounds(
@@ -60,5 +64,6 @@ def pack_buffer(
         world_size=world_size,
         rng=rng,
     )
+    # In the order in which they came: a resumed run fills its buffer with them in that order.
     carried = np.concatenate([np.zeros(0, dtype=np.int64), *(rows[i] for i in kept)])
     return BufferedRows(rounds, np.sort(carried))

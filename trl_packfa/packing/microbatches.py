@@ -62,6 +62,7 @@ def recut_over_ranks(
         return _dealt(_rounds(lengths, cost, budget, world_size), cost)
     members = [np.flatnonzero(groups == group) for group in np.unique(groups)]
     tokens, costs = (np.array([of[documents].sum() for documents in members]) for of in (lengths, cost))
+    # A group counts as one document, as long and as dear as its members together.
     rounds = [
         [[document for group in part for document in members[group].tolist()] for part in parts]
         for parts in _rounds(tokens, costs, budget, world_size)
@@ -86,6 +87,7 @@ def _recut(lengths: np.ndarray, cost: np.ndarray, budget: int, num_micro_batches
 
 def _rounds(lengths: np.ndarray, cost: np.ndarray, budget: int, world_size: int) -> list[list[list[int]]]:
     """What runs at the same time, round by round, a part for each rank: parts alike, the costliest first."""
+    # 5 micro-batches at the least on 2 ranks: 3 rounds, so 6 parts. Cut into 6, not into 5 and an idle one.
     rounds = -(-fewest_micro_batches(lengths, budget) // world_size)
     parts = _recut(lengths, cost, budget, min(rounds * world_size, len(lengths)))
     parts = sorted(parts, key=lambda part: -cost[part].sum()) + [[]] * (rounds * world_size - len(parts))
@@ -115,9 +117,19 @@ def _dealt(rounds: list[list[list[int]]], cost: np.ndarray) -> list[list[list[in
 
 
 def imbalance(dealt: list[list[list[int]]], lengths: np.ndarray, quadratic: float = 0.0) -> float:
-    """What a step takes over what it would take if all ranks were always busy: 1 is level. Ranks wait for each other
-    in every round of micro-batches."""
+    """How much longer a step takes than if all ranks were always busy, at least 1: ranks wait for each other in every
+    round of micro-batches.
+
+    Args:
+        dealt (`list[list[list[int]]]`):
+            For each rank the documents of each of its micro-batches, as [`recut_over_ranks`] returns them.
+        lengths (`np.ndarray`):
+            Tokens of each document.
+        quadratic (`float`, *optional*, defaults to `0.0`):
+            Cost of a token attending to a token in units of the cost of a token.
+    """
     cost = document_cost(lengths, quadratic)
+    # Costs [[4, 2], [2, 2]] of 2 ranks in 2 rounds: they take 4 + 2, and 3 + 2 if always busy, which is 1.2.
     costs = np.array([[cost[part].sum() for part in rank] for rank in dealt])
     return float(costs.max(axis=0).sum() / costs.mean(axis=0).sum())
 
@@ -131,7 +143,7 @@ def _within_budget(lengths: np.ndarray, budget: int) -> list[np.ndarray]:
 
 
 def _longest_first(cost: np.ndarray, parts: int) -> list[list[int]]:
-    """Graham's rule: the costliest first, each to the part that has the least."""
+    """Longest processing time first (Graham, 1969): the costliest document goes first, to the part with the least."""
     heap = [(0.0, i) for i in range(parts)]
     dealt: list[list[int]] = [[] for _ in range(parts)]
     for document in np.argsort(-cost, kind="stable").tolist():
@@ -145,6 +157,7 @@ def _level(parts: list[list[int]], cost: np.ndarray, lengths: np.ndarray, limit:
     """Exchange documents between the costliest part and others while that makes it cheaper and nothing too full."""
     totals = np.array([cost[part].sum() for part in parts])
     tokens = np.array([lengths[part].sum() for part in parts])
+    # No exchange makes the costliest part cheaper than its dearest document.
     reachable = max(totals.mean() * _LEVEL, cost.max())
     for _ in range(_EXCHANGES if len(parts) > 1 else 0):
         top = int(totals.argmax())
@@ -191,6 +204,7 @@ def _best_exchange(
     empties = (comes[None] < 0) & (len(leaves) == 1)
     worse = np.where(full | empties, np.inf, worse)
     i, j = np.unravel_index(int(worse.argmin()), worse.shape)
+    # By more than rounding of sums: two equal documents would else be exchanged back and forth.
     if not worse[i, j] < totals[top] * (1 - 1e-9):
         return None
     return int(part_of[j]), int(leaves[i]), int(comes[j])

@@ -79,6 +79,7 @@ def plan_overflow(
     """
     if policy != WRAP:
         require_policy(policy)
+    # Runs take a few numbers a document, where a mask takes a byte a token of the whole dataset.
     trained = TrainedTokens.from_masks([trained]) if isinstance(trained, np.ndarray) else trained
     limit = max_length if max_length is not None else int(lengths.max(initial=1))
     too_long = lengths > limit
@@ -101,6 +102,7 @@ def plan_overflow(
             do="Raise max_length, or check completion_only_loss, assistant_only_loss and the dataset's labels.",
         )
     packed_tokens = int((kept.stop - kept.start).sum())
+    # Wrapped, a short document is cut as well where a row ends: those that have several spans.
     cut = int(too_long.sum()) if policy == "split" else int((np.bincount(kept.document) > 1).sum())
     report = PackingReport(
         documents=len(lengths),
@@ -128,6 +130,7 @@ def _cut(lengths: np.ndarray, limit: int, policy: str) -> Spans:
     documents = np.arange(len(lengths))
     if policy == "drop":
         documents = documents[lengths <= limit]
+    # Rounded up: 9 tokens in pieces of 4 are 3.
     pieces = -(-lengths // limit) if policy == "split" else np.ones_like(lengths)
     document = np.repeat(documents, np.maximum(pieces[documents], 1))
     # Of the piece in its document: for documents [0, 1, 1, 1, 2] the numbers are [0, 0, 1, 2, 0].
@@ -139,6 +142,7 @@ def _cut(lengths: np.ndarray, limit: int, policy: str) -> Spans:
 def _wrap(lengths: np.ndarray, trained: TrainedTokens, limit: int) -> Spans:
     """Trained documents one after the other, cut at every multiple of `limit` tokens."""
     every = np.arange(len(lengths))
+    # Documents without a trained token are left out before rows are cut, or they would fill rows.
     whole = Spans(every, np.zeros_like(every), lengths)
     documents = every[_trained_in(whole, lengths, trained) > 0]
     ends = np.cumsum(lengths[documents])
@@ -153,6 +157,7 @@ def _wrap(lengths: np.ndarray, trained: TrainedTokens, limit: int) -> Spans:
 
 def _trained_in(spans: Spans, lengths: np.ndarray, trained: TrainedTokens) -> np.ndarray:
     """Trained tokens of each span, its first token not counted."""
+    # Where each span's document begins in the flat array. A span [start, stop) trains what lies after its first token.
     offset = (np.cumsum(lengths) - lengths)[spans.document]
     stop = offset + spans.stop
     return trained.before(stop) - trained.before(np.minimum(offset + spans.start + 1, stop))

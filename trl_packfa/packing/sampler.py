@@ -18,6 +18,7 @@ from .microbatches import document_cost
 def consecutive_rows(lengths: np.ndarray, capacity: int, rng: np.random.Generator) -> list[np.ndarray]:
     """Rows of documents as they come, each row full but the last: documents are cut where a row is
     ([`plan_overflow`] with `WRAP`)."""
+    # Lengths [4, 1, 3] and rows of 4: the last tokens are 3, 4, 7, in the rows [0, 1, 1]: documents [0], [1, 2].
     row_of = (np.cumsum(lengths) - 1) // capacity
     return np.split(np.arange(len(lengths)), np.flatnonzero(np.diff(row_of)) + 1)
 
@@ -77,6 +78,7 @@ class PackedBatchSampler:
 
     def rounds(self) -> list[list[np.ndarray]]:
         """The rows that all ranks run at the same time, round by round; [`~PackedBatchSampler.share`] deals them."""
+        # The seed and the epoch alone, no state: every rank draws the same, and a resumed run what the first one drew.
         rng = np.random.default_rng([self.seed, self.epoch])
         rows = self.pack(self.lengths, self.capacity, rng)
         if self.shuffle:

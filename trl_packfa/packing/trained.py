@@ -24,6 +24,7 @@ class TrainedTokens:
         """From bool arrays, one for each stretch of the dataset; no two need to be in memory together."""
         offset, edges = 0, [np.zeros((0, 2), dtype=np.int64)]
         for mask in masks:
+            # [0, 1, 1, 0, 1] changes at 1, 3, 4 and, framed by zeros, at 5: runs [1, 3) and [4, 5).
             framed = np.concatenate([[False], np.asarray(mask, dtype=bool), [False]])
             edges.append(np.flatnonzero(framed[1:] != framed[:-1]).reshape(-1, 2) + offset)
             offset += len(mask)
@@ -39,6 +40,8 @@ class TrainedTokens:
         """How many tokens before each of these positions have a label, int64, of the positions' shape."""
         if not len(self.starts):
             return np.zeros_like(positions)
+        # Runs [1, 3) and [4, 5): before 5 are 2 tokens of earlier runs and 1 of its own, before 0 there is no run
+        # (-1).
         run = np.searchsorted(self.starts, positions, side="right") - 1
         inside = np.clip(positions - self.starts[run], 0, self.sizes[run])
         return np.where(run < 0, 0, self.earlier[run] + inside)

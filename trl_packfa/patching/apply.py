@@ -88,9 +88,11 @@ def apply_patch(
     mixers = find_by_class(backbone, (*patch.mixers, *patch.masked_mixers, *patch.beside))
     windows, lora = windows_of(patch, backbone, attention), adapted_layers(model)
     state = PatchState(patch, backends, attention, windows, mixers, fused_lora=fused_lora, adapted=lora)
+    # Read from the `PeftModel` now: below it, where the adapters run, nobody knows their configs.
     state.invocations, state.unpadding = invocations_of(model), Unpadding() if unpad else None
     for module in (backbone, *mixers.values()):
         require_in_packed_rows(module, by_document=patch.rebatch or module is not backbone)
+    # All that may be refused happens up to the loop that sets the edits: a model is patched whole or not at all.
     planned = _plan_attention(state)
     if patch.makes_mask:
         planned.append((backbone, "config", interface_config(_config(backbone), backends)))
@@ -98,6 +100,7 @@ def apply_patch(
     for override in (*_plan_outside(model, backbone, state), *_plan_inside(backbone, state)):
         planned.append((override.module, _forward_slot(override.module), override))
     for module, slot, value in planned:
+        # What stands on the instance itself. `None` means that the class's own was in use, so undoing deletes.
         state.edits.append((module, slot, vars(module).get(slot)))
         setattr(module, slot, value)
     setattr(backbone, _STATE, state)
@@ -109,6 +112,7 @@ def undo_patch(model: nn.Module) -> None:
     state = find_state(model)
     if state is None:
         return
+    # Backwards, as one slot may be edited twice: a causal LM's forward, for its head and for its arguments.
     for module, slot, before in reversed(state.edits):
         if before is None:
             delattr(module, slot)
@@ -140,6 +144,8 @@ def _plan_attention(state: PatchState) -> list[tuple[nn.Module, str, Any]]:
             function = next(patch.functions[name] for name in names if name in patch.functions)
             planned.append((module, function, FunctionOverride(module, function, patch.arguments, backends)))
         else:
+            # A config of its own for each attention module. The model's config keeps the user's `attn_implementation`,
+            # which calls without documents, masks and saved checkpoints go by.
             planned.append((module, "config", interface_config(_config(module), backends, patch.window)))
     return planned
 
@@ -148,6 +154,8 @@ def _plan_outside(model: nn.Module, backbone: nn.Module, state: PatchState) -> l
     """Who finds the boundaries: the backbone, and the causal LM around it where that may keep them to itself."""
     patch = state.patch
     backbone_override = RebatchOverride if patch.rebatch else BackboneOverride
+    # Where documents run by themselves, or frequencies follow a document's length, positions are counted anew: a
+    # caller's positions that begin elsewhere would be ignored, so they are refused.
     counts = patch.rebatch or patch.beside or any(depends_on_length(module) for module in backbone.modules())
     options = {
         "makes_mask": patch.makes_mask,
@@ -161,8 +169,11 @@ def _plan_outside(model: nn.Module, backbone: nn.Module, state: PatchState) -> l
     inner = inner_model(model)
     own = _own_forward(inner)
     head = trl_options(inner) if state.unpadding is not None else None
+    # TRL's fused head would score every position of the padded batch, pads too; this one scores the labelled ones.
     if own is not None and head is not None:
         overrides.append(own := LabelledHead(inner, own, head))
+    # Causal LMs of these levels hand further keywords on to the backbone, which finds `packed_layout` among them.
+    # Others drop or refuse what they do not know: they get an override that reads it first.
     told = patch.attention or (patch.level == "interface" and not patch.beside and not patch.functions)
     if inner is not backbone and (patch.makes_mask or not told):
         overrides.append(CausalLMOverride(inner, own))
@@ -178,6 +189,8 @@ def _plan_inside(backbone: nn.Module, state: PatchState) -> list[Override]:
     overrides += [_mixer_override(module, state) for module in state.mixers.values()]
     when_packed = lora_overrides(backbone, _own_forward, fused=state.fused_lora, invocations=state.invocations)
     when_packed += [RMSNormOverride(module, None) for module in backbone.modules() if is_rms_norm_on_cpu(module)]
+    # These modules are handed neither keyword nor mask and ask the context variable. The backward of a checkpointed
+    # layer recomputes it outside of the backbone's call, so the layer sets the variable itself.
     if state.mixers or state.patch.functions or state.patch.makes_mask or when_packed:
         layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
         overrides += [LayerOverride(layer, _own_forward(layer)) for layer in layers]
@@ -189,6 +202,7 @@ def _mixer_override(module: nn.Module, state: PatchState) -> Override:
     beside = not names.isdisjoint(patch.beside)
     masked = not names.isdisjoint((*patch.beside, *patch.masked_mixers))
     config = getattr(module, "config", None)
+    # RecurrentGemma's attention has no `sliding_window` of its own: its config says `attention_window_size`.
     window: Any = getattr(module, "sliding_window", None) or getattr(config, "attention_window_size", None)
     return MixerOverride(
         module, _own_forward(module), native=state.native, masked=masked, beside=beside, window=window

@@ -34,6 +34,8 @@ def interface_config(
 
     `window` reads the sliding window off the module, where its call does not say it.
     """
+    # Shallow, and past the setter of `_attn_implementation`, which would also set the configs inside this one; these
+    # are shared with the model's own config.
     ours = copy.copy(config)
     vars(ours).update(_attn_implementation_internal=INTERFACE, trl_packfa_source=config, trl_packfa_backends=backends)
     ours.trl_packfa_window = window
@@ -62,6 +64,7 @@ def packed_attention_forward(
     layout = find_layout((attention_mask,), kwargs)
     kwargs.pop("packed_layout", None)
     options = {"scaling": scaling, "dropout": dropout}
+    # Only what the call brought: the model's own attention function may not take the others.
     optional = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
     options |= {name: option for name, option in optional.items() if option is not None}
     if layout is None and indices is not None:
@@ -69,6 +72,7 @@ def packed_attention_forward(
     if layout is None:
         return _own_attention(module)(module, query, key, value, attention_mask, **options, **kwargs)
     _require_known(module, kwargs)
+    # Models that put the window into the mask only do not say it in the call, and packing has no mask.
     if module.config.trl_packfa_window is not None:
         sliding_window = module.config.trl_packfa_window(module)
     arguments = AttentionArguments(
@@ -78,6 +82,7 @@ def packed_attention_forward(
         sinks=s_aux,
         dropout=dropout,
     )
+    # Rows of equal length, end to end, are one packed batch: documents never cross the end of a row.
     q_TNH, k_TKH, v_TKH = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     backends = module.config.trl_packfa_backends
     if indices is None:
@@ -133,6 +138,7 @@ def _require_known(module: Any, kwargs: dict[str, Any]) -> None:
 
 def _own_attention(module: Any) -> Callable[..., Any]:
     """The attention function that the module would call unpatched."""
+    # Every modelling file has an eager attention of its own, which is in no table of transformers'.
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     name = module.config.trl_packfa_source._attn_implementation
     return AttentionInterface().get_interface(name, eager)  # type: ignore[arg-type]
@@ -141,8 +147,10 @@ def _own_attention(module: Any) -> Callable[..., Any]:
 def empty_packed_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """transformers' mask interface: a packed call's empty mask; without boundaries, the mask of the model's own
     attention."""
+    # The mask interface is handed neither the call's keywords nor its mask: only the context variable is left.
     layout = current_layout()
     if layout is not None:
+        # Bool, as transformers' own mask for SDPA is: models that work on the mask branch on its dtype (Doge, Falcon).
         return empty_mask(layout, layout.cu_seqlens.device, dtype=torch.bool)
     config = kwargs["config"]
     return AttentionMaskInterface()[config.trl_packfa_source._attn_implementation](*args, **kwargs)

@@ -1,7 +1,6 @@
 """The `forward`s that a patch puts on one model instance: causal LM, backbone, attention, rotary embedding.
 
-Each goes to the original unless the call is packed. Plain objects instead of closures, so that a patched model can
-be deep-copied and pickled.
+Each goes to the original unless the call is packed.
 
 Shape letters: B rows, L row length, T packed tokens (B * L), N heads, H head dim.
 """
@@ -64,7 +63,7 @@ class BackboneOverride(Override):
     @around_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The backbone's forward."""
-        call = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        call = {**dict(zip(self.names, args, strict=False)), **kwargs}  # layouts are looked for by name
         layout = self.find_layout(call)
         if layout is not None:
             return self.run_packed(call, layout)
@@ -83,7 +82,7 @@ class BackboneOverride(Override):
     def find_layout(self, call: dict[str, Any]) -> PackedLayout | None:
         """From the call, or as the causal LM around it has found it; `None` if it is not packed."""
         layout = layout_of(call, ignores_position_ids=self.ignores_position_ids, max_positions=self.max_positions)
-        layout = current_layout() if layout is None else layout
+        layout = current_layout() if layout is None else layout  # of a causal LM that keeps its arguments
         if layout is not None:
             self._require_packable(call, layout)
         return layout
@@ -162,7 +161,7 @@ class BackboneOverride(Override):
         if "token_type_ids" in self.names and call.get("token_type_ids") is None:
             call["token_type_ids"] = types_of_long_rows(self.module, layout)
         if self.makes_mask:
-            call["attention_mask"] = None
+            call["attention_mask"] = None  # transformers' mask interface makes the empty one
         # Where the forward takes no further arguments, the layout rides on the mask, see `runtime/context.py`.
         return self._accepted(router_loss.asked(call)), call["packed_layout"]
 
@@ -174,12 +173,12 @@ class BackboneOverride(Override):
 def _packed_call(call: dict[str, Any], layout: PackedLayout) -> dict[str, Any]:
     """The arguments of a packed call: positions for certain, no cache, no mask to build."""
     device = next(call[name] for name in ("inputs_embeds", "input_ids") if call.get(name) is not None).device
-    layout = layout.to(device)
+    layout = layout.to(device)  # a caller's may lie on the host
     if call.get("position_ids") is None:
         call["position_ids"] = layout.position_ids()
     if call["position_ids"].dtype not in (torch.int32, torch.int64):  # tables of learned positions take no others
         call["position_ids"] = call["position_ids"].long()
-    mask = empty_mask(layout, device)
+    mask = empty_mask(layout, device)  # transformers would build a T x T mask in the place of `None`
     batch = (call.get(name) for name in ("input_ids", "inputs_embeds", "position_ids"))
     mark_dynamic(tensor for tensor in (*batch, layout.cu_seqlens, *layout.sizes) if tensor is not None)
     return {**call, "attention_mask": mask, "past_key_values": None, "use_cache": False, "packed_layout": layout}
@@ -208,7 +207,7 @@ class CausalLMOverride(BackboneOverride):
 
     def __init__(self, module: nn.Module, original: Callable[..., Any] | None) -> None:
         super().__init__(module, original, ignores_position_ids=True)  # it hands none on
-        self.__signature__ = forward_signature(module)
+        self.__signature__ = forward_signature(module)  # `generate()` and the Trainer read it
 
     @around_graphs
     def run_unpacked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -217,7 +216,7 @@ class CausalLMOverride(BackboneOverride):
 
     @around_graphs
     def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
-        """The original forward without the boundaries, which its backbone finds in flight."""
+        """The original forward without the boundaries, which its backbone finds in the context."""
         for name in (*BOUNDARIES, *FOUND_BY_ITSELF):
             call.pop(name, None)
         with packed_call(layout):
@@ -249,10 +248,10 @@ class AttentionOverride(Override):
         query, key, value = (t.flatten(0, 1) for t in self.qkv(self.module, hidden_states, position_embeddings))
         arguments = self.patch.arguments(self.module)
         if not self.module.training:
-            arguments = replace(arguments, dropout=0.0)
+            arguments = replace(arguments, dropout=0.0)  # modules store the rate of training
         attend = self.backends.attend if self.patch.bias is None else self._attend_with_bias
         out_TNH = attend(query, key, value, layout, arguments)
-        attended = out_TNH.reshape(*hidden_states.shape[:-1], -1)
+        attended = out_TNH.reshape(*hidden_states.shape[:-1], -1)  # (T, N, H) to (B, L, N * H)
         if self.patch.finish is not None:
             return self.patch.finish(self.module, attended, args)
         return getattr(self.module, self.patch.output)(attended), None
@@ -287,9 +286,9 @@ class RotaryOverride(Override):
         layout = current_layout()
         if layout is None or layout.max_seqlen < self._fixed_up_to(layer_type):
             return self.call_original(x, position_ids, **options)
-        start = torch.zeros_like(position_ids[:, :1])
+        start = torch.zeros_like(position_ids[:, :1])  # one token at position 0
         self.call_original(x, start, **options)  # a position of 0 puts a base that had grown back
-        short = position_ids.clamp(max=self._fixed_up_to(layer_type) - 1)
+        short = position_ids.clamp(max=self._fixed_up_to(layer_type) - 1)  # the tables of short documents
         cos, sin = (table.flatten(0, 1).clone() for table in self.call_original(x, short, **options))
         offset = 0
         for positions in layout.split(position_ids.expand(layout.rows, -1)):

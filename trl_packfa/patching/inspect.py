@@ -56,6 +56,7 @@ def get_patch(model: nn.Module) -> Patch:
         [`UnsupportedModel`]: with the nearest names.
     """
     patch = get_patch_for_type(model_type(model))
+    # Falcon, say: rotary models by one patch, ALiBi models by another.
     while patch.serves is not None and not patch.serves(model_config(model)):
         if patch.otherwise is None:
             raise UnsupportedModel(
@@ -68,6 +69,7 @@ def get_patch(model: nn.Module) -> Patch:
 
 def known_ids(model: Any) -> int:
     """How many numbers of tokens a model can read."""
+    # The table's own size: a number beyond it is an index error, whatever the config says of the vocabulary.
     table = model.get_input_embeddings()
     return getattr(table, "num_embeddings", None) or model_config(model).get_text_config().vocab_size
 
@@ -107,6 +109,7 @@ def find_backbone(model: nn.Module, patch: Patch) -> nn.Module:
 
 def uses_interface(module: nn.Module) -> bool:
     """Whether a module computes attention through transformers' attention interface."""
+    # By bytecode: `co_names` holds each global that a function reads. Forwards wrapped in C have no code.
     code = getattr(type(module).forward, "__code__", None)
     return hasattr(module, "config") and code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
@@ -117,7 +120,8 @@ def is_causal(module: Any) -> bool:
 
 
 def tells_window(module: nn.Module) -> bool:
-    """Whether a module tells its attention function the sliding window, and not the mask alone."""
+    """Whether a module passes `sliding_window` to its attention function, so that not only the mask knows it."""
+    # The keywords of a call stand among a function's constants as a tuple of names.
     constants = type(module).forward.__code__.co_consts
     return any("sliding_window" in names for names in constants if isinstance(names, tuple))
 
@@ -160,8 +164,10 @@ def _find_rewritten(backbone: nn.Module, patch: Patch) -> dict[str, nn.Module]:
 
 def _find_interface(backbone: nn.Module, patch: Patch) -> dict[str, nn.Module]:
     """The modules that compute attention through transformers' interface: at least one, all causal."""
+    # Of a model with images the text decoder only: its encoders attend in both directions, outside of the row.
     decoder: Any = getattr(backbone, "language_model", backbone)
     found = find_by_class(backbone, (*patch.mixers, *patch.masked_mixers))
+    # What runs document by document does so with the model's own attention, inside as well.
     inside = [id(module) for mixer in found.values() for module in mixer.modules()]
     attention = {
         name: module
@@ -202,8 +208,10 @@ def windows_of(patch: Patch, backbone: nn.Module, attention: dict[str, nn.Module
     config: Any = backbone.config
     config = config.get_text_config()
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    # Some configs carry a window that their model's code never reads.
     if not masks_windows(backbone):
         window = None
+    # A window that only the mask knows would be lost without an error: every token would see its whole document.
     told = all(tells_window(module) for module in attention.values())
     if chunk or (window and not told):
         raise UnsupportedModel(
@@ -242,6 +250,8 @@ def max_positions(backbone: nn.Module) -> int | None:
         own_name = name.rpartition(".")[2]
         elsewhere = _ELSEWHERE.search(name)
         if isinstance(table, nn.Embedding) and _POSITIONS.search(own_name) and "rel" not in own_name and not elsewhere:
+            # Rows that no position uses: OPT and BART add an `offset` of 2, RoBERTa begins behind its padding index
+            # (514 rows, padding index 1: 512 positions).
             before = getattr(table, "offset", 0) + (0 if table.padding_idx is None else table.padding_idx + 1)
             sizes.append(table.num_embeddings - before)
     return min(sizes, default=None)

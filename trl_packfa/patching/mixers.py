@@ -36,9 +36,10 @@ _OFFERS = (FLASH_KEYS, (*FLASH_KEYS, "cu_seqlens"))
 
 
 class LayerOverride(Override):
-    """Keeps the layout in flight while a decoder layer runs, in the recomputation of a checkpointed layer too.
+    """Sets the context's layout while a decoder layer runs, also when a backward pass recomputes a checkpointed one.
 
-    Graphs cannot set it and do without; a checkpointed layer that no graph can hold runs and recomputes eagerly.
+    Compiled graphs cannot set a context variable; around them the backbone's call has set it. A checkpointed layer
+    that no graph can hold runs eagerly, and is recomputed eagerly.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -46,14 +47,17 @@ class LayerOverride(Override):
         layer = self.module
         checkpointed: Any = getattr(layer, "gradient_checkpointing", False) and layer.training
         if torch.compiler.is_compiling() and not checkpointed:
-            return self.call_original(*args, **kwargs)  # in flight, as the backbone has it
+            return self.call_original(*args, **kwargs)  # the backbone has set it, outside of the graph
         layout = find_layout(args, kwargs)
+        # As a rule: the backbone's call has set it, and layers nest.
         if not checkpointed and layout is current_layout():
             return self.call_original(*args, **kwargs)
         if layout is None or not checkpointed:
             with packed_call(layout):
                 return self.call_original(*args, **kwargs)
         # transformers would recompute the class's own forward, out of our sight.
+        # Keywords ride in the partial: reentrant checkpoints take positional arguments only, and gradients flow
+        # through these.
         return layer._gradient_checkpointing_func(partial(self._run, layout, kwargs), *args)  # type: ignore[operator]
 
     def _run(self, layout: PackedLayout, kwargs: dict[str, Any], *args: Any) -> Any:
@@ -65,6 +69,8 @@ class LayerOverride(Override):
     def _uncheckpointed(self, *args: Any, **kwargs: Any) -> Any:
         layer: Any = self.module
         forward: Any = type(layer).forward
+        # `GradientCheckpointingLayer` wraps the forward of each layer class; `__wrapped__` is the layer's own. FSDP2's
+        # classes are wrapped twice: the inner wrapper does not checkpoint, as it is not the outermost.
         code = getattr(forward, "__code__", None)
         if self.original is None and code is not None and code.co_name == "forward_with_checkpointing":
             return forward.__wrapped__(layer, *args, **kwargs)  # the switch below is seen by other threads
@@ -104,6 +110,7 @@ class MixerOverride(Override):
         layout = find_layout(args, kwargs)
         if layout is None:
             return self.call_original(*args, **kwargs)
+        # One document a row: there is nothing to keep apart.
         if layout.num_documents == layout.rows and not self.masked:
             args, kwargs = _without_mask(args, kwargs)
             return self.call_original(*args, **kwargs)
@@ -113,6 +120,7 @@ class MixerOverride(Override):
             kwargs["position_ids"] = None  # natural positions may start elsewhere than at 0
         if not self.masked:
             args, kwargs = _without_mask(args, kwargs)
+        # Inside, documents are separate or the kernels are told: what looks for a layout there must find none.
         with packed_call(None):
             offer = () if self.masked else self._native_offer(args, kwargs, layout)
             if offer:
@@ -150,10 +158,13 @@ class MixerOverride(Override):
     ) -> tuple[str, ...] | None:
         """Own kernels against document by document on this call: the first offer of boundaries that makes them equal,
         none if no offer does, `None` if this call could not tell."""
+        # A trial must not move the random numbers that the training draws after it.
         devices = list({p.device for p in self.module.parameters() if p.device.type == "cuda"})
         with torch.random.fork_rng(devices=devices):
             exact = _first(run_by_document(self.call_original, args, dict(kwargs), layout)).float()
             error_of = partial(self._native_error, args, kwargs, layout, exact)
+            # Without boundaries the kernels must be visibly wrong, else equal results would prove nothing about this
+            # offer: a row of one long and some tiny documents, say, or a mixer whose gate is still shut.
             control = error_of(())
             if not control > _SEPARATION * 1e-6:
                 return None
@@ -176,6 +187,7 @@ class MixerOverride(Override):
             # transformers' guards, where kernels are missing
             logger.debug("trl-packfa: %s with %s: %s", type(self.module).__name__, offer, error)
             return float("inf")
+        # NaN (no spread, or numbers that are not finite) compares as false with every limit: no proof.
         return float((native - exact).abs().max() / exact.std())
 
 
@@ -200,6 +212,7 @@ class FunctionOverride:
         if not self.module.training:
             arguments = replace(arguments, dropout=0.0)
         q_TNH, k_TKH, v_TKH = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+        # These modules may rotate query and key in float32; backends take one dtype.
         q_TNH, k_TKH = q_TNH.to(v_TKH.dtype), k_TKH.to(v_TKH.dtype)
         out_TNH = self.backends.attend(q_TNH, k_TKH, v_TKH, layout, arguments)
         return out_TNH.view(query.shape[0], query.shape[2], *out_TNH.shape[1:]).transpose(1, 2), None

@@ -23,6 +23,7 @@ import torch
 from ..errors import UnsupportedModel
 
 _ASKED = "output_router_logits"
+# Backbones are deep inside wrappers (PEFT, DDP, TRL's head) that hand no list down, so it goes by the thread.
 _COLLECTED: ContextVar[list[torch.Tensor] | None] = ContextVar("trl_packfa_router_logits", default=None)
 
 
@@ -38,12 +39,12 @@ def collecting() -> Iterator[list[torch.Tensor]]:
 
 
 def asked(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A backbone's arguments, with its router logits asked for if somebody collects them."""
+    """A backbone's arguments, with `output_router_logits=True` inside of [`collecting`]."""
     return kwargs if _COLLECTED.get() is None else {**kwargs, _ASKED: True}
 
 
 def told(outputs: Any) -> Any:
-    """A backbone's outputs, their router logits kept if somebody collects them."""
+    """A backbone's outputs as they are; inside of [`collecting`] their router logits are noted."""
     found, logits = _COLLECTED.get(), getattr(outputs, "router_logits", None)
     if found is not None and logits is not None:
         found += logits
@@ -98,7 +99,8 @@ class BalancedModel:
     def __call__(self, **inputs: Any) -> Any:
         """The model's forward."""
         if inputs.get("fused_lm_head"):
-            inputs[_ASKED] = False  # of TRL and the model itself, which would compute another
+            # TRL's head and the model would compute the loss of the packed row; `asked` asks the backbone alone.
+            inputs[_ASKED] = False
         with collecting() as logits:
             outputs = self.model(**inputs)
         self.layers = len(logits)
@@ -136,6 +138,7 @@ def balancing_loss(
     """
     experts, device = router_logits[0].shape[-1], router_logits[0].device
     groups, tokens_G = groups.to(device), torch.as_tensor(tokens, device=device)
+    # A row for each padded micro-batch, and one more for padding, which is dropped at the end.
     given = torch.zeros(len(tokens_G) + 1, experts, device=device)
     likely = torch.zeros_like(given)
     for logits in router_logits:
@@ -147,9 +150,12 @@ def balancing_loss(
             )
         likely_TX = torch.softmax(logits.to(device).float(), dim=-1)
         chosen_TK = likely_TX.detach().topk(experts_per_token, dim=-1).indices
+        # Shares are counts: no gradient flows through them, in transformers neither.
         given.index_add_(0, groups, torch.zeros_like(likely_TX).scatter_(1, chosen_TK, 1.0).detach())
         likely = likely.index_add(0, groups, likely_TX)
+    # Only the shares: the loss is linear in the probabilities, so that the ranks' parts of it add up by themselves.
     if reduce is not None:
         given = reduce(given)
+    # Means over tokens and layers together, as in transformers. `clamp`: a padded micro-batch may have no token.
     rows_G1 = (tokens_G * len(router_logits)).float()[:, None].clamp(min=1)
     return experts * ((given[:-1] / rows_G1) * (likely[:-1] / rows_G1)).sum()

@@ -38,6 +38,7 @@ def refuse_token_types(call: dict[str, Any], parameters: Iterable[str]) -> None:
     """
     for name in set(parameters).intersection(_NAMES):
         types = call.get(name)
+        # All 0 is what tokenizers return for plain text: it changes no mask.
         if isinstance(types, torch.Tensor) and bool((types != 0).any()):
             raise PackingError(
                 f"{name} are not all 0 in a packed batch.",
@@ -52,6 +53,8 @@ def refuse_token_types(call: dict[str, Any], parameters: Iterable[str]) -> None:
 def types_of_long_rows(backbone: Any, layout: PackedLayout) -> torch.Tensor | None:
     """Token types `(B, L)` in the place of a backbone's own (BigBird's), which are as many as it has positions, where
     a row is longer."""
+    # The model would take the first L of its own buffer, which is as long as its table of positions; a packed row may
+    # be longer, as only its documents must fit the table.
     own = getattr(getattr(backbone, "embeddings", None), "token_type_ids", None)
     if not isinstance(own, torch.Tensor) or layout.row_length <= own.shape[-1]:
         return None

@@ -61,6 +61,7 @@ class Unpadding:
             return None
         if any(call.get(name) is not None for name in CACHES):
             return None
+        # `None` leaves it to the config, which asks for a cache by default: who does not ask gets none here.
         if call.get("use_cache") is True:
             self._tell_of_cache(module)
             return None
@@ -68,6 +69,7 @@ class Unpadding:
         self._count(rows)
         if not rows.num_pads or not rows.num_tokens:
             return None
+        # After the rows: a batch of images without pads is left as it is, and runs.
         brought = [name for name, value in call.items() if _MODALITIES.search(name) and value is not None]
         if brought:
             raise PackingError(

@@ -14,12 +14,14 @@ HALF = (torch.bfloat16, torch.float16)
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     """What autocast turns matrix products of `x` into, if it is on."""
     device = x.device.type
+    # Asked of the tensor's own device type: each has a switch of its own, and "cpu" may be off while "cuda" is on.
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def cast_to_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Tensors in the dtype in which autocast would have them multiplied, which it does not tell our kernels;
-    as they are where it is off."""
+    """Tensors in the dtype that autocast would multiply them in; unchanged where autocast is off."""
+    # Autocast casts the arguments of torch operators that are on its lists. Operators that are not (FlashAttention,
+    # our custom operators, products with `out=`) get what the caller hands them.
     return tuple(tensor.to(autocast_dtype(tensor) or tensor.dtype) for tensor in tensors)
 
 
@@ -28,7 +30,7 @@ def multiplies_in_tf32(device: torch.device) -> bool:
 
     https://docs.pytorch.org/docs/stable/notes/cuda.html#tf32-on-ampere
     """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):  # Ampere's, the first with TF32
         return False
     matmul: Any = torch.backends.cuda.matmul
     # torch 2.9 has a setting of more than two values, after which it does not tell the older one.
@@ -45,6 +47,7 @@ def outside_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
+        # All gradients of one backward are on one type of device.
         device = next((grad.device.type for grad in grads if isinstance(grad, torch.Tensor)), "cpu")
         with torch.autocast(device, enabled=False):
             return backward(ctx, *grads)
@@ -59,5 +62,7 @@ def has_half_products(dtype: torch.dtype, device: str) -> bool:
         return True
     if not torch.backends.mkldnn.is_available():
         return False
+    # oneDNN multiplies half precision on a CPU, and only it knows which instructions it has for that. torch has no
+    # public function that asks it.
     name = "_is_mkldnn_bf16_supported" if dtype is torch.bfloat16 else "_is_mkldnn_fp16_supported"
     return bool(getattr(torch.ops.mkldnn, name)())

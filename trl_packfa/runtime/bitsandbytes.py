@@ -27,6 +27,8 @@ def convertible_modules(model: nn.Module) -> list[nn.Module]:
     """
     found = [(name, module) for name, module in model.named_modules() if getattr(module, SWITCH, False)]
     for name, module in found:
+        # bitsandbytes marks converted weights in their quantization state. The switch alone does not tell: it stays on
+        # after the conversion.
         quant_state = getattr(getattr(module, "weight", None), "quant_state", None)
         if getattr(quant_state, "packing_format_for_cpu", False):
             raise UnsupportedModel(
@@ -39,12 +41,13 @@ def convertible_modules(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def unconverted(model: nn.Module) -> Iterator[None]:
-    """No 4-bit layer is converted in here."""
+    """For the length of a `with` block no 4-bit layer is converted."""
     modules = convertible_modules(model)
     try:
         for module in modules:
             setattr(module, SWITCH, False)
         yield
     finally:
+        # All of them had the switch on: `convertible_modules` returns no others.
         for module in modules:
             setattr(module, SWITCH, True)

@@ -55,15 +55,21 @@ def layout_of(
     Raises:
         [`InvalidLayout`]: if the sources contradict each other or the batch.
     """
+    # `inputs_embeds` wins, as in transformers: prompt tuning and models with images embed tokens before the backbone.
     embedded = call.get("inputs_embeds")
     tokens = call.get("input_ids") if embedded is None else embedded
     if tokens is None or tokens.dim() < 2:
         return None
     shape = (tokens.shape[0], tokens.shape[1])
+    # Before the boundaries are read: a filled cache means generation, where each call holds the next tokens of one
+    # document.
     if cache := next((name for name in CACHES if _cache_in_use(call.get(name))), None):
         refuse_beside_cache(call, shape, cache)
         return None
+    # Whatever else the call says: such a mask is wrong beside every source of boundaries.
     refuse_numbered_mask(call.get("attention_mask"))
+    # The order is by cost. `packed_layout` knows its lengths on the host; the two others are tensors that are copied
+    # from the device, which makes the host wait.
     layout = call.get("packed_layout")
     if layout is None and call.get("cu_seq_lens_q") is not None:
         layout = _from_flash_kwargs(call)
@@ -82,10 +88,15 @@ def layout_of(
 def _from_flash_kwargs(call: dict[str, Any]) -> PackedLayout:
     """Layout from `cu_seq_lens_q`, which must equal `cu_seq_lens_k`."""
     offsets_q, offsets_k = require_offsets(call, "cu_seq_lens_q"), call.get("cu_seq_lens_k")
+    # Collators send one tensor under both names: comparing it with itself would wait for the device twice.
     if offsets_k is not None and offsets_k is not offsets_q:
         offsets_k = require_offsets(call, "cu_seq_lens_k")
         if not torch.equal(offsets_q, offsets_k.to(offsets_q)):
-            raise InvalidLayout(f"cu_seq_lens_q {offsets_q.tolist()} and cu_seq_lens_k {offsets_k.tolist()} differ.")
+            raise InvalidLayout(
+                f"cu_seq_lens_q {offsets_q.tolist()} and cu_seq_lens_k {offsets_k.tolist()} differ.",
+                why=["in packed self-attention queries and keys are of the same documents"],
+                do="Send one tensor for both.",
+            )
     return PackedLayout.from_cu_seqlens(offsets_q)
 
 
@@ -101,6 +112,8 @@ def _require_fit(layout: Any, shape: tuple[int, int]) -> PackedLayout:
             f"the boundaries describe {layout.num_tokens} tokens, the batch has {shape[0]} x {shape[1]}.",
             do="Send boundaries of the same batch.",
         )
+    # FlashAttention's offsets do not say how the tokens are laid out in rows. The new layout requires that no document
+    # crosses the end of one.
     if layout.rows != shape[0]:
         layout = PackedLayout(layout.cu_seqlens, layout.lengths, rows=shape[0])
     return layout
@@ -115,12 +128,15 @@ def _from_position_ids(call: dict[str, Any], shape: tuple[int, int]) -> PackedLa
     if host is None:
         return None
     starts = torch.ones(shape, dtype=torch.bool)
+    # For positions [0, 1, 2, 0, 1] the tokens 0 and 3 begin a document: starts [1, 0, 0, 1, 0].
     starts[:, 1:] = host[:, 1:] != host[:, :-1] + 1
+    # One document a row: no boundary to honour, and positions may begin anywhere, as when `generate()` goes on.
     if int(starts.sum()) == shape[0]:
         return None
     if mask is not None and not is_ones(mask):
         refuse_restarts_under_padding(host, mask)
         return None
+    # A mask without zeros is what tokenizers return for a single text. It hides nothing, so positions decide.
     layout = PackedLayout.from_position_ids(host)
     _require_common_start(host, starts)
     return layout.to(position_ids.device)

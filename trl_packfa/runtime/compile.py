@@ -15,12 +15,12 @@ from torch import nn
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# With gradients and without, sizes as they first came and any.
+# With gradients and without, and of either one graph for the sizes that came first and one for any size.
 _GRAPHS_OF_A_LAYER = 4
 
 
 def outside_of_graphs(function: Function) -> Function:
-    """`torch.compiler.disable`, which hides a function's type: neither it nor what it calls is compiled."""
+    """torch.compile compiles neither this function nor what it calls: `torch.compiler.disable`, with its type."""
     return torch.compiler.disable(function)  # type: ignore[return-value]
 
 
@@ -30,7 +30,11 @@ def around_graphs(function: Function) -> Function:
 
 
 def mark_dynamic(tensors: Iterable[torch.Tensor]) -> None:
-    """Tell compilers before their first graph that no batch has the sizes of another; a size of 1 may stay one."""
+    """Tell torch.compile before its first graph that all sizes of these tensors change from batch to batch.
+
+    Without it Dynamo makes the first graph for the sizes of the first batch, and a second one when a batch differs.
+    """
+    # `maybe_`: where a model's code needs a certain size, `mark_dynamic` would raise. A size of 1 stays 1.
     for tensor in tensors:
         torch._dynamo.maybe_mark_dynamic(tensor, list(range(tensor.dim())))
 
@@ -53,6 +57,8 @@ def allow_graphs_of_layers(layers: int) -> AbstractContextManager[None]:
 def allow_graphs(most: int) -> Iterator[None]:
     """For the length of a `with` block torch compiles that many graphs of one function: the limits of
     `torch._dynamo.config` are raised, and put back. Higher limits stay."""
+    # Dynamo checks both: graphs of one code object that are valid together (8), and all that were ever made of it
+    # (256). Past either it runs the code eagerly, with a warning in its log at most.
     names = ("recompile_limit", "accumulated_recompile_limit")
     limits = {name: max(getattr(torch._dynamo.config, name), most) for name in names}
     with torch._dynamo.config.patch(**limits):
@@ -66,6 +72,7 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
     if not runs_compiled(model):
         yield
         return
+    # torch's `OptimizedModule` keeps the compiled call on the instance, as `forward`, and the model as `_orig_mod`.
     compiled = vars(model)["forward"]
     model.forward = _own_call(model)
     try:

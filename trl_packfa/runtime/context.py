@@ -22,6 +22,8 @@ from ..layout import PackedLayout
 # Where a layout's memo holds the tokens of its call `(B, L)`, for layers that depend on what they read.
 INPUT_IDS = "input_ids"
 
+# A context variable belongs to one thread. Autograd runs the backward of accelerators in threads of its own, so that
+# layers which a checkpoint recomputes there find nothing here: they need the keyword or the mask.
 _IN_FLIGHT: ContextVar[PackedLayout | None] = ContextVar("trl_packfa_layout", default=None)
 
 
@@ -43,6 +45,8 @@ def packed_call(layout: PackedLayout | None) -> Iterator[None]:
 def empty_mask(layout: PackedLayout, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """What takes the place of a mask in a packed call: four-dimensional, so that transformers builds none, and without
     elements, so that attention which the patch has missed fails instead of leaking. It carries the layout."""
+    # Added to scores `(B, N, L, L)` it raises, as a size of 0 does not broadcast against L. transformers hands every
+    # mask of four dimensions through as it is (`_preprocess_mask_arguments`).
     mask: Any = torch.empty((1, 1, 0, 0), device=device, dtype=dtype)
     mask.packed_layout = layout
     return mask
@@ -58,5 +62,6 @@ def find_layout(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedLayout 
     layout = kwargs.get("packed_layout")
     if layout is not None:
         return layout
+    # A slice or a cast of the mask is a new tensor without the attribute: then the context variable answers.
     mask = next((value for value in (*args, *kwargs.values()) if hasattr(value, "packed_layout")), None)
     return current_layout() if mask is None else mask.packed_layout

@@ -19,4 +19,5 @@ def hub_flash_attn_varlen_func() -> Callable[..., torch.Tensor] | None:
     except (ImportError, OSError, ValueError, RuntimeError) as error:  # no network, no build for this machine
         logger.info("trl-packfa: the Hub's FlashAttention kernel did not load: %s", error)
         return None
+    # Of flash, varlen, with a KV cache, pad, unpad.
     return functions[1]

@@ -1,5 +1,7 @@
-"""Which documents to pad together, similar lengths, so that little is padded and calls are few; and the way there
-and back."""
+"""Groups of documents of similar length, so that padding each group to one batch pads little and calls are few.
+
+`pad_groups` makes the batches of packed tokens, `pack_groups` packed tokens of the batches.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ _GROUP_TOKENS = 2048
 
 @lru_cache(maxsize=64)
 def group_by_length(lengths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Indices of the documents, in groups similar enough to be padded together."""
+    """Indices of documents of these `lengths` (tokens), in groups that are padded together; the longest first."""
     # (78, 30, 80): 78 tokens are within 16 of 80, 30 are not: ((2, 0), (1,)).
     groups: list[list[int]] = []
     longest = 0
@@ -71,9 +73,11 @@ def _padded(packed: torch.Tensor, layout: PackedLayout) -> tuple[torch.Tensor, .
     documents, batches = packed.split(list(layout.lengths)), []
     for group in group_by_length(layout.lengths):
         if len(group) == 1:
+            # A view: a document that shares its group with no other needs no copy.
             batches.append(documents[group[0]][None])
             continue
         longest = layout.lengths[group[0]]
+        # Not `new_zeros`: each element is written once below, either a token's or a zero behind a shorter document.
         batch = packed.new_empty(len(group), longest, *packed.shape[1:])
         for place, i in zip(batch.unbind(), group, strict=True):
             length = layout.lengths[i]
@@ -88,5 +92,6 @@ def _packed(batches: tuple[torch.Tensor, ...], layout: PackedLayout) -> torch.Te
     documents: dict[int, torch.Tensor] = {}
     for group, batch in zip(group_by_length(layout.lengths), batches, strict=True):
         for place, i in zip(batch.unbind(), group, strict=True):
+            # Views, which `cat` below copies in one pass.
             documents[i] = place if len(place) == layout.lengths[i] else place[: layout.lengths[i]]
     return torch.cat([documents[i] for i in range(layout.num_documents)])

@@ -27,8 +27,9 @@ class Override:
 
 
 def computes_as(module: nn.Module, forward: Callable[..., Any]) -> bool:
-    """Whether a module's forward is, instruction by instruction, another class's, as copies of it in many
-    architectures are, and nothing is in its place on the instance."""
+    """Whether a module computes what the function `forward` does: the forward of its class has the same bytecode, and
+    the instance has none of its own. Copies of one forward in many architectures are found so."""
+    # By bytecode, not by class: transformers copies a norm or an MLP into each architecture under another name.
     code = getattr(type(module).forward, "__code__", None)
     return (
         code is not None and "forward" not in vars(module) and _instructions(code) == _instructions(forward.__code__)
@@ -36,10 +37,15 @@ def computes_as(module: nn.Module, forward: Callable[..., Any]) -> bool:
 
 
 def _instructions(code: CodeType) -> tuple[Any, ...]:
-    """What a function computes with, whatever its docstring says."""
+    """Bytecode, names and constants of a function, strings left out."""
+    # Docstrings are among a function's constants, and copies differ in them.
     return code.co_code, code.co_names, tuple(value for value in code.co_consts if not isinstance(value, str))
 
 
 def forward_signature(module: nn.Module) -> inspect.Signature:
-    """Of a module's own forward, for what stands in its place: `generate()` reads the parameters."""
+    """The signature of the forward of a module's class, without `self`.
+
+    An override carries it as `__signature__`, as `generate()` reads which parameters a model's forward takes.
+    """
+    # Without `self`: what is set on an instance is called without it.
     return inspect.Signature(list(inspect.signature(type(module).forward).parameters.values())[1:])

@@ -60,7 +60,10 @@ class PaddedRows:
             raise InvalidLayout(
                 "the attention_mask lies on the meta device and holds no values.", do="Send it on the model's device."
             )
+        # Compared on the device, so that one byte a token crosses to the host, not the eight of an int64 mask.
         host = mask.detach().cpu().numpy() if mask.dtype == torch.bool else mask.detach().ne(0).cpu().numpy()
+        # `argmax` of bools is the first that is true. For [0, 1, 1, 1, 0] start is 1 and end 5 - 1 = 4, of 3 tokens:
+        # no hole. For [1, 0, 1, 1, 0] they are 0 and 4, of 3 tokens: a hole.
         lengths, starts = host.sum(1), host.argmax(1)
         ends = host.shape[1] - host[:, ::-1].argmax(1)
         holes = np.flatnonzero((lengths > 0) & (ends - starts != lengths))
@@ -97,6 +100,7 @@ class PaddedRows:
         """The number of each true token among the `B * L` places, int64, shape `(T,)`."""
         key = ("index", device)
         if key not in self.memo:
+            # Two rows of 5 with starts (1, 0) and lengths (3, 5): [1, 2, 3] and [5, 6, 7, 8, 9].
             places = [
                 np.arange(start, start + length) + row * self.shape[1]
                 for row, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True))
@@ -142,6 +146,7 @@ class PaddedRows:
             return type(outputs)(self.put_back_outputs(value) for value in outputs)
         if not isinstance(outputs, torch.Tensor) or outputs.dim() < 2:
             return outputs
+        # Other tensors are of no token: a loss, a cache, what an indexer keeps.
         if outputs.shape[:2] == (1, self.num_tokens):
             return self.put_back(outputs)
         return self._put_back(outputs) if outputs.shape[0] == self.num_tokens else outputs
@@ -150,6 +155,7 @@ class PaddedRows:
 def rows_of(mask: torch.Tensor) -> PaddedRows:
     """[`PaddedRows.from_mask`], read once for each mask: the policy's call and its reference's share it."""
     known = getattr(mask, _KNOWN, None)
+    # torch counts a tensor's in-place writes as its version: a mask that was written to is read anew.
     if known is None or known[0] != mask._version:
         known = (mask._version, PaddedRows.from_mask(mask))
         setattr(mask, _KNOWN, known)

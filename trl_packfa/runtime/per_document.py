@@ -68,6 +68,7 @@ def _take_apart(
     """The arguments of each group, its shape `(G, M)`, and for each packed token its place in the groups."""
     kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    # The packed call's own mask is float too, but has no elements, and not always the dtype of the scores.
     dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point() and tensor.numel()), torch.float32)
     groups, place = _groups(layout, tensors[0].device)
     calls = []
@@ -94,7 +95,10 @@ def run_backbone_by_document(forward: Callable[..., Any], call: dict[str, Any], 
 
 def _groups(layout: PackedLayout, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Token numbers `(G, M)` of each group, and for each packed token its place in the groups, one after the other."""
+    # The same for every layer of a call: computed on the host once, and copied to the device once.
     if ("groups", device) not in layout.memo:
+        # Lengths [1, 3] in one group, the longest first: indices [[1, 2, 3], [0, 0, 0]], of which real are [[1, 1, 1],
+        # [1, 0, 0]]; so the packed tokens 0, 1, 2, 3 lie at the places [3, 0, 1, 2] of the group.
         starts = torch.tensor(layout.lengths).cumsum(0) - torch.tensor(layout.lengths)
         groups, place, filled = [], torch.empty(layout.num_tokens, dtype=torch.long), 0
         for group in group_by_length(layout.lengths):
@@ -123,9 +127,11 @@ class _CausalMask:
     @cached_property
     def tensor(self) -> torch.Tensor:
         """`(length, length)`."""
+        # The dtype's lowest number, not -inf, as in transformers' own masks.
         shape, lowest = (self.length, self.length), torch.finfo(self.dtype).min
         hidden = torch.full(shape, lowest, dtype=self.dtype, device=self.device)
         window = self.sliding_window
+        # With a window of 2 `tril(-2)` hides keys 0 and 1 from query 3, which sees 2 and 3.
         return hidden.triu(1) if window is None else hidden.triu(1) + hidden.tril(-window)
 
 
@@ -140,6 +146,7 @@ def _take(value: Any, index_GM: torch.Tensor, layout: PackedLayout, mask: _Causa
         return value
     if value.shape[0] not in (1, layout.rows):
         return value
+    # transformers makes positions and rotary tables of one row and lets them broadcast over the batch.
     rows = value.expand(layout.rows, *value.shape[1:])
     return rows.flatten(0, 1).index_select(0, index_GM.flatten()).view(*index_GM.shape, *value.shape[2:])
 
@@ -150,6 +157,7 @@ def _put_back(
 ) -> Any:
     """The groups' outputs as one: tensors per token, inside tuples and transformers' outputs."""
     first = outputs[0]
+    # transformers' `ModelOutput` is a dict whose class takes the fields by name.
     if isinstance(first, dict):
         merged = {name: _put_back([output[name] for output in outputs], shapes, place, layout) for name in first}
         return type(first)(**{name: value for name, value in merged.items() if value is not None})  # type: ignore[arg-type]
@@ -159,6 +167,7 @@ def _put_back(
     if not isinstance(first, torch.Tensor):
         return None
     if all(output.shape[:2] == shape for output, shape in zip(outputs, shapes, strict=True)):
+        # -1: `_joined` may have widened the last dimension.
         return _joined([output.flatten(0, 1) for output in outputs], place).view(
             layout.rows, layout.row_length, *first.shape[2:-1], -1
         )

@@ -32,8 +32,9 @@ def require_offsets(call: dict[str, Any], name: str) -> torch.Tensor:
 
 
 def host_positions(position_ids: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor | None:
-    """`position_ids` as int64 of shape `(B, L)` on the host; of four multimodal axes the text's, of three `None`: they
-    do not count tokens.
+    """`position_ids` as int64 of shape `(B, L)` on the host.
+
+    Of four multimodal axes (text, time, height, width) the text's; `None` for three, which do not count tokens.
 
     Raises:
         [`InvalidLayout`]: if they are no positions of a batch of this shape.
@@ -49,6 +50,7 @@ def host_positions(position_ids: torch.Tensor, shape: tuple[int, int]) -> torch.
             f"position_ids of shape {tuple(position_ids.shape)} with a batch of {shape[0]} x {shape[1]} tokens.",
             do="Send one position for each token.",
         )
+    # In int64, so that "predecessor plus one" does not overflow in the caller's dtype.
     return text.detach().cpu().long().expand(shape)
 
 
@@ -92,6 +94,8 @@ def refuse_incomplete(call: dict[str, Any]) -> None:
     Raises:
         [`InvalidLayout`]: naming them.
     """
+    # TRL sends `seq_idx` with every row. Where all of a row's numbers are equal it holds one document, and nothing is
+    # lost.
     seq_idx = call.get("seq_idx")
     if isinstance(seq_idx, torch.Tensor) and seq_idx.dim() == 2 and seq_idx.device.type != "meta":
         seq_idx = seq_idx if bool((seq_idx != seq_idx[:, :1]).any()) else None
@@ -159,6 +163,7 @@ def _restarts(positions: Any, mask: Any, shape: tuple[int, int]) -> bool:
     host = None if positions.device.type == "meta" else host_positions(positions, shape)
     if host is None:
         return False
+    # The call's own tokens are the last columns.
     known = isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] >= shape[1]
     return _first_restart(host, mask[:, -shape[1] :] if known else torch.ones_like(host)) is not None
 
@@ -220,6 +225,8 @@ def _refuse_other_offsets(layout: PackedLayout, call: dict[str, Any], trusted: b
             continue
         if isinstance(offsets, torch.Tensor) and _left_on_device(offsets, trusted):
             continue
+        # Lengths are compared, not offsets: repeated offsets, which pad `cu_seq_lens_*` to a fixed size, mean the
+        # same.
         told = PackedLayout.from_cu_seqlens(require_offsets(call, name)).lengths
         if told != layout.lengths:
             raise InvalidLayout(
@@ -259,6 +266,7 @@ def _refuse_positions(
             f"position_ids hold {int(host.max())}, the model has {max_positions} positions.",
             do=f"Cut documents to {max_positions} tokens, or let each count from 0.",
         )
+    # Lengths [2, 3] begin at tokens 0 and 2: inside is [0, 1, 0, 1, 1].
     inside = np.ones(layout.num_tokens, dtype=bool)
     inside[np.cumsum((0, *layout.lengths[:-1]))] = False
     wrong = np.flatnonzero(inside[1:] & (host[1:] != host[:-1] + 1))
@@ -283,8 +291,12 @@ def _refuse_other_numbers(layout: PackedLayout, seq_idx: torch.Tensor) -> None:
     _require_readable(seq_idx, "seq_idx")
     shape = (layout.rows, layout.row_length)
     if seq_idx.shape != shape:
-        raise InvalidLayout(f"seq_idx of shape {tuple(seq_idx.shape)} with a batch of {shape[0]} x {shape[1]} tokens.")
+        raise InvalidLayout(
+            f"seq_idx of shape {tuple(seq_idx.shape)} with a batch of {shape[0]} x {shape[1]} tokens.",
+            do="Send one number for each token, or leave it out.",
+        )
     ours = layout.document_ids().cpu()
+    # Where numbers change is compared, not the numbers: other packers count from 1, or anew in each row.
     changes, expected = seq_idx.cpu().diff(dim=1) != 0, ours.diff(dim=1) != 0
     if not torch.equal(changes, expected):
         row, column = (changes != expected).nonzero()[0].tolist()

@@ -38,7 +38,7 @@ def is_partitioned(model: nn.Module) -> bool:
 
 
 class GradientParts:
-    """Gradients as they are made, of which every rank keeps a part: its every `world`th element.
+    """Takes each gradient as it is made, and keeps this rank's part of it: every `world`th element.
 
     All ranks make the same gradients here, so that the parts need not be added up. Whole ones may not fit.
 
@@ -54,6 +54,8 @@ class GradientParts:
 
     def _take(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+        # Rank 1 of 2 keeps elements 1, 3, 5, ... Taken as each gradient is complete, and the whole one freed: only one
+        # parameter's gradient is whole at a time.
         part = parameter.grad.flatten()[self._rank :: self._world]
         before, parameter.grad = self._parts.get(parameter), None
         self._parts[parameter] = part.clone() if before is None else before.add_(part)
@@ -66,6 +68,7 @@ class GradientParts:
         """L2 norm of each parameter's gradient, 0 where there was none, on every rank alike."""
         parts = [self._parts.get(parameter) for parameter in self._parameters]
         squares = [0.0 if part is None else float(part.double().square().sum()) for part in parts]
+        # The parts are disjoint, so the squares of their norms add up over ranks.
         total = torch.tensor(squares, dtype=torch.float64, device=self._device)
         distributed.all_reduce(total)
         return total.sqrt().tolist()

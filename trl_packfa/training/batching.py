@@ -71,16 +71,19 @@ class Batching:
         """Tokens that no micro-batch exceeds, pads included."""
         longest = int(lengths.max(initial=0))
         if self.strategy.recuts_steps:
+            # A document is never cut: one that is longer than the budget is a micro-batch of its own.
             return max(self.budget or self.batch_size * longest, longest)
         if self.strategy.fills_rows:
             return self.batch_size * (self.max_length or longest)
         if not self.strategy.packs:
             return self.batch_size * int(self.padded(np.array(longest)))
+        # `minibatch`: at its worst the longest documents meet in one. `partition` finds them without sorting all.
         largest = np.partition(lengths, -min(self.batch_size, len(lengths)))[-self.batch_size :]
         return int(self.padded(largest.sum()))
 
     def padded(self, tokens: np.ndarray) -> np.ndarray:
         """Row lengths in tokens, rounded up to `pad_to`."""
+        # 5 tokens to a multiple of 4 are 8.
         return -(-tokens // self.pad_to) * self.pad_to
 
     def draw(self, lengths: np.ndarray) -> np.ndarray:
@@ -91,6 +94,7 @@ class Batching:
         if self.drop_last:
             drawn = drawn[: len(drawn) // per_round * per_round]
         missing = -len(drawn) % per_round
+        # `resize` repeats from the start, as accelerate's `even_batches` does, which it does for several ranks only.
         more = np.resize(drawn, missing) if self.world_size > 1 else np.zeros(missing, dtype=np.int64)
         return np.concatenate([drawn, more]).reshape(-1, self.world_size, self.batch_size)
 
@@ -105,6 +109,7 @@ class Batching:
 
     def recut(self, step: np.ndarray, *, budget: int) -> list[list[np.ndarray]]:
         """The documents' lengths of each rank's micro-batches, of a step as [`~Batching.draw`] gives it."""
+        # 2 micro-batches, 1 rank, 3 examples each: [0, 0, 0, 1, 1, 1].
         groups = np.arange(step.shape[0] * step.shape[1]).repeat(step.shape[2])
         documents, groups = step[step > 0], groups[step.ravel() > 0]
         dealt = deal(documents, groups, cut=self.cut, budget=budget, world_size=self.world_size,
@@ -144,6 +149,7 @@ def deal(
     """
     if cut == KEPT:
         parts = [np.flatnonzero(groups == group).tolist() for group in np.unique(groups)]
+        # Padded micro-batches 0 to 5 on 2 ranks: 0, 2, 4 on rank 0, which are the ones that it would run padded.
         return [parts[rank::world_size] for rank in range(world_size)]
     together = groups if cut == TOGETHER else None
     return recut_over_ranks(lengths, budget=budget, world_size=world_size, quadratic=quadratic, groups=together)

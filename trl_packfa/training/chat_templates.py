@@ -71,6 +71,7 @@ def _ignored(example: dict[str, Any], processing_class: Any, chat_template: str 
     silent = [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
     options = {"chat_template": chat_template, **(example.get("chat_template_kwargs") or {}), "tokenize": False}
     try:
+        # Tools whose schemas differ fit no Arrow type, so datasets hold them as JSON.
         tools = json.loads(tools) if isinstance(tools, str) else tools
         whole = processing_class.apply_chat_template(messages, tools=tools, **options)
     except Exception:  # whatever a template raises, TRL is about to raise it, with the example at hand

@@ -42,6 +42,7 @@ def count_batch(metrics: Mapping[str, list[float]], inputs: dict[str, Any], *, c
     lost = inputs.pop(LOSSES, None)
     layout = inputs.get("packed_layout")
     if layout is not None:
+        # The last document is padding, which nobody wrote.
         lengths = layout.lengths[:-1] if layout.padding else layout.lengths
         metrics["documents"].append(len(lengths))
         metrics["longest_document"].append(max(lengths, default=0))
@@ -97,6 +98,8 @@ def whole_checkpoint(folder: Path, trainer: Any) -> Iterator[None]:
     if args.should_save:
         (folder / PACKING_REPORT).unlink(missing_ok=True)
     trainer.accelerator.wait_for_everyone()
+    # The Trainer deletes older checkpoints on rank 0 while others may still write: a run that is killed then would
+    # have no whole checkpoint left. Without a limit it deletes none.
     args.save_total_limit = None
     try:
         yield
@@ -187,7 +190,8 @@ def write_reports(
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    """All of a file or nothing: a run that is killed meanwhile leaves the old one, or none."""
+    """Write a file whole or not at all: a run that is killed meanwhile leaves the old one, or none."""
+    # In the same folder, as `os.replace` is atomic within one file system only.
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     os.replace(partial, path)

@@ -120,6 +120,8 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
     )
 
     def __post_init__(self) -> None:
+        # Both by name: neither calls the other's. Precision is settled between them, as SFTConfig sets `bf16=True`
+        # where nothing is said and transformers raises where a machine has none.
         ModelConfig.__post_init__(self)
         self._settle_precision()
         SFTConfig.__post_init__(self)
@@ -129,6 +131,7 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
             moves: Any = self.accelerator_config  # SFTConfig has made an AcceleratorConfig of it
             moves.non_blocking = True  # copies from page-locked memory need not wait
         if self.dtype is None:
+            # Quantized weights have their own type: `dtype` is that of norms, embeddings and head.
             quantized = self.load_in_4bit or self.load_in_8bit
             self.dtype = "bfloat16" if quantized and self.bf16 else "float32"
         if self.attention_backend != "auto":
@@ -169,6 +172,7 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
                 f"packing_strategy='{self.packing_strategy}' does not exist.",
                 do=f"Choose one of {list(STRATEGIES)}.",
             )
+        # `bfd_split` is `bfd` with a policy in its name.
         if self.strategy.overflow in OVERFLOW_POLICIES:
             self.overflow = self.strategy.overflow
         if self.truncation_mode != "keep_start" and self.max_length is not None:
@@ -273,6 +277,7 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
         """
         if isinstance(args, cls):
             return args
+        # `TrainingArguments` computes some of its fields: those cannot be passed.
         names = {f.name for f in fields(cls) if f.init}
         kept = {f.name: getattr(args, f.name) for f in fields(args) if f.name in names}
         packing = kept.pop("packing", False)

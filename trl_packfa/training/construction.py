@@ -54,6 +54,7 @@ def settle_arguments(
         for name, dataset in named(train_dataset, eval_dataset):
             refuse_data(dataset, name=name)
         if packed.strategy.recuts_steps and isinstance(train_dataset, IterableDataset):
+            # For its refusal, before weights are loaded: `StepCutter` asks again.
             longest_of_stream(packed)
         refuse_model(model_type(model, packed) if isinstance(model, str) else model, packed)
         refuse_collator(data_collator)

@@ -49,6 +49,7 @@ def measure(dataset: Dataset, column: str) -> Measures:
 
 
 def _measure(table: Any, column: str) -> Any:
+    # One array in the place of chunks, for numpy.
     lists = table[column].combine_chunks()
     length = pc.call_function("list_value_length", [lists]).cast(pa.int64())
     sizes = length.fill_null(0).to_numpy(zero_copy_only=False)
@@ -59,6 +60,7 @@ def _measure(table: Any, column: str) -> Any:
     found = {
         "length": length.fill_null(-1).to_numpy(zero_copy_only=False),
         "holes": _by_document(np.add, holes.astype(np.int64), sizes),
+        # What does not count is the largest number here and the smallest below, which leaves both reductions alone.
         "lowest": _by_document(np.minimum, np.where(counts, numbers, np.iinfo(np.int64).max), sizes),
         "highest": _by_document(np.maximum, np.where(counts, numbers, np.iinfo(np.int64).min), sizes),
     }
@@ -70,6 +72,7 @@ def _measure(table: Any, column: str) -> Any:
 def _by_document(reduce: np.ufunc, flat: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """A reduction of each document's part of `flat`; 0 for empty ones."""
     result = np.zeros(len(sizes), dtype=np.int64)
+    # Sizes [2, 0, 3] begin at [0, 2, 2]. For an empty part `reduceat` would return the element that it begins at.
     filled = sizes > 0
     if filled.any():
         result[filled] = reduce.reduceat(flat, (np.cumsum(sizes) - sizes)[filled])
@@ -105,6 +108,7 @@ def require_whole(dataset: Any, *, name: str, columns: tuple[str, ...]) -> Any:
     if isinstance(dataset, IterableDataset):
         return dataset.map(_looked_at, with_indices=True, fn_kwargs={"name": name, "columns": columns})
     for column in columns:
+        # Arrow keeps the count of nulls: a column without any is not read.
         if column in dataset.column_names and dataset.data.column(column).null_count:
             for number, missing in enumerate(_missing(dataset, column)):
                 if missing:

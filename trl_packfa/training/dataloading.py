@@ -79,6 +79,7 @@ class PackedData:
                 `"train"`, or an evaluation dataset's.
         """
         args = self.args
+        # TRL would truncate without counting, and shuffle before the cut.
         uncut = copy.copy(args)
         uncut.max_length, uncut.shuffle_dataset = None, False
         dataset = tokenize(uncut)
@@ -116,6 +117,7 @@ class PackedData:
             require_known(dataset, name=name, ids=known_ids(model), labels=known_labels(model))
         self._uncut = {}
         self._quadratic = quadratic_weight(model)
+        # TRL's own stays as it is: with `padding_free` it would flatten evaluation batches into one row.
         self._padding_collator = copy.copy(padding_collator)
         self._padding_collator.padding_free = False
         return collator or DataCollatorForPacking(
@@ -191,5 +193,6 @@ class PackedData:
 
 def _tell(report: PackingReport, name: str) -> None:
     counts = ", ".join(f"{label} {value}" for label, value in report.lines())
+    # A loss of tokens must reach users who show warnings only.
     level = logging.WARNING if report.tokens_lost else logging.INFO
     get_logger(COUNTS).log(level, "trl-packfa: %s: %s", name, counts)

@@ -1,4 +1,4 @@
-"""Between `datasets` and the packers: lengths out, spans in.
+"""Reads lengths and labels out of `datasets` for the packers, and cuts documents to the spans that they return.
 
 Expects tokenized datasets with an `input_ids` column and, optionally, `labels` and `seq_lengths`.
 """
@@ -67,6 +67,7 @@ def _tables(dataset: Dataset, column: str) -> Iterator[Any]:
 
 
 def _flat(column: pa.ChunkedArray) -> np.ndarray:
+    # `flatten`, not `values`: of a slice the latter holds what lies outside of it as well.
     return np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks])
 
 
@@ -83,6 +84,7 @@ def cut_dataset(
     spans, report = plan_overflow(tokens.lengths, tokens.trained, max_length=limit, policy=overflow)
     cut = bool((spans.start > 0).any() or (spans.stop < tokens.lengths[spans.document]).any())
     if len(spans.document) != len(dataset) or cut:
+        # A document that is split is selected once for each part: row i of the result is span i.
         dataset = dataset.select(spans.document)
     if cut:
         dataset = dataset.map(
@@ -109,6 +111,8 @@ def cut_stream(dataset: IterableDataset, *, max_length: int | None, overflow: st
         if overflow == WRAP
         else {"max_length": max_length, "overflow": overflow}
     )
+    # A stream may not know its columns before its first example. All are removed, as parts are other rows than
+    # documents.
     columns = list(next(iter(dataset), {}))
     return dataset.map(_cut_some, batched=True, batch_size=_CUT_TOGETHER, remove_columns=columns, fn_kwargs=options)
 
@@ -131,6 +135,7 @@ def _cut_some(documents: dict[str, list[Any]], max_length: int | None, overflow:
         **kept,
         "input_ids": _parts(documents["input_ids"], spans),
         "labels": _parts(labels, spans),
+        # The losses of all documents of this call on the first that is kept: they are summed up, wherever it goes.
         LOSSES: [losses] + [[0] * len(losses)] * (len(spans.document) - 1),
     }
 

@@ -34,7 +34,9 @@ def agree(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
         result = work()
     except Exception as caught:
         error = caught
+    # Types and texts, not exceptions: some cannot be pickled.
     mine = None if error is None else (_kind(error), _message(error))
+    # Reached by every rank, whether its work failed or not: a rank that raised before would leave the others waiting.
     told: list[tuple[type[Exception], str] | None] = gather_object([mine])
     kinds = [one[0] for one in told if one is not None]
     if not kinds:
@@ -64,6 +66,7 @@ def require_same_documents(accelerator: Accelerator, lengths: np.ndarray) -> Non
     """
     if accelerator.num_processes == 1:
         return
+    # A checksum, as all lengths of a large dataset are megabytes to send.
     found = gather_object([(len(lengths), zlib.crc32(np.ascontiguousarray(lengths).tobytes()))])
     if len(set(found)) > 1:
         counts = ", ".join(f"rank {rank} {count} ({check:08x})" for rank, (count, check) in enumerate(found))

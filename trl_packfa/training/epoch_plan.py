@@ -91,12 +91,14 @@ def plan_epoch(lengths: np.ndarray, batching: Batching) -> EpochPlan:
         documents=documents,
         tokens=tokens,
         rows=rows,
+        # Rounded up: a last step with fewer micro-batches is a step.
         steps=max(-int(-slots // batching.accumulation), 1),
         micro_batches=max(rounds.of, 1.0),
         largest_micro_batch=batching.micro_batch_tokens(lengths),
         padding=1 - _ratio(rounds.true.sum(), rounds.computed.sum()),
         fill=fill,
         imbalance=_ratio(waiting, busy),
+        # From the sampled rounds to the epoch, by their share of the tokens.
         cost=float(waiting) * _ratio(tokens, rounds.true.sum()),
     )
 
@@ -105,9 +107,11 @@ def _as_drawn(drawn: np.ndarray, batching: Batching) -> _Rounds:
     """Padded, or each micro-batch as one row."""
     true = drawn.sum(axis=2)
     if not batching.strategy.packs:
+        # Padded: every row as wide as the widest, and attention over its pads is computed.
         width, rows = batching.padded(drawn.max(axis=2)), (drawn > 0).sum(axis=2)
         return _Rounds(true, width * rows, rows * document_cost(width, batching.quadratic), len(drawn))
     computed = batching.padded(true)
+    # Packed: pads of a row cost a token each, and next to no attention.
     cost = document_cost(drawn, batching.quadratic).sum(axis=2) + computed - true
     return _Rounds(true, computed, cost, len(drawn))
 

@@ -113,8 +113,9 @@ class ExactnessGate:
         return self.report
 
     def _identity(self, model: Any, collator: Any) -> str:
-        """What would have to be proven, under the autocast of the run."""
+        """Hash of what would have to be proven, under the autocast of the run."""
         args = self.args
+        # The proof holds for this autocast only, so it is part of the hash.
         with self.accelerator.autocast():
             return proof_identity(
                 model,
@@ -145,8 +146,10 @@ class ExactnessGate:
         batches = inputs.micro_batches if isinstance(inputs, Slot) else [inputs]
         if not batches:
             return
+        # On every rank at the same batch, as `agree` below waits for all of them.
         self._has_proven_batch = True
         names = (LOSSES, ORIGINS, SOURCES)
+        # The trainer pops these before it calls the model.
         batch = {name: value for name, value in batches[0].items() if name not in names}
         proof = agree(self.accelerator, lambda: _exact_batch(model, prepare(batch)))
         if proof is not None and self.report is not None:

@@ -1,4 +1,7 @@
-"""What a model's arithmetic asks of a machine, and what the machine can do; must not know trainers or data."""
+"""Operations that a model needs for each token that it trains, and how many a device does in a second.
+
+Knows no trainer and no data.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +62,11 @@ class ModelFlops:
             for m in model.modules()
             if isinstance(m, nn.Linear)
         }
+        # The head is counted apart, as it scores trained positions only. One that is no `nn.Linear` counts as 0.
         of_head = linear.pop(head, 0)
         body = sum(linear.values()) + _expert_flops(model, text)
+        # Forward: scores and values, 2 operations a multiplication, half of the document: 2 * 2 * width / 2. Backward
+        # twice.
         return cls(body, of_head, 3 * 2 * heads * head_dim * text.num_hidden_layers)
 
     def per_token(self, *, seen: float, trained: float = 1.0) -> float:
@@ -80,6 +86,7 @@ def _flops_per_weight(weight: torch.Tensor) -> int:
 
 def _expert_flops(model: nn.Module, text: Any) -> float:
     """A token's share of weights that are stacked by expert, in one parameter for all."""
+    # Mixtral's config says `num_local_experts`, Qwen's `num_experts`.
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
     stacked = sum(_flops_per_weight(p) * whole_size(p) for p in model.parameters() if len(whole_shape(p)) == 3)
     return stacked * text.num_experts_per_tok / experts if experts and stacked else 0
@@ -99,6 +106,7 @@ def quadratic_weight(model: Any) -> float:
     """
     text = model.config.get_text_config()
     heads, head_dim = attention_heads(text)
+    # Both terms have a factor of 2, which cancels.
     return text.num_hidden_layers * heads * head_dim / max(_num_parameters(model), 1)
 
 
@@ -119,6 +127,7 @@ def peak_flops(config: Any, args: PackedSFTConfig, *, seconds: float = 0.5) -> f
     text = config.get_text_config()
     wide = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     wide = max(wide) if isinstance(wide, (list, tuple)) else wide
+    # The shape of the MLP's first product, as a rule the largest of a layer.
     rows = _ROWS if args.device.type == "cpu" else _ROWS_ON_GPU
     return matmul_flops(rows, text.hidden_size, wide, dtype=compute_dtype(args), device=args.device, seconds=seconds)
 

@@ -23,7 +23,7 @@ _REMEMBERED = 1024
 
 @contextmanager
 def memory_advice(args: PackedSFTConfig, inputs: dict[str, Any], *, budget: int | None) -> Iterator[None]:
-    """Adds to an error of memory which budget to lower, and to what; its type stays, for those who catch it.
+    """Adds to an out-of-memory error which argument to lower, and to what. The error keeps its type.
 
     Args:
         args ([`PackedSFTConfig`]):
@@ -35,6 +35,7 @@ def memory_advice(args: PackedSFTConfig, inputs: dict[str, Any], *, budget: int 
     """
     try:
         yield
+    # torch's own error on accelerators is a RuntimeError, and its CPU allocator raises a plain one.
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
             _add_note(error, _advice(args, inputs, budget))
@@ -45,6 +46,7 @@ def _advice(args: PackedSFTConfig, inputs: dict[str, Any], budget: int | None) -
     tokens, layout = inputs["input_ids"].numel(), inputs.get("packed_layout")
     longest = tokens if layout is None else layout.max_seqlen
     held = f"trl-packfa: memory did not suffice for a micro-batch of {tokens} tokens (longest document {longest})."
+    # Half as many tokens, but no document can be cut.
     if budget is not None and tokens > longest:
         lower = max(longest, tokens // 2)
         return f"{held} Lower max_tokens_per_microbatch from {budget} to {lower}: the same examples make each step."
@@ -93,6 +95,7 @@ class LossWatch:
         self.losses, self.where = [], []
         if not losses:
             return
+        # All at once: one wait for the device, where one a micro-batch would slow every step.
         bad = (~torch.isfinite(torch.stack(losses))).nonzero().flatten()
         if not len(bad):
             return

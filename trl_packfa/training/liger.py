@@ -48,6 +48,7 @@ def apply_liger(model: Any, args: TrainingArguments) -> None:
 @contextmanager
 def already_applied(args: TrainingArguments) -> Iterator[None]:
     """For the length of a `with` block the Trainer is not asked to patch the model again."""
+    # The Trainer reads the argument when it prepares the model for training.
     asked, args.use_liger_kernel = args.use_liger_kernel, args.use_liger_kernel and not getattr(args, "packing", False)
     try:
         yield

@@ -52,6 +52,7 @@ def ensure_own_loss(model: Any, *, seed: int) -> TrainedHead | OwnHead | None:
     """
     inner: Any = inner_model(model)
     by_trl, allowed = inner.forward, _allowed(model)
+    # On CUDA and XPU TRL's own head scores with a Triton kernel, and stays.
     if model.get_input_embeddings().weight.device.type not in ("cuda", "xpu"):
         inner.forward = head = TrainedHead(inner, by_trl)
         difference = _difference(model, seed)
@@ -105,6 +106,7 @@ class LossHead:
         costs a pass over the logits."""
         if not isinstance(self.module, TrainedHead):
             return True
+        # The step that runs now: the Trainer counts it when it is done.
         step, every = state.global_step + 1, max(state.logging_steps, 1)
         by_steps = self.args.logging_strategy == "steps"
         first, last = step == 1 and self.args.logging_first_step, step >= state.max_steps
@@ -127,7 +129,7 @@ def _random_ids(model: Any, seed: int) -> torch.Tensor:
 
 
 def _require_runnable(model: Any, seed: int) -> None:
-    """What no head can mend: an operator that does not take the model's dtypes together, say."""
+    """Refuse a model whose own forward fails, as no head can mend that: on mixed dtypes, say."""
     weights = next(p for p in model.parameters() if p.is_floating_point())
     try:
         with quiet(model), torch.no_grad():
@@ -194,6 +196,7 @@ class OwnHead(Head):
         logits_BLV, labels_BL = aligned(logits, labels, shift_labels)
         mask = (labels_BL := labels_BL.to(logits.device)) != -100
         logits_PV, labels_P = logits_BLV[mask], labels_BL[mask]
+        # In chunks, as softmax in float32 of all positions at once would be the largest tensor of the step.
         parts = [_score(*part) for part in zip(logits_PV.split(_CHUNK), labels_P.split(_CHUNK), strict=True)]
         return scored(mask, map(torch.cat, zip(*parts, strict=True)), num_items_in_batch, aux_loss=aux_loss)
 

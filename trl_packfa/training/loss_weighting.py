@@ -30,6 +30,7 @@ def documents_of_labels(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.
         documents = torch.arange(len(labels), device=labels.device)[:, None].expand_as(labels)
     else:
         documents = layout.to(labels.device).document_ids().long()
+    # Shifted as TRL shifts: place i is the label that token i predicts, and belongs to token i + 1's document.
     return documents[:, 1:], labels[:, 1:] != -100
 
 
@@ -41,6 +42,7 @@ def count_examples(inputs: Mapping[str, Any]) -> int:
 
 def as_example_labels(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """A batch with one label for each example that trains, for the Trainer to count."""
+    # Zeros, as the Trainer counts labels that are not -100. `shift_labels` it counts as they are, without shifting.
     labels = torch.zeros((1, count_examples(inputs)), dtype=torch.long, device=inputs["labels"].device)
     return {"labels": labels, "shift_labels": labels}
 
@@ -48,6 +50,7 @@ def as_example_labels(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def example_weights(inputs: Mapping[str, Any]) -> torch.Tensor:
     """`(B, L - 1)`: one over the number of trained tokens of each label's document."""
     documents, trained = documents_of_labels(inputs)
+    # 4 trained tokens weigh 1/4 each: the weights of an example add up to 1.
     counts = torch.zeros(int(documents.max()) + 1, device=documents.device)
     counts.index_add_(0, documents[trained], torch.ones_like(documents[trained], dtype=counts.dtype))
     return 1.0 / counts.clamp(min=1)[documents]

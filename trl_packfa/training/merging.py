@@ -42,6 +42,7 @@ def merge_adapter(
         raise InvalidConfig(f"{output} is not empty.", do="Name a new folder.")
     config = _adapter_config(adapter)
     named = config.base_model_name_or_path
+    # The user's name wins: folders move, and adapters remember where the base lay.
     base = base or named
     merged = _adapted(adapter, base, named, dtype).merge_and_unload()
     tokenizer = _tokenizer(adapter, base)
@@ -61,7 +62,10 @@ def _adapter_config(adapter: str) -> Any:
             do="Name the output_dir of a run with use_peft=True; a full fine-tune has nothing to merge.",
         ) from error
     if config.is_prompt_learning:
-        raise InvalidConfig(f"{config.peft_type.value} has no weights to merge: it adds tokens.")
+        raise InvalidConfig(
+            f"{config.peft_type.value} has no weights to merge: it adds tokens.",
+            do="Use it beside its base: peft.AutoPeftModelForCausalLM loads both.",
+        )
     return config
 
 

@@ -104,6 +104,8 @@ def loading(
         [`UnsupportedModel`]: for one under which documents of a batch change each other's numbers.
     """
     kwargs, chosen = init_kwargs(args), quantization or quantization_of(kind, args)
+    # Padded training has such scales as well, by the user's own choice: only packing promises that documents are
+    # alone.
     if args.packing:
         refuse_quantization(chosen or kwargs.get("quantization_config"))
     return kwargs, chosen

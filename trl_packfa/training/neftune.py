@@ -38,6 +38,7 @@ class EmbeddingNoise:
         if not module.training:
             return output
         width = output.shape[-1]
+        # A batch that is not packed: the row's own length, as transformers has it.
         lengths = output.new_full(output.shape[:-1], output.shape[1]) if self.lengths is None else self.lengths
         widest = self.alpha / (lengths.to(output.device).float() * width).sqrt()
         return output + torch.empty_like(output).uniform_(-1, 1) * widest[..., None].to(output.dtype)

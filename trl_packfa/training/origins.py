@@ -83,6 +83,7 @@ def origins_of_steps(
     _, numbers = np.unique(groups, return_inverse=True)
     tokens, longest = np.bincount(numbers, weights=lengths).astype(np.int64), np.zeros(numbers.max() + 1, np.int64)
     np.maximum.at(longest, numbers, lengths)
+    # 8 padded micro-batches in 2 rounds on 2 ranks: TRL averages over rounds and ranks, by 4, where 8 is meant: 4 / 8.
     share = len(dealt[0]) * len(dealt) / len(tokens)
     found = []
     for index, part in enumerate(dealt[rank]):

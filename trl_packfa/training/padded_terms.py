@@ -67,6 +67,7 @@ class PaddedTerms:
         ids = inputs["input_ids"]
         if "attention_mask" in inputs:  # padded, for metrics or predictions
             padding = inputs["attention_mask"].flatten() == 0
+            # One padded micro-batch, this one: its tokens are of group 0, its pads of group 1, which is G.
             groups, tokens = padding.long(), (~padding).sum()[None]
             lengths = None
         else:
@@ -92,6 +93,7 @@ class PaddedTerms:
         dataset replace no padded micro-batch: there it is the example's own."""
         multiple: Any = self.args.pad_to_multiple_of or 1
         own = self.args.strategy.fills_rows
+        # Documents of 3 and 5 tokens in one padded micro-batch: both rows would be 5 long.
         rows: Any = origins.sizes if own else [origins.longest[group] for group in origins.groups]
         padded = [-(-row // multiple) * multiple for row in rows]
         return origins.spread(padded, ids.numel(), ids.device, padding=1).view(ids.shape)
@@ -103,6 +105,7 @@ class PaddedTerms:
         weight = self.model.get_input_embeddings().weight
         ids = torch.ones((1, _TRIED_TOKENS), dtype=torch.long, device=weight.device)
         batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        # With a mask, as a padded batch: this trial is of routers, not of packing.
         balanced = self.wrap(self.model, batch)
         with quiet(self.model), torch.no_grad(), self.accelerator.autocast():
             balanced(**batch, fused_lm_head=True)
@@ -121,6 +124,7 @@ class PaddedTerms:
             `RemovableHandle`: of ours, for the Trainer to remove when training ends.
         """
         assert self.args.neftune_noise_alpha is not None, "asked for noise"
+        # Else both would add noise. The Trainer removes the handle that it is given back, ours.
         handle.remove()
         self.noise = EmbeddingNoise(self.args.neftune_noise_alpha)
         return inspect.inner_model(self.model).get_input_embeddings().register_forward_hook(self.noise)

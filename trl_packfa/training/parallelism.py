@@ -1,6 +1,6 @@
-"""Training on several processes that packing does not go with: what is refused, and why.
+"""Ways to train on several processes that are refused with packing, and why.
 
-Weights may be in parts, each row is whole and on one rank.
+Weights may be sharded over ranks. A packed row must be whole, on one rank.
 """
 
 from __future__ import annotations
@@ -106,6 +106,8 @@ def asked_parallelism(args: PackedSFTConfig) -> dict[str, int]:
     config = args.parallelism_config
     if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
         config = ParallelismConfig()
+    # Asked for in five places: accelerate's config, its environment, transformers' `distributed_config` and loading
+    # arguments, DeepSpeed's config. The largest counts.
     sizes = {name: getattr(config, name, None) or 1 for name in _DIVIDED}
     kwargs = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
     native = kwargs.get("distributed_config")

@@ -36,6 +36,8 @@ def settle(
         refuse(settled)
         return settled, None
     refusal: PackingError | None = None
+    # `step` first: the same training as padded. Where it cannot be (a stream whose documents nothing bounds, say),
+    # each micro-batch as a row.
     for strategy in ("step", "minibatch"):
         try:
             settled = _plain(args, output_dir, packing_strategy=strategy)
@@ -57,7 +59,7 @@ def _plain(args: TrainingArguments | None, output_dir: str, **changes: Any) -> P
 
 
 def tell_padded(refusal: PackingError) -> None:
-    """One line that says why a run is not packed."""
+    """Log, in one line, why a run is not packed."""
     what = refusal.what.removesuffix(".")
     why = f" ({'; '.join(refusal.why)})" if refusal.why else ""
     logger.warning("trl-packfa: %s%s. Training as SFTTrainer would: padded, no adapter but a given one.", what, why)

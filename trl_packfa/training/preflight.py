@@ -33,6 +33,7 @@ def require_output_dir(folder: str | Path | None) -> None:
     """
     try:
         Path(folder or ".").mkdir(parents=True, exist_ok=True)
+        # By writing: permissions say little on network file systems, and nothing to root.
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:

@@ -15,6 +15,7 @@ class RankAwareSampler(PackedBatchSampler, BatchRebalanceSampler):
     """The Trainer hands a `BatchRebalanceSampler` to the DataLoader as a batch sampler that knows its rank."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Not the other's, which would plan padded batches.
         PackedBatchSampler.__init__(self, *args, **kwargs)
 
 

@@ -138,7 +138,9 @@ def _ask_first(args: PackedSFTConfig) -> str | None:
 
 def _require_model(args: PackedSFTConfig) -> str:
     if args.model_name_or_path is None:
-        raise InvalidConfig("no model.", do="Pass --model_name_or_path, on the command line or in the YAML file.")
+        raise InvalidConfig(
+            "no model is named.", do="Pass --model_name_or_path, on the command line or in the YAML file."
+        )
     return args.model_name_or_path
 
 
@@ -199,7 +201,7 @@ def _splits(script_args: ScriptArguments, args: PackedSFTConfig, mixture: Datase
             script_args.dataset_name, config=script_args.dataset_config, streaming=script_args.dataset_streaming
         )
     else:
-        raise InvalidConfig("no dataset.", do="Pass --dataset_name, or 'datasets' in the YAML file.")
+        raise InvalidConfig("no dataset is named.", do="Pass --dataset_name, or 'datasets' in the YAML file.")
     splits = [script_args.dataset_train_split]
     if args.eval_strategy != "no":
         splits.append(script_args.dataset_test_split)

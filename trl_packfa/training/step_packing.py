@@ -49,6 +49,7 @@ class Slot(dict):
     """What the Trainer takes for one micro-batch: the token ids that it counts, and the micro-batches to run."""
 
     def __init__(self, micro_batches: Sequence[dict[str, Any]], imbalance: float = 1.0) -> None:
+        # `(1, T)` each, end to end: of a slot the Trainer counts tokens and operations by its `input_ids`.
         ids = [micro_batch["input_ids"] for micro_batch in micro_batches]
         super().__init__(input_ids=torch.cat(ids, dim=1) if ids else torch.empty((1, 0), dtype=torch.long))
         self.micro_batches, self.imbalance = list(micro_batches), imbalance
@@ -97,7 +98,8 @@ class StepCutter:
     ) -> list[Slot]:
         """One slot per padded micro-batch, all idle but the last, which holds the step's examples re-cut."""
         rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
-        # Numbered as the ranks run them, in turn.
+        # Numbered as the ranks run them, in turn: on 2 ranks rank 0's micro-batches are 0, 2, 4. Equal numbers mean
+        # the same padded micro-batch.
         mine = [(i * world_size + rank, example) for i, batch in enumerate(batches) for example in batch.examples]
         numbers, examples = zip(*self._of_all_ranks(mine), strict=True)
         groups = np.array(numbers)
@@ -136,7 +138,9 @@ def in_turn(slot: Slot, *, accelerator: Accelerator, model: Any, syncs_itself: b
     """
     for i, micro_batch in enumerate(slot.micro_batches):
         is_last = i + 1 == len(slot.micro_batches)
+        # The Trainer has set it for the whole slot. accelerate clips and steps where it is on.
         accelerator.gradient_state._set_sync_gradients(is_last)
+        # DDP reduces in the backward of whatever runs outside of `no_sync`: once a step, not once a micro-batch.
         with nullcontext() if is_last or syncs_itself else accelerator.no_sync(model):
             yield micro_batch
 
@@ -209,7 +213,7 @@ def require_whole(budget: int, lengths: np.ndarray, batch_size: int) -> None:
 
 
 def _untrue(micro_batch: dict[str, Any]) -> dict[str, Any]:
-    """A micro-batch none of whose tokens counts."""
+    """A micro-batch whose tokens all count as padding."""
     layout: PackedLayout | None = micro_batch.get("packed_layout")
     if layout is not None:
         micro_batch["packed_layout"] = replace(layout, padding=layout.num_tokens)
@@ -228,7 +232,7 @@ def _longest(train_dataset: Any, args: PackedSFTConfig) -> tuple[np.ndarray, str
 
 
 def longest_of_stream(args: PackedSFTConfig) -> int:
-    """Tokens that a document of a stream may have.
+    """The most tokens that a document of a stream may have.
 
     Raises:
         [`InvalidConfig`]: if nothing bounds them.

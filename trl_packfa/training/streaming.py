@@ -66,6 +66,7 @@ class PackedStream(TorchIterableDataset):
         window: int = STREAM_WINDOW,
     ) -> None:
         if capacity is None and world_size > 1 and source.num_shards % world_size == 0:
+            # Then no rank reads what is another's. Rows are packed from one buffer, which every rank must fill alike.
             source, rank, world_size = source.shard(num_shards=world_size, index=rank), 0, 1
         self.source, self.batch_size, self.capacity, self.wrapped = source, batch_size, capacity, wrapped
         self.rank, self.world_size, self.seed, self.quadratic, self.window = rank, world_size, seed, quadratic, window
@@ -78,12 +79,15 @@ class PackedStream(TorchIterableDataset):
         if get_worker_info() is not None:
             self.source = _with_own_epoch(self.source)
         yielded = start["yielded"]
+        # The Trainer skips as many batches as were trained; these cost nothing to make.
         yield from (_SKIPPED for _ in range(yielded))
         documents = self._documents(start["source"])
         carry, window, done = start["carry"], start["window"], start["rounds"]
         while True:
             # `datasets` has no state of its own before the first example.
             position = start["source"] if window == start["window"] else self.source.state_dict()
+            # Where the window begins, not where it stands: a resumed run fills and packs it again, and leaves out
+            # `rounds`.
             mark = {"pass": self._pass, "source": position, "carry": carry, "window": window}
             rounds, carry = self._rounds(documents, carry, window)
             if not rounds:
@@ -103,6 +107,7 @@ class PackedStream(TorchIterableDataset):
             for document in self.source:
                 found = True
                 yield document
+            # A whole pass without a document: the next would have none either, without end.
             if not found:
                 return self._refuse_nothing()
             self._pass, found = self._pass + 1, False
@@ -122,6 +127,7 @@ class PackedStream(TorchIterableDataset):
         """The next micro-batches of all ranks, round by round; the documents that wait, and how often they did."""
         if self.capacity is None:
             batches = [list(islice(documents, self.batch_size)) for _ in range(self.world_size)]
+            # The source is endless, so the last rank's is empty only where this worker has no shard.
             return ([batches] if batches[-1] else []), []
         per_round = self.batch_size * self.world_size
         if self.wrapped:
@@ -212,6 +218,7 @@ def stream_loader(stream: PackedStream, collator: Callable[[MicroBatch], Any], a
     """The Trainer's data loader, for micro-batches that are dealt already: accelerate would deal them again."""
     return DataLoader(
         stream,
+        # The stream yields micro-batches: torch collates each as it is.
         batch_size=None,
         collate_fn=collator,
         num_workers=args.dataloader_num_workers,

@@ -44,7 +44,7 @@ class SpeedMeter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside is no training, and its time does not count."""
+        """For the length of a `with` block the clock stands still: what runs inside is not training."""
         self._pauses += 1
         began = time.perf_counter()
         try:
@@ -58,6 +58,7 @@ class SpeedMeter:
         """A micro-batch: the tokens of its documents, their squares, and those that the LM head scores."""
         layout, labels = inputs.get("packed_layout"), inputs["labels"]
         if layout is not None:
+            # From the host's lengths, where a tensor would be read back from the device.
             lengths = layout.lengths[:-1] if layout.padding else layout.lengths
             tokens: Any = sum(lengths)
             squares: Any = sum(length * length for length in lengths)
@@ -80,6 +81,8 @@ class SpeedMeter:
         figures: dict[str, float] = {}
         if since is not None and tokens > since[1] and counted:
             rate = (tokens - since[1]) / (now - since[0] - self._paused)
+            # The mean document of a token is longer than the mean document: lengths 1 and 3 give (1 + 9) / 4 = 2.5,
+            # not 2.
             needed = self._flops.per_token(seen=float(self._squares) / counted, trained=float(self._trained) / counted)
             if self._peak is None:
                 self._peak = peak_flops(self._config, self._args, seconds=_MEASURING)

@@ -132,7 +132,7 @@ class PackedSFTTrainer(SFTTrainer):
     ) -> None:
         data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         functions = {"compute_loss_func": compute_loss_func, "compute_metrics": compute_metrics}
-        as_given = AsGiven(model)
+        as_given = AsGiven(model)  # before an adapter is put around it
         settled, refusal = settle_arguments(
             model, args, data_collator=data_collator, processing_class=processing_class, peft_config=peft_config,
             **data, **functions,
@@ -201,9 +201,9 @@ class PackedSFTTrainer(SFTTrainer):
             scales_losses=self.accelerator.scaler is not None,
             own_optimizer=self.optimizer is not None or self.optimizer_cls_and_kwargs is not None,
         )
-        if not self.is_zero3_enabled:
+        if not self.is_zero3_enabled:  # there only the engine, which `train` builds, runs the model
             self._head.choose(model)
-        apply_liger(model, args)
+        apply_liger(model, args)  # the Trainer would put its forwards over the patch's, after the proof
         patch(model, backend=args.attention_backend, fused_lora=args.fused_lora)
         self._terms = PaddedTerms(args, self.accelerator, model, balances_experts=self.aux_loss_enabled)
         if self.aux_loss_enabled and not self.is_zero3_enabled:
@@ -224,7 +224,7 @@ class PackedSFTTrainer(SFTTrainer):
             )
         self.packing_plan = self._plan(cut)
         self.add_callback(EpochCallback(lambda: self._data.sampler))
-        self.add_callback(TrainBeginCallback(self._require_proof, self._add_noise))
+        self.add_callback(TrainBeginCallback(self._require_proof, self._add_noise))  # the model is wrapped then
         logger.info("trl-packfa: patched\n%s", describe(model))
 
     def _how_to_cut(self) -> str:
@@ -320,7 +320,7 @@ class PackedSFTTrainer(SFTTrainer):
 
     @contextmanager
     def _collating_with(self, collator: Any) -> Iterator[None]:
-        packing_collator, self.data_collator = self.data_collator, collator
+        packing_collator, self.data_collator = self.data_collator, collator  # loaders read the attribute
         try:
             yield
         finally:
@@ -344,7 +344,7 @@ class PackedSFTTrainer(SFTTrainer):
         """The micro-batches of one optimizer step, and the number of tokens that it trains over all ranks."""
         if self._cutter is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
-        batches = list(islice(epoch_iterator, num_batches))
+        batches = list(islice(epoch_iterator, num_batches))  # `Documents`, not collated
         if not batches:
             return [], None
         slots = self._cutter.cut(batches, self.data_collator)
@@ -369,8 +369,8 @@ class PackedSFTTrainer(SFTTrainer):
         self._speed.start(self._total_train_tokens)
         if not isinstance(inputs, Slot):
             return self._run_micro_batch(model, inputs, num_items_in_batch)
-        loss = torch.zeros((), device=self.args.device)
-        self.current_gradient_accumulation_steps = len(inputs.micro_batches)
+        loss = torch.zeros((), device=self.args.device)  # all that an idle slot has
+        self.current_gradient_accumulation_steps = len(inputs.micro_batches)  # TRL divides the auxiliary loss by it
         syncs_itself = self.is_deepspeed_enabled
         for micro_batch in in_turn(inputs, accelerator=self.accelerator, model=model, syncs_itself=syncs_itself):
             loss += self._run_micro_batch(model, micro_batch, num_items_in_batch)
@@ -392,7 +392,7 @@ class PackedSFTTrainer(SFTTrainer):
             loss = super().training_step(model, inputs, num_items_in_batch)
         if self.args.packing:
             self._loss_watch.add(self.state.global_step + 1, inputs, loss)
-            if self._loss_watch.is_full:
+            if self._loss_watch.is_full:  # a run that does not log
                 self._loss_watch.require_finite(self._tokenizer)
         return loss
 
@@ -406,7 +406,7 @@ class PackedSFTTrainer(SFTTrainer):
         """TRL's loss, weighted as asked; counts what the batch holds on the way."""
         if self.args.packing:
             self._head.choose(model)  # evaluated before it is trained
-        is_training = self.model.training
+        is_training = self.model.training  # as TRL tells training from evaluation
         mode = "train" if is_training else "eval"
         self._uncount_padding(inputs, mode)
         rows = self.args.per_device_train_batch_size if self.args.strategy.fills_rows and is_training else 0
@@ -414,13 +414,13 @@ class PackedSFTTrainer(SFTTrainer):
         measured = self._head.measures(self.state, is_training=is_training)
         by_example = self.args.loss_weighting == "example" and is_training
         sources = {name: inputs[name] for name in ("labels", "packed_layout", SOURCES) if name in inputs}
-        inputs.pop(SOURCES, None)
+        inputs.pop(SOURCES, None)  # strings, which no model takes
         called: Any = model if self._terms is None else self._terms.wrap(model, inputs)
         weighted = None
         if by_example or SOURCES in sources:
             called = weighted = WeightedModel(called, example_weights(inputs) if by_example else None)
         result = super().compute_loss(called, inputs, return_outputs, num_items_in_batch)
-        if not measured:
+        if not measured:  # zeros would enter the logged mean
             drop_unmeasured(self._metrics[mode])
         if weighted is not None and SOURCES in sources and weighted.log_probs is not None:
             self._sources.add(mode, sources, weighted.log_probs)
@@ -435,7 +435,7 @@ class PackedSFTTrainer(SFTTrainer):
         if self.accelerator.num_processes > 1:
             counts: Any = self.accelerator.gather(torch.tensor([padding], device=self.accelerator.device))
             padding = int(counts.sum())
-        self._total_train_tokens -= padding
+        self._total_train_tokens -= padding  # TRL adds the whole row afterwards
 
     def _add_noise(self) -> None:
         if self.neftune_noise_alpha is not None and self._terms is not None:
@@ -445,13 +445,13 @@ class PackedSFTTrainer(SFTTrainer):
         """TRL's metrics, true tokens a second and MFU, and the mean loss of each source since the last time."""
         if self.args.loss_by:
             logs.update(self._sources.read("train" if self.model.training else "eval"))
-        if "loss" in logs:
+        if "loss" in logs:  # a log of training, for which the host has waited for the loss
             self._loss_watch.require_finite(self._tokenizer)
             logs.update(self._speed.read(self._total_train_tokens))
         super().log(logs, start_time)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """TRL's, whose time is no training's."""
+        """TRL's; its time does not count in the logged speed of training."""
         with self._speed.paused(), already_applied(self.args), self._compiling_every_layer():
             return super().evaluate(*args, **kwargs)
 
@@ -521,9 +521,9 @@ class PackedSFTTrainer(SFTTrainer):
                 require_same_run(progress, self._identity)
             # TRL counts from 0 again.
             self._total_train_tokens = progress.get("num_tokens", 0)
-        if not self.is_proven_wrapped:
+        if not self.is_proven_wrapped:  # else once it is wrapped, by the callback
             self._require_proof()
-        saves = self.args.should_save and self.args.save_strategy != "no"
+        saves = self.args.should_save and self.args.save_strategy != "no"  # else nothing there is at stake
         alone = only_run_in(self.args.output_dir) if saves else nullcontext()  # type: ignore[arg-type]
         with alone, already_applied(self.args), self._compiling_every_layer():
             return super().train(resume_from_checkpoint, *args, **kwargs)

@@ -28,5 +28,6 @@ def send(data: Any, device: torch.device) -> Any:
 
 
 def _is_pageable(value: Any) -> bool:
+    # A layout is no tensor, but has `pin_memory` and `to`, which are called on it here as on one.
     tensor = value.cu_seqlens if isinstance(value, PackedLayout) else value
     return isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and not tensor.is_pinned()

@@ -97,6 +97,7 @@ def _refuse_backend(args: PackedSFTConfig) -> None:
     once that has been built."""
     if args.attention_backend == "auto":
         return
+    # Heads of 64, as many keys as queries, no window, no softcap: what every backend can do where it runs at all.
     plainest = AttentionRequest(args.device, torch.bfloat16, 64, 8, 8, named=True)
     reasons = get_backend(args.attention_backend).refusals(plainest)
     if reasons:
@@ -160,6 +161,7 @@ def refuse_precision(
     why = []
     if scales_losses:
         why += ["fp16=True scales the loss, and torch takes the scale out of float32 gradients only"]
+    # float16's smallest number is 6e-8, the square of 2.4e-4: AdamW would divide by 0 plus epsilon.
     if args.optim in _STATE_LIKE_WEIGHTS and not own_optimizer:
         why += [
             f"optim='{OptimizerNames(args.optim).value}' keeps its state in float16, where the square of a gradient "
@@ -185,6 +187,7 @@ def refuse_collator(collator: Callable[[list[Any]], dict[str, Any]] | None) -> N
     try:
         batch = collator([{"input_ids": ids, "labels": list(ids)} for ids in ([1, 2, 3], [4, 5])])
         layout = layout_of(batch)
+        # A third document may be padding.
         if layout is not None and layout.lengths[:2] == (3, 2):
             return
     except (PackingError, KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
@@ -215,6 +218,7 @@ def refuse_loss_function(loss_func: Any, *, vocabulary: int, device: torch.devic
     packed_logits = torch.cat([logits[:1], logits[1:, :3]], dim=1)
     packed_labels = torch.tensor([[-100, 1, 0, 1, 2, -100, 2, 1]], device=device)  # as the collator makes them
     batches = ((logits, labels), (packed_logits, packed_labels))
+    # 6 labels are trained. A function that divides by its own number of them agrees at 6 by chance, and not at 60.
     counts = [torch.tensor(count, device=device) for count in (6, 60)]
     why = next(filter(None, (_unlike(loss_func, batches, count) for count in counts)), None)
     if why is not None:
