@@ -1,87 +1,231 @@
-"""Whole models on a GPU: every backend that runs there, and no waiting for the device. Skipped where there is none."""
+"""Kernels, models and training runs on a GPU: every backend that runs there. Skipped where there is none, with the
+backend's reason; the same lines run on a CPU, with the backends that it has.
+
+On a GPU: `pytest -n 12 tests/test_gpu.py`, some minutes (flex and inductor compile).
+"""
 
 import pytest
 import tiny
 import torch
-from compiling import compile_anew
-from peft import get_peft_model
-from training import lora_config
+from battery import (
+    KERNEL_CASES,
+    SHORT,
+    KernelCase,
+    batch_on,
+    graphs_after_each_batch,
+    logits_and_gradients,
+    no_waits,
+    patched_model,
+    require_device,
+    was_fused,
+)
+from oracle import attention, attention_of_documents
+from tolerance import (
+    BFLOAT16_LOSSES,
+    FORWARD_FACTOR,
+    GRADIENT_FACTOR,
+    TRAJECTORY,
+    assert_low_precision,
+    assert_recomputed,
+    assert_trajectory,
+    differs,
+)
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+from training import arguments, dataset, losses, packed_trainer
+from trl import SFTConfig, SFTTrainer
 
-from trl_packfa import check, describe, patch
-from trl_packfa.attention import BACKENDS, AttentionRequest, get_backend
-from trl_packfa.bench.tracing import compiled_graphs
-from trl_packfa.errors import NoBackend
+from trl_packfa import check
+from trl_packfa.attention import BACKENDS, get_backend
 
-pytestmark = pytest.mark.gpu
-
-
-def on_gpu(architecture, dtype, backend, *, lora=False, autocast=False):
-    """A patched model on the GPU that has run once, or a skip with the backend's own reasons."""
-    if not torch.cuda.is_available():
-        request = AttentionRequest(torch.device("cpu"), torch.bfloat16 if autocast else dtype, 16, 4, 2)
-        reasons = get_backend(backend).refusals(request) or ["runs on a CPU, where test_patches.py tries it"]
-        pytest.skip(f"{backend}: {'; '.join(reasons)}")
-    model = tiny.model(architecture).to("cuda", dtype)
-    model = patch(get_peft_model(model, lora_config()).train() if lora else model, backend=backend)
-    batch = batch_on_gpu(tiny.documents())
-    try:
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-            model(**batch)
-    except NoBackend as refusal:
-        pytest.skip(str(refusal))
-    return model, batch
+ON_GPU = [backend.name for backend in BACKENDS if backend.name != "reference"]
+BF16, FP32 = torch.bfloat16, torch.float32
+DTYPES = pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 
 
-def batch_on_gpu(docs):
-    return {k: v.to("cuda") if hasattr(v, "to") else v for k, v in tiny.batch(docs).items()}
+def places(*on_gpu, cpu=("sdpa",)):
+    """Devices and the backends that are tried on them."""
+    on_cpu = [pytest.param("cpu", backend, id=f"cpu-{backend}") for backend in cpu]
+    marks = pytest.mark.gpu
+    return pytest.mark.parametrize(
+        ("device", "backend"),
+        [*on_cpu, *(pytest.param("cuda", backend, marks=marks, id=f"cuda-{backend}") for backend in on_gpu)],
+    )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("backend", [backend.name for backend in BACKENDS])
+@pytest.fixture(autouse=True)
+def _no_tf32():
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def case_on(device, backend, name, dtype):
+    require_device(device, backend, dtype)
+    if device == "cpu" and sum(KERNEL_CASES[name][0]) > 2000:
+        pytest.skip("quadratic in float64: on a GPU only")
+    case = KernelCase(name, device, dtype)
+    return case, case.backend(backend), case.tensors()
+
+
+@DTYPES
+@pytest.mark.parametrize("name", KERNEL_CASES)
+@places(*ON_GPU)
+def test_kernels_against_float64(device, backend, name, dtype):
+    case, attend, tensors = case_on(device, backend, name, dtype)
+    ours, exact = case.run(attend, tensors), case.run_exactly(tensors)
+    with torch.no_grad():
+        ours_without_gradients = attend(*tensors[:3], case.layout, case.arguments(tensors))
+    if dtype is FP32:
+        for found, expected in zip([*ours, ours_without_gradients], [*exact, exact[0]], strict=True):
+            assert_recomputed(found, expected)
+        return
+    eager = case.run(get_backend("reference"), tensors)
+    factors = [FORWARD_FACTOR] + [GRADIENT_FACTOR] * len(tensors)
+    for found, theirs, expected, factor in zip(ours, eager, exact, factors, strict=True):
+        assert_low_precision(found, theirs, expected, factor=factor)
+    assert_low_precision(ours_without_gradients, eager[0], exact[0], factor=FORWARD_FACTOR)
+
+
+@pytest.mark.parametrize("name", [name for name, case in KERNEL_CASES.items() if len(case[0]) > 1])
+@places(*ON_GPU)
+def test_a_document_replaced_moves_no_other_by_a_bit(device, backend, name):
+    case, attend, tensors = case_on(device, backend, name, BF16)
+    after, others = case.replace_longest(tensors)
+    results = [case.run(attend, given)[:4] for given in (tensors, after)]
+    for before, now in zip(*results, strict=True):
+        assert torch.equal(before[others], now[others])
+    assert differs(results[1][0][~others], results[0][0][~others]), "the change must be one"
+
+
+def test_the_formula_of_documents_is_the_loop_over_queries():
+    case = KernelCase("sinks, window", "cpu", FP32)
+    case.lengths, tokens = SHORT, sum(SHORT)
+    *qkv, sinks = (x[:tokens] if x.dim() > 1 else x for x in case.tensors())
+    for options in ({}, {"sliding_window": 8}, {"softcap": 3.0, "sinks": sinks}):
+        expected = attention(*qkv, SHORT, scaling=0.3, **options)
+        torch.testing.assert_close(attention_of_documents(*qkv, SHORT, scaling=0.3, **options), expected)
+    leaking = attention_of_documents(*qkv, (tokens,), scaling=0.3)
+    assert differs(leaking, attention(*qkv, SHORT, scaling=0.3)), "the control"
+
+
+@DTYPES
 @pytest.mark.parametrize("architecture", [name for name in tiny.ARCHITECTURES if name != "llama-dynamic"])
-def test_every_backend_is_exact(architecture, backend, dtype):
-    model, _ = on_gpu(architecture, dtype, backend)
+@places("auto", *ON_GPU, cpu=())
+def test_every_backend_is_exact(device, backend, architecture, dtype):
+    model = patched_model(architecture, device, dtype, backend)
     report = check(model)
     assert report.is_exact, str(report)
 
 
-@pytest.mark.parametrize("backend", [backend.name for backend in BACKENDS])
-def test_fused_lora_is_exact_in_half_precision(backend):
-    model, _ = on_gpu("llama", torch.bfloat16, backend, lora=True)
-    assert "x LoRA: fused" in describe(model)
-    report = check(model)
-    assert report.is_exact, str(report)
-
-
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
-@pytest.mark.parametrize("backend", ["flash", "varlen", "flex"])
-def test_no_forward_waits_for_the_device(backend, lora):
-    model, batch = on_gpu("llama", torch.bfloat16, backend, lora=lora)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        model(**batch).logits.sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("backend", ["flash", "varlen", "flex", "sdpa"])
-def test_autocast_is_exact(backend):
-    """TRL's default: float32 weights, whose rotated queries and keys are float32 too."""
-    model, _ = on_gpu("llama", torch.float32, backend, autocast=True)
-    with torch.autocast("cuda", torch.bfloat16):
+@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
+@pytest.mark.parametrize("nf4", [False, True], ids=["plain", "NF4"])
+@places(*ON_GPU)
+def test_fused_lora_is_exact(device, backend, nf4, autocast):
+    """In bfloat16, and with float32 weights under autocast, TRL's default; over plain and over 4-bit weights."""
+    dtype = FP32 if autocast else BF16
+    model = patched_model("llama", device, dtype, backend, lora=True, nf4=nf4, autocast=autocast, layers=2)
+    assert was_fused(model)
+    with torch.autocast(device, BF16, enabled=autocast):
         report = check(model)
     assert report.is_exact, str(report)
 
 
+@pytest.mark.parametrize("nf4", [False, True], ids=["plain", "NF4"])
+@places("auto", cpu=("auto",))
+def test_fused_lora_is_peft_s(device, backend, nf4):
+    """Logits and the gradient of every adapter, float32."""
+    found = []
+    for fused in (True, False):
+        model = patched_model("llama", device, FP32, backend, lora=True, nf4=nf4, fused=fused, layers=2)
+        assert was_fused(model) == fused
+        found.append(logits_and_gradients(model, batch_on(device, (60, 3, 20, 31))))
+    for fused, own in zip(*found, strict=True):
+        assert_recomputed(fused, own.double())
+
+
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
-@pytest.mark.parametrize("backend", ["flash", "varlen", "flex"])
-def test_a_backbone_is_compiled_once(backend, lora):
-    model, _ = on_gpu("llama", torch.bfloat16, backend, lora=lora)
-    compile_anew()
-    compiled = torch.compile(model)
-    for seed, lengths in enumerate(((13, 1, 29), (40,), (2, 30, 3, 3, 18, 5), (60, 5))):
-        batch = batch_on_gpu(tiny.documents(lengths, seed=seed))
-        compiled(**batch).logits.float().square().mean().backward()
-    assert compiled_graphs() == 2, "backbone and head"
-    report = check(compiled)
+@places("flash", "varlen", "flex")
+def test_no_forward_waits_for_the_device(device, backend, lora):
+    """With boundaries that no kernel has met: what is derived from them is kept for the layers of a batch."""
+    model = patched_model("llama", device, BF16, backend, lora=lora)
+    model(**batch_on(device, (21, 30, 1))).logits.sum().backward()
+    batch = batch_on(device, (3, 40, 9))
+    with no_waits(device):
+        model(**batch).logits.sum().backward()
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
+@places("flash", "varlen", "flex")
+def test_a_backbone_is_compiled_once(device, backend, lora):
+    """No batch after the second compiles anything. flex's own graphs are counted with the backbone's: other sizes are
+    one more of each at most."""
+    model = patched_model("llama", device, BF16, backend, lora=lora, layers=2)
+    seen = graphs_after_each_batch(model, device)
+    assert seen[1] == seen[-1] or (backend == "flex" and seen[-2] == seen[-1]), seen
+    assert backend == "flex" or seen[-1] == 2, "backbone and head"
+    report = check(torch.compile(model, backend="inductor" if device == "cuda" else "aot_eager"))
     assert report.is_exact, str(report)
+
+
+STEPS = 10
+
+
+def train(cls, config, device, dtype, out, **options):
+    """Losses of ten steps."""
+    args = arguments(config, out, max_steps=STEPS, use_cpu=device == "cpu", bf16=dtype is BF16, max_length=96,
+                     learning_rate=1e-4, **options)  # fmt: skip
+    if cls is SFTTrainer:
+        trainer = SFTTrainer(tiny.model(layers=2), args, train_dataset=dataset(100), processing_class=tiny.tokenizer())
+    else:
+        trainer = packed_trainer(args, train_dataset=dataset(100), peft_config=None)
+    trainer.train()
+    return losses(trainer)
+
+
+@DTYPES
+@places("auto", "sdpa", cpu=("auto",))
+def test_ten_steps_have_trl_s_losses(device, backend, dtype, tmp_path):
+    """TRL's padded run, its LM head on both sides."""
+    require_device(device, "varlen" if backend == "auto" else backend, dtype)
+    options = {"packing_strategy": "step", "attention_backend": backend, "use_peft": False}
+    ours = train(None, type(arguments()), device, dtype, tmp_path / "ours", **options)
+    padded = train(SFTTrainer, SFTConfig, device, dtype, tmp_path / "padded", packing=False)
+    assert_trajectory(ours, padded, allowed=TRAJECTORY if dtype is FP32 else BFLOAT16_LOSSES)
+    assert len(set(ours)) > STEPS // 2, "it trains"
+
+
+@places("auto", cpu=("auto",))
+def test_bfd_trains_as_the_reference_does(device, backend, tmp_path):
+    """Batches are no padded run's, so the same strategy with the reference backend, in float32."""
+    require_device(device, "sdpa", FP32)
+    options = {"packing_strategy": "bfd", "use_peft": False, "check_packing": False}
+    ours, expected = (
+        train(None, type(arguments()), device, FP32, tmp_path / name, attention_backend=name, **options)
+        for name in (backend, "reference")
+    )
+    assert_trajectory(ours, expected)
+
+
+@places("auto", cpu=("auto",))
+def test_ddp_of_one_process(device, backend, tmp_path):
+    require_device(device, "varlen")
+    model = patched_model("llama", device, FP32, backend, layers=2)
+    batch = batch_on(device, (21, 30, 1))
+    expected = logits_and_gradients(model, batch)
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    try:
+        found = logits_and_gradients(DistributedDataParallel(model), batch)
+    finally:
+        distributed.destroy_process_group()
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@places("flash", "varlen", "flex", cpu=())
+def test_heads_past_256_are_refused(device, backend):
+    require_device(device, backend)
+    with pytest.raises(pytest.skip.Exception, match="512"):
+        KernelCase("heads of 512", device, BF16).backend(backend)

@@ -335,3 +335,17 @@ def test_projections_that_lie_in_one_are_not_copied(monkeypatch):
         assert varlen._as_kernels_read(other).is_contiguous()
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert varlen._as_kernels_read(fused[:, 0]).is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, BF16, torch.float32])
+@pytest.mark.parametrize("device", ["xpu", "mps", "cuda"], ids=["XPU", "MPS", "Turing"])
+def test_accelerators_without_flash_attention_attend_by_document(device, dtype, monkeypatch):
+    """Windows, softcap, sinks and wide heads too; what else was tried says why not."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    options = {"sliding_window": 16, "softcap": 30.0, "sinks": True, "head_dim": 512}
+    for asked in ({}, *({name: value} for name, value in options.items())):
+        request = ON_CUDA._replace(device=torch.device(device), dtype=dtype, **asked)
+        assert resolve(request).name == "sdpa"
+        for backend in ("flash", "varlen", "flex"):
+            reason = get_backend(backend).refusals(request)[0]
+            assert ("8.0 or newer, this GPU has 7.5" if device == "cuda" else f"the model is on {device}") in reason

@@ -29,6 +29,25 @@ def attention(query, key, value, lengths, *, scaling, sliding_window=None, softc
     return torch.stack(outputs)
 
 
+def attention_of_documents(query, key, value, lengths, *, scaling, sliding_window=None, softcap=None, sinks=None):
+    """The same by a matrix per document, for documents of thousands of tokens."""
+    outputs = []
+    group = query.shape[1] // key.shape[1]
+    for q, k, v in zip(*(x.double().split(list(lengths)) for x in (query, key, value)), strict=True):
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        scores = torch.einsum("qnh,knh->nqk", q, k) * scaling
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        places = torch.arange(len(q), device=q.device)
+        distance = places[:, None] - places[None]
+        hidden = distance < 0 if sliding_window is None else (distance < 0) | (distance >= sliding_window)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(q), 1)], dim=2)
+        outputs.append(torch.einsum("nqk,knh->qnh", torch.softmax(scores, dim=2)[..., : len(q)], v))
+    return torch.cat(outputs)
+
+
 def nll(logits, ids):
     """Summed negative log-likelihood of one document, its first token not predicted."""
     return torch.nn.functional.cross_entropy(logits[:-1].float(), ids[1:], reduction="sum")

@@ -54,6 +54,7 @@ class FlexBackend:
     capabilities = Capabilities(
         function="flex_attention",
         needs_cuda=True,
+        min_capability=(8, 0),  # what its kernel was compiled for; older GPUs have less shared memory, and no bfloat16
         dtypes=(torch.float16, torch.bfloat16, torch.float32),  # Triton's kernel multiplies no float64
         min_head_dim=16,
         max_head_dim=256,  # at 512 it needs 257 KiB of shared memory, of which an H100 has 227
