@@ -9,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 
 from trl_packfa import check, patch
 from trl_packfa.errors import ContaminationError, UnsupportedModel
+from trl_packfa.exactness.compare import share
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -57,6 +58,23 @@ def test_gradients_are_not_measured_where_nothing_trains():
     report = check(model)
     assert (report.verdict, report.gradients, report.input_gradients) == ("exact", None, 0.0)
     assert "gradients not measured" in str(report)
+
+
+@pytest.mark.parametrize("part", ["all", "head"])
+def test_a_model_of_zeros_is_refused_in_words(part):
+    """Its logits, and the gradients of its embeddings, are zero: nothing can be measured in units of them."""
+    model = patch(tiny.model(layers=1))
+    with torch.no_grad():
+        for parameter in (model if part == "all" else model.lm_head).parameters():
+            parameter.zero_()
+    report = check(model)
+    assert report.verdict == "no power" and report.control == 0
+    with pytest.raises(ContaminationError, match="its weights are zero"):
+        report.require_exact()
+
+
+def test_a_share_of_nothing():
+    assert (share(0.0, 0.0), share(1e-9, 0.0), share(1.0, 2.0)) == (0.0, float("inf"), 0.5)
 
 
 def test_a_model_that_mixes_no_tokens_proves_nothing():

@@ -12,6 +12,7 @@ from training import arguments, losses, packed_trainer
 
 from trl_packfa import patch
 from trl_packfa.exactness import proof_identity, reusable_proof
+from trl_packfa.exactness.reuse import code_digest
 from trl_packfa.training import exactness_gate as proving
 
 
@@ -86,6 +87,20 @@ def test_what_an_identity_is_made_of(monkeypatch):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     found.append(identity())
     assert len({same, *found}) == len(found) + 1
+
+
+def test_code_behind_a_link_counts(tmp_path):
+    """In a clone `trl_packfa/patches` is a link: a proof of another patch must not be taken again."""
+    package, patches = tmp_path / "package", tmp_path / "patches"
+    package.mkdir()
+    patches.mkdir()
+    (package / "api.py").write_text("a = 1")
+    (patches / "llama.py").write_text("b = 1")
+    (package / "patches").symlink_to(patches)
+    before = code_digest(package)
+    assert code_digest(package) == before
+    (patches / "llama.py").write_text("b = 2")
+    assert code_digest(package) != before
 
 
 def test_a_report_that_is_not_exact_or_not_whole_is_none(tmp_path):

@@ -40,6 +40,19 @@ def test_an_adapter_costs_its_own_and_no_gradient_of_the_base():
     assert ModelFlops.of(tiny.model("mistral", layers=2)).attention == 3 * 2 * 64 * 2
 
 
+def test_a_head_that_is_no_linear_layer_counts_as_one():
+    model = tiny.model(layers=1)
+    as_linear = ModelFlops.of(model)
+
+    class Head(torch.nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = weight
+
+    model.lm_head = Head(model.lm_head.weight)
+    assert ModelFlops.of(model) == as_linear and as_linear.head > 0
+
+
 EXAMPLES = [{"input_ids": list(range(1, n)), "labels": [-100] * 2 + list(range(3, n))} for n in (5, 31, 9)]
 
 

@@ -128,3 +128,10 @@ def largest(left: Iterable[torch.Tensor], right: Iterable[torch.Tensor]) -> floa
     pairs = ((a, b) for a, b in zip(left, right, strict=True) if not torch.equal(a, b))  # equal: not copied to float
     found = max((float((a.float() - b.float()).abs().max()) for a, b in pairs), default=0.0)
     return found if found == found else float("inf")
+
+
+def share(found: float, size: float) -> float:
+    """`found` in units of `size`; nothing is no share of nothing, anything of nothing is infinite."""
+    if size == 0:
+        return 0.0 if found == 0 else float("inf")
+    return found / size

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from .compare import differences, largest, relative_logits, worst
+from .compare import differences, largest, relative_logits, share, worst
 from .documents import Documents, losses, replacements
 from .following import Key, Trace
 from .parity import Differences, run_packed
@@ -61,7 +61,7 @@ def measure_isolation(
         logits, gradients = forward(probe, run, probe.replaced(which), trained[number], arrangement)
         # Met before with the same tokens, while others in the row were replaced: it must give the same bits.
         stay = [i for i in everything if (i, which[i]) in met]
-        off = [(largest([logits[i]], [met[i, which[i]][0]]) / scale, met[i, which[i]][1]) for i in stay]
+        off = [(share(largest([logits[i]], [met[i, which[i]][0]]), scale), met[i, which[i]][1]) for i in stay]
         moved, since = max(off, default=(0.0, 0))
         for i in everything:
             met.setdefault((i, which[i]), (logits[i], number))
@@ -77,7 +77,7 @@ def measure_isolation(
             usual = float(torch.cat([gradients[i].float() for i in trained[number]]).std())
             others = [gradients[i] for i in everything if i not in trained[number]]
             # Times 0, not zeros: NaN stays NaN, and counts as infinite.
-            leaked = max(leaked or 0.0, largest(others, (gradient * 0 for gradient in others)) / usual)
+            leaked = max(leaked or 0.0, share(largest(others, (gradient * 0 for gradient in others)), usual))
     return Isolation(worst_moved, regrouped, leaked, [met[i, False][0] for i in everything], worst_runs)
 
 
@@ -154,7 +154,7 @@ def measure_control(probe: Probe, scale: float) -> float:
     before = probe.packed(probe.tokens, boundaries=False)
     after = probe.packed(probe.replaced(which), boundaries=False)
     stay = [i for i, replaced in enumerate(which) if not replaced]
-    return largest((after[i] for i in stay), (before[i] for i in stay)) / scale
+    return share(largest((after[i] for i in stay), (before[i] for i in stay)), scale)
 
 
 @torch.no_grad()

@@ -103,7 +103,15 @@ def _forward(module: nn.Module) -> str:
 
 @cache
 def _own_code() -> str:
-    root, digest = Path(__file__).parent.parent, hashlib.sha256()
-    for path in sorted(root.glob("**/*.py")):
+    return code_digest(Path(__file__).parent.parent)
+
+
+def code_digest(root: Path) -> str:
+    """Hash of every Python file below a folder, links to folders followed: `patches` is one in a clone."""
+    # `**` of `Path.glob` follows no links; `os.walk` does if told to.
+    folders = os.walk(root, followlinks=True)
+    files = sorted(Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py"))
+    digest = hashlib.sha256()
+    for path in files:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -5,6 +5,7 @@ Expects tokenized datasets with an `input_ids` column and, optionally, `labels` 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from ..collator import LOSSES
 from ..errors import InvalidDataset
 from ..packing import WRAP, PackingReport, Spans, TrainedTokens, plan_overflow
 from .config import PackedSFTConfig
+
+logger = logging.getLogger(__name__)
 
 # Documents of a stream that are cut by one call.
 _CUT_TOGETHER = 100
@@ -127,7 +130,9 @@ def _cut_some(documents: dict[str, list[Any]], max_length: int | None, overflow:
     except InvalidDataset:
         if overflow == "error" and limit is not None and (lengths > limit).any():
             raise
-        # So many documents without a trainable one are no error in a stream: the next may be.
+        # So many documents without a trainable one are no error in a stream: the next may be. What was dropped travels
+        # with a document that is kept, and here none is.
+        logger.warning("trl-packfa: %d documents of the stream train no token and were dropped.", len(lengths))
         return {column: [] for column in (*documents, "labels", LOSSES)}
     losses = [report.truncated, report.split, report.dropped_too_long + report.dropped_untrained, report.tokens_lost]
     kept = {column: [values[i] for i in spans.document] for column, values in documents.items()}

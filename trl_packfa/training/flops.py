@@ -62,8 +62,8 @@ class ModelFlops:
             for m in model.modules()
             if isinstance(m, nn.Linear)
         }
-        # The head is counted apart, as it scores trained positions only. One that is no `nn.Linear` counts as 0.
-        of_head = linear.pop(head, 0)
+        # The head is counted apart, as it scores trained positions only.
+        of_head = linear.pop(head, None) or _head_flops(head)
         body = sum(linear.values()) + _expert_flops(model, text)
         # Forward: scores and values, 2 operations a multiplication, half of the document: 2 * 2 * width / 2. Backward
         # twice.
@@ -82,6 +82,12 @@ class ModelFlops:
 def _flops_per_weight(weight: torch.Tensor) -> int:
     """Operations per token: the weights' own gradient is only computed where they train."""
     return 6 if weight.requires_grad else 4
+
+
+def _head_flops(head: nn.Module | None) -> float:
+    """Of an LM head that is no `nn.Linear`: one product with its matrix."""
+    weight = getattr(head, "weight", None)
+    return _flops_per_weight(weight) * whole_size(weight) if isinstance(weight, torch.Tensor) else 0
 
 
 def _expert_flops(model: nn.Module, text: Any) -> float:
