@@ -9,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 
 from trl_packfa import check, patch
 from trl_packfa.errors import ContaminationError, UnsupportedModel
+from trl_packfa.exactness import subject
 from trl_packfa.exactness.compare import share
 
 
@@ -58,6 +59,25 @@ def test_gradients_are_not_measured_where_nothing_trains():
     report = check(model)
     assert (report.verdict, report.gradients, report.input_gradients) == ("exact", None, 0.0)
     assert "gradients not measured" in str(report)
+
+
+def test_gradients_that_overflow_are_measured_of_smaller_losses(monkeypatch):
+    """float16 ends at 65,504: what a loss scaler does in training, the check does with its losses."""
+
+    def steep(**options):
+        model = tiny.model(layers=2).half()
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1000.0)
+            model.model.embed_tokens.weight.mul_(0.02)
+        return patch(model, **options)
+
+    report = check(steep(unpad=True))
+    assert report.is_exact and report.gradients > 0 and report.unpadding.gradients > 0, report
+    monkeypatch.setattr(subject, "_LEAST_SCALE", 1.0)
+    report = check(steep())
+    assert report.verdict == "differs" and report.gradients == float("inf")
+    with pytest.raises(ContaminationError):
+        steep(unpad=True)
 
 
 @pytest.mark.parametrize("part", ["all", "head"])

@@ -7,6 +7,7 @@ Every two documents are told apart by two runs ([`replacements`]) and by one los
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -49,7 +50,7 @@ def measure_isolation(
     of every layer, `scale` the logits' standard deviation."""
     arrangement = probe.rows if rows else probe.row
     run = probe.in_rows if rows else probe.packed
-    forward = _with_gradients if backward else _without_gradients
+    forward = partial(_with_gradients, scale=subject.loss_scale) if backward else _without_gradients
     everything = range(len(probe.lengths))
     runs = replacements(len(probe.lengths))
     trained = losses(len(probe.lengths), len(runs)) if backward else [[]] * len(runs)
@@ -87,8 +88,10 @@ def _with_gradients(
     tokens: Documents,
     losses: Sequence[int],
     arrangement: Arrangement,
+    *,
+    scale: float,
 ) -> tuple[Documents, Documents | None]:
-    return probe.embedding_gradients(run, tokens, losses, arrangement)
+    return probe.embedding_gradients(run, tokens, losses, arrangement, scale=scale)
 
 
 @torch.no_grad()

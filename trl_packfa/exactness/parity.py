@@ -52,6 +52,10 @@ class Parity(NamedTuple):
 
 def measure_short(subject: Subject, probe: Probe) -> Parity:
     """Parity of one row, the noise of forwards and gradients measured on the same documents."""
+    return subject.finite(lambda: _measure_short(subject, probe), lambda found: found.gradients)
+
+
+def _measure_short(subject: Subject, probe: Probe) -> Parity:
     subject.begin("each short document alone", 0.06)
     subject.clear()
     # The documents' own gradients are added (sign 1), then the packed one is taken away (-1): what is left in `.grad`
@@ -89,6 +93,10 @@ def measure_long(subject: Subject, probe: Probe, short: Parity) -> Parity:
 
     What is known of these is not measured again: they are packed with the others, without a loss.
     """
+    return subject.finite(lambda: _measure_long(subject, probe, short), lambda found: found.gradients)
+
+
+def _measure_long(subject: Subject, probe: Probe, short: Parity) -> Parity:
     subject.begin("each long document alone", 0.2)
     subject.clear()
     rest = [document for document in range(len(probe.lengths)) if document not in SHORT]
@@ -179,7 +187,7 @@ def _run_alone(
 
 def _backward(subject: Subject, probe: Probe, logits: Documents, documents: Sequence[int], sign: float | None) -> None:
     if sign is not None and subject.trained and any(document.requires_grad for document in logits):
-        probe.backward(logits, documents, sign=sign)
+        probe.backward(logits, documents, scale=sign * subject.loss_scale)
 
 
 def _compared(subject: Subject, logits: Documents, traces: Sequence[Trace], alone: Alone) -> Differences:

@@ -90,8 +90,8 @@ class Probe:
         """Logits `(n, V)` of one document by itself."""
         return self.model(input_ids=self.tokens[document][None].to(self.device), use_cache=False).logits[0]
 
-    def backward(self, logits: Sequence[torch.Tensor], documents: Sequence[int], *, sign: float = 1.0) -> None:
-        """Add the gradient of a fixed random weighting of these documents' logits, or take it away."""
+    def backward(self, logits: Sequence[torch.Tensor], documents: Sequence[int], *, scale: float) -> None:
+        """Add `scale` times the gradient of a fixed random weighting of these documents' logits."""
         losses = []
         for document, logits_nV in zip(documents, logits, strict=True):
             # By document, so that it is weighed alike alone, packed, and among others.
@@ -101,7 +101,7 @@ class Probe:
             weights_n = torch.randn(len(logits_nV), generator=generator)
             losses.append(weights_n.to(logits_nV.device) @ (logits_nV.float() @ weights_V.to(logits_nV.device)))
         with torch.autocast(self.device.type, enabled=False):  # as the Trainer's backward runs
-            (sign * torch.stack(losses).sum()).backward()
+            (scale * torch.stack(losses).sum()).backward()
 
     def loss(self, logits: Documents) -> float:
         """Mean loss of the documents' logits under the labels that the collator makes."""
@@ -118,10 +118,17 @@ class Probe:
         return _mean_loss(predicted, ids)
 
     def embedding_gradients(
-        self, run: Callable[[Documents], Documents], tokens: Documents, losses: Sequence[int], arrangement: Arrangement
+        self,
+        run: Callable[[Documents], Documents],
+        tokens: Documents,
+        losses: Sequence[int],
+        arrangement: Arrangement,
+        *,
+        scale: float,
     ) -> tuple[Documents, Documents | None]:
         """Logits of each document and the gradients `(n, D)` of its embeddings, where only these documents have a
-        loss; `None` where the model embeds otherwise. Parameters get no gradients."""
+        loss, `scale` times a weighting of their logits; `None` where the model embeds otherwise. Parameters get no
+        gradients."""
         # Only the embeddings' gradient is asked for: those of weights would cost memory and time for nothing.
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         for parameter in trained:
@@ -130,7 +137,7 @@ class Probe:
             with self._embedded() as outputs:
                 logits = run(tokens)
                 if all(t.requires_grad for t in logits):
-                    self.backward([logits[i] for i in losses], losses)
+                    self.backward([logits[i] for i in losses], losses, scale=scale)
         finally:
             for parameter in trained:
                 parameter.requires_grad_(True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed, nn
@@ -14,13 +15,19 @@ from ..patching.apply import PatchState
 from ..patching.inspect import model_config, model_type
 from ..runtime.autocast import multiplies_in_tf32
 from ..runtime.zero3 import GradientParts, is_partitioned, whole_shape, whole_size
+from .compare import Finding
 from .following import find_parts
 from .probe import device_of
+
+_Measured = TypeVar("_Measured")
 
 # Types without experts that group tokens by content: BLT's patches, padded to the most that a document has.
 _REGROUPING = ("blt",)
 # Gradients of at most this share of the parameters are copied rather than computed again.
 _FEW = 0.1
+# By how much losses are scaled down where gradients overflow, a power of two so that nothing else is rounded, and how
+# often. float16 ends at 65,504; what 2**-24 of it loses at the other end is a millionth of the gradients that fit.
+_SCALED_DOWN, _LEAST_SCALE = 2.0**-8, 2.0**-24
 # Logits in these dtypes may have been cast up from what computed them.
 _WIDE = (torch.float32, torch.float64)
 
@@ -42,6 +49,7 @@ class Subject:
         chooses (`bool`): whether tokens choose which others they see (sparse attention): rounding then makes single
             tokens choose otherwise, and what counts is the typical token.
         regroups (`bool`): whether tokens are grouped by what they are: others then change how sums are rounded.
+        loss_scale (`float`): what every loss is multiplied by, so that gradients are finite.
     """
 
     def __init__(
@@ -55,6 +63,7 @@ class Subject:
         self.parts = find_parts(model, state)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.trained = list(trained.values())
+        self.loss_scale = 1.0
         self.dimensions = {name: len(whole_shape(p)) for name, p in trained.items()}
         self.chooses = any("Indexer" in type(module).__name__ for module in model.modules())
         # Experts multiply the tokens that chose them together: another document's tokens change the shape of that
@@ -78,6 +87,17 @@ class Subject:
         everywhere: list[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(everywhere, found)
         return any(everywhere)
+
+    def finite(self, measure: Callable[[], _Measured], gradients: Callable[[_Measured], Finding | None]) -> _Measured:
+        """A measurement whose gradients are finite, taken again with smaller losses where they overflow, as mixed
+        precision training in float16 does; the last one if nothing helps."""
+        while True:
+            found = measure()
+            finding = gradients(found)
+            overflows = finding is not None and not math.isfinite(finding.difference)
+            if not self.anywhere(overflows) or self.loss_scale <= _LEAST_SCALE:
+                return found
+            self.loss_scale *= _SCALED_DOWN
 
     def clear(self) -> None:
         """Forget all gradients."""

@@ -184,7 +184,7 @@ class _Comparison:
             weights = torch.randn(output.shape, generator=generator) / output.shape[-1] ** 0.5
             losses.append((output.float() * weights.to(output.device)).sum())
         with torch.autocast(self.device.type, enabled=False):
-            (sign * torch.stack(losses).sum()).backward()
+            (sign * self.subject.loss_scale * torch.stack(losses).sum()).backward()
 
 
 class _Found(NamedTuple):
@@ -260,6 +260,14 @@ def _compare(
     other: Callable[[float | None, Sequence[Trace] | None], _Run],
 ) -> _Found:
     """How far one way to run the rows is from the reference, against what rounding makes of the reference."""
+    return subject.finite(lambda: _compare_once(subject, reference, other), lambda found: found.gradients)
+
+
+def _compare_once(
+    subject: Subject,
+    reference: Callable[[float | None, bool, Sequence[Trace] | None], _Run],
+    other: Callable[[float | None, Sequence[Trace] | None], _Run],
+) -> _Found:
     subject.clear()
     # As in `parity.py`: what one way adds to the gradients the other takes away, and the difference is left.
     expected, norms = reference(1.0, False, None), subject.norms()
