@@ -13,7 +13,7 @@ from ..packing import STEP
 from ..training.config import PackedSFTConfig
 from ..training.script import parse
 from .presets import PRESETS
-from .sides import KINDS, Side, parse_sides
+from .sides import KINDS, TRAINERS, Side, parse_sides
 
 # What a benchmark wants otherwise than a training; YAML file and flags win.
 _DEFAULTS = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "max_steps": 10}
@@ -45,11 +45,19 @@ class BenchArguments:
     tokenizer: str | None = field(
         default=None, metadata={"help": "Name or path of a tokenizer, for a model with random weights."}
     )
-    strategies: str = field(
-        default="padding,step",
+    trainer: str = field(
+        default="sft",
+        metadata={
+            "help": "TRL's trainer: `sft`, or `dpo`, `reward` and `kto`, whose strategies are `padding`, TRL's own, "
+            "and `padding_free`, the same without its pads.",
+            "choices": list(TRAINERS),
+        },
+    )
+    strategies: str | None = field(
+        default=None,
         metadata={
             "help": "What is compared, separated by commas, the first is what ratios refer to: "
-            f"{', '.join(KINDS)}. "
+            f"{', '.join(KINDS)}. Default: `padding,step`, for other trainers `padding,padding_free`. "
             "`bfd@4096` fills rows of 4,096 tokens, `bfd@4096x1` one such row a micro-batch."
         },
     )
@@ -91,7 +99,10 @@ def read_arguments(argv: list[str]) -> Setup:
     defaults = {**_DEFAULTS, **({} if torch.cuda.is_available() else _ON_CPU)}
     bench, script, args, mixture = parse(classes, argv, prog="trl-packfa bench", defaults=defaults)
     _require_sense(bench, args)
-    sides = parse_sides(bench.strategies, backends=bench.backends, contaminated=bench.contaminated)
+    default = "padding,step" if bench.trainer == "sft" else "padding,padding_free"
+    sides = parse_sides(
+        bench.strategies or default, backends=bench.backends, contaminated=bench.contaminated, trainer=bench.trainer
+    )
     return Setup(bench, script, args, mixture, sides)
 
 

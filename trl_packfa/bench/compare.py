@@ -104,7 +104,7 @@ class Result:
             "first_loss": (self.warm_up or self.steps)[0]["loss"],
             "final_loss": self.steps[-1]["loss"],
             "validation_loss": self.end["eval_loss"],
-            "mfu": flops * rate / peak,
+            "mfu": flops * rate / peak if flops else None,
             "recompiles": int(self.total("compiled")),
             "host_syncs_per_step": self.trace.get("host_syncs"),
             "aten_calls_per_step": self.trace.get("aten_calls"),

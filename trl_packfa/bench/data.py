@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ _FIRST_WORD = 4
 
 
 class Facts(NamedTuple):
-    """What is trained on: documents, their tokens, the mean over tokens of the length of their
+    """What is trained on: documents (of pairs, rows), their tokens, the mean over tokens of the length of their
     document, and the share of tokens that are trained."""
 
     documents: int
@@ -37,13 +38,19 @@ class Facts(NamedTuple):
     trained_share: float
 
 
-def facts(dataset: Dataset) -> Facts:
+def facts(dataset: Dataset, trainer: str = "sft") -> Facts:
     """Counts of a tokenized dataset."""
-    lengths = read_lengths(dataset)
+    lengths = read_lengths(dataset) if trainer == "sft" else _row_lengths(dataset, trainer)
     total = int(lengths.sum())
     seen = float((lengths.astype(np.float64) ** 2).sum() / total)
-    trained = count_trained(dataset) / total
+    trained = count_trained(dataset) / total if trainer == "sft" else 1.0
     return Facts(len(lengths), total, int(lengths.max()), float(lengths.mean()), seen, trained)
+
+
+def _row_lengths(dataset: Dataset, trainer: str) -> np.ndarray:
+    from .preference import row_lengths  # TRL's other trainers take seconds to import
+
+    return row_lengths(dataset, trainer)
 
 
 def random_documents(lengths: list[int], *, vocab_size: int, seed: int) -> Dataset:
@@ -60,17 +67,38 @@ def save_documents(setup: Setup, model: str, folder: Path) -> dict[str, Any]:
     Raises:
         [`InvalidConfig`] or [`InvalidDataset`]: if there is no data, or too little.
     """
-    if setup.bench.lengths is not None:
+    if setup.bench.trainer != "sft":
+        parts, reports = _pairs(setup, model), {}
+    elif setup.bench.lengths is not None:
         parts, reports = _random_parts(setup, model)
     else:
         parts, reports = _tokenized_parts(setup, setup.bench.tokenizer or model)
     for name, dataset in parts.items():
-        dataset.select_columns(["input_ids", "labels"]).save_to_disk(folder / name)
+        columns = ["input_ids", "labels"] if setup.bench.trainer == "sft" else dataset.column_names
+        dataset.select_columns(columns).save_to_disk(folder / name)
     return {name: report.to_dict() for name, report in reports.items()}
 
 
+def _pairs(setup: Setup, model: str) -> dict[str, Dataset]:
+    """What a preference trainer trains on, tokenized."""
+    from .preference import pairs_of, random_pairs, tokenized
+
+    trainer = setup.bench.trainer
+    if setup.bench.lengths is None:
+        tokenizer = AutoTokenizer.from_pretrained(setup.bench.tokenizer or model)
+        return tokenized(_named_parts(setup, prepare=pairs_of), trainer, tokenizer, setup.args)
+    lengths, most = every_length(setup.bench.lengths, seed=setup.args.seed), setup.args.max_length
+    lengths = [min(length, most or length) for length in lengths]
+    vocab_size, seed = _vocab_size(model), setup.args.seed
+    return _hold_out(random_pairs(lengths, trainer, vocab_size=vocab_size, first=_FIRST_WORD, seed=seed), setup)
+
+
+def _vocab_size(model: str) -> int:
+    return AutoConfig.from_pretrained(model).get_text_config().vocab_size
+
+
 def _random_parts(setup: Setup, model: str) -> tuple[dict[str, Dataset], dict[str, PackingReport]]:
-    vocab_size = AutoConfig.from_pretrained(model).get_text_config().vocab_size
+    vocab_size = _vocab_size(model)
     lengths = every_length(setup.bench.lengths or "", seed=setup.args.seed)
     documents = random_documents(lengths, vocab_size=vocab_size, seed=setup.args.seed)
     cut = {
@@ -100,8 +128,8 @@ def _tokenized_parts(setup: Setup, tokenizer_name: str) -> tuple[dict[str, Datas
     return {name: prepared[name] for name in parts}, trainer.packing_reports
 
 
-def _named_parts(setup: Setup) -> dict[str, Dataset]:
-    """The splits to train on and to validate on, as they are in the dataset."""
+def _named_parts(setup: Setup, prepare: Callable[[Dataset], Dataset] = lambda part: part) -> dict[str, Dataset]:
+    """The splits to train on and to validate on, as they are in the dataset or as `prepare` makes them."""
     name = setup.bench.dataset or setup.script.dataset_name
     if setup.mixture.datasets:
         found: Any = get_dataset(setup.mixture)
@@ -114,12 +142,12 @@ def _named_parts(setup: Setup) -> dict[str, Dataset]:
         raise InvalidDataset(
             f"the dataset has no split '{split}', only {sorted(found)}.", do="Set dataset_train_split."
         )
-    documents = found[split]
+    documents = prepare(found[split])
     if setup.bench.documents is not None:
         documents = documents.select(range(min(setup.bench.documents, len(documents))))
     if held_out in found and setup.bench.eval_documents:
         few = min(setup.bench.eval_documents, len(found[held_out]))
-        return {"train": documents, "eval": found[held_out].select(range(few))}
+        return {"train": documents, "eval": prepare(found[held_out]).select(range(few))}
     return _hold_out(documents, setup)
 
 

@@ -39,7 +39,7 @@ def run_bench(argv: list[str], tell: Tell = lambda text: None) -> dict[str, Any]
         model = model_path(setup, folder, tell)
         lost = save_documents(setup, model, folder)
         dataset: Any = load_from_disk(str(folder / "train"))
-        data = facts(dataset)
+        data = facts(dataset, setup.bench.trainer)
         tell(f"{data.documents:,} documents, {data.tokens:,} tokens, longest {data.longest:,}")
         results = [Result(side) for side in setup.sides]
         spec = {"argv": argv, "model": model, "folder": name}
@@ -49,7 +49,8 @@ def run_bench(argv: list[str], tell: Tell = lambda text: None) -> dict[str, Any]
             _measure(group, setup, spec, folder, peak, tell)
         require_equal_work(results)
         # Where every side failed, the adapter may be why: it could not be planned either.
-        flops = 0.0 if all(result.failure for result in results) else _flops_per_token(config, setup, data)
+        counted = setup.bench.trainer == "sft" and not all(result.failure for result in results)
+        flops = _flops_per_token(config, setup, data) if counted else 0.0
     return {
         "environment": environment(),
         "arguments": argv,

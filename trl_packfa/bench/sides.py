@@ -61,6 +61,9 @@ KINDS = {
     "bfd-bound": Kind(BFD, bound=True),
     "step-bound": Kind(STEP, bound=True),
 }
+# The same trainer padded and without its pads; what it trains is TRL's in both.
+_OF_OTHERS = {"padding": Kind(PADDED, ours=False), "padding_free": Kind(PADDED)}
+TRAINERS = {"sft": KINDS, "dpo": _OF_OTHERS, "reward": _OF_OTHERS, "kto": _OF_OTHERS}
 _NAME = re.compile(r"(?P<strategy>[^@/]+)(@(?P<row>\d+)(x(?P<rows>\d+))?)?(/(?P<backend>.+))?")
 
 
@@ -69,11 +72,12 @@ class Side:
     """A kind of trainer with what was asked of it.
 
     Args:
-        strategy (`str`): a name in [`KINDS`].
+        strategy (`str`): a name among the kinds of its trainer, see [`TRAINERS`].
         row (`int`, *optional*): tokens of a row, instead of `max_length`.
         rows (`int`, *optional*): rows of a micro-batch, instead of `per_device_train_batch_size`.
         backend (`str`): attention backend, of our strategies.
         allowed (`bool`): whether it may run contaminated.
+        trainer (`str`): a name in [`TRAINERS`].
     """
 
     strategy: str
@@ -81,10 +85,11 @@ class Side:
     rows: int | None = None
     backend: str = "auto"
     allowed: bool = False
+    trainer: str = "sft"
     kind: Kind = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kind", KINDS[self.strategy])
+        object.__setattr__(self, "kind", TRAINERS[self.trainer][self.strategy])
 
     @property
     def name(self) -> str:
@@ -94,7 +99,9 @@ class Side:
         return self.strategy + row + rows + (f"/{self.backend}" if self.backend != "auto" else "")
 
 
-def parse_sides(strategies: str, *, backends: str = "auto", contaminated: str = "") -> list[Side]:
+def parse_sides(
+    strategies: str, *, backends: str = "auto", contaminated: str = "", trainer: str = "sft"
+) -> list[Side]:
     """`padding,trl-bfd@2048x1,step/sdpa`: strategies, perhaps with rows and an attention backend.
 
     Ours without a backend of their own are taken once for each of `backends`.
@@ -102,11 +109,14 @@ def parse_sides(strategies: str, *, backends: str = "auto", contaminated: str = 
     Raises:
         [`InvalidConfig`]: for names that do not exist, rows where there are none, and sides named twice.
     """
-    allowed = _split(contaminated)
+    if trainer not in TRAINERS:
+        raise InvalidConfig(f"there is no trainer '{trainer}'.", do=f"Choose from {', '.join(TRAINERS)}.")
+    kinds, allowed = TRAINERS[trainer], _split(contaminated)
     for name in [*allowed, *(text.split("@")[0].split("/")[0] for text in _split(strategies))]:
-        if name not in KINDS:
-            raise InvalidConfig(f"there is no strategy '{name}'.", do=f"Choose from {', '.join(KINDS)}.")
-    sides = [side for text in _split(strategies) for side in _sides(text, _split(backends), allowed)]
+        if name not in kinds:
+            of = "" if trainer == "sft" else f" of --trainer {trainer}"
+            raise InvalidConfig(f"there is no strategy '{name}'{of}.", do=f"Choose from {', '.join(kinds)}.")
+    sides = [side for text in _split(strategies) for side in _sides(text, _split(backends), allowed, trainer)]
     twice = sorted({side.name for side in sides if sides.count(side) > 1})
     if twice or not sides:
         raise InvalidConfig(f"strategies='{strategies}': " + (f"{twice} more than once." if twice else "none."))
@@ -117,9 +127,9 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _sides(text: str, backends: list[str], allowed: list[str]) -> list[Side]:
+def _sides(text: str, backends: list[str], allowed: list[str], trainer: str) -> list[Side]:
     match = _NAME.fullmatch(text)
-    kind = KINDS[text.split("@")[0].split("/")[0]]
+    kind = TRAINERS[trainer][text.split("@")[0].split("/")[0]]
     if match is None:
         raise InvalidConfig(f"cannot read the strategy '{text}'.", do="Write it as bfd, bfd@4096, bfd@4096x1/sdpa.")
     if match["row"] and not kind.strategy.fills_rows:
@@ -133,7 +143,10 @@ def _sides(text: str, backends: list[str], allowed: list[str]) -> list[Side]:
         if backend != "auto":
             get_backend(backend)
     size = {"row": int(match["row"]) if match["row"] else None, "rows": int(match["rows"]) if match["rows"] else None}
-    return [Side(match["strategy"], **size, backend=b, allowed=match["strategy"] in allowed) for b in chosen]
+    return [
+        Side(match["strategy"], **size, backend=b, allowed=match["strategy"] in allowed, trainer=trainer)
+        for b in chosen
+    ]
 
 
 def build_trainer(

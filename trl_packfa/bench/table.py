@@ -22,7 +22,7 @@ def _speed(side: dict[str, Any]) -> dict[str, str]:
         _times(side["ratio"]),
         f"{side['examples_per_second']:.2f}",
         f"{side['seconds_per_step']:.3f} ({low:.3f} to {high:.3f})",
-        f"{side['mfu']:.1%}",
+        "-" if side["mfu"] is None else f"{side['mfu']:.1%}",
         f"{side['peak_bytes'] / 1e6:,.0f} MB",
     )
     return {"side": side["side"], **dict(zip(columns, values, strict=True))}
@@ -81,10 +81,16 @@ def heading(report: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {place['versions'][name]}" for name in ("torch", "transformers", "trl"))
     return (
         f"{data['documents']:,} documents, {data['tokens']:,} tokens, mean {data['mean_length']:.0f}, "
-        f"longest {data['longest']:,}; {report['model_flops_per_token'] / 1e6:,.1f} MFLOPs a true token, "
-        f"peak {report['peak_flops'] / 1e9:,.0f} GFLOP/s ({report['peak_source']})\n{device}; {versions}; "
+        f"longest {data['longest']:,}; {_operations(report)}\n{device}; {versions}; "
         f"trl-packfa {place['versions'].get('trl-packfa', '')} {place['commit'] or ''}"
     )
+
+
+def _operations(report: dict[str, Any]) -> str:
+    if not report["model_flops_per_token"]:  # of a trainer whose operations are not counted
+        return "MFU not counted"
+    peak = f"peak {report['peak_flops'] / 1e9:,.0f} GFLOP/s ({report['peak_source']})"
+    return f"{report['model_flops_per_token'] / 1e6:,.1f} MFLOPs a true token, {peak}"
 
 
 def operation_rows(side: dict[str, Any]) -> list[dict[str, Any]]:

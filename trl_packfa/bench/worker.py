@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -112,7 +113,7 @@ def run(spec: dict[str, Any], channel: Channel) -> None:
     setup, side, folder = read_arguments(spec["argv"]), Side(**spec["side"]), Path(spec["folder"])
     train, evaluation = _load(folder / "train"), _load(folder / "eval") if (folder / "eval").exists() else None
     steps = {} if setup.args.max_steps < 0 else {"max_steps": setup.args.max_steps + setup.bench.untimed_steps + 1}
-    trainer = build_trainer(
+    trainer = _builder(side)(
         side,
         setup.args,
         model=spec["model"],
@@ -137,6 +138,14 @@ def run(spec: dict[str, Any], channel: Channel) -> None:
     channel.send("done", peak_bytes=peak, bytes_before=memory.before, life_peak_bytes=memory.life, eval_loss=loss)
 
 
+def _builder(side: Side) -> Callable[..., Any]:
+    if side.trainer == "sft":
+        return build_trainer
+    from .preference import build_preference_trainer  # TRL's other trainers take seconds to import
+
+    return build_preference_trainer
+
+
 def _load(path: Path) -> Dataset:
     dataset: Any = load_from_disk(str(path))
     return dataset
@@ -148,7 +157,8 @@ def _facts(trainer: Any, side: Side) -> dict[str, Any]:
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     batches = len(trainer.get_train_dataloader())
-    leaking = leaks(trainer, side)
+    # Every row of another trainer is one document; `padding_free` has proven what it does.
+    leaking = side.trainer == "sft" and leaks(trainer, side)
     equal = {
         "device": str(trainer.args.device),
         "weights": sorted({str(p.dtype) for p in parameters}),

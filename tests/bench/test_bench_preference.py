@@ -1,0 +1,81 @@
+"""`trl-packfa bench --trainer`: TRL's preference trainers as sides, padded and without their pads."""
+
+import json
+
+import numpy as np
+import pytest
+import tiny
+from datasets import Dataset
+from training import arguments
+
+from trl_packfa import PackedSFTConfig
+from trl_packfa.bench.arguments import read_arguments
+from trl_packfa.bench.data import facts
+from trl_packfa.bench.preference import PREFERENCES, pairs_of, random_pairs, row_lengths, tokenized
+from trl_packfa.cli.main import main
+from trl_packfa.errors import InvalidConfig, InvalidDataset
+
+LENGTHS = [9, 21, 14, 5, 30, 8, 17, 12] * 6
+QUESTIONS = [{"role": "user", "content": "a b"}]
+
+
+def test_a_trainer_has_strategies_of_its_own():
+    sides = read_arguments(["--model", "tiny", "--trainer", "dpo"]).sides
+    assert [(side.name, side.trainer, side.kind.ours) for side in sides] == [
+        ("padding", "dpo", False),
+        ("padding_free", "dpo", True),
+    ]
+    assert [side.name for side in read_arguments(["--model", "tiny"]).sides] == ["padding", "step"]
+    with pytest.raises(InvalidConfig, match=r"no strategy 'bfd' of --trainer dpo.\nChoose from padding, padding_free"):
+        read_arguments(["--model", "tiny", "--trainer", "dpo", "--strategies", "padding,bfd"])
+
+
+def test_pairs_are_made_of_what_fine_tuning_takes():
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}]
+    made = pairs_of(Dataset.from_list(rows))
+    assert made[0] == {"prompt": "a", "chosen": "b", "rejected": "d"}
+    assert made[1] == {"prompt": "c", "chosen": "d", "rejected": "b"}
+    talks = [[*QUESTIONS, {"role": "assistant", "content": text}, *QUESTIONS] for text in "xy"]
+    made = pairs_of(Dataset.from_list([{"messages": talk} for talk in [*talks, QUESTIONS]]))
+    assert len(made) == 2  # the last example has no answer
+    assert (made[0]["prompt"], made[0]["chosen"], made[0]["rejected"]) == (QUESTIONS, talks[0][1:2], talks[1][1:2])
+    assert pairs_of(made) is made
+    with pytest.raises(InvalidDataset, match=r"no pairs can be made of the columns \['text'\]"):
+        pairs_of(Dataset.from_list([{"text": "a"}]))
+
+
+@pytest.mark.parametrize("trainer", PREFERENCES)
+def test_random_pairs_have_the_lengths_that_were_asked_for(trainer):
+    pairs = random_pairs(LENGTHS, trainer, vocab_size=512, first=4, seed=0)
+    assert set(pairs.column_names) == set(PREFERENCES[trainer].columns)
+    assert sorted(row_lengths(pairs, trainer)) == sorted(LENGTHS)
+    counted = facts(pairs, trainer)
+    assert (counted.documents, counted.tokens, counted.longest) == (len(LENGTHS), sum(LENGTHS), 30)
+
+
+@pytest.mark.parametrize("trainer", PREFERENCES)
+def test_pairs_are_tokenized_and_cut_once(trainer, tmp_path):
+    args = arguments(PackedSFTConfig, tmp_path, max_length=12)
+    rows = [{"prompt": tiny.words(3, seed=n), "completion": tiny.words(n, seed=9)} for n in (3, 6, 9, 14)]
+    parts = {"train": pairs_of(Dataset.from_list(rows)), "eval": pairs_of(Dataset.from_list(rows[:2]))}
+    made = tokenized(parts, trainer, tiny.tokenizer(), args)
+    assert set(made["train"].column_names) == set(PREFERENCES[trainer].columns)
+    assert len(made["eval"]) and np.max(row_lengths(made["train"], trainer)) <= 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", PREFERENCES)
+def test_both_sides_train_the_same(trainer, tmp_path):
+    lengths, output = tmp_path / "lengths.json", tmp_path / "bench.json"
+    lengths.write_text(json.dumps(LENGTHS))
+    argv = ["--trainer", trainer, "--model", "tiny", "--lengths", str(lengths), "--max_steps", "2"]
+    argv += ["--untimed_steps", "1", "--eval_documents", "4", "--per_device_train_batch_size", "2"]
+    argv += ["--gradient_checkpointing", "false", "--lora_dropout", "0", "--learning_rate", "1e-3"]
+    argv += ["--output", str(output), "--output_dir", str(tmp_path / "out")]
+    assert main(["bench", *argv]) == 0
+    padding, free = json.loads(output.read_text())["sides"]
+    assert (padding["trainer"], free["trainer"]) == ("TRL", "trl-packfa")
+    assert padding["equal"] == free["equal"] and padding["tokens_per_step"] == free["tokens_per_step"]
+    assert free["fill"] == 1.0 > padding["fill"] and free["mfu"] is None
+    assert free["final_loss"] == pytest.approx(padding["final_loss"], abs=1e-5)
+    assert free["validation_loss"] == pytest.approx(padding["validation_loss"], abs=1e-5)
