@@ -1,4 +1,4 @@
-"""The oldest versions whose APIs trl-packfa uses, said clearly instead of an ImportError deep inside.
+"""This version, and the oldest versions whose APIs it uses, said clearly instead of an ImportError deep inside.
 
 TRL is what the trainer builds on, and its versions with the fused LM head need Python 3.11. Models are patched and
 checked without it, on Python 3.10 too.
@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from packaging.version import Version
 
 from .errors import VersionTooOld
+
+__version__ = "0.1.0"
 
 MINIMUM_VERSIONS = {
     "torch": "2.6",

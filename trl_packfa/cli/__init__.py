@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from .. import __version__
+from ..versions import __version__
 from . import backends, bench, check, completion, demo, env, merge, models, plan, recipes, train
 
 # In the order of `--help`; a new command is a file with `add(commands)` and a name here.

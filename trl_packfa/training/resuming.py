@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
-from .. import __version__
 from ..errors import InvalidConfig
+from ..versions import __version__
 from .dataset import read_lengths
 
 logger = logging.getLogger(__name__)
