@@ -32,6 +32,7 @@ from .patches.base import Patch
 from .patches.measured import fingerprint, known_sources, results
 from .patching.apply import PatchState, apply_patch, find_state, undo_patch
 from .patching.inspect import get_patch, inner_model, model_type
+from .runtime.override import override_in
 
 logger = logging.getLogger(__name__)
 
@@ -251,6 +252,6 @@ def describe(model: nn.Module) -> str:
         lines.append(f"{n} x {name}: {how}")
     lines += [f"backend used: {name} for {request.describe()}" for request, name in state.backends.resolved.items()]
     lines += describe_lora(state.adapted, state.fused_lora)
-    norms = sum(isinstance(vars(module).get("forward"), RMSNormOverride) for module, _, _ in state.edits)
+    norms = sum(isinstance(override_in(module), RMSNormOverride) for module, _, _ in state.edits)
     lines += [f"{norms} x RMSNorm: in pieces, in packed calls on a CPU"] if norms else []
     return "\n".join(lines)

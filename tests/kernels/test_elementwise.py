@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from trl_packfa import PackedLayout, describe, patch
 from trl_packfa.kernels.cpu import RMSNormOverride, is_rms_norm_on_cpu, rotate
 from trl_packfa.runtime.context import packed_call
+from trl_packfa.runtime.override import override_in
 
 LAYOUT = PackedLayout.from_lengths((5, 12))
 PIECES = {"one piece": 2**18, "pieces of 5 rows": 5 * 64, "pieces of one": 1}
@@ -135,7 +136,7 @@ def test_a_patch_finds_the_norms(architecture, norms):
     """Two a layer and the last; Qwen3 has two more for query and key."""
     model = tiny.model(architecture)
     patch(model)
-    overrides = [m for m in model.modules() if isinstance(vars(m).get("forward"), RMSNormOverride)]
+    overrides = [m for m in model.modules() if isinstance(override_in(m), RMSNormOverride)]
     assert len(overrides) == norms
     assert (f"{norms} x RMSNorm: in pieces" in describe(model)) == bool(norms)
 

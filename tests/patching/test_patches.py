@@ -13,6 +13,7 @@ from tolerance import FORWARD_FACTOR, assert_float32, assert_low_precision, diff
 from trl_packfa import PackedLayout, describe, patch, patched, registered, unpatch
 from trl_packfa.patching.apply import apply_patch
 from trl_packfa.patching.inspect import get_patch
+from trl_packfa.runtime.override import override_in
 
 BACKENDS = ["sdpa", "reference"]
 every_architecture = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
@@ -269,7 +270,7 @@ def test_overrides_for_a_cpu_are_put_on_models_that_lie_there_only():
 
     def overridden(model):
         state = apply_patch(model, get_patch(model), "auto")
-        return Counter(type(vars(module).get("forward")).__name__ for module, slot, _ in state.edits)
+        return Counter(type(override_in(module)).__name__ for module, slot, _ in state.edits)
 
     here, elsewhere = overridden(tiny.model(layers=2)), overridden(tiny.model(layers=2).to("meta"))
     assert here["RMSNormOverride"] == 5 and here["LayerOverride"] == 2

@@ -176,14 +176,17 @@ def test_two_processes_train_a_4bit_model_as_one(one, two, name):
         assert result["losses"] == two["NF4 DDP"]["losses"]
 
 
+# One for each kind of call; under FSDP2 a third: its hooks hand on new tensors, whose sizes are taken for fixed.
+GRAPHS = {"DDP": 2, "FSDP2": 3}
+
+
 @pytest.mark.parametrize("engine", ["DDP", "FSDP2"])
 def test_two_processes_train_a_compiled_model_as_one(folder, one, two, engine):
-    """DDP's is one graph; FSDP2 cuts it at every layer, of which there are two here."""
+    """By layer: the first layer's input needs no gradient, which is a graph of its own."""
     result, name = two[f"{engine} compiled"], "step, LoRA"
     saved, reference = folder / "two" / f"{engine} compiled" / "saved", folder / "one" / name / "saved"
     assert_same(result, one[name], saved, reference, lora=True)
-    assert result["graphs"] == 1 if engine == "DDP" else result["graphs"] > 1
-    assert "OptimizedModule" in result["wrapped"][0 if engine == "DDP" else 1]
+    assert result["graphs"] == GRAPHS[engine]
 
 
 @pytest.mark.parametrize("engine", ["DDP", "FSDP2"])

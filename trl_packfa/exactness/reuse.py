@@ -16,6 +16,7 @@ from torch import nn
 from ..patches.measured import fingerprint
 from ..patching.apply import find_state
 from ..patching.inspect import model_config
+from ..runtime.override import override_in
 from ..versions import MINIMUM_VERSIONS, installed_version
 from .probe import device_of
 from .report import ExactnessReport
@@ -97,7 +98,7 @@ def _patched(model: nn.Module) -> list[Any]:
 
 def _forward(module: nn.Module) -> str:
     # Who computes a module in packed calls: our overrides by name, or none.
-    forward = vars(module).get("forward")
+    forward = override_in(module) or vars(module).get("forward")
     return "" if forward is None else type(forward).__qualname__
 
 

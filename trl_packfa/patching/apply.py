@@ -29,6 +29,7 @@ from ..kernels.lora import (
 )
 from ..patches.base import Patch
 from ..runtime import bitsandbytes
+from ..runtime.compile import CompiledLayer
 from .attention_interface import interface_config
 from .forwards import (
     AttentionOverride,
@@ -98,13 +99,40 @@ def apply_patch(
         planned.append((backbone, "config", interface_config(_config(backbone), backends)))
     planned += [(module, bitsandbytes.SWITCH, False) for module in bitsandbytes.convertible_modules(model)]
     for override in (*_plan_outside(model, backbone, state), *_plan_inside(backbone, state)):
-        planned.append((override.module, _forward_slot(override.module), override))
+        planned.append((override.module, _forward_slot(override.module), override.as_forward()))
     for module, slot, value in planned:
         # What stands on the instance itself. `None` means that the class's own was in use, so undoing deletes.
         state.edits.append((module, slot, vars(module).get(slot)))
         setattr(module, slot, value)
     setattr(backbone, _STATE, state)
     return state
+
+
+def compile_layers(model: nn.Module, **options: Any) -> int:
+    """Compile the layers of a patched model, each by itself, in place; returns how many there are.
+
+    Layers of one kind share their graphs, so that compiling takes as long for 32 layers as for one. `undo_patch` takes
+    it back.
+
+    Args:
+        model (`torch.nn.Module`):
+            A patched model.
+        options (`Any`):
+            Arguments of `torch.compile`.
+    """
+    state = find_state(model)
+    assert state is not None
+    layers = _outermost_layers(find_backbone(model, state.patch))
+    for layer in layers:
+        state.edits.append((layer, CompiledLayer.SLOT, vars(layer).get(CompiledLayer.SLOT)))
+        setattr(layer, CompiledLayer.SLOT, CompiledLayer(layer, options))
+    return len(layers)
+
+
+def _outermost_layers(backbone: nn.Module) -> list[nn.Module]:
+    """The layers of a backbone, none of them inside another."""
+    layers = {name: m for name, m in backbone.named_modules() if isinstance(m, GradientCheckpointingLayer)}
+    return [m for name, m in layers.items() if not any(name.startswith(f"{other}.") for other in layers)]
 
 
 def undo_patch(model: nn.Module) -> None:
@@ -139,7 +167,7 @@ def _plan_attention(state: PatchState) -> list[tuple[nn.Module, str, Any]]:
         if patch.attention:
             qkv = next(patch.attention[name] for name in names if name in patch.attention)
             override = AttentionOverride(module, _own_forward(module), patch=patch, qkv=qkv, backends=backends)
-            planned.append((module, _forward_slot(module), override))
+            planned.append((module, _forward_slot(module), override.as_forward()))
         elif not patch.functions.keys().isdisjoint(names):
             function = next(patch.functions[name] for name in names if name in patch.functions)
             planned.append((module, function, FunctionOverride(module, function, patch.arguments, backends)))

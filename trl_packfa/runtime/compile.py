@@ -1,7 +1,8 @@
 """What is compiled and what is not.
 
 A patched backbone is one graph, whatever its batch's documents: the call around it, which finds them, runs outside,
-and layers are handed the layout, of which a graph reads sizes that may change (`attention/custom_op.py`).
+and layers are handed the layout, of which a graph reads sizes that may change (`attention/custom_op.py`). Compiled by
+layer, as the trainer does, layers of one kind share a graph: what is compiled does not grow with their number.
 """
 
 from __future__ import annotations
@@ -65,25 +66,59 @@ def allow_graphs(most: int) -> Iterator[None]:
         yield
 
 
+class CompiledLayer:
+    """The compiled call of one layer, which is told before its first graph that rows may have other lengths.
+
+    Args:
+        layer (`torch.nn.Module`):
+            Whose call is compiled, with its hooks.
+        options (`dict[str, Any]`):
+            Arguments of `torch.compile`.
+    """
+
+    # Where `torch.nn.Module.compile` keeps a module's compiled call; copies of a module go without it.
+    SLOT = "_compiled_call_impl"
+
+    def __init__(self, layer: nn.Module, options: dict[str, Any]) -> None:
+        self._call = torch.compile(layer._call_impl, **options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's call."""
+        # `(B, L, ...)`, of the hidden states and of the rotary embedding's tables.
+        for value in (*args, *kwargs.values()):
+            for tensor in value if isinstance(value, tuple) else (value,):
+                if isinstance(tensor, torch.Tensor) and tensor.dim() > 1:
+                    torch._dynamo.maybe_mark_dynamic(tensor, [0, 1])
+        return self._call(*args, **kwargs)
+
+
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
     """For the length of a `with` block a compiled model runs as if it were not. What is compiled by itself, as
     flex_attention's kernel, still is."""
-    if not runs_compiled(model):
-        yield
-        return
     # torch's `OptimizedModule` keeps the compiled call on the instance, as `forward`, and the model as `_orig_mod`.
-    compiled = vars(model)["forward"]
-    model.forward = _own_call(model)
+    compiled = [(part, name, vars(part)[name]) for part, name in _compiled_parts(model)]
+    for part, name, _ in compiled:
+        setattr(part, name, _own_call(part) if name == "forward" else None)
     try:
         yield
     finally:
-        model.forward = compiled
+        for part, name, call in compiled:
+            setattr(part, name, call)
 
 
 def runs_compiled(model: nn.Module) -> bool:
     """Whether a call of this model runs graphs."""
-    return hasattr(model, "_orig_mod") and vars(model)["forward"] != _own_call(model)
+    return any(_compiled_parts(model))
+
+
+def _compiled_parts(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """The modules whose calls are compiled, and where each keeps its compiled call."""
+    if hasattr(model, "_orig_mod") and vars(model)["forward"] != _own_call(model):
+        yield model, "forward"
+    for module in model.modules():
+        if vars(module).get(CompiledLayer.SLOT) is not None:
+            yield module, CompiledLayer.SLOT
 
 
 def _own_call(model: Any) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from types import CodeType
+from types import CodeType, MethodType
 from typing import Any
 
 from torch import nn
@@ -24,6 +24,20 @@ class Override:
         if self.original is None:
             return type(self.module).forward(self.module, *args, **kwargs)
         return self.original(*args, **kwargs)
+
+    def as_forward(self) -> Callable[..., Any]:
+        """What stands in the module's slot: this override's bound `__call__`, or itself where it has a signature."""
+        # torch.compile guards an instance's forward by identity, but a bound method by its code: so the layers of a
+        # model share one graph, where each override object would ask for one of its own. A signature of its own is
+        # read from the object, and only a whole model's forward has one.
+        return self if hasattr(self, "__signature__") else self.__call__
+
+
+def override_in(module: nn.Module, slot: str = "forward") -> Override | None:
+    """The override in a module's slot, `None` if its forward is another."""
+    forward = vars(module).get(slot)
+    owner = forward.__self__ if type(forward) is MethodType else forward
+    return owner if isinstance(owner, Override) else None
 
 
 def computes_as(module: nn.Module, forward: Callable[..., Any]) -> bool:

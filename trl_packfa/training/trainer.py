@@ -15,7 +15,7 @@ Tokenizing, losses, metrics, checkpoints and distribution stay TRL's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -42,10 +42,10 @@ from ..errors import ContaminationError, InvalidConfig, NoBackend, UnsupportedMo
 from ..exactness import ExactnessReport
 from ..packing import PackedBatchSampler, PackingReport
 from ..patching import inspect
-from ..runtime.compile import allow_graphs_of_layers
 from .batching import FREE, TOGETHER
 from .chat_templates import left_out_by_template
 from .checkpointing import count_batch, read_progress, whole_checkpoint, write_progress, write_reports
+from .compiling import compile_by_layer, graphs_for_every_layer
 from .config import PackedSFTConfig
 from .construction import load_as_asked, settle_arguments
 from .dataloading import PackedData
@@ -205,6 +205,7 @@ class PackedSFTTrainer(SFTTrainer):
             self._head.choose(model)
         apply_liger(model, args)  # the Trainer would put its forwards over the patch's, after the proof
         patch(model, backend=args.attention_backend, fused_lora=args.fused_lora)
+        compile_by_layer(model, args, self.accelerator, whole=self.is_zero3_enabled)
         self._terms = PaddedTerms(args, self.accelerator, model, balances_experts=self.aux_loss_enabled)
         if self.aux_loss_enabled and not self.is_zero3_enabled:
             self.aux_loss_enabled = self._terms.find_routers(has_own_head=isinstance(self._head.module, OwnHead))
@@ -452,7 +453,7 @@ class PackedSFTTrainer(SFTTrainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """TRL's; its time does not count in the logged speed of training."""
-        with self._speed.paused(), already_applied(self.args), self._compiling_every_layer():
+        with self._speed.paused(), already_applied(self.args), graphs_for_every_layer(self.model, self.args):
             return super().evaluate(*args, **kwargs)
 
     # Proof -----------------------------------------------------------------------------------------------------------
@@ -525,13 +526,8 @@ class PackedSFTTrainer(SFTTrainer):
             self._require_proof()
         saves = self.args.should_save and self.args.save_strategy != "no"  # else nothing there is at stake
         alone = only_run_in(self.args.output_dir) if saves else nullcontext()  # type: ignore[arg-type]
-        with alone, already_applied(self.args), self._compiling_every_layer():
+        with alone, already_applied(self.args), graphs_for_every_layer(self.model, self.args):
             return super().train(resume_from_checkpoint, *args, **kwargs)
-
-    def _compiling_every_layer(self) -> AbstractContextManager[None]:
-        if not (self.args.packing and self.args.torch_compile):
-            return nullcontext()
-        return allow_graphs_of_layers(inspect.model_config(self.model).get_text_config().num_hidden_layers)
 
     @cached_property
     def _identity(self) -> dict[str, str]:

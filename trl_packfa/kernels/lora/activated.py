@@ -24,7 +24,7 @@ from ...layout import PackedLayout
 from ...runtime.boundaries import layout_of
 from ...runtime.compile import around_graphs, outside_of_graphs
 from ...runtime.context import INPUT_IDS, current_layout
-from ...runtime.override import Override, forward_signature
+from ...runtime.override import Override, forward_signature, override_in
 
 Invocations = Mapping[str, tuple[int, ...]]
 
@@ -72,13 +72,13 @@ def require_patched(module: nn.Module) -> None:
     Raises:
         [`PackingError`]: naming one of the adapters.
     """
-    late = [layer for layer in activated_layers(module) if not isinstance(_forward_of(layer), ActivatedLoraOverride)]
+    late = [layer for layer in activated_layers(module) if not isinstance(_override_of(layer), ActivatedLoraOverride)]
     if late:
         raise _added_late(_activated(late[0])[0])
 
 
-def _forward_of(layer: nn.Module) -> Any:
-    return vars(layer).get("_old_forward" if "_hf_hook" in vars(layer) else "forward")
+def _override_of(layer: nn.Module) -> Override | None:
+    return override_in(layer, "_old_forward" if "_hf_hook" in vars(layer) else "forward")
 
 
 def _added_late(name: str) -> PackingError:

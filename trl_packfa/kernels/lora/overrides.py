@@ -18,7 +18,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ...runtime.context import current_layout
-from ...runtime.override import Override, computes_as
+from ...runtime.override import Override, computes_as, override_in
 from .activated import ActivatedLoraOverride, Invocations, activated_layers
 from .products import GatedMLP, ProjectTogether
 from .projections import Projection, compute_dtype, is_adapted, output_dtype, read, unsupported_reason
@@ -97,14 +97,11 @@ def describe_lora(layers: Sequence[nn.Module], fused: bool) -> list[str]:
 
 
 def _reason(layer: nn.Module) -> str | None:
-    slot = vars(layer).get("forward")
-    return unsupported_reason(layer) or (
-        None if isinstance(slot, AdaptedLinearOverride) else "not in a packed part of the model"
-    )
+    return unsupported_reason(layer) or (None if _is_patched(layer) else "not in a packed part of the model")
 
 
 def _is_patched(module: nn.Module) -> bool:
-    return isinstance(vars(module).get("forward"), AdaptedLinearOverride)
+    return isinstance(override_in(module), AdaptedLinearOverride)
 
 
 def _readable(modules: Sequence[nn.Module]) -> list[Projection] | None:
