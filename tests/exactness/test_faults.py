@@ -11,6 +11,7 @@ from trl_packfa import DataCollatorForPacking, PackedLayout, check, patch
 from trl_packfa.attention import get_backend
 from trl_packfa.errors import ContaminationError
 from trl_packfa.patching.apply import find_state
+from trl_packfa.runtime.override import override_in
 
 LAYER = "model.layers.2.self_attn"
 
@@ -40,7 +41,7 @@ def backend_with(change):
 
     def install(model):
         module = model.get_submodule(LAYER)
-        override = vars(module)["forward"]
+        override = override_in(module)
         override.patch = replace(override.patch, arguments=lambda m, read=override.patch.arguments: change(read(m)))
         return model
 

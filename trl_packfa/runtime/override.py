@@ -16,6 +16,8 @@ from torch import nn
 class Override:
     """A `forward` of one instance and the way back to what it replaced."""
 
+    __call__: Callable[..., Any]
+
     def __init__(self, module: nn.Module, original: Callable[..., Any] | None) -> None:
         self.module, self.original = module, original
 
