@@ -43,9 +43,9 @@ BF16, FP32 = torch.bfloat16, torch.float32
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 
 
-def places(*on_gpu, cpu=("sdpa",)):
+def places(*on_gpu, cpu=("sdpa",), on_cpu_marks=()):
     """Devices and the backends that are tried on them."""
-    on_cpu = [pytest.param("cpu", backend, id=f"cpu-{backend}") for backend in cpu]
+    on_cpu = [pytest.param("cpu", backend, marks=on_cpu_marks, id=f"cpu-{backend}") for backend in cpu]
     marks = pytest.mark.gpu
     return pytest.mark.parametrize(
         ("device", "backend"),
@@ -157,7 +157,7 @@ def test_no_forward_waits_for_the_device(device, backend, lora):
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
-@places("flash", "varlen", "flex")
+@places("flash", "varlen", "flex", on_cpu_marks=pytest.mark.slow)
 def test_a_backbone_is_compiled_once(device, backend, lora):
     """No batch after the second compiles anything. flex's own graphs are counted with the backbone's: other sizes are
     one more of each at most."""

@@ -144,13 +144,20 @@ _TIMES = ("time", "second", "epoch")
 ROUNDED = ("rewards/accuracies",)
 
 
+# KTO's `kl` is the difference of two rows' log-probabilities, sums over their tokens, and rounding is as large as they
+# are: 1e-5 of a `kl` near 0 is a few units in the last place of log-probabilities of 200.
+_DIFFERENCE_OF = {"kl": ("logps/chosen", "logps/rejected")}
+
+
 def differences(logs, others):
-    """The worst difference of each metric over all logs, relative where it is larger than one."""
+    """The worst difference of each metric over all logs, relative where it, or what it is a difference of, is larger
+    than one."""
     worst = {}
     for entry, other in zip(logs, others, strict=True):
         for name, value in entry.items():
             if isinstance(value, (int, float)) and not any(word in name for word in _TIMES):
-                found = abs(value - other[name]) / max(1.0, abs(value))
+                sizes = (abs(entry[term]) for term in _DIFFERENCE_OF.get(name, ()) if term in entry)
+                found = abs(value - other[name]) / max(1.0, abs(value), *sizes)
                 worst[name] = max(worst.get(name, 0.0), found if found == found else float("inf"))
     return worst
 

@@ -9,6 +9,7 @@ import torch
 import trl
 from datasets import Dataset
 from padded import padded
+from selection import in_full
 from tolerance import TRAJECTORY
 from trl_trainers import EXPERIMENTAL, ROUNDED, STABLE, build, differences, pairs, tokenizer, train
 
@@ -39,7 +40,7 @@ def free(trainer, **options):
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("kind", [*STABLE, *EXPERIMENTAL])
+@pytest.mark.parametrize("kind", [*STABLE, *in_full(*EXPERIMENTAL)])
 def test_it_trains_as_padded(kind, lora, tmp_path, caplog):
     if kind == "bema_dpo" and lora:
         pytest.skip("follows whole weights")
@@ -214,3 +215,11 @@ def test_rows_of_pads_alone_and_batches_without_pads(tmp_path):
                              train_dataset=Dataset.from_list(even), processing_class=tokenizer())  # fmt: skip
     free(trainer)
     assert train(trainer)[0]["padding_saved"] == 0 and pairs(2)
+
+
+def test_negative_control_another_kl_is_another_run():
+    """It is compared with the log-probabilities that it is a difference of, and no more is forgiven."""
+    logs = [{"loss": 0.5, "kl": 0.01, "logps/chosen": -200.0}]
+    assert differences(logs, [{**logs[0], "kl": 0.010_02}])["kl"] <= TRAJECTORY
+    assert differences(logs, [{**logs[0], "kl": 0.02}])["kl"] > TRAJECTORY
+    assert differences(logs, [{**logs[0], "logps/chosen": -199.9}])["logps/chosen"] > TRAJECTORY

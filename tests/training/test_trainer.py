@@ -5,6 +5,7 @@ import tiny
 import torch
 from datasets import Dataset
 from peft import PeftModel, get_peft_model
+from selection import in_full
 from tolerance import assert_trajectory
 from training import FORMATS, arguments, dataset, lora_config, losses, packed_trainer
 from transformers import TrainingArguments
@@ -163,7 +164,7 @@ def test_a_model_by_name_is_loaded_quantized_and_saved(tmp_path):
 # Data --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["step", "minibatch", "bfd", "bfd_split"])
+@pytest.mark.parametrize("strategy", ["step", *in_full("minibatch", "bfd", "bfd_split")])
 @pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_dataset_formats(tmp_path, kind, streaming, strategy):
@@ -232,7 +233,7 @@ def test_evaluate_takes_a_raw_dataset_and_a_dict(tmp_path):
     assert trainer.evaluate(dataset(5, seed=1))["eval_loss"] == trainer.evaluate()["eval_a_loss"]
 
 
-@pytest.mark.parametrize("strategy", ["step", "minibatch", "bfd"])
+@pytest.mark.parametrize("strategy", ["step", *in_full("minibatch", "bfd")])
 def test_resume_continues_bit_for_bit(tmp_path, strategy):
     options = {"packing_strategy": strategy, "max_length": 96, "per_device_train_batch_size": 2, "max_steps": 14}
     options |= {"gradient_accumulation_steps": 2}
