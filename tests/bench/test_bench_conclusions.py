@@ -20,14 +20,14 @@ from trl_packfa.errors import InvalidConfig
 def result(name="step", *, seconds=(1.0,) * 6, tokens=100, share=1.5, **facts):
     """A side that ran."""
     one = Result(parse_sides(name)[0])
-    one.facts = {"equal": {"threads": 2, "device": "cpu", **facts}, "leaks": False, "steps_per_epoch": 9}
+    one.facts = {"equal": {"threads": 2, "device": "cpu", **facts}, "leaks": False, "steps_per_epoch": 9, "remark": ""}
     steps = [{"seconds": s, "tokens": tokens + i, "fingerprint": i} for i, s in enumerate(seconds)]
     one.steps = [
         {**s, "computed": 200, "documents": 4, "micro_batches": 2, "largest": 100, "loss": 2.0} for s in steps
     ]
     for step in one.steps:
         step |= {"compiled": 0, "cpu_seconds": share * step["seconds"]}
-    one.end = {"peak_bytes": 1, "bytes_before": 1, "life_peak_bytes": 1, "eval_loss": None}
+    one.end = {"peak_bytes": 1, "bytes_before": 1, "life_peak_bytes": 1, "eval_loss": None, "attention": "sdpa"}
     return one
 
 

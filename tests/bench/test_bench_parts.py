@@ -9,7 +9,7 @@ from tolerance import assert_float32
 
 from trl_packfa import PackedLayout
 from trl_packfa.bench import presets
-from trl_packfa.bench.attention import bench_attention
+from trl_packfa.bench.attention import Heads, attention_bytes, attention_flops, bench_attention
 from trl_packfa.bench.mixes import document_lengths, draw_lengths
 from trl_packfa.bench.paths import TRANSFORMERS, attend_with
 from trl_packfa.bench.presets import PRESETS, preset_config
@@ -39,7 +39,8 @@ def test_lengths_add_up():
 
 @pytest.mark.slow
 def test_bench_attention_runs_what_can_run_and_says_why_not(lengths_file):
-    rows = bench_attention(tokens=[512], mixes=[lengths_file], sides=["sdpa", TRANSFORMERS, "flex"], repeats=1)
+    sides = ["sdpa", TRANSFORMERS, "flex"]
+    rows = bench_attention(tokens=[512], mixes=[lengths_file], sides=sides, heads=Heads(4, 1, 32), repeats=1)
     ours, theirs, flex = rows
     assert ours["us/token"] > 0 and ours["KB/token"] >= 0 and theirs["times the floor"] > 0
     assert flex["us/token"] is None and (torch.cuda.is_available() or "CUDA" in flex["remark"])
@@ -47,6 +48,12 @@ def test_bench_attention_runs_what_can_run_and_says_why_not(lengths_file):
     assert [row["us/token"] for row in huge] == [None] * 3
     assert "its arithmetic alone takes" in huge[0]["remark"] and "its T x T mask takes" in huge[1]["remark"]
     assert "there is no side 'x'" in huge[2]["remark"]
+
+
+def test_an_attentions_floor_follows_its_heads():
+    wide = Heads(32, 8, 128)
+    assert attention_flops([300, 20], wide) == 6 * 32 * 128 * (300**2 + 20**2)
+    assert attention_bytes(320, wide, 2) == 6 * (32 + 8) * 128 * 320 * 2
 
 
 def test_both_sides_of_the_attention_bench_compute_the_same():

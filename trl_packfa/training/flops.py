@@ -161,17 +161,17 @@ def matmul_flops(
     generator = torch.Generator(device).manual_seed(0)
     a = torch.randn(rows, inner, device=device, dtype=dtype, generator=generator)
     b = torch.randn(inner, columns, device=device, dtype=dtype, generator=generator)
-    return 2 * rows * inner * columns / _best(lambda: a @ b, device, seconds)
+    return 2 * rows * inner * columns / best_seconds(lambda: a @ b, device, seconds)
 
 
 def bandwidth(device: torch.device) -> float:
     """Bytes per second that memory reads and writes in a large copy."""
     source = torch.empty(_COPIED_BYTES // 4, device=device).normal_(generator=torch.Generator(device).manual_seed(0))
     target = torch.empty_like(source)
-    return 2 * _COPIED_BYTES / _best(lambda: target.copy_(source), device, 0.5)
+    return 2 * _COPIED_BYTES / best_seconds(lambda: target.copy_(source), device, 0.5)
 
 
-def _best(act: Callable[[], Any], device: torch.device, seconds: float) -> float:
+def best_seconds(act: Callable[[], Any], device: torch.device, seconds: float) -> float:
     """Seconds of the fastest of as many calls as fit, at least three."""
     time_of = _on_gpu if device.type == "cuda" else _on_host
     times: list[float] = []
