@@ -337,6 +337,18 @@ def test_projections_that_lie_in_one_are_not_copied(monkeypatch):
     assert varlen._as_kernels_read(fused[:, 0]).is_contiguous()
 
 
+def test_rocm_is_served_by_what_is_installed(packages, monkeypatch):
+    """By package and shape; whatever capability the device reports, as that is no NVIDIA's."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: pytest.fail("an NVIDIA GPU's"))
+    monkeypatch.setattr(flex_module, "find_spec", lambda name: name)
+    packages("flash_attn_interface", "flash_attn.cute", "flash_attn")
+    assert resolve(ON_CUDA).name == "flash" and flash._KERNELS[(8, 0)].function.package == "flash_attn"
+    packages()
+    assert resolve(ON_CUDA).name == "varlen" and resolve(ON_CUDA._replace(softcap=30.0)).name == "flex"
+    assert resolve(ON_CUDA._replace(dtype=torch.float32, head_dim=512)).name == "sdpa"
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, BF16, torch.float32])
 @pytest.mark.parametrize("device", ["xpu", "mps", "cuda"], ids=["XPU", "MPS", "Turing"])
 def test_accelerators_without_flash_attention_attend_by_document(device, dtype, monkeypatch):

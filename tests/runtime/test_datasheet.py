@@ -69,6 +69,19 @@ def test_a_gpu_is_timed_by_its_own_clock_over_several_calls(monkeypatch):
     assert len(events) == 2 * 50 // 10, "launching one call takes longer than some run: ten between two events"
 
 
+@pytest.mark.parametrize("kind", ["xpu", "mps"])
+def test_other_devices_are_waited_for(kind, monkeypatch):
+    """What is queued there has returned before it runs."""
+    waited = []
+    device = SimpleNamespace(synchronize=lambda: waited.append(1))
+    monkeypatch.setattr(torch, "get_device_module", lambda asked: device)
+    calls = []
+    flops.best_seconds(lambda: calls.append(1), torch.device(kind), seconds=0.0)
+    assert len(waited) == len(calls) == 3
+    flops.best_seconds(lambda: calls.append(1), torch.device("cpu"), seconds=0.0)
+    assert len(waited) == 3
+
+
 @pytest.mark.parametrize(("device", "rows"), [("cpu", 2048), ("cuda", 8192)])
 def test_a_gpu_is_given_as_many_rows_as_fill_it(device, rows, monkeypatch):
     asked = []

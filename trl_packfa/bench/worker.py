@@ -191,8 +191,8 @@ ALLOCATOR = (
 
 
 def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
 
 
 def main(path: str) -> None:

@@ -173,20 +173,21 @@ def bandwidth(device: torch.device) -> float:
 
 def best_seconds(act: Callable[[], Any], device: torch.device, seconds: float) -> float:
     """Seconds of the fastest of as many calls as fit, at least three."""
-    time_of = _on_gpu if device.type == "cuda" else _on_host
     times: list[float] = []
     spent = 0.0
     while len(times) < 3 or spent < seconds:
-        taken, calls = time_of(act)
+        taken, calls = _on_gpu(act) if device.type == "cuda" else _on_host(act, device)
         times.append(taken / calls)
         spent += taken
     return min(times)
 
 
-def _on_host(act: Callable[[], Any]) -> tuple[float, int]:
-    """Seconds of one call."""
+def _on_host(act: Callable[[], Any], device: torch.device) -> tuple[float, int]:
+    """Seconds of one call, until the device has done it."""
     start = time.perf_counter()
     act()
+    if device.type != "cpu":  # a call that is queued has returned before it runs
+        torch.get_device_module(device).synchronize()
     return time.perf_counter() - start, 1
 
 
