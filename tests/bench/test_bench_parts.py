@@ -1,6 +1,7 @@
 """The benchmarks of one part each: attention, planning, the exactness check; and the models they run on."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ from tolerance import assert_float32
 
 from trl_packfa import PackedLayout
 from trl_packfa.bench import presets
+from trl_packfa.bench.arguments import read_arguments
 from trl_packfa.bench.attention import Heads, attention_bytes, attention_flops, bench_attention
 from trl_packfa.bench.mixes import document_lengths, draw_lengths
 from trl_packfa.bench.paths import TRANSFORMERS, attend_with
 from trl_packfa.bench.presets import PRESETS, preset_config
+from trl_packfa.bench.run import model_path
 from trl_packfa.cli.main import main
 from trl_packfa.errors import PackingError
 
@@ -81,7 +84,8 @@ def test_bench_check_times_the_proof_beside_a_step(lengths_file, tmp_path, capsy
 def test_a_preset_is_made_in_a_process_of_its_own(tmp_path, monkeypatch):
     """The memory of a GPU that a process has taken for weights stays its own until it ends."""
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", lambda *a, **k: pytest.fail("made here"))
-    presets.save_preset_apart("tiny", tmp_path, dtype="bfloat16", tokenizer=None, seed=3)
-    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    asked = read_arguments(["--model", "tiny", "--dtype", "bfloat16", "--output_dir", str(tmp_path)])
+    made = Path(model_path(asked, tmp_path))
+    assert json.loads((made / "config.json").read_text())["dtype"] == "bfloat16"
     with pytest.raises(PackingError, match=r"preset 'tiny' could not be made\.\n  - .*float31"):
         presets.save_preset_apart("tiny", tmp_path, dtype="float31", tokenizer=None, seed=3)

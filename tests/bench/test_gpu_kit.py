@@ -12,13 +12,14 @@ from types import SimpleNamespace
 import oracle
 import pytest
 import torch
+from battery import graphs_after_each_batch, patched_model
 from gpu import parts, prepare, run, wanted
 from pretended import pretend
 from tolerance import assert_low_precision, differs
 from transformers import modeling_flash_attention_utils as flash_utils
 
 from trl_packfa import PackedLayout
-from trl_packfa.attention import AttentionArguments, get_backend, varlen
+from trl_packfa.attention import AttentionArguments, flash, get_backend, varlen
 
 ROOT = Path(__file__).parents[2]
 STAGES = ("tests", "kernels", "train", "paper", "rest")
@@ -239,6 +240,16 @@ def test_transformers_attends_by_document_with_the_stand_in(how, window, flash_a
     assert differs(oracle.attention(*tensors, (sum(lengths),), **options).float(), results[0][0].float()), (
         "the control"
     )
+
+
+def test_our_backend_takes_the_stand_in_into_a_graph(flash_attn, monkeypatch):
+    """One graph of the backbone, one of the head, whatever documents a batch holds."""
+    strict = flash_attn.varlen_attn
+    pretend(monkeypatch, "flash")
+    monkeypatch.setattr(flash_attn, "varlen_attn", strict)
+    monkeypatch.setitem(flash._KERNELS, (8, 0), flash._kernel_of(flash_attn.flash_attn_varlen_func))
+    model = patched_model("llama", "cpu", torch.bfloat16, "flash", layers=2)
+    assert graphs_after_each_batch(model, "cpu") == [2] * 5
 
 
 def test_what_the_stand_in_lacks_it_says(flash_attn):
