@@ -92,7 +92,10 @@ def test_what_was_carried_is_unpacked_once(tmp_path):
     assert (site / "thing.py").read_text() == "x"
     (site / "thing.py").unlink()
     run.unpack(tmp_path, site)
-    assert not (site / "thing.py").exists()
+    assert not (site / "thing.py").exists(), "the same kit"
+    wheel(tmp_path, "other", ["other.py"])
+    run.unpack(tmp_path, site)
+    assert (site / "thing.py").exists() and (site / "other.py").exists()
     run.unpack(tmp_path / "nowhere", tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
@@ -250,6 +253,18 @@ def test_our_backend_takes_the_stand_in_into_a_graph(flash_attn, monkeypatch):
     monkeypatch.setitem(flash._KERNELS, (8, 0), flash._kernel_of(flash_attn.flash_attn_varlen_func))
     model = patched_model("llama", "cpu", torch.bfloat16, "flash", layers=2)
     assert graphs_after_each_batch(model, "cpu") == [2] * 5
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (7, 0)])
+def test_torch_s_own_operator_takes_the_stand_ins_call(window, flash_attn, monkeypatch):
+    """On the meta device, which knows signatures and shapes, forward and backward."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    monkeypatch.setattr(flash_attn, "varlen_attn", varlen_attn)
+    tensors = [torch.randn(2, 9, n, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for n in (4, 2, 2)]
+    out = flash_attn.flash_attn_func(*tensors, softmax_scale=0.3, causal=True, window_size=window)
+    grads = torch.autograd.grad(out, tensors, torch.empty_like(out))
+    assert out.shape == (2, 9, 4, 64) and [grad.shape for grad in grads] == [tensor.shape for tensor in tensors]
 
 
 def test_what_the_stand_in_lacks_it_says(flash_attn):
