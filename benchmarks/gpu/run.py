@@ -1,6 +1,7 @@
 """On a machine with a GPU: what the tables of `docs/gpu.md` come from, in stages of ten minutes at most.
 
     python benchmarks/gpu/run.py tests|kernels|train|paper|rest [--out FOLDER] [--limit SECONDS] [--small]
+    python benchmarks/gpu/run.py STEP      one of a stage's steps alone: llama3_8b, paper_x16, ...
 
 Takes what the machine lacks from `.gpu/`, where `make gpu-kit` has put it. Writes raw JSON and logs to `--out`, by
 default `benchmarks/gpu/results`; ends what has not ended when the time is over. `--small` runs the same lines on a
@@ -95,6 +96,11 @@ def stages(out: Path, *, small: bool) -> dict[str, list[Step]]:
     }
 
 
+def chosen(name: str, known: dict[str, list[Step]]) -> list[Step]:
+    """The steps of a stage, or the one of that name; none if there is neither."""
+    return known.get(name) or [step for steps in known.values() for step in steps if step.name == name]
+
+
 def environment(site: Path) -> dict[str, str]:
     """Variables of a step: what was carried, this checkout, and torch's FlashAttention where there is no other."""
     stand_in = [] if importlib.util.find_spec("flash_attn") else [str(HERE / "stand_in")]
@@ -140,17 +146,20 @@ def run_step(step: Step, out: Path, variables: dict[str, str], seconds: float) -
 def main(argv: list[str] | None = None) -> int:
     """Run a stage; returns 1 if one of its steps failed or did not end in time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=["tests", "kernels", "train", "paper", "rest"])
+    parser.add_argument("stage", help="tests, kernels, train, paper or rest, or a step of one")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--limit", type=float, default=585.0, help="seconds of the stage")
     parser.add_argument("--small", action="store_true", help="on a small model, on a CPU too")
     given = parser.parse_args(argv)
     began, out = time.monotonic(), given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
+    wanted = chosen(given.stage, stages(out, small=given.small))
+    if not wanted:
+        parser.error(f"there is no stage or step '{given.stage}'")
     site = Path(tempfile.gettempdir()) / "trl-packfa-gpu-site"
     unpack(ROOT / ".gpu", site)
     codes = []
-    for step in stages(out, small=given.small)[given.stage]:
+    for step in wanted:
         left = given.limit - (time.monotonic() - began)
         codes.append(run_step(step, out, environment(site), left) if left > 0 else 124)
     return int(any(codes))

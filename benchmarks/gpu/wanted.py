@@ -1,6 +1,6 @@
 """The figures that one H100 or H200 should reach, beside what was measured: the table of `docs/gpu.md`.
 
-    python benchmarks/gpu/wanted.py --markdown
+    python benchmarks/gpu/wanted.py [--results FOLDER]
 
 Reads the raw JSON in `benchmarks/gpu/results`, where `run.py` writes it; what is not there is not measured yet.
 """
@@ -19,13 +19,17 @@ Report = dict[str, Any]
 
 
 class Figure(NamedTuple):
-    """One figure: of what, how much is wanted, which file has it, how it is read, and how it is measured."""
+    """One figure: of what, how much is wanted, which step of `run.py` measures it, and how its report is read."""
 
     what: str
     wanted: str
-    file: str
+    step: str
     read: Callable[[Report], str]
-    command: str
+
+    @property
+    def command(self) -> str:
+        """What measures it."""
+        return f"python benchmarks/gpu/run.py {self.step}"
 
 
 def side(report: Report, name: str) -> Report:
@@ -67,51 +71,42 @@ def count(key: str, *names: str) -> Callable[[Report], str]:
     return lambda report: ", ".join(f"{name} {side(report, name).get(key, 'failed')}" for name in names)
 
 
-def _run(stage: str) -> str:
-    return f"`python benchmarks/gpu/run.py {stage}`"
-
-
 FIGURES = (
-    Figure("`step` over TRL padded, batch 4, accumulation 2, times", "1.9", "paper_x2", ratio("step", "padding"),
-           _run("paper")),
-    Figure("the same, accumulation 16", "4.0", "paper_x16", ratio("step", "padding"), _run("paper")),
+    Figure("`step` over TRL padded, batch 4, accumulation 2, times", "1.9", "paper_x2", ratio("step", "padding")),
+    Figure("the same, accumulation 16", "4.0", "paper_x16", ratio("step", "padding")),
     Figure("`step`, which takes padded training's steps, over TRL's `bfd` with FlashAttention, 8 B LoRA", "1.0",
-           "llama3_8b", ratio("step", "trl-bfd@8192x1"), _run("train")),
-    Figure("`bfd` over TRL's, with fused parts", "1.3", "llama3_8b", ratio("bfd@8192x1", "trl-bfd@8192x1"),
-           _run("train")),
-    Figure("MFU, 8 B LoRA in bfloat16", "50 %", "llama3_8b", mfu("bfd@8192x1"), _run("train")),
-    Figure("true tokens a second on FLAN-like lengths, 8 B LoRA", "12,473", "llama3_8b", rate("bfd@8192x1"),
-           _run("train")),
-    Figure("tokens a second in NeMo Automodel's setting, where it has 12,473", "12,473", "automodel", rate("step"),
-           _run("train")),
-    Figure("QLoRA, `step` over TRL padded, times", "1.5", "qlora_8b", ratio("step", "padding"), _run("rest")),
+           "llama3_8b", ratio("step", "trl-bfd@8192x1")),
+    Figure("`bfd` over TRL's, with fused parts", "1.3", "llama3_8b", ratio("bfd@8192x1", "trl-bfd@8192x1")),
+    Figure("MFU, 8 B LoRA in bfloat16", "50 %", "llama3_8b", mfu("bfd@8192x1")),
+    Figure("true tokens a second on FLAN-like lengths, 8 B LoRA", "12,473", "llama3_8b", rate("bfd@8192x1")),
+    Figure("tokens a second in NeMo Automodel's setting, where it has 12,473", "12,473", "automodel", rate("step")),
+    Figure("QLoRA, `step` over TRL padded, times", "1.5", "qlora_8b", ratio("step", "padding")),
     Figure("graphs compiled in timed steps", "0", "compiled_1b",
-           count("recompiles", "bfd-compiled@8192x1", "step-compiled"), _run("rest")),
+           count("recompiles", "bfd-compiled@8192x1", "step-compiled")),
     Figure("times a step that the host waits (the Trainer's own are TRL's, too)", "TRL's or fewer", "llama3_8b",
-           count("host_syncs_per_step", "trl-bfd@8192x1", "bfd@8192x1", "step"), _run("train")),
+           count("host_syncs_per_step", "trl-bfd@8192x1", "bfd@8192x1", "step")),
 )  # fmt: skip
 
 
 def measured(figure: Figure, results: Path = RESULTS) -> str:
     """What a figure's file says, with the device's name."""
-    path = results / f"{figure.file}.json"
+    path = results / f"{figure.step}.json"
     if not path.exists():
         return NOT_YET
     report = json.loads(path.read_text(encoding="utf-8"))
     gpus = report["environment"]["gpus"]
-    # A trial on a CPU (`run.py --small`) says nothing about a GPU.
-    return f"{figure.read(report)}, {gpus[0]}" if gpus else NOT_YET
+    # A trial on a CPU, or of a small model (`run.py --small`), says nothing about a GPU.
+    return f"{figure.read(report)}, {gpus[0]}" if gpus and "tiny" not in report["arguments"] else NOT_YET
 
 
 def markdown(results: Path = RESULTS) -> str:
     """The table."""
     lines = ["| what | wanted | measured | command |", "|---|---|---|---|"]
-    lines += [f"| {f.what} | {f.wanted} | {measured(f, results)} | {f.command} |" for f in FIGURES]
+    lines += [f"| {f.what} | {f.wanted} | {measured(f, results)} | `{f.command}` |" for f in FIGURES]
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--markdown", action="store_true", help="print the table (the default, and all there is)")
     parser.add_argument("--results", type=Path, default=RESULTS)
     print(markdown(parser.parse_args().results))

@@ -108,8 +108,9 @@ def test_every_stage_has_its_time_and_its_files(tmp_path):
     assert tuple(stages) == STAGES
     names = [step.name for steps in stages.values() for step in steps]
     assert len(set(names)) == len(names)
-    assert {figure.file for figure in wanted.FIGURES} <= set(names)
-    assert {figure.command for figure in wanted.FIGURES} <= {f"`python benchmarks/gpu/run.py {s}`" for s in STAGES}
+    assert {figure.step for figure in wanted.FIGURES} <= set(names)
+    assert all(len(run.chosen(figure.step, stages)) == 1 for figure in wanted.FIGURES)
+    assert run.chosen("train", stages) == stages["train"] and not run.chosen("nothing", stages)
     readme = (ROOT / "benchmarks" / "gpu" / "README.md").read_text()
     assert all(f"| `{stage}` |" in readme for stage in STAGES)
 
@@ -148,7 +149,7 @@ def test_figures_are_read_from_a_gpus_reports_only(tmp_path):
         {"side": "padding", "tokens_per_second": 100.0, "attention": "flash_attention_2"},
         {"side": "step", "tokens_per_second": 210.0},
     ]
-    report = {"environment": {"gpus": ["NVIDIA H100 80GB HBM3"]}, "sides": sides}
+    report = {"environment": {"gpus": ["NVIDIA H100 80GB HBM3"]}, "arguments": ["--config", "x"], "sides": sides}
     figure = wanted.FIGURES[0]
     assert wanted.measured(figure, tmp_path) == wanted.NOT_YET
     (tmp_path / "paper_x2.json").write_text(json.dumps(report))
@@ -157,8 +158,9 @@ def test_figures_are_read_from_a_gpus_reports_only(tmp_path):
         json.dumps({**report, "sides": [sides[0], {"side": "step", "failed": "x"}]})
     )
     assert wanted.measured(figure, tmp_path).startswith("a side failed")
-    (tmp_path / "paper_x2.json").write_text(json.dumps({**report, "environment": {"gpus": []}}))
-    assert wanted.measured(figure, tmp_path) == wanted.NOT_YET
+    for trial in ({"environment": {"gpus": []}}, {"arguments": ["--model", "tiny"]}):
+        (tmp_path / "paper_x2.json").write_text(json.dumps({**report, **trial}))
+        assert wanted.measured(figure, tmp_path) == wanted.NOT_YET
 
 
 def test_every_figure_is_read_from_what_the_benchmark_writes():
@@ -178,7 +180,7 @@ def test_every_figure_is_read_from_what_the_benchmark_writes():
 
 def test_the_page_holds_the_table():
     page = (ROOT / "docs" / "gpu.md").read_text()
-    block = page.split("<!-- generated: benchmarks/gpu/wanted.py --markdown -->\n")[1].split("\n<!-- end -->")[0]
+    block = page.split("<!-- generated: benchmarks/gpu/wanted.py -->\n")[1].split("\n<!-- end -->")[0]
     assert block == wanted.markdown()
 
 
