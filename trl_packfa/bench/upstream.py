@@ -70,10 +70,11 @@ def _why_not_flash(model: str, args: PackedSFTConfig) -> str:
     # Asked first: where it is missing, transformers would download a kernel from the Hub in its place.
     if not is_flash_attn_2_available():
         return "flash-attn is not installed"
-    config = AutoConfig.from_pretrained(model)
+    trusted = {"trust_remote_code": args.trust_remote_code}
+    config = AutoConfig.from_pretrained(model, revision=args.model_revision, **trusted)
     try:
         with torch.device("meta"):
-            AutoModelForCausalLM.from_config(config, attn_implementation=FLASH, dtype=dtype)
+            AutoModelForCausalLM.from_config(config, attn_implementation=FLASH, dtype=dtype, **trusted)
     except (ImportError, ValueError) as error:
         return str(error).partition("\n")[0]
     return ""
