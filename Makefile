@@ -6,13 +6,14 @@ BIN := $(VENV)/bin
 export MALLOC_MMAP_THRESHOLD_ := 4294967296
 export MALLOC_TRIM_THRESHOLD_ := 68719476736
 
-.PHONY: help demo test test-all lint docs
+.PHONY: help demo test test-all lint docs gpu-kit
 
 help:
 	@echo "make demo       a packed, proven QLoRA fine-tune on a CPU, in two to three minutes"
 	@echo "make test       what a change is likely to break, in minutes on two cores; test-all is the rest, too"
 	@echo "make lint       ruff and pyright"
 	@echo "make docs       the documentation's site, in site/"
+	@echo "make gpu-kit    what a GPU machine without network lacks, in .gpu/ (benchmarks/gpu/README.md)"
 
 demo: $(VENV)/installed
 	$(BIN)/trl-packfa demo
@@ -32,6 +33,9 @@ lint: $(VENV)/installed
 docs: $(VENV)/installed
 	$(BIN)/pip install -q -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+gpu-kit: $(VENV)/installed
+	$(BIN)/python benchmarks/gpu/prepare.py
 
 # torch first: its CPU build is a fraction of what a later requirement could pull in.
 $(VENV)/installed: pyproject.toml

@@ -15,10 +15,12 @@ from battery import (
     graphs_after_each_batch,
     logits_and_gradients,
     no_waits,
+    padded_documents,
     patched_model,
     require_device,
     was_fused,
 )
+from compiling import compile_anew
 from oracle import attention, attention_of_documents
 from tolerance import (
     BFLOAT16_LOSSES,
@@ -32,11 +34,17 @@ from tolerance import (
 )
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 from training import arguments, dataset, losses, packed_trainer
+from transformers import TrainerCallback
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from trl import SFTConfig, SFTTrainer
+from trl.trainer.utils import add_fused_lm_head
 
 from trl_packfa import check
 from trl_packfa.attention import BACKENDS, get_backend
+from trl_packfa.bench.tracing import compiled_graphs
+from trl_packfa.training.lm_head import ensure_own_loss
 
 ON_GPU = [backend.name for backend in BACKENDS if backend.name != "reference"]
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -172,14 +180,28 @@ def test_a_backbone_is_compiled_once(device, backend, lora):
 STEPS = 10
 
 
-def train(cls, config, device, dtype, out, **options):
-    """Losses of ten steps."""
+class Each(TrainerCallback):
+    """Does something at the end of each step."""
+
+    def __init__(self, act):
+        self.act = act
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.act()
+
+
+def built(cls, config, device, dtype, out, **options):
+    """A trainer that makes ten steps."""
     args = arguments(config, out, max_steps=STEPS, use_cpu=device == "cpu", bf16=dtype is BF16, max_length=96,
                      learning_rate=1e-4, **options)  # fmt: skip
-    if cls is SFTTrainer:
-        trainer = SFTTrainer(tiny.model(layers=2), args, train_dataset=dataset(100), processing_class=tiny.tokenizer())
-    else:
-        trainer = packed_trainer(args, train_dataset=dataset(100), peft_config=None)
+    if cls is None:
+        return packed_trainer(args, train_dataset=dataset(100), peft_config=None)
+    return cls(tiny.model(layers=2), args, train_dataset=dataset(100), processing_class=tiny.tokenizer())
+
+
+def train(*given, **options):
+    """Losses of ten steps."""
+    trainer = built(*given, **options)
     trainer.train()
     return losses(trainer)
 
@@ -196,16 +218,74 @@ def test_ten_steps_have_trl_s_losses(device, backend, dtype, tmp_path):
     assert len(set(ours)) > STEPS // 2, "it trains"
 
 
-@places("auto", cpu=("auto",))
-def test_bfd_trains_as_the_reference_does(device, backend, tmp_path):
-    """Batches are no padded run's, so the same strategy with the reference backend, in float32."""
-    require_device(device, "sdpa", FP32)
-    options = {"packing_strategy": "bfd", "use_peft": False, "check_packing": False}
-    ours, expected = (
-        train(None, type(arguments()), device, FP32, tmp_path / name, attention_backend=name, **options)
-        for name in (backend, "reference")
+@DTYPES
+@places("auto", "sdpa", cpu=("auto",))
+def test_ten_steps_of_bfd_have_trl_s_losses(device, backend, dtype, tmp_path):
+    """Its batches are no padded run's: TRL's own trainer is handed each micro-batch's documents, padded."""
+    require_device(device, "varlen" if backend == "auto" else backend, dtype)
+    options = {"packing_strategy": "bfd", "attention_backend": backend, "use_peft": False}
+    trainer = built(
+        None, type(arguments()), device, dtype, tmp_path / "ours", per_device_train_batch_size=1, **options
     )
-    assert_trajectory(ours, expected)
+    batches, step = [], trainer.training_step
+
+    def remember(model, inputs, *args):
+        batches.append(padded_documents(inputs))
+        return step(model, inputs, *args)
+
+    trainer.training_step = remember
+    trainer.train()
+
+    class Padded(SFTTrainer):
+        def get_train_dataloader(self):
+            return DataLoader(batches, batch_size=None)
+
+    padded = train(Padded, SFTConfig, device, dtype, tmp_path / "padded", packing=False)
+    assert max(len(batch["labels"]) for batch in batches) > 1, "rows of several documents"
+    assert_trajectory(losses(trainer), padded, allowed=TRAJECTORY if dtype is FP32 else BFLOAT16_LOSSES)
+
+
+@places("flash", "varlen", "flex", cpu=("sdpa",))
+def test_a_compiled_run_has_the_losses_of_one_that_is_not(device, backend, tmp_path):
+    """`torch_compile=True`; no step after the second compiles anything, but for a size or two of flex's own graphs."""
+    require_device(device, backend)
+    compile_anew()
+    options = {"packing_strategy": "step", "attention_backend": backend, "use_peft": False, "check_packing": False}
+    given = (None, type(arguments()), device, BF16)
+    compiles = {"torch_compile": True, "torch_compile_backend": "inductor" if device == "cuda" else "eager"}
+    seen, trainer = [], built(*given, tmp_path / "compiled", **options, **compiles)
+    trainer.add_callback(Each(lambda: seen.append(compiled_graphs())))
+    trainer.train()
+    assert seen[1] == seen[-1] or (backend == "flex" and seen[-3] == seen[-1]), seen
+    assert seen[0] > 0, "it is compiled"
+    assert_trajectory(losses(trainer), train(*given, tmp_path / "not", **options), allowed=BFLOAT16_LOSSES)
+
+
+@DTYPES
+@places("auto", cpu=("auto",))
+def test_the_lm_head_has_the_log_probabilities_of_the_logits(device, backend, dtype):
+    """TRL's, or what takes its place on this device; against float64 logits, the gradient of the hidden states too."""
+    require_device(device, "sdpa", dtype)
+    model = tiny.model(layers=1, vocab_size=5000).to(device, dtype).requires_grad_(False)
+    hidden = torch.randn(1, 700, model.config.hidden_size, device=device).to(dtype).requires_grad_()
+    labels = torch.randint(5000, (1, 700), device=device)
+    labels[:, 100:200] = -100
+    weight = model.lm_head.weight
+    add_fused_lm_head(model, outputs=("entropy", "is_top1"))
+    ensure_own_loss(model, seed=0)
+    model.model.forward = lambda *args, **kwargs: BaseModelOutputWithPast(last_hidden_state=hidden)
+    loss = model(input_ids=labels.clamp(min=0), labels=labels, fused_lm_head=True).loss
+    results = [[loss, *torch.autograd.grad(loss, [hidden])]]
+    for precise in (dtype, torch.float64):
+        x = hidden.detach().to(precise).requires_grad_()
+        logits = (x[0, :-1] @ weight.to(precise).T).to(torch.promote_types(precise, FP32))
+        loss = torch.nn.functional.cross_entropy(logits, labels[0, 1:])
+        results.append([loss, *torch.autograd.grad(loss, [x])])
+    for ours, eager, exact in zip(*results, strict=True):
+        if dtype is FP32:
+            assert_recomputed(ours.detach(), exact.detach())
+        else:
+            assert_low_precision(ours.detach(), eager.detach(), exact.detach(), factor=GRADIENT_FACTOR)
 
 
 @places("auto", cpu=("auto",))

@@ -146,6 +146,23 @@ def test_a_varlen_attn_without_scale_is_given_scaled_queries(scaling, monkeypatc
     assert_low_precision(out, eager, oracle.attention(*tensors, LENGTHS, scaling=scaling), factor=2.0)
 
 
+@pytest.mark.skipif(varlen._varlen_attn is None, reason="torch < 2.10")
+@pytest.mark.parametrize(("dims", "heads"), [((64, 64), (4, 2)), ((24, 16), (4, 4)), ((256, 256), (4, 1))])
+@pytest.mark.parametrize("window", [None, 8])
+def test_torch_s_own_operator_takes_our_call(dims, heads, window, monkeypatch):
+    """On the meta device, which knows signatures and shapes, forward and backward."""
+    monkeypatch.setattr(varlen, "cast_to_autocast_dtype", lambda *tensors: tensors)  # meta has no autocast
+    layout, shapes = (
+        PackedLayout.from_lengths(LENGTHS).to("meta"),
+        [(heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])],
+    )
+    tensors = [torch.randn(sum(LENGTHS), *s, dtype=BF16, device="meta", requires_grad=True) for s in shapes]
+    out = get_backend("varlen")(*tensors, layout, AttentionArguments(scaling=0.3, sliding_window=window))
+    assert out.shape == (sum(LENGTHS), heads[0], dims[1]) and out.dtype is BF16
+    grads = torch.autograd.grad(out, tensors, torch.empty_like(out))
+    assert [grad.shape for grad in grads] == [tensor.shape for tensor in tensors]
+
+
 @pytest.mark.parametrize("is_traceable", [True, False])
 def test_a_kernel_that_is_no_operator_is_one_inside_of_graphs(is_traceable, monkeypatch):
     """G9. FlashAttention 4 compiles itself when it is called, where Dynamo would cut the graph at every layer."""
@@ -335,6 +352,18 @@ def test_projections_that_lie_in_one_are_not_copied(monkeypatch):
         assert varlen._as_kernels_read(other).is_contiguous()
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert varlen._as_kernels_read(fused[:, 0]).is_contiguous()
+
+
+def test_rocm_is_served_by_what_is_installed(packages, monkeypatch):
+    """By package and shape; whatever capability the device reports, as that is no NVIDIA's."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: pytest.fail("an NVIDIA GPU's"))
+    monkeypatch.setattr(flex_module, "find_spec", lambda name: name)
+    packages("flash_attn_interface", "flash_attn.cute", "flash_attn")
+    assert resolve(ON_CUDA).name == "flash" and flash._KERNELS[(8, 0)].function.package == "flash_attn"
+    packages()
+    assert resolve(ON_CUDA).name == "varlen" and resolve(ON_CUDA._replace(softcap=30.0)).name == "flex"
+    assert resolve(ON_CUDA._replace(dtype=torch.float32, head_dim=512)).name == "sdpa"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, BF16, torch.float32])

@@ -84,7 +84,8 @@ def test_flex_compiles(case, backward):
 @pytest.mark.parametrize(
     ("undo", "case", "backward", "said"),
     [
-        ("kernel_options", "a short row", True, "NoValidChoices"),
+        # torch 2.14 says what it lacks, and lacks it as before.
+        ("kernel_options", "a short row", True, "NoValidChoices|Invalid FlexAttention decode kernel options"),
         ("specialize_float", "softcap", False, "unbacked"),
     ],
 )

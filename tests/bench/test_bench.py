@@ -50,6 +50,10 @@ def test_sides_are_read_as_they_are_written():
     assert [side.name for side in sides] == ["padding", "trl-bfd@2048x1", "bfd@64/sdpa", "step", "step/sdpa"]
     assert (sides[1].row, sides[1].rows) == (2048, 1)
     assert parse_sides("trl-bfd", contaminated="trl-bfd")[0].allowed
+    assert [side.backend for side in parse_sides("padding/sdpa,trl-bfd/flash_attention_3")] == [
+        "sdpa",
+        "flash_attention_3",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +62,7 @@ def test_sides_are_read_as_they_are_written():
         ("padding,pading", {}, "there is no strategy 'pading'.\nChoose from padding, group_by_length"),
         ("step", {"contaminated": "x"}, "there is no strategy 'x'"),
         ("step@2048", {}, "'step@2048': step has no rows of a fixed length"),
-        ("padding/sdpa", {}, "'padding/sdpa': TRL's own trainer knows no attention backend"),
+        ("padding/varlen", {}, "'padding/varlen': TRL's own trainer has no attention 'varlen'.\nName one of"),
         ("step/fa2", {}, "there is no attention backend 'fa2'"),
         ("bfd@a", {}, "cannot read the strategy 'bfd@a'"),
         ("step,step", {}, "['step'] more than once"),
@@ -156,11 +160,14 @@ def test_bad_length_lists_are_refused(preset, tmp_path, content, message):
         save_documents(setup(preset, "--lengths", str(tmp_path / "bad.json")), preset, tmp_path)
 
 
-def test_the_recipe_of_the_papers_table_is_read(tmp_path):
-    path = Path(__file__).parents[2] / "recipes" / "bench" / "paper.yaml"
-    asked = read_arguments(["--config", str(path), "--output_dir", str(tmp_path), "--dtype", "float32"])
-    assert [side.strategy for side in asked.sides][:3] == ["padding", "group_by_length", "fixed"]
-    assert (asked.args.gradient_accumulation_steps, asked.bench.interleave, asked.args.max_steps) == (2, False, 20)
+@pytest.mark.parametrize("recipe", ["paper", "llama3_8b", "automodel", "qlora_8b"])
+def test_the_recipes_for_a_gpu_are_read(recipe, tmp_path):
+    """Equal work on every side, five timed steps or more, documents that fit the rows."""
+    path = Path(__file__).parents[2] / "recipes" / "bench" / f"{recipe}.yaml"
+    asked = read_arguments(["--config", str(path), "--output_dir", str(tmp_path), "--load_in_4bit", "false"])
+    assert not asked.sides[0].kind.ours and asked.sides[-1].name == "step" and not asked.bench.interleave
+    assert asked.args.max_steps >= 10 and asked.args.max_length == 4096 and asked.bench.untimed_steps == 2
+    assert all((side.row or 4096) >= 4096 and side.rows in (None, 1) for side in asked.sides)
     assert len(every_length(asked.bench.lengths, seed=0)) == 20_000
 
 

@@ -10,6 +10,7 @@ from trl_packfa import PackedSFTConfig
 from trl_packfa.bench import plot
 from trl_packfa.bench.compare import Result, compare, require_equal_work
 from trl_packfa.bench.data import facts, random_documents
+from trl_packfa.bench.memory import PeakMemory
 from trl_packfa.bench.run import Peak
 from trl_packfa.bench.sides import parse_sides
 from trl_packfa.bench.table import remarks, speed_rows
@@ -20,14 +21,14 @@ from trl_packfa.errors import InvalidConfig
 def result(name="step", *, seconds=(1.0,) * 6, tokens=100, share=1.5, **facts):
     """A side that ran."""
     one = Result(parse_sides(name)[0])
-    one.facts = {"equal": {"threads": 2, "device": "cpu", **facts}, "leaks": False, "steps_per_epoch": 9}
+    one.facts = {"equal": {"threads": 2, "device": "cpu", **facts}, "leaks": False, "steps_per_epoch": 9, "remark": ""}
     steps = [{"seconds": s, "tokens": tokens + i, "fingerprint": i} for i, s in enumerate(seconds)]
     one.steps = [
         {**s, "computed": 200, "documents": 4, "micro_batches": 2, "largest": 100, "loss": 2.0} for s in steps
     ]
     for step in one.steps:
         step |= {"compiled": 0, "cpu_seconds": share * step["seconds"]}
-    one.end = {"peak_bytes": 1, "bytes_before": 1, "life_peak_bytes": 1, "eval_loss": None}
+    one.end = {"peak_bytes": 1, "bytes_before": 1, "life_peak_bytes": 1, "eval_loss": None, "attention": "sdpa"}
     return one
 
 
@@ -112,6 +113,22 @@ def test_the_peak_is_the_best_of_a_run(monkeypatch):
     peak.measure()
     peak.measure()
     assert peak.best == 187.0
+
+
+def test_memory_is_that_of_the_steps_alone(monkeypatch):
+    """On a GPU: what torch allocated, counted anew when the weights are there; the whole life's peak beside it."""
+    gpu = SimpleNamespace(now=16, peak=20)
+
+    def forget():
+        gpu.peak = gpu.now
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: gpu.peak)
+    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", forget)
+    memory = PeakMemory()
+    memory.reset()
+    gpu.peak = 18
+    assert (memory.peak(), memory.before, memory.life) == (18, 16, 20)
 
 
 def test_a_known_peak_is_not_measured(monkeypatch):

@@ -1,6 +1,7 @@
 """The benchmarks of one part each: attention, planning, the exactness check; and the models they run on."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ from tolerance import assert_float32
 
 from trl_packfa import PackedLayout
 from trl_packfa.bench import presets
-from trl_packfa.bench.attention import bench_attention
+from trl_packfa.bench.arguments import read_arguments
+from trl_packfa.bench.attention import Heads, attention_bytes, attention_flops, bench_attention
 from trl_packfa.bench.mixes import document_lengths, draw_lengths
 from trl_packfa.bench.paths import TRANSFORMERS, attend_with
 from trl_packfa.bench.presets import PRESETS, preset_config
+from trl_packfa.bench.run import model_path
 from trl_packfa.cli.main import main
 from trl_packfa.errors import PackingError
 
@@ -39,7 +42,8 @@ def test_lengths_add_up():
 
 @pytest.mark.slow
 def test_bench_attention_runs_what_can_run_and_says_why_not(lengths_file):
-    rows = bench_attention(tokens=[512], mixes=[lengths_file], sides=["sdpa", TRANSFORMERS, "flex"], repeats=1)
+    sides = ["sdpa", TRANSFORMERS, "flex"]
+    rows = bench_attention(tokens=[512], mixes=[lengths_file], sides=sides, heads=Heads(4, 1, 32), repeats=1)
     ours, theirs, flex = rows
     assert ours["us/token"] > 0 and ours["KB/token"] >= 0 and theirs["times the floor"] > 0
     assert flex["us/token"] is None and (torch.cuda.is_available() or "CUDA" in flex["remark"])
@@ -47,6 +51,12 @@ def test_bench_attention_runs_what_can_run_and_says_why_not(lengths_file):
     assert [row["us/token"] for row in huge] == [None] * 3
     assert "its arithmetic alone takes" in huge[0]["remark"] and "its T x T mask takes" in huge[1]["remark"]
     assert "there is no side 'x'" in huge[2]["remark"]
+
+
+def test_an_attentions_floor_follows_its_heads():
+    wide = Heads(32, 8, 128)
+    assert attention_flops([300, 20], wide) == 6 * 32 * 128 * (300**2 + 20**2)
+    assert attention_bytes(320, wide, 2) == 6 * (32 + 8) * 128 * 320 * 2
 
 
 def test_both_sides_of_the_attention_bench_compute_the_same():
@@ -74,7 +84,8 @@ def test_bench_check_times_the_proof_beside_a_step(lengths_file, tmp_path, capsy
 def test_a_preset_is_made_in_a_process_of_its_own(tmp_path, monkeypatch):
     """The memory of a GPU that a process has taken for weights stays its own until it ends."""
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", lambda *a, **k: pytest.fail("made here"))
-    presets.save_preset_apart("tiny", tmp_path, dtype="bfloat16", tokenizer=None, seed=3)
-    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    asked = read_arguments(["--model", "tiny", "--dtype", "bfloat16", "--output_dir", str(tmp_path)])
+    made = Path(model_path(asked, tmp_path))
+    assert json.loads((made / "config.json").read_text())["dtype"] == "bfloat16"
     with pytest.raises(PackingError, match=r"preset 'tiny' could not be made\.\n  - .*float31"):
         presets.save_preset_apart("tiny", tmp_path, dtype="float31", tokenizer=None, seed=3)

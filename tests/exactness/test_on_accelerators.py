@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+from torch import nn
 
 from trl_packfa import PackedLayout, check, patch
 from trl_packfa.attention.block_mask import BLOCK, block_mask
@@ -84,6 +85,41 @@ def test_tf32_is_no_false_alarm(tf32):
     tf32()
     report = check(model)
     assert report.is_exact and report.dtype == "float32 with TF32 products", str(report)
+
+
+def test_no_device_is_asked_for_float64(monkeypatch):
+    """Apple's have none: what is summed in it is on the host first."""
+    on_host, cpu, double = set(), torch.Tensor.cpu, torch.Tensor.double
+
+    def copied(self, *args):
+        copy = cpu(self, *args).clone()
+        on_host.add(id(copy))
+        kept.append(copy)  # keeps its id
+        return copy
+
+    def widened(self):
+        if id(self) not in on_host:
+            raise TypeError(
+                "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64"
+            )
+        return double(self)
+
+    kept = []
+    monkeypatch.setattr(torch.Tensor, "cpu", copied)
+    monkeypatch.setattr(torch.Tensor, "double", widened)
+    assert check(patch(tiny.model(**MODEL), backend="sdpa")).is_exact and kept
+    with pytest.raises(TypeError, match="MPS"):
+        torch.zeros(1).double()
+
+
+def test_products_under_tf32_round_as_coarsely_as_their_factors(monkeypatch):
+    """What the check takes for rounding; no product, no TF32."""
+    layers = {"product": nn.Linear(4, 4), "embedding": nn.Embedding(4, 4), "norm": nn.LayerNorm(4)}
+    for is_on, expected in ((True, torch.float16), (False, torch.float32)):
+        monkeypatch.setattr(rounding, "multiplies_in_tf32", lambda device, is_on=is_on: is_on)
+        places = {name: rounding._last_place(layer, torch.zeros(1)) for name, layer in layers.items()}
+        assert places.pop("product") == torch.finfo(expected).eps
+        assert set(places.values()) == {torch.finfo(torch.float32).eps}
 
 
 def test_a_leak_is_found_under_tf32(tf32, monkeypatch):

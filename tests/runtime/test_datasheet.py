@@ -41,11 +41,12 @@ def test_only_half_precision_on_cuda_has_a_data_sheet(monkeypatch):
 
 def test_a_gpu_is_timed_by_its_own_clock_over_several_calls(monkeypatch):
     """Every call takes 2 ms there; what the host sees of it is nothing."""
-    clock = SimpleNamespace(now=0.0)
+    clock, events = SimpleNamespace(now=0.0), []
 
     class Event:
         def __init__(self, enable_timing):
             assert enable_timing
+            events.append(self)
 
         def record(self):
             self.at = clock.now
@@ -63,8 +64,22 @@ def test_a_gpu_is_timed_by_its_own_clock_over_several_calls(monkeypatch):
         clock.now += 0.002
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    assert flops._best(act, torch.device("cuda"), seconds=0.1) == pytest.approx(0.002)
-    assert len(calls) == 50, "as many as fit, ten between two events"
+    assert flops.best_seconds(act, torch.device("cuda"), seconds=0.1) == pytest.approx(0.002)
+    assert len(calls) == 50, "as many as fit"
+    assert len(events) == 2 * 50 // 10, "launching one call takes longer than some run: ten between two events"
+
+
+@pytest.mark.parametrize("kind", ["xpu", "mps"])
+def test_other_devices_are_waited_for(kind, monkeypatch):
+    """What is queued there has returned before it runs."""
+    waited = []
+    device = SimpleNamespace(synchronize=lambda: waited.append(1))
+    monkeypatch.setattr(torch, "get_device_module", lambda asked: device)
+    calls = []
+    flops.best_seconds(lambda: calls.append(1), torch.device(kind), seconds=0.0)
+    assert len(waited) == len(calls) == 3
+    flops.best_seconds(lambda: calls.append(1), torch.device("cpu"), seconds=0.0)
+    assert len(waited) == 3
 
 
 @pytest.mark.parametrize(("device", "rows"), [("cpu", 2048), ("cuda", 8192)])

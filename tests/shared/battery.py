@@ -9,6 +9,7 @@ import tiny
 import torch
 from compiling import compile_anew
 from peft import get_peft_model
+from torch.nn.utils.rnn import pad_sequence
 from training import lora_config
 
 from trl_packfa import PackedLayout, describe, patch
@@ -132,6 +133,18 @@ def batch_on(device, lengths, *, seed=0):
     """A packed batch of documents of these lengths; its boundaries are new to every kernel."""
     batch = tiny.batch(tiny.documents(lengths, seed=seed))
     return {name: value.to(device) if hasattr(value, "to") else value for name, value in batch.items()}
+
+
+def padded_documents(batch):
+    """A packed batch's documents as a padded one, on the host: what TRL's own trainer would be handed."""
+    lengths = [*batch["packed_layout"].lengths]
+    if batch["packed_layout"].padding:
+        lengths.pop()
+    fields = {"input_ids": 0, "labels": -100}
+    rows = {name: batch[name].flatten().cpu()[: sum(lengths)].split(lengths) for name in fields}
+    padded = {name: pad_sequence(rows[name], batch_first=True, padding_value=pad) for name, pad in fields.items()}
+    true = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return {**padded, "attention_mask": true.long()}
 
 
 def logits_and_gradients(model, batch):

@@ -1,4 +1,4 @@
-"""CUDA kernels' stand-ins on a CPU: as strict about dtypes and lengths as those, computed by the reference."""
+"""CUDA kernels' stand-ins on a CPU: as strict about dtypes, shapes and lengths as those, computed by the reference."""
 
 from dataclasses import replace
 
@@ -28,6 +28,12 @@ def pretend(monkeypatch, backend):
             dtypes.append(q.dtype)
         if q.dtype not in (torch.float16, torch.bfloat16) or not q.dtype == k.dtype == v.dtype:
             raise RuntimeError(f"the kernel takes one half precision, got {q.dtype}, {k.dtype}, {v.dtype}")
+        if not q.shape[-1] == k.shape[-1] == v.shape[-1]:
+            raise RuntimeError(f"v must have the head dim of q and k, got {q.shape}, {k.shape}, {v.shape}")
+        if q.shape[-1] % 8 or q.shape[-1] > 256 or q.shape[1] % k.shape[1]:
+            raise RuntimeError(f"the kernel has no heads like these: {q.shape}, {k.shape}")
+        if cu_seqlens.dtype != torch.int32 or any(x.stride(-1) != 1 for x in (q, k, v)):
+            raise RuntimeError("the kernel takes boundaries in int32, and heads that lie in one piece")
         window = window + 1 if window >= 0 else None
         q = require_longest(q, cu_seqlens, longest)
         return torch.ops.trl_packfa.attend(q, k, v, None, cu_seqlens, "reference", scale, window, None)

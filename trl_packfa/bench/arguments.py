@@ -58,7 +58,8 @@ class BenchArguments:
         metadata={
             "help": "What is compared, separated by commas, the first is what ratios refer to: "
             f"{', '.join(KINDS)}. Default: `padding,step`, for other trainers `padding,padding_free`. "
-            "`bfd@4096` fills rows of 4,096 tokens, `bfd@4096x1` one such row a micro-batch."
+            "`bfd@4096` fills rows of 4,096 tokens, `bfd@4096x1` one such row a micro-batch; `padding/sdpa` names "
+            "transformers' attention, `step/varlen` our backend (default: FlashAttention where it can be had)."
         },
     )
     backends: str = field(

@@ -18,16 +18,27 @@ import torch
 
 from ..attention import AttentionRequest
 from ..layout import PackedLayout
+from ..runtime.datasheet import datasheet_flops
 from ..training.flops import bandwidth, matmul_flops
 from .memory import PeakMemory, available_memory
 from .mixes import document_lengths, draw_lengths
 from .paths import TRANSFORMERS, attend_with, attention_sides, dense_bytes
 from .process import HEAP
 
-_HEADS, _KEY_VALUE_HEADS, _HEAD_DIM = 8, 2, 64
 _WARM_UP, _SECONDS = 2, 1.0
 _LAST_LINE = -1
 Row = dict[str, Any]
+
+
+class Heads(NamedTuple):
+    """Query heads, key/value heads, and features of each."""
+
+    query: int = 8
+    key_value: int = 2
+    dim: int = 64
+
+
+FEW_HEADS = Heads()
 
 
 class Floors(NamedTuple):
@@ -42,6 +53,7 @@ def bench_attention(
     tokens: list[int],
     mixes: list[str],
     sides: list[str] | None = None,
+    heads: Heads = FEW_HEADS,
     repeats: int = 3,
     slowest: float = 60.0,
 ) -> list[Row]:
@@ -51,6 +63,7 @@ def bench_attention(
         tokens (`list[int]`): row lengths.
         mixes (`list[str]`): names of [`mixes`](MIXES), or JSON files of document lengths.
         sides (`list[str]`, *optional*): names out of `paths.attention_sides`; default: all.
+        heads ([`Heads`]): of the attention; few and narrow ones by default, as a CPU has time for.
         repeats (`int`): draws of documents.
         slowest (`float`): seconds of one forward and backward above which a side is skipped, by its arithmetic.
 
@@ -59,19 +72,22 @@ def bench_attention(
     """
     for mix in mixes:
         draw_lengths(mix, 1, seed=0)
-    known = attention_sides(_request())
+    known = attention_sides(_request(heads))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    floors = Floors(matmul_flops(2048, 2048, 2048, dtype=_dtype(), device=device), bandwidth(device))
+    # Of a GPU the data sheet's, if it is known by its name: a product of this size does not fill one.
+    peak = datasheet_flops(device, _dtype()) or matmul_flops(2048, 2048, 2048, dtype=_dtype(), device=device)
+    floors = Floors(peak, bandwidth(device))
     rows = []
     for mix in mixes:
         for count in tokens:
-            skipped = {side: _reason(side, known, mix, count, floors, slowest) for side in sides or known}
+            skipped = {side: _reason(side, known, mix, count, heads, floors, slowest) for side in sides or known}
             running = [side for side, reason in skipped.items() if not reason]
             runs: dict[str, list[dict[str, Any]]] = {side: [] for side in running}
             for seed in range(repeats):
                 for side in running:
-                    runs[side].append(_in_process(side, count, mix, seed))
-            floor = statistics.median(_floor(document_lengths(mix, count, seed=s), floors) for s in range(repeats))
+                    runs[side].append(_in_process(side, count, mix, seed, heads))
+            drawn = [document_lengths(mix, count, seed=seed) for seed in range(repeats)]
+            floor = statistics.median(_floor(lengths, heads, floors) for lengths in drawn)
             rows += [_row(mix, count, side, runs.get(side, []), skipped[side], floor) for side in skipped]
     return rows
 
@@ -92,7 +108,9 @@ def _row(mix: str, tokens: int, side: str, runs: list[dict[str, Any]], reason: s
     }
 
 
-def _reason(side: str, known: dict[str, str], mix: str, tokens: int, floors: Floors, slowest: float) -> str:
+def _reason(
+    side: str, known: dict[str, str], mix: str, tokens: int, heads: Heads, floors: Floors, slowest: float
+) -> str:
     """Why a side is not run; nothing if it is."""
     if side not in known:
         return f"there is no side '{side}', only {', '.join(known)}"
@@ -102,29 +120,30 @@ def _reason(side: str, known: dict[str, str], mix: str, tokens: int, floors: Flo
     if dense and dense_bytes(tokens) > available_memory() / 2:
         return f"its T x T mask takes {dense_bytes(tokens) / 1e9:.0f} GB, {available_memory() / 1e9:.0f} are free"
     lengths = [tokens] if dense else document_lengths(mix, tokens, seed=0)
-    least = attention_flops(lengths) * (2 if dense else 1) / floors.flops
+    least = attention_flops(lengths, heads) * (2 if dense else 1) / floors.flops
     return f"its arithmetic alone takes {least:.0f} s" if least > slowest else ""
 
 
-def attention_flops(lengths: list[int]) -> float:
+def attention_flops(lengths: list[int], heads: Heads) -> float:
     """Operations of causal attention over documents, forward and backward, nothing recomputed: two products forward
     and four backward over half of each square."""
-    return 6.0 * _HEADS * _HEAD_DIM * sum(n * n for n in lengths)
+    return 6.0 * heads.query * heads.dim * sum(n * n for n in lengths)
 
 
-def attention_bytes(tokens: int, size: int) -> float:
+def attention_bytes(tokens: int, heads: Heads, size: int) -> float:
     """What must be read and written once: query, key, value, output, and the gradients of all."""
-    return 6.0 * (_HEADS + _KEY_VALUE_HEADS) * _HEAD_DIM * tokens * size
+    return 6.0 * (heads.query + heads.key_value) * heads.dim * tokens * size
 
 
-def _floor(lengths: list[int], floors: Floors) -> float:
+def _floor(lengths: list[int], heads: Heads, floors: Floors) -> float:
     """Seconds below which no attention can be."""
     size = torch.empty(0, dtype=_dtype()).element_size()
-    return max(attention_flops(lengths) / floors.flops, attention_bytes(sum(lengths), size) / floors.bytes)
+    flops, moved = attention_flops(lengths, heads), attention_bytes(sum(lengths), heads, size)
+    return max(flops / floors.flops, moved / floors.bytes)
 
 
-def _in_process(side: str, tokens: int, mix: str, seed: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "trl_packfa.bench.attention", side, str(tokens), mix, str(seed)]
+def _in_process(side: str, tokens: int, mix: str, seed: int, heads: Heads) -> dict[str, Any]:
+    command = [sys.executable, "-m", "trl_packfa.bench.attention", side, mix, *map(str, (tokens, seed, *heads))]
     result = subprocess.run(command, capture_output=True, text=True, env={**HEAP, **os.environ}, check=False)
     if result.returncode:
         reason = result.stderr.strip().splitlines()[_LAST_LINE:] or [f"exit code {result.returncode}"]
@@ -132,13 +151,13 @@ def _in_process(side: str, tokens: int, mix: str, seed: int) -> dict[str, Any]:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def measure(side: str, tokens: int, mix: str, seed: int) -> dict[str, float]:
+def measure(side: str, tokens: int, mix: str, seed: int, heads: Heads) -> dict[str, float]:
     """Median seconds of a forward and backward, and the peak memory that it added, in this process."""
     layout = PackedLayout.from_lengths(document_lengths(mix, tokens, seed=seed), device=_device())
-    shapes = [(tokens, heads, _HEAD_DIM) for heads in (_HEADS, _KEY_VALUE_HEADS, _KEY_VALUE_HEADS)]
+    shapes = [(tokens, number, heads.dim) for number in (heads.query, heads.key_value, heads.key_value)]
     tensors = [torch.randn(s, device=_device(), dtype=_dtype(), requires_grad=True) for s in shapes]
     upstream = torch.randn_like(tensors[0])
-    attend = attend_with(side, layout, heads=_HEADS, key_value_heads=_KEY_VALUE_HEADS, head_dim=_HEAD_DIM)
+    attend = attend_with(side, layout, heads=heads.query, key_value_heads=heads.key_value, head_dim=heads.dim)
     memory, seconds = PeakMemory(), []
     memory.reset()
     while sum(seconds[_WARM_UP:]) < _SECONDS:
@@ -158,9 +177,10 @@ def _dtype() -> torch.dtype:
     return torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
 
-def _request() -> AttentionRequest:
-    return AttentionRequest(torch.device(_device()), _dtype(), _HEAD_DIM, _HEADS, _KEY_VALUE_HEADS)
+def _request(heads: Heads) -> AttentionRequest:
+    return AttentionRequest(torch.device(_device()), _dtype(), heads.dim, heads.query, heads.key_value)
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))))
+    tokens, seed, *shape = map(int, sys.argv[3:])
+    print(json.dumps(measure(sys.argv[1], tokens, sys.argv[2], seed, Heads(*shape))))

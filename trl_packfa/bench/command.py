@@ -58,7 +58,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _attention(argv: list[str]) -> int:
-    from .attention import bench_attention
+    from .attention import FEW_HEADS, Heads, bench_attention
     from .mixes import MIXES
 
     what = "one attention, forward and backward, per row length and mix of documents"
@@ -67,6 +67,9 @@ def _attention(argv: list[str]) -> int:
     parser.add_argument("--mixes", nargs="+", default=["even", "uneven"], help=f"{', '.join(MIXES)}, or a .json file")
     parser.add_argument("--lengths", nargs="+", default=[], help="JSON lists of document lengths, instead of mixes")
     parser.add_argument("--sides", nargs="+", help="backends and transformers' paths (default: all)")
+    parser.add_argument("--heads", type=int, default=FEW_HEADS.query, help="query heads")
+    parser.add_argument("--key_value_heads", type=int, default=FEW_HEADS.key_value, help="key/value heads")
+    parser.add_argument("--head_dim", type=int, default=FEW_HEADS.dim, help="features of a head")
     parser.add_argument("--repeats", type=int, default=3, help="draws of documents")
     parser.add_argument("--slowest", type=float, default=60.0, help="seconds above which a side is skipped")
     args = parser.parse_args(argv)
@@ -75,6 +78,7 @@ def _attention(argv: list[str]) -> int:
             tokens=args.tokens,
             mixes=args.lengths or args.mixes,
             sides=args.sides,
+            heads=Heads(args.heads, args.key_value_heads, args.head_dim),
             repeats=args.repeats,
             slowest=args.slowest,
         ),

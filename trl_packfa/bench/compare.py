@@ -108,6 +108,8 @@ class Result:
             "recompiles": int(self.total("compiled")),
             "host_syncs_per_step": self.trace.get("host_syncs"),
             "aten_calls_per_step": self.trace.get("aten_calls"),
+            "attention": self.end["attention"],
+            "remark": self.facts["remark"],
             "leaks": self.facts["leaks"],
             "equal": self.facts["equal"],
             "operations": self.trace.get("operations", []),

@@ -24,7 +24,7 @@ from ..errors import InvalidConfig, InvalidDataset
 from ..trainers.padding_free import padding_free
 from ..training.config import PackedSFTConfig
 from ..training.model_loading import init_kwargs, model_type, quantization_of
-from .sides import Side
+from .sides import Side, upstream_kwargs
 
 _SMALL: Any = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 # Fields that `SFTConfig` has too and means otherwise.
@@ -194,10 +194,11 @@ def build_preference_trainer(
     adapter = get_peft_config(args)
     if adapter is not None:
         adapter.task_type = wanted.task
+    kwargs = init_kwargs(args) if side.kind.ours else upstream_kwargs(side, model, args)
     # Seeds where TRL does, so that a classifier's new head is the same on every side.
     made = as_prepared(wanted.trainer)(
         model,
-        args=wanted.config(**{**given, **overrides, "model_init_kwargs": init_kwargs(args)}),
+        args=wanted.config(**{**given, **overrides, "model_init_kwargs": kwargs}),
         train_dataset=train,
         eval_dataset=evaluation,
         processing_class=tokenizer,

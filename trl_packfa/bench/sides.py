@@ -17,6 +17,7 @@ from ..training.config import PackedSFTConfig
 from ..training.model_loading import init_kwargs, model_type, quantization_of
 from ..training.trainer import PackedSFTTrainer
 from .products import ProductsOnly
+from .upstream import require_implementation, upstream_attention
 
 
 class Kind(NamedTuple):
@@ -75,7 +76,7 @@ class Side:
         strategy (`str`): a name among the kinds of its trainer, see [`TRAINERS`].
         row (`int`, *optional*): tokens of a row, instead of `max_length`.
         rows (`int`, *optional*): rows of a micro-batch, instead of `per_device_train_batch_size`.
-        backend (`str`): attention backend, of our strategies.
+        backend (`str`): attention backend of our strategies, transformers' attention of TRL's; `"auto"` for the best.
         allowed (`bool`): whether it may run contaminated.
         trainer (`str`): a name in [`TRAINERS`].
     """
@@ -102,7 +103,7 @@ class Side:
 def parse_sides(
     strategies: str, *, backends: str = "auto", contaminated: str = "", trainer: str = "sft"
 ) -> list[Side]:
-    """`padding,trl-bfd@2048x1,step/sdpa`: strategies, perhaps with rows and an attention backend.
+    """`padding/sdpa,trl-bfd@2048x1,step/varlen`: strategies, perhaps with rows and an attention.
 
     Ours without a backend of their own are taken once for each of `backends`.
 
@@ -134,14 +135,12 @@ def _sides(text: str, backends: list[str], allowed: list[str], trainer: str) -> 
         raise InvalidConfig(f"cannot read the strategy '{text}'.", do="Write it as bfd, bfd@4096, bfd@4096x1/sdpa.")
     if match["row"] and not kind.strategy.fills_rows:
         raise InvalidConfig(f"'{text}': {match['strategy']} has no rows of a fixed length.", do="Drop the @.")
-    if match["backend"] and not kind.ours:
-        raise InvalidConfig(
-            f"'{text}': TRL's own trainer knows no attention backend.", do="Set --attn_implementation."
-        )
     chosen = [match["backend"]] if match["backend"] else backends if kind.ours else ["auto"]
     for backend in chosen:
-        if backend != "auto":
+        if backend != "auto" and kind.ours:
             get_backend(backend)
+        elif backend != "auto":
+            require_implementation(backend, text=text)
     size = {"row": int(match["row"]) if match["row"] else None, "rows": int(match["rows"]) if match["rows"] else None}
     return [
         Side(match["strategy"], **size, backend=b, allowed=match["strategy"] in allowed, trainer=trainer)
@@ -182,11 +181,16 @@ def build_trainer(
     kept = {k: v for k, v in _fields(args, SFTConfig).items() if k not in given}
     return SFTTrainer(
         model,
-        SFTConfig(**{**kept, **given, **options, "model_init_kwargs": init_kwargs(args)}),
+        SFTConfig(**{**kept, **given, **options, "model_init_kwargs": upstream_kwargs(side, model, args)}),
         quantization_config=quantization_of(model_type(model, args), args),
         peft_config=get_peft_config(args),
         **data,
     )
+
+
+def upstream_kwargs(side: Side, model: str, args: PackedSFTConfig) -> dict[str, Any]:
+    """`from_pretrained` arguments of a side that is TRL's own trainer, its attention among them."""
+    return {**init_kwargs(args), "attn_implementation": upstream_attention(model, args, named=side.backend).name}
 
 
 def _fields(args: PackedSFTConfig, cls: type) -> dict[str, Any]:

@@ -47,6 +47,7 @@ def training_rows(report: dict[str, Any]) -> Rows:
             {
                 "side": side["side"],
                 "trainer": side["trainer"],
+                "attention": side["attention"],
                 "steps/epoch": f"{side['steps_per_epoch']:,}",
                 "tokens/step": f"{side['tokens_per_step']:,.0f}",
                 "forwards/step": f"{side['micro_batches_per_step']:.1f}",
@@ -69,6 +70,8 @@ def remarks(report: dict[str, Any]) -> list[str]:
             said.append(f"{side['side']} failed: {side['failed']}")
         elif side["ratio"]["verdict"]:
             said.append(f"{side['side']}: {side['ratio']['verdict']}")
+        if side.get("remark"):
+            said.append(f"{side['side']}: runs with {side['attention']}, as {side['remark']}")
         if side.get("leaks"):
             said.append(f"{side['side']}: documents see each other; its loss is that of another training")
     return said
@@ -78,7 +81,10 @@ def heading(report: dict[str, Any]) -> str:
     """Data, machine and versions in two lines."""
     data, place = report["data"], report["environment"]
     device = ", ".join(place["gpus"]) or f"{place['processor']}, {place['cpus']} CPUs, {place['threads']} threads"
-    versions = ", ".join(f"{name} {place['versions'][name]}" for name in ("torch", "transformers", "trl"))
+    known = place["versions"]
+    versions = ", ".join(
+        f"{name} {known[name]}" for name in ("torch", "transformers", "trl", "flash-attn") if name in known
+    )
     return (
         f"{data['documents']:,} documents, {data['tokens']:,} tokens, mean {data['mean_length']:.0f}, "
         f"longest {data['longest']:,}; {_operations(report)}\n{device}; {versions}; "

@@ -25,6 +25,7 @@ from .leaks import leaks
 from .memory import PeakMemory
 from .sides import Side, build_trainer
 from .tracing import Trace, compiled_graphs
+from .upstream import attention_of, upstream_attention
 
 STEP, TRACE, FINISH = "step", "trace", "finish"
 
@@ -126,7 +127,8 @@ def run(spec: dict[str, Any], channel: Channel) -> None:
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
     memory = PeakMemory()
-    channel.send("ready", **_facts(trainer, side))
+    remark = "" if side.kind.ours else upstream_attention(spec["model"], setup.args, named=side.backend).remark
+    channel.send("ready", **_facts(trainer, side), remark=remark)
     pacer = Pacer(channel, StepCounter(trainer), StepLoss(trainer), memory)
     trainer.add_callback(pacer)
     trainer.train()
@@ -135,7 +137,8 @@ def run(spec: dict[str, Any], channel: Channel) -> None:
         channel.send("ended")
     trained = evaluation is not None and not side.kind.bound
     loss = trainer.evaluate()["eval_loss"] if trained else None
-    channel.send("done", peak_bytes=peak, bytes_before=memory.before, life_peak_bytes=memory.life, eval_loss=loss)
+    figures = {"peak_bytes": peak, "bytes_before": memory.before, "life_peak_bytes": memory.life, "eval_loss": loss}
+    channel.send("done", **figures, attention=None if side.kind.bound else attention_of(trainer))
 
 
 def _builder(side: Side) -> Callable[..., Any]:
@@ -188,8 +191,8 @@ ALLOCATOR = (
 
 
 def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
 
 
 def main(path: str) -> None:

@@ -16,6 +16,7 @@ from ..errors import UnsupportedModel
 from ..patching.apply import PatchState, find_state
 from ..patching.inspect import find_backbone, max_positions, model_type
 from ..runtime.compile import runs_compiled, uncompiled
+from ..runtime.random_states import devices_of, random_states
 from ..runtime.zero3 import gradients_taken, whole_size
 from ..versions import MINIMUM_VERSIONS, installed_version
 from .compare import largest
@@ -173,14 +174,11 @@ def _measure(subject: Subject, short: Probe, long: Probe, *, mode: str) -> tuple
 def _draws_random_numbers(subject: Subject, probe: Probe) -> bool:
     """Whether a document alone draws from torch's random state: some models do for their gradients only."""
     # Two packed runs that draw anew differ without any leak, so such a model is measured in evaluation mode.
-    before = _random_states(probe.device)
+    devices = devices_of(subject.model)
+    before = random_states(devices)
     probe.alone(0)
-    after = _random_states(probe.device)
+    after = random_states(devices)
     return subject.anywhere(any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)))
-
-
-def _random_states(device: torch.device) -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 def _run(probe: Probe) -> Documents:

@@ -260,4 +260,5 @@ def _examples(documents: Documents) -> list[dict[str, Any]]:
 def _mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:
     """Summed in float64: the same losses in another order are the same mean, however large."""
     losses = nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
-    return float(losses[labels != -100].double().mean())
+    # On the host, as Apple's devices know no float64.
+    return float(losses[labels != -100].cpu().double().mean())

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..runtime.bitsandbytes import unconverted
+from ..runtime.random_states import devices_of, random_states_kept
 
 # What draws random numbers while a model trains: dropout, layers left out, jitter of routers, noise on embeddings.
 _DRAWS = re.compile(r"drop|jitter|noise|neftune")
@@ -27,10 +27,9 @@ def quiet(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     # Module by module: `model.train()` would set them all alike, and adapters or frozen parts may be in another mode.
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    devices = list({parameter.device for parameter, _ in gradients if parameter.device.type == "cuda"})
     silenced: list[tuple[Any, str, Any]] = []
     try:
-        with torch.random.fork_rng(devices=devices), unconverted(model):
+        with random_states_kept(devices_of(model)), unconverted(model):
             model.train(training)
             if training:
                 _silence(model, silenced)

@@ -23,6 +23,7 @@ from ..runtime.compile import outside_of_graphs
 from ..runtime.context import current_layout, find_layout, is_empty_mask, packed_call
 from ..runtime.override import Override
 from ..runtime.per_document import BOUNDARIES, FLASH_KEYS, run_by_document
+from ..runtime.random_states import devices_of, random_states_kept
 
 logger = logging.getLogger(__name__)
 
@@ -159,8 +160,7 @@ class MixerOverride(Override):
         """Own kernels against document by document on this call: the first offer of boundaries that makes them equal,
         none if no offer does, `None` if this call could not tell."""
         # A trial must not move the random numbers that the training draws after it.
-        devices = list({p.device for p in self.module.parameters() if p.device.type == "cuda"})
-        with torch.random.fork_rng(devices=devices):
+        with random_states_kept(devices_of(self.module)):
             exact = _first(run_by_document(self.call_original, args, dict(kwargs), layout)).float()
             error_of = partial(self._native_error, args, kwargs, layout, exact)
             # Without boundaries the kernels must be visibly wrong, else equal results would prove nothing about this

@@ -161,32 +161,33 @@ def matmul_flops(
     generator = torch.Generator(device).manual_seed(0)
     a = torch.randn(rows, inner, device=device, dtype=dtype, generator=generator)
     b = torch.randn(inner, columns, device=device, dtype=dtype, generator=generator)
-    return 2 * rows * inner * columns / _best(lambda: a @ b, device, seconds)
+    return 2 * rows * inner * columns / best_seconds(lambda: a @ b, device, seconds)
 
 
 def bandwidth(device: torch.device) -> float:
     """Bytes per second that memory reads and writes in a large copy."""
     source = torch.empty(_COPIED_BYTES // 4, device=device).normal_(generator=torch.Generator(device).manual_seed(0))
     target = torch.empty_like(source)
-    return 2 * _COPIED_BYTES / _best(lambda: target.copy_(source), device, 0.5)
+    return 2 * _COPIED_BYTES / best_seconds(lambda: target.copy_(source), device, 0.5)
 
 
-def _best(act: Callable[[], Any], device: torch.device, seconds: float) -> float:
+def best_seconds(act: Callable[[], Any], device: torch.device, seconds: float) -> float:
     """Seconds of the fastest of as many calls as fit, at least three."""
-    time_of = _on_gpu if device.type == "cuda" else _on_host
     times: list[float] = []
     spent = 0.0
     while len(times) < 3 or spent < seconds:
-        taken, calls = time_of(act)
+        taken, calls = _on_gpu(act) if device.type == "cuda" else _on_host(act, device)
         times.append(taken / calls)
         spent += taken
     return min(times)
 
 
-def _on_host(act: Callable[[], Any]) -> tuple[float, int]:
-    """Seconds of one call."""
+def _on_host(act: Callable[[], Any], device: torch.device) -> tuple[float, int]:
+    """Seconds of one call, until the device has done it."""
     start = time.perf_counter()
     act()
+    if device.type != "cpu":  # a call that is queued has returned before it runs
+        torch.get_device_module(device).synchronize()
     return time.perf_counter() - start, 1
 
 

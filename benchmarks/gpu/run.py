@@ -1,0 +1,169 @@
+"""On a machine with a GPU: what the tables of `docs/gpu.md` come from, in stages of ten minutes at most.
+
+    python benchmarks/gpu/run.py tests|kernels|train|paper|rest [--out FOLDER] [--limit SECONDS] [--small]
+    python benchmarks/gpu/run.py STEP      one of a stage's steps alone: llama3_8b, paper_x16, ...
+
+Takes what the machine lacks from `.gpu/`, where `make gpu-kit` has put it. Writes raw JSON and logs to `--out`, by
+default `benchmarks/gpu/results`; ends what has not ended when the time is over. `--small` runs the same lines on a
+small model, on a CPU too, so that none is first tried where time is short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+RECIPES = ROOT / "recipes" / "bench"
+_LAST_LINES = 40
+# What `--small` trains on: documents of these lengths, in rows of so many tokens.
+_SMALL_LENGTHS, _SMALL_ROW = [5, 31, 12, 7, 24, 3, 18, 9] * 24, 64
+
+
+class Step(NamedTuple):
+    """One command of a stage, the arguments of a Python; what it prints goes to `NAME.log`, or to `NAME.json`."""
+
+    name: str
+    command: list[str]
+    prints_json: bool = False
+
+
+def bench(name: str, recipe: str, out: Path, *more: str, small: bool) -> Step:
+    """`trl-packfa bench` with a recipe; `small`: on a few short documents."""
+    command = ["-m", "trl_packfa", "bench", "--config", str(RECIPES / f"{recipe}.yaml"), *more]
+    command += ["--output", str(out / f"{name}.json"), "--output_dir", tempfile.gettempdir()]
+    return Step(name, command + (_small(recipe, more, out) if small else []))
+
+
+def _small(recipe: str, more: tuple[str, ...], out: Path) -> list[str]:
+    """Arguments under which a recipe runs on a CPU in seconds, with the same sides."""
+    written = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8"))
+    sides = more[more.index("--strategies") + 1] if "--strategies" in more else written["strategies"]
+    lengths = out / "small_lengths.json"
+    lengths.write_text(str(_SMALL_LENGTHS))
+    sizes = {"model": "tiny", "lengths": str(lengths), "max_length": _SMALL_ROW, "eval_documents": 4, "max_steps": 2}
+    sizes |= {"untimed_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    sizes |= {"strategies": re.sub(r"@\d+", f"@{_SMALL_ROW}", sides)}
+    if "max_tokens_per_microbatch" in written:
+        sizes["max_tokens_per_microbatch"] = _SMALL_ROW
+    return [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
+
+
+def stages(out: Path, *, small: bool) -> dict[str, list[Step]]:
+    """Every stage, in the order in which they are worth their time."""
+    workers = [] if small else ["-n", "12"]
+    battery = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE", "--durations=5", *workers, "tests/test_gpu.py"]
+    battery += ["-k", "formula"] if small else []
+    heads = ["--heads", "4", "--key_value_heads", "2", "--head_dim", "16"] if small else [
+        "--heads", "32", "--key_value_heads", "8", "--head_dim", "128"]  # fmt: skip
+    tokens = ["--tokens", "64"] if small else ["--tokens", "8192", "32768"]
+    mixes = ["--mixes", "uneven", "--repeats", "1", "--json"]
+    attention = ["-m", "trl_packfa", "bench", "attention", *heads, *tokens, *mixes]
+    parts = [str(HERE / "parts.py"), "--json", str(out / "parts.json"), *(["--small"] if small else [])]
+    compiled = ["--model", "llama-3.2-1b", "--strategies", "bfd@8192x1,bfd-compiled@8192x1,step,step-compiled"]
+    # Steps eight times as long: fewer of them, and of the sides.
+    sixteen = ["--gradient_accumulation_steps", "16", "--max_steps", "6"]
+    sixteen += ["--strategies", "padding,trl-bfd@4096x1,step"]
+    return {
+        "tests": [Step("tests", battery)],
+        "kernels": [Step("parts", parts), Step("attention", attention, prints_json=True)],
+        "train": [
+            bench("llama3_8b", "llama3_8b", out, small=small),
+            bench("automodel", "automodel", out, small=small),
+        ],
+        "paper": [
+            bench("paper_x2", "paper", out, small=small),
+            bench("paper_x16", "paper", out, *sixteen, small=small),
+        ],
+        "rest": [
+            bench("qlora_8b", "qlora_8b", out, small=small),
+            bench("compiled_1b", "llama3_8b", out, *compiled, small=small),
+        ],
+    }
+
+
+def chosen(name: str, known: dict[str, list[Step]]) -> list[Step]:
+    """The steps of a stage, or the one of that name; none if there is neither."""
+    return known.get(name) or [step for steps in known.values() for step in steps if step.name == name]
+
+
+def environment(site: Path) -> dict[str, str]:
+    """Variables of a step: what was carried, this checkout, and torch's FlashAttention where there is no other."""
+    stand_in = [] if importlib.util.find_spec("flash_attn") else [str(HERE / "stand_in")]
+    path = [str(site), str(ROOT), *stand_in, os.environ.get("PYTHONPATH", "")]
+    ours = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    # Rows of other lengths in every step would leave gaps that none of the next fits into.
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TOKENIZERS_PARALLELISM": "false", **os.environ, **ours}
+
+
+def unpack(wheels: Path, site: Path) -> None:
+    """What was carried, once for every kit."""
+    carried, done = sorted(wheels.glob("*.whl")), site / "unpacked.txt"
+    names = "\n".join(wheel.name for wheel in carried)
+    if not carried or (done.exists() and done.read_text() == names):
+        return
+    shutil.rmtree(site, ignore_errors=True)
+    for wheel in carried:
+        with zipfile.ZipFile(wheel) as packed:
+            packed.extractall(site)
+    done.write_text(names)
+
+
+def run_step(step: Step, out: Path, variables: dict[str, str], seconds: float) -> int:
+    """Run it for so long at most; returns its exit code, 124 where it was ended."""
+    out_file = out / f"{step.name}.{'json' if step.prints_json else 'log'}"
+    print(f"== {step.name}, at most {seconds:.0f} s", flush=True)
+    with out_file.open("w") as told:
+        errors = None if step.prints_json else subprocess.STDOUT
+        # A group of its own, so that a benchmark's sides end with it.
+        process = subprocess.Popen([sys.executable, *step.command], cwd=ROOT, env=variables, stdout=told,
+                                   stderr=errors, start_new_session=True)  # fmt: skip
+        try:
+            code = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            code = 124
+    print("\n".join(out_file.read_text().splitlines()[-_LAST_LINES:]))
+    print(f"== {step.name}: exit code {code}", flush=True)
+    return code
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a stage; returns 1 if one of its steps failed or did not end in time."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", help="tests, kernels, train, paper or rest, or a step of one")
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--limit", type=float, default=585.0, help="seconds of the stage")
+    parser.add_argument("--small", action="store_true", help="on a small model, on a CPU too")
+    given = parser.parse_args(argv)
+    began, out = time.monotonic(), given.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    wanted = chosen(given.stage, stages(out, small=given.small))
+    if not wanted:
+        parser.error(f"there is no stage or step '{given.stage}'")
+    site = Path(tempfile.gettempdir()) / "trl-packfa-gpu-site"
+    unpack(ROOT / ".gpu", site)
+    codes = []
+    for step in wanted:
+        left = given.limit - (time.monotonic() - began)
+        codes.append(run_step(step, out, environment(site), left) if left > 0 else 124)
+    return int(any(codes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

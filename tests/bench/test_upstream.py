@@ -1,0 +1,96 @@
+"""What TRL's own trainers attend with: on a GPU FlashAttention where it can be had, and the table says what it was. A
+device that is described stands in for a GPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from training import LENGTHS, arguments
+from transformers import AutoTokenizer
+from transformers import modeling_flash_attention_utils as flash_utils
+
+from trl_packfa import PackedSFTConfig
+from trl_packfa.bench import upstream
+from trl_packfa.bench.data import random_documents
+from trl_packfa.bench.presets import save_preset
+from trl_packfa.bench.sides import build_trainer, parse_sides, upstream_kwargs
+from trl_packfa.bench.table import heading, remarks, training_rows
+from trl_packfa.bench.upstream import Attention, attention_of, upstream_attention
+
+STAND_IN = str(Path(__file__).parents[2] / "benchmarks" / "gpu" / "stand_in")
+
+
+@pytest.fixture(scope="module")
+def preset(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("preset"))
+    save_preset("tiny", path, dtype="float32")
+    return path
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A device, and the stand-in for flash-attn."""
+    monkeypatch.setattr(PackedSFTConfig, "device", torch.device("cuda", 0))
+    monkeypatch.syspath_prepend(STAND_IN)
+    monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
+    for module in (upstream, flash_utils):
+        monkeypatch.setattr(module, "is_flash_attn_2_available", lambda: True)
+    monkeypatch.setitem(
+        flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2], "general_availability_check", lambda: True
+    )
+
+
+def asked(preset, **options):
+    return upstream_attention(preset, arguments(PackedSFTConfig, **{"dtype": "bfloat16", **options}))
+
+
+def test_on_a_gpu_it_is_flash_attention(preset, gpu):
+    assert asked(preset) == asked(preset, dtype="float32", bf16=True) == Attention("flash_attention_2")
+
+
+def test_what_is_chosen_is_taken(preset, gpu):
+    assert asked(preset, attn_implementation="sdpa") == Attention("sdpa")
+    assert asked(preset, model_init_kwargs={"attn_implementation": "eager"}) == Attention("eager")
+    args = arguments(PackedSFTConfig, dtype="bfloat16", attn_implementation="sdpa")
+    side = parse_sides("trl-bfd/flash_attention_3")[0]
+    assert upstream_kwargs(side, preset, args)["attn_implementation"] == "flash_attention_3"
+
+
+def test_where_it_cannot_be_had_the_reason_is_told(preset, gpu, monkeypatch):
+    assert asked(preset, dtype="float32") == Attention(
+        None, "FlashAttention takes half precision, this runs in float32"
+    )
+    monkeypatch.setattr("transformers.LlamaForCausalLM._supports_flash_attn", False)
+    assert "LlamaForCausalLM does not support Flash Attention 2" in asked(preset).remark
+    monkeypatch.setattr(upstream, "is_flash_attn_2_available", lambda: False)
+    assert asked(preset) == Attention(None, "flash-attn is not installed"), "nothing is loaded from the Hub"
+
+
+def test_on_a_cpu_it_is_the_models_own(preset):
+    assert asked(preset) == Attention(None)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("trl-bfd/eager", "eager"), ("padding", "sdpa"), ("step/sdpa", "sdpa")]
+)
+def test_a_side_attends_with_what_it_names(name, expected, preset, tmp_path):
+    side, args = parse_sides(name)[0], arguments(PackedSFTConfig, tmp_path, max_length=64, max_steps=1)
+    documents = random_documents(LENGTHS, vocab_size=512, seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(preset)
+    trainer = build_trainer(side, args, model=preset, tokenizer=tokenizer, train=documents, evaluation=None)
+    trainer.train()
+    assert attention_of(trainer) == expected
+
+
+def test_the_table_names_it():
+    side = {"side": "trl-bfd", "trainer": "TRL", "attention": "sdpa", "remark": "flash-attn is not installed"}
+    side |= {"validation_loss": None, "steps_per_epoch": 9, "tokens_per_step": 1.0, "micro_batches_per_step": 1.0}
+    side |= {"fill": 1.0, "final_loss": 2.0, "recompiles": 0, "host_syncs_per_step": 1, "leaks": False}
+    side |= {"ratio": {"verdict": ""}}
+    assert training_rows({"sides": [side]})[0]["attention"] == "sdpa"
+    assert remarks({"sides": [side]}) == ["trl-bfd: runs with sdpa, as flash-attn is not installed"]
+    data = {"documents": 1, "tokens": 1, "mean_length": 1.0, "longest": 1}
+    place = {"gpus": ["NVIDIA H100"], "commit": None}
+    versions = {"torch": "2", "transformers": "5", "trl": "1", "flash-attn": "2.8.3"}
+    report = {"data": data, "environment": {**place, "versions": versions}, "model_flops_per_token": 0.0}
+    assert "flash-attn 2.8.3" in heading(report)
