@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from ...runtime.context import current_layout
 from ...runtime.override import Override, computes_as, override_in
 from .activated import ActivatedLoraOverride, Invocations, activated_layers
+from .in_graphs import project_in_graph
 from .products import GatedMLP, ProjectTogether
 from .projections import Projection, compute_dtype, is_adapted, output_dtype, read, unsupported_reason
 
@@ -41,6 +42,10 @@ class GatedMLPOverride(Override):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The MLP's forward."""
         mlp: Any = self.module
+        if torch.compiler.is_compiling():
+            # The compiler fuses what lies between the products, and computes it again in the backward.
+            gate, up = project_together(x, mlp.gate_proj, mlp.up_proj)
+            return mlp.down_proj(mlp.act_fn(gate) * up)
         projections = _readable([getattr(mlp, name) for name in _GATED])
         dtype = None if projections is None else compute_dtype(x, projections)
         if projections is None or dtype is None or _is_stateful(mlp.act_fn):
@@ -106,11 +111,13 @@ def _is_patched(module: nn.Module) -> bool:
 
 def _readable(modules: Sequence[nn.Module]) -> list[Projection] | None:
     """What the layers compute, if this call is packed, one of them is adapted and none has a reason against it."""
-    if torch.compiler.is_compiling() or current_layout() is None:
+    # Graphs cannot read the context: there every call is fused, as no call's bits are PEFT's own anyway.
+    if not torch.compiler.is_compiling() and current_layout() is None:
         return None
     if not any(map(is_adapted, modules)) or any(unsupported_reason(module) for module in modules):
         return None
-    return [read(module) for module in modules]
+    found = [read(module) for module in modules]
+    return None if torch.compiler.is_compiling() and any(p.quant_state is not None for p in found) else found
 
 
 def _project(modules: Sequence[nn.Module], x: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
@@ -118,6 +125,9 @@ def _project(modules: Sequence[nn.Module], x: torch.Tensor) -> tuple[torch.Tenso
     dtype = None if projections is None else compute_dtype(x, projections)
     if projections is None or dtype is None:
         return None
+    if torch.compiler.is_compiling():
+        parts = project_in_graph(x.flatten(0, -2), projections, dtype, output_dtype(x, projections[0]))
+        return tuple(part.view(*x.shape[:-1], -1) for part in parts)
     outs = [output_dtype(x, projection) for projection in projections]
     with torch.autocast(x.device.type, enabled=False):
         results = ProjectTogether.apply(x.flatten(0, -2), projections, dtype, outs, *_adapters(projections))

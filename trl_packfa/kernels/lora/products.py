@@ -20,6 +20,39 @@ from .projections import Projection
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
+def project_forward(
+    x_TD: torch.Tensor, projections: Sequence[Projection], dtype: torch.dtype, dtypes_out: Sequence[torch.dtype]
+) -> tuple[torch.Tensor, ...]:
+    """The outputs `(T, O)` of layers with one input `(T, D)`, in their dtypes."""
+    layers = Layers(projections, dtype)
+    outs = [x_TD.new_empty(len(x_TD), p.features, dtype=out) for p, out in zip(projections, dtypes_out, strict=True)]
+    for x, *parts in chunks(x_TD, *outs, size=_size(x_TD, projections, dtype)):
+        layers.apply(x, parts)
+    return tuple(outs)
+
+
+def project_backward(
+    x_TD: torch.Tensor,
+    projections: Sequence[Projection],
+    grads: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    *,
+    input_trains: bool,
+) -> list[torch.Tensor | None]:
+    """The gradients of the input, `None` unless it trains, and of `lora_A` and `lora_B` of each layer in turn."""
+    layers = Layers(projections, dtype)
+    layers.start_backward()
+    grad_x = torch.empty_like(x_TD) if input_trains else None
+    room = x_TD if grad_x is None else grad_x
+    for x, part, *chunk in chunks(x_TD, room, *grads, size=_size(x_TD, projections, dtype)):
+        layers.backward(x, chunk, None if grad_x is None else part)
+    return [grad_x, *layers.adapter_gradients()]
+
+
+def _size(x_TD: torch.Tensor, projections: Sequence[Projection], dtype: torch.dtype) -> int:
+    return chunk_size(max(p.features for p in projections), x_TD.device, dtype)
+
+
 class ProjectTogether(Function):
     """Several layers of one input `(T, D)` to their outputs `(T, O)`."""
 
@@ -35,14 +68,7 @@ class ProjectTogether(Function):
         """`adapters` are `lora_A`, `lora_B` of each projection: named so that autograd sees them."""
         ctx.projections, ctx.dtype = projections, dtype
         ctx.save_for_backward(x_TD, *adapters)
-        layers = Layers(projections, dtype)
-        outs = [
-            x_TD.new_empty(len(x_TD), p.features, dtype=out) for p, out in zip(projections, dtypes_out, strict=True)
-        ]
-        ctx.size = chunk_size(max(p.features for p in projections), x_TD.device, dtype)
-        for x, *parts in chunks(x_TD, *outs, size=ctx.size):
-            layers.apply(x, parts)
-        return tuple(outs)
+        return project_forward(x_TD, projections, dtype, dtypes_out)
 
     @staticmethod
     @once_differentiable
@@ -50,13 +76,9 @@ class ProjectTogether(Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         """Of the input and of every adapter."""
         x_TD, *_ = ctx.saved_tensors
-        layers = Layers(ctx.projections, ctx.dtype)
-        layers.start_backward()
-        grad_x = torch.empty_like(x_TD) if ctx.needs_input_grad[0] else None
-        room = x_TD if grad_x is None else grad_x
-        for x, part, *chunk in chunks(x_TD, room, *grads, size=ctx.size):
-            layers.backward(x, chunk, None if grad_x is None else part)
-        return grad_x, None, None, None, *layers.adapter_gradients()
+        trains = ctx.needs_input_grad[0]
+        grad_x, *factors = project_backward(x_TD, ctx.projections, grads, ctx.dtype, input_trains=trains)
+        return grad_x, None, None, None, *factors
 
 
 class GatedMLP(Function):
