@@ -19,6 +19,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ...runtime.context import current_layout
 from ...runtime.override import Override, computes_as, override_in
+from ..liger import multiplies_by_liger
+from ..liger.swiglu import gated_by_liger
 from .activated import ActivatedLoraOverride, Invocations, activated_layers
 from .in_graphs import project_in_graph
 from .products import GatedMLP, ProjectTogether
@@ -37,7 +39,18 @@ class AdaptedLinearOverride(ActivatedLoraOverride):
 
 
 class GatedMLPOverride(Override):
-    """An MLP with LoRA layers in it, whole."""
+    """An MLP with LoRA layers in it, whole.
+
+    Args:
+        module (`torch.nn.Module`), original (`Callable`, *optional*):
+            The MLP, and the forward that stood on it.
+        by_liger (`bool`):
+            Whether Liger's kernels compute what lies between its products, where they can.
+    """
+
+    def __init__(self, module: nn.Module, original: Callable[..., Any] | None, *, by_liger: bool = False) -> None:
+        super().__init__(module, original)
+        self.by_liger = by_liger
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The MLP's forward."""
@@ -48,16 +61,21 @@ class GatedMLPOverride(Override):
             return mlp.down_proj(mlp.act_fn(gate) * up)
         projections = _readable([getattr(mlp, name) for name in _GATED])
         dtype = None if projections is None else compute_dtype(x, projections)
+        by_liger = self.by_liger and multiplies_by_liger(mlp, x)
         if projections is None or dtype is None or _is_stateful(mlp.act_fn):
-            return self.call_original(x)
+            return self._call_in_parts(x, by_liger)
         out = output_dtype(x, projections[0])
         if output_dtype(x, projections[2]) != out:
-            return self.call_original(x)
+            return self._call_in_parts(x, by_liger)
+        options = (mlp.act_fn, by_liger, dtype, out, torch.is_grad_enabled())
         with torch.autocast(x.device.type, enabled=False):
-            y = GatedMLP.apply(
-                x.flatten(0, -2), projections, mlp.act_fn, dtype, out, torch.is_grad_enabled(), *_adapters(projections)
-            )
+            y = GatedMLP.apply(x.flatten(0, -2), projections, *options, *_adapters(projections))
         return y.view(*x.shape[:-1], -1)
+
+    def _call_in_parts(self, x: torch.Tensor, by_liger: bool) -> torch.Tensor:
+        """Layer by layer, as the MLP's own forward has it."""
+        packed = by_liger and current_layout() is not None
+        return gated_by_liger(self.module, x) if packed else self.call_original(x)
 
 
 def project_together(x: torch.Tensor, *modules: nn.Module) -> tuple[torch.Tensor, ...]:
@@ -77,17 +95,22 @@ def adapted_layers(module: nn.Module) -> list[nn.Module]:
 
 
 def lora_overrides(
-    backbone: nn.Module, own_forward: Callable[[nn.Module], Any], *, fused: bool, invocations: Invocations
+    backbone: nn.Module,
+    own_forward: Callable[[nn.Module], Any],
+    *,
+    fused: bool,
+    by_liger: bool,
+    invocations: Invocations,
 ) -> list[Override]:
     """For every LoRA layer that may be fused, every MLP that holds some, and every layer that has an activated adapter
-    or may be given one; `own_forward` finds what they replace."""
+    or may be given one; `own_forward` finds what they replace, `by_liger` lets MLPs use Liger's kernels."""
     layers = [module for module in backbone.modules() if is_adapted(module) and "_hf_hook" not in vars(module)]
     mlps = [module for module in backbone.modules() if is_gated_mlp(module) and adapted_layers(module)]
     options = {"invocations": invocations}
     found: list[Override] = []
     if fused:
         found += [AdaptedLinearOverride(layer, own_forward(layer), **options) for layer in layers]
-        found += [GatedMLPOverride(mlp, own_forward(mlp)) for mlp in mlps]
+        found += [GatedMLPOverride(mlp, own_forward(mlp), by_liger=by_liger) for mlp in mlps]
     taken = {id(override.module) for override in found}
     others = [layer for layer in (*layers, *activated_layers(backbone)) if id(layer) not in taken]
     others = list({id(layer): layer for layer in others}.values())
