@@ -70,6 +70,7 @@ from .step_packing import Slot, StepCutter, how_to_cut, in_turn
 from .throughput import SpeedMeter
 from .transfer import copies_without_waiting, send
 from .validation import refuse_loss_function, refuse_noise, refuse_precision, refuse_sources
+from .what_fits import tell_what_fits
 
 logger = get_logger(__name__)
 
@@ -224,6 +225,7 @@ class PackedSFTTrainer(SFTTrainer):
                 args, train_dataset=self.train_dataset, model=model, accelerator=self.accelerator, cut=cut
             )
         self.packing_plan = self._plan(cut)
+        tell_what_fits(model, args, self.train_dataset, cut=cut)
         self.add_callback(EpochCallback(lambda: self._data.sampler))
         self.add_callback(TrainBeginCallback(self._require_proof, self._add_noise))  # the model is wrapped then
         logger.info("trl-packfa: patched\n%s", describe(model))
