@@ -20,7 +20,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from trl_packfa.attention import AttentionArguments, get_backend
 from trl_packfa.bench.command import rows_parser, show_rows
 from trl_packfa.errors import InvalidConfig
-from trl_packfa.kernels.cpu import RMSNormOverride, rotate
+from trl_packfa.kernels.cpu import RMSNormOverride
+from trl_packfa.kernels.rotary import rotate
 from trl_packfa.layout import PackedLayout
 from trl_packfa.runtime.autocast import HALF
 from trl_packfa.runtime.context import packed_call

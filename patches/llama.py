@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from trl_packfa.kernels.cpu import rotate
 from trl_packfa.kernels.lora import project_together
+from trl_packfa.kernels.rotary import rotate
 from trl_packfa.patches.base import Patch
 
 Embeddings = tuple[torch.Tensor, torch.Tensor]

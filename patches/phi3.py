@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trl_packfa.kernels.cpu import rotate
+from trl_packfa.kernels.rotary import rotate
 from trl_packfa.patches.base import Patch
 from trl_packfa.patches.llama import Embeddings
 from trl_packfa.patches.mistral import config_window

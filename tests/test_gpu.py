@@ -40,11 +40,14 @@ from transformers import TrainerCallback
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.utils import add_fused_lm_head
+from trl.kernels import ChunkedLogProbFunction
 
-from trl_packfa import check
+from trl_packfa import check, describe
 from trl_packfa.attention import BACKENDS, get_backend
 from trl_packfa.bench.tracing import compiled_graphs
 from trl_packfa.training.lm_head import ensure_own_loss
+from trl_packfa.kernels.lm_head.chunks import Transform
+from trl_packfa.kernels.lm_head.frozen import FrozenLogProbs
 
 ON_GPU = [backend.name for backend in BACKENDS if backend.name != "reference"]
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -151,6 +154,44 @@ def test_fused_lora_is_peft_s(device, backend, nf4):
         found.append(logits_and_gradients(model, batch_on(device, (60, 3, 20, 31))))
     for fused, own in zip(*found, strict=True):
         assert_recomputed(fused, own.double())
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "phi3"])
+@places("auto", cpu=("auto",))
+def test_fused_norms_rotation_and_swiglu_are_the_models_own(device, backend, architecture, lora):
+    """Logits and every gradient, float32; Liger's on a GPU."""
+    found = []
+    for kernels in (True, False):
+        model = patched_model(architecture, device, FP32, backend, lora=lora, kernels=kernels, layers=2)
+        if device == "cuda" and kernels:
+            pytest.importorskip("liger_kernel")
+            assert "x RMSNorm: liger-kernel" in describe(model) and "x rotation: liger-kernel" in describe(model)
+        found.append(logits_and_gradients(model, batch_on(device, (60, 3, 20, 31))))
+    for fused, own in zip(*found, strict=True):
+        assert_recomputed(fused, own.double())
+
+
+@DTYPES
+@places("auto", cpu=("auto",))
+def test_a_frozen_head_in_two_products_is_trl_s(device, backend, dtype):
+    require_device(device, backend, dtype)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 64, generator=generator).to(device, dtype) for n in (300, 2000))
+    labels, upstream = torch.randint(2000, (300,), generator=generator).to(device), torch.full((300,), 1e-3)
+    found = {}
+    for name, kind in {"trl": dtype, "oracle": torch.float64, "ours": dtype}.items():
+        h = hidden.detach().to(kind).requires_grad_()
+        if name == "ours":
+            log_probs = FrozenLogProbs.apply(h, weight, None, labels, Transform(), True)[0]
+        elif name == "trl":
+            log_probs = ChunkedLogProbFunction.apply(h, weight, None, labels, 1.0, 512)[0]
+        else:
+            log_probs = torch.log_softmax(h @ weight.double().t(), -1).gather(-1, labels[:, None])[:, 0]
+        (grad,) = torch.autograd.grad(log_probs, h, upstream.to(device, log_probs.dtype))
+        found[name] = (log_probs.detach(), grad * 1e3)
+    for ours, trls, oracle in zip(*(found[name] for name in ("ours", "trl", "oracle")), strict=True):
+        assert_low_precision(ours, trls, oracle, factor=FORWARD_FACTOR)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])

@@ -25,21 +25,27 @@ from .adapters import (
 )
 from .errors import ContaminationError, UnsupportedModel, is_out_of_memory
 from .exactness import check, check_unpadding
-from .kernels.cpu import RMSNormOverride
 from .kernels.lm_head.chunked import undo_head
 from .kernels.lora import adapted_layers, describe_lora
 from .patches.base import Patch
 from .patches.measured import fingerprint, known_sources, results
 from .patching.apply import PatchState, apply_patch, find_state, undo_patch
+from .patching.fused import describe_kernels
 from .patching.inspect import get_patch, inner_model, model_type
-from .runtime.override import override_in
 
 logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def patch(model: Model, *, backend: str = "auto", fused_lora: bool = True, unpad: bool = False) -> Model:
+def patch(
+    model: Model,
+    *,
+    backend: str = "auto",
+    fused_lora: bool = True,
+    fused_kernels: bool = True,
+    unpad: bool = False,
+) -> Model:
     """Make this model instance honour document boundaries, on any device; returns the same model.
 
     Boundaries are read from each call: TRL's `cu_seq_lens_q` and friends, or `position_ids` that restart. Calls
@@ -57,6 +63,9 @@ def patch(model: Model, *, backend: str = "auto", fused_lora: bool = True, unpad
         fused_lora (`bool`, *optional*, defaults to `True`):
             Compute LoRA layers together with their base layers in packed calls, to PEFT's result within rounding.
             What cannot be fused runs PEFT's own forward; [`describe`] says why.
+        fused_kernels (`bool`, *optional*, defaults to `True`):
+            Compute RMSNorms, rotations and SwiGLU in fewer passes over memory in packed calls: on CUDA by liger-kernel
+            where it is installed, on a CPU in pieces. `False` runs the model's own code; [`describe`] says what runs.
         unpad (`bool`, *optional*, defaults to `False`):
             Run padded batches, whichever side their pads are on, without their pads: inside the backbone as one row of
             the true tokens, while callers see the shapes of the padded batch, with zeros at pads. Positions count from
@@ -75,11 +84,11 @@ def patch(model: Model, *, backend: str = "auto", fused_lora: bool = True, unpad
     refuse_adapters(model)
     refuse_quantization(quantization_config_of(model))
     state = find_state(model)
-    if state is not None and _is_as_asked(state, model, backend, fused_lora, unpad):
+    options = {"fused_lora": fused_lora, "fused_kernels": fused_kernels, "unpad": unpad}
+    if state is not None and _is_as_asked(state, model, backend, options):
         return model
     # Patched otherwise than asked now, or before an adapter came: taken back whole, so that edits never pile up.
     undo_patch(model)
-    options = {"fused_lora": fused_lora, "unpad": unpad}
     try:
         found = get_patch(model)
     except UnsupportedModel as refusal:
@@ -95,28 +104,28 @@ def patch(model: Model, *, backend: str = "auto", fused_lora: bool = True, unpad
     return model
 
 
-def _is_as_asked(state: PatchState, model: nn.Module, backend: str, fused_lora: bool, unpad: bool) -> bool:
+def _is_as_asked(state: PatchState, model: nn.Module, backend: str, options: dict[str, bool]) -> bool:
     """Whether nothing is left to do: adapters may have been added since."""
+    is_now = {
+        "fused_lora": state.fused_lora,
+        "fused_kernels": state.fused_kernels,
+        "unpad": state.unpadding is not None,
+    }
     # By identity: `add_adapter` puts another layer in the place of a linear one, under the same name.
     known = {id(layer) for layer in state.adapted}
-    new = fused_lora and any(id(layer) not in known for layer in adapted_layers(model))
+    new = options["fused_lora"] and any(id(layer) not in known for layer in adapted_layers(model))
     same = state.adapter_kinds == adapter_kinds(model)
-    asked = (
-        state.backends.name == backend and state.fused_lora == fused_lora and (state.unpadding is not None) == unpad
-    )
-    return asked and same and not new
+    return state.backends.name == backend and is_now == options and same and not new
 
 
-def _apply_trusted(
-    model: nn.Module, patch: Patch, backend: str, *, fused_lora: bool = True, unpad: bool = False
-) -> None:
+def _apply_trusted(model: nn.Module, patch: Patch, backend: str, **options: bool) -> None:
     """Patch a model; if its code is not the code that the patch was measured with, or its adapter or
     quantization is of a kind that was never measured, only if the check finds it exact.
 
     Raises:
         [`ContaminationError`]: if it does not; the model is unpatched again.
     """
-    apply_patch(model, patch, backend, fused_lora=fused_lora, unpad=unpad)
+    apply_patch(model, patch, backend, **options)
     unmeasured = [f"PEFT's {kind}" for kind in unmeasured_adapters(model)] + unread_quantizers(model)
     # A third party's patch is in no table of ours, whatever code its model runs.
     known = patch.origin == "trl_packfa" and fingerprint(model) in known_sources().get(model_type(model), ())
@@ -207,11 +216,18 @@ def unpatch(model: Model) -> Model:
 
 
 @contextmanager
-def patched(model: Model, *, backend: str = "auto", fused_lora: bool = True, unpad: bool = False) -> Iterator[Model]:
+def patched(
+    model: Model,
+    *,
+    backend: str = "auto",
+    fused_lora: bool = True,
+    fused_kernels: bool = True,
+    unpad: bool = False,
+) -> Iterator[Model]:
     """[`patch`] for the length of a `with` block; a model that was patched before stays patched."""
     was_patched = find_state(model) is not None
     try:
-        yield patch(model, backend=backend, fused_lora=fused_lora, unpad=unpad)
+        yield patch(model, backend=backend, fused_lora=fused_lora, fused_kernels=fused_kernels, unpad=unpad)
     finally:
         if not was_patched:
             unpatch(model)
@@ -252,6 +268,4 @@ def describe(model: nn.Module) -> str:
         lines.append(f"{n} x {name}: {how}")
     lines += [f"backend used: {name} for {request.describe()}" for request, name in state.backends.resolved.items()]
     lines += describe_lora(state.adapted, state.fused_lora)
-    norms = sum(isinstance(override_in(module), RMSNormOverride) for module, _, _ in state.edits)
-    lines += [f"{norms} x RMSNorm: in pieces, in packed calls on a CPU"] if norms else []
-    return "\n".join(lines)
+    return "\n".join([*lines, *describe_kernels(state)])

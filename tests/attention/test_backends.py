@@ -23,10 +23,13 @@ from trl_packfa.runtime.length_groups import group_by_length
 
 def test_groups_cover_every_document_once_and_waste_little():
     lengths = tuple(torch.randint(1, 500, (300,), generator=torch.Generator().manual_seed(0)).tolist())
-    groups = group_by_length(lengths)
+    groups = group_by_length(lengths, torch.device("cpu"))
     assert sorted(i for group in groups for i in group) == list(range(300))
     padded = sum(len(group) * max(lengths[i] for i in group) for group in groups)
     assert padded / sum(lengths) < 1.15
+    on_gpu = group_by_length(lengths, torch.device("cuda"))
+    assert sorted(i for group in on_gpu for i in group) == list(range(300)) and len(on_gpu) < len(groups)
+    assert max(len(group) * lengths[group[0]] for group in on_gpu) <= 16384
 
 
 def test_refusals_name_every_reason():

@@ -11,7 +11,7 @@ from trl_packfa import PackedLayout
 from trl_packfa.attention import AttentionArguments, get_backend
 from trl_packfa.attention import cpu_half as half_on_cpu
 from trl_packfa.attention.cpu_half import CausalInHalf
-from trl_packfa.runtime.length_groups import group_by_length
+from trl_packfa.runtime.length_groups import _grouped
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -65,7 +65,7 @@ def test_each_half_runs_in_the_dtype_that_is_faster(machine, computed, autocast,
     through torch's function, in float32."""
     monkeypatch.setattr("trl_packfa.runtime.length_groups._SLACK_SHARE", 0.0)
     monkeypatch.setattr("trl_packfa.runtime.length_groups._SLACK_TOKENS", 0)
-    group_by_length.cache_clear()
+    _grouped.cache_clear()
     in_float32, attend = set(), F.scaled_dot_product_attention
     monkeypatch.setattr(
         F,
@@ -77,7 +77,7 @@ def test_each_half_runs_in_the_dtype_that_is_faster(machine, computed, autocast,
     given = torch.randn(3, layout.num_tokens, 2, 64, dtype=FP32 if autocast else BF16).requires_grad_()
     with torch.autocast("cpu", dtype=BF16, enabled=autocast):
         out = get_backend("sdpa")(*given, layout, PLAIN)
-    group_by_length.cache_clear()
+    _grouped.cache_clear()
     halves = lengths[:0] if machine == "emulated" else lengths[:3]
     assert out.dtype == BF16 and computed == {(length, BF16) for length in halves}
     assert in_float32 == {(length, FP32) for length in lengths if length not in halves}

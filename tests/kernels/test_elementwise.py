@@ -15,7 +15,8 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from trl_packfa import PackedLayout, describe, patch
-from trl_packfa.kernels.cpu import RMSNormOverride, is_rms_norm_on_cpu, rotate
+from trl_packfa.kernels.cpu import RMSNormOverride, is_rms_norm_on_cpu
+from trl_packfa.kernels.rotary import rotate
 from trl_packfa.runtime.context import packed_call
 from trl_packfa.runtime.override import override_in
 
@@ -76,7 +77,7 @@ def by_transformers(query, key, cos, sin):
 
 @pytest.mark.parametrize("rotated", [16, 8], ids=["whole heads", "half heads"])
 def test_other_devices_run_transformers_code(rotated, monkeypatch):
-    monkeypatch.setattr("trl_packfa.kernels.cpu.rotary.are_worth_it", lambda x: False)
+    monkeypatch.setattr("trl_packfa.kernels.rotary.are_worth_it", lambda x: False)
     given = [random(2, 17, n, 16, seed=n) for n in (4, 2)] + [random(1, 17, rotated, seed=seed) for seed in (5, 6)]
     for ours, theirs in zip(rotate(*given), by_transformers(*given), strict=True):
         assert torch.equal(ours, theirs)

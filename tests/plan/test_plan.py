@@ -23,11 +23,12 @@ from trl_packfa.packing import (
     plan_overflow,
 )
 from trl_packfa.plan.gather import Source, read_documents
-from trl_packfa.plan.memory import estimate, layer_bytes
 from trl_packfa.plan.run import make_plan
 from trl_packfa.plan.shape import read_shape
+from trl_packfa.plan.terminal import _memory
 from trl_packfa.training.batching import Batching
 from trl_packfa.training.epoch_plan import plan_epoch
+from trl_packfa.training.memory import estimate, layer_bytes
 
 pytest.importorskip("matplotlib")
 
@@ -229,6 +230,21 @@ def test_advice_warns_of_fewer_steps_with_the_figures(tmp_path):
     assert ours.startswith("Use packing_strategy='step' (your choice)") and "Warning" not in ours
     even = "\n".join(made(tmp_path, [190] * 400, per_device_train_batch_size=1, packing_strategy="bfd").advice)
     assert "Warning" not in even, "where rows hold one document each, nothing changes"
+
+
+def test_a_row_and_a_sentence_say_what_runs_without_gradient_checkpointing(tmp_path, saved):
+    text, unchecked = {}, {}
+    shape = read_shape(arguments(out=tmp_path, model_name_or_path=saved["MODEL"]))
+    for checkpointed in (True, False):
+        plan = made(tmp_path, shape=shape, gradient_checkpointing=checkpointed)
+        text[checkpointed] = "\n".join([*plan.advice, *(row[0] for row in _memory(plan)[1])])
+        unchecked[checkpointed] = plan.without_checkpointing
+        assert (plan.to_dict()["memory_without_checkpointing"] is None) != checkpointed
+    assert unchecked[True].activations > plan.memory[plan.chosen.strategy.name].activations / 2
+    needed = unchecked[True].needed / 1e9
+    assert f"Gradient checkpointing can be off: est. {needed:.1f} GB of a GPU of 4 GB." in text[True]
+    assert "step *, no gradient checkpointing" in text[True]
+    assert "checkpointing" not in text[False]
 
 
 def test_advice_names_what_is_lost_and_what_waits(tmp_path):

@@ -20,9 +20,9 @@ SOURCES = [path for folder in ("trl_packfa", "patches", "recipes") for path in (
 SIGNATURES = {
     "check": "model * collator= documents= processing_class= seed= progress=",
     "describe": "model",
-    "padding_free": "trainer * backend= fused_lora= leave_padded= check_first_batch=",
-    "patch": "model * backend= fused_lora= unpad=",
-    "patched": "model * backend= fused_lora= unpad=",
+    "padding_free": "trainer * backend= fused_lora= fused_kernels= leave_padded= check_first_batch=",
+    "patch": "model * backend= fused_lora= fused_kernels= unpad=",
+    "patched": "model * backend= fused_lora= fused_kernels= unpad=",
     "plot": "batch_or_layout path= * sliding_window=",
     "register": "new",
     "registered": "",
@@ -31,6 +31,7 @@ SIGNATURES = {
 FIELDS = {
     "check_packing": True,
     "fused_lora": True,
+    "fused_kernels": True,
     "peak_tflops": None,
     "loss_by": None,
     "loss_weighting": "token",

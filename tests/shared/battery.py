@@ -108,7 +108,7 @@ class KernelCase:
 
 
 def patched_model(
-    architecture, device, dtype, backend, *, lora=False, nf4=False, fused=True, autocast=False, **config
+    architecture, device, dtype, backend, *, lora=False, nf4=False, fused=True, kernels=True, autocast=False, **config
 ):
     """A patched model on the device that has run once, or a skip with the backend's reasons."""
     require_device(device, backend, torch.bfloat16 if autocast else dtype)
@@ -121,7 +121,7 @@ def patched_model(
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.05, generator=torch.Generator(device).manual_seed(0))
     try:
-        model = patch(model, backend=backend, fused_lora=fused)
+        model = patch(model, backend=backend, fused_lora=fused, fused_kernels=kernels)
         with torch.autocast(device, torch.bfloat16, enabled=autocast):
             model(**batch_on(device, tiny.LENGTHS))
     except NoBackend as refusal:

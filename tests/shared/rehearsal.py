@@ -148,6 +148,27 @@ def rehearse(call, *, backward: bool) -> Rehearsal:
     return rehearsal
 
 
+def compile_launches(monkeypatch, arch: int = 90) -> list[Kernel]:
+    """Until the monkeypatch is undone, what launches a Triton kernel compiles it for an H100 (or `arch`) and launches
+    nothing; returns the list of what was compiled. Needs Triton alone: tensors are on the CPU, and keep their numbers.
+    """
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    compiled: list[Kernel] = []
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **options):
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        compiled.append(Kernel(self.__name__, kernel.metadata.shared, len(kernel.asm.get("cubin", b""))))
+        return kernel
+
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setattr(driver, "_active", None, raising=False)
+    driver.set_active(_Driver(arch))
+    return compiled
+
+
 _CURRENT = [Rehearsal()]
 
 
@@ -238,9 +259,12 @@ class _Guard:
 
 
 class _Driver:
-    """Triton's driver of an H100 that launches nothing."""
+    """Triton's driver of an H100, or another GPU of NVIDIA's, that launches nothing."""
 
     launcher_cls = None
+
+    def __init__(self, arch=90):
+        self.arch = arch
 
     class utils:
         @staticmethod
@@ -256,7 +280,7 @@ class _Driver:
     def get_current_target(self):
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self):
         return 0

@@ -37,6 +37,7 @@ def test_every_field_of_trls_configs_is_there_with_help():
         "loss_weighting",
         "max_tokens_per_microbatch",
         "fused_lora",
+        "fused_kernels",
         "peak_tflops",
         "overflow",
         "check_packing",

@@ -61,7 +61,7 @@ class SdpaBackend:
         numbers = layout.split(torch.arange(layout.num_tokens, device=query.device)) if arguments.bias else ()
         outputs: list[torch.Tensor] = []
         dtype = autocast_dtype(query) or query.dtype
-        for group, batch in zip(group_by_length(layout.lengths), batches, strict=True):
+        for group, batch in zip(group_by_length(layout.lengths, query.device), batches, strict=True):
             q_GNLH, k_GKLH, v_GKLH = (tensor.transpose(1, 2) for tensor in batch)
             tokens_GL = _pad_numbers([numbers[i] for i in group], layout.num_tokens) if numbers else None
             if is_faster_in_float32(q_GNLH, dtype, fused=_is_fused(arguments)):

@@ -207,7 +207,8 @@ def build_preference_trainer(
     )
     if not side.kind.ours:
         return made
-    return padding_free(made, backend=side.backend, fused_lora=args.fused_lora, check_first_batch=args.check_packing)
+    options = {**args.patch_options, "backend": side.backend}
+    return padding_free(made, check_first_batch=args.check_packing, **options)
 
 
 def as_prepared(cls: type) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from .output import add_json, print_rows
 _PACKAGES = (
     "bitsandbytes",
     "flash-attn",
+    "liger-kernel",
     "kernels",
     "triton",
     "mamba-ssm",

@@ -91,6 +91,7 @@ def _patched(model: nn.Module) -> list[Any]:
             state.patch.level,
             state.backends.name,
             state.fused_lora,
+            state.fused_kernels,
             state.unpadding is not None,
         ]
     )

@@ -17,7 +17,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..attention import BackendChoice
 from ..errors import NoBackend
-from ..kernels.cpu import RMSNormOverride, is_rms_norm_on_cpu
 from ..kernels.lm_head.labelled import LabelledHead, trl_options
 from ..kernels.lora import (
     activated_overrides,
@@ -27,6 +26,7 @@ from ..kernels.lora import (
     require_in_packed_rows,
     require_patched,
 )
+from ..kernels.rotary import PlainRotation
 from ..patches.base import Patch
 from ..runtime import bitsandbytes
 from ..runtime.compile import CompiledLayer
@@ -40,6 +40,7 @@ from .forwards import (
     RotaryOverride,
     depends_on_length,
 )
+from .fused import kernel_overrides
 from .inspect import class_names, find_attention, find_backbone, find_by_class, inner_model, max_positions, windows_of
 from .mixers import FunctionOverride, LayerOverride, MixerOverride
 from .unpadding import Unpadding
@@ -58,6 +59,7 @@ class PatchState:
     mixers: dict[str, nn.Module] = field(default_factory=dict)
     native: dict[tuple[type, bool], tuple[str, ...]] = field(default_factory=dict)
     fused_lora: bool = False
+    fused_kernels: bool = True
     adapted: list[nn.Module] = field(default_factory=list)
     edits: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     adapter_kinds: tuple[str, ...] = ()
@@ -73,7 +75,13 @@ def find_state(model: nn.Module) -> PatchState | None:
 
 
 def apply_patch(
-    model: nn.Module, patch: Patch, backend: str, *, fused_lora: bool = True, unpad: bool = False
+    model: nn.Module,
+    patch: Patch,
+    backend: str,
+    *,
+    fused_lora: bool = True,
+    fused_kernels: bool = True,
+    unpad: bool = False,
 ) -> PatchState:
     """Patch this instance in place, `unpad` for padded batches too. Every edit is resolved before any is made.
 
@@ -88,7 +96,8 @@ def apply_patch(
     attention = find_attention(backbone, patch)
     mixers = find_by_class(backbone, (*patch.mixers, *patch.masked_mixers, *patch.beside))
     windows, lora = windows_of(patch, backbone, attention), adapted_layers(model)
-    state = PatchState(patch, backends, attention, windows, mixers, fused_lora=fused_lora, adapted=lora)
+    fused: dict[str, bool] = {"fused_lora": fused_lora, "fused_kernels": fused_kernels}
+    state = PatchState(patch, backends, attention, windows, mixers, adapted=lora, **fused)  # type: ignore[arg-type]
     # Read from the `PeftModel` now: below it, where the adapters run, nobody knows their configs.
     state.invocations, state.unpadding = invocations_of(model), Unpadding() if unpad else None
     for module in (backbone, *mixers.values()):
@@ -166,6 +175,7 @@ def _plan_attention(state: PatchState) -> list[tuple[nn.Module, str, Any]]:
         names = class_names(module)
         if patch.attention:
             qkv = next(patch.attention[name] for name in names if name in patch.attention)
+            qkv = qkv if state.fused_kernels else PlainRotation(qkv)
             override = AttentionOverride(module, _own_forward(module), patch=patch, qkv=qkv, backends=backends)
             planned.append((module, _forward_slot(module), override.as_forward()))
         elif not patch.functions.keys().isdisjoint(names):
@@ -215,8 +225,10 @@ def _plan_inside(backbone: nn.Module, state: PatchState) -> list[Override]:
     rotary = [module for module in backbone.modules() if depends_on_length(module)]
     overrides: list[Override] = [RotaryOverride(module, _own_forward(module)) for module in rotary]
     overrides += [_mixer_override(module, state) for module in state.mixers.values()]
-    when_packed = lora_overrides(backbone, _own_forward, fused=state.fused_lora, invocations=state.invocations)
-    when_packed += [RMSNormOverride(module, None) for module in backbone.modules() if is_rms_norm_on_cpu(module)]
+    options = {"fused": state.fused_lora, "by_liger": state.fused_kernels, "invocations": state.invocations}
+    when_packed: list[Override] = lora_overrides(backbone, _own_forward, **options)
+    if state.fused_kernels:
+        when_packed += kernel_overrides(backbone, taken={id(override.module) for override in when_packed})
     # These modules are handed neither keyword nor mask and ask the context variable. The backward of a checkpointed
     # layer recomputes it outside of the backbone's call, so the layer sets the variable itself.
     if state.mixers or state.patch.functions or state.patch.makes_mask or when_packed:

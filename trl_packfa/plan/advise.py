@@ -10,13 +10,13 @@ import numpy as np
 from ..packing import BFD, BFD_SPLIT, MINIBATCH, PADDED, STEP
 from ..training.batching import FREE, Batching
 from ..training.epoch_plan import EpochPlan, plan_epoch
+from ..training.memory import RESERVED, SLACK, Memory, estimate
+from ..training.what_fits import operations
 from .compare import total_steps
-from .memory import estimate
 from .report import Plan
 
-# Memory of GPUs that can be rented, in GB of 10^9 bytes, and what CUDA and fragmentation take of it.
+# Memory of GPUs that can be rented, in GB of 10^9 bytes.
 _CARDS = (4, 6, 8, 12, 16, 24, 40, 48, 80, 96, 141, 180)
-_RESERVED, _SLACK = 1e9, 1.15
 # Fewer optimizer steps than this share of the padded run's are worth a word; so are runs of few steps at all.
 _FEWER, _FEW_STEPS = 0.67, 200
 # Below this share of pads there is little to gain; above this share of lost tokens there is much to lose.
@@ -32,7 +32,7 @@ PAPER = (
 
 def advise(plan: Plan) -> tuple[str, ...]:
     """Sentences, the recommendation first."""
-    parts = (_recommend, _steps, _few, _lost, _outlier, _budget, _waiting, _untrained, _fits)
+    parts = (_recommend, _steps, _few, _lost, _outlier, _budget, _waiting, _untrained, _fits, _checkpointing)
     return tuple(sentence for part in parts for sentence in part(plan))
 
 
@@ -200,20 +200,37 @@ def _fits(plan: Plan) -> Iterator[str]:
     memory = plan.memory.get(plan.chosen.strategy.name)
     if memory is None:
         return
-    needed = memory.total * _SLACK + _RESERVED
-    card = next((size for size in _CARDS if size * 1e9 >= needed), None)
+    card = _card(memory)
     saved = plan.memory[PADDED.name].total
     yield (
         f"Memory: about {memory.total / 1e9:.1f} GB at the largest micro-batch of "
         f"{plan.chosen.epoch().largest_micro_batch:,} tokens (padded {saved / 1e9:.1f} GB), an estimate. "
         + (
-            f"With {_SLACK - 1:.0%} slack and 1 GB for CUDA that is {needed / 1e9:.1f} GB: a GPU of {card} GB will do."
+            f"With {SLACK - 1:.0%} slack and 1 GB for CUDA that is {memory.needed / 1e9:.1f} GB: a GPU of {card} GB "
+            "will do."
             if card
             else f"No single GPU has that: {_smaller(plan)}."
         )
     )
-    if memory.weights > _RESERVED and _is_frozen_in_float32(plan):
+    if memory.weights > RESERVED and _is_frozen_in_float32(plan):
         yield (
             f"The frozen weights are float32, TRL's default: dtype='bfloat16' halves their "
             f"{memory.weights / 1e9:.1f} GB, load_in_4bit does more."
         )
+
+
+def _card(memory: Memory) -> int | None:
+    """The smallest GPU that holds it, in GB."""
+    return next((size for size in _CARDS if size * 1e9 >= memory.needed), None)
+
+
+def _checkpointing(plan: Plan) -> Iterator[str]:
+    """What runs faster if it fits."""
+    memory = plan.without_checkpointing
+    card = None if memory is None else _card(memory)
+    if memory is None or card is None or plan.shape is None:
+        return
+    yield (
+        f"Gradient checkpointing can be off: est. {memory.needed / 1e9:.1f} GB of a GPU of {card} GB. "
+        f"gradient_checkpointing=False computes {operations(bool(plan.shape.lora_rank))}."
+    )

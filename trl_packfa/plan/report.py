@@ -9,10 +9,10 @@ import numpy as np
 
 from ..packing import PADDED
 from ..training.config import PackedSFTConfig
+from ..training.memory import FORMULA, Memory
+from ..training.model_shape import ModelShape
 from .compare import Outcome, speed_up, total_steps
 from .gather import Source
-from .memory import FORMULA, Memory
-from .shape import ModelShape
 
 _PERCENTILES = (50, 90, 99)
 BASIS = (
@@ -24,13 +24,15 @@ BASIS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """Documents, strategies and advice; `shape` and `memory` (by strategy) only if there is a model."""
+    """Documents, strategies and advice; `shape` and `memory` (by strategy) only if there is a model, and
+    `without_checkpointing`, the chosen strategy's memory, only if the arguments checkpoint."""
 
     source: Source
     args: PackedSFTConfig
     outcomes: dict[str, Outcome]
     shape: ModelShape | None
     memory: dict[str, Memory] = field(default_factory=dict)
+    without_checkpointing: Memory | None = None
     advice: tuple[str, ...] = ()
 
     @property
@@ -82,6 +84,7 @@ class Plan:
             "speed_up_basis": {"quadratic": q, "text": self.basis},
             "model": asdict(self.shape) if self.shape else None,
             "memory_formula": FORMULA if self.shape else None,
+            "memory_without_checkpointing": _bytes(self.without_checkpointing),
             "advice": list(self.advice),
         }
 
@@ -95,6 +98,9 @@ class Plan:
                 "speed_up": self.speed_up(outcome, ranks),
             }
             epochs[str(ranks)] = {**asdict(epoch), **derived}
-        memory = self.memory.get(outcome.strategy.name)
-        kept = {**asdict(memory), "total": memory.total} if memory else None
-        return {"cut": outcome.report.to_dict(), "ranks": epochs, "memory_bytes": kept}
+        memory = _bytes(self.memory.get(outcome.strategy.name))
+        return {"cut": outcome.report.to_dict(), "ranks": epochs, "memory_bytes": memory}
+
+
+def _bytes(memory: Memory | None) -> dict[str, float] | None:
+    return None if memory is None else {**asdict(memory), "total": memory.total}

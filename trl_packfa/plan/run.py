@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,11 @@ from ..plotting import require_matplotlib
 from ..terminal.progress import a_line_per_thing
 from ..training.batching import FREE
 from ..training.config import PackedSFTConfig
+from ..training.memory import estimate, without_checkpointing
 from ..training.script import parse, train_dataset
 from .advise import advise
 from .compare import compare
 from .gather import Source, lengths_from_file, read_documents
-from .memory import estimate
 from .report import Plan
 from .shape import read_shape
 from .terminal import show
@@ -74,11 +74,14 @@ def make_plan(source: Source, args: PackedSFTConfig, ranks: list[int], shape: An
     """
     quadratic, cut = (shape.quadratic, shape.cut) if shape else (0.0, FREE)
     outcomes = compare(source.tokens, args, ranks, quadratic, cut)
-    memory = {}
+    memory, unchecked = {}, None
     if shape:
         memory = {name: estimate(shape, args, o.epoch().largest_micro_batch) for name, o in outcomes.items()}
-    figures = Plan(source, args, outcomes, shape, memory)
-    return Plan(source, args, outcomes, shape, memory, (*advise(figures), *source.remarks))
+    if shape and args.gradient_checkpointing:
+        tokens = outcomes[args.strategy.name].epoch().largest_micro_batch
+        unchecked = estimate(shape, without_checkpointing(args), tokens)
+    figures = Plan(source, args, outcomes, shape, memory, unchecked)
+    return replace(figures, advice=(*advise(figures), *source.remarks))
 
 
 def _source(script: Any, args: PackedSFTConfig, mixture: Any, wanted: PlanArguments) -> Source:

@@ -9,7 +9,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from .memory import FORMULA
+from ..training.memory import FORMULA
 from .report import Plan
 
 _BINS, _BAR = 14, 40
@@ -117,10 +117,13 @@ def _ranks(plan: Plan) -> Rows:
 def _memory(plan: Plan) -> Rows:
     columns = ["strategy", "tokens", "weights", "adapter", "gradients", "optimizer", "activations", "LM head", "total"]
     rows = []
-    for name, kept in plan.memory.items():
+    figures = [(_mark(plan, name), plan.outcomes[name], kept) for name, kept in plan.memory.items()]
+    if plan.without_checkpointing is not None:
+        name = f"{_mark(plan, plan.chosen.strategy.name)}, no gradient checkpointing"
+        figures.append((name, plan.chosen, plan.without_checkpointing))
+    for name, outcome, kept in figures:
         parts = (kept.weights, kept.adapter, kept.gradients, kept.optimizer, kept.activations, kept.logits, kept.total)
-        tokens = f"{plan.outcomes[name].epoch().largest_micro_batch:,}"
-        rows.append([_mark(plan, name), tokens, *(f"{part / 1e9:.2f}" for part in parts)])
+        rows.append([name, f"{outcome.epoch().largest_micro_batch:,}", *(f"{part / 1e9:.2f}" for part in parts)])
     return columns, rows
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .compile import constant_in_graphs
+
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -55,11 +57,14 @@ def outside_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@cache
+@constant_in_graphs
 def has_half_products(dtype: torch.dtype, device: str) -> bool:
     """Whether a device multiplies in half precision itself; older CPUs emulate it, more slowly than float32."""
-    if device != "cpu":
-        return True
+    return device != "cpu" or _has_half_products_on_a_cpu(dtype)
+
+
+@cache
+def _has_half_products_on_a_cpu(dtype: torch.dtype) -> bool:
     if not torch.backends.mkldnn.is_available():
         return False
     # oneDNN multiplies half precision on a CPU, and only it knows which instructions it has for that. torch has no

@@ -16,19 +16,26 @@ from ..layout import PackedLayout
 # below about 16 tokens a call's overhead outweighs the padding.
 _SLACK_TOKENS = 16
 _SLACK_SHARE = 0.15
-# Padded tokens of one group. Keeps each temporary of a 4096-wide model under glibc's 32 MB mmap limit.
-_GROUP_TOKENS = 2048
+# Padded tokens of one group. On a CPU that keeps each temporary of a 4096-wide model under glibc's 32 MB mmap limit.
+# CUDA's allocator has none, and every call costs its launches: there the limit bounds attention that materializes the
+# scores, as it does where no fused kernel serves a call.
+_GROUP_TOKENS, _GROUP_TOKENS_ON_CUDA = 2048, 16384
+
+
+def group_by_length(lengths: tuple[int, ...], device: torch.device) -> tuple[tuple[int, ...], ...]:
+    """Indices of documents of these `lengths` (tokens), in groups that are padded together on a device; the longest
+    first."""
+    return _grouped(lengths, _GROUP_TOKENS_ON_CUDA if device.type == "cuda" else _GROUP_TOKENS)
 
 
 @lru_cache(maxsize=64)
-def group_by_length(lengths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Indices of documents of these `lengths` (tokens), in groups that are padded together; the longest first."""
+def _grouped(lengths: tuple[int, ...], most: int) -> tuple[tuple[int, ...], ...]:
     # (78, 30, 80): 78 tokens are within 16 of 80, 30 are not: ((2, 0), (1,)).
     groups: list[list[int]] = []
     longest = 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         close = longest - lengths[i] <= max(_SLACK_TOKENS, _SLACK_SHARE * longest)
-        if not groups or not close or (len(groups[-1]) + 1) * longest > _GROUP_TOKENS:
+        if not groups or not close or (len(groups[-1]) + 1) * longest > most:
             groups.append([])
             longest = lengths[i]
         groups[-1].append(i)
@@ -71,7 +78,7 @@ class _PackGroups(torch.autograd.Function):
 
 def _padded(packed: torch.Tensor, layout: PackedLayout) -> tuple[torch.Tensor, ...]:
     documents, batches = packed.split(list(layout.lengths)), []
-    for group in group_by_length(layout.lengths):
+    for group in group_by_length(layout.lengths, packed.device):
         if len(group) == 1:
             # A view: a document that shares its group with no other needs no copy.
             batches.append(documents[group[0]][None])
@@ -90,7 +97,7 @@ def _padded(packed: torch.Tensor, layout: PackedLayout) -> tuple[torch.Tensor, .
 
 def _packed(batches: tuple[torch.Tensor, ...], layout: PackedLayout) -> torch.Tensor:
     documents: dict[int, torch.Tensor] = {}
-    for group, batch in zip(group_by_length(layout.lengths), batches, strict=True):
+    for group, batch in zip(group_by_length(layout.lengths, batches[0].device), batches, strict=True):
         for place, i in zip(batch.unbind(), group, strict=True):
             # Views, which `cat` below copies in one pass.
             documents[i] = place if len(place) == layout.lengths[i] else place[: layout.lengths[i]]

@@ -101,7 +101,7 @@ def _groups(layout: PackedLayout, device: torch.device) -> tuple[list[torch.Tens
         # [1, 0, 0]]; so the packed tokens 0, 1, 2, 3 lie at the places [3, 0, 1, 2] of the group.
         starts = torch.tensor(layout.lengths).cumsum(0) - torch.tensor(layout.lengths)
         groups, place, filled = [], torch.empty(layout.num_tokens, dtype=torch.long), 0
-        for group in group_by_length(layout.lengths):
+        for group in group_by_length(layout.lengths, device):
             documents = torch.tensor(group)
             lengths_G1 = torch.tensor([layout.lengths[i] for i in group])[:, None]
             steps_M = torch.arange(int(lengths_G1.max()))

@@ -33,6 +33,7 @@ def padding_free(
     *,
     backend: str = "auto",
     fused_lora: bool = True,
+    fused_kernels: bool = True,
     leave_padded: Sequence[str] = (),
     check_first_batch: bool = True,
 ) -> AnyTrainer:
@@ -49,7 +50,8 @@ def padding_free(
     Args:
         trainer (`transformers.Trainer`):
             Any of TRL's, constructed.
-        backend (`str`, *optional*, defaults to `"auto"`), fused_lora (`bool`, *optional*, defaults to `True`):
+        backend (`str`, *optional*, defaults to `"auto"`), fused_lora, fused_kernels (`bool`, *optional*, defaults to
+        `True`):
             As of [`patch`].
         leave_padded (`Sequence[str]`, *optional*):
             Names of attributes that hold models which stay as they are, such as a reward model that attends in both
@@ -74,7 +76,7 @@ def padding_free(
             do="Name models of this trainer.",
         )
     models = {name: model for name, model in models.items() if name not in leave_padded}
-    _patch_all(trainer, models, backend=backend, fused_lora=fused_lora)
+    _patch_all(trainer, models, backend=backend, fused_lora=fused_lora, fused_kernels=fused_kernels)
     run = PaddingFreeRun(trainer, models, check_first_batch=check_first_batch)
     setattr(trainer, _STATE, run)
     _tell_of_metrics(trainer)

@@ -22,10 +22,10 @@ LOSS_WEIGHTINGS = ("token", "example")
 
 @dataclass
 class PackedSFTConfig(ModelConfig, SFTConfig):
-    """Arguments of [`PackedSFTTrainer`]: all fields of TRL's `SFTConfig` and `ModelConfig`, and eight of our own.
+    """Arguments of [`PackedSFTTrainer`]: all fields of TRL's `SFTConfig` and `ModelConfig`, and nine of our own.
 
     Ours are `max_tokens_per_microbatch`, `overflow`, `loss_weighting`, `loss_by`, `check_packing`,
-    `attention_backend`, `fused_lora` and `peak_tflops`.
+    `attention_backend`, `fused_lora`, `fused_kernels` and `peak_tflops`.
 
     > [!NOTE]
     > These fields have other defaults than TRL's: `packing=True`, `use_peft=True`,
@@ -93,6 +93,13 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
         metadata={
             "help": "Compute LoRA layers with their base layers in one product, where they allow it, to PEFT's "
             "result within rounding; `False` leaves them to PEFT."
+        },
+    )
+    fused_kernels: bool = field(
+        default=True,
+        metadata={
+            "help": "Compute norms, rotations and SwiGLU in fewer passes over memory: by liger-kernel on CUDA where "
+            "it is installed, in pieces on a CPU; `False` runs the model's own code."
         },
     )
     peak_tflops: float | None = field(
@@ -266,6 +273,12 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
     def strategy(self) -> Strategy:
         """What `packing_strategy` stands for; padded with `packing=False`."""
         return STRATEGIES[self.packing_strategy] if self.packing and self.packing_strategy else PADDED
+
+    @property
+    def patch_options(self) -> dict[str, Any]:
+        """What [`patch`] is called with."""
+        names = ("fused_lora", "fused_kernels")
+        return {"backend": self.attention_backend, **{name: getattr(self, name) for name in names}}
 
     @classmethod
     def from_args(cls, args: TrainingArguments, **changes: Any) -> PackedSFTConfig:

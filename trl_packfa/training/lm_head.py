@@ -20,6 +20,7 @@ from transformers import TrainerState
 from ..errors import UnsupportedModel
 from ..exactness import quiet, vocabulary_of
 from ..kernels.lm_head.chunked import Head, TrainedHead, aligned, scored
+from ..kernels.lm_head.frozen import FrozenHead, can_be_frozen
 from ..patching import router_loss
 from ..patching.inspect import inner_model
 from ..runtime.autocast import autocast_dtype
@@ -36,7 +37,8 @@ _CHUNK = 256
 
 def ensure_own_loss(model: Any, *, seed: int) -> TrainedHead | OwnHead | None:
     """Give a model the cheapest head whose log-probabilities are those of its own logits, on a few random tokens, to
-    within rounding: one that scores trained positions only, where no Triton kernel does; TRL's; or the logits' own.
+    within rounding: one that scores trained positions only, where no Triton kernel does; on CUDA one in two products
+    for a head that does not train; TRL's; or the logits' own.
 
     Args:
         model (`torch.nn.Module`):
@@ -52,11 +54,13 @@ def ensure_own_loss(model: Any, *, seed: int) -> TrainedHead | OwnHead | None:
     """
     inner: Any = inner_model(model)
     by_trl, allowed = inner.forward, _allowed(model)
-    # On CUDA and XPU TRL's own head scores with a Triton kernel, and stays.
-    if model.get_input_embeddings().weight.device.type not in ("cuda", "xpu"):
-        inner.forward = head = TrainedHead(inner, by_trl)
+    kind = _cheapest(model)
+    if kind is not None:
+        inner.forward = head = kind(inner, by_trl)
         difference = _difference(model, seed)
         if difference is not None and difference <= allowed:
+            if kind is FrozenHead:
+                logger.info("trl-packfa: the LM head does not train: two products instead of three, on TRL's kernels.")
             return head
         inner.forward = by_trl
     difference = _difference(model, seed)
@@ -73,6 +77,16 @@ def ensure_own_loss(model: Any, *, seed: int) -> TrainedHead | OwnHead | None:
         why,
     )
     return own
+
+
+def _cheapest(model: Any) -> type[TrainedHead] | None:
+    """The head that is cheaper than TRL's where this model lies, if there is one."""
+    if model.get_input_embeddings().weight.device.type not in ("cuda", "xpu"):
+        return TrainedHead
+    # There TRL's own scores with a Triton kernel, and stays for a head that trains.
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    is_frozen = isinstance(weight, torch.Tensor) and not weight.requires_grad and can_be_frozen(weight)
+    return FrozenHead if is_frozen else None
 
 
 class LossHead:

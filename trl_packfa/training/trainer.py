@@ -70,6 +70,7 @@ from .step_packing import Slot, StepCutter, how_to_cut, in_turn
 from .throughput import SpeedMeter
 from .transfer import copies_without_waiting, send
 from .validation import refuse_loss_function, refuse_noise, refuse_precision, refuse_sources
+from .what_fits import tell_what_fits
 
 logger = get_logger(__name__)
 
@@ -204,7 +205,7 @@ class PackedSFTTrainer(SFTTrainer):
         if not self.is_zero3_enabled:  # there only the engine, which `train` builds, runs the model
             self._head.choose(model)
         apply_liger(model, args)  # the Trainer would put its forwards over the patch's, after the proof
-        patch(model, backend=args.attention_backend, fused_lora=args.fused_lora)
+        patch(model, **args.patch_options)
         compile_by_layer(model, args, self.accelerator, whole=self.is_zero3_enabled)
         self._terms = PaddedTerms(args, self.accelerator, model, balances_experts=self.aux_loss_enabled)
         if self.aux_loss_enabled and not self.is_zero3_enabled:
@@ -224,6 +225,7 @@ class PackedSFTTrainer(SFTTrainer):
                 args, train_dataset=self.train_dataset, model=model, accelerator=self.accelerator, cut=cut
             )
         self.packing_plan = self._plan(cut)
+        tell_what_fits(model, args, self.train_dataset, cut=cut)
         self.add_callback(EpochCallback(lambda: self._data.sampler))
         self.add_callback(TrainBeginCallback(self._require_proof, self._add_noise))  # the model is wrapped then
         logger.info("trl-packfa: patched\n%s", describe(model))

@@ -8,6 +8,5 @@ graphs, which fuse by themselves, run the models' own code.
 from __future__ import annotations
 
 from .norms import RMSNormOverride, is_rms_norm_on_cpu
-from .rotary import rotate
 
-__all__ = ["RMSNormOverride", "is_rms_norm_on_cpu", "rotate"]
+__all__ = ["RMSNormOverride", "is_rms_norm_on_cpu"]

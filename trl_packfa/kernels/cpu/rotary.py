@@ -14,25 +14,14 @@ from typing import Any
 import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from .pieces import are_worth_it, pieces
+from .pieces import pieces
 
 
-def rotate(
+def rotate_in_pieces(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Llama's rotation of `query` and `key` `(B, L, heads, H)` by `cos` and `sin` `(B or 1, L, R)`; the rest of wider
-    heads is handed on (partial rotary).
-
-    The same as transformers' `apply_rotary_pos_emb`, which runs on other devices and in compiled graphs.
-    """
-    width = cos.shape[-1]
-    if not are_worth_it(query) or cos.requires_grad or sin.requires_grad:
-        rotated = apply_rotary_pos_emb(query[..., :width], key[..., :width], cos, sin, unsqueeze_dim=2)
-        if width == query.shape[-1]:
-            return rotated
-        return tuple(torch.cat((r, x[..., width:]), dim=-1) for r, x in zip(rotated, (query, key), strict=True))  # type: ignore[return-value]
+    """Llama's rotation of `query` and `key` `(B, L, heads, H)` by `cos` and `sin` `(B or 1, L, R)`."""
     tables = (table.expand(len(query), -1, -1).unsqueeze(2) for table in (cos, sin))
     return _Rotate.apply(query, key, *tables)  # type: ignore[return-value]
 

@@ -79,13 +79,20 @@ class TrainedHead(Head):
 
     @outside_of_graphs
     def _serves(self, kwargs: dict[str, Any]) -> bool:
-        weight: Any = getattr(self.module.get_output_embeddings(), "weight", None)
+        head = self.module.get_output_embeddings()
+        weight: Any = getattr(head, "weight", None)
         by_config = getattr(self.module.config.get_text_config(), "output_router_logits", False)
         routed = kwargs.get("output_router_logits", by_config)
         if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
             return False
         sharded = isinstance(weight, DTensor) or is_in_parts(weight)
-        return not (sharded or routed or weight.device.type in ("cuda", "xpu"))
+        return not (sharded or routed) and self._is_for(weight, getattr(head, "bias", None))
+
+    def _is_for(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+        return weight.device.type not in ("cuda", "xpu")
+
+    def _scores(self, *inputs: Any) -> Any:
+        return TrainedLogProbs.apply(*inputs)
 
     # The number of trained positions is another in every batch.
     @outside_of_graphs
@@ -98,9 +105,8 @@ class TrainedHead(Head):
         head: Any = self.module.get_output_embeddings()
         hidden_BLD, labels_BL = (tensor.to(head.weight.device) for tensor in aligned(hidden_BLD, *labels))
         mask = labels_BL != -100
-        scores = TrainedLogProbs.apply(
-            hidden_BLD[mask], head.weight, head.bias, labels_BL[mask], self.transform, self.measures
-        )
+        inputs = (hidden_BLD[mask], head.weight, head.bias, labels_BL[mask])
+        scores = self._scores(*inputs, self.transform, self.measures)
         return scored(mask, scores, num_items_in_batch)
 
 

@@ -19,7 +19,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ...runtime.context import current_layout
 from ...runtime.override import Override, computes_as, override_in
+from ..liger import multiplies_by_liger
+from ..liger.swiglu import gated_by_liger
 from .activated import ActivatedLoraOverride, Invocations, activated_layers
+from .in_graphs import project_in_graph
 from .products import GatedMLP, ProjectTogether
 from .projections import Projection, compute_dtype, is_adapted, output_dtype, read, unsupported_reason
 
@@ -36,23 +39,43 @@ class AdaptedLinearOverride(ActivatedLoraOverride):
 
 
 class GatedMLPOverride(Override):
-    """An MLP with LoRA layers in it, whole."""
+    """An MLP with LoRA layers in it, whole.
+
+    Args:
+        module (`torch.nn.Module`), original (`Callable`, *optional*):
+            The MLP, and the forward that stood on it.
+        by_liger (`bool`):
+            Whether Liger's kernels compute what lies between its products, where they can.
+    """
+
+    def __init__(self, module: nn.Module, original: Callable[..., Any] | None, *, by_liger: bool = False) -> None:
+        super().__init__(module, original)
+        self.by_liger = by_liger
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The MLP's forward."""
         mlp: Any = self.module
+        if torch.compiler.is_compiling():
+            # The compiler fuses what lies between the products, and computes it again in the backward.
+            gate, up = project_together(x, mlp.gate_proj, mlp.up_proj)
+            return mlp.down_proj(mlp.act_fn(gate) * up)
         projections = _readable([getattr(mlp, name) for name in _GATED])
         dtype = None if projections is None else compute_dtype(x, projections)
+        by_liger = self.by_liger and multiplies_by_liger(mlp, x)
         if projections is None or dtype is None or _is_stateful(mlp.act_fn):
-            return self.call_original(x)
+            return self._call_in_parts(x, by_liger)
         out = output_dtype(x, projections[0])
         if output_dtype(x, projections[2]) != out:
-            return self.call_original(x)
+            return self._call_in_parts(x, by_liger)
+        options = (mlp.act_fn, by_liger, dtype, out, torch.is_grad_enabled())
         with torch.autocast(x.device.type, enabled=False):
-            y = GatedMLP.apply(
-                x.flatten(0, -2), projections, mlp.act_fn, dtype, out, torch.is_grad_enabled(), *_adapters(projections)
-            )
+            y = GatedMLP.apply(x.flatten(0, -2), projections, *options, *_adapters(projections))
         return y.view(*x.shape[:-1], -1)
+
+    def _call_in_parts(self, x: torch.Tensor, by_liger: bool) -> torch.Tensor:
+        """Layer by layer, as the MLP's own forward has it."""
+        packed = by_liger and current_layout() is not None
+        return gated_by_liger(self.module, x) if packed else self.call_original(x)
 
 
 def project_together(x: torch.Tensor, *modules: nn.Module) -> tuple[torch.Tensor, ...]:
@@ -72,17 +95,22 @@ def adapted_layers(module: nn.Module) -> list[nn.Module]:
 
 
 def lora_overrides(
-    backbone: nn.Module, own_forward: Callable[[nn.Module], Any], *, fused: bool, invocations: Invocations
+    backbone: nn.Module,
+    own_forward: Callable[[nn.Module], Any],
+    *,
+    fused: bool,
+    by_liger: bool,
+    invocations: Invocations,
 ) -> list[Override]:
     """For every LoRA layer that may be fused, every MLP that holds some, and every layer that has an activated adapter
-    or may be given one; `own_forward` finds what they replace."""
+    or may be given one; `own_forward` finds what they replace, `by_liger` lets MLPs use Liger's kernels."""
     layers = [module for module in backbone.modules() if is_adapted(module) and "_hf_hook" not in vars(module)]
     mlps = [module for module in backbone.modules() if is_gated_mlp(module) and adapted_layers(module)]
     options = {"invocations": invocations}
     found: list[Override] = []
     if fused:
         found += [AdaptedLinearOverride(layer, own_forward(layer), **options) for layer in layers]
-        found += [GatedMLPOverride(mlp, own_forward(mlp)) for mlp in mlps]
+        found += [GatedMLPOverride(mlp, own_forward(mlp), by_liger=by_liger) for mlp in mlps]
     taken = {id(override.module) for override in found}
     others = [layer for layer in (*layers, *activated_layers(backbone)) if id(layer) not in taken]
     others = list({id(layer): layer for layer in others}.values())
@@ -106,11 +134,13 @@ def _is_patched(module: nn.Module) -> bool:
 
 def _readable(modules: Sequence[nn.Module]) -> list[Projection] | None:
     """What the layers compute, if this call is packed, one of them is adapted and none has a reason against it."""
-    if torch.compiler.is_compiling() or current_layout() is None:
+    # Graphs cannot read the context: there every call is fused, as no call's bits are PEFT's own anyway.
+    if not torch.compiler.is_compiling() and current_layout() is None:
         return None
     if not any(map(is_adapted, modules)) or any(unsupported_reason(module) for module in modules):
         return None
-    return [read(module) for module in modules]
+    found = [read(module) for module in modules]
+    return None if torch.compiler.is_compiling() and any(p.quant_state is not None for p in found) else found
 
 
 def _project(modules: Sequence[nn.Module], x: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
@@ -118,6 +148,9 @@ def _project(modules: Sequence[nn.Module], x: torch.Tensor) -> tuple[torch.Tenso
     dtype = None if projections is None else compute_dtype(x, projections)
     if projections is None or dtype is None:
         return None
+    if torch.compiler.is_compiling():
+        parts = project_in_graph(x.flatten(0, -2), projections, dtype, output_dtype(x, projections[0]))
+        return tuple(part.view(*x.shape[:-1], -1) for part in parts)
     outs = [output_dtype(x, projection) for projection in projections]
     with torch.autocast(x.device.type, enabled=False):
         results = ProjectTogether.apply(x.flatten(0, -2), projections, dtype, outs, *_adapters(projections))

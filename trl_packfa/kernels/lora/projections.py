@@ -17,7 +17,6 @@ from ...runtime.zero3 import is_in_parts
 
 _LORA = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit")
 _PLAIN, _NF4 = "torch.nn.modules.linear.Linear", "bitsandbytes.nn.modules.Linear4bit"
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,9 @@ def _why_not_base(base: Any) -> str | None:
 
 
 def _is_hooked(module: Any) -> bool:
-    return "_hf_hook" in vars(module) or any(getattr(module, name) for name in _HOOKS)
+    # Spelled out, as it is asked of every layer in every call.
+    forward, backward = module._forward_hooks or module._forward_pre_hooks, module._backward_hooks
+    return bool(forward or backward or module._backward_pre_hooks) or "_hf_hook" in vars(module)
 
 
 def _why_not_tensor(weight: torch.Tensor) -> str | None:

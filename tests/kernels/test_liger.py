@@ -1,0 +1,212 @@
+"""Liger's kernels in packed calls on CUDA, by stand-ins that are as strict: results are the model's own, nothing else
+runs them, nothing is written over that is read again."""
+
+import copy
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+
+import pretended_liger
+import pytest
+import tiny
+import torch
+from pretended_liger import pretend_liger
+from test_fused_lora import adapted
+from tolerance import assert_low_precision, assert_recomputed, differs
+from torch import nn
+from training import arguments, packed_trainer
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from trl_packfa import PackedLayout, check, describe, patch, unpatch
+from trl_packfa.errors import ContaminationError
+from trl_packfa.kernels.liger import is_rms_norm_on_cuda, library, norms, swiglu
+from trl_packfa.kernels.rotary import rotate
+from trl_packfa.patching.apply import compile_layers
+from trl_packfa.runtime.context import packed_call
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    return pretend_liger(monkeypatch)
+
+
+def run(model, *, context=nullcontext, **options):
+    """Logits of the packed documents, and all gradients."""
+    patch(unpatch(model), **options)
+    model.zero_grad()
+    with context():
+        logits = model(**tiny.batch(tiny.documents())).logits
+    logits.sin().sum().backward()
+    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+# Norms, layers that rotate, gated products of two layers; Phi rotates half a head, its norms and MLPs are others.
+COUNTS = {"llama": (5, 2, 2), "qwen3": (9, 2, 2), "phi": (0, 2, 0), "phi3": (5, 2, 0), "mistral": (5, 2, 2)}
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "full"])
+@pytest.mark.parametrize("architecture", COUNTS)
+def test_results_are_the_models_own(architecture, lora, calls):
+    model = adapted(architecture) if lora else tiny.model(architecture, layers=2).train()
+    expected, expected_grads = run(model, fused_kernels=False)
+    assert not calls
+    logits, grads = run(model)
+    # A norm's input may have no gradient; an MLP with adapters computes its product again in the backward.
+    counted = (calls["rms_norm"], calls["rope"], calls["swiglu_backward"])
+    assert counted == COUNTS[architecture]
+    assert_recomputed(logits, expected)
+    assert grads.keys() == expected_grads.keys()
+    for name, grad in grads.items():
+        assert_recomputed(grad, expected_grads[name])
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "full"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["weights", "autocast"])
+def test_bfloat16_is_no_further_from_the_truth(autocast, lora, calls):
+    context = partial(torch.autocast, "cpu", torch.bfloat16) if autocast else nullcontext
+    model = adapted() if lora else tiny.model(layers=2).train()
+    exact, exact_grads = run(copy.deepcopy(model).double(), fused_kernels=False)
+    model = model if autocast else model.to(torch.bfloat16)
+    expected, expected_grads = run(model, fused_kernels=False, context=context)
+    logits, grads = run(model, context=context)
+    assert calls["rms_norm"] == 5 and calls["rope"] == 2 and calls["swiglu_backward"] == 2
+    assert_low_precision(logits, expected, exact, factor=2.0)
+    for name, grad in grads.items():
+        assert_low_precision(grad, expected_grads[name], exact_grads[name], factor=3.0)
+
+
+@pytest.mark.parametrize("lora_dropout", [0.0, 1e-9], ids=["fused", "PEFT's own"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant, lora_dropout, calls):
+    model = adapted(lora_dropout=lora_dropout)
+    model.enable_input_require_grads()
+    expected = run(model, fused_kernels=False)[1]
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    grads = run(model)[1]
+    assert calls["rms_norm"] == 2 * 4 + 1 and calls["rope"] == 2 * 2, "each layer twice"
+    for name, grad in grads.items():
+        assert_recomputed(grad, expected[name])
+
+
+@pytest.mark.parametrize("model", [adapted, partial(tiny.model, layers=2)], ids=["LoRA", "full"])
+@pytest.mark.parametrize("asked", [True, False], ids=["asked", "control"])
+def test_a_graph_that_is_kept_is_not_written_over(asked, model, calls, monkeypatch):
+    """The control overwrites gate and up though they are read again."""
+    if not asked:
+        for module in ("liger.swiglu", "lora.products"):
+            monkeypatch.setattr(f"trl_packfa.kernels.{module}.is_last_backward", lambda: True)
+    model = patch(model().train())
+    loss = model(**tiny.batch(tiny.documents())).logits.sin().sum()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    first, again = (torch.autograd.grad(loss, parameters, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, again)) == asked
+
+
+def test_the_rotation_writes_over_nothing(calls):
+    """Of its callers': a hook on a projection may have kept what it returned."""
+    query, key = (torch.randn(1, 9, heads, 8) for heads in (4, 2))
+    angles = torch.randn(1, 9, 4).repeat(1, 1, 2)
+    before = query.clone(), key.clone()
+    rotated = rotate(query, key, angles.cos(), angles.sin())
+    assert calls["rope"] == 1 and torch.equal(query, before[0]) and torch.equal(key, before[1])
+    assert differs(rotated[0], query) and rotated[0].is_contiguous()
+
+
+def test_only_packed_calls_run_them(calls):
+    model, ids = tiny.model(layers=2), torch.arange(3, 20)[None]
+    expected = model(input_ids=ids).logits
+    assert torch.equal(patch(model)(input_ids=ids).logits, expected) and not calls
+    assert torch.equal(unpatch(model)(input_ids=ids).logits, expected)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_graphs_fuse_by_themselves(calls):
+    model = patch(adapted())
+    compile_layers(model, backend="aot_eager")
+    model(**tiny.batch(tiny.documents())).logits.sum().backward()
+    assert calls == {"rms_norm": 1}, "the last norm, which stands behind the layers"
+
+
+def test_what_is_not_llamas_is_left_alone(calls):
+    assert is_rms_norm_on_cuda(LlamaRMSNorm(8)) and not is_rms_norm_on_cuda(Gemma2RMSNorm(8))
+    assert not is_rms_norm_on_cuda(LlamaRMSNorm(8).to("meta"))
+    model = patch(tiny.model("gemma2", layers=2))
+    model(**tiny.batch(tiny.documents()))
+    assert calls == {"rope": 2}, "norms add one to their weights, MLPs take GELU"
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)], ids=str)
+def test_norms_that_liger_would_cast_otherwise_run_their_own(dtypes, calls):
+    """A float32 norm of a half-precision input has a float32 result, Liger's would be half."""
+    norm, x = LlamaRMSNorm(8).to(dtypes[1]), torch.randn(5, 8).to(dtypes[0])
+    with packed_call(PackedLayout.from_lengths((5,))):
+        assert torch.equal(norms.LigerRMSNormOverride(norm, None)(x), norm(x))
+    assert not calls
+
+
+def test_takes_what_the_kernels_take(calls):
+    fits = torch.zeros(2, 8)
+    assert library.takes(fits, fits)
+    others = [fits.double(), fits.half(), fits[:, :4], fits.to("meta"), torch.zeros(1, 65537)]
+    assert not any(library.takes(fits, other) for other in others)
+
+
+def test_another_activation_is_not_silu(calls):
+    model = patch(tiny.model(layers=2, hidden_act="gelu").train())
+    model(**tiny.batch(tiny.documents())).logits.sum().backward()
+    assert calls == {"rms_norm": 5, "rope": 2} and "SwiGLU" not in describe(model)
+
+
+def test_describe_says_what_runs(calls, monkeypatch):
+    model = patch(adapted())
+    for line in ("5 x RMSNorm", "2 x rotation", "2 x SwiGLU"):
+        assert f"{line}: liger-kernel 0.8.5, in packed calls" in describe(model)
+    assert "the model's own code (fused_kernels=False)" in describe(patch(model, fused_kernels=False))
+    patch(model)
+    monkeypatch.setattr("trl_packfa.patching.fused.liger_unavailable", lambda: "liger-kernel is not installed")
+    assert "own code (liger-kernel is not installed)" in describe(model)
+
+
+@pytest.mark.parametrize("lora_dropout", [0.0, 0.05])
+def test_the_check_proves_them(lora_dropout, calls, monkeypatch):
+    """With the model, as it trains. A kernel that is slightly wrong is found: documents alone run the model's own."""
+    model = patch(adapted(lora_dropout=lora_dropout))
+    assert check(model).is_exact and calls["rms_norm"] and calls["swiglu_forward"] and calls["rope"]
+    own = pretended_liger.swiglu_forward
+    wrong = library.liger_kernels()._replace(swiglu_forward=lambda a, b: (*own(a, b)[:2], own(a, b)[2] * 1.01))
+    monkeypatch.setattr(swiglu, "liger_kernels", lambda: wrong)
+    with pytest.raises(ContaminationError):
+        check(model).require_exact()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_trainer_hands_on_the_switch(fused, calls):
+    trainer = packed_trainer(arguments(fused_kernels=fused, max_steps=1))
+    trainer.train()
+    assert bool(calls) == fused and trainer.exactness.is_exact
+
+
+@pytest.mark.parametrize(
+    ("version", "change", "reason"),
+    [
+        (None, {}, "not installed: pip install 'trl-packfa[kernels]'"),
+        ("0.8.4", {}, "liger-kernel 0.8.4 is older than 0.8.5"),
+        ("0.9", {"swiglu_forward": lambda gate, up: None}, "swiglu_forward takes"),
+        ("0.9", {"LigerRopeFunction": None}, "cannot be imported: AttributeError"),
+        ("0.9", {}, None),
+    ],
+)
+def test_why_it_is_not_used(version, change, reason, monkeypatch):
+    names = {name: getattr(pretended_liger, name) for name in library._FUNCTIONS} | change
+    ops = SimpleNamespace(**{name: value for name, value in names.items() if value is not None})
+    monkeypatch.setattr(library, "installed_version", lambda package: version)
+    monkeypatch.setattr(library, "import_module", lambda name: ops)
+    found = library._load()
+    assert (reason in found) if reason else found.version == version
+
+
+def test_liger_is_looked_for_once_and_nothing_is_taken_without_it():
+    """As on this machine, or on one whose Liger finds no GPU."""
+    assert not is_rms_norm_on_cuda(LlamaRMSNorm(8)) and not swiglu.is_swiglu_on_cuda(nn.Linear(2, 2))
+    assert library.liger_kernels() is library.liger_kernels()

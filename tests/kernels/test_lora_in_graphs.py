@@ -1,0 +1,191 @@
+"""Fused LoRA while torch.compile traces: one operator for each input, PEFT's results and gradients."""
+
+import os
+import shutil
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import tiny
+import torch
+from compiling import compile_anew
+from test_fused_lora import adapted, by_peft, oracle
+from tolerance import assert_float32, assert_low_precision, assert_recomputed
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from trl_packfa import patch, unpatch
+from trl_packfa.bench.tracing import compiled_graphs
+from trl_packfa.kernels.lora import in_graphs, project_together
+from trl_packfa.patching.apply import compile_layers
+
+# Query, key and value; output; gate and up; down.
+OPERATORS_OF_A_LAYER = 4
+
+
+@pytest.fixture(autouse=True)
+def _compile_anew():
+    compile_anew()
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often the operators have run."""
+    counted = dict.fromkeys(("project_forward", "project_backward"), 0)
+    for name in counted:
+        own = getattr(in_graphs, name)
+
+        def run(*args, name=name, own=own, **kwargs):
+            counted[name] += 1
+            return own(*args, **kwargs)
+
+        monkeypatch.setattr(in_graphs, name, run)
+    return counted
+
+
+def run(model, *, whole, context=nullcontext, backend="aot_eager"):
+    """Logits of the packed documents, and the gradients of the adapters, compiled."""
+    patch(unpatch(model))
+    model.zero_grad()
+    if not whole:
+        compile_layers(model, backend=backend)
+    with context():
+        forward = torch.compile(model, backend=backend) if whole else model
+        logits = forward(**tiny.batch(tiny.documents())).logits
+    logits.sin().sum().backward()
+    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["by layer", "whole"])
+@pytest.mark.parametrize("options", [{}, {"target_modules": ["q_proj", "v_proj", "down_proj"]}],
+                         ids=["all", "some"])  # fmt: skip
+def test_it_is_peft_s(whole, options, calls):
+    model = adapted(**options)
+    (exact, exact_grads), (logits, grads) = oracle(model), run(model, whole=whole)
+    assert_float32(logits, exact)
+    assert grads.keys() == exact_grads.keys()
+    for name, grad in grads.items():
+        assert_recomputed(grad, exact_grads[name])
+    layers = 2 * OPERATORS_OF_A_LAYER
+    # Of `some`, the output projection and gate and up have no adapter.
+    expected = layers if not options else 2 * 2
+    assert calls == {"project_forward": expected, "project_backward": expected}
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["weights", "autocast"])
+def test_bfloat16_is_no_further_from_the_truth_than_pefts(autocast, calls):
+    context = partial(torch.autocast, "cpu", torch.bfloat16) if autocast else nullcontext
+    model = adapted() if autocast else adapted().to(torch.bfloat16)
+    exact, exact_grads = oracle(model)
+    with context():
+        expected, expected_grads = by_peft(model)
+    logits, grads = run(model, whole=False, context=context)
+    assert calls["project_backward"] == 2 * OPERATORS_OF_A_LAYER
+    assert_low_precision(logits, expected, exact, factor=2.0)
+    for name, grad in grads.items():
+        assert_low_precision(grad, expected_grads[name], exact_grads[name], factor=3.0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")),
+                    reason="torch's inductor needs a C++ compiler on a CPU")  # fmt: skip
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_inductor_under_autocast_with_checkpoints(reentrant, calls):
+    """As most runs on a GPU that compile: the backward computes every layer's forward again, but for the down
+    projection, whose result nothing in a layer's backward reads."""
+    context = partial(torch.autocast, "cpu", torch.bfloat16)
+    model = adapted()
+    model.enable_input_require_grads()
+    exact, exact_grads = oracle(model)
+    with context():
+        expected, expected_grads = by_peft(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    logits, grads = run(model, whole=False, context=context, backend="inductor")
+    layers = 2 * OPERATORS_OF_A_LAYER
+    assert calls == {"project_forward": 2 * layers - 2, "project_backward": layers}
+    assert_low_precision(logits, expected, exact, factor=2.0)
+    assert grads.keys() == exact_grads.keys()
+    for name, grad in grads.items():
+        assert_low_precision(grad, expected_grads[name], exact_grads[name], factor=3.0)
+
+
+def test_a_bias_counts():
+    model = adapted("qwen2")  # of query, key and value
+    exact, _ = oracle(model)
+    assert_float32(run(model, whole=False)[0], exact)
+
+
+def test_no_batch_after_the_first_compiles_anything(calls):
+    model = patch(adapted())
+    compile_layers(model, backend="aot_eager")
+    seen = []
+    for seed, lengths in enumerate(((13, 1, 29), (40,), (2, 30, 3, 3, 18, 5), (60, 5))):
+        model(**tiny.batch(tiny.documents(lengths, seed=seed))).logits.square().mean().backward()
+        seen.append(compiled_graphs())
+    assert seen == [2] * 4, "a layer's, and the first layer's, whose input trains nothing"
+    assert calls["project_backward"] == 4 * 2 * OPERATORS_OF_A_LAYER
+
+
+@pytest.mark.parametrize("change", ["dropout", "disabled", "fused_lora=False"])
+def test_what_is_not_fused_runs_pefts_own_forward(change, calls):
+    """The control of the counts above."""
+    model = patch(adapted(**({"lora_dropout": 0.5} if change == "dropout" else {})), fused_lora="fused" not in change)
+    compile_layers(model, backend="aot_eager")
+    with model.disable_adapter() if change == "disabled" else nullcontext():
+        model(**tiny.batch(tiny.documents())).logits.sum()
+    assert not any(calls.values())
+
+
+def test_4_bit_weights_run_pefts_own_forward(tmp_path, calls):
+    pytest.importorskip("bitsandbytes")
+    tiny.model("llama", layers=2).save_pretrained(tmp_path)
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantization, dtype=torch.float32)
+    model = adapted(base=base)
+    (expected, expected_grads), (logits, grads) = by_peft(model), run(model, whole=False)
+    assert not any(calls.values())
+    assert_recomputed(logits, expected)
+    for name, grad in grads.items():
+        assert_recomputed(grad, expected_grads[name])
+
+
+def test_a_projection_that_nothing_reads_has_no_gradient(calls):
+    """As values whose attention is dropped: the others' are as they were."""
+    model = patch(adapted())
+    attention = model.get_base_model().model.layers[0].self_attn
+    x = torch.randn(1, 7, 64, generator=torch.Generator().manual_seed(0))
+
+    def read(*names):
+        layers = [getattr(attention, name) for name in names]
+        forward = torch.compile(lambda x: project_together(x, *layers)[0], backend="aot_eager")
+        factor = attention.q_proj.lora_A["default"].weight
+        return torch.autograd.grad(forward(x).sum(), factor)[0]
+
+    together = read("q_proj", "k_proj", "v_proj")
+    assert calls == {"project_forward": 1, "project_backward": 1}
+    assert_recomputed(together, read("q_proj"))
+
+
+def test_another_factor_is_another_result():
+    """The control of the comparisons."""
+    model = adapted()
+    exact, _ = oracle(model)
+    with torch.no_grad():
+        next(p for name, p in model.named_parameters() if "lora_B" in name).mul_(1.01)
+    with pytest.raises(AssertionError):
+        assert_float32(run(model, whole=False)[0], exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_operator_is_sound(dtype):
+    """Schema, fake results and autograd, by torch's own checks; the second layer has no adapter, the first a bias."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape, trains=False):
+        return torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_(trains)
+
+    none = torch.empty(0, dtype=dtype)
+    layers = ([drawn(6, 8), drawn(4, 8)], [drawn(6), none], [drawn(2, 8, trains=True), none],
+              [drawn(6, 2, trains=True), none])  # fmt: skip
+    for trains in (True, False):
+        arguments = (drawn(9, 8, trains=trains), *layers, [0.5, 0.0], dtype, dtype)
+        torch.library.opcheck(torch.ops.trl_packfa.project_together.default, arguments)

@@ -1,0 +1,134 @@
+"""Fused LoRA inside of compiled graphs: projections of one input as one operator.
+
+torch.compile follows neither the pieces in which `products.py` goes through the tokens nor products that write into
+given memory. As an operator a graph holds them without looking inside; norms, rotation and activations around them are
+the compiler's to fuse. 4-bit weights run PEFT's own forward in graphs, as an operator takes tensors only.
+
+Shape letters: T tokens, D input features, O output features, R rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .products import project_backward, project_forward
+from .projections import Projection
+
+# Tensors of each layer in turn: weight (O, D), bias (O,), lora_A (R, D), lora_B (O, R). What a layer has not is a
+# tensor without elements, as lists of optional tensors are not differentiated.
+_INPUTS = "Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] lora_As, Tensor[] lora_Bs"
+_OPTIONS = "float[] scalings, ScalarType dtype, ScalarType dtype_out"
+_NUM_OPTIONS = 3
+torch.library.define("trl_packfa::project_together", f"({_INPUTS}, {_OPTIONS}) -> Tensor[]")
+torch.library.define(
+    "trl_packfa::project_together_backward", f"(Tensor[] grads, {_INPUTS}, {_OPTIONS}, bool input_trains) -> Tensor[]"
+)
+
+_Tensors = Sequence[torch.Tensor]
+
+
+def project_in_graph(
+    x_TD: torch.Tensor, projections: Sequence[Projection], dtype: torch.dtype, dtype_out: torch.dtype
+) -> list[torch.Tensor]:
+    """The outputs `(T, O)` of layers with one input `(T, D)`, while a graph is traced."""
+    none = x_TD.new_empty(0)
+    lists = [
+        [none if part is None else part for part in parts]
+        for parts in zip(*((p.weight, p.bias, p.lora_A, p.lora_B) for p in projections), strict=True)
+    ]
+    return torch.ops.trl_packfa.project_together(x_TD, *lists, [p.scaling for p in projections], dtype, dtype_out)
+
+
+@torch.library.impl("trl_packfa::project_together", "default")
+@torch.no_grad()
+def _project(
+    x_TD: torch.Tensor,
+    weights: _Tensors,
+    biases: _Tensors,
+    lora_As: _Tensors,
+    lora_Bs: _Tensors,
+    scalings: Sequence[float],
+    dtype: torch.dtype,
+    dtype_out: torch.dtype,
+) -> list[torch.Tensor]:
+    projections = _projections(weights, biases, lora_As, lora_Bs, scalings)
+    with torch.autocast(x_TD.device.type, enabled=False):
+        return list(project_forward(x_TD, projections, dtype, [dtype_out] * len(projections)))
+
+
+@torch.library.impl("trl_packfa::project_together_backward", "default")
+@torch.no_grad()
+def _project_backward(
+    grads: _Tensors,
+    x_TD: torch.Tensor,
+    weights: _Tensors,
+    biases: _Tensors,
+    lora_As: _Tensors,
+    lora_Bs: _Tensors,
+    scalings: Sequence[float],
+    dtype: torch.dtype,
+    dtype_out: torch.dtype,
+    input_trains: bool,
+) -> list[torch.Tensor]:
+    """The gradient of `x`, and of every `lora_A`, then of every `lora_B`; without elements where there is none."""
+    projections = _projections(weights, biases, lora_As, lora_Bs, scalings)
+    with torch.autocast(x_TD.device.type, enabled=False):
+        found = project_backward(x_TD, projections, grads, dtype, input_trains=input_trains)
+    grad_x, *by_layer = (x_TD.new_empty(0) if grad is None else grad.contiguous() for grad in found)
+    return [grad_x, *by_layer[::2], *by_layer[1::2]]
+
+
+def _projections(
+    weights: _Tensors, biases: _Tensors, lora_As: _Tensors, lora_Bs: _Tensors, scalings: Sequence[float]
+) -> list[Projection]:
+    layers = zip(weights, biases, lora_As, lora_Bs, scalings, strict=True)
+    return [
+        Projection(weight, _or_none(bias), None, _or_none(A), _or_none(B), scaling, weight.dtype)
+        for weight, bias, A, B, scaling in layers
+    ]
+
+
+def _or_none(tensor: torch.Tensor) -> torch.Tensor | None:
+    return tensor if tensor.numel() else None
+
+
+@torch.library.register_fake("trl_packfa::project_together")
+def _project_fake(x_TD: torch.Tensor, weights: _Tensors, *options: Any) -> list[torch.Tensor]:
+    return [x_TD.new_empty((x_TD.shape[0], weight.shape[0]), dtype=options[-1]) for weight in weights]
+
+
+@torch.library.register_fake("trl_packfa::project_together_backward")
+def _project_backward_fake(grads: _Tensors, x_TD: torch.Tensor, *options: Any) -> list[torch.Tensor]:
+    _, _, lora_As, lora_Bs, *_, input_trains = options
+    grad_x = torch.empty_like(x_TD, memory_format=torch.contiguous_format) if input_trains else x_TD.new_empty(0)
+    return [
+        grad_x,
+        *(
+            torch.empty_like(factor, memory_format=torch.contiguous_format) if factor.numel() else x_TD.new_empty(0)
+            for factor in (*lora_As, *lora_Bs)
+        ),
+    ]
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x_TD, *lists, ctx.scalings, ctx.dtype, ctx.dtype_out = inputs
+    ctx.layers = len(lists[0])
+    ctx.save_for_backward(x_TD, *(tensor for tensors in lists for tensor in tensors))
+
+
+def _differentiate(ctx: Any, grads: _Tensors) -> tuple[Any, ...]:
+    x_TD, *rest = ctx.saved_tensors
+    lists = [rest[start : start + ctx.layers] for start in range(0, len(rest), ctx.layers)]
+    options = (ctx.scalings, ctx.dtype, ctx.dtype_out, ctx.needs_input_grad[0])
+    grad_x, *factors = torch.ops.trl_packfa.project_together_backward(grads, x_TD, *lists, *options)
+    none = [None] * ctx.layers
+    by_A, by_B = (
+        [grad if grad.numel() else None for grad in half] for half in (factors[: ctx.layers], factors[ctx.layers :])
+    )
+    return grad_x if ctx.needs_input_grad[0] else None, none, none, by_A, by_B, *(None,) * _NUM_OPTIONS
+
+
+torch.library.register_autograd("trl_packfa::project_together", _differentiate, setup_context=_save_inputs)

@@ -1,0 +1,72 @@
+"""Rotary embeddings of queries and keys, by whatever is fastest where they lie.
+
+Shape letters: B rows, L row length, H head dim, R rotated part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from .cpu.pieces import are_worth_it
+from .cpu.rotary import rotate_in_pieces
+from .liger.rotary import rotate_by_liger, rotation_on_cuda
+
+_IS_PLAIN: ContextVar[bool] = ContextVar("trl_packfa_plain_rotation", default=False)
+
+
+def rotate(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Llama's rotation of `query` and `key` `(B, L, heads, H)` by `cos` and `sin` `(B or 1, L, R)`; the rest of wider
+    heads is handed on (partial rotary).
+
+    The same as transformers' `apply_rotary_pos_emb`, which runs in compiled graphs and where nothing is faster: on a
+    CPU that is `cpu/rotary.py`, on CUDA Liger's kernel, which takes the second half of `cos` and `sin` for a copy of
+    the first, as in Llama's tables.
+    """
+    if torch.compiler.is_compiling() or _IS_PLAIN.get() or cos.requires_grad or sin.requires_grad:
+        return _rotate_by_transformers(query, key, cos, sin)
+    if are_worth_it(query):
+        return rotate_in_pieces(query, key, cos, sin)
+    kernels = rotation_on_cuda(query, cos)
+    if kernels is None:
+        return _rotate_by_transformers(query, key, cos, sin)
+    return rotate_by_liger(kernels, query, key, cos, sin)
+
+
+def rotates(function: Callable[..., Any]) -> bool:
+    """Whether a patch's function calls [`rotate`]."""
+    code, known = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    return code is not None and any(known.get(name) is rotate for name in code.co_names)
+
+
+class PlainRotation:
+    """A patch's function from hidden states to query, key and value, for which [`rotate`] is transformers' own."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        """The function's result."""
+        if torch.compiler.is_compiling():  # graphs know no context variables, and rotate by that as it is
+            return self.function(*args)
+        token = _IS_PLAIN.set(True)
+        try:
+            return self.function(*args)
+        finally:
+            _IS_PLAIN.reset(token)
+
+
+def _rotate_by_transformers(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    width = cos.shape[-1]
+    rotated = apply_rotary_pos_emb(query[..., :width], key[..., :width], cos, sin, unsqueeze_dim=2)
+    if width == query.shape[-1]:
+        return rotated
+    return tuple(torch.cat((r, x[..., width:]), dim=-1) for r, x in zip(rotated, (query, key), strict=True))  # type: ignore[return-value]
