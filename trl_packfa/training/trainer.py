@@ -58,7 +58,7 @@ from .guards import LossWatch, memory_advice
 from .liger import already_applied, apply_liger
 from .lm_head import LossHead, OwnHead, drop_unmeasured
 from .loss_weighting import SOURCES, SourceLosses, WeightedModel, as_example_labels, example_weights
-from .model_card import add_packing_section, name_base, packing_section
+from .model_card import add_section, name_base, packing_section
 from .model_loading import AnyDataset, EvalDataset, output_dir, usable
 from .padded_terms import PaddedTerms
 from .parallelism import refuse_uneven_calls
@@ -535,7 +535,7 @@ class PackedSFTTrainer(SFTTrainer):
         if self.is_world_process_zero():
             name_base(self.args.output_dir, inspect.model_config(self.model)._name_or_path)
         if self.args.packing and self.is_world_process_zero():
-            add_packing_section(self.args.output_dir, packing_section(self.args, self.packing_reports, self.exactness))
+            add_section(self.args.output_dir, packing_section(self.args, self.packing_reports, self.exactness))
 
     def save_reports(self, folder: str | Path) -> None:
         """Write `packing_report.json` and, once proven, `exactness_report.json` into a folder."""
