@@ -149,7 +149,7 @@ def _require_trainer(trainer: Any) -> None:
             do="Call it on the trainer, once it is constructed: trl_packfa.padding_free(DPOTrainer(...)).",
         )
     args, name = trainer.args, type(trainer).__name__
-    if hasattr(type(trainer), "packing_reports"):
+    if hasattr(trainer, "packing_reports"):
         raise InvalidConfig(f"{name} packs its batches already.", do="Use it as it is, without padding_free.")
     refuse_liger(args, name)
     if getattr(trainer, "_is_vision_dataset", False):

@@ -136,7 +136,7 @@ def train(argv: list[str], kind: Kind = SFT) -> int:
         data = script_args.dataset_name or "the datasets"
         print(f"loading {args.model_name_or_path}, tokenizing {data} ...", flush=True)
     with _without_counts() if told else nullcontext():
-        trainer = build_trainer(script_args, args, mixture, trainer=kind.trainer)
+        trainer = build_trainer(script_args, args, mixture, kind.trainer)
     shown = trainer.is_world_process_zero() and not args.disable_tqdm
     if shown:
         RichProgressCallback.attach(trainer, "training")
@@ -229,7 +229,6 @@ def build_trainer(
     script_args: ScriptArguments,
     args: PackedSFTConfig,
     mixture: DatasetMixtureConfig,
-    *,
     trainer: Any = PackedSFTTrainer,
 ) -> Any:
     """The trainer that the arguments describe."""
