@@ -92,7 +92,7 @@ def _with(rows: list[dict], measured: list[dict]) -> list[dict]:
     """The rows of before, those that were measured again in their place."""
 
     def name(row: dict) -> tuple:
-        return row["trainer"], row.get("loss_type", ""), row["lora"], row["models"]
+        return row["trainer"], row.get("loss_type", ""), row["lora"], row["stable"]
 
     again = {name(row): row for row in measured}
     return [again.pop(name(row), row) for row in rows] + list(again.values())
