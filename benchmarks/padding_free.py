@@ -1,9 +1,10 @@
 """Each of TRL's trainers beside itself without padding: what `docs/padding_free.md` shows as a table.
 
-    PYTHONPATH=tests/shared:tools python benchmarks/padding_free.py [--steps 50] [--only dpo,kto]
+    PYTHONPATH=tests/shared:tools python benchmarks/padding_free.py [--steps 50] [--only dpo,packed_kto]
 
-Small random models in float32 on a CPU: what is compared is the training, not the speed. Writes
-`benchmarks/results/padding_free.json`; `--markdown` prints the table of what is there.
+Small random models in float32 on a CPU: what is compared is the training, not the speed. Packed trainers have four
+padded micro-batches of two pairs a step to re-cut. Writes `benchmarks/results/padding_free.json`, with `--only` the
+rows that are named; `--markdown` prints the table of what is there.
 """
 
 import argparse
@@ -13,21 +14,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from trl_trainers import EXPERIMENTAL, ROUNDED, STABLE, build, differences, train
+from trl_trainers import EXPERIMENTAL, PACKED, ROUNDED, STABLE, build, build_packed, differences, train
 
 import trl_packfa
 
+# By name: what is trained, and arguments beside those of every trainer here.
+_ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+_PACKED: dict[str, tuple[str, dict[str, Any]]] = {
+    **{f"packed_{kind}": (kind, _ACCUMULATED) for kind in PACKED},
+    "packed_kto_apo": ("kto", {**_ACCUMULATED, "loss_type": "apo_zero_unpaired"}),
+}
 RESULTS = Path(__file__).parent / "results" / "padding_free.json"
 
 
 def compare(kind: str, *, lora: bool, steps: int) -> dict:
     """One trainer, padded and without."""
     logs, weights = [], []
+    packed = kind in _PACKED
+    named, options = _PACKED.get(kind, (kind, {}))
     for free in (False, True):
         with tempfile.TemporaryDirectory() as folder:
             torch.manual_seed(0)
-            trainer: Any = build(kind, Path(folder), lora=lora, max_steps=steps)
-            if free:
+            made = build_packed if free and packed else build
+            trainer: Any = made(named, Path(folder), lora=lora, max_steps=steps, **options)
+            if free and not packed:
                 trl_packfa.padding_free(trainer)
             logs.append(train(trainer))
         weights.append({n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad})
@@ -36,13 +46,15 @@ def compare(kind: str, *, lora: bool, steps: int) -> dict:
     run = trainer.trl_packfa_padding_free
     return {
         "trainer": type(trainer).__name__,
-        "stable": kind in STABLE,
+        "loss_type": options.get("loss_type", ""),
+        "stable": named in STABLE,
         "lora": lora,
         "steps": steps,
         "models": sorted(run.models),
         "loss": worst.pop("loss"),
         "metrics": {name: value for name, value in sorted(worst.items()) if name not in ROUNDED},
         "weights": moved,
+        "micro_batches": sum(entry.get("micro_batches", 0) for entry in logs[1]) / len(logs[1]),
         "padding_saved": sum(entry["padding_saved"] for entry in logs[1]) / len(logs[1]),
     }
 
@@ -50,18 +62,40 @@ def compare(kind: str, *, lora: bool, steps: int) -> dict:
 def markdown(rows: list[dict]) -> str:
     """The table of a page."""
     lines = [
-        "| trainer | models without pads | LoRA | places saved | loss | worst other metric | beyond 1e-5 |",
-        "|---|---|---|---|---|---|---|",
+        "| trainer | models without pads | LoRA | places saved | micro-batches | loss | worst other metric | "
+        "beyond 1e-5 |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         within = {name: value for name, value in row["metrics"].items() if value <= 1e-5}
         beyond = ", ".join(f"`{name}`" for name, value in row["metrics"].items() if value > 1e-5)
         lines.append(
-            f"| {row['trainer']}{'' if row['stable'] else ' (experimental)'} | {', '.join(row['models'])} | "
-            f"{'yes' if row['lora'] else 'no'} | {row['padding_saved']:.0%} | {row['loss']:.0e} | "
+            f"| {row['trainer']}{_which(row)} | {', '.join(row['models'])} | "
+            f"{'yes' if row['lora'] else 'no'} | {row['padding_saved']:.0%} | {_recut(row)} | {row['loss']:.0e} | "
             f"{max(within.values(), default=0.0):.0e} | {beyond or 'none'} |"
         )
     return "\n".join(lines)
+
+
+def _which(row: dict) -> str:
+    loss = f", `{row['loss_type']}`" if row.get("loss_type") else ""
+    return loss + ("" if row["stable"] else " (experimental)")
+
+
+def _recut(row: dict) -> str:
+    """Of each step, where it is re-cut."""
+    made = row.get("micro_batches", 0)
+    return f"{made:.1f} for 4" if made else "as padded"
+
+
+def _with(rows: list[dict], measured: list[dict]) -> list[dict]:
+    """The rows of before, those that were measured again in their place."""
+
+    def name(row: dict) -> tuple:
+        return row["trainer"], row.get("loss_type", ""), row["lora"], row["stable"]
+
+    again = {name(row): row for row in measured}
+    return [again.pop(name(row), row) for row in rows] + list(again.values())
 
 
 if __name__ == "__main__":
@@ -71,11 +105,12 @@ if __name__ == "__main__":
     parser.add_argument("--markdown", action="store_true")
     arguments = parser.parse_args()
     if not arguments.markdown:
-        kinds = arguments.only.split(",") if arguments.only else [*STABLE, *EXPERIMENTAL]
+        kinds = arguments.only.split(",") if arguments.only else [*STABLE, *_PACKED, *EXPERIMENTAL]
         rows = []
         for kind in kinds:
             for lora in (False, True)[: 1 if kind == "bema_dpo" else 2]:
                 rows.append(compare(kind, lora=lora, steps=arguments.steps))
                 print(json.dumps(rows[-1]), flush=True)
-        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+        before = json.loads(RESULTS.read_text()) if arguments.only else []
+        RESULTS.write_text(json.dumps(_with(before, rows), indent=1) + "\n")
     print(markdown(json.loads(RESULTS.read_text())))

@@ -39,15 +39,15 @@ from training import arguments, dataset, losses, packed_trainer
 from transformers import TrainerCallback
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from trl import SFTConfig, SFTTrainer
-from trl.trainer.utils import add_fused_lm_head
 from trl.kernels import ChunkedLogProbFunction
+from trl.trainer.utils import add_fused_lm_head
 
 from trl_packfa import check, describe
 from trl_packfa.attention import BACKENDS, get_backend
 from trl_packfa.bench.tracing import compiled_graphs
-from trl_packfa.training.lm_head import ensure_own_loss
 from trl_packfa.kernels.lm_head.chunks import Transform
 from trl_packfa.kernels.lm_head.frozen import FrozenLogProbs
+from trl_packfa.training.lm_head import ensure_own_loss
 
 ON_GPU = [backend.name for backend in BACKENDS if backend.name != "reference"]
 BF16, FP32 = torch.bfloat16, torch.float32

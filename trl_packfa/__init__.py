@@ -25,7 +25,13 @@ if TYPE_CHECKING:
     from .patches.registry import register as register
     from .patches.registry import registered as registered
     from .plotting import plot as plot
+    from .trainers.dpo import PackedDPOConfig as PackedDPOConfig
+    from .trainers.dpo import PackedDPOTrainer as PackedDPOTrainer
+    from .trainers.kto import PackedKTOConfig as PackedKTOConfig
+    from .trainers.kto import PackedKTOTrainer as PackedKTOTrainer
     from .trainers.padding_free import padding_free as padding_free
+    from .trainers.reward import PackedRewardConfig as PackedRewardConfig
+    from .trainers.reward import PackedRewardTrainer as PackedRewardTrainer
     from .training.config import PackedSFTConfig as PackedSFTConfig
     from .training.trainer import PackedSFTTrainer as PackedSFTTrainer
 
@@ -33,7 +39,13 @@ _HOME = {
     "AttentionArguments": "attention",
     "DataCollatorForPacking": "collator",
     "ExactnessReport": "exactness",
+    "PackedDPOConfig": "trainers.dpo",
+    "PackedDPOTrainer": "trainers.dpo",
+    "PackedKTOConfig": "trainers.kto",
+    "PackedKTOTrainer": "trainers.kto",
     "PackedLayout": "layout",
+    "PackedRewardConfig": "trainers.reward",
+    "PackedRewardTrainer": "trainers.reward",
     "PackedSFTConfig": "training.config",
     "PackedSFTTrainer": "training.trainer",
     "Patch": "patches.base",

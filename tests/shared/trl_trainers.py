@@ -8,6 +8,8 @@ from peft import LoraConfig
 from training import arguments
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+import trl_packfa
+
 # What the issue's trainers are called here; the rest is experimental in TRL 1.16.
 STABLE = ("sft", "dpo", "kto", "reward", "grpo", "rloo")
 EXPERIMENTAL = ("orpo", "cpo", "tpo", "gkd", "distillation", "online_dpo", "bema_dpo")
@@ -43,6 +45,16 @@ def tokenizer(side="right"):
     made = tiny.tokenizer()
     made.padding_side = side
     return made
+
+
+# What takes the place of TRL's trainers of pairs.
+PACKED = {"dpo": "PackedDPO", "reward": "PackedReward", "kto": "PackedKTO"}
+
+
+def build_packed(kind, out, **options):
+    """A packed trainer of this kind, as `build` makes TRL's."""
+    trainer, config = (getattr(trl_packfa, PACKED[kind] + what) for what in ("Trainer", "Config"))
+    return build(kind, out, **{"cls": trainer, "config": config, "use_peft": False, **options})
 
 
 def _reward(completions, **columns):

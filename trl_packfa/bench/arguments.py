@@ -49,7 +49,7 @@ class BenchArguments:
         default="sft",
         metadata={
             "help": "TRL's trainer: `sft`, or `dpo`, `reward` and `kto`, whose strategies are `padding`, TRL's own, "
-            "and `padding_free`, the same without its pads.",
+            "`padding_free`, the same without its pads, and `step`, our packed trainer.",
             "choices": list(TRAINERS),
         },
     )
@@ -57,7 +57,7 @@ class BenchArguments:
         default=None,
         metadata={
             "help": "What is compared, separated by commas, the first is what ratios refer to: "
-            f"{', '.join(KINDS)}. Default: `padding,step`, for other trainers `padding,padding_free`. "
+            f"{', '.join(KINDS)}. Default: `padding,step`, for other trainers `padding,padding_free,step`. "
             "`bfd@4096` fills rows of 4,096 tokens, `bfd@4096x1` one such row a micro-batch; `padding/sdpa` names "
             "transformers' attention, `step/varlen` our backend (default: FlashAttention where it can be had)."
         },
@@ -100,7 +100,7 @@ def read_arguments(argv: list[str]) -> Setup:
     defaults = {**_DEFAULTS, **({} if torch.cuda.is_available() else _ON_CPU)}
     bench, script, args, mixture = parse(classes, argv, prog="trl-packfa bench", defaults=defaults)
     _require_sense(bench, args)
-    default = "padding,step" if bench.trainer == "sft" else "padding,padding_free"
+    default = "padding,step" if bench.trainer == "sft" else "padding,padding_free,step"
     sides = parse_sides(
         bench.strategies or default, backends=bench.backends, contaminated=bench.contaminated, trainer=bench.trainer
     )

@@ -1,6 +1,6 @@
 """TRL's preference trainers as sides: the pairs that they train on, tokenized once, and how each side is built.
 
-A side of these is TRL's own trainer, padded, or the same through [`padding_free`].
+A side of these is TRL's own trainer, padded, the same through [`padding_free`], or our packed one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, get_peft_config
 
 from ..errors import InvalidConfig, InvalidDataset
+from ..packing import STEP
+from ..trainers.dpo import PackedDPOConfig, PackedDPOTrainer
+from ..trainers.kto import PackedKTOConfig, PackedKTOTrainer
+from ..trainers.overflow import Rows
+from ..trainers.overflow import row_lengths as lengths_of_pairs
 from ..trainers.padding_free import padding_free
+from ..trainers.reward import PackedRewardConfig, PackedRewardTrainer
 from ..training.config import PackedSFTConfig
 from ..training.model_loading import init_kwargs, model_type, quantization_of
 from .sides import Side, upstream_kwargs
@@ -36,46 +42,48 @@ class Preference(NamedTuple):
 
     Attributes:
         trainer (`type`), config (`type`): TRL's.
+        packed (`type`), packed_config (`type`): ours.
         columns (`tuple[str, ...]`): of its tokenized dataset.
         task (`str`): of a LoRA adapter.
         has_reference (`bool`): whether it runs a reference model.
-        rows (`tuple[tuple[str, ...], ...]`): the columns that make each row which goes through the model.
         options (`dict`): arguments that it needs.
     """
 
     trainer: type[Trainer]
     config: Any
+    packed: Any
+    packed_config: Any
     columns: tuple[str, ...]
     task: str
     has_reference: bool
-    rows: tuple[tuple[str, ...], ...]
     options: dict[str, Any] = {}
+
+    @property
+    def rows(self) -> Rows:
+        """The columns that make each row which goes through the model."""
+        return self.packed._rows
 
 
 PREFERENCES = {
     "dpo": Preference(
-        DPOTrainer, DPOConfig, ("prompt_ids", "chosen_ids", "rejected_ids"), "CAUSAL_LM", True,
-        (("prompt_ids", "chosen_ids"), ("prompt_ids", "rejected_ids")),
+        DPOTrainer, DPOConfig, PackedDPOTrainer, PackedDPOConfig, ("prompt_ids", "chosen_ids", "rejected_ids"),
+        "CAUSAL_LM", True,
     ),
     "reward": Preference(
-        RewardTrainer, RewardConfig, ("chosen_ids", "rejected_ids"), "SEQ_CLS", False,
-        (("chosen_ids",), ("rejected_ids",)),
+        RewardTrainer, RewardConfig, PackedRewardTrainer, PackedRewardConfig, ("chosen_ids", "rejected_ids"),
+        "SEQ_CLS", False,
     ),
     "kto": Preference(
-        KTOTrainer, KTOConfig, ("prompt_ids", "completion_ids", "KL_completion_ids", "label"), "CAUSAL_LM", True,
-        (("prompt_ids", "completion_ids"),), {"train_sampling_strategy": "sequential"},
+        KTOTrainer, KTOConfig, PackedKTOTrainer, PackedKTOConfig,
+        ("prompt_ids", "completion_ids", "KL_completion_ids", "label"), "CAUSAL_LM", True,
+        {"train_sampling_strategy": "sequential"},
     ),
 }  # fmt: skip
 
 
 def row_lengths(dataset: Dataset, trainer: str) -> np.ndarray:
     """Tokens of every row that a step trains, int64."""
-    return np.concatenate(
-        [
-            sum((np.array([len(ids) for ids in dataset[column]], dtype=np.int64) for column in columns), start=0)
-            for columns in PREFERENCES[trainer].rows
-        ]
-    )
+    return lengths_of_pairs(dataset, PREFERENCES[trainer].rows).T.ravel()
 
 
 def pairs_of(dataset: Dataset) -> Dataset:
@@ -194,18 +202,26 @@ def build_preference_trainer(
     adapter = get_peft_config(args)
     if adapter is not None:
         adapter.task_type = wanted.task
-    kwargs = init_kwargs(args) if side.kind.ours else upstream_kwargs(side, model, args)
+    packs = side.kind.strategy == STEP
+    options: dict[str, Any] = {
+        "model_init_kwargs": init_kwargs(args) if side.kind.ours else upstream_kwargs(side, model, args)
+    }
+    if packs:
+        options |= {"attention_backend": side.backend}
+        options |= {name: getattr(args, name) for name in ("max_tokens_per_microbatch", "fused_lora", "fused_kernels")}
+        # What loads the model here is given by the adapter and the quantization below.
+        options |= {"use_peft": False, "dtype": args.dtype, "check_packing": args.check_packing}
     # Seeds where TRL does, so that a classifier's new head is the same on every side.
-    made = as_prepared(wanted.trainer)(
+    made = as_prepared(wanted.packed if packs else wanted.trainer)(
         model,
-        args=wanted.config(**{**given, **overrides, "model_init_kwargs": kwargs}),
+        args=(wanted.packed_config if packs else wanted.config)(**{**given, **overrides, **options}),
         train_dataset=train,
         eval_dataset=evaluation,
         processing_class=tokenizer,
         quantization_config=quantization_of(model_type(model, args), args),
         peft_config=adapter,
     )
-    if not side.kind.ours:
+    if packs or not side.kind.ours:
         return made
     options = {**args.patch_options, "backend": side.backend}
     return padding_free(made, check_first_batch=args.check_packing, **options)

@@ -20,6 +20,7 @@ from ..runtime.zero3 import is_partitioned
 from .collating import CountingCollator, told_rows
 from .first_call import FirstCall, compare_first_call, refuse_gradients_at_pads
 from .models import models_of
+from .refusals import refuse_liger
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +67,22 @@ def padding_free(
         [`ContaminationError`]: if one of them is not exact without pads; then none is changed.
     """
     _require_trainer(trainer)
-    if getattr(trainer, _STATE, None) is not None:
-        return trainer
+    options = {"backend": backend, "fused_lora": fused_lora, "fused_kernels": fused_kernels}
+    run_without_pads(trainer, leave_padded=leave_padded, check_first_batch=check_first_batch, **options)
+    return trainer
+
+
+def run_without_pads(
+    trainer: Any, *, leave_padded: Sequence[str] = (), check_first_batch: bool = True, **options: Any
+) -> PaddingFreeRun:
+    """Patch a trainer's models and attach what reports on them, once; `options` are [`patch`]'s.
+
+    Raises:
+        As [`padding_free`], of what concerns models.
+    """
+    attached: PaddingFreeRun | None = getattr(trainer, _STATE, None)
+    if attached is not None:
+        return attached
     models = models_of(trainer)
     unknown = sorted(set(leave_padded) - models.keys())
     if unknown:
@@ -76,12 +91,12 @@ def padding_free(
             do="Name models of this trainer.",
         )
     models = {name: model for name, model in models.items() if name not in leave_padded}
-    _patch_all(trainer, models, backend=backend, fused_lora=fused_lora, fused_kernels=fused_kernels)
+    _patch_all(trainer, models, **options)
     run = PaddingFreeRun(trainer, models, check_first_batch=check_first_batch)
     setattr(trainer, _STATE, run)
     _tell_of_metrics(trainer)
     run.attach()
-    return trainer
+    return run
 
 
 def _patch_all(trainer: Any, models: dict[str, nn.Module], **options: Any) -> None:
@@ -136,15 +151,9 @@ def _require_trainer(trainer: Any) -> None:
             do="Call it on the trainer, once it is constructed: trl_packfa.padding_free(DPOTrainer(...)).",
         )
     args, name = trainer.args, type(trainer).__name__
-    if hasattr(type(trainer), "packing_reports"):
+    if hasattr(trainer, "packing_reports"):
         raise InvalidConfig(f"{name} packs its batches already.", do="Use it as it is, without padding_free.")
-    liger = [field for field in ("use_liger_kernel", "use_liger_loss") if getattr(args, field, False)]
-    if liger:
-        raise InvalidConfig(
-            f"{name} with {liger[0]}=True cannot run without its pads.",
-            why=["Liger puts forwards of its own in the place of the model's, which was not measured without pads"],
-            do=f"Set {liger[0]}=False; TRL deprecates it, and the fused LM head is TRL's own.",
-        )
+    refuse_liger(args, name)
     if getattr(trainer, "_is_vision_dataset", False):
         raise InvalidConfig(
             f"{name} trains on images, whose places the model finds in padded rows.",
@@ -216,6 +225,15 @@ class PaddingFreeRun:
             "padding_saved": pads / (tokens + pads),
             "documents": documents / max(steps, 1),
         }
+
+    @property
+    def said(self) -> str:
+        """What was proven, as a sentence of a model card."""
+        first = [
+            f"{name} {call.difference:.1e} (allowed {call.allowed:.1e})" for name, call in self.first_calls.items()
+        ]
+        compared = f"; the first batch from its rows alone: {', '.join(first)}" if first else ""
+        return f"without its pads proven on {', '.join(self.models)} before the first step{compared}."
 
     def pause(self, seconds: float) -> None:
         """What took no part in training takes nothing off its speed."""

@@ -8,20 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch
 from transformers import TrainingArguments
-from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 from trl import ModelConfig, SFTConfig
 
-from ..attention import get_backend
 from ..errors import InvalidConfig
 from ..packing import BFD, OVERFLOW_POLICIES, PADDED, STEP, STRATEGIES, Strategy, require_policy
+from .common_config import CommonConfig, require_trainable, settle_loading, settle_precision
 
 LOSS_WEIGHTINGS = ("token", "example")
 
 
 @dataclass
-class PackedSFTConfig(ModelConfig, SFTConfig):
+class PackedSFTConfig(CommonConfig, SFTConfig):
     """Arguments of [`PackedSFTTrainer`]: all fields of TRL's `SFTConfig` and `ModelConfig`, and nine of our own.
 
     Ours are `max_tokens_per_microbatch`, `overflow`, `loss_weighting`, `loss_by`, `check_packing`,
@@ -78,30 +76,6 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
         default=None,
         metadata={"help": "Column that says where an example comes from; the loss of each source is logged."},
     )
-    check_packing: bool = field(
-        default=True,
-        metadata={"help": "Prove on this model, before the first step, that no document can see another."},
-    )
-    attention_backend: str = field(
-        default="auto",
-        metadata={
-            "help": "Attention backend: `'auto'`, or a name from `trl-packfa backends`, which then runs or raises."
-        },
-    )
-    fused_lora: bool = field(
-        default=True,
-        metadata={
-            "help": "Compute LoRA layers with their base layers in one product, where they allow it, to PEFT's "
-            "result within rounding; `False` leaves them to PEFT."
-        },
-    )
-    fused_kernels: bool = field(
-        default=True,
-        metadata={
-            "help": "Compute norms, rotations and SwiGLU in fewer passes over memory: by liger-kernel on CUDA where "
-            "it is installed, in pieces on a CPU; `False` runs the model's own code."
-        },
-    )
     peak_tflops: float | None = field(
         default=None,
         metadata={
@@ -109,57 +83,18 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
             "its name, else the best matrix product of the model's shape, measured once."
         },
     )
-    use_peft: bool = field(
-        default=True,
-        metadata={"help": "Train a LoRA adapter. `False` trains all parameters."},
-    )
-    lora_target_modules: list[str] | None = field(
-        default_factory=lambda: ["all-linear"],
-        metadata={"help": "LoRA target modules; all linear layers but the LM head by default."},
-    )
-    dtype: str | None = field(
-        default=None,
-        metadata={
-            "help": "Data type to load the model in. Default: `'bfloat16'` for a quantized model trained in bf16, "
-            "else `'float32'`.",
-            "choices": ["auto", "bfloat16", "float16", "float32"],
-        },
-    )
 
     def __post_init__(self) -> None:
         # Both by name: neither calls the other's. Precision is settled between them, as SFTConfig sets `bf16=True`
         # where nothing is said and transformers raises where a machine has none.
         ModelConfig.__post_init__(self)
-        self._settle_precision()
+        settle_precision(self)
         SFTConfig.__post_init__(self)
-        if self.device.type == "cpu":
-            self.dataloader_pin_memory = False  # there is nothing to pin for, of which torch warns in every epoch
-        elif self.device.type == "cuda" and self.dataloader_pin_memory:
-            moves: Any = self.accelerator_config  # SFTConfig has made an AcceleratorConfig of it
-            moves.non_blocking = True  # copies from page-locked memory need not wait
-        if self.dtype is None:
-            # Quantized weights have their own type: `dtype` is that of norms, embeddings and head.
-            quantized = self.load_in_4bit or self.load_in_8bit
-            self.dtype = "bfloat16" if quantized and self.bf16 else "float32"
-        if self.attention_backend != "auto":
-            get_backend(self.attention_backend)
+        settle_loading(self)
         require_policy(self.overflow)
         self._require_weighting()
         self._settle_packing()
-        self._require_trainable()
-
-    def _settle_precision(self) -> None:
-        """TRL trains in bf16 unless told otherwise and stops where there is none: without a GPU, float32 is meant."""
-        if self.bf16 is not None or self.fp16 or self.use_cpu:
-            return
-        if is_torch_bf16_gpu_available() or is_torch_xla_available():
-            return
-        if torch.accelerator.is_available():
-            raise InvalidConfig(
-                f"this {torch.accelerator.current_accelerator()} has no bfloat16, in which TRL trains by default.",
-                do="Pass fp16=True, or bf16=False to train in float32.",
-            )
-        self.bf16 = False
+        require_trainable(self)
 
     def _settle_packing(self) -> None:
         """One strategy if packing is on, none if it is off."""
@@ -252,33 +187,10 @@ class PackedSFTConfig(ModelConfig, SFTConfig):
                 do="Use loss_weighting='token'.",
             )
 
-    def _require_trainable(self) -> None:
-        """Contradictions between adapters and quantization."""
-        if not self.use_peft and (self.load_in_4bit or self.load_in_8bit):
-            raise InvalidConfig(
-                "use_peft=False with a quantized model: quantized weights cannot be trained.",
-                do="Drop use_peft=False to train a LoRA adapter, or drop load_in_4bit / load_in_8bit.",
-            )
-        targets = self.lora_target_modules
-        if self.use_peft and "lm_head" in ([targets] if isinstance(targets, str) else targets or []):
-            raise InvalidConfig(
-                "lora_target_modules names 'lm_head'.",
-                why=[
-                    "TRL multiplies hidden states with lm_head.weight directly, so its adapter would never be trained"
-                ],
-                do="Remove 'lm_head'; to train it in full, name it in lora_modules_to_save.",
-            )
-
     @property
     def strategy(self) -> Strategy:
         """What `packing_strategy` stands for; padded with `packing=False`."""
         return STRATEGIES[self.packing_strategy] if self.packing and self.packing_strategy else PADDED
-
-    @property
-    def patch_options(self) -> dict[str, Any]:
-        """What [`patch`] is called with."""
-        names = ("fused_lora", "fused_kernels")
-        return {"backend": self.attention_backend, **{name: getattr(self, name) for name in names}}
 
     @classmethod
     def from_args(cls, args: TrainingArguments, **changes: Any) -> PackedSFTConfig:

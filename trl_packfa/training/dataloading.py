@@ -90,7 +90,7 @@ class PackedData:
         else:
             self._uncut[name] = dataset
             dataset, self.reports[name] = cut_dataset(dataset, name=name, **limits)
-            _tell(self.reports[name], name)
+            tell_counts(self.reports[name], name)
         # After the cut, as TRL does: an order drawn for other documents is another order.
         return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
 
@@ -191,7 +191,8 @@ class PackedData:
         return describe_batch(collator(kept), tokenizer)
 
 
-def _tell(report: PackingReport, name: str) -> None:
+def tell_counts(report: PackingReport, name: str) -> None:
+    """Log what became of a dataset."""
     counts = ", ".join(f"{label} {value}" for label, value in report.lines())
     # A loss of tokens must reach users who show warnings only.
     level = logging.WARNING if report.tokens_lost else logging.INFO

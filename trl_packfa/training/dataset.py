@@ -44,13 +44,14 @@ def read_tokens(dataset: Dataset) -> Tokens:
     return Tokens(read_lengths(dataset), TrainedTokens.from_masks(masks))
 
 
-def read_lengths(dataset: Dataset) -> np.ndarray:
+def read_lengths(dataset: Dataset, column: str = "input_ids") -> np.ndarray:
     """Tokens of each document of a tokenized dataset, int64, shape `(S,)`; its labels are not read."""
-    counted = dataset.select_columns(["input_ids"]).with_format("arrow")
+    counted = dataset.select_columns([column]).with_format("arrow")
     # `datasets` keeps the result beside the dataset, under the fingerprint of its contents.
     counted = counted.map(
-        _count, batched=True, batch_size=10_000, remove_columns=["input_ids"], desc="Counting tokens"
-    )
+        _count, batched=True, batch_size=10_000, remove_columns=[column], fn_kwargs={"column": column},
+        desc="Counting tokens",
+    )  # fmt: skip
     parts = [table["length"].to_numpy() for table in _tables(counted, "length")]
     return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
@@ -60,8 +61,8 @@ def count_trained(dataset: Dataset) -> int:
     return sum(int((_flat(table["labels"]) != -100).sum()) for table in _tables(dataset, "labels"))
 
 
-def _count(table: Any) -> Any:
-    return pa.table({"length": pc.call_function("list_value_length", [table["input_ids"]]).cast(pa.int64())})
+def _count(table: Any, column: str) -> Any:
+    return pa.table({"length": pc.call_function("list_value_length", [table[column]]).cast(pa.int64())})
 
 
 def _tables(dataset: Dataset, column: str) -> Iterator[Any]:

@@ -19,16 +19,26 @@ def packing_section(
     args: PackedSFTConfig, reports: Mapping[str, PackingReport], exactness: ExactnessReport | None
 ) -> str:
     """The section in Markdown; says so where nothing was proven."""
-    strategy = f'`packing_strategy="{args.packing_strategy}"`, `max_length={args.max_length}`'
+    settings = (
+        f'`packing_strategy="{args.packing_strategy}"`, `max_length={args.max_length}`, `overflow="{args.overflow}"`, '
+        f'`loss_weighting="{args.loss_weighting}"`'
+    )
+    return card_section(settings, reports, _proof(exactness), versions=exactness.versions if exactness else None)
+
+
+def card_section(
+    settings: str, reports: Mapping[str, PackingReport], proof: str, *, versions: Mapping[str, str] | None = None
+) -> str:
+    """The section of any trainer: its settings, what became of the data, what was proven, and under which versions,
+    those that are installed if none are given."""
     lines = [
         _HEADING,
-        f"Trained with [trl-packfa](https://arxiv.org/abs/2407.09105): {strategy}, `overflow=\"{args.overflow}\"`, "
-        f"`loss_weighting=\"{args.loss_weighting}\"`.",
+        f"Trained with [trl-packfa](https://arxiv.org/abs/2407.09105): {settings}.",
         "",
         *(f"- Data, {name}: " + ", ".join(f"{label} {value}" for label, value in report.lines()) + "."
           for name, report in reports.items()),
-        f"- Exactness: {_proof(exactness)}",
-        f"- Versions: {_versions(exactness)}.",
+        f"- Exactness: {proof}",
+        f"- Versions: {_versions(versions)}.",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
@@ -55,7 +65,7 @@ def copy_card(folder: str | Path | None, checkpoint: Path) -> None:
         empty.write_text(card.read_text(encoding="utf-8"), encoding="utf-8")
 
 
-def add_packing_section(folder: str | Path | None, section: str) -> None:
+def add_section(folder: str | Path | None, section: str) -> None:
     """Put the section into the model card that TRL wrote into a folder, before its citations; one that is there
     already is replaced."""
     path = Path(folder or ".") / "README.md"
@@ -80,7 +90,6 @@ def _proof(exactness: ExactnessReport | None) -> str:
     )
 
 
-def _versions(exactness: ExactnessReport | None) -> str:
-    found = {name: installed_version(name) for name in ("trl-packfa", *MINIMUM_VERSIONS)}
-    versions = (exactness.versions if exactness is not None else {}) or found
+def _versions(known: Mapping[str, str] | None) -> str:
+    versions = known or {name: installed_version(name) for name in ("trl-packfa", *MINIMUM_VERSIONS)}
     return ", ".join(f"{name} {version}" for name, version in versions.items() if version)

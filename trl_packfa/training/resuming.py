@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,16 +20,27 @@ _SAMPLED = 64
 _NAMES = {"data": "training documents", "tokenizer": "tokenizer"}
 
 
-def identity(train_dataset: Any, tokenizer: Any) -> dict[str, str]:
-    """Hashes of the tokenized documents (every length, some contents; not for streams) and of the vocabulary."""
+def identity(train_dataset: Any, tokenizer: Any, *, columns: Sequence[str] = ("input_ids",)) -> dict[str, str]:
+    """Hashes of the tokenized documents (every length, some contents; not for streams) and of the vocabulary.
+
+    Args:
+        train_dataset (`Dataset` or `IterableDataset`):
+            Tokenized and cut.
+        tokenizer (`PreTrainedTokenizerBase`):
+            Of the run.
+        columns (`Sequence[str]`, *optional*):
+            That hold token ids; a pair's documents are in several.
+    """
     found = {"version": __version__, "tokenizer": _vocabulary_hash(tokenizer)}
-    if isinstance(train_dataset, Dataset) and "input_ids" in train_dataset.column_names and len(train_dataset):
-        lengths = read_lengths(train_dataset)
-        digest = hashlib.sha256(np.ascontiguousarray(lengths, dtype=np.int64).tobytes())
+    if isinstance(train_dataset, Dataset) and set(columns) <= set(train_dataset.column_names) and len(train_dataset):
+        lengths = [read_lengths(train_dataset, column) for column in columns]
+        digest = hashlib.sha256(np.ascontiguousarray(np.concatenate(lengths), dtype=np.int64).tobytes())
         # Lengths tell nearly all other datasets; a few contents tell one whose documents were replaced or reordered.
-        for i in np.linspace(0, len(lengths) - 1, num=min(_SAMPLED, len(lengths)), dtype=int):
-            digest.update(np.asarray(train_dataset[int(i)]["input_ids"], dtype=np.int64).tobytes())
-        found["data"] = f"{len(lengths)} documents, {int(lengths.sum())} tokens, {digest.hexdigest()[:16]}"
+        for i in np.linspace(0, len(train_dataset) - 1, num=min(_SAMPLED, len(train_dataset)), dtype=int):
+            for column in columns:
+                digest.update(np.asarray(train_dataset[int(i)][column], dtype=np.int64).tobytes())
+        tokens = sum(int(of.sum()) for of in lengths)
+        found["data"] = f"{len(train_dataset)} documents, {tokens} tokens, {digest.hexdigest()[:16]}"
     return found
 
 

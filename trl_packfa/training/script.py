@@ -1,4 +1,4 @@
-"""`trl-packfa train`: TRL's parser, our config, one trainer."""
+"""`trl-packfa train`: TRL's parser, one of our configs, its trainer."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import yaml
 from peft import PeftModel
 from rich.console import Console
 from trl import DatasetMixtureConfig, ScriptArguments, TrlParser, get_dataset
@@ -33,13 +35,61 @@ from .preflight import (
 )
 from .trainer import PackedSFTTrainer
 
-# What `train` takes.
-_CLASSES: Any = (ScriptArguments, PackedSFTConfig, DatasetMixtureConfig)
+_FLAG, SFT_NAME = "--trainer", "sft"
 
 
-def train_parser(**options: Any) -> TrlParser:
-    """The parser of `trl-packfa train`: TRL's, with `PackedSFTConfig`; `options` are argparse's."""
-    return _parser(_CLASSES, prog="trl-packfa train", **options)
+class Kind(NamedTuple):
+    """A trainer that `train` may run, and its config, which says which flags there are."""
+
+    trainer: Any
+    config: Any
+
+
+SFT = Kind(PackedSFTTrainer, PackedSFTConfig)
+
+
+@dataclass
+class TrainerChoice:
+    """Which trainer runs."""
+
+    trainer: str = field(
+        default=SFT_NAME,
+        metadata={
+            "help": "What is trained: `sft`, or on pairs `dpo`, a model against a reference, `reward`, a reward "
+            "model, or `kto`, on single answers that are good or bad. The other arguments are its config's.",
+            "choices": ["sft", "dpo", "reward", "kto"],
+        },
+    )
+
+
+def asked_trainer(argv: list[str]) -> str:
+    """The trainer that flags or the YAML file name, before their parser is built; a wrong name is the parser's to
+    refuse."""
+    names = TrainerChoice.__dataclass_fields__["trainer"].metadata["choices"]
+    asked = _value_of(_FLAG, argv)
+    config = _value_of("--config", argv)
+    if asked is None and config is not None and Path(config).is_file():
+        with open(config, encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+        asked = content.get("trainer") if isinstance(content, dict) else None
+    return str(asked) if asked in names else SFT_NAME
+
+
+def _value_of(flag: str, argv: list[str]) -> str | None:
+    """`--flag value` or `--flag=value`, the last one."""
+    found = [after for word, after in pairwise(argv) if word == flag]
+    found += [word.split("=", 1)[1] for word in argv if word.startswith(f"{flag}=")]
+    return found[-1] if found else None
+
+
+def _classes(config: Any) -> Any:
+    """What `train` takes."""
+    return (TrainerChoice, ScriptArguments, config, DatasetMixtureConfig)
+
+
+def train_parser(config: Any = PackedSFTConfig, **options: Any) -> TrlParser:
+    """The parser of `trl-packfa train`: TRL's, with a trainer's config; `options` are argparse's."""
+    return _parser(_classes(config), prog="trl-packfa train", **options)
 
 
 def _parser(classes: Any, *, prog: str, **options: Any) -> TrlParser:
@@ -77,21 +127,22 @@ def _meant(message: str, classes: tuple[type, ...]) -> str:
 
 
 @a_line_per_thing()
-def train(argv: list[str]) -> int:
+def train(argv: list[str], kind: Kind = SFT) -> int:
     """Parse flags and `--config FILE.yaml`, train, save model and reports into `output_dir`."""
-    script_args, args, mixture = parse(_CLASSES, argv, prog="trl-packfa train")
+    _, script_args, args, mixture = parse(_classes(kind.config), argv, prog="trl-packfa train")
     args.resume_from_checkpoint = _ask_first(args)
     told = args.process_index == 0 and not args.disable_tqdm
     if told:
         data = script_args.dataset_name or "the datasets"
         print(f"loading {args.model_name_or_path}, tokenizing {data} ...", flush=True)
     with _without_counts() if told else nullcontext():
-        trainer = build_trainer(script_args, args, mixture)
+        trainer = build_trainer(script_args, args, mixture, kind.trainer)
     shown = trainer.is_world_process_zero() and not args.disable_tqdm
     if shown:
         RichProgressCallback.attach(trainer, "training")
         _show(trainer)
-    if args.packing and args.check_packing and not trainer.is_proven_wrapped:
+    # A trainer of pairs has proven its models when they were patched.
+    if kind is SFT and args.packing and args.check_packing and not trainer.is_proven_wrapped:
         proof = trainer.prove(args.resume_from_checkpoint)  # on every rank: they wait for each other
         if shown:
             _show_proof(proof)
@@ -129,7 +180,7 @@ def _ask_first(args: PackedSFTConfig) -> str | None:
     require_output_dir(args.output_dir)
     require_reporters(args)
     checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, args.output_dir)
-    if args.assistant_only_loss:
+    if getattr(args, "assistant_only_loss", False):
         require_markable(load_tokenizer(model, args), args)
     if checkpoint is not None and args.process_index == 0:
         print(resuming_message(checkpoint))
@@ -175,11 +226,14 @@ def _show_proof(proof: ExactnessReport) -> None:
 
 
 def build_trainer(
-    script_args: ScriptArguments, args: PackedSFTConfig, mixture: DatasetMixtureConfig
-) -> PackedSFTTrainer:
+    script_args: ScriptArguments,
+    args: PackedSFTConfig,
+    mixture: DatasetMixtureConfig,
+    trainer: Any = PackedSFTTrainer,
+) -> Any:
     """The trainer that the arguments describe."""
     train_split, *test_split = _splits(script_args, args, mixture)
-    return PackedSFTTrainer(
+    return trainer(
         _require_model(args),
         args=args,
         train_dataset=train_split,

@@ -49,8 +49,8 @@ class Slot(dict):
     """What the Trainer takes for one micro-batch: the token ids that it counts, and the micro-batches to run."""
 
     def __init__(self, micro_batches: Sequence[dict[str, Any]], imbalance: float = 1.0) -> None:
-        # `(1, T)` each, end to end: of a slot the Trainer counts tokens and operations by its `input_ids`.
-        ids = [micro_batch["input_ids"] for micro_batch in micro_batches]
+        # End to end, `(1, T)`: of a slot the Trainer counts tokens and operations by its `input_ids`.
+        ids = [micro_batch["input_ids"].reshape(1, -1) for micro_batch in micro_batches]
         super().__init__(input_ids=torch.cat(ids, dim=1) if ids else torch.empty((1, 0), dtype=torch.long))
         self.micro_batches, self.imbalance = list(micro_batches), imbalance
 
@@ -98,11 +98,7 @@ class StepCutter:
     ) -> list[Slot]:
         """One slot per padded micro-batch, all idle but the last, which holds the step's examples re-cut."""
         rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
-        # Numbered as the ranks run them, in turn: on 2 ranks rank 0's micro-batches are 0, 2, 4. Equal numbers mean
-        # the same padded micro-batch.
-        mine = [(i * world_size + rank, example) for i, batch in enumerate(batches) for example in batch.examples]
-        numbers, examples = zip(*self._of_all_ranks(mine), strict=True)
-        groups = np.array(numbers)
+        examples, groups = of_all_ranks(batches, self.accelerator)
         lengths = np.array([len(example["input_ids"]) for example in examples], dtype=np.int64)
         dealt = deal(
             lengths, groups, cut=self.how, budget=self.budget, world_size=world_size, quadratic=self.quadratic
@@ -119,10 +115,18 @@ class StepCutter:
         last = Slot(micro_batches, imbalance=imbalance(dealt, lengths, self.quadratic))
         return [Slot([]) for _ in batches[:-1]] + [last]
 
-    def _of_all_ranks(self, examples: list[Any]) -> list[Any]:
-        """The examples of the step, rank by rank: every rank makes the same plan of all of them. Token ids are small
-        beside what a step computes."""
-        return examples if self.accelerator.num_processes == 1 else gather_object(examples)
+
+def of_all_ranks(
+    batches: Sequence[Documents], accelerator: Accelerator
+) -> tuple[tuple[dict[str, Any], ...], np.ndarray]:
+    """The examples of a step of all ranks, rank by rank, and the number of each one's padded micro-batch: every rank
+    makes the same plan of all of them. Token ids are small beside what a step computes."""
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    # Numbered as the ranks run them, in turn: on 2 ranks rank 0's micro-batches are 0, 2, 4. Equal numbers mean the
+    # same padded micro-batch.
+    mine = [(i * world_size + rank, example) for i, batch in enumerate(batches) for example in batch.examples]
+    numbers, examples = zip(*(mine if world_size == 1 else gather_object(mine)), strict=True)
+    return examples, np.array(numbers)
 
 
 def in_turn(slot: Slot, *, accelerator: Accelerator, model: Any, syncs_itself: bool) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ Tokenizing, losses, metrics, checkpoints and distribution stay TRL's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -44,27 +44,27 @@ from ..packing import PackedBatchSampler, PackingReport
 from ..patching import inspect
 from .batching import FREE, TOGETHER
 from .chat_templates import left_out_by_template
-from .checkpointing import count_batch, read_progress, whole_checkpoint, write_progress, write_reports
+from .checkpointing import count_batch, write_reports
 from .compiling import compile_by_layer, graphs_for_every_layer
 from .config import PackedSFTConfig
 from .construction import load_as_asked, settle_arguments
 from .dataloading import PackedData
 from .dataset import read_lengths
-from .distributed import TrainBeginCallback, from_main_rank, require_same_documents
+from .distributed import TrainBeginCallback, require_same_documents
 from .epoch_plan import summarize_plan
 from .exactness_gate import ExactnessGate, require_engine
 from .flops import quadratic_weight
-from .guards import LossWatch, memory_advice, only_run_in
+from .guards import LossWatch, memory_advice
 from .liger import already_applied, apply_liger
 from .lm_head import LossHead, OwnHead, drop_unmeasured
 from .loss_weighting import SOURCES, SourceLosses, WeightedModel, as_example_labels, example_weights
-from .model_card import add_packing_section, copy_card, name_base, packing_section
+from .model_card import add_section, name_base, packing_section
 from .model_loading import AnyDataset, EvalDataset, output_dir, usable
 from .padded_terms import PaddedTerms
 from .parallelism import refuse_uneven_calls
 from .plain_config import AsGiven, asks_for_packing, padded, tell_padded
-from .preflight import checkpoint_to_resume, resuming_message
-from .resuming import identity, require_same_run
+from .resuming import identity
+from .runs import alone_in_folder, go_on, whole
 from .sampler import EpochCallback
 from .step_packing import Slot, StepCutter, how_to_cut, in_turn
 from .throughput import SpeedMeter
@@ -514,21 +514,11 @@ class PackedSFTTrainer(SFTTrainer):
             [`ContaminationError`]: if packing is not exact on this model.
             [`InvalidConfig`]: if there is no whole checkpoint to resume from, or none in the folder that is named.
         """
-        asked, folder = resume_from_checkpoint, self.args.output_dir
-        resume_from_checkpoint = from_main_rank(self.accelerator, lambda: checkpoint_to_resume(asked, folder))
-        self._resumed_from = resume_from_checkpoint
-        if resume_from_checkpoint is not None:
-            logger.info("trl-packfa: %s", resuming_message(resume_from_checkpoint))
-            progress = read_progress(resume_from_checkpoint)
-            if self.args.packing and not self.args.ignore_data_skip:
-                require_same_run(progress, self._identity)
-            # TRL counts from 0 again.
-            self._total_train_tokens = progress.get("num_tokens", 0)
+        named = (lambda: self._identity) if self.args.packing else None
+        resume_from_checkpoint = self._resumed_from = go_on(self, resume_from_checkpoint, identity=named)
         if not self.is_proven_wrapped:  # else once it is wrapped, by the callback
             self._require_proof()
-        saves = self.args.should_save and self.args.save_strategy != "no"  # else nothing there is at stake
-        alone = only_run_in(self.args.output_dir) if saves else nullcontext()  # type: ignore[arg-type]
-        with alone, already_applied(self.args), graphs_for_every_layer(self.model, self.args):
+        with alone_in_folder(self.args), already_applied(self.args), graphs_for_every_layer(self.model, self.args):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     @cached_property
@@ -537,13 +527,9 @@ class PackedSFTTrainer(SFTTrainer):
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """TRL's, whole only once every rank has written its part; older checkpoints go after that."""
-        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-        with self._speed.paused(), whole_checkpoint(folder, self):
+        with self._speed.paused(), whole(self, trial, lambda: self._identity) as folder:
             super()._save_checkpoint(model, trial)
             self._data.save_state(folder)
-            if self.args.should_save:
-                copy_card(self.args.output_dir, folder)
-                write_progress(folder, {"num_tokens": self._total_train_tokens, **self._identity})
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """TRL's model card, with a section on packing and its proof."""
@@ -551,7 +537,7 @@ class PackedSFTTrainer(SFTTrainer):
         if self.is_world_process_zero():
             name_base(self.args.output_dir, inspect.model_config(self.model)._name_or_path)
         if self.args.packing and self.is_world_process_zero():
-            add_packing_section(self.args.output_dir, packing_section(self.args, self.packing_reports, self.exactness))
+            add_section(self.args.output_dir, packing_section(self.args, self.packing_reports, self.exactness))
 
     def save_reports(self, folder: str | Path) -> None:
         """Write `packing_report.json` and, once proven, `exactness_report.json` into a folder."""

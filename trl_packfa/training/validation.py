@@ -85,11 +85,21 @@ def refuse_arguments(
             do="Leave dispatch_batches unset.",
         )
     refuse_missing_liger(args)
-    refuse_adapter(peft_config)
-    _refuse_backend(args)
+    refuse_adapters_and_backend(args, peft_config)
     refuse_parallelism(asked_parallelism(args))
     if getattr(args.deepspeed_plugin, "zero_stage", 0) == 3:
         refuse_zero3(args)
+
+
+def refuse_adapters_and_backend(args: PackedSFTConfig, peft_config: PeftConfig | None) -> None:
+    """An adapter that mixes documents, and a named backend that cannot run here.
+
+    Raises:
+        [`UnsupportedModel`]: for the adapter.
+        [`NoBackend`]: for the backend.
+    """
+    refuse_adapter(peft_config)
+    _refuse_backend(args)
 
 
 def _refuse_backend(args: PackedSFTConfig) -> None:

@@ -1,0 +1,43 @@
+"""Run by `test_distributed_preference.py` under torchrun: preference trainers one after the other in one process
+group, each rank's logs of each as JSON on one line.
+
+    distributed_preference.py FOLDER SCENARIOS
+
+SCENARIOS is JSON, {name: arguments of `run`}.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from trl_trainers import build, build_packed, train
+
+
+def run(folder, *, kind, packed, **options):
+    """Logs of a run, TRL's own or packed, the same examples in its steps under any number of processes."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+    batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8 // world}
+    batch |= {"ddp_backend": "gloo" if world > 1 else None, "max_steps": 3, "save_strategy": "steps", "save_steps": 2}
+    torch.manual_seed(0)
+    trainer = (build_packed if packed else build)(kind, Path(folder), **{**batch, **options})
+    return train(trainer)
+
+
+def main():
+    folder, scenarios = Path(sys.argv[1]), json.loads(sys.argv[2])
+    results = {name: run(str(folder / name), **scenario) for name, scenario in scenarios.items()}
+    state = PartialState()
+    if state.is_main_process:
+        print(json.dumps(results), flush=True)
+    state.wait_for_everyone()
+    state.destroy_process_group()  # its threads must not outlive the interpreter
+
+
+if __name__ == "__main__":
+    main()

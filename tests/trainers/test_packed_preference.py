@@ -1,0 +1,287 @@
+"""`PackedDPOTrainer`, `PackedRewardTrainer`, `PackedKTOTrainer`: TRL's losses and metrics, without pads, of steps that
+are cut otherwise."""
+
+import logging
+
+import numpy as np
+import pytest
+import tiny
+import torch
+import trl
+from datasets import Dataset
+from selection import in_full
+from tolerance import BFLOAT16_LOSSES, TRAJECTORY
+from trl_trainers import PACKED, ROUNDED, build, build_packed, differences, pairs, tokenizer, train
+
+import trl_packfa
+from trl_packfa import PackedDPOConfig, PackedDPOTrainer, PackedKTOConfig, PackedRewardConfig
+from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset, InvalidLayout, UnsupportedModel
+from trl_packfa.patching.apply import find_state
+from trl_packfa.trainers import cutting
+from trl_packfa.trainers.cutting import PairCutter
+
+# Four padded micro-batches a step, for fewer to be made of.
+ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+
+
+def run(make, *args, **options):
+    torch.manual_seed(0)
+    trainer = make(*args, **options)
+    return train(trainer), trainer
+
+
+def later(*cases):
+    """Cases of two arguments, as `in_full` of one."""
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+def beyond(expected, logs, allowed=TRAJECTORY):
+    """Metrics of TRL's that differ."""
+    worst = differences(expected, logs)
+    return {name: found for name, found in worst.items() if found > allowed and name not in ROUNDED}
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", PACKED)
+def test_a_recut_step_is_the_padded_one(kind, lora, tmp_path):
+    options = {"lora": lora, "max_steps": 4, **ACCUMULATED}
+    expected, _ = run(build, kind, tmp_path, **options)
+    logs, trainer = run(build_packed, kind, tmp_path, **options)
+    assert not beyond(expected, logs)
+    assert all(entry["padding_saved"] > 0.1 for entry in logs)
+    if kind == "kto":  # the KL is estimated over each padded micro-batch
+        assert "estimates the KL" in trainer.cut_reason and "micro_batches" not in logs[0]
+    else:
+        assert trainer.cut_reason == "" and all(entry["micro_batches"] < 4 for entry in logs)
+
+
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("kto", {"loss_type": "apo_zero_unpaired"}),
+        ("reward", {"center_rewards_coefficient": 0.01}),
+        ("dpo", {"precompute_ref_log_probs": True}),
+        ("dpo", {"loss_type": ["ipo", "sigmoid_norm"], "loss_weights": [0.5, 1.0], "use_weighting": True}),
+        ("dpo", {"ld_alpha": 0.5, "f_divergence_type": "js_divergence", "gradient_checkpointing": True}),
+        # 24 pairs: the epoch's last step has fewer micro-batches, and the last of them fewer pairs
+        ("dpo", {"per_device_train_batch_size": 5, "gradient_accumulation_steps": 3, "max_steps": 4}),
+        *later(
+            ("dpo", {"sync_ref_model": True, "ref_model_sync_steps": 2}),
+            ("dpo", {"loss_type": ["hinge", "exo_pair", "nca_pair", "robust"], "label_smoothing": 0.1}),
+            ("dpo", {"loss_type": ["bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop"]}),
+            ("kto", {"loss_type": "apo_zero_unpaired", "precompute_ref_log_probs": True}),
+        ),
+    ],
+)
+def test_with_what_they_can_do(kind, options, tmp_path):
+    options = {"max_steps": 3, **ACCUMULATED, **options}
+    expected, _ = run(build, kind, tmp_path, **options)
+    logs, trainer = run(build_packed, kind, tmp_path, **options)
+    assert not beyond(expected, logs)
+    assert trainer.cut_reason == "" and sum(entry["micro_batches"] for entry in logs) < 3 * len(logs) + 1
+
+
+@pytest.mark.parametrize("kind", ["dpo", *in_full("reward")])
+def test_in_bfloat16(kind, tmp_path):
+    options = {"max_steps": 3, "bf16": True, **ACCUMULATED}
+    expected, _ = run(build, kind, tmp_path, **options)
+    logs, _ = run(build_packed, kind, tmp_path, **options)
+    losses = [np.array([entry["loss"] for entry in each]) for each in (expected, logs)]
+    assert np.abs(losses[0] - losses[1]).max() <= BFLOAT16_LOSSES
+
+
+@pytest.mark.parametrize("loss, why", [("aot", "sorts the log-ratios"), ("sft", "is a mean over the tokens")])
+def test_losses_of_a_whole_micro_batch_are_not_cut(loss, why, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    options = {"max_steps": 2, "loss_type": [loss, "sigmoid"], **ACCUMULATED}
+    expected, _ = run(build, "dpo", tmp_path, **options)
+    logs, trainer = run(build_packed, "dpo", tmp_path, **options)
+    assert not beyond(expected, logs) and why in trainer.cut_reason
+    told = [r.message for r in caplog.records if "padded micro-batches stay as they are: loss_type" in r.message]
+    assert len(told) == 1
+
+
+def test_negative_control_such_a_loss_cut_all_the_same_is_refused(tmp_path, monkeypatch):
+    """The first step's loss is held against that of the padded run's micro-batches."""
+    monkeypatch.setattr(PackedDPOTrainer, "_why_not_cut", lambda self: "")
+    # Of a sum over pairs a mean of other means is another number.
+    trainer = build_packed("dpo", tmp_path, max_steps=1, loss_type=["sft"], **ACCUMULATED)
+    with pytest.raises(ContaminationError, match=r"PackedDPOTrainer: the first step's loss is .* re-cut and"):
+        trainer.train()
+
+
+def test_negative_control_unweighted_parts_train_something_else(tmp_path, monkeypatch):
+    options = {"max_steps": 3, "per_device_train_batch_size": 5, "gradient_accumulation_steps": 3}
+    expected, _ = run(build, "reward", tmp_path, **options)
+    part = cutting.Part
+    monkeypatch.setattr(cutting, "Part", lambda pairs, weight: part(pairs, 1.0))
+    monkeypatch.setattr("trl_packfa.trainers.recutting.RecutSteps._require_same_loss", lambda *args: None)
+    logs, _ = run(build_packed, "reward", tmp_path, **options)
+    assert beyond(expected, logs)
+
+
+def test_an_own_collator_or_loss_is_not_cut(tmp_path):
+    collator = trl.trainer.dpo_trainer.DataCollatorForPreference(pad_token_id=0)
+    data = {"train_dataset": Dataset.from_list(pairs(8)), "processing_class": tokenizer()}
+    args = PackedDPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", use_peft=False)
+    models = {"model": tiny.model(layers=1), "ref_model": tiny.model(layers=1)}
+    assert "data_collator makes" in PackedDPOTrainer(args=args, data_collator=collator, **models, **data).cut_reason
+
+    class Own(PackedDPOTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs)
+
+    assert "compute_loss of Own is not TRL's" in build_packed("dpo", tmp_path, cls=Own).cut_reason
+
+
+def test_resuming_is_exact(tmp_path):
+    saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lora": True, **ACCUMULATED}
+    logs, _ = run(build_packed, "dpo", tmp_path, **saving)
+    (tmp_path / "checkpoint-4" / "packing_report.json").unlink()  # half-written: passed over
+    resumed = build_packed("dpo", tmp_path, **saving)
+    again = train(resumed, resume_from_checkpoint="last")
+    names = ("loss", "num_tokens", "micro_batches", "rewards/margins", "entropy")
+    assert [[entry[name] for name in names] for entry in again] == [[entry[name] for name in names] for entry in logs]
+    other = build_packed("dpo", tmp_path, data=pairs(20), **saving)
+    with pytest.raises(InvalidConfig, match="the checkpoint is of a run on other data"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    card = (tmp_path / "checkpoint-2" / "README.md").read_text()
+    assert "## Packing" in card and "without its pads proven on model" in card
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_evaluation_and_overflow_are_trls(kind, tmp_path):
+    """The same pairs are cut, dropped and evaluated, and the losses counted."""
+    options = {"max_steps": 2, "max_length": 30, **ACCUMULATED}
+    expected, padded = run(build, kind, tmp_path, **options)
+    logs, trainer = run(build_packed, kind, tmp_path, **options)
+    assert not beyond(expected, logs)
+    assert not beyond([padded.evaluate()], [trainer.evaluate()])
+    report = trainer.packing_reports["train"]
+    rows = 1 if kind == "kto" else 2
+    assert report.documents == 24 * rows and report.tokens_lost == report.tokens - report.packed_tokens > 0
+    assert report.packed_documents == len(padded.train_dataset) * rows == len(trainer.train_dataset) * rows
+    assert report.dropped_too_long if kind == "reward" else report.truncated
+
+
+def test_other_overflow_policies(tmp_path):
+    dropping = build_packed("dpo", tmp_path, max_length=30, overflow="drop")
+    report = dropping.packing_reports["train"]
+    assert report.truncated == 0 < report.dropped_too_long and report.too_long
+    with pytest.raises(InvalidDataset, match=r"train example \d+ has a row of \d+ tokens, max_length is 30"):
+        build_packed("kto", tmp_path, max_length=30, overflow="error")
+    with pytest.raises(InvalidDataset, match="no train example fits: 24 examples, max_length=2"):
+        build_packed("reward", tmp_path, max_length=2)
+    with pytest.raises(InvalidConfig, match="overflow='split' is none of PackedDPOConfig's"):
+        PackedDPOConfig(str(tmp_path), use_cpu=True, bf16=False, overflow="split")
+    with pytest.raises(InvalidConfig, match="overflow='truncate' is none of PackedRewardConfig's"):
+        PackedRewardConfig(str(tmp_path), use_cpu=True, bf16=False, overflow="truncate")
+
+
+def test_a_token_budget(tmp_path):
+    trainer = build_packed("dpo", tmp_path, max_steps=2, max_tokens_per_microbatch=200, **ACCUMULATED)
+    expected, _ = run(build, "dpo", tmp_path, max_steps=2, **ACCUMULATED)
+    torch.manual_seed(0)
+    logs = train(trainer)
+    assert not beyond(expected, logs) and logs[0]["micro_batches"] >= logs[0]["num_tokens"] / 200
+    with pytest.raises(InvalidConfig, match=r"=40 is smaller than example \d+, whose rows have \d+ tokens"):
+        build_packed("reward", tmp_path, max_tokens_per_microbatch=40)
+    with pytest.raises(InvalidConfig, match=r"max_tokens_per_microbatch=999 has no effect: padded micro-batches stay"):
+        build_packed("kto", tmp_path, max_tokens_per_microbatch=999)
+    with pytest.raises(InvalidConfig, match="has no effect under packing_strategy='minibatch'"):
+        build_packed("dpo", tmp_path, max_tokens_per_microbatch=999, packing_strategy="minibatch")
+
+
+def test_bad_input_is_refused_before_anything_is_loaded(tmp_path):
+    small = {"use_cpu": True, "bf16": False}
+    with pytest.raises(InvalidConfig, match="PackedKTOConfig with use_liger_kernel=True cannot run without its pads"):
+        PackedKTOConfig(str(tmp_path), use_liger_kernel=True, **small)
+    with pytest.raises(InvalidConfig, match="packing_strategy='bfd' is none of PackedDPOConfig's"):
+        PackedDPOConfig(str(tmp_path), packing_strategy="bfd", **small)
+    with pytest.raises(InvalidConfig, match="batch_rebalance"):
+        PackedDPOConfig(str(tmp_path), train_sampling_strategy="batch_rebalance", **small)
+    with pytest.raises(InvalidConfig, match="truncation_mode='keep_end' with packing"):
+        PackedDPOConfig(str(tmp_path), truncation_mode="keep_end", **small)
+    with pytest.raises(InvalidConfig, match="use_peft=False with a quantized model"):
+        PackedRewardConfig(str(tmp_path), load_in_4bit=True, use_peft=False, **small)
+    data = Dataset.from_list(pairs(4))
+    with pytest.raises(InvalidDataset, match="takes a `Dataset`, train_dataset is IterableDataset"):
+        PackedDPOTrainer("no such model", PackedDPOConfig(str(tmp_path), **small),
+                         train_dataset=data.to_iterable_dataset())  # fmt: skip
+    with pytest.raises(InvalidDataset, match="has a column 'image': a vision dataset"):
+        PackedDPOTrainer("no such model", train_dataset=data.add_column("image", [0] * 4))
+    with pytest.raises(InvalidConfig, match="PackedDPOTrainer packs its batches already"):
+        trl_packfa.padding_free(build_packed("dpo", tmp_path))
+
+
+def test_masks_with_holes_and_models_that_are_not_patched(tmp_path):
+    trainer = build_packed("dpo", tmp_path, max_steps=1)
+    collate = trainer.data_collator.collator
+
+    def holes(examples):
+        batch = collate(examples)
+        batch["attention_mask"][0, 1] = 0
+        return batch
+
+    trainer.data_collator.collator = holes
+    with pytest.raises(InvalidLayout, match="the attention_mask has a hole: row 0"):
+        trainer.train()
+    trainer = build_packed("dpo", tmp_path)
+    trl_packfa.unpatch(trainer.ref_model)
+    with pytest.raises(UnsupportedModel, match=r"PackedDPOTrainer\.ref_model is no longer patched"):
+        trainer.train()
+
+
+def test_half_of_the_models_is_none(tmp_path):
+    model = tiny.model(layers=2)
+    from transformers import BertConfig, BertLMHeadModel
+
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    reference = BertLMHeadModel(BertConfig(vocab_size=tiny.VOCAB, is_decoder=False, **small))
+    args = PackedDPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", use_peft=False)
+    with pytest.raises(UnsupportedModel, match=r"PackedDPOTrainer\.ref_model cannot run without its pads; none of"):
+        PackedDPOTrainer(model, reference, args, train_dataset=Dataset.from_list(pairs(4)),
+                         processing_class=tokenizer())  # fmt: skip
+    assert find_state(model) is None
+
+
+def test_padding_free_in_dpos_config_is_what_it_says(tmp_path, caplog):
+    args = trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False, padding_free=True, report_to="none", max_steps=1)
+    trainer = PackedDPOTrainer(tiny.model(layers=1), args=args, train_dataset=Dataset.from_list(pairs(8)),
+                               processing_class=tokenizer())  # fmt: skip
+    assert isinstance(trainer.args, PackedDPOConfig) and not trainer.args.padding_free
+    told = [record.message for record in caplog.records if "padding_free=True" in record.message]
+    assert len(told) == 1 and "TRL 1.16.0's own trainer would warn and pad" in told[0]
+    trainer.train()
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_an_adapter_unless_told_otherwise(kind, tmp_path):
+    """As in `PackedSFTConfig`; a classifier's new head is trained whole."""
+    adapted = build_packed(kind, tmp_path, use_peft=True).model
+    trained = [name for name, p in adapted.named_parameters() if p.requires_grad]
+    assert any("lora_A" in name for name in trained)
+    assert any("score" in name and "lora" not in name for name in trained) == (kind == "reward")
+
+
+class _Accelerator:
+    num_processes, process_index = 2, 0
+
+
+def test_pairs_are_dealt_level_and_whole(monkeypatch):
+    """Two ranks: every pair once, weights as of the padded run, nothing above the budget."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(2, 60, (24, 2))
+    rows = [{"a": [0] * int(a), "b": [0] * int(b)} for a, b in lengths]
+    columns = (("a",), ("b",))
+    args = type("Args", (), {"max_tokens_per_microbatch": None, "per_device_train_batch_size": 4})
+    cutter = PairCutter(args, rows=columns, train_dataset=Dataset.from_list(rows), model=tiny.model(layers=1),
+                        accelerator=_Accelerator())  # fmt: skip
+    assert cutter.budget == 4 * 2 * lengths.max()
+    groups = np.repeat([0, 2, 4, 1, 3, 5], [4, 4, 4, 4, 4, 4])
+    dealt = cutter._deal(lengths, groups)
+    assert sorted(i for parts in dealt for part in parts for i in part) == list(range(24))
+    assert len(dealt[0]) == len(dealt[1]) < 3
+    assert all(cutting._footprint(lengths[part]) <= cutter.budget for parts in dealt for part in parts)
+    costs = [[lengths[part].sum() for part in parts] for parts in dealt]
+    assert max(map(sum, costs)) <= 1.1 * min(map(sum, costs))

@@ -1,0 +1,59 @@
+"""Two real processes on a CPU (gloo): packed preference trainers beside TRL's, whose losses and metrics they log,
+their pairs dealt over both ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import distributed_preference
+import pytest
+from tolerance import TRAJECTORY
+from trl_trainers import ROUNDED, differences
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).parents[1] / "shared" / "distributed_preference.py"
+RUNS = {
+    "dpo": {"kind": "dpo"},
+    "dpo, LoRA": {"kind": "dpo", "lora": True},
+    "reward": {"kind": "reward"},
+    "kto": {"kind": "kto"},
+    "kto without KL": {"kind": "kto", "loss_type": "apo_zero_unpaired"},
+}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Of each run the logs of TRL's trainer and of ours."""
+    scenarios = {
+        f"{name}, {which}": {**options, "packed": which == "packed"}
+        for name, options in RUNS.items()
+        for which in ("padded", "packed")
+    }
+    folder = tmp_path_factory.mktemp("distributed")
+    port = str(31_500 + os.getpid() % 1000)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_CBWR": "COMPATIBLE"}
+    done = subprocess.run([*command, str(SCRIPT), str(folder), json.dumps(scenarios)],
+                          capture_output=True, text=True, env=environment, timeout=600)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-8000:]
+    return json.loads([line for line in done.stdout.splitlines() if line.startswith('{"')][-1])
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_log_what_trls_two_do(two, name):
+    padded, packed = two[f"{name}, padded"], two[f"{name}, packed"]
+    worst = differences(padded, packed)
+    assert {metric for metric, found in worst.items() if found > TRAJECTORY} <= set(ROUNDED), worst
+    if name != "kto":
+        assert all(entry["micro_batches"] <= 4 and entry["imbalance"] < 1.5 for entry in packed)
+        assert any(entry["micro_batches"] < 4 for entry in packed)
+
+
+def test_one_process_trains_the_same(two, tmp_path):
+    """Of as many pairs a step; which rank pads beside whom is all that differs."""
+    alone = distributed_preference.run(str(tmp_path), kind="reward", packed=True)
+    losses = [[entry["loss"] for entry in logs] for logs in (alone, two["reward, packed"])]
+    assert all(abs(a - b) <= TRAJECTORY for a, b in zip(*losses, strict=True))

@@ -1,0 +1,117 @@
+"""What the configs of packed preference trainers share: the few fields of `PackedSFTConfig` that apply to pairs."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from transformers import TrainingArguments
+from trl import ModelConfig
+
+from ..errors import InvalidConfig
+from ..packing import MINIBATCH, STEP, Strategy
+from ..training.common_config import CommonConfig, require_trainable, settle_loading, settle_precision
+from ..versions import installed_version
+from .refusals import refuse_liger
+
+logger = logging.getLogger(__name__)
+
+# By `packing_strategy`. Rows that are filled over the whole dataset would make other steps than the padded run's.
+_STRATEGIES = {strategy.name: strategy for strategy in (STEP, MINIBATCH)}
+
+
+@dataclass
+class PreferenceConfig(CommonConfig):
+    """Fields of a packed preference trainer beside those of TRL's config and `ModelConfig`."""
+
+    packing_strategy: str = field(
+        default=STEP.name,
+        metadata={
+            "help": "`'step'`: an optimizer step sees the pairs of the padded run, re-cut into as few and as equal "
+            "micro-batches as the token budget allows, where the loss is a mean over pairs; a pair is never parted. "
+            "`'minibatch'`: each micro-batch holds the pairs that it would hold padded.",
+            "choices": list(_STRATEGIES),
+        },
+    )
+    max_tokens_per_microbatch: int | None = field(
+        default=None,
+        metadata={
+            "help": "Token budget of a micro-batch under `packing_strategy='step'`, both answers of a pair with their "
+            "prompts counted. Default: what the padded run would hold at its worst."
+        },
+    )
+    overflow: str = field(
+        default="truncate",
+        metadata={
+            "help": "What happens to pairs with a row longer than `max_length`: `'truncate'`, TRL's, which cuts the "
+            "end of the answer and drops a pair whose prompt leaves it no room, `'drop'`, or `'error'`. All is "
+            "counted and reported.",
+            "choices": ["truncate", "drop", "error"],
+        },
+    )
+
+    def __post_init__(self) -> None:
+        # As PackedSFTConfig does, by name: neither calls the other's.
+        ModelConfig.__post_init__(self)
+        settle_precision(self)
+        refuse_liger(self, type(self).__name__)
+        self._trl_config().__post_init__(self)
+        settle_loading(self)
+        self._settle_packing()
+        require_trainable(self)
+
+    @classmethod
+    def _trl_config(cls) -> Any:
+        """TRL's own config among the bases."""
+        return next(base for base in cls.__mro__ if base.__module__.startswith("trl.") and base is not ModelConfig)
+
+    def _settle_packing(self) -> None:
+        args: Any = self
+        choices = {f.name: f.metadata.get("choices") for f in fields(self)}
+        for name in ("packing_strategy", "overflow"):
+            if getattr(self, name) not in choices[name]:
+                raise InvalidConfig(
+                    f"{name}='{getattr(self, name)}' is none of {type(self).__name__}'s.",
+                    why=["a part of an answer is no answer that was preferred"] if self.overflow == "split" else [],
+                    do=f"Choose one of {choices[name]}.",
+                )
+        if getattr(args, "truncation_mode", "keep_start") != "keep_start" and args.max_length is not None:
+            raise InvalidConfig(
+                f"truncation_mode='{args.truncation_mode}' with packing: answers are cut at their end only.",
+                why=["TRL has deprecated it"],
+                do="Drop it, or cut the data yourself.",
+            )
+        if getattr(args, "padding_free", False):
+            trl = installed_version("trl")
+            logger.warning(
+                "trl-packfa: padding_free=True does what it says here; TRL %s's own trainer would warn and pad.", trl
+            )
+            args.padding_free = False  # TRL's trainer says that it is off, of its own batches
+        budget = self.max_tokens_per_microbatch
+        if budget is not None and not self.strategy.recuts_steps:
+            raise InvalidConfig(
+                f"max_tokens_per_microbatch={budget} has no effect under packing_strategy='{self.packing_strategy}'.",
+                do="Use packing_strategy='step', or drop it.",
+            )
+        if self.strategy.recuts_steps and args.train_sampling_strategy == "batch_rebalance":
+            raise InvalidConfig(
+                f"train_sampling_strategy='batch_rebalance' with packing_strategy='{self.packing_strategy}'.",
+                why=["both decide how a step is cut into micro-batches"],
+                do="Use packing_strategy='minibatch'.",
+            )
+
+    @property
+    def strategy(self) -> Strategy:
+        """What `packing_strategy` stands for."""
+        return _STRATEGIES[self.packing_strategy]
+
+    @classmethod
+    def from_args(cls, args: TrainingArguments, **changes: Any) -> Any:
+        """TRL's or transformers' arguments as a config of this class; one that is already comes back as it is."""
+        if isinstance(args, cls):
+            return args
+        # `TrainingArguments` computes some of its fields: those cannot be passed.
+        names = {f.name for f in fields(cls) if f.init}
+        kept = {f.name: getattr(args, f.name) for f in fields(args) if f.name in names}
+        return cls(**{**kept, **changes})

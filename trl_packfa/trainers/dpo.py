@@ -1,0 +1,78 @@
+"""`PackedDPOTrainer`: TRL's `DPOTrainer` without pads, its steps re-cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trl import DPOConfig, DPOTrainer
+
+from .config import PreferenceConfig
+from .packed import PackedPreference
+
+# Of TRL 1.16's loss types those of which a pair's loss is its own ...
+_BY_PAIR = {
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
+    "discopop", "sigmoid_norm",
+}  # fmt: skip
+# ... and those that read the whole micro-batch.
+_BY_BATCH = {
+    "aot": "sorts the log-ratios of a micro-batch",
+    "aot_unpaired": "sorts the log-ratios of a micro-batch",
+    "sft": "is a mean over the tokens of a micro-batch",
+}
+
+
+@dataclass
+class PackedDPOConfig(PreferenceConfig, DPOConfig):
+    """Arguments of [`PackedDPOTrainer`]: all fields of TRL's `DPOConfig` and `ModelConfig`, and seven of our own.
+
+    Ours are `packing_strategy` (`"step"` or `"minibatch"`), `max_tokens_per_microbatch`, `overflow`, `check_packing`,
+    `attention_backend`, `fused_lora` and `fused_kernels`. `padding_free=True` does what it says, where TRL 1.16 warns
+    and pads.
+
+    > [!NOTE]
+    > These fields have other defaults than TRL's: `use_peft=True`, `lora_target_modules=["all-linear"]`, and `dtype`,
+    > which is `"bfloat16"` for a quantized model trained in bf16 and `"float32"` otherwise.
+    """
+
+
+class PackedDPOTrainer(PackedPreference, DPOTrainer):
+    """Swap it for `DPOTrainer`: the same arguments, no pads, the same losses.
+
+    ```python
+    from datasets import load_dataset
+    from trl_packfa import PackedDPOConfig, PackedDPOTrainer
+
+    trainer = PackedDPOTrainer(
+        "Qwen/Qwen3-0.6B",
+        args=PackedDPOConfig("out"),
+        train_dataset=load_dataset("trl-lib/ultrafeedback_binarized", split="train"),
+    )
+    trainer.train()
+    ```
+
+    All arguments are TRL's. A plain `DPOConfig` or `TrainingArguments` is taken as a [`PackedDPOConfig`]. A model
+    given by name is loaded with the config's `dtype`, `attn_implementation` and quantization; an adapter is added
+    unless the model has one, `peft_config` says which, or `use_peft=False`.
+
+    Attributes:
+        packing_reports (`dict[str, PackingReport]`): by dataset name, rows and tokens in and out, and what was lost.
+        cut_reason (`str`): why steps are not re-cut; empty if they are.
+
+    Raises:
+        [`PackingError`]: at construction, if arguments, models or data cannot be trained without pads.
+    """
+
+    _tag_names = ["trl", "dpo", "trl-packfa"]
+    _config = PackedDPOConfig
+    _rows = (("prompt_ids", "chosen_ids"), ("prompt_ids", "rejected_ids"))
+    _reference_keys = ("ref_chosen_logps", "ref_rejected_logps")
+
+    def _why_not_cut(self) -> str:
+        """Losses that are no mean over single pairs; what is not known here is not cut."""
+        why = [
+            f"loss_type '{name}' {_BY_BATCH.get(name, 'is not known to be a mean over pairs')}"
+            for name in self.loss_types
+            if name not in _BY_PAIR
+        ]
+        return "; ".join(why)

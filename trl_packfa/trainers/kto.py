@@ -1,0 +1,78 @@
+"""`PackedKTOTrainer`: TRL's `KTOTrainer` without pads; its steps are re-cut where the loss estimates no KL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset
+from trl import KTOConfig, KTOTrainer
+
+from .config import PreferenceConfig
+from .packed import PackedPreference
+
+_OTHER_ANSWER = "KL_completion_ids"
+
+
+@dataclass
+class PackedKTOConfig(PreferenceConfig, KTOConfig):
+    """Arguments of [`PackedKTOTrainer`]: all fields of TRL's `KTOConfig` and `ModelConfig`, and seven of our own.
+
+    Ours are those of [`PackedDPOConfig`].
+
+    > [!NOTE]
+    > These fields have other defaults than TRL's: `use_peft=True`, `lora_target_modules=["all-linear"]`, and `dtype`,
+    > which is `"bfloat16"` for a quantized model trained in bf16 and `"float32"` otherwise.
+    """
+
+
+class PackedKTOTrainer(PackedPreference, KTOTrainer):
+    """Swap it for `KTOTrainer`: the same arguments, no pads, the same losses.
+
+    ```python
+    from datasets import load_dataset
+    from trl_packfa import PackedKTOConfig, PackedKTOTrainer
+
+    trainer = PackedKTOTrainer(
+        "Qwen/Qwen3-0.6B",
+        args=PackedKTOConfig("out", train_sampling_strategy="sequential"),
+        train_dataset=load_dataset("trl-lib/kto-mix-14k", split="train"),
+    )
+    trainer.train()
+    ```
+
+    All arguments are TRL's; see [`PackedDPOTrainer`]. With `loss_type="kto"` padded micro-batches stay as they are:
+    each has one KL estimate, of its own mismatched rows, and the loss of its examples is measured against it. With
+    `"apo_zero_unpaired"`, which estimates none, steps are re-cut.
+
+    Attributes:
+        packing_reports (`dict[str, PackingReport]`): by dataset name, rows and tokens in and out, and what was lost.
+        cut_reason (`str`): why steps are not re-cut; empty if they are.
+
+    Raises:
+        [`PackingError`]: at construction, if arguments, models or data cannot be trained without pads.
+    """
+
+    _tag_names = ["trl", "kto", "trl-packfa"]
+    _config = PackedKTOConfig
+    _rows = (("prompt_ids", "completion_ids"),)
+    _reference_keys = ("ref_logps",)
+
+    def _why_not_cut(self) -> str:
+        """The KL estimate, which is one number for each padded micro-batch of all ranks."""
+        if self.calculate_KL:
+            return f"loss_type '{self.loss_type}' estimates the KL over the rows of each padded micro-batch"
+        known = self.loss_type == "apo_zero_unpaired"
+        return "" if known else f"loss_type '{self.loss_type}' is not known to be a mean over examples"
+
+    def _select(self, dataset: Dataset, kept: Any, prepare: Callable[[Dataset], Dataset]) -> Dataset:
+        """Examples are paired with their neighbours' answers once it is known who stays."""
+        rest = super()._select(dataset, kept, prepare)
+        if not self.calculate_KL:
+            return rest
+        return prepare(rest.remove_columns([column for column in rest.column_names if column.endswith("_ids")]))
+
+    def _answers_beside(self) -> tuple[str, ...]:
+        """The mismatched answers of the KL estimate."""
+        return (_OTHER_ANSWER,) if self.calculate_KL else ()

@@ -1,0 +1,109 @@
+"""Preference pairs cut to `max_length`, with every loss counted.
+
+Shape letters: P pairs (or single examples, of a trainer of those), R rows of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from datasets import Dataset
+
+from ..errors import InvalidDataset
+from ..packing import PackingReport
+from ..training.dataset import read_lengths
+
+# By trainer: for each row of a pair the columns whose token ids make it, the answer last, after a prompt if there is
+# one.
+Rows = tuple[tuple[str, ...], ...]
+
+
+def row_lengths(dataset: Dataset, rows: Rows) -> np.ndarray:
+    """Tokens of every row of every pair of a tokenized dataset, int64, shape `(P, R)`."""
+    lengths = _column_lengths(dataset, rows)
+    return np.stack([np.sum([lengths[column] for column in row], axis=0) for row in rows], axis=1)
+
+
+def _column_lengths(dataset: Dataset, rows: Rows) -> dict[str, np.ndarray]:
+    return {column: read_lengths(dataset, column) for column in dict.fromkeys(c for row in rows for c in row)}
+
+
+class Kept(NamedTuple):
+    """Which pairs are trained, int64 indices, and the account of the others."""
+
+    pairs: np.ndarray
+    report: PackingReport
+
+
+def plan_pairs(dataset: Dataset, rows: Rows, *, max_length: int | None, policy: str, name: str) -> Kept:
+    """Decide which pairs of a tokenized dataset are kept.
+
+    Args:
+        dataset (`Dataset`):
+            Tokenized and not cut.
+        rows (`Rows`):
+            The columns that make its rows.
+        max_length (`int` or `None`):
+            Longest row in tokens.
+        policy (`str`):
+            `"truncate"`: answers are cut, and pairs whose prompt fills a row are dropped, as by TRL. `"drop"`: pairs
+            with a row that is too long are dropped. `"error"`.
+        name (`str`):
+            What to call it.
+
+    Raises:
+        [`InvalidDataset`]: with policy `"error"`, naming the first pair that is too long; if no pair is left.
+    """
+    columns = _column_lengths(dataset, rows)
+    answer = np.stack([columns[row[-1]] for row in rows], axis=1)
+    prompt = np.stack([columns[row[0]] if len(row) > 1 else np.zeros_like(answer[:, 0]) for row in rows], axis=1)
+    lengths = prompt + answer
+    limit = int(lengths.max(initial=1)) if max_length is None else max_length
+    too_long = lengths > limit
+    if policy == "error" and too_long.any():
+        first = int(np.flatnonzero(too_long.any(axis=1))[0])
+        raise InvalidDataset(
+            f"{name} example {first} has a row of {lengths[first].max()} tokens, max_length is {limit} "
+            "(overflow='error').",
+            why=[f"{int(too_long.any(axis=1).sum())} of {len(lengths)} examples are too long"],
+            do="Raise max_length, or choose another overflow.",
+        )
+    # An answer that has no room left trains nothing.
+    unfit = too_long.any(axis=1) if policy == "drop" else (prompt >= limit).any(axis=1)
+    kept = np.flatnonzero(~unfit)
+    if not len(kept):
+        raise InvalidDataset(
+            f"no {name} example fits: {len(lengths)} examples, max_length={max_length}, overflow='{policy}'.",
+            do="Raise max_length, or bring shorter examples.",
+        )
+    rest = np.minimum(lengths[kept], limit)
+    dropped = int(unfit.sum()) * lengths.shape[1]
+    report = PackingReport(
+        documents=lengths.size,
+        tokens=int(lengths.sum()),
+        too_long=int(too_long.sum()),
+        truncated=int(too_long[kept].sum()),
+        split=0,
+        dropped_too_long=dropped if policy == "drop" else 0,
+        dropped_untrained=0 if policy == "drop" else dropped,
+        tokens_lost=int(lengths.sum() - rest.sum()),
+        packed_documents=rest.size,
+        packed_tokens=int(rest.sum()),
+        trained_tokens=int((rest - prompt[kept]).sum()),
+    )
+    return Kept(kept, report)
+
+
+def cut_answers(dataset: Dataset, rows: Rows, *, max_length: int, also: Sequence[str] = (), name: str) -> Dataset:
+    """Answers of a tokenized dataset cut where their row has `max_length` tokens, as TRL's collators cut them; `also`
+    are columns of more answers to the same prompt."""
+    answers = [*(row[-1] for row in rows), *also]
+    prompt = next((row[0] for row in rows if len(row) > 1), None)
+
+    def cut(example: dict[str, Any]) -> dict[str, Any]:
+        room = max_length - (len(example[prompt]) if prompt is not None else 0)
+        return {answer: example[answer][:room] for answer in answers}
+
+    return dataset.map(cut, desc=f"Cutting {name} dataset to max_length")

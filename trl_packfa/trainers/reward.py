@@ -1,0 +1,63 @@
+"""`PackedRewardTrainer`: TRL's `RewardTrainer` without pads, its steps re-cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trl import RewardConfig, RewardTrainer
+
+from .config import PreferenceConfig
+from .packed import PackedPreference
+
+
+@dataclass
+class PackedRewardConfig(PreferenceConfig, RewardConfig):
+    """Arguments of [`PackedRewardTrainer`]: all fields of TRL's `RewardConfig` and `ModelConfig`, and seven of our own.
+
+    Ours are those of [`PackedDPOConfig`]; `overflow` is `"drop"`, TRL's, or `"error"`.
+
+    > [!NOTE]
+    > These fields have other defaults than TRL's: `use_peft=True`, `lora_target_modules=["all-linear"]`, and `dtype`,
+    > which is `"bfloat16"` for a quantized model trained in bf16 and `"float32"` otherwise.
+    """
+
+    overflow: str = field(
+        default="drop",
+        metadata={
+            "help": "What happens to pairs with a row longer than `max_length`: `'drop'`, TRL's, or `'error'`. All is "
+            "counted and reported.",
+            "choices": ["drop", "error"],
+        },
+    )
+
+
+class PackedRewardTrainer(PackedPreference, RewardTrainer):
+    """Swap it for `RewardTrainer`: the same arguments, no pads, the same losses.
+
+    ```python
+    from datasets import load_dataset
+    from trl_packfa import PackedRewardConfig, PackedRewardTrainer
+
+    trainer = PackedRewardTrainer(
+        "Qwen/Qwen3-0.6B",
+        args=PackedRewardConfig("out"),
+        train_dataset=load_dataset("trl-lib/ultrafeedback_binarized", split="train"),
+    )
+    trainer.train()
+    ```
+
+    All arguments are TRL's; see [`PackedDPOTrainer`]. An adapter that the config asks for is a classifier's, whose new
+    head is trained whole.
+
+    Attributes:
+        packing_reports (`dict[str, PackingReport]`): by dataset name, rows and tokens in and out, and what was lost.
+        cut_reason (`str`): why steps are not re-cut; empty if they are.
+
+    Raises:
+        [`PackingError`]: at construction, if arguments, models or data cannot be trained without pads.
+    """
+
+    _tag_names = ["trl", "reward-trainer", "trl-packfa"]
+    _config = PackedRewardConfig
+    _rows = (("chosen_ids",), ("rejected_ids",))
+    _task = "SEQ_CLS"
