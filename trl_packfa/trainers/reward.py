@@ -12,7 +12,8 @@ from .packed import PackedPreference
 
 @dataclass
 class PackedRewardConfig(PreferenceConfig, RewardConfig):
-    """Arguments of [`PackedRewardTrainer`]: all fields of TRL's `RewardConfig` and `ModelConfig`, and seven of our own.
+    """Arguments of [`PackedRewardTrainer`]: all fields of TRL's `RewardConfig` and `ModelConfig`, and seven of
+    our own.
 
     Ours are those of [`PackedDPOConfig`]; `overflow` is `"drop"`, TRL's, or `"error"`.
 
