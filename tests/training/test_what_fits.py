@@ -6,11 +6,13 @@ import pytest
 import tiny
 import torch
 from peft import get_peft_model
+from tiny_models import small_model
 from tolerance import assert_estimate
 from training import arguments, lora_config, packed_trainer
 
 from trl_packfa import PackedSFTConfig, patch
 from trl_packfa.training import what_fits
+from trl_packfa.training.flops import attention_heads
 from trl_packfa.training.memory import estimate, fuses_mlps, layer_bytes, without_checkpointing
 from trl_packfa.training.model_shape import shape_as_loaded, shape_of
 from trl_packfa.training.what_fits import checkpointing_can_be_off, frozen_in_float32
@@ -34,6 +36,18 @@ def test_checkpointing_can_be_off_where_it_fits(lora):
     assert args.gradient_checkpointing, "said, not done"
     assert checkpointing_can_be_off(model, args, 1000, needed - 1) is None, "it would not fit"
     assert checkpointing_can_be_off(model, without_checkpointing(args), 1000, 80 * GB) is None, "it is off"
+
+
+@pytest.mark.parametrize(("name", "estimated"), [("gemma4_text", True), ("blt", False)])
+def test_widths_that_differ_from_layer_to_layer_or_are_not_said(name, estimated):
+    """A word about speed stops no training."""
+    model = small_model(name)
+    line = checkpointing_can_be_off(model, arguments(gradient_checkpointing=True), 1000, 80 * GB)
+    assert (line is not None) == estimated
+    if estimated:
+        text = model.config.get_text_config()
+        widths = [text.per_layer_config[layer].head_dim for layer in range(text.num_hidden_layers)]
+        assert len(set(widths)) > 1 and attention_heads(text)[1] == round(sum(widths) / len(widths))
 
 
 def test_what_is_loaded_weighs_what_its_config_says(tmp_path):

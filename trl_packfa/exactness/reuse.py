@@ -21,7 +21,7 @@ from ..versions import MINIMUM_VERSIONS, installed_version
 from .probe import device_of
 from .report import ExactnessReport
 
-_PACKAGES = ("trl-packfa", *MINIMUM_VERSIONS, "bitsandbytes", "flash-attn", "kernels", "deepspeed")
+_PACKAGES = ("trl-packfa", *MINIMUM_VERSIONS, "bitsandbytes", "flash-attn", "liger-kernel", "kernels", "deepspeed")
 # What choose kernels besides the code.
 _ENVIRONMENT = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
 # What says nothing about how a model computes.

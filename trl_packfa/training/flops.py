@@ -99,9 +99,15 @@ def _expert_flops(model: nn.Module, text: Any) -> float:
 
 
 def attention_heads(text: Any) -> tuple[int, int]:
-    """Number and width of the query heads that a text config says; no heads without attention."""
-    heads = getattr(text, "num_attention_heads", 0) or 0
-    return heads, getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1)
+    """Number and width of the query heads that a text config says, on average where layers differ (Gemma 4); no heads
+    without attention."""
+    try:
+        heads, head_dim = getattr(text, "num_attention_heads", 0) or 0, getattr(text, "head_dim", None)
+    except RuntimeError:  # transformers' `AmbiguousGlobalPerLayerAttributeError`
+        layers = range(text.num_hidden_layers)
+        by_layer = zip(*(attention_heads(text.per_layer_config[layer]) for layer in layers), strict=True)
+        heads, head_dim = (round(sum(numbers) / len(layers)) for numbers in by_layer)
+    return heads, head_dim or text.hidden_size // max(heads, 1)
 
 
 def quadratic_weight(model: Any) -> float:

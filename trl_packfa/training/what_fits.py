@@ -66,7 +66,11 @@ def checkpointing_can_be_off(model: Any, args: PackedSFTConfig, tokens: int, has
     shared = bool(args.deepspeed) or bool(args.fsdp)
     if not args.gradient_checkpointing or shared:
         return None
-    shape = shape_as_loaded(model)
+    try:
+        shape = shape_as_loaded(model)
+    except (AttributeError, RuntimeError, TypeError) as error:  # widths that no config says, or each layer's own
+        logger.debug("trl-packfa: no estimate of memory: %s", error)
+        return None
     fused_norms = args.fused_kernels and liger_kernels() is not None
     memory = estimate(shape, without_checkpointing(args), tokens, fused_norms=fused_norms)
     if memory.needed > has:
