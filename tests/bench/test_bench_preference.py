@@ -24,9 +24,10 @@ def test_a_trainer_has_strategies_of_its_own():
     assert [(side.name, side.trainer, side.kind.ours) for side in sides] == [
         ("padding", "dpo", False),
         ("padding_free", "dpo", True),
+        ("step", "dpo", True),
     ]
     assert [side.name for side in read_arguments(["--model", "tiny"]).sides] == ["padding", "step"]
-    with pytest.raises(InvalidConfig, match=r"no strategy 'bfd' of --trainer dpo.\nChoose from padding, padding_free"):
+    with pytest.raises(InvalidConfig, match=r"no strategy 'bfd' of --trainer dpo.\nChoose from .*, step"):
         read_arguments(["--model", "tiny", "--trainer", "dpo", "--strategies", "padding,bfd"])
 
 
@@ -65,17 +66,20 @@ def test_pairs_are_tokenized_and_cut_once(trainer, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", PREFERENCES)
-def test_both_sides_train_the_same(trainer, tmp_path):
+def test_all_sides_train_the_same(trainer, tmp_path):
     lengths, output = tmp_path / "lengths.json", tmp_path / "bench.json"
     lengths.write_text(json.dumps(LENGTHS))
     argv = ["--trainer", trainer, "--model", "tiny", "--lengths", str(lengths), "--max_steps", "2"]
     argv += ["--untimed_steps", "1", "--eval_documents", "4", "--per_device_train_batch_size", "2"]
+    argv += ["--gradient_accumulation_steps", "2"]
     argv += ["--gradient_checkpointing", "false", "--lora_dropout", "0", "--learning_rate", "1e-3"]
     argv += ["--output", str(output), "--output_dir", str(tmp_path / "out")]
     assert main(["bench", *argv]) == 0
-    padding, free = json.loads(output.read_text())["sides"]
-    assert (padding["trainer"], free["trainer"]) == ("TRL", "trl-packfa")
-    assert padding["equal"] == free["equal"] and padding["tokens_per_step"] == free["tokens_per_step"]
-    assert free["fill"] == 1.0 > padding["fill"] and free["mfu"] is None
-    assert free["final_loss"] == pytest.approx(padding["final_loss"], abs=1e-5)
-    assert free["validation_loss"] == pytest.approx(padding["validation_loss"], abs=1e-5)
+    padding, free, step = json.loads(output.read_text())["sides"]
+    for side in (free, step):
+        assert (padding["trainer"], side["trainer"]) == ("TRL", "trl-packfa")
+        assert padding["equal"] == side["equal"] and padding["tokens_per_step"] == side["tokens_per_step"]
+        assert side["fill"] == 1.0 > padding["fill"] and side["mfu"] is None
+        assert side["final_loss"] == pytest.approx(padding["final_loss"], abs=1e-5)
+        assert side["validation_loss"] == pytest.approx(padding["validation_loss"], abs=1e-5)
+    assert step["micro_batches_per_step"] <= free["micro_batches_per_step"] == 2

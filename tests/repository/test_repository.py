@@ -247,13 +247,11 @@ def test_makefile_and_readme_run_the_same_lines():
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_recipe_goes_through_the_real_parser(recipe, tmp_path):
-    from trl import DatasetMixtureConfig, ScriptArguments, TrlParser
+    from trl_packfa.cli.train import kind_of
+    from trl_packfa.training.script import train_parser
 
-    from trl_packfa import PackedSFTConfig
-
-    parser = TrlParser((ScriptArguments, PackedSFTConfig, DatasetMixtureConfig))
     argv = ["--config", str(recipe), "--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false"]
-    script, args, _ = parser.parse_args_and_config(args=argv)
+    _, script, args, _ = train_parser(kind_of(argv).config).parse_args_and_config(args=argv)
     written = yaml.safe_load(recipe.read_text())
     for name, value in written.items():
         if name not in ("output_dir", "lora_target_modules") and hasattr(args, name):

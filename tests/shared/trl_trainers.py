@@ -72,8 +72,8 @@ def _saved(folder):
     return AutoModelForCausalLM.from_pretrained(folder / "model")
 
 
-def build(kind, out, *, lora=False, model=None, cls=None, config=None, data=None, **options):
-    """A trainer of this kind; `cls` and `config` take the places of TRL's own."""
+def build(kind, out, *, lora=False, model=None, cls=None, config=None, data=None, reference=True, **options):
+    """A trainer of this kind; `cls` and `config` take the place of TRL's; without `reference` it finds its own."""
     data = pairs() if data is None else data
     batch = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 4, "learning_rate": 1e-4}
     model = model or (classifier() if kind == "reward" else tiny.model(layers=2))
@@ -87,7 +87,7 @@ def build(kind, out, *, lora=False, model=None, cls=None, config=None, data=None
         )  # fmt: skip
 
     prompts = [{"prompt": row["prompt"]} for row in data]
-    reference = {} if lora else {"ref_model": tiny.model(layers=2)}
+    reference = {} if lora or not reference else {"ref_model": tiny.model(layers=2)}
     if kind == "sft":
         rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in data]
         return made(trl.SFTTrainer, trl.SFTConfig, rows)

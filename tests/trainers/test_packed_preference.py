@@ -1,6 +1,7 @@
 """`PackedDPOTrainer`, `PackedRewardTrainer`, `PackedKTOTrainer`: TRL's losses and metrics, without pads, of steps that
 are cut otherwise."""
 
+import json
 import logging
 
 import numpy as np
@@ -10,15 +11,19 @@ import torch
 import trl
 from datasets import Dataset
 from selection import in_full
+from tiny_models import small_model
 from tolerance import BFLOAT16_LOSSES, TRAJECTORY
 from trl_trainers import PACKED, ROUNDED, build, build_packed, differences, pairs, tokenizer, train
 
 import trl_packfa
 from trl_packfa import PackedDPOConfig, PackedDPOTrainer, PackedKTOConfig, PackedRewardConfig
+from trl_packfa.cli.main import main
+from trl_packfa.cli.train import kind_of
 from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset, InvalidLayout, UnsupportedModel
 from trl_packfa.patching.apply import find_state
 from trl_packfa.trainers import cutting
 from trl_packfa.trainers.cutting import PairCutter
+from trl_packfa.training.script import asked_trainer
 
 # Four padded micro-batches a step, for fewer to be made of.
 ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
@@ -203,7 +208,9 @@ def test_bad_input_is_refused_before_anything_is_loaded(tmp_path):
     with pytest.raises(InvalidConfig, match="truncation_mode='keep_end' with packing"):
         PackedDPOConfig(str(tmp_path), truncation_mode="keep_end", **small)
     with pytest.raises(InvalidConfig, match="use_peft=False with a quantized model"):
-        PackedRewardConfig(str(tmp_path), load_in_4bit=True, use_peft=False, **small)
+        PackedDPOConfig(str(tmp_path), load_in_4bit=True, use_peft=False, **small)
+    with pytest.raises(InvalidConfig, match="a quantized reward model without bf16=True"):
+        PackedRewardConfig(str(tmp_path), load_in_4bit=True, **small)
     data = Dataset.from_list(pairs(4))
     with pytest.raises(InvalidDataset, match="takes a `Dataset`, train_dataset is IterableDataset"):
         PackedDPOTrainer("no such model", PackedDPOConfig(str(tmp_path), **small),
@@ -285,3 +292,36 @@ def test_pairs_are_dealt_level_and_whole(monkeypatch):
     assert all(cutting._footprint(lengths[part]) <= cutter.budget for parts in dealt for part in parts)
     costs = [[lengths[part].sum() for part in parts] for parts in dealt]
     assert max(map(sum, costs)) <= 1.1 * min(map(sum, costs))
+
+
+def test_the_command_line_trains_them(tmp_path, capsys):
+    """`--trainer`, or `trainer:` in the YAML file, says whose arguments are read."""
+    tiny.model(layers=1).save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    rows = [{"prompt": row["prompt"], "completion": row["chosen"], "label": bool(i % 2)}
+            for i, row in enumerate(pairs(8))]  # fmt: skip
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "kto.yaml").write_text("trainer: kto\nloss_type: apo_zero_unpaired\nmax_length: 30\n")
+    argv = ["train", "--config", str(tmp_path / "kto.yaml"), "--model_name_or_path", str(tmp_path / "model")]
+    argv += ["--dataset_name", str(tmp_path / "data.jsonl"), "--output_dir", str(tmp_path / "out"), "--max_steps", "1"]
+    assert main([*argv, "--use_cpu", "true", "--bf16", "false", "--report_to", "none"]) == 0
+    told = capsys.readouterr().out
+    assert "truncated" in told and (tmp_path / "out" / "adapter_model.safetensors").exists()
+    assert (tmp_path / "out" / "packing_report.json").exists()
+    assert asked_trainer(["--trainer=dpo"]) == "dpo" and asked_trainer(["--trainer", "reward"]) == "reward"
+    assert asked_trainer([]) == asked_trainer(["--trainer", "ppo"]) == "sft"
+    assert kind_of([]).trainer is trl_packfa.PackedSFTTrainer
+    with pytest.raises(SystemExit):
+        main(["train", "--trainer", "ppo"])
+
+
+@pytest.mark.parametrize("kind", in_full(*PACKED))
+def test_a_four_bit_base_trains(kind, tmp_path):
+    """As in `PackedSFTConfig`, by the same arguments."""
+    pytest.importorskip("bitsandbytes")
+    small_model("llama", num_hidden_layers=1, intermediate_size=128).save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    trainer = build_packed(kind, tmp_path / "out", model=str(tmp_path / "model"), lora=False, use_peft=True,
+                           load_in_4bit=True, bf16=True, max_steps=2, reference=False, **ACCUMULATED)  # fmt: skip
+    assert trainer.model.is_loaded_in_4bit
+    assert all(np.isfinite(entry["loss"]) and entry["padding_saved"] > 0 for entry in train(trainer))

@@ -132,11 +132,10 @@ def test_every_recipe_says_what_it_is_and_how_to_run_it(recipe):
 
 
 def known_arguments(trainer):
-    import trl_packfa
+    from trl_packfa.cli.train import kind_of
     from trl_packfa.training.script import train_parser
 
-    names = {"sft": "PackedSFTConfig", "dpo": "PackedDPOConfig", "reward": "PackedRewardConfig"}
-    return {action.dest for action in train_parser(getattr(trl_packfa, names[trainer]))._actions}
+    return {action.dest for action in train_parser(kind_of(["--trainer", trainer]).config)._actions}
 
 
 def test_composite_recipe_adapts_the_text_model_only(tmp_path):
