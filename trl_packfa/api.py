@@ -39,7 +39,14 @@ logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def patch(model: Model, *, backend: str = "auto", fused_lora: bool = True, unpad: bool = False) -> Model:
+def patch(
+    model: Model,
+    *,
+    backend: str = "auto",
+    fused_lora: bool = True,
+    unpad: bool = False,
+    share_prefixes: bool = False,
+) -> Model:
     """Make this model instance honour document boundaries, on any device; returns the same model.
 
     Boundaries are read from each call: TRL's `cu_seq_lens_q` and friends, or `position_ids` that restart. Calls
@@ -75,11 +82,11 @@ def patch(model: Model, *, backend: str = "auto", fused_lora: bool = True, unpad
     refuse_adapters(model)
     refuse_quantization(quantization_config_of(model))
     state = find_state(model)
-    if state is not None and _is_as_asked(state, model, backend, fused_lora, unpad):
+    options = {"fused_lora": fused_lora, "unpad": unpad, "share_prefixes": share_prefixes}
+    if state is not None and _is_as_asked(state, model, backend, **options):
         return model
     # Patched otherwise than asked now, or before an adapter came: taken back whole, so that edits never pile up.
     undo_patch(model)
-    options = {"fused_lora": fused_lora, "unpad": unpad}
     try:
         found = get_patch(model)
     except UnsupportedModel as refusal:
@@ -95,28 +102,32 @@ def patch(model: Model, *, backend: str = "auto", fused_lora: bool = True, unpad
     return model
 
 
-def _is_as_asked(state: PatchState, model: nn.Module, backend: str, fused_lora: bool, unpad: bool) -> bool:
+def _is_as_asked(
+    state: PatchState, model: nn.Module, backend: str, *, fused_lora: bool, unpad: bool, share_prefixes: bool
+) -> bool:
     """Whether nothing is left to do: adapters may have been added since."""
     # By identity: `add_adapter` puts another layer in the place of a linear one, under the same name.
     known = {id(layer) for layer in state.adapted}
     new = fused_lora and any(id(layer) not in known for layer in adapted_layers(model))
     same = state.adapter_kinds == adapter_kinds(model)
+    shares = state.unpadding is not None and state.unpadding.sharing is not None
     asked = (
-        state.backends.name == backend and state.fused_lora == fused_lora and (state.unpadding is not None) == unpad
+        state.backends.name == backend
+        and state.fused_lora == fused_lora
+        and (state.unpadding is not None) == unpad
+        and shares == share_prefixes
     )
     return asked and same and not new
 
 
-def _apply_trusted(
-    model: nn.Module, patch: Patch, backend: str, *, fused_lora: bool = True, unpad: bool = False
-) -> None:
+def _apply_trusted(model: nn.Module, patch: Patch, backend: str, **options: bool) -> None:
     """Patch a model; if its code is not the code that the patch was measured with, or its adapter or
     quantization is of a kind that was never measured, only if the check finds it exact.
 
     Raises:
         [`ContaminationError`]: if it does not; the model is unpatched again.
     """
-    apply_patch(model, patch, backend, fused_lora=fused_lora, unpad=unpad)
+    apply_patch(model, patch, backend, **options)
     unmeasured = [f"PEFT's {kind}" for kind in unmeasured_adapters(model)] + unread_quantizers(model)
     # A third party's patch is in no table of ours, whatever code its model runs.
     known = patch.origin == "trl_packfa" and fingerprint(model) in known_sources().get(model_type(model), ())

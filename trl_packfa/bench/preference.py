@@ -206,7 +206,13 @@ def build_preference_trainer(
     )
     if not side.kind.ours:
         return made
-    return padding_free(made, backend=side.backend, fused_lora=args.fused_lora, check_first_batch=args.check_packing)
+    return padding_free(
+        made,
+        backend=side.backend,
+        fused_lora=args.fused_lora,
+        check_first_batch=args.check_packing,
+        **side.kind.options,
+    )
 
 
 def as_prepared(cls: type) -> Callable[..., Any]:

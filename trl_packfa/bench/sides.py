@@ -62,7 +62,11 @@ KINDS = {
     "step-bound": Kind(STEP, bound=True),
 }
 # The same trainer padded and without its pads; what it trains is TRL's in both.
-_OF_OTHERS = {"padding": Kind(PADDED, ours=False), "padding_free": Kind(PADDED)}
+_OF_OTHERS = {
+    "padding": Kind(PADDED, ours=False),
+    "padding_free": Kind(PADDED),
+    "padding_free-shared": Kind(PADDED, options={"share_prefixes": True}),
+}
 TRAINERS = {"sft": KINDS, "dpo": _OF_OTHERS, "reward": _OF_OTHERS, "kto": _OF_OTHERS}
 _NAME = re.compile(r"(?P<strategy>[^@/]+)(@(?P<row>\d+)(x(?P<rows>\d+))?)?(/(?P<backend>.+))?")
 

@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 from ..attention import AttentionArguments, BackendChoice
+from ..branches import BranchedLayout
 from ..errors import PackingError
 from ..layout import PackedLayout
 from ..patches.base import QKV, Patch
 from ..runtime.boundaries import layout_of
+from ..runtime.branches import collect, spread
 from ..runtime.compile import around_graphs, mark_dynamic, outside_of_graphs
 from ..runtime.context import INPUT_IDS, current_layout, empty_mask, find_layout, packed_call
 from ..runtime.override import Override, forward_signature
@@ -263,10 +265,13 @@ class AttentionOverride(Override):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        layout: PackedLayout,
+        layout: PackedLayout | BranchedLayout,
         arguments: AttentionArguments,
     ) -> torch.Tensor:
         assert self.patch.bias is not None
+        if isinstance(layout, BranchedLayout):  # a bias knows documents, not pieces of them
+            documents = (spread(tensor, layout) for tensor in (query, key, value))
+            return collect(self._attend_with_bias(*documents, layout.paths, arguments), layout)
         arguments = replace(arguments, bias=self.patch.bias(self.module, value, layout))
         return self.backends.attend(query, key, value, layout, arguments)
 

@@ -33,6 +33,7 @@ def padding_free(
     *,
     backend: str = "auto",
     fused_lora: bool = True,
+    share_prefixes: bool = False,
     leave_padded: Sequence[str] = (),
     check_first_batch: bool = True,
 ) -> AnyTrainer:
@@ -51,6 +52,9 @@ def padding_free(
             Any of TRL's, constructed.
         backend (`str`, *optional*, defaults to `"auto"`), fused_lora (`bool`, *optional*, defaults to `True`):
             As of [`patch`].
+        share_prefixes (`bool`, *optional*, defaults to `False`):
+            As of [`patch`]: the prompt of a pair, or of a group of completions, is computed once. The logs gain
+            `prefixes_shared`, the share of the true tokens that were computed in another row.
         leave_padded (`Sequence[str]`, *optional*):
             Names of attributes that hold models which stay as they are, such as a reward model that attends in both
             directions.
@@ -74,8 +78,8 @@ def padding_free(
             do="Name models of this trainer.",
         )
     models = {name: model for name, model in models.items() if name not in leave_padded}
-    _patch_all(trainer, models, backend=backend, fused_lora=fused_lora)
-    run = PaddingFreeRun(trainer, models, check_first_batch=check_first_batch)
+    _patch_all(trainer, models, backend=backend, fused_lora=fused_lora, share_prefixes=share_prefixes)
+    run = PaddingFreeRun(trainer, models, check_first_batch=check_first_batch, shares=share_prefixes)
     setattr(trainer, _STATE, run)
     _tell_of_metrics(trainer)
     run.attach()
@@ -157,10 +161,12 @@ class PaddingFreeRun:
         first_calls (`dict[str, FirstCall]`): of each model what the comparison of the first batch came to.
     """
 
-    def __init__(self, trainer: Any, models: dict[str, nn.Module], *, check_first_batch: bool) -> None:
-        self.trainer, self.models, self.check_first_batch = trainer, models, check_first_batch
+    def __init__(
+        self, trainer: Any, models: dict[str, nn.Module], *, check_first_batch: bool, shares: bool = False
+    ) -> None:
+        self.trainer, self.models, self.check_first_batch, self.shares = trainer, models, check_first_batch, shares
         self.first_calls: dict[str, FirstCall] = {}
-        self._since: tuple[float, int, int, int, int] | None = None
+        self._since: tuple[float, ...] | None = None
         self._step = 0
         self._paused = 0.0
 
@@ -168,7 +174,7 @@ class PaddingFreeRun:
         """Put it on the trainer."""
         trainer = self.trainer
         if trainer.data_collator is not None and not getattr(trainer, "precompute_ref_logps", False):
-            trainer.data_collator = CountingCollator(trainer.data_collator)
+            trainer.data_collator = CountingCollator(trainer.data_collator, share_prefixes=self.shares)
             trainer._prepare_inputs = _Telling(trainer._prepare_inputs)
         trainer.log = _Logging(trainer.log, self)
         trainer.add_callback(PaddingFreeCallback(self))
@@ -187,13 +193,15 @@ class PaddingFreeRun:
                 state.unpadding.watch = _Watching(self, name, model, state)
         self._since, self._step = self._counts(), self.trainer.state.global_step
 
-    def _counts(self) -> tuple[float, int, int, int, int]:
-        """The time, and what the models have run: true tokens trained, true tokens, pads, the policy's documents."""
+    def _counts(self) -> tuple[float, ...]:
+        """The time, and what the models have run: true tokens trained, true tokens, pads, the policy's documents, true
+        tokens that were computed in another row."""
         counted = [state.unpadding for model in self.models.values() if (state := find_state(model)) is not None]
         counted = [unpadding for unpadding in counted if unpadding is not None]
         policy = counted[0]
         tokens, pads = sum(one.tokens for one in counted), sum(one.pads for one in counted)
-        return time.perf_counter(), policy.trained, tokens, pads, policy.trained_documents
+        shared = sum(one.shared for one in counted)
+        return time.perf_counter(), policy.trained, tokens, pads, policy.trained_documents, shared
 
     def read(self) -> dict[str, float]:
         """What the log gains since the last time, over all ranks."""
@@ -206,14 +214,15 @@ class PaddingFreeRun:
         mine = torch.tensor([a - b for a, b in zip(now[1:], before[1:], strict=True)], dtype=torch.float64)
         accelerator = self.trainer.accelerator
         sums = mine if accelerator.num_processes == 1 else accelerator.reduce(mine.to(accelerator.device), "sum")
-        trained, tokens, pads, documents = sums.tolist()
+        trained, tokens, pads, documents, shared = sums.tolist()
         if not trained or not tokens:
             return {}
-        return {
+        found = {
             "tokens_per_second": trained / seconds,
             "padding_saved": pads / (tokens + pads),
             "documents": documents / max(steps, 1),
         }
+        return {**found, "prefixes_shared": shared / tokens} if self.shares else found
 
     def pause(self, seconds: float) -> None:
         """What took no part in training takes nothing off its speed."""
