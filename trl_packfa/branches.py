@@ -31,7 +31,7 @@ class Run(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """Where a row's tokens are copied to, as runs of neighbours: the first copies, one of each token, and further ones.
+    """Where a row's tokens are copied to, as runs of neighbours: first copies, one of each token, and further ones.
 
     `num_tokens` are in the row, `num_places` among the copies.
     """
@@ -45,7 +45,7 @@ class Copies(NamedTuple):
 # Without `eq`: layouts are told apart by identity, as `==` of their tensors is no bool.
 @dataclass(frozen=True, eq=False)
 class BranchedLayout:
-    """T tokens cut into pieces, and documents made of them: one or more pieces, of which the first may be others' too.
+    """T tokens cut into pieces, and documents made of one or more of them, of which the first may be shared.
 
     A prompt of 3 tokens with answers of 2 and 1 tokens, and a document of 2 tokens that shares nothing:
 

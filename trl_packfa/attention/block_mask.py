@@ -41,7 +41,9 @@ def block_mask(layout: PackedLayout, sliding_window: int | None, keys: PackedLay
         numbers[1][None, None, :, 0],
         whole_RM[None, None],
         BLOCK_SIZE=BLOCK,
-        mask_mod=_same_document(layout, sliding_window) if keys is layout else _keys_before(layout, sliding_window, keys),
+        mask_mod=_same_document(layout, sliding_window)
+        if keys is layout
+        else _keys_before(layout, sliding_window, keys),
         seq_lengths=(tokens, keys.num_tokens),
     )
 

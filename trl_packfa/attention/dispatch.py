@@ -75,9 +75,7 @@ class BackendChoice:
         ) -> torch.Tensor:
             if not in_graph:
                 return backend(query, key, value, layout, arguments, keys)
-            return attend_in_graph(
-                backend, query, key, value, layout, arguments, is_traceable=is_traceable, keys=keys
-            )
+            return attend_in_graph(backend, query, key, value, layout, arguments, is_traceable=is_traceable, keys=keys)
 
         if isinstance(layout, PackedLayout):
             return attend(query, key, value, layout)
@@ -86,8 +84,8 @@ class BackendChoice:
         if backend.capabilities.keys_apart and knows_pieces:
             key, value = spread_keys(key, layout), spread_keys(value, layout)
             return attend(query, key, value, layout.pieces, layout.keys)
-        documents = (spread(tensor, layout) for tensor in (query, key, value))
-        return collect(attend(*documents, layout.paths), layout)
+        query, key, value = (spread(tensor, layout) for tensor in (query, key, value))
+        return collect(attend(query, key, value, layout.paths), layout)
 
     def for_request(self, request: AttentionRequest) -> AttentionBackend:
         """The backend that serves the request.

@@ -92,6 +92,7 @@ def _patched(model: nn.Module) -> list[Any]:
             state.backends.name,
             state.fused_lora,
             state.unpadding is not None,
+            state.unpadding is not None and state.unpadding.sharing is not None,
         ]
     )
 

@@ -37,11 +37,10 @@ from .forwards import (
     CausalLMOverride,
     Override,
     RebatchOverride,
-    RotaryOverride,
-    depends_on_length,
 )
 from .inspect import class_names, find_attention, find_backbone, find_by_class, inner_model, max_positions, windows_of
 from .mixers import FunctionOverride, LayerOverride, MixerOverride
+from .rotary import RotaryOverride, depends_on_length
 from .sharing import Sharing, sharing_refusal
 from .unpadding import Unpadding
 
@@ -120,7 +119,8 @@ def apply_patch(
 
 def _sharing(backbone: nn.Module, state: PatchState) -> Sharing:
     follows = any(depends_on_length(module) for module in backbone.modules())
-    refusal = sharing_refusal(state.patch, follows_length=follows, has_invocations=bool(state.invocations))
+    invocations = bool(state.invocations)
+    refusal = sharing_refusal(state.patch, state.mixers.values(), follows_length=follows, has_invocations=invocations)
     return Sharing(backbone, refusal)
 
 

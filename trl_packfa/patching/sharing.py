@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -81,12 +81,16 @@ def _rates_of(backbone: nn.Module) -> list[tuple[Any, str]]:
     return rates
 
 
-def sharing_refusal(patch: Patch, *, follows_length: bool, has_invocations: bool) -> str | None:
+def sharing_refusal(
+    patch: Patch, mixers: Iterable[nn.Module], *, follows_length: bool, has_invocations: bool
+) -> str | None:
     """Why rows of a model cannot share what they begin with, `None` if they can.
 
     Args:
         patch ([`Patch`]):
             Of its architecture.
+        mixers (`Iterable[torch.nn.Module]`):
+            What runs document by document in it.
         follows_length (`bool`):
             Whether its rotary embedding's frequencies follow the length of a document.
         has_invocations (`bool`):
@@ -94,12 +98,8 @@ def sharing_refusal(patch: Patch, *, follows_length: bool, has_invocations: bool
     """
     if patch.rebatch:
         return "the backbone runs document by document"
-    if patch.mixers or patch.masked_mixers:
-        return f"{', '.join((*patch.mixers, *patch.masked_mixers)[:3])} run document by document"
-    if patch.beside:
-        return f"{', '.join(patch.beside[:3])} count or choose document by document"
+    if names := sorted({type(module).__name__ for module in mixers}):
+        return f"document by document runs {', '.join(names)}"
     if follows_length:
         return "the rotary embedding's frequencies follow the length of a document"
-    if has_invocations:
-        return "activated LoRA begins where a document's last invocation is"
-    return None
+    return "activated LoRA begins at the last invocation of a document" if has_invocations else None

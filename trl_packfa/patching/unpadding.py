@@ -121,3 +121,12 @@ class Unpadding:
             yield
         finally:
             self.is_on = before
+
+    @contextmanager
+    def unshared(self) -> Iterator[None]:
+        """In a `with` block rows share nothing."""
+        before, self.sharing = self.sharing, None
+        try:
+            yield
+        finally:
+            self.sharing = before

@@ -101,7 +101,7 @@ def _branches(rows: Sequence[np.ndarray], shortest: int) -> tuple[tuple[int, ...
     so is what some of these go on with."""
     # In alphabetical order rows that begin alike are neighbours. [5, 6, 7], [5, 6, 8], [9]: neighbours share 2 and 0.
     order = sorted(range(len(rows)), key=lambda i: rows[i].tolist())
-    alike = [_alike(rows[a], rows[b]) for a, b in zip(order[:-1], order[1:], strict=True)]
+    alike = [_alike(rows[a], rows[b]) for a, b in itertools.pairwise(order)]
     pieces: list[int] = []
     documents: list[tuple[int, ...]] = [()] * len(rows)
     # Neighbours from `first` up to `stop` whose first `depth` tokens are in the pieces `before`; the last is looked at

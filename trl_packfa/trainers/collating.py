@@ -12,8 +12,8 @@ from ..errors import InvalidLayout
 from ..runtime.padded_rows import PaddedRows, rows_of, tell_rows
 from ..runtime.shared_rows import share, tell_shared
 
-# The keys under which rows travel from the collator to the step, where they are taken out again: of masks, and of input
-# ids whose rows were compared.
+# The keys under which rows travel from the collator to the step, where they are taken out again: those of masks, and
+# those of input ids that were compared.
 ROWS, COMPARED = "trl_packfa_rows", "trl_packfa_compared"
 _MASK, _IDS = "attention_mask", "input_ids"
 
