@@ -139,7 +139,9 @@ class BranchedLayout:
     @cached_property  # every layer asks
     def sizes(self) -> tuple[torch.Tensor, ...]:
         """What a compiled graph may read of this layout, besides `cu_seqlens`: tensors of sizes that may change."""
-        return (*self.pieces.sizes, *self.paths.sizes, *self.keys.sizes, self.along, self.places, self.key_tokens)
+        layouts = (self.pieces, self.paths, self.keys)
+        of_layouts = (tensor for layout in layouts for tensor in (layout.cu_seqlens, *layout.sizes))
+        return (*of_layouts, self.along, self.places, self.key_tokens)
 
     @cached_property  # every layer asks
     def keys(self) -> PackedLayout:

@@ -49,7 +49,7 @@ class BenchArguments:
         default="sft",
         metadata={
             "help": "TRL's trainer: `sft`, or `dpo`, `reward` and `kto`, whose strategies are `padding`, TRL's own, "
-            "and `padding_free`, the same without its pads.",
+            "`padding_free`, the same without its pads, and `padding_free-shared`, with what rows begin with once.",
             "choices": list(TRAINERS),
         },
     )

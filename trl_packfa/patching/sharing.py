@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 _COMPARED = ("input_ids", "attention_mask", "labels")
 # Rates at which a module draws random numbers while it trains.
 _DRAWS = re.compile(r"drop|jitter|noise")
+_NEFTUNE = "neftune_noise_alpha"
 
 
 class Sharing:
@@ -33,8 +34,9 @@ class Sharing:
     """
 
     def __init__(self, backbone: nn.Module, refusal: str | None) -> None:
-        self.refusal = refusal
-        self._rates = [] if refusal else _rates_of(backbone)
+        self.refusal, self.backbone = refusal, backbone
+        self._rates: list[tuple[Any, str]] = []
+        self._modules = 0
         self._told = False
 
     def rows_of(self, call: Mapping[str, Any], rows: PaddedRows, module: nn.Module) -> SharedRows | None:
@@ -58,7 +60,11 @@ class Sharing:
 
     def _draws(self) -> str | None:
         """The name of a rate at which the model draws random numbers now, which each row would have of its own."""
-        return next((f"{type(m).__name__}.{rate}" for m, rate in self._rates if m.training and getattr(m, rate)), None)
+        modules = list(self.backbone.modules())
+        if len(modules) != self._modules:  # an adapter has come, with dropout of its own
+            self._modules, self._rates = len(modules), _rates_of(modules)
+        drawing = ((m, rate) for m, rate in self._rates if m.training and getattr(m, rate, None))
+        return next((f"{type(module).__name__}.{rate}" for module, rate in drawing), None)
 
     def _tell(self, module: nn.Module, drawing: str) -> None:
         if not self._told:
@@ -71,9 +77,12 @@ class Sharing:
             )
 
 
-def _rates_of(backbone: nn.Module) -> list[tuple[Any, str]]:
+def _rates_of(modules: Iterable[nn.Module]) -> list[tuple[Any, str]]:
+    """Where the rates are that a module draws random numbers at, 0 or not."""
     rates: list[tuple[Any, str]] = []
-    for module in backbone.modules():
+    for module in modules:
+        if isinstance(module, nn.Embedding):
+            rates.append((module, _NEFTUNE))  # transformers sets it when training begins
         is_dropout = "drop" in type(module).__name__.lower()
         for name, value in vars(module).items():
             if isinstance(value, float) and (_DRAWS.search(name) or (is_dropout and name == "p")):

@@ -94,6 +94,10 @@ class PaddedRows:
         """Tokens of the row without pads: T, where rows share none."""
         return self.num_tokens
 
+    def own_tokens(self, row: int) -> int:
+        """How many tokens at its end a row has to itself."""
+        return self.lengths[row]
+
     def layout(self, device: torch.device) -> PackedLayout:
         """The row without pads, `(1, T)`: each padded row that has tokens is a document."""
         key = ("layout", device)

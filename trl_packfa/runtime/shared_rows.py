@@ -51,6 +51,11 @@ class SharedRows(PaddedRows):
         """T."""
         return sum(self.pieces)
 
+    def own_tokens(self, row: int) -> int:
+        """How many tokens at its end a row has to itself."""
+        document = sum(length > 0 for length in self.lengths[:row])
+        return self.pieces[self.documents[document][-1]] if self.lengths[row] else 0
+
     def layout(self, device: torch.device) -> BranchedLayout:  # type: ignore[override]
         """The row without pads, `(1, T)`."""
         key = ("branches", device)
