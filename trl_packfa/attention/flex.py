@@ -111,7 +111,7 @@ def _capped(softcap: float) -> Callable[..., torch.Tensor]:
     return cap
 
 
-def _block_mask(layout: PackedLayout, sliding_window: int | None, keys: PackedLayout | None) -> BlockMask:
+def _block_mask(layout: PackedLayout, sliding_window: int | None, keys: PackedLayout | None = None) -> BlockMask:
     """The layout's block mask, built once per batch and window."""
     memo = (keys or layout).memo
     key = ("flex", sliding_window)
