@@ -23,7 +23,7 @@ from .adapters import (
     unmeasured_adapters,
     unread_quantizers,
 )
-from .errors import ContaminationError, UnsupportedModel, is_out_of_memory
+from .errors import ContaminationError, InvalidConfig, UnsupportedModel, is_out_of_memory
 from .exactness import check, check_unpadding
 from .kernels.lm_head.chunked import undo_head
 from .kernels.lora import adapted_layers, describe_lora
@@ -45,6 +45,7 @@ def patch(
     fused_lora: bool = True,
     fused_kernels: bool = True,
     unpad: bool = False,
+    share_prefixes: bool = False,
 ) -> Model:
     """Make this model instance honour document boundaries, on any device; returns the same model.
 
@@ -72,19 +73,36 @@ def patch(
             each row's first token. Calls that are handed a cache, or ask for one, run with their pads. It is measured
             at once that padded batches, with their pads and without, have the same outputs and gradients on this
             model.
+        share_prefixes (`bool`, *optional*, defaults to `False`):
+            With `unpad`, compute once what rows of a batch begin with (the prompt of a preference pair, or of a group
+            of completions), 16 tokens or more: the rows' own tokens attend to it and to themselves, and its gradients
+            are added. It is measured at once that outputs and gradients are those of the rows by themselves. Where
+            more than attention mixes tokens (recurrent state, documents run one by one), and while dropout or noise
+            draws random numbers, each row runs by itself; [`describe`] and a warning say so.
 
     Raises:
+        [`InvalidConfig`]: if `share_prefixes` comes without `unpad`.
         [`UnsupportedModel`]: if there is no patch for the architecture, and no general one is exact on it; if
             the adapter or the quantization cannot be packed; with `unpad`, if the backbone is handed no mask.
         [`ContaminationError`]: if the architecture's code has changed and packing is not exact on it, or if padded
-            batches without their pads are not.
+            batches without their pads, or rows that share what they begin with, are not.
         [`NoBackend`]: if the named backend does not exist.
     """
     # Before anything is undone or set: a model that is refused stays as it was.
+    if share_prefixes and not unpad:
+        raise InvalidConfig(
+            "share_prefixes=True without unpad=True: rows are compared where their pads are dropped.",
+            do="Pass unpad=True, too.",
+        )
     refuse_adapters(model)
     refuse_quantization(quantization_config_of(model))
     state = find_state(model)
-    options = {"fused_lora": fused_lora, "fused_kernels": fused_kernels, "unpad": unpad}
+    options = {
+        "fused_lora": fused_lora,
+        "fused_kernels": fused_kernels,
+        "unpad": unpad,
+        "share_prefixes": share_prefixes,
+    }
     if state is not None and _is_as_asked(state, model, backend, options):
         return model
     # Patched otherwise than asked now, or before an adapter came: taken back whole, so that edits never pile up.
@@ -101,6 +119,8 @@ def patch(
     if unpad and state.unpadding_report is None:
         with _undone_unless_proven(model):
             _require_unpadded(model)
+    if state.unpadding is not None and state.unpadding.sharing is not None:
+        state.unpadding.sharing.tell_of_refusal(model)
     return model
 
 
@@ -110,6 +130,7 @@ def _is_as_asked(state: PatchState, model: nn.Module, backend: str, options: dic
         "fused_lora": state.fused_lora,
         "fused_kernels": state.fused_kernels,
         "unpad": state.unpadding is not None,
+        "share_prefixes": state.unpadding is not None and state.unpadding.sharing is not None,
     }
     # By identity: `add_adapter` puts another layer in the place of a linear one, under the same name.
     known = {id(layer) for layer in state.adapted}
@@ -223,11 +244,19 @@ def patched(
     fused_lora: bool = True,
     fused_kernels: bool = True,
     unpad: bool = False,
+    share_prefixes: bool = False,
 ) -> Iterator[Model]:
     """[`patch`] for the length of a `with` block; a model that was patched before stays patched."""
     was_patched = find_state(model) is not None
     try:
-        yield patch(model, backend=backend, fused_lora=fused_lora, fused_kernels=fused_kernels, unpad=unpad)
+        yield patch(
+            model,
+            backend=backend,
+            fused_lora=fused_lora,
+            fused_kernels=fused_kernels,
+            unpad=unpad,
+            share_prefixes=share_prefixes,
+        )
     finally:
         if not was_patched:
             unpatch(model)
@@ -245,6 +274,16 @@ def _how_it_runs(name: str, state: PatchState) -> str:
     return f"on its own kernels in {mode}, otherwise document by document"
 
 
+def _describe_sharing(state: PatchState) -> list[str]:
+    """Whether rows share what they begin with, where that was asked for."""
+    sharing = None if state.unpadding is None else state.unpadding.sharing
+    if sharing is None:
+        return []
+    if sharing.refusal:
+        return [f"rows that begin alike: each by itself, {sharing.refusal}"]
+    return [f"rows that begin alike: their beginning once, {state.unpadding_report.sharing}"]
+
+
 def describe(model: nn.Module) -> str:
     """What was changed on a model, one line a fact: level, modules, attention arguments and backends."""
     state = find_state(model)
@@ -259,6 +298,7 @@ def describe(model: nn.Module) -> str:
     ]
     if state.unpadding is not None:
         lines.append(f"padded batches: without their pads, {state.unpadding_report}")
+        lines += _describe_sharing(state)
     if windows:
         modules = ", ".join(f"{n} x {window}" for window, n in windows.items())
         lines.insert(3, f"{len(state.attention)} attention modules: {modules}")

@@ -20,9 +20,9 @@ SOURCES = [path for folder in ("trl_packfa", "patches", "recipes") for path in (
 SIGNATURES = {
     "check": "model * collator= documents= processing_class= seed= progress=",
     "describe": "model",
-    "padding_free": "trainer * backend= fused_lora= fused_kernels= leave_padded= check_first_batch=",
-    "patch": "model * backend= fused_lora= fused_kernels= unpad=",
-    "patched": "model * backend= fused_lora= fused_kernels= unpad=",
+    "padding_free": "trainer * backend= fused_lora= fused_kernels= share_prefixes= leave_padded= check_first_batch=",
+    "patch": "model * backend= fused_lora= fused_kernels= unpad= share_prefixes=",
+    "patched": "model * backend= fused_lora= fused_kernels= unpad= share_prefixes=",
     "plot": "batch_or_layout path= * sliding_window=",
     "register": "new",
     "registered": "",

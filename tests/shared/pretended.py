@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from trl_packfa.attention import flash, varlen
+from trl_packfa import PackedLayout
+from trl_packfa.attention import AttentionArguments, flash, get_backend, varlen
 
 
 @torch.library.custom_op("trl_packfa_tests::require_longest", mutates_args=())
@@ -19,11 +20,55 @@ require_longest.register_fake(lambda query, cu_seqlens, longest: torch.empty_lik
 require_longest.register_autograd(lambda ctx, grad: (grad, None, None))
 
 
+def _attend_apart(q, k, v, cu_q, cu_k, scale, window):
+    layouts = (PackedLayout.from_cu_seqlens(offsets) for offsets in (cu_q, cu_k))
+    queries, keys = layouts
+    return get_backend("reference")(q, k, v, queries, AttentionArguments(scaling=scale, sliding_window=window), keys)
+
+
+# As libraries and not as `custom_op`, in whose functions autograd cannot be used.
+_QKV, _OPTIONS = "Tensor q, Tensor k, Tensor v", "Tensor cu_q, Tensor cu_k, float scale, int? window"
+torch.library.define("trl_packfa_tests::attend_apart", f"({_QKV}, {_OPTIONS}) -> Tensor")
+torch.library.define(
+    "trl_packfa_tests::attend_apart_backward", f"(Tensor grad, {_QKV}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.impl("trl_packfa_tests::attend_apart", "default")
+@torch.no_grad()
+def _forward(q, k, v, *options):
+    return _attend_apart(q, k, v, *options).contiguous()
+
+
+@torch.library.impl("trl_packfa_tests::attend_apart_backward", "default")
+def _backward(grad, q, k, v, *options):
+    given = [x.detach().requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        out = _attend_apart(*given, *options)
+    return tuple(by.contiguous() for by in torch.autograd.grad(out, given, grad))
+
+
+def _save(ctx, inputs, output):
+    *tensors, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx, grad):
+    by_qkv = torch.ops.trl_packfa_tests.attend_apart_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window)
+    return *by_qkv, None, None, None, None
+
+
+_NAME = "trl_packfa_tests::attend_apart"
+torch.library.register_fake(_NAME, lambda q, *_: torch.empty_like(q))
+torch.library.register_fake(f"{_NAME}_backward", lambda _, q, k, v, *__: tuple(torch.empty_like(x) for x in (q, k, v)))
+torch.library.register_autograd(_NAME, _differentiate, setup_context=_save)
+
+
 def pretend(monkeypatch, backend):
     """Let this backend run on the CPU for the length of a test; returns the dtypes that its kernel was called with."""
     dtypes = []
 
-    def attend(q, k, v, cu_seqlens, longest, scale, window):
+    def attend(q, k, v, cu_seqlens, cu_seqlens_k, longest, longest_k, scale, window):
         if not torch.compiler.is_compiling():
             dtypes.append(q.dtype)
         if q.dtype not in (torch.float16, torch.bfloat16) or not q.dtype == k.dtype == v.dtype:
@@ -36,14 +81,17 @@ def pretend(monkeypatch, backend):
             raise RuntimeError("the kernel takes boundaries in int32, and heads that lie in one piece")
         window = window + 1 if window >= 0 else None
         q = require_longest(q, cu_seqlens, longest)
+        if cu_seqlens_k is not cu_seqlens:
+            k = require_longest(k, cu_seqlens_k, longest_k)
+            return torch.ops.trl_packfa_tests.attend_apart(q, k, v, cu_seqlens, cu_seqlens_k, scale, window)
         return torch.ops.trl_packfa.attend(q, k, v, None, cu_seqlens, "reference", scale, window, None)
 
     def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
-        return attend(q, k, v, cu_seq_q, max_q, scale, window_size[0])
+        return attend(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size[0])
 
     def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                                softmax_scale=None, causal=False, window_size=(-1, -1)):  # fmt: skip
-        return attend(q, k, v, cu_seqlens_q, max_seqlen_q, softmax_scale, window_size[0])
+        return attend(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, window_size[0])
 
     on_any_device(monkeypatch, {"varlen": varlen.VarlenBackend, "flash": flash.FlashBackend}[backend])
     monkeypatch.setattr(varlen, "_varlen_attn", varlen_attn)

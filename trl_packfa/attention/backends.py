@@ -54,8 +54,13 @@ class AttentionBackend(Protocol):
         value: torch.Tensor,
         layout: PackedLayout,
         arguments: AttentionArguments,
+        keys: PackedLayout | None = None,
     ) -> torch.Tensor:
         """Causal attention inside each document: `query` `(T, N, H)`, `key` and `value` `(T, K, H)`.
+
+        With `keys`, where the keys and values `(M, K, H)` of each document are, its queries are those of its last
+        tokens: document i of `layout` attends to document i of `keys`. Backends whose capabilities say `keys_apart`
+        take them.
 
         Returns `(T, N, H)` in the query's dtype.
         """

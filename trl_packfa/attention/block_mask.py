@@ -2,14 +2,16 @@
 
 torch's `create_block_mask` first asks for every pair of tokens, T x T, which packing must never build. Documents are
 contiguous, so the blocks of keys that a block of queries sees are too: from the one that holds its first query's
-first key, up to its own. Those that every query sees whole need no look at single pairs.
+first key, up to that of its last query's last. Those that every query sees whole need no look at single pairs.
 
 https://docs.pytorch.org/docs/stable/nn.attention.flex_attention.html
 
-Shape letters: T packed tokens, R blocks of tokens.
+Shape letters: T packed tokens, R blocks of queries, M blocks of keys.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
@@ -19,50 +21,82 @@ from ..layout import PackedLayout
 BLOCK = 128  # tokens; what flex_attention's kernels are made for
 
 
-def block_mask(layout: PackedLayout, sliding_window: int | None) -> BlockMask:
-    """Causal attention inside each document, over the keys of a window if there is one; waits for no device."""
+def block_mask(layout: PackedLayout, sliding_window: int | None, keys: PackedLayout | None = None) -> BlockMask:
+    """Causal attention inside each document, over the keys of a window if there is one; waits for no device.
+
+    With `keys`, where each document's keys are, its queries are those of its last tokens.
+    """
+    keys = layout if keys is None else keys
     tokens, device = layout.num_tokens, layout.cu_seqlens.device
     block_R = torch.arange(-(-tokens // BLOCK), dtype=torch.int32, device=device)
-    begin_R, whole_R = _visible_blocks(block_R, layout, sliding_window)
-    step_R, own_R1 = block_R[None], block_R[:, None]
-    partial_RR = begin_R[:, None] + step_R
-    partial_RR = torch.where(partial_RR < whole_R[:, None], partial_RR, own_R1)  # the last one is their own
-    whole_RR = (whole_R[:, None] + step_R).clamp(max=len(block_R) - 1)
-    ids_T = layout.document_ids().flatten()
-
-    def same_document(batch: torch.Tensor, head: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        allowed = (ids_T[q] == ids_T[kv]) & (q >= kv)
-        return allowed if sliding_window is None else allowed & (q - kv < sliding_window)
-
+    step_M = torch.arange(-(-keys.num_tokens // BLOCK), dtype=torch.int32, device=device)
+    begin_R, whole_R, rest_R, stop_R = (x[:, None] for x in _visible_blocks(block_R, layout, keys, sliding_window))
+    partial_RM = begin_R + step_M
+    partial_RM = torch.where(partial_RM < whole_R, partial_RM, partial_RM + (rest_R - whole_R)).clamp(max=step_M[-1])
+    whole_RM = (whole_R + step_M).clamp(max=step_M[-1])
+    numbers = ((whole_R - begin_R) + (stop_R - rest_R), rest_R - whole_R)
     return BlockMask.from_kv_blocks(
-        (whole_R - begin_R + 1)[None, None],
-        partial_RR[None, None],
-        (block_R - whole_R)[None, None],
-        whole_RR[None, None],
+        numbers[0][None, None, :, 0],
+        partial_RM[None, None],
+        numbers[1][None, None, :, 0],
+        whole_RM[None, None],
         BLOCK_SIZE=BLOCK,
-        mask_mod=same_document,
-        seq_lengths=(tokens, tokens),
+        mask_mod=_same_document(layout, sliding_window)
+        if keys is layout
+        else _keys_before(layout, sliding_window, keys),
+        seq_lengths=(tokens, keys.num_tokens),
     )
 
 
+def _same_document(layout: PackedLayout, sliding_window: int | None) -> Callable[..., torch.Tensor]:
+    """Which pairs of a query and a key are among those of the blocks."""
+    ids_T = layout.document_ids().flatten()
+
+    def allow(batch: torch.Tensor, head: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        allowed = (ids_T[q] == ids_T[kv]) & (q >= kv)
+        return allowed if sliding_window is None else allowed & (q - kv < sliding_window)
+
+    return allow
+
+
+def _keys_before(layout: PackedLayout, sliding_window: int | None, keys: PackedLayout) -> Callable[..., torch.Tensor]:
+    """The same where keys are elsewhere than queries: each query sees its keys from its first to its last."""
+    query_T = torch.arange(layout.num_tokens, device=layout.cu_seqlens.device)
+    first_T, last_T = _seen_keys(query_T, layout, keys, sliding_window)
+
+    def allow(batch: torch.Tensor, head: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        return (kv >= first_T[q]) & (kv <= last_T[q])
+
+    return allow
+
+
 def _visible_blocks(
-    block_R: torch.Tensor, layout: PackedLayout, sliding_window: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each block of queries the first block of keys that one of them sees, and the first that all see whole: from
-    there to the block before its own; its own number where there is none."""
+    block_R: torch.Tensor, layout: PackedLayout, keys: PackedLayout, sliding_window: int | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For each block of queries the first block of keys that one of them sees, the first that all see whole, the first
+    after those, and the first that none sees."""
     first_R, last_R = block_R * BLOCK, (block_R + 1) * BLOCK - 1
-    seen_by_first, seen_by_last = (_first_key(q, layout, sliding_window) for q in (first_R, last_R))
+    (begin_R, whole_until_R), (whole_from_R, end_R) = (
+        _seen_keys(query_R.clamp(max=layout.num_tokens - 1), layout, keys, sliding_window)
+        for query_R in (first_R, last_R)
+    )
     # Documents of 200 and 100 tokens, blocks of 128: the last queries of the blocks see keys from [0, 200, 200] on, so
-    # that whole blocks begin at [0, 2, 2]; at most their own, [0, 1, 2]. The first seen are in blocks [0, 0, 1].
-    whole_R = (seen_by_last + BLOCK - 1) // BLOCK
+    # that whole blocks begin at [0, 2, 2]; the first ones see keys up to [0, 128, 256], so that they end before blocks
+    # [0, 1, 2]. None is whole. The first seen are in blocks [0, 0, 1], the last in [0, 1, 2].
+    whole_R, rest_R = (whole_from_R + BLOCK - 1) // BLOCK, (whole_until_R + 1) // BLOCK
+    stop_R = end_R // BLOCK + 1
     # Kernels look at single pairs where a block is not full of queries.
-    whole_R = torch.where(last_R < layout.num_tokens, whole_R, block_R)
-    return seen_by_first // BLOCK, torch.minimum(whole_R, block_R)
+    none = (rest_R <= whole_R) | (last_R >= layout.num_tokens)
+    return begin_R // BLOCK, torch.where(none, stop_R, whole_R), torch.where(none, stop_R, rest_R), stop_R
 
 
-def _first_key(query_R: torch.Tensor, layout: PackedLayout, sliding_window: int | None) -> torch.Tensor:
-    """Number of the first token that each of these tokens sees."""
-    offsets = layout.cu_seqlens
-    # A token at an offset begins its document: with offsets [0, 3, 5] tokens [0, 2, 3, 4] see from [0, 0, 3, 3] on.
-    starts = offsets[:-1][torch.searchsorted(offsets[1:-1], query_R, right=True)]
-    return starts if sliding_window is None else starts.maximum(query_R - sliding_window + 1)
+def _seen_keys(
+    query_R: torch.Tensor, layout: PackedLayout, keys: PackedLayout, sliding_window: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers of the first and of the last key that each of these queries sees."""
+    # A token at an offset begins its document: with offsets [0, 3, 5] tokens [0, 2, 3, 4] are of documents
+    # [0, 0, 1, 1]. With keys' offsets [0, 3, 8] the queries 3 and 4 see keys from 3 on, up to 6 and 7.
+    document_R = torch.searchsorted(layout.cu_seqlens[1:-1], query_R, right=True)
+    last_R = keys.cu_seqlens[1:][document_R] - layout.cu_seqlens[1:][document_R] + query_R
+    first_R = keys.cu_seqlens[:-1][document_R]
+    return first_R if sliding_window is None else first_R.maximum(last_R - sliding_window + 1), last_R

@@ -31,6 +31,9 @@ class Capabilities:
             Which of [`AttentionArguments`] it has room for.
         is_selectable (`bool`, *optional*, defaults to `True`):
             Whether `"auto"` may choose it.
+        keys_apart (`bool`, *optional*, defaults to `True`):
+            Whether documents may have more keys than queries, those of a beginning that they share; where not, the
+            beginning's queries are computed for each document.
     """
 
     function: str
@@ -46,6 +49,7 @@ class Capabilities:
     dropout: bool = True
     bias: bool = True
     is_selectable: bool = True
+    keys_apart: bool = True
 
     def refusals(self, request: AttentionRequest) -> list[str]:
         """Every reason, known from constants, why the request cannot be served; empty if it can."""

@@ -39,16 +39,15 @@ def attend_in_graph(
     arguments: AttentionArguments,
     *,
     is_traceable: bool,
+    keys: PackedLayout | None = None,
 ) -> torch.Tensor:
     """What the backend computes, see [`AttentionBackend`], while a graph is traced. Attention with a bias or dropout
-    leaves the graph; kernels that are not traceable are one operator in it."""
+    leaves the graph; kernels that are not traceable are one operator in it, which knows no keys apart."""
     if arguments.bias is not None or arguments.dropout:
-        return _outside(backend, query, key, value, layout, arguments)
+        return _outside(backend, query, key, value, layout, arguments, keys)
     if is_traceable:
-        sizes = layout.sizes
-        longest, documents = sizes.longest.shape[0] - 1, sizes.offsets.shape[0] - 1
-        traced: Any = _TracedLayout(layout.cu_seqlens, longest, query.shape[0], documents)
-        return backend(query, key, value, traced, arguments)
+        traced_keys = None if keys is None else _traced(keys, key)
+        return backend(query, key, value, _traced(layout, query), arguments, traced_keys)
     return torch.ops.trl_packfa.attend(
         *cast_to_autocast_dtype(query, key, value),
         arguments.sinks,
@@ -60,6 +59,12 @@ def attend_in_graph(
     )
 
 
+def _traced(layout: PackedLayout, tokens: torch.Tensor) -> Any:
+    sizes = layout.sizes
+    longest, documents = sizes.longest.shape[0] - 1, sizes.offsets.shape[0] - 1
+    return _TracedLayout(layout.cu_seqlens, longest, tokens.shape[0], documents)
+
+
 @outside_of_graphs
 def _outside(
     backend: AttentionBackend,
@@ -68,8 +73,9 @@ def _outside(
     value: torch.Tensor,
     layout: PackedLayout,
     arguments: AttentionArguments,
+    keys: PackedLayout | None,
 ) -> torch.Tensor:
-    return backend(query, key, value, layout, arguments)
+    return backend(query, key, value, layout, arguments, keys)
 
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? sinks"

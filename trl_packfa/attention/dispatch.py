@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from ..branches import BranchedLayout
 from ..errors import NoBackend
 from ..layout import PackedLayout
+from ..runtime.branches import collect, spread, spread_keys
 from ..runtime.compile import constant_in_graphs
 from .backends import BACKENDS, AttentionBackend, get_backend
 from .base import AttentionArguments, AttentionRequest
@@ -51,21 +53,39 @@ class BackendChoice:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        layout: PackedLayout,
+        layout: PackedLayout | BranchedLayout,
         arguments: AttentionArguments,
     ) -> torch.Tensor:
-        """Packed attention by the backend that serves these tensors and arguments; see [`AttentionBackend`].
+        """Packed attention by the backend that serves these tensors and arguments; see [`AttentionBackend`]. Of
+        documents that share their beginnings each token attends to what lies before it in its documents.
 
         Raises:
             [`NoBackend`]: if none does.
         """
-        request = AttentionRequest.of(query, key, value, arguments)
-        if torch.compiler.is_compiling():
-            name = _name_in_graphs(self.name, *request)
-            is_traceable = _is_traceable(name, query.device)
-            return attend_in_graph(get_backend(name), query, key, value, layout, arguments, is_traceable=is_traceable)
-        backend = self.for_request(request)
-        return backend(query, key, value, layout, arguments)
+        request, in_graph = AttentionRequest.of(query, key, value, arguments), torch.compiler.is_compiling()
+        backend = get_backend(_name_in_graphs(self.name, *request)) if in_graph else self.for_request(request)
+        is_traceable = in_graph and _is_traceable(backend.name, query.device)
+
+        def attend(
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            layout: PackedLayout,
+            keys: PackedLayout | None = None,
+        ) -> torch.Tensor:
+            if not in_graph:
+                return backend(query, key, value, layout, arguments, keys)
+            return attend_in_graph(backend, query, key, value, layout, arguments, is_traceable=is_traceable, keys=keys)
+
+        if isinstance(layout, PackedLayout):
+            return attend(query, key, value, layout)
+        # A bias knows documents, not pieces of them, and so does the operator that is not looked into.
+        knows_pieces = arguments.bias is None and (is_traceable or not in_graph)
+        if backend.capabilities.keys_apart and knows_pieces:
+            key, value = spread_keys(key, layout), spread_keys(value, layout)
+            return attend(query, key, value, layout.pieces, layout.keys)
+        query, key, value = (spread(tensor, layout) for tensor in (query, key, value))
+        return collect(attend(query, key, value, layout.paths), layout)
 
     def for_request(self, request: AttentionRequest) -> AttentionBackend:
         """The backend that serves the request.

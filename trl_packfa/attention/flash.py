@@ -149,13 +149,15 @@ class FlashBackend:
         value: torch.Tensor,
         layout: PackedLayout,
         arguments: AttentionArguments,
+        keys: PackedLayout | None = None,
     ) -> torch.Tensor:
         """See [`AttentionBackend`]."""
         kernel = _kernel(_capability(query.device))
         assert kernel is not None, "refusals() was not asked"
         value_dim = value.shape[-1]
         query, key, value = equally_wide(*cast_to_autocast_dtype(query, key, value))
-        require_indexable(query, layout, self.name)
+        keys = layout if keys is None else keys
+        require_indexable(query, keys, self.name)
         sinks = arguments.sinks
         options = {
             "window_size": None if arguments.sliding_window is None else (arguments.sliding_window - 1, 0),
@@ -170,10 +172,11 @@ class FlashBackend:
             query,
             key,
             value,
+            # With more keys than queries the kernels align both at the document's end.
             cu_seqlens_q=layout.cu_seqlens,
-            cu_seqlens_k=layout.cu_seqlens,
+            cu_seqlens_k=keys.cu_seqlens,
             max_seqlen_q=layout.max_seqlen,
-            max_seqlen_k=layout.max_seqlen,
+            max_seqlen_k=keys.max_seqlen,
             softmax_scale=arguments.scaling,
             causal=True,
             **{name: option for name, option in options.items() if option is not None},

@@ -80,6 +80,7 @@ class FlexBackend:
         value: torch.Tensor,
         layout: PackedLayout,
         arguments: AttentionArguments,
+        keys: PackedLayout | None = None,
     ) -> torch.Tensor:
         """See [`AttentionBackend`]."""
         attend = _compiled() if query.device.type == "cuda" else flex_attention
@@ -89,7 +90,7 @@ class FlexBackend:
             k_KTH,
             v_KTH,
             score_mod=None if arguments.softcap is None else _capped(arguments.softcap),
-            block_mask=_block_mask(layout, arguments.sliding_window),
+            block_mask=_block_mask(layout, arguments.sliding_window, keys),
             scale=arguments.scaling,
             enable_gqa=query.shape[1] != key.shape[1],
             return_lse=arguments.sinks is not None,
@@ -110,9 +111,10 @@ def _capped(softcap: float) -> Callable[..., torch.Tensor]:
     return cap
 
 
-def _block_mask(layout: PackedLayout, sliding_window: int | None) -> BlockMask:
+def _block_mask(layout: PackedLayout, sliding_window: int | None, keys: PackedLayout | None = None) -> BlockMask:
     """The layout's block mask, built once per batch and window."""
+    memo = (keys or layout).memo
     key = ("flex", sliding_window)
-    if key not in layout.memo:
-        layout.memo[key] = block_mask(layout, sliding_window)
-    return layout.memo[key]
+    if key not in memo:
+        memo[key] = block_mask(layout, sliding_window, keys)
+    return memo[key]

@@ -2,7 +2,7 @@
 
 Quadratic in the longest document and slow; for tests and for reading. Never chosen by `"auto"`.
 
-Shape letters: T packed tokens, N query heads, K key/value heads, H head dim, L document length.
+Shape letters: T packed tokens, N query heads, K key/value heads, H head dim, L a document's queries, M its keys.
 """
 
 from __future__ import annotations
@@ -36,17 +36,20 @@ class ReferenceBackend:
         value: torch.Tensor,
         layout: PackedLayout,
         arguments: AttentionArguments,
+        keys: PackedLayout | None = None,
     ) -> torch.Tensor:
         """See [`AttentionBackend`]."""
+        keys = layout if keys is None else keys
         outputs, numbers = [], layout.split(torch.arange(layout.num_tokens, device=query.device))
-        documents = zip(*map(layout.split, (query, key, value)), numbers, strict=True)
-        for q_LNH, k_LKH, v_LKH, numbers_L in documents:
-            index = torch.arange(len(q_LNH), device=query.device)
-            distance = index[:, None] - index[None, :]
-            allowed = (distance >= 0) & (distance < (arguments.sliding_window or len(q_LNH)))
-            q_NLH, k_KLH, v_KLH = q_LNH.transpose(0, 1), k_LKH.transpose(0, 1), v_LKH.transpose(0, 1)
+        documents = zip(layout.split(query), keys.split(key), keys.split(value), numbers, strict=True)
+        for q_LNH, k_MKH, v_MKH, numbers_L in documents:
+            # The queries are the last of the keys' tokens: of 5 keys and 2 queries tokens 3 and 4.
+            index = torch.arange(len(k_MKH), device=query.device)
+            distance = index[len(k_MKH) - len(q_LNH) :, None] - index[None, :]
+            allowed = (distance >= 0) & (distance < (arguments.sliding_window or len(k_MKH)))
+            q_NLH, k_KMH, v_KMH = q_LNH.transpose(0, 1), k_MKH.transpose(0, 1), v_MKH.transpose(0, 1)
             bias = None if arguments.bias is None else arguments.bias(numbers_L[None], numbers_L[None])[0]
-            outputs.append(dense_attention(q_NLH, k_KLH, v_KLH, allowed, arguments, bias).transpose(0, 1))
+            outputs.append(dense_attention(q_NLH, k_KMH, v_KMH, allowed, arguments, bias).transpose(0, 1))
         return torch.cat(outputs)
 
 

@@ -38,7 +38,7 @@ class SdpaBackend:
     name = "sdpa"
     summary = "torch's scaled_dot_product_attention per group of similar documents; no mask, any device and dtype"
     # What the fused kernels lack runs in query chunks.
-    capabilities = Capabilities(function="scaled_dot_product_attention")
+    capabilities = Capabilities(function="scaled_dot_product_attention", keys_apart=False)
 
     def refusals(self, request: AttentionRequest) -> list[str]:
         """Nothing is beyond it."""
@@ -55,6 +55,7 @@ class SdpaBackend:
         value: torch.Tensor,
         layout: PackedLayout,
         arguments: AttentionArguments,
+        keys: PackedLayout | None = None,
     ) -> torch.Tensor:
         """See [`AttentionBackend`]."""
         batches = zip(*(pad_groups(tensor, layout) for tensor in (query, key, value)), strict=True)

@@ -56,12 +56,14 @@ class VarlenBackend:
         value: torch.Tensor,
         layout: PackedLayout,
         arguments: AttentionArguments,
+        keys: PackedLayout | None = None,
     ) -> torch.Tensor:
         """See [`AttentionBackend`]."""
         assert _varlen_attn is not None, "refusals() was not asked"
         value_dim = value.shape[-1]
         query, key, value = equally_wide(*cast_to_autocast_dtype(query, key, value))
-        require_indexable(query, layout, self.name)
+        keys = layout if keys is None else keys
+        require_indexable(query, keys, self.name)
         options: dict[str, Any] = {}
         if "scale" in _PARAMETERS:
             options["scale"] = arguments.scaling
@@ -75,10 +77,11 @@ class VarlenBackend:
             options["is_causal"] = True
         out = _varlen_attn(
             *map(_as_kernels_read, (query, key, value)),
+            # With more keys than queries the kernels align both at the document's end.
             layout.cu_seqlens,
-            layout.cu_seqlens,
+            keys.cu_seqlens,
             layout.max_seqlen,
-            layout.max_seqlen,
+            keys.max_seqlen,
             **options,
         )
         return out[..., :value_dim]

@@ -223,7 +223,7 @@ def build_preference_trainer(
     )
     if packs or not side.kind.ours:
         return made
-    options = {**args.patch_options, "backend": side.backend}
+    options = {**args.patch_options, "backend": side.backend, **side.kind.options}
     return padding_free(made, check_first_batch=args.check_packing, **options)
 
 

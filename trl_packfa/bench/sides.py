@@ -62,8 +62,14 @@ KINDS = {
     "bfd-bound": Kind(BFD, bound=True),
     "step-bound": Kind(STEP, bound=True),
 }
-# The same trainer padded, without its pads, and with its steps re-cut; what it trains is TRL's in all.
-_OF_OTHERS = {"padding": Kind(PADDED, ours=False), "padding_free": Kind(PADDED), "step": Kind(STEP)}
+# The same trainer padded, without its pads, also with what rows begin with once, and with its steps re-cut; what it
+# trains is TRL's in all.
+_OF_OTHERS = {
+    "padding": Kind(PADDED, ours=False),
+    "padding_free": Kind(PADDED),
+    "padding_free-shared": Kind(PADDED, options={"share_prefixes": True}),
+    "step": Kind(STEP),
+}
 TRAINERS = {"sft": KINDS, "dpo": _OF_OTHERS, "reward": _OF_OTHERS, "kto": _OF_OTHERS}
 _NAME = re.compile(r"(?P<strategy>[^@/]+)(@(?P<row>\d+)(x(?P<rows>\d+))?)?(/(?P<backend>.+))?")
 

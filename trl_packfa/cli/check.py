@@ -21,6 +21,9 @@ def add(commands: argparse._SubParsersAction) -> None:
     check.add_argument("--backend", default="auto", help="attention backend (default: auto)")
     check.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
     check.add_argument("--unpad", action="store_true", help="padded batches without their pads as well")
+    check.add_argument(
+        "--share-prefixes", action="store_true", help="with --unpad: rows that begin alike, with their beginning once"
+    )
     check.add_argument("--seed", type=int, default=0, help="seed of the random tokens")
     add_json(check)
     check.set_defaults(run=run)
@@ -36,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
     with a_line_per_thing():
         model = load_causal_lm(args.model, dtype=args.dtype, adapter=args.adapter)
-    patch(model, backend=args.backend, unpad=args.unpad)
+    patch(model, backend=args.backend, unpad=args.unpad, share_prefixes=args.share_prefixes)
     with proving("checking that no document sees another") as progress:
         report = check(model, processing_class=load_tokenizer(args.model), seed=args.seed, progress=progress)
     if args.json:

@@ -165,9 +165,16 @@ class ExactnessReport:
         ]
         if (pads := self.unpadding) is not None:
             against, allowed = f"padded batches without pads, against {pads.against}", f"{pads.allowed:.1e}"
-            lines.append(("unpadding", against, pads.difference, allowed, pads.is_exact))
+            without = pads.verdict == "exact"
+            lines.append(("unpadding", against, pads.difference, allowed, without))
             by, limit = pads.gradients, _number(pads.gradients_allowed)
-            lines.append(("", "worst parameter, with pads against without", by, limit, pads.is_exact))
+            lines.append(("", "worst parameter, with pads against without", by, limit, without))
+            if (shared := pads.sharing) is not None:
+                allowed, limit, same = f"{shared.allowed:.1e}", _number(shared.gradients_allowed), pads.is_exact
+                lines.append(
+                    ("sharing", "what rows begin with once, against in each", shared.difference, allowed, same)
+                )
+                lines.append(("", "worst parameter, once against in each", shared.gradients, limit, same))
         return [
             {"verdict": name, "what": what, "measured": _number(value), "allowed": allowed, "": "yes" if ok else "NO"}
             for name, what, value, allowed, ok in lines
@@ -217,8 +224,10 @@ class ExactnessReport:
         if self.verdict == "leak":
             return ["the gradient of one document's loss reaches the embeddings of others"]
         reasons: list[str] = []
-        if self.unpadding is not None and not self.unpadding.is_exact:
+        if self.unpadding is not None and self.unpadding.verdict != "exact":
             reasons.append(f"padded batches without their pads: {self.unpadding}")
+        elif self.unpadding is not None and not self.unpadding.is_exact:
+            reasons.append(f"rows that share what they begin with: {self.unpadding.sharing}")
         if not self.has_parity:
             where = f"; first in module '{self.first_difference}'" if self.first_difference else ""
             reasons.append(f"a packed document differs from the same document alone{where}")

@@ -93,6 +93,7 @@ def _patched(model: nn.Module) -> list[Any]:
             state.fused_lora,
             state.fused_kernels,
             state.unpadding is not None,
+            state.unpadding is not None and state.unpadding.sharing is not None,
         ]
     )
 

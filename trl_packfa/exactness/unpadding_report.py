@@ -12,6 +12,41 @@ _VISIBLE = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
+class SharingReport:
+    """What rows are that compute once what they begin with, against the same rows by themselves.
+
+    Args:
+        difference (`float`), allowed (`float`):
+            Worst layer or output, relative; and what rounding may make there.
+        gradients (`float` or `None`), gradients_allowed (`float` or `None`):
+            The same of the worst parameter that trains; `None` if nothing trains.
+        control (`float`):
+            The same comparison with a branch that sees the one before it, which must show.
+        first (`str` or `None`), first_gradient (`str` or `None`):
+            The first module, and the worst parameter, beyond what is allowed.
+    """
+
+    difference: float
+    allowed: float
+    gradients: float | None
+    gradients_allowed: float | None
+    control: float
+    first: str | None
+    first_gradient: str | None
+
+    @property
+    def verdict(self) -> str:
+        """`exact`, `differs` or `no power`."""
+        return _verdict(self)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.verdict}: beginnings once against in each row {self.difference:.1e} (allowed {self.allowed:.1e}), "
+            f"{_gradients(self)}, branches that see each other {self.control:.1e}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class UnpaddingReport:
     """What padded rows are without their pads.
 
@@ -34,6 +69,8 @@ class UnpaddingReport:
             The first module, and the worst parameter, beyond what is allowed.
         dtype (`str`), seconds (`float`):
             What was measured, and how long it took.
+        sharing ([`SharingReport`] or `None`):
+            Rows that begin alike, of a model patched with `share_prefixes=True` whose rows share what they begin with.
     """
 
     difference: float
@@ -48,32 +85,27 @@ class UnpaddingReport:
     first_gradient: str | None
     dtype: str
     seconds: float
+    sharing: SharingReport | None = None
 
     @property
     def verdict(self) -> str:
-        """`exact`, `differs` or `no power`."""
-        if not self.control > _VISIBLE:
-            return "no power"
-        same = self.difference <= self.allowed and self.first is None
-        same_gradients = self.gradients is None or self.gradients <= (self.gradients_allowed or 0.0)
-        return "exact" if same and same_gradients else "differs"
+        """`exact`, `differs` or `no power`, of the rows without pads, each by itself."""
+        return _verdict(self)
 
     @property
     def is_exact(self) -> bool:
-        """Whether rows without pads are what they are with them."""
-        return self.verdict == "exact"
+        """Whether rows without pads are what they are with them, and what they are if they share their beginnings."""
+        return self.verdict == "exact" and (self.sharing is None or self.sharing.verdict == "exact")
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, the verdict included."""
-        return {"verdict": self.verdict, **asdict(self)}
+        shared = None if self.sharing is None else {"verdict": self.sharing.verdict, **asdict(self.sharing)}
+        return {"verdict": self.verdict, **asdict(self), "sharing": shared}
 
     def __str__(self) -> str:
-        gradients = "nothing trains"
-        if self.gradients is not None:
-            gradients = f"gradients {self.gradients:.1e} (allowed {self.gradients_allowed:.1e})"
         text = (
             f"{self.verdict}: without pads against {self.against} {self.difference:.1e} (allowed {self.allowed:.1e}), "
-            f"{gradients}, pads left visible {self.control:.1e} [{self.dtype}]"
+            f"{_gradients(self)}, pads left visible {self.control:.1e} [{self.dtype}]"
         )
         if self.pads_seen:
             text += (
@@ -95,10 +127,32 @@ class UnpaddingReport:
         """
         if self.is_exact:
             return
-        why = [f"first in module '{self.first}'"] if self.first else []
-        why += [f"worst in the gradient of '{self.first_gradient}'"] if self.first_gradient else []
+        of_sharing = self.verdict == "exact"
+        measured: Any = self.sharing if of_sharing else self
+        why = [f"first in module '{measured.first}'"] if measured.first else []
+        why += [f"worst in the gradient of '{measured.first_gradient}'"] if measured.first_gradient else []
+        if of_sharing:
+            raise ContaminationError(
+                f"rows that share what they begin with are not exact on this model: {measured}",
+                why=why or ["a branch that sees another changes nothing: this model mixes no tokens"],
+                do="Patch it with share_prefixes=False, or with another backend, and please report it.",
+            )
         raise ContaminationError(
             f"padded batches without their pads are not exact on this model: {self}",
             why=why or ["visible pads change nothing: this model mixes no tokens, or its weights are zero"],
             do="Patch it with unpad=False, or with another backend, and please report it.",
         )
+
+
+def _verdict(report: SharingReport | UnpaddingReport) -> str:
+    if not report.control > _VISIBLE:
+        return "no power"
+    same = report.difference <= report.allowed and report.first is None
+    same_gradients = report.gradients is None or report.gradients <= (report.gradients_allowed or 0.0)
+    return "exact" if same and same_gradients else "differs"
+
+
+def _gradients(report: SharingReport | UnpaddingReport) -> str:
+    if report.gradients is None:
+        return "nothing trains"
+    return f"gradients {report.gradients:.1e} (allowed {report.gradients_allowed:.1e})"

@@ -37,12 +37,12 @@ from .forwards import (
     CausalLMOverride,
     Override,
     RebatchOverride,
-    RotaryOverride,
-    depends_on_length,
 )
 from .fused import kernel_overrides
 from .inspect import class_names, find_attention, find_backbone, find_by_class, inner_model, max_positions, windows_of
 from .mixers import FunctionOverride, LayerOverride, MixerOverride
+from .rotary import RotaryOverride, depends_on_length
+from .sharing import Sharing, sharing_refusal
 from .unpadding import Unpadding
 
 _STATE = "_trl_packfa"
@@ -82,8 +82,10 @@ def apply_patch(
     fused_lora: bool = True,
     fused_kernels: bool = True,
     unpad: bool = False,
+    share_prefixes: bool = False,
 ) -> PatchState:
-    """Patch this instance in place, `unpad` for padded batches too. Every edit is resolved before any is made.
+    """Patch this instance in place, `unpad` for padded batches too, whose rows with `share_prefixes` compute once what
+    they begin with. Every edit is resolved before any is made.
 
     Raises:
         [`UnsupportedModel`]: if the modules that the patch names are not there, or attend in both directions.
@@ -99,7 +101,9 @@ def apply_patch(
     fused: dict[str, bool] = {"fused_lora": fused_lora, "fused_kernels": fused_kernels}
     state = PatchState(patch, backends, attention, windows, mixers, adapted=lora, **fused)  # type: ignore[arg-type]
     # Read from the `PeftModel` now: below it, where the adapters run, nobody knows their configs.
-    state.invocations, state.unpadding = invocations_of(model), Unpadding() if unpad else None
+    state.invocations = invocations_of(model)
+    if unpad:
+        state.unpadding = Unpadding(_sharing(backbone, state) if share_prefixes else None)
     for module in (backbone, *mixers.values()):
         require_in_packed_rows(module, by_document=patch.rebatch or module is not backbone)
     # All that may be refused happens up to the loop that sets the edits: a model is patched whole or not at all.
@@ -115,6 +119,13 @@ def apply_patch(
         setattr(module, slot, value)
     setattr(backbone, _STATE, state)
     return state
+
+
+def _sharing(backbone: nn.Module, state: PatchState) -> Sharing:
+    follows = any(depends_on_length(module) for module in backbone.modules())
+    invocations = bool(state.invocations)
+    refusal = sharing_refusal(state.patch, state.mixers.values(), follows_length=follows, has_invocations=invocations)
+    return Sharing(backbone, refusal)
 
 
 def compile_layers(model: nn.Module, **options: Any) -> int:

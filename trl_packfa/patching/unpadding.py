@@ -17,6 +17,7 @@ from torch import nn
 from ..errors import PackingError
 from ..runtime.boundaries import CACHES
 from ..runtime.padded_rows import PaddedRows, rows_of
+from .sharing import Sharing
 
 logger = logging.getLogger(__name__)
 
@@ -35,19 +36,24 @@ class Unpadding:
         calls (`int`): calls that ran without their pads so far.
         tokens, pads, documents (`int`): true tokens, pads and rows with tokens of all masks so far.
         trained, trained_documents (`int`): true tokens and rows of calls with gradients.
+        shared (`int`): of the true tokens, those that were computed in another row.
         watch (`Callable` or `None`): told of every call that runs without its pads, see [`Watch`].
+
+    Args:
+        sharing ([`Sharing`], *optional*):
+            Says which rows share what they begin with.
     """
 
-    def __init__(self) -> None:
-        self.is_on = True
+    def __init__(self, sharing: Sharing | None = None) -> None:
+        self.is_on, self.sharing = True, sharing
         self.calls, self.tokens, self.pads, self.documents = 0, 0, 0, 0
-        self.trained, self.trained_documents = 0, 0
+        self.trained, self.trained_documents, self.shared = 0, 0, 0
         self.watch: Watch | None = None
         self._told = False
 
     def rows_of(self, call: dict[str, Any], module: nn.Module) -> PaddedRows | None:
-        """The rows of a call that runs without its pads, `None` if it is left alone: it has none, goes on from a cache
-        or asks for one.
+        """The rows of a call that runs without its pads, `None` if it is left alone: it has none and its rows share
+        nothing, it goes on from a cache or asks for one.
 
         Raises:
             [`PackingError`]: if the call brings images or other modalities.
@@ -67,10 +73,14 @@ class Unpadding:
             return None
         rows = rows_of(mask)
         self._count(rows)
+        brought = [name for name, value in call.items() if _MODALITIES.search(name) and value is not None]
+        shared = None if self.sharing is None or brought else self.sharing.rows_of(call, rows, module)
+        if shared is not None:
+            self.shared += shared.num_tokens - shared.num_packed
+            return shared
         if not rows.num_pads or not rows.num_tokens:
             return None
         # After the rows: a batch of images without pads is left as it is, and runs.
-        brought = [name for name, value in call.items() if _MODALITIES.search(name) and value is not None]
         if brought:
             raise PackingError(
                 f"a padded batch with {', '.join(brought)} cannot run without its pads.",
@@ -111,3 +121,12 @@ class Unpadding:
             yield
         finally:
             self.is_on = before
+
+    @contextmanager
+    def unshared(self) -> Iterator[None]:
+        """In a `with` block rows share nothing."""
+        before, self.sharing = self.sharing, None
+        try:
+            yield
+        finally:
+            self.sharing = before

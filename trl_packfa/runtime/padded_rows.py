@@ -89,6 +89,15 @@ class PaddedRows:
         """Places of the batch that hold no token."""
         return self.shape[0] * self.shape[1] - self.num_tokens
 
+    @property
+    def num_packed(self) -> int:
+        """Tokens of the row without pads: T, where rows share none."""
+        return self.num_tokens
+
+    def own_tokens(self, row: int) -> int:
+        """How many tokens at its end a row has to itself."""
+        return self.lengths[row]
+
     def layout(self, device: torch.device) -> PackedLayout:
         """The row without pads, `(1, T)`: each padded row that has tokens is a document."""
         key = ("layout", device)
@@ -108,6 +117,10 @@ class PaddedRows:
             self.memo[key] = torch.from_numpy(np.concatenate(places)).to(device, non_blocking=True)
         return self.memo[key]
 
+    def packed_index(self, device: torch.device) -> torch.Tensor:
+        """The place of each token of the row without pads among the `B * L`, int64, `(num_packed,)`."""
+        return self.index(device)
+
     def position_ids(self, device: torch.device) -> torch.Tensor:
         """Positions that count each row's tokens from 0, int64, shape `(B, L)`; 0 at pads before them."""
         starts = torch.tensor(self.starts, device=device)[:, None]
@@ -115,7 +128,7 @@ class PaddedRows:
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """The true tokens `(1, T, ...)` of `(B, L, ...)`."""
-        return tensor.flatten(0, 1).index_select(0, self.index(tensor.device))[None]
+        return tensor.flatten(0, 1).index_select(0, self.packed_index(tensor.device))[None]
 
     def put_back(self, tensor: torch.Tensor) -> torch.Tensor:
         """`(B, L, ...)` of `(1, T, ...)`, zeros at pads."""
@@ -147,9 +160,9 @@ class PaddedRows:
         if not isinstance(outputs, torch.Tensor) or outputs.dim() < 2:
             return outputs
         # Other tensors are of no token: a loss, a cache, what an indexer keeps.
-        if outputs.shape[:2] == (1, self.num_tokens):
+        if outputs.shape[:2] == (1, self.num_packed):
             return self.put_back(outputs)
-        return self._put_back(outputs) if outputs.shape[0] == self.num_tokens else outputs
+        return self._put_back(outputs) if outputs.shape[0] == self.num_packed else outputs
 
 
 def rows_of(mask: torch.Tensor) -> PaddedRows:

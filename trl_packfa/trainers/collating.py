@@ -1,4 +1,5 @@
-"""Rows counted where they lie on the host, so that no forward waits for the device to say what its mask holds."""
+"""Rows counted and compared where they lie on the host, so that no forward waits for the device to say what its mask
+holds, or which of its rows begin alike."""
 
 from __future__ import annotations
 
@@ -9,10 +10,12 @@ import torch
 
 from ..errors import InvalidLayout
 from ..runtime.padded_rows import PaddedRows, rows_of, tell_rows
+from ..runtime.shared_rows import share, tell_shared
 
-# The key under which rows travel from the collator to the step, where they are taken out again.
-ROWS = "trl_packfa_rows"
-_MASK = "attention_mask"
+# The keys under which rows travel from the collator to the step, where they are taken out again: those of masks, and
+# those of input ids that were compared.
+ROWS, COMPARED = "trl_packfa_rows", "trl_packfa_compared"
+_MASK, _IDS = "attention_mask", "input_ids"
 
 
 class CountingCollator:
@@ -21,10 +24,12 @@ class CountingCollator:
     Args:
         collator (`Callable`):
             The trainer's own, whose attributes are found here too.
+        share_prefixes (`bool`, *optional*, defaults to `False`):
+            Whether its batches say which rows begin with the same tokens, too.
     """
 
-    def __init__(self, collator: Callable[..., Any]) -> None:
-        self.collator = collator
+    def __init__(self, collator: Callable[..., Any], *, share_prefixes: bool = False) -> None:
+        self.collator, self.share_prefixes = collator, share_prefixes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The own collator's batch."""
@@ -38,7 +43,14 @@ class CountingCollator:
                     rows[name] = rows_of(value)
                 except InvalidLayout:  # whoever calls a model with it is told
                     continue
-        return {**batch, ROWS: rows} if rows else batch
+        if not rows:
+            return batch
+        return {**batch, ROWS: rows, **({COMPARED: self._compared(batch, rows)} if self.share_prefixes else {})}
+
+    def _compared(self, batch: dict[str, Any], rows: dict[str, PaddedRows]) -> dict[str, PaddedRows]:
+        """By the name of the ids their rows, [`SharedRows`] where some begin alike."""
+        named = {name.removesuffix(_MASK) + _IDS: found for name, found in rows.items()}
+        return {name: share(found, batch[name]) or found for name, found in named.items() if name in batch}
 
     def __getattr__(self, name: str) -> Any:
         if name == "collator":  # while it is being unpickled
@@ -47,10 +59,13 @@ class CountingCollator:
 
 
 def told_rows(batch: Any) -> Any:
-    """A batch on its device whose masks carry the rows that came with it, which leave the batch."""
+    """A batch on its device whose masks and ids carry the rows that came with it, which leave the batch."""
     if isinstance(batch, dict) and ROWS in batch:
         rows = batch.pop(ROWS)
         for name, known in rows.items():
             if tuple(batch[name].shape) == known.shape:
                 tell_rows(batch[name], known)
+        for name, known in batch.pop(COMPARED, {}).items():
+            if tuple(batch[name].shape) == known.shape:
+                tell_shared(batch[name], known)
     return batch

@@ -23,6 +23,8 @@ from ..exactness.subject import compute_dtype
 from ..runtime.padded_rows import PaddedRows
 
 _ROWS = 4
+# A typical token of fewer is no typical one.
+_FEW = 8
 
 
 class FirstCall(NamedTuple):
@@ -109,9 +111,12 @@ def compare_first_call(
     floor, found = FLOORS[compute_dtype(backbone, together.dtype)], []
     for i, own, off in zip(chosen, alone, rounded, strict=True):
         start, length = rows.starts[i], rows.lengths[i]
-        noise = relative_difference(off, own, typical=True)
-        difference = relative_difference(together[i, start : start + length], own, typical=True)
-        found.append(FirstCall(difference, max(NOISE_FACTOR * noise, floor), length))
+        found_together = together[i, start : start + length]
+        # Of what follows a beginning that rows share by itself, too: it may be few of a row's tokens.
+        for last in {length, max(rows.own_tokens(i), min(length, _FEW))}:
+            noise = relative_difference(off[-last:], own[-last:], typical=True)
+            difference = relative_difference(found_together[-last:], own[-last:], typical=True)
+            found.append(FirstCall(difference, max(NOISE_FACTOR * noise, floor), length))
     return max(found, key=lambda first: first.difference / first.allowed)
 
 

@@ -31,9 +31,10 @@ from ..training.validation import refuse_precision
 from .config import PreferenceConfig
 from .cutting import PairCutter
 from .overflow import cut_answers, plan_pairs
-from .padding_free import PaddingFreeRun, run_without_pads
+from .padding_free import run_without_pads
 from .recutting import RecutSteps
 from .refusals import refuse_before_loading
+from .run import PaddingFreeRun
 
 logger = get_logger(__name__)
 

@@ -1,0 +1,191 @@
+"""Every backend on documents that share what they begin with: one battery, as `test_attention.py` has for those that
+share nothing."""
+
+import oracle
+import pytest
+import torch
+from pretended import pretend
+from test_attention import CASES, DEVICE, NAMES, backend_for, inputs
+from tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, assert_float32, assert_low_precision, differs
+from torch.nn.attention.flex_attention import create_mask
+
+from trl_packfa.attention import AttentionArguments, BackendChoice, get_backend, linear_bias
+from trl_packfa.attention import block_mask as block_masks
+from trl_packfa.branches import BranchedLayout
+from trl_packfa.runtime.branches import spread, spread_keys
+
+LAYOUTS = {
+    "a pair": ((40, 9, 21), ((0, 1), (0, 2))),
+    "pairs in any order": ((17, 1, 30, 5, 25, 12), ((0, 1), (3, 4), (0, 2), (3, 5))),
+    "a tree": ((20, 18, 2, 5, 1, 6), ((0, 1, 2), (5,), (0, 3), (0, 1, 4), (0, 1))),
+    "longer than a chunk": ((300, 7, 280), ((0, 1), (0, 2))),
+}
+
+
+def branched(name):
+    lengths, documents = LAYOUTS[name]
+    return BranchedLayout.from_lengths(lengths, documents=documents, device=DEVICE)
+
+
+def run(attend, layout, tensors, case, upstream):
+    """Output and the gradients of query, key, value and, if there are any, sinks."""
+    query, key, value, sinks = tensors
+    out = attend(query, key, value, {**case, "scaling": 0.3, "sinks": sinks if case.get("sinks") else None})
+    leaves = [query, key, value] + [sinks] * bool(case.get("sinks"))
+    return [out, *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
+
+
+def ours(name, layout):
+    choice = BackendChoice(name)
+    return lambda q, k, v, options: choice.attend(q, k, v, layout, AttentionArguments(**options))
+
+
+def by_oracle(layout):
+    """Each document by itself; of what is shared the first document's."""
+
+    def attend(query, key, value, options):
+        documents = (x[layout.along] for x in (query, key, value))
+        return oracle.attention_of_documents(*documents, layout.paths.lengths, **options)[layout.places]
+
+    return attend
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("name", NAMES)
+def test_float32_against_the_oracle(name, case):
+    backend_for(name, torch.float32, case)
+    for layout in map(branched, LAYOUTS):
+        tensors = inputs(layout.num_tokens)
+        upstream = torch.randn(layout.num_tokens, 4, 16, device=DEVICE)
+        found = run(ours(name, layout), layout, tensors, case, upstream)
+        for actual, expected in zip(found, run(by_oracle(layout), layout, tensors, case, upstream), strict=True):
+            assert_float32(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("name", NAMES)
+def test_low_precision_against_eager_attention(name, case, dtype):
+    backend_for(name, dtype, case)
+    assert_as_precise_as_eager_attention(name, case, dtype)
+
+
+def assert_as_precise_as_eager_attention(name, case, dtype, layout_name="a tree"):
+    layout = branched(layout_name)
+    tensors, upstream = inputs(layout.num_tokens, dtype=dtype), torch.randn(layout.num_tokens, 4, 16, device=DEVICE)
+    ways = (ours(name, layout), ours("reference", layout), by_oracle(layout))
+    factors = (FORWARD_FACTOR, *[GRADIENT_FACTOR] * 4)
+    triples = zip(*(run(way, layout, tensors, case, upstream) for way in ways), strict=True)
+    for triple, factor in zip(triples, factors, strict=False):
+        assert_low_precision(*triple, factor=factor)
+
+
+@pytest.mark.parametrize("backend", ["varlen", "flash"])
+@pytest.mark.parametrize("case", [CASES["causal"], CASES["window"]], ids=["causal", "window"])
+def test_flash_attention_is_told_of_keys_apart_from_queries(backend, case, monkeypatch):
+    """By stand-ins of the kernels, which align both at a document's end, as those do."""
+    dtypes = pretend(monkeypatch, backend)
+    for layout_name in LAYOUTS:
+        assert_as_precise_as_eager_attention(backend, case, torch.bfloat16, layout_name)
+    assert len(dtypes) == len(LAYOUTS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_branches_do_not_see_each_other_to_the_bit(name):
+    backend_for(name, torch.float32, {})
+    layout = branched("a pair")
+    before, upstream = inputs(layout.num_tokens), torch.randn(layout.num_tokens, 4, 16, device=DEVICE)
+    after = [tensor.detach().clone() for tensor in before]
+    for tensor in after[:3]:
+        tensor[40:49] = torch.randn_like(tensor[40:49])
+    outs = [
+        run(ours(name, layout), layout, [t.requires_grad_() for t in tensors], {}, upstream)
+        for tensors in (before, after)
+    ]
+    others = torch.cat([torch.arange(40), torch.arange(49, 70)])
+    assert torch.equal(outs[0][0][others], outs[1][0][others])
+    branch = torch.arange(49, 70)
+    assert all(torch.equal(a[branch], b[branch]) for a, b in zip(*outs, strict=True))
+    assert not torch.equal(outs[0][0][40:49], outs[1][0][40:49]), "the change must be one"
+
+
+def test_negative_controls_are_seen():
+    layout, tensors = branched("a pair"), inputs(70)
+    arguments = AttentionArguments(scaling=0.3)
+    expected = by_oracle(layout)(*tensors[:3], {"scaling": 0.3})
+    for documents in ([(0, 1, 2)], [(0,), (1,), (2,)]):  # a branch that sees another; branches without a beginning
+        wrong = BranchedLayout.from_lengths(layout.pieces.lengths, documents=documents, device=DEVICE)
+        assert differs(BackendChoice("reference").attend(*tensors[:3], wrong, arguments), expected)
+
+
+def test_a_bias_is_told_of_documents():
+    layout, (query, key, value, _) = branched("a tree"), inputs(52)
+    slopes = torch.tensor([0.5, 0.25, 0.1, 0.05], device=DEVICE)
+    found = []
+    for name in ("sdpa", "reference"):
+        arguments = AttentionArguments(scaling=0.3, bias=linear_bias(slopes, layout.paths))
+        found.append(BackendChoice(name).attend(query, key, value, layout, arguments))
+    documents = [spread(x, layout) for x in (query, key, value)]
+    alone = get_backend("reference")(*documents, layout.paths, arguments)[layout.places]
+    assert_float32(found[0], alone.double())
+    assert_float32(found[1], alone.double())
+
+
+@pytest.mark.parametrize("case", [CASES["causal"], CASES["window"], CASES["softcap"]], ids=["causal", "window", "cap"])
+def test_flex_masks_and_scores_on_a_cpu_without_gradients(case):
+    for name in LAYOUTS:
+        lengths, documents = LAYOUTS[name]
+        layout = BranchedLayout.from_lengths(lengths, documents=documents)
+        query, key, value = (t.detach().cpu() for t in inputs(layout.num_tokens)[:3])
+        with torch.no_grad():
+            out = get_backend("flex")(
+                query, spread_keys(key, layout), spread_keys(value, layout), layout.pieces,
+                AttentionArguments(scaling=0.3, **case), layout.keys,
+            )  # fmt: skip
+        assert_float32(out, by_oracle(layout)(query, key, value, {**case, "scaling": 0.3}))
+
+
+@pytest.mark.parametrize("window", [None, 1, 64, 130, 400])
+@pytest.mark.parametrize("lengths", [(700, 30, 300), (128, 128, 256), (1, 5, 400), (130, 1, 1), (500, 129, 127)])
+def test_blocks_of_keys_apart_hold_every_pair(lengths, window):
+    layout = BranchedLayout.from_lengths([*lengths, 90], documents=[(0, 1), (0, 2), (3,)])
+    mask = block_masks.block_mask(layout.pieces, window, layout.keys)
+    queries, keys, side = layout.num_tokens, layout.keys.num_tokens, block_masks.BLOCK
+    dense = create_mask(mask.mask_mod, 1, 1, queries, keys, device="cpu")[0, 0]
+    seen = torch.zeros(queries, queries, dtype=torch.bool)
+    for own, place in zip(
+        layout.pieces.split(torch.arange(queries)), layout.keys.split(torch.arange(keys)), strict=True
+    ):
+        seen[own[:, None], layout.key_tokens[place]] = dense[own[:, None], place]
+        assert dense[own].sum() == dense[own[:, None], place].sum(), "keys of another piece"
+    assert torch.equal(seen, layout.dense_mask(window))
+    blocks = (-(-queries // side), -(-keys // side))
+    counts = torch.zeros(blocks[0] * side, blocks[1] * side, dtype=torch.long)
+    counts[:queries, :keys] = dense
+    counts = counts.view(blocks[0], side, blocks[1], side).sum(dim=(1, 3))
+    partial = _listed(mask.kv_num_blocks, mask.kv_indices, blocks)
+    whole = _listed(mask.full_kv_num_blocks, mask.full_kv_indices, blocks)
+    assert not (partial & whole).any() and (counts[whole] == side**2).all()
+    assert (partial | whole)[counts > 0].all()
+    if window is None:  # under one, blocks between two pieces' keys may be looked at in vain
+        assert torch.equal(partial | whole, counts > 0)
+
+
+def _listed(numbers, indices, blocks):
+    listed = torch.zeros(blocks, dtype=torch.bool)
+    for row, (count, index) in enumerate(zip(numbers[0, 0].tolist(), indices[0, 0], strict=True)):
+        assert len(set(index[:count].tolist())) == count, "a block is listed twice"
+        listed[row, index[:count].long()] = True
+    return listed
+
+
+def test_what_is_copied_is_linear_in_the_documents():
+    """No mask of pairs: the largest tensor is as long as the documents together."""
+    from trl_packfa.bench.operations import OperationCounter
+
+    layout = BranchedLayout.from_lengths([900, 50, 60], documents=[(0, 1), (0, 2)])
+    query, key, value, _ = inputs(layout.num_tokens)
+    with OperationCounter() as counter:
+        BackendChoice("sdpa").attend(query, key, value, layout, AttentionArguments(scaling=0.3)).sum().backward()
+    assert counter.largest < 900 * 900
+    assert counter.largest <= 8 * layout.paths.num_tokens * 4 * 16

@@ -1,0 +1,106 @@
+"""The proof of `share_prefixes=True`: it finds what is wrong, and says what is as it is."""
+
+import pytest
+import tiny
+import torch
+from tiny_models import small_model
+
+from trl_packfa import check, describe, patch
+from trl_packfa.api import get_patch
+from trl_packfa.branches import BranchedLayout
+from trl_packfa.errors import ContaminationError
+from trl_packfa.exactness import check_unpadding
+from trl_packfa.patching.apply import apply_patch, find_state
+from trl_packfa.runtime import shared_rows
+
+
+def shared(model):
+    return patch(model, unpad=True, share_prefixes=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model_type", ["llama", "gpt_oss", "mixtral", "gpt2", "bloom"])
+def test_exact_models_are_found_exact(model_type, dtype):
+    model = shared(small_model(model_type).to(dtype))
+    report = find_state(model).unpadding_report
+    assert report.is_exact and report.sharing.verdict == "exact", str(report)
+    assert report.sharing.control > 100 * report.sharing.difference
+    assert str(report.sharing) in describe(model)
+
+
+def _first_gradient_only(own):
+    def spread(packed, layout):
+        copies = own(packed, layout)
+        again = torch.ones(len(layout.along), dtype=torch.bool)
+        again[layout.places] = False
+        return torch.where(again.view(-1, *[1] * (copies.dim() - 1)), copies.detach(), copies)
+
+    return spread
+
+
+# What could be wrong between rows and the row that holds their beginning once: each must be found.
+
+
+def test_positions_that_begin_anew_are_found(monkeypatch):
+    model = shared(tiny.model(layers=2))
+    monkeypatch.setattr(BranchedLayout, "position_ids", lambda self: self.pieces.position_ids())
+    assert check_unpadding(model).sharing.verdict == "differs"
+    with pytest.raises(ContaminationError, match="rows that share what they begin with are not exact on this model"):
+        check_unpadding(model).require_exact()
+    packing = check(model)
+    assert packing.verdict == "differs" and "rows that share what they begin with: differs" in packing._reasons()[0]
+
+
+def test_gradients_that_are_not_added_are_found(monkeypatch):
+    model = shared(tiny.model(layers=2))
+    own = shared_rows.spread
+    monkeypatch.setattr(shared_rows, "spread", _first_gradient_only(own))
+    report = check_unpadding(model)
+    assert report.verdict == "exact" and report.sharing.verdict == "differs" and not report.is_exact
+    assert report.sharing.first is None and report.sharing.first_gradient
+    with pytest.raises(ContaminationError, match="worst in the gradient of"):
+        report.require_exact()
+
+
+def test_attention_that_loses_the_beginning_is_found(monkeypatch):
+    from trl_packfa.attention import dispatch
+
+    model = shared(tiny.model(layers=2))
+    own = dispatch.spread
+    monkeypatch.setattr(dispatch, "spread", lambda packed, layout: own(packed, layout).roll(1, dims=0))
+    report = check_unpadding(model)
+    assert report.sharing.verdict == "differs" and report.sharing.first == "model.layers.0.self_attn"
+
+
+def test_a_model_that_is_not_proven_is_not_patched(monkeypatch):
+    monkeypatch.setattr(BranchedLayout, "position_ids", lambda self: self.pieces.position_ids())
+    model = tiny.model(layers=2)
+    with pytest.raises(ContaminationError, match="share_prefixes=False"):
+        shared(model)
+    assert find_state(model) is None
+    patch(model, unpad=True)  # which shares nothing
+
+
+def test_a_model_without_power_is_said_to_have_none():
+    model = tiny.model(layers=1)
+    for name, parameter in model.named_parameters():
+        if "o_proj" in name:
+            torch.nn.init.zeros_(parameter)
+    apply_patch(model, get_patch(model), "auto", unpad=True, share_prefixes=True)
+    assert check_unpadding(model).sharing.verdict == "no power"
+
+
+def test_short_tables_of_positions_are_proven_or_never_share():
+    for most, proven in ((24, True), (20, False)):
+        model = shared(small_model("gpt2", n_positions=most, max_position_embeddings=most))
+        assert (find_state(model).unpadding_report.sharing is not None) == proven
+
+
+def test_the_check_leaves_no_trace():
+    model = shared(tiny.model(layers=2))
+    counted, state = vars(find_state(model).unpadding).copy(), torch.get_rng_state()
+    check_unpadding(model)
+    assert vars(find_state(model).unpadding) == counted and torch.equal(torch.get_rng_state(), state)
+    report = check(model)
+    assert report.is_exact and report.to_dict()["unpadding"]["sharing"]["control"] > 0.1
+    assert [row["verdict"] for row in report.rows()][-2:] == ["sharing", ""]

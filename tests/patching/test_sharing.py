@@ -1,0 +1,281 @@
+"""`patch(model, unpad=True, share_prefixes=True)`: what rows begin with is computed once; nobody outside can tell."""
+
+import copy
+import pickle
+
+import pytest
+import tiny
+import torch
+from compiling import compile_anew
+from padded import SIDES, padded, rows
+from peft import LoraConfig, get_peft_model
+from pretended import pretend
+from test_unpadding import counted, run
+from tiny_models import small_model
+from tolerance import assert_float32, assert_low_precision, assert_recomputed, differs
+from transformers import AutoModelForSequenceClassification
+
+from trl_packfa import describe, patch, patched, unpatch
+from trl_packfa.bench.tracing import compiled_graphs
+from trl_packfa.branches import BranchedLayout
+from trl_packfa.errors import InvalidConfig
+from trl_packfa.patching.apply import find_state
+from trl_packfa.patching.forwards import BackboneOverride
+from trl_packfa.runtime import shared_rows
+
+# Rewritten attention, windows of 8 that a branch reaches back through, softcap, sinks, ALiBi, experts, transformers'
+# interface, an attention function of its own.
+TYPES = (
+    "llama", "mistral", "granite", "phi", "phi3", "qwen2", "gemma2", "gemma3", "bloom", "falcon", "mpt",
+    "gpt_oss", "mixtral", "olmo2", "gptj", "cohere",
+)  # fmt: skip
+ALONE = {
+    "mamba2": "document by document runs Mamba2Mixer",
+    "qwen3_next": "document by document runs Qwen3NextGatedDeltaNet",
+    "roformer": "the backbone runs document by document",
+    "phi3-longrope": "the rotary embedding's frequencies follow the length of a document",
+}
+SHARED = 2 * 20 + 17
+
+
+def model(name):
+    return tiny.model(name) if name in tiny.ARCHITECTURES else small_model(name)
+
+
+def documents():
+    """Three that begin with the same 20 tokens, two with the same 17, and one by itself, in no order."""
+    one, two, *rest = tiny.documents((20, 17, 5, 9, 1, 30, 4, 13), seed=3)
+    return [torch.cat([one, rest[0]]), torch.cat([two, rest[1]]), torch.cat([one, rest[2]]), rest[3],
+            torch.cat([two, rest[4]]), torch.cat([one, rest[5]])]  # fmt: skip
+
+
+def compare(model, batch, **options):
+    """A padded batch as it was, and with shared beginnings."""
+    expected, expected_grads = run(model, batch, **options)
+    patch(model, unpad=True, share_prefixes=True)
+    logits, grads = run(model, batch, **options)
+    real = batch["attention_mask"].bool()
+    assert_float32(logits[real], expected[real].double())
+    assert grads.keys() == expected_grads.keys()
+    for name, grad in grads.items():
+        assert_recomputed(grad, expected_grads[name].double())
+    return counted(model)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("name", TYPES)
+def test_rows_are_what_they_were(name, side):
+    made = model(name)
+    assert compare(made, padded(documents(), side)).shared == SHARED
+    assert "rows that begin alike: their beginning once, exact: beginnings once against in each row" in describe(made)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_where_more_than_attention_mixes_tokens_each_row_runs_by_itself(name, caplog):
+    made = model(name)
+    assert compare(made, padded(documents())).shared == 0
+    assert f"rows that begin alike: each by itself, {ALONE[name]}" in describe(made)
+    told = [record.message for record in caplog.records if "share no beginnings" in record.message]
+    assert len(told) == 1 and ALONE[name] in told[0]
+
+
+def test_learned_positions_go_on_from_the_beginning():
+    assert compare(small_model("gpt2"), padded(documents())).shared == SHARED
+    made = patch(small_model("bart"), unpad=True, share_prefixes=True)
+    assert "each by itself, document by document runs BartLearnedPositionalEmbedding" in describe(made)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
+def test_half_precision_is_as_near_to_float32_as_rows_by_themselves(name, dtype):
+    batch = padded(documents())
+    real = batch["attention_mask"].bool()
+    outputs = [model(name)(**batch).logits[real].detach().double()]
+    for share in (False, True):
+        made = patch(model(name).to(dtype), unpad=True, share_prefixes=share)
+        outputs.append(made(**batch).logits[real].detach())
+    assert counted(made).shared == SHARED
+    assert_low_precision(outputs[2], outputs[1], outputs[0], factor=2.0)
+
+
+def test_negative_control_branches_that_see_each_other(monkeypatch):
+    made, batch = tiny.model(), padded(documents())
+    expected = rows(made(**batch).logits, batch["attention_mask"])
+    patch(made, unpad=True, share_prefixes=True)
+
+    def take(self, call, found):
+        chain = [tuple(range(len(found.pieces)))]
+        return found.take_call(call), BranchedLayout.from_lengths(found.pieces, documents=chain)
+
+    monkeypatch.setattr(BackboneOverride, "_taken", take)
+    logits = rows(made(**batch).logits, batch["attention_mask"])
+    assert differs(logits[5], expected[5])
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("order", ["adapter first", "patch first"])
+def test_adapters_and_gradient_checkpointing(order, reentrant):
+    def adapted(model):
+        torch.manual_seed(0)
+        return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+
+    batch = padded(documents(), "left")
+    expected, expected_grads = run(adapted(tiny.model(layers=2)).train(), batch)
+    made = tiny.model(layers=2)
+    if order == "adapter first":
+        made = patch(adapted(made), unpad=True, share_prefixes=True)
+    else:
+        made = patch(adapted(patch(made, unpad=True, share_prefixes=True)), unpad=True, share_prefixes=True)
+    if reentrant is not None:
+        made.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        made.enable_input_require_grads()
+    logits, grads = run(made.train(), batch)
+    real = batch["attention_mask"].bool()
+    assert counted(made).shared == SHARED
+    assert_float32(logits[real], expected[real].double())
+    for name, grad in grads.items():
+        assert_recomputed(grad, expected_grads[name].double())
+    with made.disable_adapter():
+        reference = made(**batch).logits[real]
+    with unpatch(made).disable_adapter():
+        assert_float32(reference, made(**batch).logits[real].double())
+
+
+def test_the_routers_loss_counts_a_shared_token_in_each_row():
+    made, batch = small_model("mixtral", router_aux_loss_coef=0.1), padded(documents())
+    expected = made(**batch, output_router_logits=True).aux_loss
+    with patched(made, unpad=True, share_prefixes=True):
+        assert_float32(made(**batch, output_router_logits=True).aux_loss, expected.double())
+        assert counted(made).shared == SHARED
+
+
+def test_a_classifier_pools_the_last_token_of_each_row():
+    config = small_model("llama", num_labels=1, pad_token_id=0).config
+    made, batch = AutoModelForSequenceClassification.from_config(config).eval(), padded(documents(), "left")
+    expected = made(**batch).logits
+    with patched(made, unpad=True, share_prefixes=True):
+        assert_float32(made(**batch).logits, expected.double())
+        assert counted(made).shared == SHARED
+
+
+def test_rows_without_pads_share_and_rows_that_are_the_same_are_one():
+    made = tiny.model()
+    ids = torch.stack(tiny.documents((30, 30)))[:, :]
+    ids[1, :25] = ids[0, :25]
+    for batch, shared in ((ids, 25), (ids[:1].repeat(3, 1), 60)):
+        call = {"input_ids": batch, "attention_mask": torch.ones_like(batch)}
+        assert compare(made, call).shared == shared
+        unpatch(made)
+
+
+# What a call may hold by which rows differ where their ids do not, or that goes on from elsewhere.
+APART = {
+    "positions": lambda batch: {"position_ids": torch.arange(50, 50 + batch.shape[1]).expand(batch.shape)},
+    "embeddings": lambda batch: {"inputs_embeds": torch.randn(*batch.shape, 64), "input_ids": None},
+    "a cache": lambda batch: {"use_cache": True},
+}
+
+
+@pytest.mark.parametrize("what", APART)
+def test_calls_that_say_more_of_a_token_than_its_id_share_nothing(what):
+    made, batch = tiny.model(), padded(documents())
+    call = {**batch, **APART[what](batch["input_ids"])}
+    expected = made(**call).logits
+    patch(made, unpad=True, share_prefixes=True)
+    real = batch["attention_mask"].bool()
+    assert_float32(made(**call).logits[real].detach(), expected[real].detach().double())
+    assert counted(made).shared == 0
+
+
+def test_nothing_is_shared_while_something_is_drawn_at_random(caplog):
+    made, batch = tiny.model(attention_dropout=0.5), padded(documents())
+    patch(made, unpad=True, share_prefixes=True)
+    made.eval()(**batch)
+    assert counted(made).shared == SHARED  # no dropout outside of training
+    for _ in range(2):
+        made.train()(**batch)
+    assert counted(made).shared == SHARED
+    told = [r.message for r in caplog.records if "draws random numbers" in r.message]
+    assert len(told) == 1 and "LlamaModel share no beginnings while LlamaAttention.attention_dropout" in told[0]
+    adapted = get_peft_model(tiny.model(), LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5))
+    patch(adapted, unpad=True, share_prefixes=True).train()(**batch)
+    assert counted(adapted).shared == 0
+    for module in adapted.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # as TRL's `disable_dropout` does
+    adapted(**batch)
+    assert counted(adapted).shared == SHARED
+
+
+def test_noise_on_embeddings_is_each_rows_own():
+    made, batch = tiny.model(), padded(documents())
+    patch(made, unpad=True, share_prefixes=True).train()
+    made.get_input_embeddings().neftune_noise_alpha = 5.0  # as transformers' Trainer does
+    made(**batch)
+    assert counted(made).shared == 0
+    del made.get_input_embeddings().neftune_noise_alpha
+    made(**batch)
+    assert counted(made).shared == SHARED
+
+
+def test_activated_lora_and_missing_unpad_are_refused():
+    with pytest.raises(InvalidConfig, match="share_prefixes=True without unpad=True"):
+        patch(tiny.model(), share_prefixes=True)
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[7, 8])
+    made = patch(get_peft_model(tiny.model(), config), unpad=True, share_prefixes=True)
+    assert "each by itself, activated LoRA begins at the last invocation of a document" in describe(made)
+
+
+def test_the_patch_is_copied_pickled_undone_and_idempotent():
+    made, batch = tiny.model(), padded(documents())
+    expected = made(**batch).logits
+    state = find_state(patch(made, unpad=True, share_prefixes=True))
+    assert find_state(patch(made, unpad=True, share_prefixes=True)) is state
+    ours = made(**batch).logits
+    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert torch.equal(other(**batch).logits, ours) and counted(other).shared
+    assert counted(patch(made, unpad=True)).sharing is None
+    assert torch.equal(unpatch(made)(**batch).logits, expected)
+
+
+def test_ids_are_compared_once_for_all_models(monkeypatch):
+    compared = []
+    original = shared_rows.share
+    monkeypatch.setattr(shared_rows, "share", lambda *args: compared.append(1) or original(*args))
+    models = [patch(tiny.model(layers=1, seed=seed), unpad=True, share_prefixes=True) for seed in (0, 1)]
+    del compared[:]
+    batch = padded(documents())
+    for made in (*models, *models):
+        made(**batch)
+    assert len(compared) == 1
+
+
+def test_under_torch_compile():
+    compile_anew()
+    made = patch(tiny.model(layers=2), unpad=True, share_prefixes=True)
+    compiled = torch.compile(made, backend="aot_eager")
+    for batch in (padded(documents(), "left"), padded(documents()[:4]), padded(documents()[2:])):
+        real = batch["attention_mask"].bool()
+        logits, grads = run(compiled, batch)
+        expected, expected_grads = run(made, batch)
+        assert_float32(logits[real], expected[real].double())
+        for (_, ours), theirs in zip(grads.items(), expected_grads.values(), strict=True):
+            assert_recomputed(ours, theirs.double())
+    assert counted(made).shared
+
+
+@pytest.mark.parametrize("backend", ["varlen", "flash"])
+def test_flash_attention_in_a_graph_is_told_of_keys_apart(backend, monkeypatch):
+    """One graph of any documents, as for those that share nothing; the stand-in compares what it is told. The head
+    sees the padded batch: one graph for the first, one for any other."""
+    compile_anew()
+    pretend(monkeypatch, backend)
+    with torch.autocast("cpu", torch.bfloat16):
+        made = patch(tiny.model("mistral", layers=2), backend=backend, unpad=True, share_prefixes=True)
+        compiled = torch.compile(made, backend="aot_eager")
+        for batch in (padded(documents()), padded(documents()[:4]), padded(documents()[2:], "left")):
+            real = batch["attention_mask"].bool()
+            found = [forward(**batch).logits[real] for forward in (compiled, made)]
+            assert torch.equal(*found)
+            found[0].float().square().mean().backward()
+    assert compiled_graphs() == 3

@@ -1,0 +1,114 @@
+"""`padding_free(trainer, share_prefixes=True)`: TRL's trainers train as they did, prompts computed once."""
+
+import pickle
+
+import pytest
+import tiny
+import torch
+from selection import in_full
+from tolerance import TRAJECTORY
+from trl_trainers import ROUNDED, build, differences, pairs, train
+
+import trl_packfa
+from trl_packfa.branches import BranchedLayout
+from trl_packfa.errors import ContaminationError
+from trl_packfa.patching.apply import find_state
+from trl_packfa.patching.forwards import BackboneOverride
+from trl_packfa.runtime import shared_rows
+from trl_packfa.trainers.collating import COMPARED, ROWS, CountingCollator, told_rows
+
+OVER_PADS = {"logits/chosen", "logits/rejected"}
+
+
+def with_prompts():
+    """Pairs whose prompts are long enough to be shared, and some whose are not."""
+    return [{**row, "prompt": tiny.words(10 + i % 23, seed=i) + " "} for i, row in enumerate(pairs())]
+
+
+def both(kind, out, *, lora=False, **options):
+    """The logs padded and with shared prompts, and the trainer of these."""
+    torch.manual_seed(0)
+    expected = train(build(kind, out, lora=lora, data=with_prompts(), max_steps=4, **options))
+    torch.manual_seed(0)
+    trainer = build(kind, out, lora=lora, data=with_prompts(), max_steps=4, **options)
+    trl_packfa.padding_free(trainer, share_prefixes=True)
+    return expected, train(trainer), trainer
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", ["dpo", "reward", "grpo", *in_full("orpo", "cpo", "tpo", "rloo", "kto")])
+def test_it_trains_as_padded(kind, lora, tmp_path):
+    expected, logs, trainer = both(kind, tmp_path, lora=lora)
+    worst = {name: found for name, found in differences(expected, logs).items() if found > TRAJECTORY}
+    assert worst.keys() <= {*ROUNDED, *(OVER_PADS if kind in ("orpo", "cpo") else ())}, worst
+    shared = logs[-1]["prefixes_shared"]
+    # A prompt has one completion in a batch of KTO's; four in GRPO's and RLOO's.
+    assert shared == 0 if kind == "kto" else 0.1 < shared < 0.8
+    assert trainer.trl_packfa_padding_free.first_calls.keys() == trainer.trl_packfa_padding_free.models.keys()
+
+
+@pytest.mark.parametrize("options", [{"gradient_checkpointing": True}, {"bf16": True}, {"loss_type": ["ipo", "sft"],
+                         "ld_alpha": None}, {"precompute_ref_log_probs": True}, {"max_length": 24}],
+                         ids=lambda options: next(iter(options)))  # fmt: skip
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_dpo_with_what_it_can_do(options, lora, tmp_path):
+    expected, logs, _ = both("dpo", tmp_path, lora=lora, **options)
+    allowed = 2e-2 if "bf16" in options else TRAJECTORY
+    worst = {name for name, found in differences(expected, logs).items() if found > allowed}
+    assert worst <= set(ROUNDED) and logs[-1]["prefixes_shared"] > 0.1
+
+
+def test_negative_control_prompts_that_are_forgotten_are_found_in_the_first_batch(tmp_path, monkeypatch):
+    def take(self, call, rows):
+        return rows.take_call(call), BranchedLayout.from_lengths(rows.pieces, documents=[(i,) for i in pieces(rows)])
+
+    def pieces(rows):
+        return range(len(rows.pieces))
+
+    trainer = build("dpo", tmp_path, data=with_prompts(), max_steps=1)
+    trl_packfa.padding_free(trainer, share_prefixes=True)
+    monkeypatch.setattr(BackboneOverride, "_taken", take)
+    with pytest.raises(ContaminationError, match=r"DPOTrainer\.model: the first batch without its pads is not exact"):
+        trainer.train()
+
+
+def test_rows_are_compared_by_the_collator_and_by_no_model(tmp_path, monkeypatch):
+    trainer = build("dpo", tmp_path, data=with_prompts(), max_steps=2)
+    trl_packfa.padding_free(trainer, share_prefixes=True)
+    compared = []
+    own = shared_rows.share
+    monkeypatch.setattr(shared_rows, "share", lambda *args: compared.append(1) or own(*args))
+    train(trainer)
+    assert not compared and all(find_state(m).unpadding.shared for m in (trainer.model, trainer.ref_model))
+    ids = torch.arange(1, 41).repeat(2, 1)
+    ids[1, 30:] = 99
+    batch = {"x_input_ids": ids, "x_attention_mask": torch.ones_like(ids), "attention_mask": torch.ones_like(ids)}
+    collated = pickle.loads(pickle.dumps(CountingCollator(dict, share_prefixes=True)))(batch)
+    assert collated[ROWS].keys() == {"x_attention_mask", "attention_mask"}
+    assert collated[COMPARED].keys() == {"x_input_ids"}
+    told = told_rows(collated)
+    assert COMPARED not in told and not compared
+    rows = collated["x_attention_mask"]
+    found = shared_rows.shared_rows_of(shared_rows.PaddedRows.from_mask(rows), told["x_input_ids"])
+    assert found.pieces == (30, 10, 10) and not compared
+
+
+def test_without_it_nothing_is_shared_or_said(tmp_path):
+    trainer = build("dpo", tmp_path, data=with_prompts(), max_steps=1)
+    trl_packfa.padding_free(trainer)
+    assert "prefixes_shared" not in train(trainer)[-1] and find_state(trainer.model).unpadding.sharing is None
+
+
+def test_lora_dropout_is_each_rows_own(tmp_path, caplog):
+    """TRL sets dropout to 0 unless it is told not to."""
+    from peft import LoraConfig
+
+    options = {"disable_dropout": False, "max_steps": 1}
+    trainer = build("dpo", tmp_path, data=with_prompts(), lora=True, **options)
+    assert isinstance(trainer.model.peft_config["default"], LoraConfig)
+    for module in trainer.model.modules():
+        if "lora_dropout" in vars(module).get("_modules", {}):
+            module.lora_dropout["default"] = torch.nn.Dropout(0.1)
+    trl_packfa.padding_free(trainer, share_prefixes=True, check_first_batch=False)
+    assert train(trainer)[-1]["prefixes_shared"] == 0
+    assert any("draws random numbers of its own" in record.message for record in caplog.records)

@@ -1,0 +1,209 @@
+"""A few padded rows, the ways to run them, and how far two of these are apart.
+
+Shape letters: B rows, L row length, T tokens of a row without pads, n tokens of a document, V vocabulary or labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..errors import UnsupportedModel
+from ..patching.apply import PatchState
+from ..patching.inspect import find_backbone, forward_takes, inner_model, max_positions
+from ..runtime.padded_rows import PaddedRows, rows_of_lengths
+from ..runtime.shared_rows import share
+from .compare import Finding, differences, relative_difference, relative_gradients, relative_logits, worst
+from .compare import worst_gradient as find_worst_gradient
+from .documents import Documents
+from .following import Following, Key, Trace
+from .probe import device_of
+from .rounding import last_places_off
+from .subject import Subject, rounding_dtype
+
+# Columns of pads even beside the longest row.
+_EXTRA = 3
+_OUTPUT = Key("logits", "the output", 0)
+
+
+class Run(NamedTuple):
+    """Outputs `(n, V)` of each document, and what went through the layers."""
+
+    outputs: Documents
+    traces: list[Trace]
+
+
+class Comparison:
+    """A few padded rows, of these documents, and the ways to run them."""
+
+    def __init__(self, subject: Subject, state: PatchState, tokens: Documents, seed: int) -> None:
+        self.subject, self.model, self.tokens, self.seed = subject, subject.model, tokens, seed
+        assert state.unpadding is not None
+        self.unpadding, self.device = state.unpadding, device_of(subject.model)
+        inner = inner_model(self.model)
+        most = max_positions(find_backbone(self.model, state.patch))
+        pad = getattr(inner.config.get_text_config(), "pad_token_id", None)
+        if pad is None and type(inner).__name__.endswith("ForSequenceClassification"):
+            raise UnsupportedModel(
+                f"{type(inner).__name__} has no pad_token_id: it finds the last token of a padded row by it.",
+                do="Set model.config.pad_token_id to the tokenizer's.",
+            )
+        self.pad = 0 if pad is None else int(pad)
+        width = max(map(len, tokens)) + _EXTRA
+        self.width = width if most is None else min(width, most)
+        self.positions = forward_takes(inner, "position_ids")
+
+    def rows(self, *, left: bool) -> PaddedRows:
+        """Where the documents lie, padded on the `left` or on the right."""
+        return rows_of_lengths([len(ids) for ids in self.tokens], self.width, left=left)
+
+    def batch(self, rows: PaddedRows, *, masked: bool = True) -> dict[str, Any]:
+        """The padded batch, as a collator makes it."""
+        ids = torch.full(rows.shape, self.pad)
+        mask = torch.zeros(rows.shape, dtype=torch.long)
+        for i, (start, tokens) in enumerate(zip(rows.starts, self.tokens, strict=True)):
+            ids[i, start : start + len(tokens)] = tokens
+            mask[i, start : start + len(tokens)] = 1
+        return {"input_ids": ids.to(self.device), "attention_mask": (mask if masked else mask * 0 + 1).to(self.device)}
+
+    def run(
+        self,
+        call: dict[str, Any],
+        rows: PaddedRows,
+        *,
+        unpad: bool,
+        shared: bool = False,
+        handed: Sequence[Trace] | None = None,
+        sign: float | None = None,
+        off: bool = False,
+    ) -> Run:
+        """The documents of one call, without its pads, and with what they begin with `shared`; with `sign` their
+        gradients are added."""
+        padded = [
+            torch.arange(start, start + length) + row * rows.shape[1]
+            for row, (start, length) in enumerate(zip(rows.starts, rows.lengths, strict=True))
+        ]
+        # Lengths (2, 1) in rows of 3, padded on the left: places [1, 2] and [5]; without pads [0, 1] and [2].
+        places, shape = padded, rows.shape
+        if unpad:
+            known = share(rows, call["input_ids"]) if shared else None
+            along = torch.arange(rows.num_tokens) if known is None else known.layout(torch.device("cpu")).along
+            places, shape = list(along.split(list(rows.lengths))), (1, (known or rows).num_packed)
+        following = Following(places, shape, handed)
+        inexact = last_places_off(self.model) if off else nullcontext()
+        on = nullcontext() if shared else self.unpadding.unshared() if unpad else self.unpadding.off()
+        with torch.set_grad_enabled(sign is not None), following.attached(self.subject.parts), inexact, on:
+            outputs = self.documents_of(output_of(self.model, call), padded, rows.shape)
+            if sign is not None and self.subject.trained and any(t.requires_grad for t in outputs):
+                self._backward(outputs, sign)
+        return Run([output.detach() for output in outputs], following.traces)
+
+    def alone(self, *, sign: float | None = None, off: bool = False, handed: Sequence[Trace] | None = None) -> Run:
+        """Each document by itself."""
+        outputs, traces = [], []
+        for i, tokens in enumerate(self.tokens):
+            following = Following([torch.arange(len(tokens))], (1, len(tokens)), handed and [handed[i]])
+            inexact = last_places_off(self.model) if off else nullcontext()
+            with torch.set_grad_enabled(sign is not None), following.attached(self.subject.parts), inexact:
+                output = output_of(self.model, {"input_ids": tokens[None].to(self.device)})
+                found = output[0] if output.dim() > 2 else output
+                if sign is not None and self.subject.trained and found.requires_grad:
+                    self._backward([found], sign, first=i)
+            outputs.append(found.detach())
+            traces.append(following.traces[0])
+        return Run(outputs, traces)
+
+    def documents_of(self, output: torch.Tensor, padded: list[torch.Tensor], shape: Sequence[int]) -> Documents:
+        """Each document's part of `(B, L, V)`, or its row of `(B, V)`."""
+        # A sequence classifier has one output a row, `(B, V)`.
+        if output.shape[:2] == shape:
+            flat = output.flatten(0, 1)
+            return [flat[place] for place in padded]
+        return list(output.split(1))
+
+    def _backward(self, outputs: Documents, sign: float, first: int = 0) -> None:
+        losses = []
+        for i, output in enumerate(outputs):
+            generator = torch.Generator().manual_seed(self.seed + 1 + first + i)
+            weights = torch.randn(output.shape, generator=generator) / output.shape[-1] ** 0.5
+            losses.append((output.float() * weights.to(output.device)).sum())
+        with torch.autocast(self.device.type, enabled=False):
+            (sign * self.subject.loss_scale * torch.stack(losses).sum()).backward()
+
+
+class Found(NamedTuple):
+    """How far two runs are apart: the worst output or layer, the first module beyond, the worst gradient."""
+
+    forward: Finding
+    first: str | None
+    gradients: Finding | None
+
+    @property
+    def excess(self) -> float:
+        """The worst difference as a share of what is allowed."""
+        return max(self.forward.excess, 0.0 if self.gradients is None else self.gradients.excess)
+
+
+def compare_runs(
+    subject: Subject,
+    reference: Callable[[float | None, bool, Sequence[Trace] | None], Run],
+    other: Callable[[float | None, Sequence[Trace] | None], Run],
+) -> Found:
+    """How far one way to run the rows is from the reference, against what rounding makes of the reference."""
+    return subject.finite(lambda: _compare_once(subject, reference, other), lambda found: found.gradients)
+
+
+def _compare_once(
+    subject: Subject,
+    reference: Callable[[float | None, bool, Sequence[Trace] | None], Run],
+    other: Callable[[float | None, Sequence[Trace] | None], Run],
+) -> Found:
+    subject.clear()
+    # As in `parity.py`: what one way adds to the gradients the other takes away, and the difference is left.
+    expected, norms = reference(1.0, False, None), subject.norms()
+    dtype, typical = rounding_dtype(subject.model, expected.outputs[0].dtype), subject.chooses
+    copied = subject.copied()
+    actual = other(-1.0, expected.traces)
+    by_other = subject.norms()
+    subject.clear()
+    if copied is None:
+        reference(1.0, False, None)
+    else:
+        subject.put_back(copied)
+    rounded = reference(-1.0, True, expected.traces)
+    by_rounding = subject.norms()
+    subject.clear()
+
+    def compared(run: Run) -> dict[tuple[Key, int], float]:
+        found = differences(run.traces, expected.traces, typical=typical)
+        for i, (one, two) in enumerate(zip(run.outputs, expected.outputs, strict=True)):
+            relative = relative_logits if one.shape[-1] > 1 else relative_difference
+            found[_OUTPUT, i] = relative(one, two, typical=typical)
+        return found
+
+    forward, first = worst(compared(actual), compared(rounded), dtype)
+    gradients = None
+    if sum(norms):
+        by_other, by_rounding = (relative_gradients(by, norms) for by in (by_other, by_rounding))
+        gradients = find_worst_gradient(subject.dimensions, by_other, by_rounding, dtype)
+    return Found(forward, first, gradients)
+
+
+def apart(run: Run, expected: Run) -> float:
+    """The largest difference of a document's output, relative."""
+    pairs = zip(run.outputs, expected.outputs, strict=True)
+    return max(relative_difference(one, two) for one, two in pairs)
+
+
+def output_of(model: nn.Module, call: dict[str, Any]) -> torch.Tensor:
+    """Logits or hidden states of a call; of a wrapper that returns something else, those of the model inside."""
+    outputs = model(**call, use_cache=False)
+    for name in ("logits", "last_hidden_state"):
+        if getattr(outputs, name, None) is not None:
+            return getattr(outputs, name)
+    outputs = inner_model(model)(**call, use_cache=False)
+    return outputs.logits if hasattr(outputs, "logits") else outputs.last_hidden_state

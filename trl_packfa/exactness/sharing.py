@@ -1,0 +1,67 @@
+"""The proof of `share_prefixes=True`: rows that begin alike, with their beginning once and with it in each of them.
+
+Both run without pads, which `unpadding.py` has proven. The control is what sharing would be if branches saw each
+other.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..patching.apply import PatchState
+from ..patching.inspect import find_backbone, inner_model, known_ids, max_positions
+from ..runtime.shared_rows import SHORTEST
+from .compare import relative_difference
+from .documents import draw_documents
+from .padded_runs import Comparison, compare_runs, output_of
+from .subject import Subject
+from .unpadding_report import SharingReport
+
+# What rows begin with, and what three of them go on with, in tokens; two of them also share the first of these. The
+# last row shares nothing.
+_BEGINNING, _BRANCHES, _OTHER = SHORTEST + 4, (11, 1, 24), 13
+
+
+def measure_sharing(subject: Subject, state: PatchState, known: torch.Tensor, seed: int) -> SharingReport | None:
+    """How far rows that share their beginning are from the same rows by themselves; `None` where none are shared.
+
+    Args:
+        subject ([`Subject`]), state ([`PatchState`]):
+            The model, patched with `share_prefixes=True`.
+        known (`torch.Tensor`):
+            Token ids that it knows.
+        seed (`int`):
+            Of what is drawn.
+    """
+    assert state.unpadding is not None
+    most = max_positions(find_backbone(subject.model, state.patch))
+    sharing, room = state.unpadding.sharing, None if most is None else (most - _BEGINNING) // 2
+    if sharing is None or sharing.refusal or (room is not None and room < 1):
+        return None
+    branches = [min(length, room or length) for length in _BRANCHES]
+    lengths = [_BEGINNING, *branches, _OTHER]
+    (beginning, *rest, other), _ = draw_documents(lengths, known, known_ids(inner_model(subject.model)), seed)
+    comparison = Comparison(subject, state, [*(torch.cat([beginning, ids]) for ids in rest), other], seed)
+    rows = comparison.rows(left=False)
+    call = comparison.batch(rows)
+    found = compare_runs(
+        subject,
+        lambda sign, off, handed: comparison.run(call, rows, unpad=True, sign=sign, off=off, handed=handed),
+        lambda sign, handed: comparison.run(call, rows, unpad=True, shared=True, sign=sign, handed=handed),
+    )
+    alone, first = comparison.run(call, rows, unpad=True), rest[0]
+    # One document of all three, in which the last branch sees the one before it, from later positions on.
+    tokens = torch.cat([beginning, first, rest[-1]])[None].to(comparison.device)
+    own = torch.cat([torch.arange(len(beginning)), torch.arange(len(beginning) + len(first), tokens.shape[1])])
+    with torch.no_grad(), state.unpadding.unshared():
+        (seeing,) = comparison.documents_of(output_of(subject.model, {"input_ids": tokens}), [own], tokens.shape)
+    gradients = found.gradients
+    return SharingReport(
+        difference=found.forward.difference,
+        allowed=found.forward.allowed,
+        gradients=gradients and gradients.difference,
+        gradients_allowed=gradients and gradients.allowed,
+        control=relative_difference(seeing, alone.outputs[len(rest) - 1]),
+        first=found.first,
+        first_gradient=gradients.where if gradients is not None and gradients.excess > 1 else None,
+    )

@@ -1,0 +1,124 @@
+"""Which rows of a padded batch share what they begin with, and why others do not.
+
+Shape letters: B rows, L row length.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..patches.base import Patch
+from ..runtime.padded_rows import PaddedRows
+from ..runtime.shared_rows import SharedRows, shared_rows_of
+from .inspect import inner_model
+
+logger = logging.getLogger(__name__)
+
+# What a call may say of each token where beginnings are compared by their ids alone.
+_COMPARED = ("input_ids", "attention_mask", "labels")
+# Rates at which a module draws random numbers while it trains.
+_DRAWS = re.compile(r"drop|jitter|noise")
+_NEFTUNE = "neftune_noise_alpha"
+
+
+class Sharing:
+    """Decides, for one backbone, which calls compute once what rows begin with.
+
+    Attributes:
+        refusal (`str` or `None`): why no call of this model does.
+    """
+
+    def __init__(self, backbone: nn.Module, refusal: str | None) -> None:
+        self.refusal, self.backbone = refusal, backbone
+        self._rates: list[tuple[Any, str]] = []
+        self._modules = 0
+        self._told = False
+
+    def rows_of(self, call: Mapping[str, Any], rows: PaddedRows, module: nn.Module) -> SharedRows | None:
+        """The rows of a padded call with what they begin with once; `None` where nothing is shared."""
+        ids = call.get("input_ids")
+        if self.refusal or not isinstance(ids, torch.Tensor) or not self._are_all_known(call, rows):
+            return None
+        if (drawing := self._draws()) is not None:
+            self._tell(module, drawing)
+            return None
+        return shared_rows_of(rows, ids)
+
+    def tell_of_refusal(self, model: nn.Module) -> None:
+        """Log why no call of this model shares anything, if none does."""
+        if self.refusal:
+            logger.warning(
+                "trl-packfa: rows of %s share no beginnings: %s. Each runs by itself.",
+                type(inner_model(model)).__name__,
+                self.refusal,
+            )
+
+    def _are_all_known(self, call: Mapping[str, Any], rows: PaddedRows) -> bool:
+        """Whether ids say all that a call says of a token: positions, kinds and embeddings may differ where these do
+        not."""
+        return not any(
+            isinstance(value, torch.Tensor) and rows.shape in (value.shape[:2], value.shape[1:])
+            for name, value in call.items()
+            if name not in _COMPARED
+        )
+
+    def _draws(self) -> str | None:
+        """The name of a rate at which the model draws random numbers now, which each row would have of its own."""
+        modules = list(self.backbone.modules())
+        if len(modules) != self._modules:  # an adapter has come, with dropout of its own
+            self._modules, self._rates = len(modules), _rates_of(modules)
+        drawing = ((m, rate) for m, rate in self._rates if m.training and getattr(m, rate, None))
+        return next((f"{type(module).__name__}.{rate}" for module, rate in drawing), None)
+
+    def _tell(self, module: nn.Module, drawing: str) -> None:
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "trl-packfa: rows of %s share no beginnings while %s is not 0: each draws random numbers of its own. "
+                "Set it to 0 to share them.",
+                type(module).__name__,
+                drawing,
+            )
+
+
+def _rates_of(modules: Iterable[nn.Module]) -> list[tuple[Any, str]]:
+    """Where the rates are that a module draws random numbers at, 0 or not."""
+    rates: list[tuple[Any, str]] = []
+    for module in modules:
+        if isinstance(module, nn.Embedding):
+            rates.append((module, _NEFTUNE))  # transformers sets it when training begins
+        is_dropout = "drop" in type(module).__name__.lower()
+        for name, value in vars(module).items():
+            if isinstance(value, float) and (_DRAWS.search(name) or (is_dropout and name == "p")):
+                rates.append((module, name))
+    return rates
+
+
+def sharing_refusal(
+    patch: Patch, mixers: Iterable[nn.Module], *, follows_length: bool, has_invocations: bool
+) -> str | None:
+    """Why rows of a model cannot share what they begin with, `None` if they can.
+
+    Args:
+        patch ([`Patch`]):
+            Of its architecture.
+        mixers (`Iterable[torch.nn.Module]`):
+            What runs document by document in it.
+        follows_length (`bool`):
+            Whether its rotary embedding's frequencies follow the length of a document.
+        has_invocations (`bool`):
+            Whether an adapter is activated by tokens.
+    """
+    if patch.rebatch:
+        return "the backbone runs document by document"
+    if names := sorted({type(module).__name__ for module in mixers}):
+        return f"document by document runs {', '.join(names)}"
+    if follows_length:
+        return "the rotary embedding's frequencies follow the length of a document"
+    return "activated LoRA begins at the last invocation of a document" if has_invocations else None
