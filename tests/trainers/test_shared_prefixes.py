@@ -7,7 +7,7 @@ import tiny
 import torch
 from selection import in_full
 from tolerance import TRAJECTORY
-from trl_trainers import ROUNDED, build, differences, pairs, train
+from trl_trainers import ROUNDED, build, build_packed, differences, pairs, train
 
 import trl_packfa
 from trl_packfa.branches import BranchedLayout
@@ -45,6 +45,20 @@ def test_it_trains_as_padded(kind, lora, tmp_path):
     # A prompt has one completion in a batch of KTO's; four in GRPO's and RLOO's.
     assert shared == 0 if kind == "kto" else 0.1 < shared < 0.8
     assert trainer.trl_packfa_padding_free.first_calls.keys() == trainer.trl_packfa_padding_free.models.keys()
+
+
+@pytest.mark.parametrize("kind", ["dpo", "reward"])
+def test_a_packed_trainer_shares_prompts_in_recut_steps(kind, tmp_path):
+    options = {"data": with_prompts(), "max_steps": 3, "per_device_train_batch_size": 2}
+    options["gradient_accumulation_steps"] = 4
+    torch.manual_seed(0)
+    expected = train(build(kind, tmp_path, **options))
+    torch.manual_seed(0)
+    logs = train(build_packed(kind, tmp_path, share_prefixes=True, **options))
+    worst = {name for name, found in differences(expected, logs).items() if found > TRAJECTORY}
+    assert worst <= set(ROUNDED)
+    assert all(entry["prefixes_shared"] > 0.1 for entry in logs)
+    assert min(entry["micro_batches"] for entry in logs) < 4
 
 
 @pytest.mark.parametrize("options", [{"gradient_checkpointing": True}, {"bf16": True}, {"loss_type": ["ipo", "sft"],

@@ -51,6 +51,14 @@ class PreferenceConfig(CommonConfig):
         },
     )
 
+    share_prefixes: bool = field(
+        default=False,
+        metadata={
+            "help": "Compute what rows of a micro-batch begin with, a pair's prompt, once: it has to be 16 tokens or "
+            "more. Models in which more than attention mixes tokens run each row by itself, and a warning says so."
+        },
+    )
+
     def __post_init__(self) -> None:
         # As PackedSFTConfig does, by name: neither calls the other's.
         ModelConfig.__post_init__(self)
@@ -105,6 +113,11 @@ class PreferenceConfig(CommonConfig):
     def strategy(self) -> Strategy:
         """What `packing_strategy` stands for."""
         return _STRATEGIES[self.packing_strategy]
+
+    @property
+    def patch_options(self) -> dict[str, Any]:
+        """What [`patch`] is called with."""
+        return {**super().patch_options, "share_prefixes": self.share_prefixes}
 
     @classmethod
     def from_args(cls, args: TrainingArguments, **changes: Any) -> Any:

@@ -17,7 +17,7 @@ _OTHER_ANSWER = "KL_completion_ids"
 
 @dataclass
 class PackedKTOConfig(PreferenceConfig, KTOConfig):
-    """Arguments of [`PackedKTOTrainer`]: all fields of TRL's `KTOConfig` and `ModelConfig`, and seven of our own.
+    """Arguments of [`PackedKTOTrainer`]: all fields of TRL's `KTOConfig` and `ModelConfig`, and eight of our own.
 
     Ours are those of [`PackedDPOConfig`].
 

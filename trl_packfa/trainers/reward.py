@@ -13,7 +13,7 @@ from .packed import PackedPreference
 
 @dataclass
 class PackedRewardConfig(PreferenceConfig, RewardConfig):
-    """Arguments of [`PackedRewardTrainer`]: all fields of TRL's `RewardConfig` and `ModelConfig`, and seven of
+    """Arguments of [`PackedRewardTrainer`]: all fields of TRL's `RewardConfig` and `ModelConfig`, and eight of
     our own.
 
     Ours are those of [`PackedDPOConfig`]; `overflow` is `"drop"`, TRL's, or `"error"`.
