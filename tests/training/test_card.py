@@ -5,7 +5,7 @@ import dataclasses
 import tiny
 from training import arguments, packed_trainer
 
-from trl_packfa.training.model_card import add_packing_section, packing_section
+from trl_packfa.training.model_card import add_section, packing_section
 
 
 def test_the_card_of_a_checkpoint_says_how_it_was_packed_and_what_proves_it(tmp_path):
@@ -48,7 +48,7 @@ def test_a_section_is_appended_where_a_card_has_no_citations(tmp_path):
     card = tmp_path / "README.md"
     card.write_text("# Model\n")
     for section in ("## Packing\n\nfirst\n", "## Packing\n\nsecond\n"):
-        add_packing_section(tmp_path, section)
+        add_section(tmp_path, section)
     assert card.read_text() == "# Model\n\n## Packing\n\nsecond\n"
 
 
