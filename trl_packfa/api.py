@@ -281,7 +281,7 @@ def _describe_sharing(state: PatchState) -> list[str]:
         return []
     if sharing.refusal:
         return [f"rows that begin alike: each by itself, {sharing.refusal}"]
-    return [f"rows that begin alike: their beginning once, {state.unpadding_report.sharing}"]
+    return [f"rows that begin alike: their prefix once, {state.unpadding_report.sharing}"]
 
 
 def describe(model: nn.Module) -> str:

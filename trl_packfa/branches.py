@@ -1,4 +1,4 @@
-"""`BranchedLayout`: documents that begin alike, of which a packed row holds the beginning once.
+"""`BranchedLayout`: documents that begin alike, of which a packed row holds the prefix once.
 
 Beside `layout.py`: what a `PackedLayout` is for documents that share nothing, this is for those that do. A prompt and
 its two answers are three pieces of a row and two documents.
@@ -65,7 +65,7 @@ class BranchedLayout:
         paths ([`PackedLayout`]):
             The documents as they are without sharing, one after the other.
         documents (`tuple[tuple[int, ...], ...]`):
-            For each document the numbers of its pieces, from its beginning on.
+            For each document the numbers of its pieces, the prefix first.
         along (`torch.Tensor`):
             The number in the row of each of the documents' P tokens, int64, `(P,)`.
         places (`torch.Tensor`):
@@ -99,7 +99,7 @@ class BranchedLayout:
         """
         pieces = PackedLayout.from_lengths(lengths)
         numbered = tuple(tuple(document) for document in documents)
-        _require_beginnings(numbered, len(pieces.lengths))
+        _require_prefixes(numbered, len(pieces.lengths))
         along = _tokens(pieces.lengths, numbered)
         paths = PackedLayout.from_lengths([sum(pieces.lengths[p] for p in document) for document in numbered])
         # Where each token is first: for [0, 1, 0, 2] that is [0, 1, 3].
@@ -171,7 +171,7 @@ class BranchedLayout:
         return _copies(self.pieces.lengths, self._seen)
 
     def position_ids(self) -> torch.Tensor:
-        """Positions that go on from the beginning of each document, int64, shape `(1, T)`."""
+        """Positions that go on from the prefix of each document, int64, shape `(1, T)`."""
         return self.paths.position_ids()[:, self.places]
 
     def dense_mask(self, sliding_window: int | None = None) -> torch.Tensor:
@@ -197,7 +197,7 @@ class BranchedLayout:
         )
 
 
-def _require_beginnings(documents: Sequence[tuple[int, ...]], pieces: int) -> None:
+def _require_prefixes(documents: Sequence[tuple[int, ...]], pieces: int) -> None:
     """Each piece is in a document, and after the same pieces in all that it is in."""
     before: dict[int, tuple[int, ...]] = {}
     for document in documents:

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_mask
 from trl_packfa.attention import AttentionArguments, BackendChoice, get_backend, linear_bias
 from trl_packfa.attention import block_mask as block_masks
 from trl_packfa.branches import BranchedLayout
-from trl_packfa.runtime.branches import spread, spread_keys
+from trl_packfa.runtime.spread import spread, spread_keys
 
 LAYOUTS = {
     "a pair": ((40, 9, 21), ((0, 1), (0, 2))),
@@ -113,7 +113,7 @@ def test_negative_controls_are_seen():
     layout, tensors = branched("a pair"), inputs(70)
     arguments = AttentionArguments(scaling=0.3)
     expected = by_oracle(layout)(*tensors[:3], {"scaling": 0.3})
-    for documents in ([(0, 1, 2)], [(0,), (1,), (2,)]):  # a branch that sees another; branches without a beginning
+    for documents in ([(0, 1, 2)], [(0,), (1,), (2,)]):  # a branch that sees another; branches without a prefix
         wrong = BranchedLayout.from_lengths(layout.pieces.lengths, documents=documents, device=DEVICE)
         assert differs(BackendChoice("reference").attend(*tensors[:3], wrong, arguments), expected)
 

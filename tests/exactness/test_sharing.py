@@ -38,7 +38,7 @@ def _first_gradient_only(own):
     return spread
 
 
-# What could be wrong between rows and the row that holds their beginning once: each must be found.
+# What could be wrong between rows and the row that holds their prefix once: each must be found.
 
 
 def test_positions_that_begin_anew_are_found(monkeypatch):

@@ -50,7 +50,7 @@ def documents():
 
 
 def compare(model, batch, **options):
-    """A padded batch as it was, and with shared beginnings."""
+    """A padded batch as it was, and with shared prefixes."""
     expected, expected_grads = run(model, batch, **options)
     patch(model, unpad=True, share_prefixes=True)
     logits, grads = run(model, batch, **options)
@@ -67,7 +67,7 @@ def compare(model, batch, **options):
 def test_rows_are_what_they_were(name, side):
     made = model(name)
     assert compare(made, padded(documents(), side)).shared == SHARED
-    assert "rows that begin alike: their beginning once, exact: beginnings once against in each row" in describe(made)
+    assert "rows that begin alike: their prefix once, exact: prefixes once against in each row" in describe(made)
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -75,11 +75,11 @@ def test_where_more_than_attention_mixes_tokens_each_row_runs_by_itself(name, ca
     made = model(name)
     assert compare(made, padded(documents())).shared == 0
     assert f"rows that begin alike: each by itself, {ALONE[name]}" in describe(made)
-    told = [record.message for record in caplog.records if "share no beginnings" in record.message]
+    told = [record.message for record in caplog.records if "share no prefixes" in record.message]
     assert len(told) == 1 and ALONE[name] in told[0]
 
 
-def test_learned_positions_go_on_from_the_beginning():
+def test_learned_positions_go_on_from_the_prefix():
     assert compare(small_model("gpt2"), padded(documents())).shared == SHARED
     made = patch(small_model("bart"), unpad=True, share_prefixes=True)
     assert "each by itself, document by document runs BartLearnedPositionalEmbedding" in describe(made)
@@ -196,7 +196,7 @@ def test_nothing_is_shared_while_something_is_drawn_at_random(caplog):
         made.train()(**batch)
     assert counted(made).shared == SHARED
     told = [r.message for r in caplog.records if "draws random numbers" in r.message]
-    assert len(told) == 1 and "LlamaModel share no beginnings while LlamaAttention.attention_dropout" in told[0]
+    assert len(told) == 1 and "LlamaModel share no prefixes while LlamaAttention.attention_dropout" in told[0]
     adapted = get_peft_model(tiny.model(), LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5))
     patch(adapted, unpad=True, share_prefixes=True).train()(**batch)
     assert counted(adapted).shared == 0

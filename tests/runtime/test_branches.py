@@ -7,11 +7,11 @@ from padded import SIDES, padded
 from trl_packfa import PackedLayout
 from trl_packfa.branches import BranchedLayout
 from trl_packfa.errors import InvalidLayout
-from trl_packfa.runtime import branches, shared_rows
+from trl_packfa.runtime import shared_rows, spread
 from trl_packfa.runtime.padded_rows import PaddedRows, rows_of
 from trl_packfa.runtime.shared_rows import SharedRows, share, shared_rows_of, tell_shared
 
-# A beginning of two branches, one of which goes on in two ways; one document that is a beginning; one by itself.
+# A prefix of two branches, one of which goes on in two ways; one document that is a prefix; one by itself.
 LENGTHS, DOCUMENTS = (4, 3, 2, 5, 1, 6), ((0, 1, 2), (5,), (0, 3), (0, 1, 4), (0, 1))
 CPU = torch.device("cpu")
 
@@ -45,7 +45,7 @@ def test_a_token_attends_to_what_lies_before_it_in_its_documents(window):
     assert torch.equal(by_keys, seen)
 
 
-def test_positions_go_on_from_the_beginning():
+def test_positions_go_on_from_the_prefix():
     made = layout()
     expected = torch.empty(made.num_tokens, dtype=torch.long)
     for tokens in made.paths.split(made.along):
@@ -55,17 +55,17 @@ def test_positions_go_on_from_the_beginning():
 
 @pytest.mark.parametrize("by_number", [True, False])
 def test_copies_there_and_back_and_their_gradients(by_number, monkeypatch):
-    monkeypatch.setattr(branches, "_by_number", lambda tensor: by_number)
+    monkeypatch.setattr(spread, "_by_number", lambda tensor: by_number)
     made, generator = layout(), torch.Generator().manual_seed(0)
     packed = torch.randn(made.num_tokens, 2, 3, generator=generator, dtype=torch.float64, requires_grad=True)
-    for way, numbers in ((branches.spread, made.along), (branches.spread_keys, made.key_tokens)):
+    for way, numbers in ((spread.spread, made.along), (spread.spread_keys, made.key_tokens)):
         copies = way(packed, made)
         assert torch.equal(copies, packed[numbers])
         upstream = torch.randn(copies.shape, generator=generator, dtype=torch.float64)
         (gradient,) = torch.autograd.grad(copies, packed, upstream)
         assert torch.equal(gradient, torch.zeros_like(packed).index_add(0, numbers, upstream))
     documents = torch.randn(len(made.along), 5, generator=generator, requires_grad=True)
-    collected = branches.collect(documents, made)
+    collected = spread.collect(documents, made)
     assert torch.equal(collected, documents[made.places]) and torch.equal(made.along[made.places], torch.arange(21))
     upstream = torch.randn(collected.shape, generator=generator)
     (gradient,) = torch.autograd.grad(collected, documents, upstream)
@@ -88,7 +88,7 @@ def test_it_moves_to_a_device():
 
 
 def tree(seed):
-    """Rows made of random beginnings that branch at random."""
+    """Rows made of random prefixes that branch at random."""
     generator = torch.Generator().manual_seed(seed)
     rows = [
         torch.randint(1, 4, (int(n),), generator=generator) for n in torch.randint(1, 9, (4,), generator=generator)
@@ -120,8 +120,8 @@ def test_rows_come_back_whatever_they_share(seed, side, shortest):
     (returned,) = shared.put_back_outputs((states,))
     returned.sum().backward()
     assert torch.equal(states.grad[0, :, 0], made.along.bincount().float())
-    beginnings = [shared.pieces[piece] for document in shared.documents for piece in document[:-1]]
-    assert all(length >= shortest for length in beginnings)
+    prefixes = [shared.pieces[piece] for document in shared.documents for piece in document[:-1]]
+    assert all(length >= shortest for length in prefixes)
 
 
 def test_as_much_is_shared_as_there_is():

@@ -32,8 +32,8 @@ class Capabilities:
         is_selectable (`bool`, *optional*, defaults to `True`):
             Whether `"auto"` may choose it.
         keys_apart (`bool`, *optional*, defaults to `True`):
-            Whether documents may have more keys than queries, those of a beginning that they share; where not, the
-            beginning's queries are computed for each document.
+            Whether documents may have more keys than queries, those of a prefix that they share; where not, the
+            prefix's queries are computed for each document.
     """
 
     function: str

@@ -9,8 +9,8 @@ import torch
 from ..branches import BranchedLayout
 from ..errors import NoBackend
 from ..layout import PackedLayout
-from ..runtime.branches import collect, spread, spread_keys
 from ..runtime.compile import constant_in_graphs
+from ..runtime.spread import collect, spread, spread_keys
 from .backends import BACKENDS, AttentionBackend, get_backend
 from .base import AttentionArguments, AttentionRequest
 from .custom_op import attend_in_graph
@@ -57,7 +57,7 @@ class BackendChoice:
         arguments: AttentionArguments,
     ) -> torch.Tensor:
         """Packed attention by the backend that serves these tensors and arguments; see [`AttentionBackend`]. Of
-        documents that share their beginnings each token attends to what lies before it in its documents.
+        documents that share their prefixes each token attends to what lies before it in its documents.
 
         Raises:
             [`NoBackend`]: if none does.

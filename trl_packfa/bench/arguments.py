@@ -49,8 +49,8 @@ class BenchArguments:
         default="sft",
         metadata={
             "help": "TRL's trainer: `sft`, or `dpo`, `reward` and `kto`, whose strategies are `padding`, TRL's own, "
-            "`padding_free`, the same without its pads, `padding_free-shared`, with what rows begin with once, and "
-            "`step`, our packed trainer.",
+            "`padding_free`, the same without its pads, `padding_free-shared`, with shared prefixes once, and `step`, "
+            "our packed trainer.",
             "choices": list(TRAINERS),
         },
     )

@@ -62,8 +62,8 @@ KINDS = {
     "bfd-bound": Kind(BFD, bound=True),
     "step-bound": Kind(STEP, bound=True),
 }
-# The same trainer padded, without its pads, also with what rows begin with once, and with its steps re-cut; what it
-# trains is TRL's in all.
+# The same trainer padded, without its pads, also with shared prefixes computed once, and with its steps re-cut; what
+# it trains is TRL's in all.
 _OF_OTHERS = {
     "padding": Kind(PADDED, ours=False),
     "padding_free": Kind(PADDED),

@@ -22,7 +22,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     check.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
     check.add_argument("--unpad", action="store_true", help="padded batches without their pads as well")
     check.add_argument(
-        "--share-prefixes", action="store_true", help="with --unpad: rows that begin alike, with their beginning once"
+        "--share-prefixes", action="store_true", help="with --unpad: rows that begin alike, with their prefix once"
     )
     check.add_argument("--seed", type=int, default=0, help="seed of the random tokens")
     add_json(check)

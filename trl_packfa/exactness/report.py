@@ -171,9 +171,7 @@ class ExactnessReport:
             lines.append(("", "worst parameter, with pads against without", by, limit, without))
             if (shared := pads.sharing) is not None:
                 allowed, limit, same = f"{shared.allowed:.1e}", _number(shared.gradients_allowed), pads.is_exact
-                lines.append(
-                    ("sharing", "what rows begin with once, against in each", shared.difference, allowed, same)
-                )
+                lines.append(("sharing", "prefixes once, against in each row", shared.difference, allowed, same))
                 lines.append(("", "worst parameter, once against in each", shared.gradients, limit, same))
         return [
             {"verdict": name, "what": what, "measured": _number(value), "allowed": allowed, "": "yes" if ok else "NO"}

@@ -1,4 +1,4 @@
-"""The proof of `share_prefixes=True`: rows that begin alike, with their beginning once and with it in each of them.
+"""The proof of `share_prefixes=True`: rows that begin alike, with their prefix once and with it in each of them.
 
 Both run without pads, which `unpadding.py` has proven. The control is what sharing would be if branches saw each
 other.
@@ -23,7 +23,7 @@ _BEGINNING, _BRANCHES, _OTHER = SHORTEST + 4, (11, 1, 24), 13
 
 
 def measure_sharing(subject: Subject, state: PatchState, known: torch.Tensor, seed: int) -> SharingReport | None:
-    """How far rows that share their beginning are from the same rows by themselves; `None` where none are shared.
+    """How far rows that share their prefix are from the same rows by themselves; `None` where none are shared.
 
     Args:
         subject ([`Subject`]), state ([`PatchState`]):
@@ -40,8 +40,8 @@ def measure_sharing(subject: Subject, state: PatchState, known: torch.Tensor, se
         return None
     branches = [min(length, room or length) for length in _BRANCHES]
     lengths = [_BEGINNING, *branches, _OTHER]
-    (beginning, *rest, other), _ = draw_documents(lengths, known, known_ids(inner_model(subject.model)), seed)
-    comparison = Comparison(subject, state, [*(torch.cat([beginning, ids]) for ids in rest), other], seed)
+    (prefix, *rest, other), _ = draw_documents(lengths, known, known_ids(inner_model(subject.model)), seed)
+    comparison = Comparison(subject, state, [*(torch.cat([prefix, ids]) for ids in rest), other], seed)
     rows = comparison.rows(left=False)
     call = comparison.batch(rows)
     found = compare_runs(
@@ -51,8 +51,8 @@ def measure_sharing(subject: Subject, state: PatchState, known: torch.Tensor, se
     )
     alone, first = comparison.run(call, rows, unpad=True), rest[0]
     # One document of all three, in which the last branch sees the one before it, from later positions on.
-    tokens = torch.cat([beginning, first, rest[-1]])[None].to(comparison.device)
-    own = torch.cat([torch.arange(len(beginning)), torch.arange(len(beginning) + len(first), tokens.shape[1])])
+    tokens = torch.cat([prefix, first, rest[-1]])[None].to(comparison.device)
+    own = torch.cat([torch.arange(len(prefix)), torch.arange(len(prefix) + len(first), tokens.shape[1])])
     with torch.no_grad(), state.unpadding.unshared():
         (seeing,) = comparison.documents_of(output_of(subject.model, {"input_ids": tokens}), [own], tokens.shape)
     gradients = found.gradients

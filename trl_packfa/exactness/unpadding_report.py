@@ -41,7 +41,7 @@ class SharingReport:
 
     def __str__(self) -> str:
         return (
-            f"{self.verdict}: beginnings once against in each row {self.difference:.1e} (allowed {self.allowed:.1e}), "
+            f"{self.verdict}: prefixes once against in each row {self.difference:.1e} (allowed {self.allowed:.1e}), "
             f"{_gradients(self)}, branches that see each other {self.control:.1e}"
         )
 
@@ -94,7 +94,7 @@ class UnpaddingReport:
 
     @property
     def is_exact(self) -> bool:
-        """Whether rows without pads are what they are with them, and what they are if they share their beginnings."""
+        """Whether rows without pads are what they are with them, and what they are if they share their prefixes."""
         return self.verdict == "exact" and (self.sharing is None or self.sharing.verdict == "exact")
 
     def to_dict(self) -> dict[str, Any]:

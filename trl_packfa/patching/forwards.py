@@ -21,12 +21,12 @@ from ..errors import PackingError
 from ..layout import PackedLayout
 from ..patches.base import QKV, Patch
 from ..runtime.boundaries import layout_of
-from ..runtime.branches import collect, spread
 from ..runtime.compile import around_graphs, mark_dynamic, outside_of_graphs
 from ..runtime.context import INPUT_IDS, current_layout, empty_mask, find_layout, packed_call
 from ..runtime.override import Override, forward_signature
 from ..runtime.padded_rows import PaddedRows
 from ..runtime.per_document import BOUNDARIES, FOUND_BY_ITSELF, run_backbone_by_document
+from ..runtime.spread import collect, spread
 from . import router_loss
 from .token_types import embeds_token_types, refuse_token_types, types_of_long_rows
 from .unpadding import Unpadding

@@ -20,7 +20,7 @@ from .inspect import inner_model
 
 logger = logging.getLogger(__name__)
 
-# What a call may say of each token where beginnings are compared by their ids alone.
+# What a call may say of each token where prefixes are compared by their ids alone.
 _COMPARED = ("input_ids", "attention_mask", "labels")
 # Rates at which a module draws random numbers while it trains.
 _DRAWS = re.compile(r"drop|jitter|noise")
@@ -54,7 +54,7 @@ class Sharing:
         """Log why no call of this model shares anything, if none does."""
         if self.refusal:
             logger.warning(
-                "trl-packfa: rows of %s share no beginnings: %s. Each runs by itself.",
+                "trl-packfa: rows of %s share no prefixes: %s. Each runs by itself.",
                 type(inner_model(model)).__name__,
                 self.refusal,
             )
@@ -80,7 +80,7 @@ class Sharing:
         if not self._told:
             self._told = True
             logger.warning(
-                "trl-packfa: rows of %s share no beginnings while %s is not 0: each draws random numbers of its own. "
+                "trl-packfa: rows of %s share no prefixes while %s is not 0: each draws random numbers of its own. "
                 "Set it to 0 to share them.",
                 type(module).__name__,
                 drawing,

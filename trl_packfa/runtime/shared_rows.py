@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from ..branches import BranchedLayout
-from .branches import spread
 from .padded_rows import PaddedRows
+from .spread import spread
 
 # Beginnings of fewer tokens are computed in each row: a piece more is a call of the attention more in every layer, and
 # what all rows begin with, a token or a short header, is not worth it.
@@ -110,7 +110,7 @@ def _branches(rows: Sequence[np.ndarray], shortest: int) -> tuple[tuple[int, ...
     pieces: list[int] = []
     documents: list[tuple[int, ...]] = [()] * len(rows)
     # Neighbours from `first` up to `stop` whose first `depth` tokens are in the pieces `before`; the last is looked at
-    # next, so that a beginning lies beside what goes on from it.
+    # next, so that a prefix lies beside what goes on from it.
     waiting: list[tuple[int, int, int, tuple[int, ...]]] = [(0, len(order), 0, ())]
     while waiting:
         first, stop, depth, before = waiting.pop()

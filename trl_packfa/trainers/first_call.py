@@ -112,7 +112,7 @@ def compare_first_call(
     for i, own, off in zip(chosen, alone, rounded, strict=True):
         start, length = rows.starts[i], rows.lengths[i]
         found_together = together[i, start : start + length]
-        # Of what follows a beginning that rows share by itself, too: it may be few of a row's tokens.
+        # Of what follows a prefix that rows share by itself, too: it may be few of a row's tokens.
         for last in {length, max(rows.own_tokens(i), min(length, _FEW))}:
             noise = relative_difference(off[-last:], own[-last:], typical=True)
             difference = relative_difference(found_together[-last:], own[-last:], typical=True)

@@ -1,4 +1,4 @@
-"""Packed tokens of documents that share their beginnings, laid out as the documents are, and the way back.
+"""Packed tokens of documents that share their prefixes, laid out as the documents are, and the way back.
 
 Shape letters: T packed tokens, P tokens of all documents, a shared one counted in each of them, M keys of all pieces.
 """
