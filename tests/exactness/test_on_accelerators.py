@@ -35,7 +35,7 @@ def test_a_kernel_that_forgets_a_tile_is_found(tiled, monkeypatch):
     """It drops what a query sees more than 256 tokens before it; documents as short as a CPU's would not show that."""
     attend = SdpaBackend.__call__
 
-    def forgetful(self, query, key, value, layout, arguments):
+    def forgetful(self, query, key, value, layout, arguments, keys=None):
         arguments = type(arguments)(**{**vars(arguments), "sliding_window": 256})
         return attend(self, query, key, value, layout, arguments)
 
@@ -126,7 +126,7 @@ def test_a_leak_is_found_under_tf32(tf32, monkeypatch):
     tf32()
     attend = SdpaBackend.__call__
 
-    def leaking(self, query, key, value, layout, arguments):
+    def leaking(self, query, key, value, layout, arguments, keys=None):
         merged = PackedLayout.from_lengths((layout.lengths[0] + layout.lengths[1], *layout.lengths[2:]))
         return attend(self, query, key, value, merged, arguments)
 
