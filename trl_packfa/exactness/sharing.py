@@ -19,7 +19,7 @@ from .unpadding_report import SharingReport
 
 # What rows begin with, and what three of them go on with, in tokens; two of them also share the first of these. The
 # last row shares nothing.
-_BEGINNING, _BRANCHES, _OTHER = SHORTEST + 4, (11, 1, 24), 13
+_PREFIX, _BRANCHES, _OTHER = SHORTEST + 4, (11, 1, 24), 13
 
 
 def measure_sharing(subject: Subject, state: PatchState, known: torch.Tensor, seed: int) -> SharingReport | None:
@@ -35,11 +35,11 @@ def measure_sharing(subject: Subject, state: PatchState, known: torch.Tensor, se
     """
     assert state.unpadding is not None
     most = max_positions(find_backbone(subject.model, state.patch))
-    sharing, room = state.unpadding.sharing, None if most is None else (most - _BEGINNING) // 2
+    sharing, room = state.unpadding.sharing, None if most is None else (most - _PREFIX) // 2
     if sharing is None or sharing.refusal or (room is not None and room < 1):
         return None
     branches = [min(length, room or length) for length in _BRANCHES]
-    lengths = [_BEGINNING, *branches, _OTHER]
+    lengths = [_PREFIX, *branches, _OTHER]
     (prefix, *rest, other), _ = draw_documents(lengths, known, known_ids(inner_model(subject.model)), seed)
     comparison = Comparison(subject, state, [*(torch.cat([prefix, ids]) for ids in rest), other], seed)
     rows = comparison.rows(left=False)

@@ -16,7 +16,7 @@ from ..branches import BranchedLayout
 from .padded_rows import PaddedRows
 from .spread import spread
 
-# Beginnings of fewer tokens are computed in each row: a piece more is a call of the attention more in every layer, and
+# Prefixes of fewer tokens are computed in each row: a piece more is a call of the attention more in every layer, and
 # what all rows begin with, a token or a short header, is not worth it.
 SHORTEST = 16
 # What input ids carry once it is known where their rows are alike: no later call compares them again.

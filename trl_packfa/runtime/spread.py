@@ -5,12 +5,13 @@ Shape letters: T packed tokens, P tokens of all documents, a shared one counted 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..branches import BranchedLayout, Copies
+from ..branches import BranchedLayout, Copies, Run
 
 
 def spread(packed: torch.Tensor, layout: BranchedLayout) -> torch.Tensor:
@@ -45,20 +46,17 @@ class _Spread(torch.autograd.Function):
     def forward(ctx: Any, packed: torch.Tensor, copies: Copies) -> torch.Tensor:
         ctx.copies = copies
         spread = packed.new_empty(copies.num_places, *packed.shape[1:])
-        for start, place, length in (*copies.first, *copies.again):
-            spread[place : place + length].copy_(packed[start : start + length])
+        for tokens, places in _pairs(packed, spread, (*copies.first, *copies.again)):
+            places.copy_(tokens)
         return spread
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         copies = ctx.copies
-        packed = gradient.new_empty(copies.num_tokens, *gradient.shape[1:])
-        # Each token is there a first time, so each is written before it is added to.
-        for start, place, length in copies.first:
-            packed[start : start + length].copy_(gradient[place : place + length])
-        for start, place, length in copies.again:
-            packed[start : start + length].add_(gradient[place : place + length])
+        packed = _first_of_each(gradient, copies)
+        for tokens, places in _pairs(packed, gradient, copies.again):
+            tokens.add_(places)
         return packed, None
 
 
@@ -66,18 +64,31 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, spread: torch.Tensor, copies: Copies) -> torch.Tensor:
         ctx.copies = copies
-        packed = spread.new_empty(copies.num_tokens, *spread.shape[1:])
-        for start, place, length in copies.first:
-            packed[start : start + length].copy_(spread[place : place + length])
-        return packed
+        return _first_of_each(spread, copies)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         copies = ctx.copies
         spread = gradient.new_empty(copies.num_places, *gradient.shape[1:])
-        for start, place, length in copies.first:
-            spread[place : place + length].copy_(gradient[start : start + length])
-        for _, place, length in copies.again:
-            spread[place : place + length].zero_()
+        for tokens, places in _pairs(gradient, spread, copies.first):
+            places.copy_(tokens)
+        for _, places in _pairs(gradient, spread, copies.again):
+            places.zero_()
         return spread, None
+
+
+def _first_of_each(spread: torch.Tensor, copies: Copies) -> torch.Tensor:
+    """Packed tokens `(T, ...)`, each its first copy: every token has one, so all are written."""
+    packed = spread.new_empty(copies.num_tokens, *spread.shape[1:])
+    for tokens, places in _pairs(packed, spread, copies.first):
+        tokens.copy_(places)
+    return packed
+
+
+def _pairs(
+    packed: torch.Tensor, spread: torch.Tensor, runs: Sequence[Run]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each run its tokens in the row and its places among the copies, as views."""
+    for start, place, length in runs:
+        yield packed[start : start + length], spread[place : place + length]

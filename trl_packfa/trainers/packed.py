@@ -44,7 +44,6 @@ class PackedPreference(RecutSteps):
 
     Attributes:
         packing_reports (`dict[str, PackingReport]`): by dataset name, rows and tokens in and out, and what was lost.
-        packing_plan (`dict[str, float]`): empty; what an epoch comes to is told in the logs.
         cut_reason (`str`): why steps are not re-cut; empty if they are.
     """
 
@@ -66,7 +65,6 @@ class PackedPreference(RecutSteps):
         if adapter is not None and given.get("peft_config") is None:
             adapter.task_type = self._task
         self.packing_reports: dict[str, PackingReport] = {}
-        self.packing_plan: dict[str, float] = {}
         self.cut_reason = ""
         given |= {"args": settled, "quantization_config": quantization, "peft_config": adapter}
         super().__init__(**given)

@@ -209,8 +209,9 @@ def _show(trainer: PackedSFTTrainer) -> None:
     console = Console()
     if trainer.packing_reports:
         console.print(packing_table(trainer.packing_reports))
-    if trainer.packing_plan:
-        console.print(plan_table(trainer.packing_plan))
+    plan = getattr(trainer, "packing_plan", None)  # trainers of pairs plan no epoch
+    if plan:
+        console.print(plan_table(plan))
 
 
 def _show_proof(proof: ExactnessReport) -> None:

@@ -50,18 +50,21 @@ class LigerKernels(NamedTuple):
     swiglu_backward: Callable[..., Any]
 
 
-@cache
 def liger_kernels() -> LigerKernels | None:
     """Liger's functions, `None` where [`liger_unavailable`] says why."""
-    found = _load()
+    found = _loaded()
     return None if isinstance(found, str) else found
 
 
-@cache
 def liger_unavailable() -> str | None:
     """Why Liger's kernels are not used, `None` if they can be."""
-    found = _load()
+    found = _loaded()
     return found if isinstance(found, str) else None
+
+
+@cache
+def _loaded() -> LigerKernels | str:
+    return _load()
 
 
 def _load() -> LigerKernels | str:
