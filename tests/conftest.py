@@ -8,6 +8,7 @@ from pathlib import Path, PurePath
 
 import pytest
 import torch
+from compiling import compile_anew
 
 try:
     from xdist.scheduler import LoadScopeScheduling
@@ -49,9 +50,22 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 @pytest.fixture(autouse=True)
-def seeded():
+def alone():
+    """Each test as if it were the first of its process: seeded, no graph compiled, and it leaves no variable behind.
+
+    accelerate sets variables; PEFT's BOFT leaves `CXX=gcc` where it finds no CUDA, which no later graph can be linked
+    with.
+    """
     torch.set_num_threads(1)  # the suite runs one process per core; accelerate sets it anew where it finds ranks
     torch.manual_seed(0)
+    compile_anew()
+    before = dict(os.environ)
+    yield
+    for name in {*before, *os.environ} - {"PYTEST_CURRENT_TEST"}:
+        if name not in before:
+            del os.environ[name]
+        else:
+            os.environ[name] = before[name]
 
 
 @pytest.fixture(scope="session")

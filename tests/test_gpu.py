@@ -20,7 +20,6 @@ from battery import (
     require_device,
     was_fused,
 )
-from compiling import compile_anew
 from oracle import attention, attention_of_documents
 from tolerance import (
     BFLOAT16_LOSSES,
@@ -290,7 +289,6 @@ def test_ten_steps_of_bfd_have_trl_s_losses(device, backend, dtype, tmp_path):
 def test_a_compiled_run_has_the_losses_of_one_that_is_not(device, backend, tmp_path):
     """`torch_compile=True`; no step after the second compiles anything, but for a size or two of flex's own graphs."""
     require_device(device, backend)
-    compile_anew()
     options = {"packing_strategy": "step", "attention_backend": backend, "use_peft": False, "check_packing": False}
     given = (None, type(arguments()), device, BF16)
     compiles = {"torch_compile": True, "torch_compile_backend": "inductor" if device == "cuda" else "eager"}

@@ -7,7 +7,6 @@ from itertools import product
 
 import pytest
 import torch
-from compiling import compile_anew
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from trl_packfa import PackedLayout
@@ -19,8 +18,7 @@ WINDOWS, SOFTCAPS, SINKS, GRADIENTS = (None, 64), (None, 30.0), (False, True), (
 
 
 @pytest.fixture(autouse=True)
-def _compile_anew():
-    compile_anew()
+def _flex_anew():
     flex._compiled.cache_clear()
     yield
     flex._compiled.cache_clear()

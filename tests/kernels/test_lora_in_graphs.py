@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 import tiny
 import torch
-from compiling import compile_anew
 from test_fused_lora import adapted, by_peft, oracle
 from tolerance import assert_float32, assert_low_precision, assert_recomputed
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -20,11 +19,6 @@ from trl_packfa.patching.apply import compile_layers
 
 # Query, key and value; output; gate and up; down.
 OPERATORS_OF_A_LAYER = 4
-
-
-@pytest.fixture(autouse=True)
-def _compile_anew():
-    compile_anew()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import pickle
 import pytest
 import tiny
 import torch
-from compiling import compile_anew
 from padded import SIDES, padded, rows
 from peft import LoraConfig, get_peft_model
 from pretended import pretend
@@ -251,7 +250,6 @@ def test_ids_are_compared_once_for_all_models(monkeypatch):
 
 
 def test_under_torch_compile():
-    compile_anew()
     made = patch(tiny.model(layers=2), unpad=True, share_prefixes=True)
     compiled = torch.compile(made, backend="aot_eager")
     for batch in (padded(documents(), "left"), padded(documents()[:4]), padded(documents()[2:])):
@@ -268,7 +266,6 @@ def test_under_torch_compile():
 def test_flash_attention_in_a_graph_is_told_of_keys_apart(backend, monkeypatch):
     """One graph of any documents, as for those that share nothing; the stand-in compares what it is told. The head
     sees the padded batch: one graph for the first, one for any other."""
-    compile_anew()
     pretend(monkeypatch, backend)
     with torch.autocast("cpu", torch.bfloat16):
         made = patch(tiny.model("mistral", layers=2), backend=backend, unpad=True, share_prefixes=True)

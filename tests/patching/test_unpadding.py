@@ -197,7 +197,6 @@ def test_the_patch_is_copied_pickled_undone_and_idempotent():
 
 
 def test_under_torch_compile():
-    torch._dynamo.reset()
     model, batch = tiny.model(layers=2), padded(tiny.documents(), "left")
     expected = patch(model, unpad=True)(**batch).logits
     compiled = torch.compile(model, backend="aot_eager")

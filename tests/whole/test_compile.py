@@ -32,11 +32,6 @@ BATCHES = ((13, 1, 29), (40,), (2, 30, 3, 3, 18, 5), (1, 1), (60, 5))
 BACKBONE_AND_HEAD = 2
 
 
-@pytest.fixture(autouse=True)
-def _compile_anew():
-    compile_anew()
-
-
 class CountGraphs(TrainerCallback):
     """Graphs that were compiled by the end of each step."""
 
