@@ -1,3 +1,4 @@
+import gc
 import json
 import os
 
@@ -47,6 +48,12 @@ class OneLaunchOneWorker(LoadScopeScheduling):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     return OneLaunchOneWorker(config, log)
+
+
+def pytest_collection_finish():
+    """What the imports have made stays: accelerate collects garbage after every run, and went through all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

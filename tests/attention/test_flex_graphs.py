@@ -55,6 +55,7 @@ def test_other_documents_are_the_same_graph():
     assert compiled_graphs() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("limits")
 def test_every_kind_of_attention_is_compiled(monkeypatch):
     """The control leaves torch's limit as it is."""

@@ -271,6 +271,7 @@ def test_sides_run_interleaved_and_one_that_fails_is_a_row(lengths_file, tmp_pat
     assert report["environment"]["versions"]["torch"] and report["environment"]["allocator"]
 
 
+@pytest.mark.slow
 def test_an_adapter_that_fits_nothing_is_a_row_too(lengths_file, tmp_path, capsys):
     """PEFT refuses it in every side, and would where the model's FLOPs are counted."""
     argv = ["--model", "tiny", "--lengths", lengths_file, "--strategies", "step", "--eval_documents", "8"]

@@ -72,6 +72,7 @@ def test_bench_pack_times_every_part():
     assert [row["documents"] for row in rows] == [2000, 2000, 1984] and all(row["documents/s"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_bench_check_times_the_proof_beside_a_step(lengths_file, tmp_path, capsys):
     assert (
         main(["bench", "check", "--model", "tiny", "--lengths", lengths_file, "--json", "--output_dir", str(tmp_path)])
@@ -81,6 +82,7 @@ def test_bench_check_times_the_proof_beside_a_step(lengths_file, tmp_path, capsy
     assert check["seconds"] > 0 and step["seconds"] > 0 and check["share of 500 steps"].endswith("%")
 
 
+@pytest.mark.slow
 def test_a_preset_is_made_in_a_process_of_its_own(tmp_path, monkeypatch):
     """The memory of a GPU that a process has taken for weights stays its own until it ends."""
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", lambda *a, **k: pytest.fail("made here"))

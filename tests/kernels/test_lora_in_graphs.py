@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import tiny
 import torch
+from selection import in_full
 from test_fused_lora import adapted, by_peft, oracle
 from tolerance import assert_float32, assert_low_precision, assert_recomputed
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -50,7 +51,7 @@ def run(model, *, whole, context=nullcontext, backend="aot_eager"):
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["by layer", "whole"])
-@pytest.mark.parametrize("options", [{}, {"target_modules": ["q_proj", "v_proj", "down_proj"]}],
+@pytest.mark.parametrize("options", [{}, *in_full({"target_modules": ["q_proj", "v_proj", "down_proj"]})],
                          ids=["all", "some"])  # fmt: skip
 def test_it_is_peft_s(whole, options, calls):
     model = adapted(**options)
@@ -65,7 +66,7 @@ def test_it_is_peft_s(whole, options, calls):
     assert calls == {"project_forward": expected, "project_backward": expected}
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["weights", "autocast"])
+@pytest.mark.parametrize("autocast", [True, *in_full(False)], ids=["autocast", "weights"])
 def test_bfloat16_is_no_further_from_the_truth_than_pefts(autocast, calls):
     context = partial(torch.autocast, "cpu", torch.bfloat16) if autocast else nullcontext
     model = adapted() if autocast else adapted().to(torch.bfloat16)
@@ -119,7 +120,7 @@ def test_no_batch_after_the_first_compiles_anything(calls):
     assert calls["project_backward"] == 4 * 2 * OPERATORS_OF_A_LAYER
 
 
-@pytest.mark.parametrize("change", ["dropout", "disabled", "fused_lora=False"])
+@pytest.mark.parametrize("change", ["dropout", *in_full("disabled", "fused_lora=False")])
 def test_what_is_not_fused_runs_pefts_own_forward(change, calls):
     """The control of the counts above."""
     model = patch(adapted(**({"lora_dropout": 0.5} if change == "dropout" else {})), fused_lora="fused" not in change)
@@ -129,6 +130,7 @@ def test_what_is_not_fused_runs_pefts_own_forward(change, calls):
     assert not any(calls.values())
 
 
+@pytest.mark.slow
 def test_4_bit_weights_run_pefts_own_forward(tmp_path, calls):
     pytest.importorskip("bitsandbytes")
     tiny.model("llama", layers=2).save_pretrained(tmp_path)

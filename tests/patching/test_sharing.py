@@ -6,9 +6,10 @@ import pickle
 import pytest
 import tiny
 import torch
-from padded import SIDES, padded, rows
+from padded import padded, rows
 from peft import LoraConfig, get_peft_model
 from pretended import pretend
+from selection import in_full
 from test_unpadding import counted, run
 from tiny_models import small_model
 from tolerance import assert_float32, assert_low_precision, assert_recomputed, differs
@@ -61,7 +62,7 @@ def compare(model, batch, **options):
     return counted(model)
 
 
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("side", ["left", *in_full("right", "both")])
 @pytest.mark.parametrize("name", TYPES)
 def test_rows_are_what_they_were(name, side):
     made = model(name)
@@ -85,7 +86,7 @@ def test_learned_positions_go_on_from_the_prefix():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", *in_full("mistral", "gemma2")])
 def test_half_precision_is_as_near_to_float32_as_rows_by_themselves(name, dtype):
     batch = padded(documents())
     real = batch["attention_mask"].bool()
@@ -262,7 +263,7 @@ def test_under_torch_compile():
     assert counted(made).shared
 
 
-@pytest.mark.parametrize("backend", ["varlen", "flash"])
+@pytest.mark.parametrize("backend", ["varlen", *in_full("flash")])
 def test_flash_attention_in_a_graph_is_told_of_keys_apart(backend, monkeypatch):
     """One graph of any documents, as for those that share nothing; the stand-in compares what it is told. The head
     sees the padded batch: one graph for the first, one for any other."""

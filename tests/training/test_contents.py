@@ -5,6 +5,7 @@ import pyarrow as pa
 import pytest
 import torch
 from datasets import Dataset
+from selection import in_full
 from training import FORMATS, arguments, losses, packed_trainer
 
 from trl_packfa import DataCollatorForPacking
@@ -134,7 +135,7 @@ def test_labels_that_are_ignored_are_known():
 
 
 @pytest.mark.parametrize("name", ["pre-tokenized", "messages"])
-@pytest.mark.parametrize("kind", ["torch", "numpy"])
+@pytest.mark.parametrize("kind", ["torch", *in_full("numpy")])
 def test_formatted_datasets_train_as_plain_ones(kind, name, tmp_path):
     """As TRL trains them."""
     plain = Dataset.from_list(FORMATS[name])

@@ -3,6 +3,7 @@
 import pytest
 import tiny
 import torch
+from selection import in_full
 from tiny_models import small_model
 from tolerance import assert_trajectory, assert_weights
 from training import arguments, dataset, losses, packed_trainer
@@ -57,7 +58,7 @@ LOSSES = {
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("strategy", ["step", "minibatch"])
+@pytest.mark.parametrize("strategy", ["step", *in_full("minibatch")])
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_of_trls_is_the_padded_runs(tmp_path, name, strategy):
     assert_same(*pair(tmp_path, strategy=strategy, pad_to_multiple_of=16, **LOSSES[name]))

@@ -7,6 +7,7 @@ import tiny
 import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
+from selection import in_full
 from tiny_models import small_model
 from tolerance import assert_trajectory
 from training import FORMATS, arguments, dataset, losses, packed_trainer
@@ -162,7 +163,7 @@ def test_scoring_ones_own_logits_is_what_the_fused_head_does(tmp_path):
         assert_trajectory(*logged, allowed=1e-4)
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss", "bloom", "mamba"])
+@pytest.mark.parametrize("model_type", ["gpt_oss", *in_full("mixtral", "bloom", "mamba")])
 def test_general_levels_train_through_the_trainer(tmp_path, model_type):
     """Packed without a patch file of their own, the losses of TRL's padded trainer."""
     options = {"max_steps": 3, "use_peft": False, "out": tmp_path, "learning_rate": 1e-4}
@@ -195,7 +196,7 @@ def test_a_transform_on_the_fly_is_refused(tmp_path):
         packed_trainer(arguments(out=tmp_path), train_dataset=transformed)
 
 
-@pytest.mark.parametrize("strategy", ["step", "minibatch", "bfd", "wrapped"])
+@pytest.mark.parametrize("strategy", ["step", "bfd", *in_full("minibatch", "wrapped")])
 def test_documents_of_no_or_one_token_and_a_dataset_smaller_than_a_step(tmp_path, strategy):
     """Documents that cannot be trained are dropped and counted; one short step is trained, as padded training does."""
     documents = [{"input_ids": ids} for ids in ([], [5], [6, 7, 8], [9, 10])]

@@ -17,8 +17,8 @@ from trl_packfa.kernels.lm_head.chunked import Head
 # The same training ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("completion_only_loss", [True, False])
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("completion_only_loss", [True, *in_full(False)])
+@pytest.mark.parametrize("accumulation", [3, *in_full(1)])
 @pytest.mark.parametrize("strategy", ["step", "minibatch"])
 def test_twenty_steps_equal_the_padded_run(tmp_path, strategy, accumulation, completion_only_loss):
     options = {
