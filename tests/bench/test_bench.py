@@ -13,7 +13,7 @@ from trl_packfa import PackedSFTConfig
 from trl_packfa.bench.arguments import read_arguments
 from trl_packfa.bench.compare import Result
 from trl_packfa.bench.counting import StepCounter
-from trl_packfa.bench.data import facts, random_documents, save_documents
+from trl_packfa.bench.data import facts, random_documents, read_documents, save_documents
 from trl_packfa.bench.leaks import leaks
 from trl_packfa.bench.mixes import every_length
 from trl_packfa.bench.presets import save_preset
@@ -129,8 +129,12 @@ def setup(preset, *argv):
     return read_arguments(["--model", preset, "--output_dir", f"{preset}-out", *argv])
 
 
+def save(asked, model, folder):
+    return save_documents(asked, read_documents(asked), model, folder)
+
+
 def test_lengths_become_random_documents(preset, lengths_file, tmp_path):
-    save_documents(setup(preset, "--lengths", lengths_file, "--eval_documents", "6"), preset, tmp_path)
+    save(setup(preset, "--lengths", lengths_file, "--eval_documents", "6"), preset, tmp_path)
     train, held_out = (Dataset.load_from_disk(str(tmp_path / name)) for name in ("train", "eval"))
     counted = facts(train)
     assert (counted.documents, counted.tokens, len(held_out)) == (len(LENGTHS) - 6, sum(LENGTHS[:-6]), 6)
@@ -144,7 +148,7 @@ def test_a_dataset_is_tokenized_and_cut_once(tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(map(json.dumps, training.rows(24))))
     asked = setup(str(tmp_path / "model"), "--dataset", str(data), "--max_length", "32", "--eval_documents", "4")
-    report = save_documents(asked, str(tmp_path / "model"), tmp_path)
+    report = save(asked, str(tmp_path / "model"), tmp_path)
     train = Dataset.load_from_disk(str(tmp_path / "train"))
     assert facts(train).longest <= 32 and report["train"]["tokens_lost"] > 0
     assert train.column_names == ["input_ids", "labels"] and -100 in train[0]["labels"]
@@ -157,7 +161,7 @@ def test_a_dataset_is_tokenized_and_cut_once(tmp_path):
 def test_bad_length_lists_are_refused(preset, tmp_path, content, message):
     (tmp_path / "bad.json").write_text(content)
     with pytest.raises(InvalidDataset, match=message):
-        save_documents(setup(preset, "--lengths", str(tmp_path / "bad.json")), preset, tmp_path)
+        read_documents(setup(preset, "--lengths", str(tmp_path / "bad.json")))
 
 
 @pytest.mark.parametrize("recipe", ["paper", "llama3_8b", "automodel", "qlora_8b"])
@@ -175,7 +179,7 @@ def test_too_little_data_is_refused(preset, tmp_path):
     (tmp_path / "few.json").write_text("[5, 6, 7]")
     with pytest.raises(InvalidDataset, match="3 documents, 1 held out: less than the 4 of one step"):
         few = ("--per_device_train_batch_size", "4", "--eval_documents", "1")
-        save_documents(setup(preset, "--lengths", str(tmp_path / "few.json"), *few), preset, tmp_path)
+        read_documents(setup(preset, "--lengths", str(tmp_path / "few.json"), *few))
 
 
 @pytest.mark.parametrize(
@@ -195,6 +199,7 @@ def test_wrong_arguments_are_one_message(argv, message, capsys):
     assert main(["bench", *argv]) == 1
     captured = capsys.readouterr()
     assert message in captured.err and "Traceback" not in captured.err
+    assert "making" not in captured.out + captured.err, "nothing is made for a run that cannot be"
 
 
 def test_data_that_ends_before_the_clock_runs_is_a_failure(preset):
@@ -236,7 +241,7 @@ def test_every_command_is_answered_when_the_epoch_is_over(preset, lengths_file, 
     argv = ["--model", preset, "--lengths", lengths_file, "--eval_documents", str(len(LENGTHS) - 16)]
     argv += ["--output_dir", str(tmp_path / "out"), "--max_steps", "-1", "--num_train_epochs", "1"]
     argv += ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2"]
-    save_documents(read_arguments(argv), preset, tmp_path)
+    save(read_arguments(argv), preset, tmp_path)
     spec = {"argv": argv, "side": as_json(Side("padding")), "folder": str(tmp_path), "model": preset}
     channel = Commands(STEP, STEP, STEP, TRACE, FINISH)
     run(spec, channel)

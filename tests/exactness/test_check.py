@@ -35,6 +35,7 @@ def test_adapters_and_eval_mode_are_left_as_they_were():
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_the_model_is_checked_as_it_will_train():
     """Adapter, checkpointed layers and a compiled forward; nothing of it is left changed."""
     model = patch(get_peft_model(tiny.model(layers=2), LoraConfig(target_modules="all-linear")))

@@ -8,6 +8,7 @@ import oracle
 import pytest
 import tiny
 import torch
+from selection import in_full
 from tolerance import FORWARD_FACTOR, assert_float32, assert_low_precision, differs
 
 from trl_packfa import PackedLayout, describe, patch, patched, registered, unpatch
@@ -232,7 +233,7 @@ def test_gradient_checkpointing_changes_nothing(architecture, use_reentrant):
     assert all(torch.equal(grad, checkpointed[name]) for name, grad in plain.items())
 
 
-@pytest.mark.parametrize("what", ["layers", "model"])
+@pytest.mark.parametrize("what", ["model", *in_full("layers")])
 def test_torch_compile(what):
     model, docs = patch(tiny.model(layers=2)), tiny.documents()
     expected = forward(model, docs).logits

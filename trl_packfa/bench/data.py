@@ -22,6 +22,9 @@ from ..training.trainer import PackedSFTTrainer
 from .arguments import Setup
 from .mixes import every_length
 
+# Lengths of random documents, or the splits of a dataset.
+Documents = list[int] | dict[str, Dataset]
+
 # Token ids below it are special in the placeholder tokenizer.
 _FIRST_WORD = 4
 
@@ -61,34 +64,47 @@ def random_documents(lengths: list[int], *, vocab_size: int, seed: int) -> Datas
     return Dataset(pa.table({"input_ids": column, "labels": column}))
 
 
-def save_documents(setup: Setup, model: str, folder: Path) -> dict[str, Any]:
-    """Tokenize, cut, hold some out, and write both parts; returns what was lost on the way.
+def read_documents(setup: Setup) -> Documents:
+    """What to train on, before a model is made for it: the lengths asked for, or the splits of the dataset.
 
     Raises:
         [`InvalidConfig`] or [`InvalidDataset`]: if there is no data, or too little.
     """
+    if setup.bench.lengths is not None:
+        lengths = every_length(setup.bench.lengths, seed=setup.args.seed)
+        _require_a_step(len(lengths), setup)
+        return lengths
+    if setup.bench.trainer == "sft":
+        return _named_parts(setup)
+    from .preference import pairs_of
+
+    return _named_parts(setup, prepare=pairs_of)
+
+
+def save_documents(setup: Setup, documents: Documents, model: str, folder: Path) -> dict[str, Any]:
+    """Tokenize what [`read_documents`] returned, cut it, hold some out, and write both parts; returns what was lost
+    on the way."""
     if setup.bench.trainer != "sft":
-        parts, reports = _pairs(setup, model), {}
-    elif setup.bench.lengths is not None:
-        parts, reports = _random_parts(setup, model)
+        parts, reports = _pairs(setup, documents, model), {}
+    elif isinstance(documents, list):
+        parts, reports = _random_parts(setup, documents, model)
     else:
-        parts, reports = _tokenized_parts(setup, setup.bench.tokenizer or model)
+        parts, reports = _tokenized_parts(setup, documents, setup.bench.tokenizer or model)
     for name, dataset in parts.items():
         columns = ["input_ids", "labels"] if setup.bench.trainer == "sft" else dataset.column_names
         dataset.select_columns(columns).save_to_disk(folder / name)
     return {name: report.to_dict() for name, report in reports.items()}
 
 
-def _pairs(setup: Setup, model: str) -> dict[str, Dataset]:
+def _pairs(setup: Setup, documents: Documents, model: str) -> dict[str, Dataset]:
     """What a preference trainer trains on, tokenized."""
-    from .preference import pairs_of, random_pairs, tokenized
+    from .preference import random_pairs, tokenized
 
     trainer = setup.bench.trainer
-    if setup.bench.lengths is None:
+    if not isinstance(documents, list):
         tokenizer = AutoTokenizer.from_pretrained(setup.bench.tokenizer or model)
-        return tokenized(_named_parts(setup, prepare=pairs_of), trainer, tokenizer, setup.args)
-    lengths, most = every_length(setup.bench.lengths, seed=setup.args.seed), setup.args.max_length
-    lengths = [min(length, most or length) for length in lengths]
+        return tokenized(documents, trainer, tokenizer, setup.args)
+    lengths = [min(length, setup.args.max_length or length) for length in documents]
     vocab_size, seed = _vocab_size(model), setup.args.seed
     return _hold_out(random_pairs(lengths, trainer, vocab_size=vocab_size, first=_FIRST_WORD, seed=seed), setup)
 
@@ -97,10 +113,8 @@ def _vocab_size(model: str) -> int:
     return AutoConfig.from_pretrained(model).get_text_config().vocab_size
 
 
-def _random_parts(setup: Setup, model: str) -> tuple[dict[str, Dataset], dict[str, PackingReport]]:
-    vocab_size = _vocab_size(model)
-    lengths = every_length(setup.bench.lengths or "", seed=setup.args.seed)
-    documents = random_documents(lengths, vocab_size=vocab_size, seed=setup.args.seed)
+def _random_parts(setup: Setup, lengths: list[int], model: str) -> tuple[dict[str, Dataset], dict[str, PackingReport]]:
+    documents = random_documents(lengths, vocab_size=_vocab_size(model), seed=setup.args.seed)
     cut = {
         name: cut_dataset(part, name=name, max_length=setup.args.max_length, overflow=setup.args.overflow)
         for name, part in _hold_out(documents, setup).items()
@@ -108,7 +122,9 @@ def _random_parts(setup: Setup, model: str) -> tuple[dict[str, Dataset], dict[st
     return {name: part for name, (part, _) in cut.items()}, {name: report for name, (_, report) in cut.items()}
 
 
-def _tokenized_parts(setup: Setup, tokenizer_name: str) -> tuple[dict[str, Dataset], dict[str, PackingReport]]:
+def _tokenized_parts(
+    setup: Setup, parts: dict[str, Dataset], tokenizer_name: str
+) -> tuple[dict[str, Dataset], dict[str, PackingReport]]:
     """TRL tokenizes inside of a trainer; the smallest model will do."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
     off = {"packing_strategy": "minibatch", "max_tokens_per_microbatch": None, "use_peft": False}
@@ -116,7 +132,6 @@ def _tokenized_parts(setup: Setup, tokenizer_name: str) -> tuple[dict[str, Datas
     given = {f.name: getattr(setup.args, f.name) for f in fields(PackedSFTConfig) if f.init}
     shape: Any = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     small: Any = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=len(tokenizer)))
-    parts: Any = _named_parts(setup)
     trainer = PackedSFTTrainer(
         small,
         PackedSFTConfig(**{**given, **off}),
@@ -124,7 +139,7 @@ def _tokenized_parts(setup: Setup, tokenizer_name: str) -> tuple[dict[str, Datas
         eval_dataset=parts.get("eval"),
         processing_class=tokenizer,
     )
-    prepared = {"train": trainer.train_dataset, "eval": trainer.eval_dataset}
+    prepared: Any = {"train": trainer.train_dataset, "eval": trainer.eval_dataset}
     return {name: prepared[name] for name in parts}, trainer.packing_reports
 
 
@@ -153,12 +168,18 @@ def _named_parts(setup: Setup, prepare: Callable[[Dataset], Dataset] = lambda pa
 
 def _hold_out(dataset: Dataset, setup: Setup) -> dict[str, Dataset]:
     """The last documents are for validation."""
-    kept = len(dataset) - setup.bench.eval_documents
+    kept = _require_a_step(len(dataset), setup)
+    parts = {"train": dataset.select(range(kept))}
+    return {**parts, "eval": dataset.select(range(kept, len(dataset)))} if kept < len(dataset) else parts
+
+
+def _require_a_step(documents: int, setup: Setup) -> int:
+    """How many of them are trained on: enough for a step, or an error."""
+    kept = documents - setup.bench.eval_documents
     needed = setup.args.per_device_train_batch_size * setup.args.gradient_accumulation_steps
     if kept < needed:
         raise InvalidDataset(
-            f"{len(dataset)} documents, {setup.bench.eval_documents} held out: less than the {needed} of one step.",
+            f"{documents} documents, {setup.bench.eval_documents} held out: less than the {needed} of one step.",
             do="Use a larger dataset, or lower eval_documents or the batch.",
         )
-    parts = {"train": dataset.select(range(kept))}
-    return {**parts, "eval": dataset.select(range(kept, len(dataset)))} if kept < len(dataset) else parts
+    return kept

@@ -12,7 +12,7 @@ from datasets import load_from_disk
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
 from .arguments import read_arguments
-from .data import save_documents
+from .data import read_documents, save_documents
 from .run import model_path
 from .sides import Side, build_trainer
 
@@ -37,10 +37,11 @@ def bench_check(argv: list[str]) -> list[dict[str, Any]]:
         [`ContaminationError`]: if the model is not exact.
     """
     setup = read_arguments(argv)
+    documents = read_documents(setup)
     with tempfile.TemporaryDirectory(prefix="trl-packfa-bench-") as name:
         folder = Path(name)
         model = model_path(setup, folder)
-        save_documents(setup, model, folder)
+        save_documents(setup, documents, model, folder)
         train: Any = load_from_disk(str(folder / "train"))
         trainer: Any = build_trainer(
             Side("step"),

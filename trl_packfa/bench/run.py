@@ -17,7 +17,7 @@ from ..training.config import PackedSFTConfig
 from ..training.flops import ModelFlops, known_peak, peak_flops
 from .arguments import Setup, read_arguments
 from .compare import Result, require_equal_work
-from .data import Facts, facts, save_documents
+from .data import Facts, facts, read_documents, save_documents
 from .environment import environment
 from .presets import PRESETS, save_preset_apart
 from .process import SideFailed, SideProcess
@@ -34,10 +34,11 @@ def run_bench(argv: list[str], tell: Tell = lambda text: None) -> dict[str, Any]
         [`PackingError`]: for arguments and data that cannot be compared; a side that fails is a row of the result.
     """
     setup = read_arguments(argv)
+    documents = read_documents(setup)
     with tempfile.TemporaryDirectory(prefix="trl-packfa-bench-") as name:
         folder = Path(name)
         model = model_path(setup, folder, tell)
-        lost = save_documents(setup, model, folder)
+        lost = save_documents(setup, documents, model, folder)
         dataset: Any = load_from_disk(str(folder / "train"))
         data = facts(dataset, setup.bench.trainer)
         tell(f"{data.documents:,} documents, {data.tokens:,} tokens, longest {data.longest:,}")
