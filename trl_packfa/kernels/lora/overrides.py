@@ -1,7 +1,7 @@
 """The forwards that fuse LoRA layers: one linear layer, projections of one input, gated MLPs.
 
-Only packed calls are fused; all others, and whatever [`unsupported_reason`] names, run PEFT's own forward. Every call
-decides, so adapters may be switched, merged or disabled under the patch.
+Only packed calls are fused; all others, and whatever [`unsupported_reason`] names, run PEFT's own forward. What was
+decided stands until something changes ([`decide`]), so adapters may be switched, merged or disabled under the patch.
 
 Shape letters: B rows, L row length, D input features.
 """
@@ -22,6 +22,7 @@ from ...runtime.override import Override, computes_as, override_in
 from ..liger import multiplies_by_liger
 from ..liger.swiglu import gated_by_liger
 from .activated import ActivatedLoraOverride, Invocations, activated_layers
+from .decisions import decide
 from .in_graphs import project_in_graph
 from .products import GatedMLP, ProjectTogether
 from .projections import Projection, compute_dtype, is_adapted, output_dtype, read, unsupported_reason
@@ -134,13 +135,26 @@ def _is_patched(module: nn.Module) -> bool:
 
 def _readable(modules: Sequence[nn.Module]) -> list[Projection] | None:
     """What the layers compute, if this call is packed, one of them is adapted and none has a reason against it."""
-    # Graphs cannot read the context: there every call is fused, as no call's bits are PEFT's own anyway.
-    if not torch.compiler.is_compiling() and current_layout() is None:
+    if torch.compiler.is_compiling():
+        return _readable_in_graph(modules)
+    if current_layout() is None:
         return None
+    found: list[Projection] = []
+    for module in modules:
+        projection = decide(module)
+        if projection is None:
+            return None
+        found.append(projection)
+    return found if any(projection.lora_A is not None for projection in found) else None
+
+
+def _readable_in_graph(modules: Sequence[nn.Module]) -> list[Projection] | None:
+    """Graphs cannot read the context: there every call is fused, as no call's bits are PEFT's own anyway. What was
+    decided is what the graph is made for, and guarded by torch."""
     if not any(map(is_adapted, modules)) or any(unsupported_reason(module) for module in modules):
         return None
     found = [read(module) for module in modules]
-    return None if torch.compiler.is_compiling() and any(p.quant_state is not None for p in found) else found
+    return None if any(p.quant_state is not None for p in found) else found
 
 
 def _project(modules: Sequence[nn.Module], x: torch.Tensor) -> tuple[torch.Tensor, ...] | None:

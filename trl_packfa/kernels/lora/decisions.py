@@ -1,0 +1,109 @@
+"""Whether a layer can be fused, decided once: a decision stands while all that it was read from is as it was.
+
+PEFT's layers answer through properties and module lookups, many for each layer and call. The objects behind the
+answers are compared instead, so adapters may still be switched, merged, disabled, hooked or replaced under the patch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from .projections import Projection, is_adapted, read, unsupported_reason
+
+# Attributes of a LoRA layer that hold one value, and those of any module that are empty where nothing hooks it.
+_STATES = ("_active_adapter", "_disable_adapters", "cast_input_dtype_enabled")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_QUANTIZED = ("packing_format_for_cpu", "shape")
+
+
+def decide(module: nn.Module) -> Projection | None:
+    """What a layer computes if it can be fused as it is now, else `None`."""
+    decision = _DECISIONS.get(module)
+    if decision is not None and decision.stands(module):
+        return decision.projection
+    _DECISIONS.pop(module, None)
+    if unsupported_reason(module) is not None:
+        return None
+    decision = _DECISIONS[module] = Decision(module)
+    return decision.projection
+
+
+class Decision:
+    """That a layer can be fused, what it computes then, and what both were read from.
+
+    Args:
+        module (`torch.nn.Module`): a layer that [`unsupported_reason`] has nothing against.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.projection = read(module)
+        # A name in a namespace and the object that it has to be; `None` where there is none.
+        self._same: list[tuple[dict[str, Any], str, Any]] = []
+        self._empty: list[Any] = []
+        self._class, self._active, self._active_then = type(module), None, None
+        base: Any = module
+        if is_adapted(module):
+            base = module.base_layer
+            self._watch_adapter(module)
+        self._watch_module(base)
+        self._watch(vars(base), "forward", "compute_dtype")
+        self._watch_parameters(base)
+        state = getattr(base.weight, "quant_state", None)
+        if state is not None:
+            self._watch(vars(base.weight), "quant_state")
+            self._watch(vars(state), *_QUANTIZED)
+        self._frozen = [base.weight] if base.bias is None else [base.weight, base.bias]
+        # Its own namespace holds the layer, through the forward that stands on it: were it kept, so would they be.
+        self._own = [(name, value) for namespace, name, value in self._same if namespace is vars(module)]
+        self._same = [watched for watched in self._same if watched[0] is not vars(module)]
+        weights = (self.projection.weight, self.projection.lora_A, self.projection.lora_B)
+        self._dtypes = [(weight, weight.dtype) for weight in weights if weight is not None]
+
+    def stands(self, module: nn.Module) -> bool:
+        """Whether the layer would be decided and read as it was."""
+        own = vars(module)
+        return (
+            type(module) is self._class
+            and not any(self._empty)
+            and all([own.get(name) is value for name, value in self._own])
+            and all([namespace.get(name) is value for namespace, name, value in self._same])
+            and self._active == self._active_then
+            and all([weight.dtype is dtype for weight, dtype in self._dtypes])
+            and not any([weight.requires_grad for weight in self._frozen])
+        )
+
+    def _watch_adapter(self, module: Any) -> None:
+        name = next(name for name in module.active_adapters if name in module.lora_A)
+        self._watch(vars(module), *_STATES)
+        self._active = module._active_adapter
+        self._active_then = self._active if isinstance(self._active, str) else list(self._active)
+        self._empty.append(module.merged_adapters)
+        self._watch(vars(module), "merged_adapters")
+        self._watch(module.lora_A._modules, *module.active_adapters)
+        self._watch(module.lora_variant, name)
+        self._watch(module.scaling, name)
+        self._watch_module(module)
+        self._watch(module._modules, "base_layer")
+        for container in (module.lora_A, module.lora_B, module.lora_dropout):
+            self._watch(container._modules, name)
+            self._watch_module(container[name])
+        for factor in (module.lora_A[name], module.lora_B[name]):
+            self._watch_parameters(factor)
+        self._watch(vars(module.lora_dropout[name]), "p")
+
+    def _watch_parameters(self, layer: Any) -> None:
+        self._watch(layer._parameters, "weight", "bias")
+        self._watch(vars(layer.weight), "ds_shape")  # DeepSpeed ZeRO-3 takes a weight apart in place
+
+    def _watch_module(self, module: nn.Module) -> None:
+        self._watch(vars(module), *_HOOKS, "_hf_hook")
+        self._empty += [hooks for name in _HOOKS if (hooks := getattr(module, name)) is not None]
+
+    def _watch(self, namespace: Any, *names: str) -> None:
+        self._same += [(namespace, name, namespace.get(name)) for name in names]
+
+
+_DECISIONS: WeakKeyDictionary[nn.Module, Decision] = WeakKeyDictionary()
