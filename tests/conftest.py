@@ -51,7 +51,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_finish():
-    """What the imports have made stays: accelerate collects garbage after every run, and went through all of it."""
+    """Keep what the imports made out of garbage collection: accelerate collects after every training run, and would go
+    through all of it each time."""
     gc.collect()
     gc.freeze()
 

@@ -4,10 +4,9 @@ import gc
 from dataclasses import fields
 
 import pytest
-import tiny
 import torch
 from peft import LoraConfig
-from test_fused_lora import EVERYWHERE, adapted, run
+from test_fused_lora import EVERYWHERE, adapted, packed, run
 from torch import nn
 
 from trl_packfa import patch
@@ -149,29 +148,24 @@ def test_layers_are_asked_once(monkeypatch):
     monkeypatch.setattr(decisions, "unsupported_reason", lambda module: asked.append(module))
     model = patch(adapted())
     for _ in range(3):
-        run_packed(model)
+        packed(model)
     assert len(asked) == 2 * 7
     monkeypatch.setattr(Decision, "stands", lambda self, module: False)
-    run_packed(model)
+    packed(model)
     assert len(asked) == 2 * 2 * 7
 
 
 def test_a_decision_that_stands_too_long_is_another_result(monkeypatch):
     """Negative control: the scaling that was decided on is used."""
     model = patch(adapted())
-    first = run_packed(model)
+    first = packed(model)
     query(model).set_scale("default", 7.0)
-    assert not torch.equal(run_packed(model), first)
+    assert not torch.equal(packed(model), first)
     query(model).set_scale("default", 1.0)
     monkeypatch.setattr(Decision, "stands", lambda self, module: True)
-    stale = run_packed(model)
+    stale = packed(model)
     monkeypatch.undo()
-    assert not torch.equal(run_packed(model), stale)
-
-
-def run_packed(model):
-    with torch.no_grad():
-        return model(**tiny.batch(tiny.documents())).logits
+    assert not torch.equal(packed(model), stale)
 
 
 def test_no_model_is_kept():

@@ -65,7 +65,7 @@ def random_documents(lengths: list[int], *, vocab_size: int, seed: int) -> Datas
 
 
 def read_documents(setup: Setup) -> Documents:
-    """What to train on, before a model is made for it: the lengths asked for, or the splits of the dataset.
+    """Read what to train on: lengths for random tokens, or a dataset's splits. No model has to be there yet.
 
     Raises:
         [`InvalidConfig`] or [`InvalidDataset`]: if there is no data, or too little.
@@ -76,7 +76,7 @@ def read_documents(setup: Setup) -> Documents:
         return lengths
     if setup.bench.trainer == "sft":
         return _named_parts(setup)
-    from .preference import pairs_of
+    from .preference import pairs_of  # TRL's other trainers take seconds to import
 
     return _named_parts(setup, prepare=pairs_of)
 
@@ -174,7 +174,7 @@ def _hold_out(dataset: Dataset, setup: Setup) -> dict[str, Dataset]:
 
 
 def _require_a_step(documents: int, setup: Setup) -> int:
-    """How many of them are trained on: enough for a step, or an error."""
+    """Number of documents to train on once some are held out; raises if they do not fill an optimizer step."""
     kept = documents - setup.bench.eval_documents
     needed = setup.args.per_device_train_batch_size * setup.args.gradient_accumulation_steps
     if kept < needed:

@@ -11,11 +11,10 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from .projections import Projection, is_adapted, read, unsupported_reason
+from .projections import HOOKS, Projection, is_adapted, read, unsupported_reason
 
-# Attributes of a LoRA layer that hold one value, and those of any module that are empty where nothing hooks it.
-_STATES = ("_active_adapter", "_disable_adapters", "cast_input_dtype_enabled")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# What `unsupported_reason` and `read` look at in a LoRA layer, and in bitsandbytes' key to a packed weight.
+_STATES = ("_active_adapter", "_disable_adapters", "merged_adapters", "cast_input_dtype_enabled")
 _QUANTIZED = ("packing_format_for_cpu", "shape")
 
 
@@ -32,10 +31,13 @@ def decide(module: nn.Module) -> Projection | None:
 
 
 class Decision:
-    """That a layer can be fused, what it computes then, and what both were read from.
+    """The decision that a layer can be fused: what it computes, and the objects that were looked at to find out.
 
     Args:
         module (`torch.nn.Module`): a layer that [`unsupported_reason`] has nothing against.
+
+    Attributes:
+        projection ([`Projection`]): what the layer computes.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -63,7 +65,7 @@ class Decision:
         self._dtypes = [(weight, weight.dtype) for weight in weights if weight is not None]
 
     def stands(self, module: nn.Module) -> bool:
-        """Whether the layer would be decided and read as it was."""
+        """Whether all of those objects are the same still."""
         own = vars(module)
         return (
             type(module) is self._class
@@ -81,7 +83,6 @@ class Decision:
         self._active = module._active_adapter
         self._active_then = self._active if isinstance(self._active, str) else list(self._active)
         self._empty.append(module.merged_adapters)
-        self._watch(vars(module), "merged_adapters")
         self._watch(module.lora_A._modules, *module.active_adapters)
         self._watch(module.lora_variant, name)
         self._watch(module.scaling, name)
@@ -99,8 +100,8 @@ class Decision:
         self._watch(vars(layer.weight), "ds_shape")  # DeepSpeed ZeRO-3 takes a weight apart in place
 
     def _watch_module(self, module: nn.Module) -> None:
-        self._watch(vars(module), *_HOOKS, "_hf_hook")
-        self._empty += [hooks for name in _HOOKS if (hooks := getattr(module, name)) is not None]
+        self._watch(vars(module), *HOOKS, "_hf_hook")
+        self._empty += [getattr(module, name) for name in HOOKS]
 
     def _watch(self, namespace: Any, *names: str) -> None:
         self._same += [(namespace, name, namespace.get(name)) for name in names]

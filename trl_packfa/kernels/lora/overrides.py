@@ -149,8 +149,8 @@ def _readable(modules: Sequence[nn.Module]) -> list[Projection] | None:
 
 
 def _readable_in_graph(modules: Sequence[nn.Module]) -> list[Projection] | None:
-    """Graphs cannot read the context: there every call is fused, as no call's bits are PEFT's own anyway. What was
-    decided is what the graph is made for, and guarded by torch."""
+    """The same while torch.compile traces: every call of a graph is fused, and torch guards what is decided here."""
+    # A graph cannot read the context, so does not know which calls are packed; no call's bits are PEFT's own in one.
     if not any(map(is_adapted, modules)) or any(unsupported_reason(module) for module in modules):
         return None
     found = [read(module) for module in modules]

@@ -16,6 +16,8 @@ from ...runtime.autocast import HALF, autocast_dtype, has_half_products
 from ...runtime.zero3 import is_in_parts
 
 _LORA = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit")
+# Attributes of a module that are empty where nothing hooks it.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN, _NF4 = "torch.nn.modules.linear.Linear", "bitsandbytes.nn.modules.Linear4bit"
 
 
@@ -113,9 +115,7 @@ def _why_not_base(base: Any) -> str | None:
 
 
 def _is_hooked(module: Any) -> bool:
-    # Spelled out, as it is asked of every layer in every call.
-    forward, backward = module._forward_hooks or module._forward_pre_hooks, module._backward_hooks
-    return bool(forward or backward or module._backward_pre_hooks) or "_hf_hook" in vars(module)
+    return any(getattr(module, name) for name in HOOKS) or "_hf_hook" in vars(module)
 
 
 def _why_not_tensor(weight: torch.Tensor) -> str | None:
