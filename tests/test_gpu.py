@@ -81,7 +81,7 @@ def case_on(device, backend, name, dtype):
 
 @DTYPES
 @pytest.mark.parametrize("name", KERNEL_CASES)
-@places(*ON_GPU)
+@places(*ON_GPU, on_cpu_marks=pytest.mark.slow)
 def test_kernels_against_float64(device, backend, name, dtype):
     case, attend, tensors = case_on(device, backend, name, dtype)
     ours, exact = case.run(attend, tensors), case.run_exactly(tensors)

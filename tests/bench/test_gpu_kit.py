@@ -247,6 +247,7 @@ def test_transformers_attends_by_document_with_the_stand_in(how, window, flash_a
     )
 
 
+@pytest.mark.slow
 def test_our_backend_takes_the_stand_in_into_a_graph(flash_attn, monkeypatch):
     """One graph of the backbone, one of the head, whatever documents a batch holds."""
     strict = flash_attn.varlen_attn
