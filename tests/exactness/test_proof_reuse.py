@@ -47,8 +47,11 @@ def test_a_resumed_run_is_not_proven_again(tmp_path, checks):
 
 @pytest.mark.parametrize(
     "change",
-    [{"bf16": True}, {"attention_backend": "reference"}]
-    + in_full({"gradient_checkpointing": True}, {"fused_lora": False}),
+    [
+        {"bf16": True},
+        {"attention_backend": "reference"},
+        *in_full({"gradient_checkpointing": True}, {"fused_lora": False}),
+    ],
 )
 def test_what_has_changed_is_proven(tmp_path, checks, change):
     """The control: one thing at a time."""
