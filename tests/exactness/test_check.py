@@ -15,7 +15,7 @@ from trl_packfa.exactness.compare import share
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32)], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("architecture", [name for name in tiny.ARCHITECTURES if name != "llama-dynamic"])
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 def test_exact_models_pass(architecture, dtype):
     report = check(patch(tiny.model(architecture).to(dtype)))
     assert report.verdict == "exact", str(report)

@@ -1,5 +1,8 @@
 """The proof of `unpad=True`: it finds what is wrong, and says what is as it is."""
 
+import sys
+from contextlib import nullcontext
+
 import pytest
 import tiny
 import torch
@@ -9,6 +12,7 @@ from trl_packfa import check, describe, patch
 from trl_packfa.errors import UnsupportedModel
 from trl_packfa.exactness import check_unpadding
 from trl_packfa.patching.apply import find_state
+from trl_packfa.patching.rotary import RotaryOverride
 from trl_packfa.runtime.padded_rows import PaddedRows
 
 
@@ -69,6 +73,30 @@ def test_a_model_without_power_is_said_to_have_none():
 
     apply_patch(model, get_patch(model), "auto", unpad=True)
     assert check_unpadding(model).verdict == "no power"
+
+
+def test_frequencies_that_a_long_row_has_changed_are_forgotten_between_measurements():
+    """Dynamic NTK's base grows for a long sequence and stays: a document alone would depend on those before it."""
+    model = tiny.model("llama-dynamic", layers=2)
+    rotary = model.model.rotary_emb
+    model(input_ids=torch.randint(3, tiny.VOCAB, (1, 60)))  # longer than any document of the proof's
+    grown, seen = rotary.inv_freq.clone(), rotary.max_seq_len_cached
+    assert check(patch(model)).verdict == "exact"
+    report = find_state(patch(model, unpad=True)).unpadding_report
+    assert report.verdict == "exact" and report.against == "alone"  # padded rows have the longest one's frequencies
+    assert torch.equal(rotary.inv_freq, grown) and rotary.max_seq_len_cached == seen
+    assert not rotary._forward_pre_hooks
+
+
+@pytest.mark.parametrize("fault", ["remembers", "no document has its own"])
+def test_negative_control_frequencies_of_other_documents_are_found(fault, monkeypatch):
+    if fault == "remembers":
+        monkeypatch.setattr(sys.modules["trl_packfa.exactness.quiet"], "fresh_frequencies", nullcontext)
+    else:
+        monkeypatch.setattr(
+            RotaryOverride, "__call__", lambda self, *args, **options: self.call_original(*args, **options)
+        )
+    assert check(patch(tiny.model("llama-dynamic", layers=2))).verdict == "differs"
 
 
 def test_the_check_leaves_no_trace():

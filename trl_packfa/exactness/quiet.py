@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from ..patching.rotary import fresh_frequencies
 from ..runtime.bitsandbytes import unconverted
 from ..runtime.random_states import devices_of, random_states_kept
 
@@ -19,7 +20,8 @@ _DRAWS = re.compile(r"drop|jitter|noise|neftune")
 
 @contextmanager
 def quiet(model: nn.Module, *, training: bool = False) -> Iterator[None]:
-    """No dropout, and afterwards every module's mode, gradient, 4-bit layer, shard and the random state as before.
+    """No dropout, no call that remembers another's length, and afterwards every module's mode, gradient, 4-bit layer,
+    shard, rotary frequencies and the random state as before.
 
     With `training`, the model is in training mode, in which some run other kernels and layers are checkpointed, and
     whatever draws random numbers there is set to none.
@@ -29,7 +31,7 @@ def quiet(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     silenced: list[tuple[Any, str, Any]] = []
     try:
-        with random_states_kept(devices_of(model)), unconverted(model):
+        with random_states_kept(devices_of(model)), unconverted(model), fresh_frequencies(model):
             model.train(training)
             if training:
                 _silence(model, silenced)

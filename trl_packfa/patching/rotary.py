@@ -5,6 +5,8 @@ Shape letters: B rows, L row length, R rotated features.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,6 +55,44 @@ class RotaryOverride(Override):
         parameters = rotary.config.rope_parameters
         parameters = parameters if layer_type is None else parameters[layer_type]
         return parameters.get("original_max_position_embeddings") or rotary.original_max_seq_len
+
+
+@contextmanager
+def fresh_frequencies(model: nn.Module) -> Iterator[None]:
+    """Let every call of a rotary embedding in a `with` block begin with the frequencies of a model just built.
+
+    A base of dynamic NTK that has grown for one sequence stays for the next ones, unless these are short: the result
+    of a call would depend on those before it. Afterwards the frequencies are what they were.
+    """
+    rotary = [module for module in model.modules() if depends_on_length(module)]
+    kept = [_frequencies_of(module) for module in rotary]
+    handles = [module.register_forward_pre_hook(_forget, with_kwargs=True) for module in rotary]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, (buffers, values) in zip(rotary, kept, strict=True):
+            module._buffers.update(buffers)
+            vars(module).update(values)
+
+
+def _frequencies_of(module: nn.Module) -> tuple[dict[str, torch.Tensor | None], dict[str, Any]]:
+    """Copies of the buffers, which some update in place, and whatever else has been set on the module itself."""
+    buffers = {name: None if value is None else value.clone() for name, value in module._buffers.items()}
+    values = {name: value for name, value in vars(module).items() if name.endswith(("_freq", "_cached", "_scaling"))}
+    return buffers, values
+
+
+def _forget(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Put a grown base back, by the module's own code: a call with one token at position 0 does."""
+    start = torch.zeros_like(kwargs["position_ids"] if "position_ids" in kwargs else args[1])[..., :1]
+    if "position_ids" in kwargs:
+        kwargs = {**kwargs, "position_ids": start}
+    else:
+        args = (args[0], start, *args[2:])
+    with torch.no_grad():
+        type(module).forward(module, *args, **kwargs)
 
 
 def depends_on_length(module: nn.Module) -> bool:
