@@ -72,6 +72,8 @@ class Patch:
             The same for attention with code of its own: document by document, under a causal mask of their size.
         beside (`tuple[str, ...]`, *optional*):
             Class names of what runs document by document beside the attention: position embeddings, indexers.
+        over_layers (`tuple[str, ...]`, *optional*):
+            Class names of modules that attend over layers, not over tokens: they are left alone.
         rebatch (`bool`, *optional*, defaults to `False`):
             Run the whole backbone document by document, level `rebatch`, for what mixes tokens in other ways.
         serves (`Callable[[Any], bool]`, *optional*):
@@ -95,6 +97,7 @@ class Patch:
     mixers: tuple[str, ...] = ()
     masked_mixers: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
+    over_layers: tuple[str, ...] = ()
     rebatch: bool = False
     serves: Callable[[Any], bool] | None = None
     otherwise: Patch | None = None
@@ -152,7 +155,7 @@ _CONTRADICTIONS: tuple[tuple[Callable[[set[str]], bool], tuple[str, ...], str], 
     (
         lambda given: "rebatch" in given,
         ("attention", "functions", "window", "arguments", "output", "finish", "bias", "makes_mask", "mixers",
-         "masked_mixers", "beside"),
+         "masked_mixers", "beside", "over_layers"),
         "rebatch=True ignores: the whole backbone runs document by document",
     ),
     (

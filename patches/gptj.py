@@ -1,8 +1,11 @@
-"""GPT-J and CodeGen: rotary attention whose module calls its own attention function."""
+"""GPT-J and CodeGen: rotary attention, whose module calls its own attention function before transformers 5.24."""
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
+
+from packaging.version import Version
 
 from trl_packfa.attention import AttentionArguments
 from trl_packfa.patches.base import Patch
@@ -13,8 +16,13 @@ def read_arguments(module: Any) -> AttentionArguments:
     return AttentionArguments(scaling=1.0 / float(module.scale_attn), dropout=module.attn_dropout.p)
 
 
-PATCH = Patch(
-    model_types=("gptj", "codegen"),
-    functions={"GPTJAttention": "_attn", "CodeGenAttention": "_attn"},
-    arguments=read_arguments,
+_TYPES = ("gptj", "codegen")
+PATCH = (
+    Patch(model_types=_TYPES)  # on transformers' attention interface
+    if Version(version("transformers")) >= Version("5.24")
+    else Patch(
+        model_types=_TYPES,
+        functions={"GPTJAttention": "_attn", "CodeGenAttention": "_attn"},
+        arguments=read_arguments,
+    )
 )

@@ -29,4 +29,5 @@ def rotary_qkv(
     return *rotate(query, key, *position_embeddings), value
 
 
-PATCH = Patch(model_types=("llama",), backbone="LlamaModel", attention={"LlamaAttention": rotary_qkv})
+# EXAONE 3 is a Llama under another config (transformers 5.24).
+PATCH = Patch(model_types=("llama", "exaone"), backbone="LlamaModel", attention={"LlamaAttention": rotary_qkv})

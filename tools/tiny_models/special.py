@@ -138,6 +138,15 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "lfm3": {"layer_types": ["conv", _F, "conv", _S], "conv_L_cache": 4},
     "inkling_text": _INKLING | {"mlp_layer_types": _SPARSE_AFTER_FIRST, "logits_mup_width_multiplier": 1.0},
     "inkling2_text": _INKLING | {"unpadded_vocab_size": VOCABULARY, "n_layers_per_attn_res_block": 2},
+    "inkling2_loop_text": _INKLING
+    | {
+        "unpadded_vocab_size": VOCABULARY,
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 3,
+        "loop_num_passes": 2,
+        "loop_gate_rank": 8,
+    },
     "mamba2": {"num_heads": 4, "head_dim": 32},
     "bamba": {"attn_layer_indices": [1, 3]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 3, "expert_layer_offset": 1},

@@ -5,6 +5,7 @@ Shape letters: B rows, L row length, H head dim, R rotated part of it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -40,9 +41,10 @@ def rotate(
 
 
 def rotates(function: Callable[..., Any]) -> bool:
-    """Whether a patch's function calls [`rotate`]."""
-    code, known = getattr(function, "__code__", None), getattr(function, "__globals__", {})
-    return code is not None and any(known.get(name) is rotate for name in code.co_names)
+    """Tell whether a patch's function calls [`rotate`]."""
+    return inspect.isfunction(function) and any(
+        value is rotate for value in inspect.getclosurevars(function).globals.values()
+    )
 
 
 class PlainRotation:

@@ -21,6 +21,7 @@ from ..errors import PackingError
 from ..layout import PackedLayout
 from ..patches.base import QKV, Patch
 from ..runtime.boundaries import layout_of
+from ..runtime.caches import without_caches
 from ..runtime.compile import around_graphs, mark_dynamic, outside_of_graphs
 from ..runtime.context import INPUT_IDS, current_layout, empty_mask, find_layout, packed_call
 from ..runtime.override import Override, forward_signature
@@ -183,7 +184,8 @@ def _packed_call(call: dict[str, Any], layout: PackedLayout) -> dict[str, Any]:
     mask = empty_mask(layout, device)  # transformers would build a T x T mask in the place of `None`
     batch = (call.get(name) for name in ("input_ids", "inputs_embeds", "position_ids"))
     mark_dynamic(tensor for tensor in (*batch, layout.cu_seqlens, *layout.sizes) if tensor is not None)
-    return {**call, "attention_mask": mask, "past_key_values": None, "use_cache": False, "packed_layout": layout}
+    # Filled caches were refused, and an empty one would only be filled for nothing.
+    return {**without_caches(call), "attention_mask": mask, "use_cache": False, "packed_layout": layout}
 
 
 class RebatchOverride(BackboneOverride):
@@ -196,9 +198,8 @@ class RebatchOverride(BackboneOverride):
         """See [`run_backbone_by_document`]."""
         if call.get("use_cache") is not None or "use_cache" in self.names:
             call["use_cache"] = False
-        call.pop("past_key_values", None)
         with packed_call(None):  # the documents by themselves are not packed
-            call = self._accepted(router_loss.asked(call))
+            call = self._accepted(router_loss.asked(without_caches(call)))
             return router_loss.told(run_backbone_by_document(self.call_original, call, layout))
 
 

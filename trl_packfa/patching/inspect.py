@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
+from textwrap import dedent
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from ..errors import UnsupportedModel
 from ..patches.base import Patch
@@ -108,10 +111,18 @@ def find_backbone(model: nn.Module, patch: Patch) -> nn.Module:
 
 
 def uses_interface(module: nn.Module) -> bool:
-    """Whether a module computes attention through transformers' attention interface."""
-    # By bytecode: `co_names` holds each global that a function reads. Forwards wrapped in C have no code.
-    code = getattr(type(module).forward, "__code__", None)
-    return hasattr(module, "config") and code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+    """Tell whether a module computes attention through transformers' attention interface."""
+    return hasattr(module, "config") and _reads_interface(type(module).forward)
+
+
+@cache
+def _reads_interface(forward: Callable[..., Any]) -> bool:
+    """Tell whether a forward reads a global that is an `AttentionInterface` (modelling files call it
+    `ALL_ATTENTION_FUNCTIONS`)."""
+    function = inspect.unwrap(forward)  # decorators, as transformers' own for renamed arguments
+    if not inspect.isfunction(function):  # compiled to C: nothing can be read
+        return False
+    return any(isinstance(value, AttentionInterface) for value in inspect.getclosurevars(function).globals.values())
 
 
 def is_causal(module: Any) -> bool:
@@ -120,10 +131,19 @@ def is_causal(module: Any) -> bool:
 
 
 def tells_window(module: nn.Module) -> bool:
-    """Whether a module passes `sliding_window` to its attention function, so that not only the mask knows it."""
-    # The keywords of a call stand among a function's constants as a tuple of names.
-    constants = type(module).forward.__code__.co_consts
-    return any("sliding_window" in names for names in constants if isinstance(names, tuple))
+    """Tell whether a module passes `sliding_window` to its attention function, so that not only the mask knows it."""
+    return "sliding_window" in _keywords_passed(type(module).forward)
+
+
+@cache
+def _keywords_passed(forward: Callable[..., Any]) -> frozenset[str]:
+    """Return the names of all keywords in the calls that a forward makes; none where its source is not at hand."""
+    try:
+        source = inspect.getsource(inspect.unwrap(forward))
+    except (OSError, TypeError):  # compiled, or typed into a console
+        return frozenset()
+    calls = (node for node in ast.walk(ast.parse(dedent(source))) if isinstance(node, ast.Call))
+    return frozenset(keyword.arg for call in calls for keyword in call.keywords if keyword.arg is not None)
 
 
 def masks_windows(backbone: nn.Module) -> bool:
@@ -169,10 +189,14 @@ def _find_interface(backbone: nn.Module, patch: Patch) -> dict[str, nn.Module]:
     found = find_by_class(backbone, (*patch.mixers, *patch.masked_mixers))
     # What runs document by document does so with the model's own attention, inside as well.
     inside = [id(module) for mixer in found.values() for module in mixer.modules()]
+    over_layers = find_by_class(decoder, patch.over_layers)
     attention = {
         name: module
         for name, module in decoder.named_modules()
-        if uses_interface(module) and id(module) not in inside and not _is_elsewhere(name, module)
+        if uses_interface(module)
+        and id(module) not in inside
+        and name not in over_layers
+        and not _is_elsewhere(name, module)
     }
     if not attention and not found:
         raise UnsupportedModel(

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import PackingError
-from ..runtime.boundaries import CACHES
+from ..runtime.caches import has_cache
 from ..runtime.padded_rows import PaddedRows, rows_of
 from .sharing import Sharing
 
@@ -65,7 +65,7 @@ class Unpadding:
             return None
         if mask.dim() != 2 or mask.shape != tokens.shape[:2]:
             return None
-        if any(call.get(name) is not None for name in CACHES):
+        if has_cache(call):
             return None
         # `None` leaves it to the config, which asks for a cache by default: who does not ask gets none here.
         if call.get("use_cache") is True:

@@ -1,7 +1,8 @@
 """Which documents a forward call holds, read from the arguments that transformers and TRL send.
 
 Three sources, in this order: our collator's `packed_layout` (nothing to compute), FlashAttention's `cu_seq_lens_*`,
-`position_ids`. A batch without boundaries, a padded batch and a KV cache in use give `None`: they are not ours.
+`position_ids`. A batch without boundaries, a padded batch, a KV cache in use and continuous batching give `None`: they
+are not ours.
 Boundaries beside a filled cache, and a mask of padding that numbers documents, would be ignored: refused.
 
 What positions mean. transformers 5.23 has two rules for a row without a mask: its masks begin a document wherever a
@@ -31,6 +32,7 @@ import torch
 
 from ..errors import InvalidLayout
 from ..layout import PackedLayout
+from .caches import filled_cache, is_continuous_batching
 from .validate import (
     host_positions,
     is_ones,
@@ -58,12 +60,12 @@ def layout_of(
     # `inputs_embeds` wins, as in transformers: prompt tuning and models with images embed tokens before the backbone.
     embedded = call.get("inputs_embeds")
     tokens = call.get("input_ids") if embedded is None else embedded
-    if tokens is None or tokens.dim() < 2:
+    if tokens is None or tokens.dim() < 2 or is_continuous_batching(call):
         return None
     shape = (tokens.shape[0], tokens.shape[1])
     # Before the boundaries are read: a filled cache means generation, where each call holds the next tokens of one
     # document.
-    if cache := next((name for name in CACHES if _cache_in_use(call.get(name))), None):
+    if cache := filled_cache(call):
         refuse_beside_cache(call, shape, cache)
         return None
     # Whatever else the call says: such a mask is wrong beside every source of boundaries.
@@ -154,15 +156,3 @@ def _require_common_start(host: torch.Tensor, starts: torch.Tensor) -> None:
             why=["a jump may be a new document or one that skips positions; transformers' masks and kernels disagree"],
             do="Send packed_layout or cu_seq_lens_q with them, or let each document count from 0.",
         )
-
-
-# What transformers calls a cache: of keys and values, of states, RWKV's list of states.
-CACHES = ("past_key_values", "cache_params", "state")
-
-
-def _cache_in_use(cache: Any) -> bool:
-    """Whether a call continues an earlier one; a cache that has no length counts as filled."""
-    try:
-        return cache is not None and cache.get_seq_length() > 0
-    except (AttributeError, ValueError):
-        return True

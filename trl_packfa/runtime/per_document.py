@@ -26,6 +26,9 @@ from .length_groups import group_by_length
 # What says where documents are, which the separate documents need no more.
 FLASH_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 BOUNDARIES = ("packed_layout", *FLASH_KEYS)
+# Arguments `(L, L)` that hold each query's distance to each key, which are the same in every document (Inkling 2 since
+# transformers 5.24, whose backbone makes them for the whole row).
+_DISTANCES = ("relative_distance",)
 # What a backbone finds by itself for documents that are no longer packed.
 FOUND_BY_ITSELF = ("attention_mask", "position_ids")
 
@@ -74,8 +77,11 @@ def _take_apart(
     calls = []
     for index_GM in groups:
         mask = _CausalMask(index_GM.shape[1], sliding_window, dtype, index_GM.device)
-        taken = [_take(value, index_GM, layout, mask) for value in (*args, *kwargs.values())]
-        calls.append((tuple(taken[: len(args)]), dict(zip(kwargs, taken[len(args) :], strict=True))))
+        positional = tuple(_take(value, index_GM, layout, mask) for value in args)
+        named = {name: _take(value, index_GM, layout, mask) for name, value in kwargs.items()}
+        longest = index_GM.shape[1]
+        named |= {name: kwargs[name][:longest, :longest] for name in _DISTANCES if kwargs.get(name) is not None}
+        calls.append((positional, named))
     return calls, [tuple(index.shape) for index in groups], place
 
 
