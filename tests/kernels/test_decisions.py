@@ -61,6 +61,10 @@ def swap_class(model):
     layer.__class__ = type("Sharded", (type(layer),), {})
 
 
+def swap_class_of_a_factor(model):
+    query(model).lora_A["default"].__class__ = Another
+
+
 CHANGES = {
     "disabled": lambda m: query(m).enable_adapters(False),
     "merged": lambda m: query(m).merge(),
@@ -83,6 +87,18 @@ CHANGES = {
     "input casting": lambda m: setattr(query(m), "cast_input_dtype_enabled", False),
     "a forward on the base": lambda m: setattr(query(m).base_layer, "forward", lambda x: x),
     "another class": swap_class,
+    "another class of a factor": swap_class_of_a_factor,
+    "another class of the base": lambda m: setattr(query(m).base_layer, "__class__", Another),
+    "a forward on the layer": lambda m: setattr(query(m), "forward", lambda x: x),
+    "a forward on a factor": lambda m: setattr(query(m).lora_A["default"], "forward", lambda x: x),
+    "a forward on the dropout": lambda m: setattr(query(m).lora_dropout["default"], "forward", lambda x: x),
+    "another dict of scalings": lambda m: setattr(query(m), "scaling", {"default": 7.0}),
+    "another dict of variants": lambda m: setattr(query(m), "lora_variant", {"default": object()}),
+    "another container": lambda m: setattr(
+        query(m), "lora_B", nn.ModuleDict({"default": nn.Linear(4, 64, bias=False)})
+    ),
+    "accelerate's hook on the base": lambda m: setattr(query(m).base_layer, "_hf_hook", object()),
+    "compiled in place": lambda m: query(m).lora_A["default"].compile(backend="eager"),
 }
 
 

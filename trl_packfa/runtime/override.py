@@ -6,8 +6,9 @@ Plain objects instead of closures, so that a patched model can be deep-copied an
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
-from types import CodeType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -40,6 +41,45 @@ def override_in(module: nn.Module, slot: str = "forward") -> Override | None:
     forward = vars(module).get(slot)
     owner = forward.__self__ if type(forward) is MethodType else forward
     return owner if isinstance(owner, Override) else None
+
+
+def runs_own_forward(module: nn.Module) -> bool:
+    """Check that a call of a module runs its class's forward, or an override of ours in its place, and nothing else.
+
+    Hooks, a `forward` that somebody has set on the instance, before our override or over it, and a compiled call of
+    its own are other code: whoever computes a module's result from its weights alone would skip them.
+    """
+    # Read for each layer and call, so in one expression on the instance's own namespace.
+    own = vars(module)
+    return not (
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "_hf_hook" in own
+        or own.get("_compiled_call_impl") is not None
+        or ("forward" in own and _is_foreign(module, own["forward"]))
+    )
+
+
+def _is_foreign(module: nn.Module, forward: Any) -> bool:
+    """Check whether what stands in an instance's `forward` is neither an override of the class's nor the class's."""
+    override = override_in(module)
+    if override is not None:
+        forward = override.original
+    # accelerate leaves the class's own behind, bound, where it takes its hook off a module.
+    is_own = getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
+    return forward is not None and not is_own
+
+
+def has_library_forward(module: nn.Module) -> bool:
+    """Check that the forward of a module's class is the one of its file: nobody has put another on the class."""
+    forward = type(module).forward
+    return (
+        isinstance(forward, FunctionType)
+        and forward.__globals__ is vars(sys.modules[type(module).__module__])
+        and forward.__code__.co_name == "forward"
+    )
 
 
 def computes_as(module: nn.Module, forward: Callable[..., Any]) -> bool:

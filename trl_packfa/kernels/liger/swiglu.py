@@ -15,7 +15,7 @@ from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ...runtime.context import current_layout
-from ...runtime.override import Override, computes_as
+from ...runtime.override import Override, computes_as, runs_own_forward
 from .library import LigerKernels, lies_on_cuda, liger_kernels, takes
 
 _SILU = (nn.SiLU, SiLUActivation)
@@ -23,7 +23,8 @@ _SILU = (nn.SiLU, SiLUActivation)
 
 def multiplies_by_liger(mlp: Any, x: torch.Tensor) -> bool:
     """Whether Liger multiplies inside a gated MLP for an input `(..., D)`."""
-    return type(mlp.act_fn) in _SILU and lies_on_cuda(x) and liger_kernels() is not None
+    plain = type(mlp.act_fn) in _SILU and runs_own_forward(mlp.act_fn)
+    return plain and lies_on_cuda(x) and liger_kernels() is not None
 
 
 def is_swiglu_on_cuda(module: nn.Module) -> bool:

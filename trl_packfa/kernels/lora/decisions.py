@@ -11,10 +11,18 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from .projections import HOOKS, Projection, is_adapted, read, unsupported_reason
+from ...runtime.override import runs_own_forward
+from .projections import Projection, is_adapted, read, unsupported_reason
 
 # What `unsupported_reason` and `read` look at in a LoRA layer, and in bitsandbytes' key to a packed weight.
-_STATES = ("_active_adapter", "_disable_adapters", "merged_adapters", "cast_input_dtype_enabled")
+_STATES = (
+    "_active_adapter",
+    "_disable_adapters",
+    "merged_adapters",
+    "cast_input_dtype_enabled",
+    "lora_variant",
+    "scaling",
+)
 _QUANTIZED = ("packing_format_for_cpu", "shape")
 
 
@@ -43,21 +51,24 @@ class Decision:
     def __init__(self, module: nn.Module) -> None:
         self.projection = read(module)
         # A name in a namespace and the object that it has to be; `None` where there is none.
-        self._same: list[tuple[dict[str, Any], str, Any]] = []
-        self._empty: list[Any] = []
-        self._class, self._active, self._active_then = type(module), None, None
+        self._same: list[tuple[Any, str, Any]] = []
+        # The modules inside the layer that it calls, each with its class.
+        self._called: list[tuple[nn.Module, type]] = []
+        self._class, self._active, self._active_then, self._merged = type(module), None, None, ()
         base: Any = module
         if is_adapted(module):
             base = module.base_layer
             self._watch_adapter(module)
-        self._watch_module(base)
-        self._watch(vars(base), "forward", "compute_dtype")
+            self._called.append((base, type(base)))
+        self._watch(vars(base), "compute_dtype")
         self._watch_parameters(base)
         state = getattr(base.weight, "quant_state", None)
         if state is not None:
             self._watch(vars(base.weight), "quant_state")
             self._watch(vars(state), *_QUANTIZED)
         self._frozen = [base.weight] if base.bias is None else [base.weight, base.bias]
+        for cls in {self._class, *(cls for _, cls in self._called)}:
+            self._watch(vars(cls), "forward")
         # Its own namespace holds the layer, through the forward that stands on it: were it kept, so would they be.
         self._own = [(name, value) for namespace, name, value in self._same if namespace is vars(module)]
         self._same = [watched for watched in self._same if watched[0] is not vars(module)]
@@ -67,30 +78,37 @@ class Decision:
     def stands(self, module: nn.Module) -> bool:
         """Whether all of those objects are the same still."""
         own = vars(module)
-        return (
-            type(module) is self._class
-            and not any(self._empty)
-            and all([own.get(name) is value for name, value in self._own])
-            and all([namespace.get(name) is value for namespace, name, value in self._same])
-            and self._active == self._active_then
-            and all([weight.dtype is dtype for weight, dtype in self._dtypes])
-            and not any([weight.requires_grad for weight in self._frozen])
-        )
+        # Loops, not `all(...)`: this runs for each layer and call, and a generator costs as much as what it looks at.
+        for name, value in self._own:
+            if own.get(name) is not value:
+                return False
+        for namespace, name, value in self._same:
+            if namespace.get(name) is not value:
+                return False
+        for called, cls in self._called:
+            if type(called) is not cls or not runs_own_forward(called):
+                return False
+        for weight, dtype in self._dtypes:
+            if weight.dtype is not dtype:
+                return False
+        for weight in self._frozen:
+            if weight.requires_grad:
+                return False
+        unchanged = type(module) is self._class and not self._merged and self._active == self._active_then
+        return unchanged and runs_own_forward(module)
 
     def _watch_adapter(self, module: Any) -> None:
         name = next(name for name in module.active_adapters if name in module.lora_A)
         self._watch(vars(module), *_STATES)
-        self._active = module._active_adapter
+        self._active, self._merged = module._active_adapter, module.merged_adapters
         self._active_then = self._active if isinstance(self._active, str) else list(self._active)
-        self._empty.append(module.merged_adapters)
+        self._watch(module._modules, "base_layer", "lora_A", "lora_B", "lora_dropout")
         self._watch(module.lora_A._modules, *module.active_adapters)
         self._watch(module.lora_variant, name)
         self._watch(module.scaling, name)
-        self._watch_module(module)
-        self._watch(module._modules, "base_layer")
         for container in (module.lora_A, module.lora_B, module.lora_dropout):
             self._watch(container._modules, name)
-            self._watch_module(container[name])
+            self._called.append((container[name], type(container[name])))
         for factor in (module.lora_A[name], module.lora_B[name]):
             self._watch_parameters(factor)
         self._watch(vars(module.lora_dropout[name]), "p")
@@ -98,10 +116,6 @@ class Decision:
     def _watch_parameters(self, layer: Any) -> None:
         self._watch(layer._parameters, "weight", "bias")
         self._watch(vars(layer.weight), "ds_shape")  # DeepSpeed ZeRO-3 takes a weight apart in place
-
-    def _watch_module(self, module: nn.Module) -> None:
-        self._watch(vars(module), *HOOKS, "_hf_hook")
-        self._empty += [getattr(module, name) for name in HOOKS]
 
     def _watch(self, namespace: Any, *names: str) -> None:
         self._same += [(namespace, name, namespace.get(name)) for name in names]

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ...runtime.context import current_layout
-from ...runtime.override import Override, computes_as, override_in
+from ...runtime.override import Override, computes_as, has_library_forward, override_in, runs_own_forward
 from ..liger import multiplies_by_liger
 from ..liger.swiglu import gated_by_liger
 from .activated import ActivatedLoraOverride, Invocations, activated_layers
@@ -63,7 +64,7 @@ class GatedMLPOverride(Override):
         projections = _readable([getattr(mlp, name) for name in _GATED])
         dtype = None if projections is None else compute_dtype(x, projections)
         by_liger = self.by_liger and multiplies_by_liger(mlp, x)
-        if projections is None or dtype is None or _is_stateful(mlp.act_fn):
+        if projections is None or dtype is None or not _can_be_repeated(mlp.act_fn):
             return self._call_in_parts(x, by_liger)
         out = output_dtype(x, projections[0])
         if output_dtype(x, projections[2]) != out:
@@ -105,7 +106,12 @@ def lora_overrides(
 ) -> list[Override]:
     """For every LoRA layer that may be fused, every MLP that holds some, and every layer that has an activated adapter
     or may be given one; `own_forward` finds what they replace, `by_liger` lets MLPs use Liger's kernels."""
-    layers = [module for module in backbone.modules() if is_adapted(module) and "_hf_hook" not in vars(module)]
+    # Graphs fuse what is patched, and cannot see another forward on a class: it is looked for here.
+    layers = [
+        module
+        for module in backbone.modules()
+        if is_adapted(module) and "_hf_hook" not in vars(module) and has_library_forward(module)
+    ]
     mlps = [module for module in backbone.modules() if is_gated_mlp(module) and adapted_layers(module)]
     options = {"invocations": invocations}
     found: list[Override] = []
@@ -137,7 +143,7 @@ def _readable(modules: Sequence[nn.Module]) -> list[Projection] | None:
     """What the layers compute, if this call is packed, one of them is adapted and none has a reason against it."""
     if torch.compiler.is_compiling():
         return _readable_in_graph(modules)
-    if current_layout() is None:
+    if current_layout() is None or _has_any_global_hook():  # torch calls those for every module
         return None
     found: list[Projection] = []
     for module in modules:
@@ -175,6 +181,7 @@ def _adapters(projections: Sequence[Projection]) -> list[torch.Tensor | None]:
     return [factor for projection in projections for factor in (projection.lora_A, projection.lora_B)]
 
 
-def _is_stateful(activation: nn.Module) -> bool:
-    """Whether an activation trains or draws, so that it cannot simply be computed again."""
-    return next(activation.parameters(), None) is not None
+def _can_be_repeated(activation: nn.Module) -> bool:
+    """Check that an activation can be computed chunk by chunk, and again in the backward: it neither trains nor draws,
+    and nobody watches or replaces its forward."""
+    return next(activation.parameters(), None) is None and runs_own_forward(activation)

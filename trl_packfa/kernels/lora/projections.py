@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from ...runtime.autocast import HALF, autocast_dtype, has_half_products
+from ...runtime.override import has_library_forward, runs_own_forward
 from ...runtime.zero3 import is_in_parts
 
 _LORA = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit")
-# Attributes of a module that are empty where nothing hooks it.
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN, _NF4 = "torch.nn.modules.linear.Linear", "bitsandbytes.nn.modules.Linear4bit"
 
 
@@ -89,8 +88,10 @@ def _why_not_adapter(module: Any, name: str) -> str | None:
         return "lora_bias=True"
     if type(lora_A) is not nn.Linear or type(lora_B) is not nn.Linear:
         return f"adapter of {type(lora_A).__name__}"
-    if any(map(_is_hooked, (module, lora_A, lora_B, dropout))):
-        return "hooks on the layer"
+    if not all(map(runs_own_forward, (module, lora_A, lora_B, dropout))):
+        return "hooks on the layer, or a forward that was set on it"
+    if not has_library_forwards(module, lora_A, dropout):
+        return "another forward of its class"
     if not module.cast_input_dtype_enabled:
         return "input casting disabled"
     return _why_not_tensor(lora_A.weight) or _why_not_tensor(lora_B.weight)
@@ -102,8 +103,10 @@ def _why_not_base(base: Any) -> str | None:
         return f"{type(base).__name__} computes its product in its own way"
     if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad):
         return "the base layer is trained too"
-    if "forward" in vars(base) or _is_hooked(base):
-        return "hooks on the base layer"
+    if not runs_own_forward(base):
+        return "hooks on the base layer, or a forward that was set on it"
+    if not has_library_forwards(base):
+        return "another forward of the base layer's class"
     if kind == _PLAIN:
         return _why_not_tensor(base.weight)
     state = getattr(base.weight, "quant_state", None)
@@ -114,8 +117,10 @@ def _why_not_base(base: Any) -> str | None:
     return None
 
 
-def _is_hooked(module: Any) -> bool:
-    return any(getattr(module, name) for name in HOOKS) or "_hf_hook" in vars(module)
+def has_library_forwards(*modules: nn.Module) -> bool:
+    """Check that nobody has put another forward on the modules' classes; a graph is traced as if nobody had."""
+    # Dynamo cannot read a function's globals: `lora_overrides` has looked, when the model was patched.
+    return torch.compiler.is_compiling() or all(map(has_library_forward, modules))
 
 
 def _why_not_tensor(weight: torch.Tensor) -> str | None:
