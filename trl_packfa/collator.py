@@ -15,8 +15,14 @@ import torch
 from .errors import InvalidDataset, InvalidLayout
 from .layout import PackedLayout
 
+# Names of ours among a user's columns and batch keys begin with the package's, so that none is a user's.
+_PREFIX = "trl_packfa_"
 # A column that streams carry their losses in, see `training/dataset.py`; summed here, popped by the trainer.
-LOSSES = "packing_losses"
+LOSSES = f"{_PREFIX}losses"
+# A batch's key that names each document's source, popped by the trainer.
+SOURCES = f"{_PREFIX}sources"
+# TRL's column of the lengths of the documents in a row that was packed before.
+ROW_LENGTHS = "seq_lengths"
 
 
 @dataclass
@@ -43,8 +49,8 @@ class DataCollatorForPacking:
         pad_to_multiple_of (`int`, *optional*):
             Pad the row to a multiple of this; padding is one trailing document whose labels are -100.
         source_column (`str`, *optional*):
-            Column that says where an example comes from; the batch's `sources` name each document's, for the losses
-            of each source that the trainer logs.
+            Column that says where an example comes from; the batch's `trl_packfa_sources` name each document's, for
+            the losses of each source that the trainer logs.
         vocab_size (`int`, *optional*):
             How many tokens the model reads: others are refused instead of looked up.
         return_flash_attn_kwargs (`bool`, *optional*, defaults to `True`):
@@ -78,7 +84,8 @@ class DataCollatorForPacking:
             _require_even(example)
         input_ids = list(chain.from_iterable(example["input_ids"] for example in examples))
         labels = list(chain.from_iterable(example.get("labels", example["input_ids"]) for example in examples))
-        lengths = list(chain.from_iterable(example.get("seq_lengths") or [_length(example)] for example in examples))
+        parts = [list(example.get(ROW_LENGTHS) or [len(example["input_ids"])]) for example in examples]
+        lengths = list(chain.from_iterable(parts))
         # 5 tokens to a multiple of 4: -5 % 4 = 3.
         padding = -len(input_ids) % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
         if padding:
@@ -105,7 +112,9 @@ class DataCollatorForPacking:
         # A tuple of strings passes DataLoader, accelerate and pinning untouched; the trainer pops it before the
         # forward.
         if self.source_column is not None and all(self.source_column in example for example in examples):
-            batch["sources"] = tuple(str(example[self.source_column]) for example in examples)
+            sources = [str(example[self.source_column]) for example in examples]
+            # A row that was packed before is of one source: rows of 2 and 1 documents from a and b are (a, a, b).
+            batch[SOURCES] = tuple(source for source, row in zip(sources, parts, strict=True) for _ in row)
         if any(LOSSES in example for example in examples):
             # [(1, 0, 0, 5), (0, 0, 1, 9)] is (1, 0, 1, 14): documents truncated, split, dropped, tokens lost.
             batch[LOSSES] = tuple(map(sum, zip(*(example[LOSSES] for example in examples), strict=True)))
@@ -115,7 +124,7 @@ class DataCollatorForPacking:
 def _require_even(example: Mapping[str, Any]) -> None:
     """Refuse an example whose columns differ in length. Over a batch such differences may cancel out, and labels and
     boundaries would be shifted without an error."""
-    tokens, labels, parts = len(example["input_ids"]), example.get("labels"), example.get("seq_lengths")
+    tokens, labels, parts = len(example["input_ids"]), example.get("labels"), example.get(ROW_LENGTHS)
     if labels is not None and len(labels) != tokens:
         raise InvalidLayout(f"an example has {tokens} input_ids and {len(labels)} labels.", do="Send one for each.")
     if parts and sum(parts) != tokens:
@@ -133,7 +142,3 @@ def _require_known(tokens_T: torch.Tensor, vocab_size: int) -> None:
             f"a document of the batch holds the token {int(unknown[0])}, the model has 0 to {vocab_size - 1}.",
             do="Use the model's own tokenizer, or call model.resize_token_embeddings(len(tokenizer)).",
         )
-
-
-def _length(example: Mapping[str, Any]) -> int:
-    return len(example["input_ids"])

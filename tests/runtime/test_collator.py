@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from trl_packfa import DataCollatorForPacking
+from trl_packfa.collator import LOSSES
 from trl_packfa.errors import InvalidLayout
 
 
@@ -37,8 +38,8 @@ def test_rows_packed_before_keep_their_boundaries():
 
 
 def test_losses_of_a_stream_are_summed():
-    rows = [{"input_ids": [1, 2], "packing_losses": [1, 0, 2, 30]}, {"input_ids": [3], "packing_losses": [0, 0, 0, 4]}]
-    assert DataCollatorForPacking()(rows)["packing_losses"] == (1, 0, 2, 34)
+    rows = [{"input_ids": [1, 2], LOSSES: [1, 0, 2, 30]}, {"input_ids": [3], LOSSES: [0, 0, 0, 4]}]
+    assert DataCollatorForPacking()(rows)[LOSSES] == (1, 0, 2, 34)
 
 
 @pytest.mark.parametrize(

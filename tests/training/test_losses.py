@@ -3,6 +3,7 @@
 import pytest
 import tiny
 import torch
+from datasets import Dataset
 from selection import in_full
 from tiny_models import small_model
 from tolerance import assert_trajectory, assert_weights
@@ -45,6 +46,41 @@ def assert_same(padded, packed):
     weights = [{name: p.detach() for name, p in t.model.named_parameters()} for t in (packed, padded)]
     assert_weights(*weights)
     assert_trajectory([packed.evaluate()["eval_loss"]], [padded.evaluate()["eval_loss"]])
+
+
+# Some that train nothing: of no label, of one token, of a label that nothing precedes.
+UNTRAINED = [
+    {"input_ids": ids, "labels": labels}
+    for i in range(12)
+    for ids, labels in [
+        ([5, 6 + i, 7, 8], [-100, 6 + i, 7, 8]),
+        ([5, 6, 7, 8 + i] * (1 + i % 3), [-100] * 4 * (1 + i % 3)),
+        ([9 + i], [9 + i]),
+        ([5 + i] * (2 + i), [-100] + [5 + i] * (1 + i)),
+        ([7, 8 + i, 9], [7, -100, -100]),
+    ][: 2 + i % 4]
+]
+
+
+@pytest.mark.parametrize("strategy", ["step", "minibatch"])
+@pytest.mark.parametrize("max_length", [96, 5, None])
+def test_documents_that_train_nothing_keep_their_place_in_the_padded_runs_batches(tmp_path, strategy, max_length):
+    """In training and in evaluation, a mean over batches. TRL drops those without a label within max_length."""
+    args = {**PLAIN, "max_length": max_length, "out": tmp_path, "per_device_eval_batch_size": 3}
+    data, trainers = Dataset.from_list(UNTRAINED), []
+    ours = {"packing_strategy": strategy, "use_peft": False}
+    for cls, config in ((SFTTrainer, arguments(SFTConfig, **args)), (PackedSFTTrainer, arguments(**ours, **args))):
+        given = {"train_dataset": data, "eval_dataset": {"a": data}, "processing_class": tiny.tokenizer()}
+        trainers.append(cls(tiny.model(layers=2), config, **given))
+        trainers[-1].train()
+    padded, packed = trainers
+    assert len(packed.train_dataset) == len(padded.train_dataset) < len(UNTRAINED) or max_length is None
+    assert_trajectory(losses(packed), losses(padded))
+    evaluated = [trainer.evaluate()["eval_a_loss"] for trainer in (packed, padded)]
+    assert_trajectory(evaluated[:1], evaluated[1:])
+    trained_only = packed.evaluate(data.filter(lambda row: any(label != -100 for label in row["labels"][1:])))
+    with pytest.raises(AssertionError, match="worst step"):  # the control: without them batches are others
+        assert_trajectory([trained_only["eval_loss"]], evaluated[1:])
 
 
 LOSSES = {

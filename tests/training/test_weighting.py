@@ -8,6 +8,7 @@ from tolerance import assert_trajectory
 from training import arguments, dataset, losses, packed_trainer
 
 from trl_packfa import DataCollatorForPacking
+from trl_packfa.collator import SOURCES
 from trl_packfa.errors import InvalidConfig
 from trl_packfa.training.loss_weighting import count_examples, example_weights
 
@@ -84,7 +85,7 @@ def test_each_sources_loss_is_logged(tmp_path, strategy):
 
     def watch(model, inputs, **options):
         split = inputs["packed_layout"].split
-        seen.extend(zip(inputs["sources"], split(inputs["input_ids"]), split(inputs["labels"]), strict=True))
+        seen.extend(zip(inputs[SOURCES], split(inputs["input_ids"]), split(inputs["labels"]), strict=True))
         return compute_loss(model, inputs, **options)
 
     trainer.compute_loss = watch

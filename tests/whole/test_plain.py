@@ -127,6 +127,16 @@ def test_who_asks_for_packing_is_refused(tmp_path, name, config, asked):
         trained(PackedSFTTrainer, tmp_path, lambda: case, config=config)
 
 
+def test_padding_free_with_a_length_that_trl_does_not_enforce_is_refused_as_by_trl(tmp_path):
+    """A config of ours cuts documents to that length."""
+    options = {"padding_free": True, "max_length": 64}
+    for cls, message in ((SFTTrainer, "`max_length` is not enforced"), (PackedSFTTrainer, "max_length=64")):
+        with pytest.raises(ValueError, match=message):
+            trained(cls, tmp_path, lambda: {"args": options})
+    trainer, _ = trained(PackedSFTTrainer, tmp_path, lambda: {"args": options}, config=PackedSFTConfig)
+    assert trainer.args.strategy.recuts_steps
+
+
 @pytest.mark.parametrize("error", [UnsupportedModel, ContaminationError])
 @pytest.mark.parametrize("adapter", [None, lora_config], ids=["full", "lora"])
 def test_a_refusal_of_the_built_model_leaves_it_as_it_was_given(tmp_path, monkeypatch, caplog, adapter, error):

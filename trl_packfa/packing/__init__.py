@@ -3,7 +3,15 @@
 from .best_fit import best_fit_decreasing
 from .buffer import BufferedRows, pack_buffer
 from .microbatches import document_cost, fewest_micro_batches, imbalance, recut, recut_over_ranks
-from .overflow import OVERFLOW_POLICIES, WRAP, PackingReport, Spans, plan_overflow, require_policy
+from .overflow import (
+    OVERFLOW_POLICIES,
+    WRAP,
+    PackingReport,
+    Spans,
+    nothing_trains,
+    plan_overflow,
+    require_policy,
+)
 from .sampler import PackedBatchSampler
 from .strategies import BFD, BFD_SPLIT, MINIBATCH, PADDED, STEP, STRATEGIES, WRAPPED, Strategy
 from .trained import TrainedTokens
@@ -28,6 +36,7 @@ __all__ = [
     "document_cost",
     "fewest_micro_batches",
     "imbalance",
+    "nothing_trains",
     "pack_buffer",
     "plan_overflow",
     "recut",

@@ -1,8 +1,8 @@
 """What happens to documents longer than `max_length`, and the count of everything that is lost.
 
 Works on document spans, `(document, start, stop)` in tokens: a kept document is one span, a truncated one a shorter
-span, a split one several. Spans without a trained token are dropped; the first token of a span is never trained,
-because nothing precedes it.
+span, a split one several. Spans without a trained token are dropped, unless batches are to hold what TRL's padded run
+holds; the first token of a span is never trained, because nothing precedes it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,12 @@ class PackingReport:
 
 
 def plan_overflow(
-    lengths: np.ndarray, trained: np.ndarray | TrainedTokens, *, max_length: int | None, policy: str
+    lengths: np.ndarray,
+    trained: np.ndarray | TrainedTokens,
+    *,
+    max_length: int | None,
+    policy: str,
+    as_padded: bool = False,
 ) -> tuple[Spans, PackingReport]:
     """Cut documents to `max_length` tokens by `policy` and drop what cannot be trained.
 
@@ -73,6 +78,10 @@ def plan_overflow(
             Longest span in tokens, `None` for no limit.
         policy (`str`):
             One of `OVERFLOW_POLICIES`.
+        as_padded (`bool`, *optional*, defaults to `False`):
+            Keep the untrained documents that TRL keeps, so that batches hold the examples of its padded run: those
+            with a label within `max_length`, their first token's included; without `max_length` all that have a token.
+            Parts of a split document, which TRL does not have, are dropped if they train nothing.
 
     Raises:
         [`InvalidDataset`]: with policy `"error"`, naming the first document that is too long; or if nothing is left.
@@ -92,15 +101,15 @@ def plan_overflow(
         )
     spans = _wrap(lengths, trained, limit) if policy == WRAP else _cut(lengths, limit, policy)
     counts = _trained_in(spans, lengths, trained)
-    # A wrapped row stays whole: its untrained parts are context for nobody, and cost nothing to keep in place.
-    kept = spans if policy == WRAP else Spans(*(part[counts > 0] for part in spans))
-    if not len(kept.document):
-        raise InvalidDataset(
-            f"no document has a token to train on: {len(lengths)} documents, max_length={max_length}, "
-            f"overflow='{policy}'.",
-            why=["labels are all -100 within max_length, or documents are shorter than two tokens"],
-            do="Raise max_length, or check completion_only_loss, assistant_only_loss and the dataset's labels.",
-        )
+    stays = counts > 0
+    if policy == WRAP:
+        # A wrapped row stays whole: its untrained parts are context for nobody, and cost nothing to keep in place.
+        stays = np.ones_like(stays)
+    elif as_padded and policy != "split":
+        stays = (spans.stop > spans.start) if max_length is None else _labelled_in(spans, lengths, trained) > 0
+    kept = Spans(*(part[stays] for part in spans))
+    if not stays.any() or not (as_padded or counts.any()):
+        raise nothing_trains(len(lengths), max_length=max_length, policy=policy)
     packed_tokens = int((kept.stop - kept.start).sum())
     # Wrapped, a short document is cut as well where a row ends: those that have several spans.
     cut = int(too_long.sum()) if policy == "split" else int((np.bincount(kept.document) > 1).sum())
@@ -111,13 +120,22 @@ def plan_overflow(
         truncated=int(too_long.sum()) if policy == "truncate" else 0,
         split=cut if policy in ("split", WRAP) else 0,
         dropped_too_long=int(too_long.sum()) if policy == "drop" else 0,
-        dropped_untrained=len(lengths) - len(np.unique(kept.document)) if policy == WRAP else int((counts == 0).sum()),
+        dropped_untrained=len(lengths) - len(np.unique(kept.document)) if policy == WRAP else int((~stays).sum()),
         tokens_lost=int(lengths.sum()) - packed_tokens,
         packed_documents=len(kept.document),
         packed_tokens=packed_tokens,
         trained_tokens=int(counts.sum()),
     )
     return kept, report
+
+
+def nothing_trains(documents: int, *, max_length: int | None, policy: str) -> InvalidDataset:
+    """The error that none of so many documents has a token to train on."""
+    return InvalidDataset(
+        f"no document has a token to train on: {documents} documents, max_length={max_length}, overflow='{policy}'.",
+        why=["labels are all -100 within max_length, or documents are shorter than two tokens"],
+        do="Raise max_length, or check completion_only_loss, assistant_only_loss and the dataset's labels.",
+    )
 
 
 def require_policy(policy: str) -> None:
@@ -157,7 +175,12 @@ def _wrap(lengths: np.ndarray, trained: TrainedTokens, limit: int) -> Spans:
 
 def _trained_in(spans: Spans, lengths: np.ndarray, trained: TrainedTokens) -> np.ndarray:
     """Trained tokens of each span, its first token not counted."""
-    # Where each span's document begins in the flat array. A span [start, stop) trains what lies after its first token.
+    # A span [start, stop) trains what lies after its first token.
+    return _labelled_in(spans._replace(start=np.minimum(spans.start + 1, spans.stop)), lengths, trained)
+
+
+def _labelled_in(spans: Spans, lengths: np.ndarray, trained: TrainedTokens) -> np.ndarray:
+    """Tokens of each span that have a label."""
+    # Where each span's document begins in the flat array.
     offset = (np.cumsum(lengths) - lengths)[spans.document]
-    stop = offset + spans.stop
-    return trained.before(stop) - trained.before(np.minimum(offset + spans.start + 1, stop))
+    return trained.before(offset + spans.stop) - trained.before(offset + spans.start)

@@ -54,7 +54,9 @@ def compare(
 def _outcome(
     tokens: Tokens, args: PackedSFTConfig, ranks: Sequence[int], strategy: Strategy, quadratic: float, cut: str
 ) -> Outcome:
-    spans, report = plan_overflow(*tokens, max_length=args.max_length, policy=policy_of(strategy, args))
+    spans, report = plan_overflow(
+        *tokens, max_length=args.max_length, policy=policy_of(strategy, args), as_padded=not strategy.fills_rows
+    )
     lengths = spans.stop - spans.start
     if strategy.recuts_steps and args.max_tokens_per_microbatch is not None:
         longest = int(lengths.argmax())

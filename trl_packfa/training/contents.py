@@ -13,10 +13,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
+from ..collator import ROW_LENGTHS
 from ..errors import InvalidDataset
 
 # Columns of tokenized documents: one whole number for each token.
-_TOKENS = ("input_ids", "labels")
+TOKENS = ("input_ids", "labels")
 _IGNORED = -100
 
 
@@ -114,9 +115,11 @@ def require_whole(dataset: Any, *, name: str, columns: tuple[str, ...]) -> Any:
                 if missing:
                     _refuse(name, number, column, "is None")
     lengths: np.ndarray | None = None
-    for column in _TOKENS:
+    for column in TOKENS:
         if column in dataset.column_names:
             lengths = _require_tokens(dataset, name, column, lengths)
+    if lengths is not None and ROW_LENGTHS in dataset.column_names:
+        _require_row_lengths(dataset, name, lengths)
     return dataset
 
 
@@ -144,14 +147,30 @@ def _require_tokens(dataset: Dataset, name: str, column: str, lengths: np.ndarra
     return measures.length
 
 
+def _require_row_lengths(dataset: Dataset, name: str, tokens: np.ndarray) -> None:
+    """Refuse rows that were packed before, of `tokens` each, whose documents' lengths do not make them."""
+    start = 0
+    for table in dataset.select_columns([ROW_LENGTHS]).with_format("arrow").iter(batch_size=10_000):
+        for number, lengths in enumerate(table[ROW_LENGTHS].to_pylist(), start=start):  # type: ignore[index]  # a table
+            _require_sum(lengths, int(tokens[number]), name, number)
+        start += table.num_rows  # type: ignore[attr-defined]  # a table
+
+
+def _require_sum(lengths: Any, tokens: int, name: str, number: int) -> None:
+    if not isinstance(lengths, list) or not all(type(length) is int and length > 0 for length in lengths):
+        _refuse(name, number, ROW_LENGTHS, f"is {lengths!r}, no list of the lengths of documents")
+    if sum(lengths) != tokens:
+        _refuse(name, number, ROW_LENGTHS, f"sums up to {sum(lengths)} tokens, its input_ids have {tokens}")
+
+
 def _looked_at(example: dict[str, Any], index: int, name: str, columns: tuple[str, ...]) -> dict[str, Any]:
-    for column in (*columns, *_TOKENS):
+    for column in (*columns, *TOKENS):
         if column not in example:
             continue
         tokens = example[column]
         if tokens is None:
             _refuse(name, index, column, "is None")
-        if column not in _TOKENS or not len(tokens):
+        if column not in TOKENS or not len(tokens):
             continue
         if any(token is None for token in tokens):
             _refuse(name, index, column, "holds None among its tokens")
@@ -160,6 +179,8 @@ def _looked_at(example: dict[str, Any], index: int, name: str, columns: tuple[st
             _refuse(name, index, column, f"holds {tokens[0]!r}, which is no whole number")
         if len(tokens) != len(example["input_ids"]):
             _refuse(name, index, column, f"has {len(tokens)} tokens, its input_ids {len(example['input_ids'])}")
+    if "input_ids" in example and ROW_LENGTHS in example:
+        _require_sum(example[ROW_LENGTHS], len(example["input_ids"]), name, index)
     return {}
 
 

@@ -26,7 +26,7 @@ from .batching import Batching
 from .checkpointing import read_stream_state, write_stream_state
 from .config import PackedSFTConfig
 from .contents import require_known
-from .dataset import cut_dataset, cut_stream, read_lengths
+from .dataset import cut_dataset, cut_stream, read_lengths, take_apart
 from .flops import quadratic_weight
 from .model_loading import AnyDataset, asked_for
 from .preview import describe_batch
@@ -83,8 +83,18 @@ class PackedData:
         uncut = copy.copy(args)
         uncut.max_length, uncut.shuffle_dataset = None, False
         dataset = tokenize(uncut)
-        wraps = args.strategy.wraps and name == "train"
-        limits = {"max_length": args.max_length, "overflow": args.strategy.overflow if wraps else args.overflow}
+        fills_rows = args.strategy.fills_rows and name == "train"
+        wraps = fills_rows and args.strategy.wraps
+        # Rows that were packed before are examples of a step as they are; other rows, and padded ones, are made of
+        # their documents.
+        padded = name != "train" and (not self.packs_eval or isinstance(dataset, IterableDataset))
+        if fills_rows or padded:
+            dataset = take_apart(dataset, name=name)
+        limits: dict[str, Any] = {
+            "max_length": args.max_length,
+            "overflow": args.strategy.overflow if wraps else args.overflow,
+            "as_padded": not fills_rows,
+        }
         if isinstance(dataset, IterableDataset):
             dataset = cut_stream(dataset, **limits)
         else:

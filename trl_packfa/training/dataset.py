@@ -15,9 +15,9 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 from trl import is_conversational
 
-from ..collator import LOSSES
+from ..collator import LOSSES, ROW_LENGTHS
 from ..errors import InvalidDataset
-from ..packing import WRAP, PackingReport, Spans, TrainedTokens, plan_overflow
+from ..packing import WRAP, PackingReport, Spans, TrainedTokens, nothing_trains, plan_overflow
 from .config import PackedSFTConfig
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 # Documents of a stream that are cut by one call.
 _CUT_TOGETHER = 100
 
+
+AnyDataset = Dataset | IterableDataset
 
 # Columns of TRL's formats that it tokenizes.
 TEXT_COLUMNS = ("messages", "conversations", "prompt", "completion")
@@ -40,7 +42,8 @@ class Tokens(NamedTuple):
 def read_tokens(dataset: Dataset) -> Tokens:
     """Lengths and label masks of a tokenized dataset, read from Arrow without Python lists."""
     labels = "labels" if "labels" in dataset.column_names else "input_ids"
-    masks = (_flat(table[labels]) != -100 for table in _tables(dataset, labels))
+    rows = [ROW_LENGTHS] if ROW_LENGTHS in dataset.column_names else []
+    masks = (_trained(table, labels) for table in _tables(dataset, labels, *rows))
     return Tokens(read_lengths(dataset), TrainedTokens.from_masks(masks))
 
 
@@ -65,9 +68,19 @@ def _count(table: Any, column: str) -> Any:
     return pa.table({"length": pc.call_function("list_value_length", [table[column]]).cast(pa.int64())})
 
 
-def _tables(dataset: Dataset, column: str) -> Iterator[Any]:
-    """One column as `pyarrow.Table`s, which `datasets` does not say."""
-    return dataset.select_columns([column]).with_format("arrow").iter(batch_size=10_000)
+def _trained(table: Any, labels: str) -> np.ndarray:
+    """Which tokens of some documents, one after the other, have a label; in a row that was packed before, no
+    document's first token has one."""
+    mask = _flat(table[labels]) != -100
+    if ROW_LENGTHS in table.column_names:
+        lengths = _flat(table[ROW_LENGTHS])
+        mask[np.cumsum(lengths) - lengths] = False
+    return mask
+
+
+def _tables(dataset: Dataset, *columns: str) -> Iterator[Any]:
+    """Some columns as `pyarrow.Table`s, which `datasets` does not say."""
+    return dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=10_000)
 
 
 def _flat(column: pa.ChunkedArray) -> np.ndarray:
@@ -75,17 +88,54 @@ def _flat(column: pa.ChunkedArray) -> np.ndarray:
     return np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks])
 
 
+def without_our_columns(dataset: AnyDataset) -> AnyDataset:
+    """A dataset as the user passed it, without columns whose names mean something else here: ours, and of documents
+    that are not tokenized yet the lengths of packed rows."""
+    columns = dataset.column_names or list(next(iter(dataset), {}))
+    ours = {LOSSES} if "input_ids" in columns else {LOSSES, ROW_LENGTHS}
+    found = [name for name in columns if name in ours]
+    return dataset.remove_columns(found) if found else dataset
+
+
+def take_apart(dataset: AnyDataset, *, name: str) -> AnyDataset:
+    """Rows that were packed before (`seq_lengths`) as the documents in them; other columns repeat for each."""
+    columns = dataset.column_names or list(next(iter(dataset), {}))
+    if ROW_LENGTHS not in columns:
+        return dataset
+    options: dict[str, Any] = {"batched": True, "batch_size": _CUT_TOGETHER, "remove_columns": [ROW_LENGTHS]}
+    if isinstance(dataset, IterableDataset):
+        return dataset.map(_documents, **options)
+    return dataset.map(_documents, desc=f"Taking rows of the {name} dataset apart", **options)
+
+
+def _documents(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    documents: dict[str, list[Any]] = {column: [] for column in rows if column != ROW_LENGTHS}
+    for i, lengths in enumerate(rows[ROW_LENGTHS]):
+        # Lengths [2, 3] of a row of 5 tokens: stops [2, 5].
+        stops = np.cumsum(lengths or [len(rows["input_ids"][i])]).tolist()
+        for column, values in documents.items():
+            value = rows[column][i]
+            by_token = column in ("input_ids", "labels")
+            values += [
+                value[start:stop] if by_token else value for start, stop in zip([0, *stops[:-1]], stops, strict=True)
+            ]
+    return documents
+
+
 def cut_dataset(
-    dataset: Dataset, *, max_length: int | None, overflow: str, name: str
+    dataset: Dataset, *, max_length: int | None, overflow: str, name: str, as_padded: bool = False
 ) -> tuple[Dataset, PackingReport]:
     """A dataset without documents that are too long or untrained, and the account of what was lost.
 
-    Rows that were packed before (`seq_lengths`) are taken as they are.
+    Rows that were packed before (`seq_lengths`) are taken as they are. `as_padded` as [`plan_overflow`] takes it.
     """
     tokens = read_tokens(dataset)
-    prepacked = "seq_lengths" in dataset.column_names
-    limit = None if prepacked else max_length
-    spans, report = plan_overflow(tokens.lengths, tokens.trained, max_length=limit, policy=overflow)
+    limit = None if ROW_LENGTHS in dataset.column_names else max_length
+    spans, report = plan_overflow(
+        tokens.lengths, tokens.trained, max_length=limit, policy=overflow, as_padded=as_padded
+    )
+    if not report.trained_tokens:
+        raise nothing_trains(len(dataset), max_length=limit, policy=overflow)
     cut = bool((spans.start > 0).any() or (spans.stop < tokens.lengths[spans.document]).any())
     if len(spans.document) != len(dataset) or cut:
         # A document that is split is selected once for each part: row i of the result is span i.
@@ -105,29 +155,34 @@ def _slice(example: dict[str, Any], index: int, starts: np.ndarray, stops: np.nd
     return {column: example[column][span] for column in ("input_ids", "labels") if column in example}
 
 
-def cut_stream(dataset: IterableDataset, *, max_length: int | None, overflow: str) -> IterableDataset:
+def cut_stream(
+    dataset: IterableDataset, *, max_length: int | None, overflow: str, as_padded: bool = False
+) -> IterableDataset:
     """The same for a stream, some documents at a time; `overflow=WRAP` cuts nothing, the packer does.
 
     Documents carry what was lost beside them in the column `LOSSES`: documents truncated, split, dropped, tokens lost.
     """
-    options = (
+    options: dict[str, Any] = (
         {"max_length": None, "overflow": "truncate"}
         if overflow == WRAP
         else {"max_length": max_length, "overflow": overflow}
     )
+    options["as_padded"] = as_padded
     # A stream may not know its columns before its first example. All are removed, as parts are other rows than
     # documents.
     columns = list(next(iter(dataset), {}))
     return dataset.map(_cut_some, batched=True, batch_size=_CUT_TOGETHER, remove_columns=columns, fn_kwargs=options)
 
 
-def _cut_some(documents: dict[str, list[Any]], max_length: int | None, overflow: str) -> dict[str, list]:
+def _cut_some(
+    documents: dict[str, list[Any]], max_length: int | None, overflow: str, as_padded: bool
+) -> dict[str, list]:
     labels = documents.get("labels", documents["input_ids"])
     lengths = np.array([len(ids) for ids in documents["input_ids"]], dtype=np.int64)
     trained = np.concatenate([np.asarray(document, dtype=np.int64) for document in labels]) != -100
-    limit = None if "seq_lengths" in documents else max_length
+    limit = None if ROW_LENGTHS in documents else max_length
     try:
-        spans, report = plan_overflow(lengths, trained, max_length=limit, policy=overflow)
+        spans, report = plan_overflow(lengths, trained, max_length=limit, policy=overflow, as_padded=as_padded)
     except InvalidDataset:
         if overflow == "error" and limit is not None and (lengths > limit).any():
             raise

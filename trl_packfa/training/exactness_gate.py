@@ -15,14 +15,13 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from ..collator import LOSSES
+from ..collator import LOSSES, SOURCES
 from ..errors import UnsupportedModel
 from ..exactness import ExactnessReport, check, check_batch, proof_identity, reusable_proof
 from ..runtime.compile import uncompiled
 from ..terminal.progress import proving
 from .config import PackedSFTConfig
 from .distributed import agree, from_main_rank
-from .loss_weighting import SOURCES
 from .origins import ORIGINS
 from .step_packing import Slot
 

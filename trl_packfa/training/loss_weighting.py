@@ -16,9 +16,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from ..collator import SOURCES
 from ..layout import PackedLayout
-
-SOURCES = "sources"
 
 
 def documents_of_labels(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from datasets import DatasetDict, IterableDatasetDict
 from peft import PeftModel
 from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel
 from trl import get_peft_config, get_quantization_config
@@ -13,12 +13,11 @@ from trl import get_peft_config, get_quantization_config
 from ..adapters import refuse_quantization
 from .config import PackedSFTConfig
 from .contents import require_whole, without_format
-from .dataset import TEXT_COLUMNS, require_usable
+from .dataset import TEXT_COLUMNS, AnyDataset, require_usable
 from .hub import telling_of_model
 
 logger = logging.getLogger(__name__)
 
-AnyDataset = Dataset | IterableDataset
 EvalDataset = AnyDataset | DatasetDict | IterableDatasetDict | dict[str, AnyDataset]
 
 

@@ -16,7 +16,7 @@ import torch
 from ..runtime.boundaries import layout_of
 
 # The key of a micro-batch's `Origins`, popped before the model is called.
-ORIGINS = "origins"
+ORIGINS = "trl_packfa_origins"
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from accelerate.logging import get_logger
 from peft import PeftModel
 from torch import nn
 from transformers import TrainingArguments
+from trl import SFTConfig
 
-from ..errors import PackingError
+from ..errors import InvalidConfig, PackingError
 from .config import PackedSFTConfig
 
 logger = get_logger(__name__)
@@ -29,9 +30,10 @@ def settle(
     for and none passes; and what it raised then.
 
     Raises:
-        [`PackingError`]: `refuse`'s, where packing was asked for.
+        [`PackingError`]: `refuse`'s, where packing was asked for; where TRL's own trainer refuses its config.
     """
     if asks_for_packing(args):
+        _refuse_unenforced_length(args)
         settled = PackedSFTConfig.from_args(args)  # type: ignore[arg-type]  # None asks for nothing
         refuse(settled)
         return settled, None
@@ -47,6 +49,18 @@ def settle(
         else:
             return settled, None
     return padded(args, output_dir), refusal
+
+
+def _refuse_unenforced_length(args: TrainingArguments | None) -> None:
+    """Refuse TRL's own config where TRL does: `padding_free=True` flattens documents of any length there."""
+    if not isinstance(args, SFTConfig) or isinstance(args, PackedSFTConfig):
+        return
+    if args.padding_free and not args.packing and args.max_length is not None:
+        raise InvalidConfig(
+            f"padding_free=True without packing, and max_length={args.max_length}.",
+            why=["TRL does not enforce max_length there, and refuses it"],
+            do="Pass packing=True, max_length=None, or a PackedSFTConfig, which cuts documents and counts it.",
+        )
 
 
 def padded(args: TrainingArguments | None, output_dir: str) -> PackedSFTConfig:

@@ -38,6 +38,7 @@ from transformers import (
 from trl import SFTTrainer
 
 from ..api import describe, patch
+from ..collator import SOURCES
 from ..errors import ContaminationError, InvalidConfig, NoBackend, UnsupportedModel
 from ..exactness import ExactnessReport
 from ..packing import PackedBatchSampler, PackingReport
@@ -49,7 +50,7 @@ from .compiling import compile_by_layer, graphs_for_every_layer
 from .config import PackedSFTConfig
 from .construction import load_as_asked, settle_arguments
 from .dataloading import PackedData
-from .dataset import read_lengths
+from .dataset import read_lengths, without_our_columns
 from .distributed import TrainBeginCallback, require_same_documents
 from .epoch_plan import summarize_plan
 from .exactness_gate import ExactnessGate, require_engine
@@ -57,7 +58,7 @@ from .flops import quadratic_weight
 from .guards import LossWatch, memory_advice
 from .liger import already_applied, apply_liger
 from .lm_head import LossHead, OwnHead, drop_unmeasured
-from .loss_weighting import SOURCES, SourceLosses, WeightedModel, as_example_labels, example_weights
+from .loss_weighting import SourceLosses, WeightedModel, as_example_labels, example_weights
 from .model_card import add_section, name_base, packing_section
 from .model_loading import AnyDataset, EvalDataset, output_dir, usable
 from .padded_terms import PaddedTerms
@@ -283,7 +284,8 @@ class PackedSFTTrainer(SFTTrainer):
             return by_trl(dataset, processing_class, args, packing, formatting_func, dataset_name)
 
         def tokenize(uncut: PackedSFTConfig) -> AnyDataset:
-            return by_trl(dataset, processing_class, uncut, False, formatting_func, dataset_name)
+            given = without_our_columns(dataset)
+            return by_trl(given, processing_class, uncut, False, formatting_func, dataset_name)
 
         return self._data.prepare(tokenize, name=dataset_name)
 

@@ -15,6 +15,7 @@ from transformers.training_args import OptimizerNames
 
 from ..adapters import quantization_config_of, refuse_adapter, refuse_adapters, refuse_quantization
 from ..attention import AttentionRequest, get_backend
+from ..collator import LOSSES, ROW_LENGTHS
 from ..errors import InvalidConfig, InvalidDataset, NoBackend, PackingError, UnsupportedModel
 from ..patches.measured import results
 from ..patches.registry import get_patch_for_type
@@ -22,6 +23,7 @@ from ..patching.apply import find_state
 from ..patching.inspect import model_config, model_type
 from ..runtime.boundaries import layout_of
 from .config import PackedSFTConfig
+from .contents import TOKENS
 from .liger import refuse_missing_liger
 from .parallelism import asked_parallelism, refuse_parallelism, refuse_zero3
 
@@ -292,7 +294,7 @@ def refuse_data(dataset: Dataset | IterableDataset, *, name: str) -> None:
 
 
 def refuse_sources(args: PackedSFTConfig, train_dataset: Dataset | IterableDataset | None) -> None:
-    """A column of sources that is not there.
+    """Refuse a column of sources that is not there, or that holds tokens.
 
     Raises:
         [`InvalidConfig`]: naming the columns that are.
@@ -300,6 +302,7 @@ def refuse_sources(args: PackedSFTConfig, train_dataset: Dataset | IterableDatas
     if args.loss_by is None or train_dataset is None:
         return
     columns = train_dataset.column_names or list(next(iter(train_dataset), {}))
+    columns = [name for name in columns if name not in (*TOKENS, ROW_LENGTHS, LOSSES)]
     if args.loss_by not in columns:
         raise InvalidConfig(
             f"loss_by='{args.loss_by}': the training dataset has no such column.",
