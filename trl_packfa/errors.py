@@ -61,5 +61,9 @@ class VersionTooOld(PackingError):
     """An installed package is older than the API that trl-packfa needs."""
 
 
+class CheckpointNotWritten(PackingError, OSError):
+    """A checkpoint that could not be written, as the disk is full."""
+
+
 class MissingPackage(PackingError):
     """An optional package that what was asked for needs; the message names the extra that installs it."""

@@ -8,6 +8,7 @@ from datasets import Dataset
 from training import SAVING, arguments, dataset, packed_trainer, rows
 
 from trl_packfa.errors import InvalidConfig
+from trl_packfa.training.manifest import MANIFEST, write_manifest
 
 
 def run_then_resume(tmp_path, *, change_data=None, change_tokenizer=None, **options):
@@ -48,6 +49,7 @@ def test_another_version_is_named(tmp_path, caplog):
     packed_trainer(arguments(out=tmp_path, **SAVING)).train()
     path = tmp_path / "checkpoint-4" / "packing_progress.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": "0.0.1"}))
+    write_manifest(path.parent)
     resumed = packed_trainer(arguments(out=tmp_path, **{**SAVING, "max_steps": 6}))
     resumed.train(resume_from_checkpoint=True)
     assert "written by version 0.0.1" in caplog.text
@@ -56,5 +58,6 @@ def test_another_version_is_named(tmp_path, caplog):
 def test_a_corrupt_progress_file_is_named(tmp_path):
     packed_trainer(arguments(out=tmp_path, **SAVING)).train()
     (tmp_path / "checkpoint-4" / "packing_progress.json").write_text('{"num_tok')
+    (tmp_path / "checkpoint-4" / MANIFEST).unlink()  # of an earlier version: else it is passed over
     with pytest.raises(InvalidConfig, match=r"packing_progress\.json is corrupt"):
         packed_trainer(arguments(out=tmp_path, **SAVING)).train(resume_from_checkpoint=True)

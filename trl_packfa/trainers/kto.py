@@ -58,6 +58,7 @@ class PackedKTOTrainer(PackedPreference, KTOTrainer):
     _config = PackedKTOConfig
     _rows = (("prompt_ids", "completion_ids"),)
     _reference_keys = ("ref_logps",)
+    _label = "label"
 
     def _why_not_cut(self) -> str:
         """The KL estimate, which is one number for each padded micro-batch of all ranks."""

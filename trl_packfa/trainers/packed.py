@@ -47,9 +47,10 @@ class PackedPreference(RecutSteps):
         cut_reason (`str`): why steps are not re-cut; empty if they are.
     """
 
-    # Of each trainer: its config, and its adapters' task.
+    # Of each trainer: its config, its adapters' task, and its column that says what an answer trains.
     _config: ClassVar[type[PreferenceConfig]]
     _task: ClassVar[str] = "CAUSAL_LM"
+    _label: ClassVar[str] = "labels"
 
     train_dataset: Any
 
@@ -174,7 +175,7 @@ class PackedPreference(RecutSteps):
     @cached_property
     def _identity(self) -> dict[str, str]:
         columns = sorted({column for row in self._rows for column in row})
-        return identity(self.train_dataset, self.processing_class, columns=columns)
+        return identity(self.train_dataset, self.processing_class, columns=columns, labels=self._label)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """TRL's, whole only once every rank has written its part; older checkpoints go after that."""

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
-import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
 from ..collator import LOSSES
-from ..errors import InvalidConfig
+from ..errors import CheckpointNotWritten, InvalidConfig
 from ..exactness import ExactnessReport
 from ..packing import PackingReport
 from .config import PackedSFTConfig
+from .manifest import MANIFEST, damage, left_out, write_json, write_manifest
 
 logger = logging.getLogger(__name__)
 
-# Written last: a checkpoint that has it is whole.
+# Written when every rank has written its part; last of all comes the manifest.
 PACKING_REPORT = "packing_report.json"
 _PROGRESS = "packing_progress.json"
 _LOST = ("truncated", "split", "dropped", "tokens_lost")
@@ -54,16 +57,50 @@ def count_batch(metrics: Mapping[str, list[float]], inputs: dict[str, Any], *, c
 
 
 def last_whole_checkpoint(folder: str | Path | None) -> str | None:
-    """The newest `checkpoint-*` in a folder that was written whole, which its report, written last, says; `None` if
+    """The newest `checkpoint-*` in a folder that was written whole and still is, which its manifest says; `None` if
     there is none. Others are named in the log and passed over."""
     found = [
         path for path in Path(folder or ".").glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()
     ]
     for path in sorted(found, key=lambda path: -int(path.name.removeprefix("checkpoint-"))):
-        if (path / PACKING_REPORT).exists():
+        wrong = _incomplete(path)
+        if wrong is None:
             return str(path)
-        logger.warning("trl-packfa: %s is incomplete (no %s): passed over.", path, PACKING_REPORT)
+        logger.warning("trl-packfa: %s is incomplete (%s): passed over.", path, wrong)
     return None
+
+
+def _incomplete(checkpoint: Path) -> str | None:
+    """Say why a checkpoint is not taken, `None` if it is. One of an earlier version has its report and no manifest:
+    it was written whole, and nothing tells whether it still is."""
+    written = (checkpoint / MANIFEST).exists() or (checkpoint / PACKING_REPORT).exists()
+    return damage(checkpoint) if written else f"no {PACKING_REPORT}"
+
+
+def require_undamaged(checkpoint: str | Path) -> None:
+    """Refuse a checkpoint whose files are not those that were written; one without a manifest is taken.
+
+    Raises:
+        [`InvalidConfig`]: naming the file.
+    """
+    folder = Path(checkpoint)
+    wrong = damage(folder)
+    if wrong is not None:
+        raise InvalidConfig(
+            f"the checkpoint {folder} is damaged: it has {wrong}.",
+            why=[f"{MANIFEST} says what was written"],
+            do="Resume from another one: resume_from_checkpoint='last' takes the newest that is whole.",
+        )
+
+
+def tell_left_out(checkpoint: str | Path) -> None:
+    """Name in the log what a checkpoint does not hold, and one whose files nothing vouches for."""
+    folder = Path(checkpoint)
+    if not (folder / MANIFEST).exists():
+        logger.warning("trl-packfa: %s has no %s: its files are not checked.", folder, MANIFEST)
+    lacks = left_out(folder)
+    if lacks is not None:
+        logger.warning("trl-packfa: %s does not hold %s: the run begins anew with them.", folder, lacks)
 
 
 def require_whole_checkpoint(folder: str | Path | None) -> str:
@@ -74,10 +111,10 @@ def require_whole_checkpoint(folder: str | Path | None) -> str:
     """
     found = last_whole_checkpoint(folder)
     if found is None:
-        partial = sorted(path.name for path in Path(folder or ".").glob("checkpoint-*"))
+        partial = sorted(Path(folder or ".").glob("checkpoint-*"))
         raise InvalidConfig(
             f"no whole checkpoint to resume from in {folder}.",
-            why=[f"{name} has no {PACKING_REPORT}, which is written last" for name in partial] or ["it holds none"],
+            why=[f"{path.name} has {_incomplete(path)}" for path in partial] or ["it holds none"],
             do="Train without resume_from_checkpoint, or name a checkpoint's folder.",
         )
     return found
@@ -85,18 +122,57 @@ def require_whole_checkpoint(folder: str | Path | None) -> str:
 
 @contextmanager
 def whole_checkpoint(folder: Path, trainer: Any) -> Iterator[None]:
-    """Around the writing of a checkpoint: it has its report, which says that it is whole, only once every rank has
-    written its part, and older checkpoints are deleted only after that.
+    """Around the writing of a checkpoint: it has its report and its manifest, which say that it is whole, only once
+    every rank has written its part, and older checkpoints are deleted only after that.
 
     Args:
         folder (`Path`):
             Of the checkpoint; one that is written again is taken for half-written meanwhile.
         trainer (`Trainer`):
             Writes the report with `save_reports`.
+
+    Raises:
+        [`CheckpointNotWritten`]: if the disk is full, say; what there is of a new one is deleted.
     """
+    is_new = not folder.exists()
+    try:
+        with _marked_whole(folder, trainer):
+            yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if not is_full_disk(error):
+            raise
+        free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
+        # Others may be writing still; what is left then has no manifest.
+        if is_new and trainer.accelerator.num_processes == 1:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise CheckpointNotWritten(
+            f"{folder} could not be written: {_first_line(error)}.",
+            why=[f"{free / 1e6:,.0f} MB were free there"],
+            do="Make room, lower save_total_limit or name another output_dir; an earlier checkpoint is whole: go on "
+            "from it with resume_from_checkpoint='last'.",
+        ) from error
+
+
+# What torch's and safetensors' writers say when the operating system takes no more bytes.
+_FULL = ("no space left", "disk quota exceeded", "file too large", "file write failed", "unexpected pos")
+_FULL_NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether an error says that no more bytes can be written."""
+    return getattr(error, "errno", None) in _FULL_NUMBERS or any(words in str(error).lower() for words in _FULL)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "").rstrip(".")
+
+
+@contextmanager
+def _marked_whole(folder: Path, trainer: Any) -> Iterator[None]:
     args, limit = trainer.args, trainer.args.save_total_limit
     if args.should_save:
-        (folder / PACKING_REPORT).unlink(missing_ok=True)
+        for name in (MANIFEST, PACKING_REPORT):
+            (folder / name).unlink(missing_ok=True)
     trainer.accelerator.wait_for_everyone()
     # The Trainer deletes older checkpoints on rank 0 while others may still write: a run that is killed then would
     # have no whole checkpoint left. Without a limit it deletes none.
@@ -111,13 +187,14 @@ def whole_checkpoint(folder: Path, trainer: Any) -> Iterator[None]:
     if limit is not None and (folder / TRAINING_ARGS_NAME).exists():
         torch.save(args, folder / TRAINING_ARGS_NAME)  # the Trainer has saved them without their limit
     trainer.save_reports(folder)
+    write_manifest(folder)
     best = trainer.state.best_model_checkpoint
     rotate_checkpoints(str(folder.parent), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
 
 
 def write_progress(folder: str | Path, progress: dict[str, Any]) -> None:
     """Write what the Trainer's own state does not hold, for a resumed run to go on from."""
-    _write(Path(folder) / _PROGRESS, progress)
+    write_json(Path(folder) / _PROGRESS, progress)
 
 
 def read_progress(folder: str | Path) -> dict[str, Any]:
@@ -186,12 +263,4 @@ def write_reports(
     if plan:
         contents[PACKING_REPORT]["plan"] = dict(plan)
     for name, content in contents.items():
-        _write(Path(folder) / name, content)
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file whole or not at all: a run that is killed meanwhile leaves the old one, or none."""
-    # In the same folder, as `os.replace` is atomic within one file system only.
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+        write_json(Path(folder) / name, content)

@@ -16,7 +16,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
 from ..errors import InvalidConfig, MissingPackage
-from .checkpointing import require_whole_checkpoint
+from .checkpointing import require_undamaged, require_whole_checkpoint
 from .config import PackedSFTConfig
 
 # What `resume_from_checkpoint` may be besides a folder, in any case of letters.
@@ -50,7 +50,7 @@ def checkpoint_to_resume(asked: str | bool | None, folder: str | Path | None) ->
     one in `folder` that was written whole.
 
     Raises:
-        [`InvalidConfig`]: if there is none there.
+        [`InvalidConfig`]: if there is none there, or its files are not those that were written.
     """
     word = str(asked or "").lower()
     if word in _NONE:
@@ -64,6 +64,7 @@ def checkpoint_to_resume(asked: str | bool | None, folder: str | Path | None) ->
             why=[there],
             do=f"Name the folder of one, or pass 'last' for the last whole one in {folder}.",
         )
+    require_undamaged(str(asked))
     return str(asked)
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from accelerate.logging import get_logger
 
-from .checkpointing import read_progress, whole_checkpoint, write_progress
+from .checkpointing import read_progress, tell_left_out, whole_checkpoint, write_progress
 from .distributed import from_main_rank
 from .guards import only_run_in
 from .model_card import copy_card
 from .preflight import checkpoint_to_resume, resuming_message
-from .resuming import require_same_run
+from .resuming import adapter_of, require_same_adapter, require_same_run
 
 logger = get_logger(__name__)
 
@@ -31,13 +31,17 @@ def go_on(trainer: Any, asked: str | bool | None, *, identity: Callable[[], dict
             What the run is made of, see [`identity`]; without it, it may be another one.
 
     Raises:
-        [`InvalidConfig`]: if there is no such checkpoint, or it is of a run on other data.
+        [`InvalidConfig`]: if there is no such checkpoint, its files are not those that were written, or it is of a run
+            on other data, labels, or with another adapter.
     """
     folder = trainer.args.output_dir
     checkpoint = from_main_rank(trainer.accelerator, lambda: checkpoint_to_resume(asked, folder))
     if checkpoint is not None:
         logger.info("trl-packfa: %s", resuming_message(checkpoint))
+        if trainer.is_world_process_zero():
+            tell_left_out(checkpoint)
         progress = read_progress(checkpoint)
+        require_same_adapter(progress, trainer.model)
         if identity is not None and not trainer.args.ignore_data_skip:
             require_same_run(progress, identity())
         # TRL counts from 0 again.
@@ -69,4 +73,5 @@ def whole(trainer: Any, trial: Any, identity: Callable[[], dict[str, str]]) -> I
         yield folder
         if trainer.args.should_save:
             copy_card(trainer.args.output_dir, folder)
-            write_progress(folder, {"num_tokens": trainer._total_train_tokens, **identity()})
+            progress = {"num_tokens": trainer._total_train_tokens, "adapter": adapter_of(trainer.model)}
+            write_progress(folder, {**progress, **identity()})

@@ -525,7 +525,8 @@ class PackedSFTTrainer(SFTTrainer):
 
     @cached_property
     def _identity(self) -> dict[str, str]:
-        return identity(self.train_dataset, self._tokenizer)
+        report = self.packing_reports.get("train")
+        return identity(self.train_dataset, self._tokenizer, trained=report and report.trained_tokens)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """TRL's, whole only once every rank has written its part; older checkpoints go after that."""
