@@ -1,11 +1,13 @@
-"""Who may attend to whom in a packed row, drawn: triangles on the diagonal, nothing between them.
+"""Figures by matplotlib, which is imported on use: who may attend to whom in a packed row, and the losses of a run.
 
-Drawn from boundaries, never from a mask, so a row of any length costs nothing. matplotlib is imported on use.
+A row is drawn from boundaries, never from a mask, so a row of any length costs nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,3 +142,38 @@ def _characters(row: list[tuple[int, bool]], window: int | None) -> str:
         seen = ["X" if k <= q and k in near and document[k] == document[q] else "." for k in range(len(document))]
         lines.append(" ".join(seen))
     return "\n".join(lines)
+
+
+# The name of the file with a run's losses, beside what it trained.
+LOSS_CURVE = "loss_curve.png"
+
+
+def save_loss_curve(history: Sequence[Mapping[str, float]], path: str | Path) -> bool:
+    """Draw the losses that a run has logged, of training and of each evaluation, over its optimizer steps.
+
+    Args:
+        history (`Sequence[Mapping[str, float]]`):
+            `trainer.state.log_history`.
+        path (`str` or `Path`):
+            File to write.
+
+    Returns:
+        `bool`: whether it was drawn: not without matplotlib, nor for a run that logged a loss at one step only.
+    """
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for entry in history:
+        for name, value in entry.items():
+            if name == "loss" or (name.startswith("eval_") and name.endswith("loss")):
+                curves.setdefault(name, []).append((entry["step"], value))
+    if find_spec("matplotlib") is None or len(curves.get("loss", ())) < 2:
+        return False
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for (name, points), colour in zip(curves.items(), cycle(_COLOURS)):
+        axes.plot(*zip(*points, strict=True), label=name, color=colour, marker="o" if name != "loss" else None)
+    axes.set(xlabel="optimizer step", ylabel="loss")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    return True

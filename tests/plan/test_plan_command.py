@@ -62,7 +62,7 @@ def test_the_command_takes_yaml_and_lengths(saved, tmp_path, capsys):
     [
         (["--dataset_name", "DATA"], "InvalidConfig: no tokenizer"),
         (["--tokenizer", "MODEL"], "InvalidConfig: no dataset"),
-        (["--dataset_name", "DATA", "--tokenizer", "/nowhere"], "cannot load a tokenizer from '/nowhere'"),
+        (["--dataset_name", "DATA", "--tokenizer", "/nowhere"], "processor from '/nowhere'"),
         (["--dataset_name", "DATA", "--model_name_or_path", "/nowhere"], "cannot make the model '/nowhere'"),
         (["--dataset_name", "DATA", "--tokenizer", "MODEL", "--dataset_streaming", "true"], "is a stream"),
         (["--dataset_name", "DATA", "--tokenizer", "MODEL", "--assistant_only_loss", "true"], "has a role"),

@@ -251,7 +251,7 @@ def test_every_recipe_goes_through_the_real_parser(recipe, tmp_path):
     from trl_packfa.training.script import train_parser
 
     argv = ["--config", str(recipe), "--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false"]
-    _, script, args, _ = train_parser(kind_of(argv).config).parse_args_and_config(args=argv)
+    _, script, args, _ = train_parser(kind_of(argv)).parse_args_and_config(args=argv)
     written = yaml.safe_load(recipe.read_text())
     for name, value in written.items():
         if name not in ("output_dir", "lora_target_modules") and hasattr(args, name):

@@ -2,7 +2,10 @@
 
 import io
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from tiny_models import small_model
 from training import arguments, dataset, packed_trainer
 
 from trl_packfa.cli.main import main
+from trl_packfa.plotting import save_loss_curve
 from trl_packfa.terminal.progress import RichProgressCallback
 
 
@@ -94,3 +98,43 @@ def test_in_a_pipe_every_thing_is_one_line(tmp_path, monkeypatch, capfd):
     assert "exactness check: exact, proven before checkpoint-4; nothing has changed since" in capfd.readouterr().out
     assert main(["merge", "out", "merged"]) == 0
     assert not re.search(r"\d(it|s)/s", "".join(capfd.readouterr()))
+
+
+@pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"])
+def test_a_log_shows_the_metrics_of_trl(terminal, tmp_path):
+    text, trainer = shown(tmp_path, terminal=terminal, max_steps=2)
+    for entry in trainer.state.log_history[:2]:
+        line = next(line for line in text.splitlines() if f"step {entry['step']}/2  loss" in line)
+        for name in ("grad_norm", "learning_rate"):
+            assert f"  {name} {entry[name]:.3g}" in line
+        for name in ("mean_token_accuracy", "entropy"):
+            assert f"  {name} {entry[name]:.3f}" in line
+
+
+def test_in_a_pipe_what_takes_long_writes_lines(tmp_path):
+    """As tqdm reads it of the environment, before it is imported: in a process of its own."""
+    code = (
+        "import sys, time\nfrom trl_packfa.cli import main\nmain._bars_as_lines()\n"
+        "from trl_packfa.terminal.progress import a_line_per_thing\nfrom datasets import Dataset\n"
+        "data = Dataset.from_list([{'a': n} for n in range(3)])\nimport tqdm\n"
+        "now = iter(range(0, 10**6, 40))\n"
+        "tqdm.std.time = lambda: next(now)\n"
+        "with a_line_per_thing(): data.map(lambda row: row, desc='Tokenizing')\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "80"}
+    )
+    assert re.search(r"Tokenizing: \d/3, .* to go\n", ran.stderr)
+
+
+def test_the_losses_of_a_run_are_drawn(tmp_path):
+    matplotlib = pytest.importorskip("matplotlib")
+    history = [
+        {"loss": 3.0, "step": 1},
+        {"eval_loss": 2.5, "step": 1},
+        {"loss": 2.0, "step": 2},
+        {"other": 1, "step": 2},
+    ]
+    assert save_loss_curve(history, tmp_path / "curve.png")
+    assert matplotlib.image.imread(tmp_path / "curve.png").std() > 0
+    assert not save_loss_curve(history[:2], tmp_path / "none.png") and not (tmp_path / "none.png").exists()

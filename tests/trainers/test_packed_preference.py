@@ -23,7 +23,7 @@ from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset,
 from trl_packfa.patching.apply import find_state
 from trl_packfa.trainers import cutting
 from trl_packfa.trainers.cutting import PairCutter
-from trl_packfa.training.script import asked_trainer
+from trl_packfa.training.parsing import asked_trainer
 
 # Four padded micro-batches a step, for fewer to be made of.
 ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}

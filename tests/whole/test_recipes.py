@@ -96,7 +96,9 @@ def test_every_recipe_trains_two_steps(recipe, tmp_path, monkeypatch):
     from trl_packfa.training import script as launch
 
     build = launch.build_trainer
-    monkeypatch.setattr(launch, "build_trainer", lambda *given: trainers.append(build(*given)) or trainers[-1])
+    monkeypatch.setattr(
+        launch, "build_trainer", lambda *given, **more: trainers.append(build(*given, **more)) or trainers[-1]
+    )
     model = save_model(config["model_name_or_path"], tmp_path / "model")
     data = save_data(config["dataset_name"], tmp_path / "data")
     out = str(tmp_path / "out")
@@ -135,7 +137,7 @@ def known_arguments(trainer):
     from trl_packfa.cli.train import kind_of
     from trl_packfa.training.script import train_parser
 
-    return {action.dest for action in train_parser(kind_of(["--trainer", trainer]).config)._actions}
+    return {action.dest for action in train_parser(kind_of(["--trainer", trainer]))._actions}
 
 
 def test_composite_recipe_adapts_the_text_model_only(tmp_path):

@@ -11,7 +11,7 @@ from trl import DatasetMixtureConfig, ScriptArguments
 from ..errors import InvalidConfig
 from ..packing import STEP
 from ..training.config import PackedSFTConfig
-from ..training.script import parse
+from ..training.parsing import parse
 from .presets import PRESETS
 from .sides import KINDS, TRAINERS, Side, parse_sides
 

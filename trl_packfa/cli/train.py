@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from typing import TYPE_CHECKING
 
 from ..versions import require_versions
@@ -10,13 +11,15 @@ from ..versions import require_versions
 if TYPE_CHECKING:
     from ..training.script import Kind
 
-# What `--trainer` may name besides SFT, and what our classes for it are called.
-_NAMES = {"dpo": "PackedDPO", "reward": "PackedReward", "kto": "PackedKTO"}
+# The packed trainers that `--trainer` may name besides SFT.
+_PACKED = {"dpo": "PackedDPO", "reward": "PackedReward", "kto": "PackedKTO"}
+# TRL's own, which run without pads.
+_ONLINE = {"grpo": "GRPO", "rloo": "RLOO"}
 
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Declare the command; its flags are those of a trainer's config, too heavy to load for `--help`."""
-    text = "packed fine-tune, DPO, KTO or reward model from a YAML file or flags (see: trl-packfa train --help)"
+    text = "packed fine-tune, DPO, KTO, reward model, GRPO or RLOO from YAML or flags (see: trl-packfa train --help)"
     commands.add_parser("train", help=text, add_help=False)
 
 
@@ -30,10 +33,25 @@ def run(argv: list[str]) -> int:
 
 def kind_of(argv: list[str]) -> Kind:
     """The trainer that flags or a YAML file name, and its config."""
-    import trl_packfa
+    from ..training.parsing import asked_trainer
+    from ..training.script import SFT, Kind
 
-    from ..training.script import SFT, Kind, asked_trainer
-
-    name = _NAMES.get(asked_trainer(argv))
     # TRL's other trainers take seconds to import: by name, so that only the one that is asked for is.
-    return SFT if name is None else Kind(getattr(trl_packfa, f"{name}Trainer"), getattr(trl_packfa, f"{name}Config"))
+    asked = asked_trainer(argv)
+    if asked in _PACKED:
+        import trl_packfa
+
+        name = _PACKED[asked]
+        return Kind(getattr(trl_packfa, f"{name}Trainer"), getattr(trl_packfa, f"{name}Config"))
+    if asked in _ONLINE:
+        from ..trainers import online
+
+        script = importlib.import_module(f"trl.scripts.{asked}")
+        return Kind(
+            getattr(online, asked),
+            getattr(online, f"PaddingFree{_ONLINE[asked]}Config"),
+            script=getattr(script, f"{_ONLINE[asked]}ScriptArguments"),
+            options=online.reward_options,
+            writes_whole=False,
+        )
+    return SFT

@@ -20,7 +20,7 @@ from ..training.chat_templates import left_out_by_template
 from ..training.config import PackedSFTConfig
 from ..training.contents import require_whole
 from ..training.dataset import TEXT_COLUMNS, Tokens, read_tokens, require_usable
-from ..training.preflight import load_tokenizer, require_markable
+from ..training.preflight import load_tokenizer, require_tokenizer
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def read_documents(name: str, dataset: Any, tokenizer: str, args: PackedSFTConfi
             do="Plan with the documents that the rows were packed from.",
         )
     loaded = load_tokenizer(tokenizer, args, otherwise="pass --tokenizer, or the documents' lengths with --lengths")
-    require_markable(loaded, args)
+    require_tokenizer(tokenizer, args, processing_class=loaded, datasets=[("train", dataset)])
     try:
         prepared = _prepared(dataset, loaded, args)
         return Source(name, read_tokens(prepared.dataset), tuple(prepared.remarks))

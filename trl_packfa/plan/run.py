@@ -15,7 +15,8 @@ from ..terminal.progress import a_line_per_thing
 from ..training.batching import FREE
 from ..training.config import PackedSFTConfig
 from ..training.memory import estimate, without_checkpointing
-from ..training.script import parse, train_dataset
+from ..training.parsing import ColumnChoice, parse
+from ..training.script import train_dataset
 from .advise import advise
 from .compare import compare
 from .gather import Source, lengths_from_file, read_documents
@@ -25,7 +26,7 @@ from .terminal import show
 
 
 @dataclass
-class PlanArguments:
+class PlanArguments(ColumnChoice):
     """What `trl-packfa plan` takes beside the arguments of `trl-packfa train`."""
 
     tokenizer: str | None = field(
@@ -87,7 +88,7 @@ def make_plan(source: Source, args: PackedSFTConfig, ranks: list[int], shape: An
 def _source(script: Any, args: PackedSFTConfig, mixture: Any, wanted: PlanArguments) -> Source:
     if wanted.lengths:
         return lengths_from_file(wanted.lengths)
-    dataset = train_dataset(script, args, mixture)
+    dataset = train_dataset(script, args, mixture, columns=wanted.columns)
     tokenizer = wanted.tokenizer or args.model_name_or_path
     if tokenizer is None:
         raise InvalidConfig(

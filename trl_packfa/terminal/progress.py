@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -28,6 +29,7 @@ from transformers.trainer_utils import has_length
 from transformers.utils import logging as transformers_logging
 
 from ..packing import PackingReport
+from . import BARS_AS_LINES
 
 # Seconds between the lines of a check in a pipe, and the share of it from which the rest can be estimated.
 _EVERY, _ENOUGH = 30.0, 0.05
@@ -58,9 +60,10 @@ def proving(text: str, *, shown: bool = True) -> Iterator[Callable[[str, float],
 
 @contextmanager
 def a_line_per_thing() -> Iterator[None]:
-    """Where there is no terminal, the bars of transformers and datasets are off: each refresh would be a line."""
+    """Where there is no terminal, and bars were not made lines ([`BARS_AS_LINES`]), the bars of transformers and
+    datasets are off: each refresh would be a line."""
     bars, dataset_bars = transformers_logging.is_progress_bar_enabled(), is_progress_bar_enabled()
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() and not BARS_AS_LINES.keys() <= os.environ.keys():
         transformers_logging.disable_progress_bar()
         disable_progress_bar()
     try:
@@ -139,15 +142,12 @@ class RichProgressCallback(TrainerCallback):
         """Show what was logged."""
         if self.progress is None or not logs or "loss" not in logs:
             return
-        self.shown = f"loss {logs['loss']:.3f}"
-        if "fill" in logs:
-            self.shown += f"  fill {logs['fill']:.0%}"
-        if "tokens_per_second" in logs:
-            self.shown += f"  {logs['tokens_per_second']:,.0f} tokens/s"
+        self.shown = "  ".join(_described(logs, _IN_BAR))
         self._show(self.shown)
+        line = [f"{self.title}  step {state.global_step}/{state.max_steps}", *_described(logs, _IN_LINE)]
         if not self.console.is_terminal:
-            times = self._times(state)
-            self._say(f"{self.title}  step {state.global_step}/{state.max_steps}  {self.shown}  {times}")
+            line.append(self._times(state))  # which the bar shows
+        self._say("  ".join(line))
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -182,11 +182,16 @@ class RichProgressCallback(TrainerCallback):
         """Close the bar; the first and the last evaluation, of several."""
         if self.progress is None:
             return
-        self.progress.stop()
         for name, losses in self.eval_losses.items():
             if len(losses) > 1:
                 (first, before), (last, after) = losses[0], losses[-1]
                 self._say(f"{_titled(name)}: {before:.3f} at step {first}, {after:.3f} at step {last}")
+        self.close()
+
+    def close(self) -> None:
+        """Close the bar, of a run that was stopped too."""
+        if self.progress is not None:
+            self.progress.stop()
         self.progress = None
 
     def _show(self, text: str, *, at_once: bool = False) -> None:
@@ -201,6 +206,29 @@ class RichProgressCallback(TrainerCallback):
 
     def _say(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+# What is shown of a log, in this order, by TRL's names; the bar has room for a few.
+_IN_BAR = {"loss": "loss {:.3f}", "fill": "fill {:.0%}", "tokens_per_second": "{:,.0f} tokens/s"}
+_IN_LINE = {
+    "loss": "loss {:.3f}",
+    "grad_norm": "grad_norm {:.3g}",
+    "learning_rate": "learning_rate {:.3g}",
+    "mean_token_accuracy": "mean_token_accuracy {:.3f}",
+    "entropy": "entropy {:.3f}",
+    "rewards/accuracies": "rewards/accuracies {:.3f}",
+    "rewards/margins": "rewards/margins {:.3g}",
+    "reward": "reward {:.4g}",
+    "reward_std": "reward_std {:.4g}",
+    "kl": "kl {:.3g}",
+    "completions/mean_length": "completions/mean_length {:.1f}",
+    "fill": "fill {:.0%}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+}
+
+
+def _described(logs: Mapping[str, float], formats: Mapping[str, str]) -> list[str]:
+    return [text.format(logs[name]) for name, text in formats.items() if name in logs]
 
 
 # The Trainer's name for the loss of an evaluation, with the dataset's where there are several.

@@ -25,6 +25,7 @@ from ..training.construction import load_as_asked
 from ..training.dataloading import tell_counts
 from ..training.distributed import require_same_documents
 from ..training.model_card import add_section, card_section, name_base
+from ..training.model_loading import telling_of_targets
 from ..training.resuming import identity
 from ..training.runs import alone_in_folder, go_on, whole
 from ..training.validation import refuse_precision
@@ -51,6 +52,8 @@ class PackedPreference(RecutSteps):
     _config: ClassVar[type[PreferenceConfig]]
     _task: ClassVar[str] = "CAUSAL_LM"
     _label: ClassVar[str] = "labels"
+    # The columns of each format that TRL's trainer takes.
+    _columns: ClassVar[tuple[tuple[str, ...], ...]] = (("chosen", "rejected"),)
 
     train_dataset: Any
 
@@ -59,7 +62,7 @@ class PackedPreference(RecutSteps):
         model, asked = given["model"], given.get("args")
         config: Any = self._config
         settled = config(_output_dir(model, self._name())) if asked is None else config.from_args(asked)
-        refuse_before_loading(type(self).__name__, given, settled)
+        refuse_before_loading(type(self).__name__, given, settled, columns=self._columns)
         quantization, adapter = load_as_asked(
             model, settled, quantization=given.get("quantization_config"), adapter=given.get("peft_config")
         )
@@ -68,7 +71,8 @@ class PackedPreference(RecutSteps):
         self.packing_reports: dict[str, PackingReport] = {}
         self.cut_reason = ""
         given |= {"args": settled, "quantization_config": quantization, "peft_config": adapter}
-        super().__init__(**given)
+        with telling_of_targets(model, settled):
+            super().__init__(**given)
         self._run_without_pads()
         refuse_precision(
             self.model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from datasets import Dataset
@@ -9,7 +10,7 @@ from datasets import Dataset
 from ..errors import InvalidConfig, InvalidDataset
 from ..training.model_loading import model_type, named
 from ..training.parallelism import asked_parallelism, refuse_parallelism
-from ..training.preflight import require_reporters
+from ..training.preflight import require_attention, require_reporters, require_tokenizer
 from ..training.validation import refuse_adapters_and_backend, refuse_data, refuse_model, refuse_untrainable
 
 
@@ -34,7 +35,38 @@ def refuse_liger(args: Any, name: str) -> None:
         )
 
 
-def refuse_before_loading(trainer: str, given: dict[str, Any], args: Any) -> None:
+def require_columns(dataset: Dataset, *, name: str, trainer: str, formats: Sequence[Sequence[str]]) -> None:
+    """Require the columns of one of the formats that TRL's trainer takes, unless the dataset is tokenized.
+
+    Args:
+        dataset (`Dataset`):
+            As the user passed it.
+        name (`str`):
+            What to call it.
+        trainer (`str`):
+            What to call the trainer.
+        formats (`Sequence[Sequence[str]]`):
+            The columns of each.
+
+    Raises:
+        [`InvalidDataset`]: naming the columns that are there, and those that are wanted.
+    """
+    there = dataset.column_names
+    if any(column.endswith("_ids") for column in there) or any(set(columns) <= set(there) for columns in formats):
+        return
+    wanted = ", or ".join(" and ".join(repr(column) for column in columns) for columns in formats)
+    if "completion" in there:
+        other = "SFT trains on 'prompt' and 'completion': PackedSFTTrainer, or --trainer sft."
+    else:
+        other = "Rename the columns, or make them: --columns 'NAME=TEMPLATE' on the command line."
+    raise InvalidDataset(
+        f"the {name} dataset has columns {sorted(there)}, of which {trainer} cannot train.",
+        why=[f"wanted: {wanted}"],
+        do=other,
+    )
+
+
+def refuse_before_loading(trainer: str, given: dict[str, Any], args: Any, *, columns: Sequence[Sequence[str]]) -> None:
     """Arguments, data and a model that cannot run without pads.
 
     Args:
@@ -44,6 +76,8 @@ def refuse_before_loading(trainer: str, given: dict[str, Any], args: Any) -> Non
             Its arguments, by name.
         args ([`PreferenceConfig`]):
             As they are settled.
+        columns (`Sequence[Sequence[str]]`):
+            The columns of each format that the trainer takes.
 
     Raises:
         [`InvalidConfig`]: naming the argument.
@@ -62,6 +96,8 @@ def refuse_before_loading(trainer: str, given: dict[str, Any], args: Any) -> Non
         raise InvalidDataset("the train dataset is empty.", do="Check the split, filters and file names.")
     for name, dataset in named(train, given.get("eval_dataset")):
         refuse_data(dataset, name=name)
+        if isinstance(dataset, Dataset):
+            require_columns(dataset, name=name, trainer=trainer, formats=columns)
     if getattr(args.accelerator_config, "dispatch_batches", None):
         raise InvalidConfig(
             "accelerator_config.dispatch_batches=True cannot carry the pairs of a step.",
@@ -72,3 +108,7 @@ def refuse_before_loading(trainer: str, given: dict[str, Any], args: Any) -> Non
     refuse_parallelism(asked_parallelism(args))
     refuse_model(model_type(model, args) if isinstance(model, str) else model, args)
     require_reporters(args)
+    require_attention(args)
+    require_tokenizer(
+        model, args, processing_class=given.get("processing_class"), datasets=named(train, given.get("eval_dataset"))
+    )

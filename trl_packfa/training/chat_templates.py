@@ -50,6 +50,16 @@ def left_out_by_template(
     ]
 
 
+def holds_conversations(dataset: Dataset | IterableDataset) -> bool:
+    """Whether a dataset's first example has messages, of which a chat template makes text."""
+    if not isinstance(dataset, Dataset | IterableDataset):
+        return False
+    example = maybe_convert_to_chatml(dict(next(iter(dataset), {})))
+    if "input_ids" in example or [] in example.values():  # TRL would look at the first message of none
+        return False
+    return is_conversational(example)
+
+
 def _some(dataset: Dataset | IterableDataset) -> Iterator[dict[str, Any]]:
     if isinstance(dataset, IterableDataset):
         yield from dataset.take(_LOOKED_AT_OF_STREAM)

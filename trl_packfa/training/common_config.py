@@ -106,12 +106,25 @@ def settle_loading(args: Any) -> None:
         get_backend(args.attention_backend)
 
 
+# The smallest value of numbers that neither TRL nor transformers looks at before a loop divides by them.
+_LEAST = {
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "dataloader_num_workers": 0,
+    "lora_r": 1,
+}
+
+
 def require_trainable(args: Any) -> None:
-    """Contradictions between adapters and quantization.
+    """Refuse numbers that are too small, and contradictions between adapters and quantization.
 
     Raises:
         [`InvalidConfig`]: naming them.
     """
+    for name, least in _LEAST.items():
+        if getattr(args, name) < least:
+            raise InvalidConfig(f"{name}={getattr(args, name)}: it must be {least} or more.", do="Raise it.")
     if not args.use_peft and (args.load_in_4bit or args.load_in_8bit):
         raise InvalidConfig(
             "use_peft=False with a quantized model: quantized weights cannot be trained.",

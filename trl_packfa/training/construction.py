@@ -12,9 +12,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from ..errors import PackingError
 from ..patching import inspect
 from .config import PackedSFTConfig
+from .dataset import prepares
 from .model_loading import AnyDataset, EvalDataset, default_adapter, loading, model_type, named, output_dir
 from .plain_config import settle
-from .preflight import load_tokenizer, require_markable, require_reporters
+from .preflight import require_attention, require_reporters, require_tokenizer
 from .step_packing import longest_of_stream
 from .validation import refuse_arguments, refuse_collator, refuse_data, refuse_model, refuse_untrainable
 
@@ -30,12 +31,13 @@ def settle_arguments(
     compute_loss_func: Callable | None,
     compute_metrics: Callable | None,
     peft_config: PeftConfig | None,
+    formatting_func: Callable[..., Any] | None,
 ) -> tuple[PackedSFTConfig, PackingError | None]:
     """What to train with: packed where that is possible, padded where packing was not asked for and is not.
 
     Args:
         model, args, train_dataset, eval_dataset, data_collator, processing_class, compute_loss_func, compute_metrics,
-        peft_config:
+        peft_config, formatting_func:
             As the trainer takes them.
 
     Returns:
@@ -62,8 +64,11 @@ def settle_arguments(
     refuse_untrainable(model, peft_config)
     settled, refusal = settle(args, output_dir(model), refuse)
     require_reporters(settled)
-    if settled.assistant_only_loss and (processing_class is not None or isinstance(model, str)):
-        require_markable(processing_class or load_tokenizer(str(model), settled), settled)
+    require_attention(settled)
+    require_tokenizer(
+        model, settled, processing_class=processing_class, datasets=named(train_dataset, eval_dataset),
+        makes_text=formatting_func is None and prepares(settled),
+    )  # fmt: skip
     return settled, refusal
 
 

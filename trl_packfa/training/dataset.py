@@ -16,8 +16,9 @@ from datasets import Dataset, IterableDataset
 from trl import is_conversational
 
 from ..collator import LOSSES, ROW_LENGTHS
-from ..errors import InvalidDataset
+from ..errors import InvalidConfig, InvalidDataset
 from ..packing import WRAP, PackingReport, Spans, TrainedTokens, nothing_trains, plan_overflow
+from .columns import columns_advice, suggested_columns
 from .config import PackedSFTConfig
 
 logger = logging.getLogger(__name__)
@@ -235,6 +236,12 @@ def require_usable(dataset: Dataset | IterableDataset, *, name: str, args: Packe
     example = next(iter(dataset), None)
     if example is None:
         raise InvalidDataset(f"the {name} dataset is empty.", do="Check the split, filters and file names.")
+    for column in _LISTS_OF_MESSAGES:
+        if isinstance(example.get(column), list) and not example[column]:
+            raise InvalidDataset(
+                f"the first example of the {name} dataset has no message in '{column}'.",
+                do="Filter such examples out.",
+            )
     if args.assistant_only_loss and not is_conversational(example):
         raise InvalidDataset(
             f"assistant_only_loss=True, but the {name} dataset holds no conversations.",
@@ -258,7 +265,7 @@ def require_usable(dataset: Dataset | IterableDataset, *, name: str, args: Packe
         raise InvalidDataset(
             f"the {name} dataset has columns {sorted(example)}, which is no TRL format.",
             why=[f"wanted: '{text_field}', 'messages', 'prompt' and 'completion', or 'input_ids'"],
-            do="Rename the columns, set dataset_text_field, or pass formatting_func.",
+            do=_advice(example),
         )
     for column in known:
         if not isinstance(example[column], expected[column]):
@@ -267,6 +274,45 @@ def require_usable(dataset: Dataset | IterableDataset, *, name: str, args: Packe
                 f"expected {_names(expected[column])}.",
                 do="Convert the column before training.",
             )
+
+
+def _advice(example: dict[str, Any]) -> str:
+    if {"chosen", "rejected"} <= example.keys():
+        return "Pairs train with --trainer dpo or reward: PackedDPOTrainer, PackedRewardTrainer."
+    made = columns_advice(suggested_columns(example))
+    return made or "Rename the columns, set dataset_text_field, or pass formatting_func."
+
+
+# Columns that hold messages, where they hold lists.
+_LISTS_OF_MESSAGES = ("messages", "conversations", "prompt", "completion")
+
+
+def hold_out(dataset: Any, size: float, *, seed: int) -> tuple[Dataset, Dataset]:
+    """Split a dataset into training and evaluation documents.
+
+    Args:
+        dataset (`Dataset`):
+            Whole.
+        size (`float`):
+            Share of the documents that are evaluated, or from 1 on their number.
+        seed (`int`):
+            Of the draw: the same documents for a run that is resumed, and on every rank.
+
+    Raises:
+        [`InvalidDataset`]: for a stream.
+        [`InvalidConfig`]: for a size that leaves one of them empty.
+    """
+    if not isinstance(dataset, Dataset):
+        raise InvalidDataset(
+            f"test_split_size={size} cannot split a stream.", do="Name a split that is there with dataset_test_split."
+        )
+    try:
+        parts = dataset.train_test_split(int(size) if size >= 1 else size, seed=seed)
+    except ValueError as error:
+        raise InvalidConfig(
+            f"test_split_size={size} cannot split {len(dataset)} documents.", why=[str(error)], do="Choose another."
+        ) from error
+    return parts["train"], parts["test"]
 
 
 def _names(types: type | tuple[type, ...]) -> str:

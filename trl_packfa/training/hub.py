@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,23 @@ def load_dataset_dict(
     return _loaded(name, name, name=config, streaming=streaming)
 
 
+def missing_path(name: str) -> list[str]:
+    """Say that a name leads to no file or folder here, and which nearly is one; nothing if it does, or can only be a
+    name of the Hub."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return []
+    is_file = path.suffix in (*_BUILDERS, ".gz")
+    there = sorted(entry.name for entry in path.parent.iterdir()) if path.parent.is_dir() else []
+    near = get_close_matches(path.name, there, n=1)
+    meant = f"; did you mean {path.parent / near[0]}?" if near else ""
+    # The Hub's names are NAME and OWNER/NAME.
+    only_a_path = is_file or name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
+    if not only_a_path and not near:
+        return []
+    return [f"there is no such {'file' if is_file else 'folder'}{meant}"]
+
+
 def _loaded(shown: str, *args: Any, **options: Any) -> Any:
     """`datasets.load_dataset`, whose errors are the user's to mend; an empty file ends in a `StopIteration`."""
     try:
@@ -48,7 +66,7 @@ def _loaded(shown: str, *args: Any, **options: Any) -> Any:
     except (OSError, ValueError, DatasetGenerationError) as error:
         raise InvalidDataset(
             f"cannot load the dataset '{shown}'.",
-            why=[str(error.__cause__ or error)],
+            why=missing_path(shown) or [str(error.__cause__ or error)],
             do="Check the name, or the path and the contents of the file.",
         ) from error
 
@@ -64,7 +82,10 @@ def telling_of_model(name: str) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         raise UnsupportedModel(
-            f"cannot load the model '{name}'.", why=[str(error)], do="Check the name, or the path of a folder."
+            f"cannot load the model '{name}'.",
+            why=missing_path(name)
+            or [str(error) if Path(name).exists() else f"no folder here, and as a name: {error}"],
+            do="Check the name, or the path of a folder.",
         ) from error
 
 
@@ -76,7 +97,10 @@ def load_causal_lm(name: str, *, dtype: str = "auto", adapter: str | None = None
     """
     with telling_of_model(name):
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    return model if adapter is None else PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    if adapter is None:
+        return model
+    with telling_of_model(adapter):
+        return PeftModel.from_pretrained(model, adapter, is_trainable=True)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
+import transformers
 from datasets import DatasetDict, IterableDatasetDict
 from peft import PeftModel
+from torch import nn
 from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel
 from trl import get_peft_config, get_quantization_config
 
 from ..adapters import refuse_quantization
+from ..errors import InvalidConfig
 from .config import PackedSFTConfig
 from .contents import require_whole, without_format
 from .dataset import TEXT_COLUMNS, AnyDataset, require_usable
@@ -141,6 +147,40 @@ def _keep_tokens_apart(config: BitsAndBytesConfig) -> None:
         config.llm_int8_threshold,
     )
     config.llm_int8_threshold = 0.0
+
+
+@contextmanager
+def telling_of_targets(model: Any, args: Any) -> Iterator[None]:
+    """Around what puts the default adapter on: names the layers that there are, where the targets match none.
+
+    Raises:
+        [`InvalidConfig`]: naming them.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "not found in the base model" not in str(error):  # PEFT 0.19 raises a plain ValueError
+            raise
+        layers = ", ".join(_linear_layers(model, args))
+        raise InvalidConfig(
+            f"lora_target_modules={args.lora_target_modules} matches no layer of the model.",
+            why=[f"its linear layers are {layers}"] if layers else [],
+            do="Name some of its layers, or drop lora_target_modules to adapt all linear ones.",
+        ) from error
+
+
+def _linear_layers(model: Any, args: Any) -> list[str]:
+    """Names of a model's linear layers, without what is above them; none if a model by name cannot be looked at
+    without its weights."""
+    if isinstance(model, str):
+        try:
+            config = AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code)
+            with torch.device("meta"):
+                model = getattr(transformers, (config.architectures or [""])[0])(config)
+        except (AttributeError, TypeError, ValueError, OSError, RuntimeError):
+            return []
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return sorted({name.rsplit(".", 1)[-1] for name in linear} - {"lm_head"})
 
 
 def default_adapter(kind: str, args: PackedSFTConfig) -> Any:

@@ -3,160 +3,114 @@
 from __future__ import annotations
 
 import logging
-import re
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from peft import PeftModel
 from rich.console import Console
+from transformers.trainer_utils import get_last_checkpoint
 from trl import DatasetMixtureConfig, ScriptArguments, TrlParser, get_dataset
 
-from ..errors import InvalidConfig, InvalidDataset, PackingError
+from ..errors import InvalidConfig, InvalidDataset
 from ..exactness import ExactnessReport
+from ..plotting import LOSS_CURVE, save_loss_curve
 from ..terminal.progress import RichProgressCallback, a_line_per_thing, packing_table, plan_table
 from ..terminal.tables import print_table
+from .columns import make_columns
 from .config import PackedSFTConfig
 from .dataloading import COUNTS
+from .dataset import hold_out
 from .hub import load_dataset_dict
+from .parsing import TrainerChoice, make_parser, parse
 from .preflight import (
     checkpoint_to_resume,
-    load_tokenizer,
-    require_markable,
+    from_zero_message,
+    require_attention,
+    require_hub,
     require_output_dir,
     require_reporters,
+    require_tokenizer,
     resuming_message,
 )
 from .trainer import PackedSFTTrainer
 
-_FLAG, SFT_NAME = "--trainer", "sft"
-
 
 class Kind(NamedTuple):
-    """A trainer that `train` may run, and its config, which says which flags there are."""
+    """A trainer that `train` may run, and the configs which say what flags there are.
+
+    Attributes:
+        trainer: called as a trainer is, with what `options` returns.
+        config: of the trainer.
+        script: TRL's arguments of the script that runs it.
+        options: makes more arguments of the trainer of those.
+        writes_whole: whether its checkpoints say that they are whole.
+    """
 
     trainer: Any
     config: Any
+    script: Any = ScriptArguments
+    options: Callable[[Any], dict[str, Any]] = lambda _: {}
+    writes_whole: bool = True
 
 
 SFT = Kind(PackedSFTTrainer, PackedSFTConfig)
 
 
-@dataclass
-class TrainerChoice:
-    """Which trainer runs."""
-
-    trainer: str = field(
-        default=SFT_NAME,
-        metadata={
-            "help": "What is trained: `sft`, or on pairs `dpo`, a model against a reference, `reward`, a reward "
-            "model, or `kto`, on single answers that are good or bad. The other arguments are its config's.",
-            "choices": ["sft", "dpo", "reward", "kto"],
-        },
-    )
-
-
-def asked_trainer(argv: list[str]) -> str:
-    """The trainer that flags or the YAML file name, before their parser is built; a wrong name is the parser's to
-    refuse."""
-    names = TrainerChoice.__dataclass_fields__["trainer"].metadata["choices"]
-    asked = _value_of(_FLAG, argv)
-    config = _value_of("--config", argv)
-    if asked is None and config is not None and Path(config).is_file():
-        with open(config, encoding="utf-8") as file:
-            content = yaml.safe_load(file)
-        asked = content.get("trainer") if isinstance(content, dict) else None
-    return str(asked) if asked in names else SFT_NAME
-
-
-def _value_of(flag: str, argv: list[str]) -> str | None:
-    """`--flag value` or `--flag=value`, the last one."""
-    found = [after for word, after in pairwise(argv) if word == flag]
-    found += [word.split("=", 1)[1] for word in argv if word.startswith(f"{flag}=")]
-    return found[-1] if found else None
-
-
-def _classes(config: Any) -> Any:
+def _classes(kind: Kind) -> Any:
     """What `train` takes."""
-    return (TrainerChoice, ScriptArguments, config, DatasetMixtureConfig)
+    return (TrainerChoice, kind.script, kind.config, DatasetMixtureConfig)
 
 
-def train_parser(config: Any = PackedSFTConfig, **options: Any) -> TrlParser:
+def train_parser(kind: Kind = SFT, **options: Any) -> TrlParser:
     """The parser of `trl-packfa train`: TRL's, with a trainer's config; `options` are argparse's."""
-    return _parser(_classes(config), prog="trl-packfa train", **options)
-
-
-def _parser(classes: Any, *, prog: str, **options: Any) -> TrlParser:
-    """TRL's parser. argparse shows its usage above each error: of 250 arguments it would bury what is wrong."""
-    usage = f"{prog} [--config FILE.yaml] [--ARGUMENT VALUE ...]      {prog} --help lists all arguments"
-    return TrlParser(classes, prog=prog, usage=usage, **options)
-
-
-def parse(
-    classes: tuple[type, ...], argv: list[str], *, prog: str, defaults: dict[str, Any] | None = None
-) -> tuple[Any, ...]:
-    """Flags and `--config FILE.yaml` on TRL's own parser, one instance of each class; `defaults` are weaker than both.
-
-    Raises:
-        [`InvalidConfig`]: for what TRL or transformers refuse; our own errors pass.
-    """
-    parser = _parser(classes, prog=prog)
-    parser.set_defaults(**(defaults or {}))
-    # TRL's own default of it, which nobody has to answer for.
-    warnings.filterwarnings("ignore", message="`gradient_checkpointing` is deprecated", category=FutureWarning)
-    try:
-        return parser.parse_args_and_config(args=argv, fail_with_unknown_args=True)
-    except PackingError:
-        raise
-    except (ValueError, FileNotFoundError) as error:
-        raise InvalidConfig(str(error), do=_meant(str(error), classes)) from error
-
-
-def _meant(message: str, classes: tuple[type, ...]) -> str:
-    """Arguments that exist, for those that a message quotes and that are nearly one."""
-    known = [f.name for cls in classes for f in fields(cls)]
-    named = re.findall(r"'(?:--)?(\w+)'", message)
-    close = [match for name in named if name not in known for match in get_close_matches(name, known, n=1)]
-    return f"Did you mean {', '.join(close)}?" if close else ""
+    return make_parser(_classes(kind), prog="trl-packfa train", **options)
 
 
 @a_line_per_thing()
 def train(argv: list[str], kind: Kind = SFT) -> int:
     """Parse flags and `--config FILE.yaml`, train, save model and reports into `output_dir`."""
-    _, script_args, args, mixture = parse(_classes(kind.config), argv, prog="trl-packfa train")
-    args.resume_from_checkpoint = _ask_first(args)
+    choice, script_args, args, mixture = parse(_classes(kind), argv, prog="trl-packfa train")
+    if choice.preview:
+        _require_preview(kind.trainer)
+    args.resume_from_checkpoint = _ask_first(args, kind)
     told = args.process_index == 0 and not args.disable_tqdm
     if told:
         data = script_args.dataset_name or "the datasets"
         print(f"loading {args.model_name_or_path}, tokenizing {data} ...", flush=True)
     with _without_counts() if told else nullcontext():
-        trainer = build_trainer(script_args, args, mixture, kind.trainer)
+        trainer = build_trainer(script_args, args, mixture, kind, columns=choice.columns)
     shown = trainer.is_world_process_zero() and not args.disable_tqdm
     if shown:
-        RichProgressCallback.attach(trainer, "training")
+        progress = RichProgressCallback.attach(trainer, "training")
         _show(trainer)
+    if choice.preview and trainer.is_world_process_zero():
+        print(trainer.preview_batch())
     # A trainer of pairs has proven its models when they were patched.
     if kind is SFT and args.packing and args.check_packing and not trainer.is_proven_wrapped:
         proof = trainer.prove(args.resume_from_checkpoint)  # on every rank: they wait for each other
         if shown:
             _show_proof(proof)
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    try:
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_how_to_go_on(args)) from None
+    finally:
+        if shown:
+            progress.close()  # else the terminal would keep the bar's settings after an error
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None:  # of a sharded state dict the Trainer would save nothing, without a word
         plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(args.output_dir)
     if trainer.is_world_process_zero():
-        trainer.save_reports(Path(args.output_dir))
+        if hasattr(trainer, "save_reports"):  # TRL's own trainers write none
+            trainer.save_reports(Path(args.output_dir))
+        save_loss_curve(trainer.state.log_history, Path(args.output_dir) / LOSS_CURVE)
     if shown:
         _tell_where(trainer, Path(args.output_dir))
     if args.push_to_hub:
-        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+        _push(trainer, script_args.dataset_name)
     # The process group's threads must not outlive the interpreter: an abort at exit would look like a failed run.
     trainer.accelerator.end_training()
     return 0
@@ -174,17 +128,69 @@ def _without_counts() -> Iterator[None]:
         counts.setLevel(level)
 
 
-def _ask_first(args: PackedSFTConfig) -> str | None:
-    """What would stop the run after minutes, before data and weights are loaded; the checkpoint to go on from."""
+def _ask_first(args: Any, kind: Kind) -> str | None:
+    """Refuse what would stop the run after minutes, before data and weights are loaded; returns the checkpoint to go
+    on from."""
     model = _require_model(args)
     require_output_dir(args.output_dir)
     require_reporters(args)
-    checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, args.output_dir)
+    require_attention(args)
+    _require_steps(args)
+    checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, args.output_dir, whole=kind.writes_whole)
     if getattr(args, "assistant_only_loss", False):
-        require_markable(load_tokenizer(model, args), args)
-    if checkpoint is not None and args.process_index == 0:
-        print(resuming_message(checkpoint))
+        require_tokenizer(model, args, processing_class=None, datasets=())
+    require_hub(args)
+    said = resuming_message(checkpoint) if checkpoint else from_zero_message(args.output_dir)
+    if said and args.process_index == 0:
+        print(said)
     return checkpoint
+
+
+def _require_steps(args: Any) -> None:
+    """Refuse a run of no steps, which would save what it has not trained."""
+    if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0):
+        raise InvalidConfig(
+            f"max_steps={args.max_steps}, num_train_epochs={args.num_train_epochs}: nothing would be trained.",
+            do="Raise num_train_epochs, or set max_steps.",
+        )
+
+
+def _how_to_go_on(args: Any) -> str:
+    """Say from which checkpoint an interrupted run can go on."""
+    found = get_last_checkpoint(args.output_dir)
+    if found is None:
+        return f"No checkpoint was saved in {args.output_dir} yet. A smaller --save_steps saves more often."
+    return (
+        f"{Path(found).name} is saved in {args.output_dir}. To go on from there, run the same command with "
+        "--resume_from_checkpoint last."
+    )
+
+
+def _push(trainer: Any, dataset_name: str | None) -> None:
+    """Push what was trained to the Hub.
+
+    Raises:
+        [`InvalidConfig`]: if it cannot be pushed, with where it is saved.
+    """
+    try:
+        trainer.push_to_hub(dataset_name=dataset_name)
+    except Exception as error:  # whatever the network raises: the training is done, and must not look lost
+        folder = trainer.args.output_dir
+        raise InvalidConfig(
+            f"the model is trained and saved in {folder}, and could not be pushed to the Hub.",
+            why=[str(error).split("\n", 1)[0]],
+            do=f"Push it with `hf upload {trainer.hub_model_id} {folder}`.",
+        ) from error
+
+
+def _require_preview(trainer: Any) -> None:
+    """Refuse to show a packed batch of a trainer that packs no documents.
+
+    Raises:
+        [`InvalidConfig`]: naming the one that does.
+    """
+    if not hasattr(trainer, "preview_batch"):
+        raise InvalidConfig("--preview shows packed documents, which only --trainer sft has.", do="Drop --preview.")
 
 
 def _require_model(args: PackedSFTConfig) -> str:
@@ -198,8 +204,10 @@ def _require_model(args: PackedSFTConfig) -> str:
 def _tell_where(trainer: PackedSFTTrainer, folder: Path) -> None:
     """What lies where, and what to do with it."""
     adapter = isinstance(trainer.model, PeftModel)
-    reports = ", ".join(sorted(path.name for path in folder.glob("*_report.json")))
-    print(f"{'adapter' if adapter else 'model'}, tokenizer, {reports}: {folder}")
+    reports = sorted(path.name for path in folder.glob("*_report.json"))
+    curve = [LOSS_CURVE] if (folder / LOSS_CURVE).exists() else []
+    saved = ["adapter" if adapter else "model", "tokenizer", *curve, *reports]
+    print(f"{', '.join(saved)}: {folder}")
     if adapter:
         print(f"one model of base and adapter: trl-packfa merge {folder} FOLDER")
 
@@ -207,8 +215,9 @@ def _tell_where(trainer: PackedSFTTrainer, folder: Path) -> None:
 def _show(trainer: PackedSFTTrainer) -> None:
     """What packing does to the data."""
     console = Console()
-    if trainer.packing_reports:
-        console.print(packing_table(trainer.packing_reports))
+    reports = getattr(trainer, "packing_reports", None)  # TRL's own trainers have none
+    if reports:
+        console.print(packing_table(reports))
     plan = getattr(trainer, "packing_plan", None)  # trainers of pairs plan no epoch
     if plan:
         console.print(plan_table(plan))
@@ -230,40 +239,60 @@ def build_trainer(
     script_args: ScriptArguments,
     args: PackedSFTConfig,
     mixture: DatasetMixtureConfig,
-    trainer: Any = PackedSFTTrainer,
+    kind: Kind = SFT,
+    *,
+    columns: Sequence[str] | None = None,
 ) -> Any:
     """The trainer that the arguments describe."""
-    train_split, *test_split = _splits(script_args, args, mixture)
-    return trainer(
+    options = kind.options(script_args)
+    train_split, *test_split = _splits(script_args, args, mixture, columns)
+    return kind.trainer(
         _require_model(args),
         args=args,
         train_dataset=train_split,
         eval_dataset=test_split[0] if test_split else None,
+        **options,
     )
 
 
-def train_dataset(script_args: ScriptArguments, args: PackedSFTConfig, mixture: DatasetMixtureConfig) -> Any:
+def train_dataset(
+    script_args: ScriptArguments,
+    args: PackedSFTConfig,
+    mixture: DatasetMixtureConfig,
+    *,
+    columns: Sequence[str] | None = None,
+) -> Any:
     """The training split that the arguments name."""
-    return _splits(script_args, args, mixture)[0]
+    return _splits(script_args, args, mixture, columns)[0]
 
 
-def _splits(script_args: ScriptArguments, args: PackedSFTConfig, mixture: DatasetMixtureConfig) -> list[Any]:
+def _splits(
+    script_args: ScriptArguments, args: PackedSFTConfig, mixture: DatasetMixtureConfig, columns: Sequence[str] | None
+) -> list[Any]:
     """The training split, and the test split if the arguments evaluate."""
+    if mixture.test_split_size is not None and args.eval_strategy == "no":
+        raise InvalidConfig(
+            f"test_split_size={mixture.test_split_size} holds documents out, eval_strategy='no' never evaluates them.",
+            do="Pass --eval_strategy epoch, or --eval_strategy steps with --eval_steps.",
+        )
+    train_name, test_name = script_args.dataset_train_split, script_args.dataset_test_split
     if mixture.datasets:
         dataset: Any = get_dataset(mixture)
     elif script_args.dataset_name:
         dataset = load_dataset_dict(
             script_args.dataset_name, config=script_args.dataset_config, streaming=script_args.dataset_streaming
         )
+        if mixture.test_split_size is not None:
+            held_out = hold_out(dataset.get(train_name), mixture.test_split_size, seed=args.seed)
+            dataset = {**dataset, **dict(zip((train_name, test_name), held_out, strict=True))}
     else:
         raise InvalidConfig("no dataset is named.", do="Pass --dataset_name, or 'datasets' in the YAML file.")
-    splits = [script_args.dataset_train_split]
-    if args.eval_strategy != "no":
-        splits.append(script_args.dataset_test_split)
+    splits = [train_name, *([test_name] if args.eval_strategy != "no" else [])]
     missing = [split for split in splits if split not in dataset]
     if missing:
         raise InvalidDataset(
             f"the dataset has no split {missing}, only {sorted(dataset)}.",
-            do="Set dataset_train_split / dataset_test_split, or eval_strategy='no'.",
+            do="Set dataset_train_split / dataset_test_split, hold a share out with --test_split_size 0.1, or pass "
+            "eval_strategy='no'.",
         )
-    return [dataset[split] for split in splits]
+    return [make_columns(dataset[split], columns) for split in splits]

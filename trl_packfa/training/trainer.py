@@ -60,7 +60,7 @@ from .liger import already_applied, apply_liger
 from .lm_head import LossHead, OwnHead, drop_unmeasured
 from .loss_weighting import SourceLosses, WeightedModel, as_example_labels, example_weights
 from .model_card import add_section, name_base, packing_section
-from .model_loading import AnyDataset, EvalDataset, output_dir, usable
+from .model_loading import AnyDataset, EvalDataset, output_dir, telling_of_targets, usable
 from .padded_terms import PaddedTerms
 from .parallelism import refuse_uneven_calls
 from .plain_config import AsGiven, asks_for_packing, padded, tell_padded
@@ -137,7 +137,7 @@ class PackedSFTTrainer(SFTTrainer):
         as_given = AsGiven(model)  # before an adapter is put around it
         settled, refusal = settle_arguments(
             model, args, data_collator=data_collator, processing_class=processing_class, peft_config=peft_config,
-            **data, **functions,
+            formatting_func=formatting_func, **data, **functions,
         )  # fmt: skip
         train_dataset, eval_dataset = usable(
             train_dataset, eval_dataset, args=settled, formatted=formatting_func is not None
@@ -179,7 +179,8 @@ class PackedSFTTrainer(SFTTrainer):
         self._terms: PaddedTerms | None = None
         self._resumed_from: str | None = None
         self.packing_plan: dict[str, float] = {}
-        super().__init__(model=model, args=args, data_collator=None if args.packing else data_collator, **options)
+        with telling_of_targets(model, args):
+            super().__init__(model=model, args=args, data_collator=None if args.packing else data_collator, **options)
         self._gate = ExactnessGate(self.args, self.accelerator)
         self._head = LossHead(self.args, self.accelerator)
         self._sources = SourceLosses(self.accelerator)

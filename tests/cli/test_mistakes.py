@@ -1,0 +1,248 @@
+"""What a user gets wrong, as commands: one message that says what to do, before anything is trained."""
+
+import json
+import re
+
+import pytest
+import tiny
+import vision
+from training import FORMATS
+
+from trl_packfa.cli import OWN_PARSERS
+from trl_packfa.cli.main import main
+from trl_packfa.training import script
+
+ON_CPU = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none", "--save_strategy", "no", "--max_steps", "1"]
+PAIRS = [{"prompt": "a b ", "chosen": tiny.words(n, seed=n), "rejected": tiny.words(3, seed=n)} for n in range(1, 9)]
+DATA = {
+    "text": FORMATS["text"],
+    "answers": FORMATS["prompt-completion"],
+    "chat": FORMATS["messages"],
+    "pairs": PAIRS,
+    "chat_pairs": [{name: [{"role": "user", "content": text}] for name, text in pair.items()} for pair in PAIRS],
+    "alpaca": [{"instruction": "5 6", "input": "7" if n % 2 else None, "output": "8 9"} for n in range(8)],
+    "questions": [{"question": "a b", "answer": "d e"} for n in range(8)],
+    "empty_chat": [{"messages": []}],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Models without chat template, without tokenizer and without processor; a file of each kind of data."""
+    where = tmp_path_factory.mktemp("mistakes")
+    model, tokenizer = tiny.model(layers=1), tiny.tokenizer()
+    tokenizer.chat_template = None
+    for name in ("base", "no_tokenizer"):
+        model.save_pretrained(where / name)
+    tokenizer.save_pretrained(where / "base")
+    vision.model().save_pretrained(where / "no_processor")
+    vision.processor().tokenizer.save_pretrained(where / "no_processor")
+    for name, rows in DATA.items():
+        (where / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (where / "broken.yaml").write_text("a: [1\n b: 2")
+    (where / "rewards.py").write_text("def brevity(completions, **_):\n    return [-len(c) for c in completions]\n")
+    return where
+
+
+def train(data, *more, model="base"):
+    argv = ["train", "--model_name_or_path", model, "--dataset_name", f"{data}.jsonl", "--output_dir", "out"]
+    return main([*argv, *ON_CPU, *more])
+
+
+GRPO = ["--trainer", "grpo", "--num_generations", "2", "--per_device_train_batch_size", "2"]
+
+
+@pytest.mark.parametrize(
+    ("data", "more", "said"),
+    [
+        ("chat", [], r"holds conversations, and the tokenizer has no chat template(.|\n)*chat_template_path"),
+        ("chat_pairs", ["--trainer", "dpo"], r"no chat template(.|\n)*Set tokenizer.chat_template"),
+        ("chat", ["--chat_template_path", "none.jinja"], r"chat_template_path=none.jinja: there is no such file"),
+        ("empty_chat", [], r"has no message in 'messages'"),
+        ("text", ["--attn_implementation", "flash_attention_2"], r"cannot run here\.\n  - flash-attn (.|\n)*Drop it"),
+        ("text", ["--attn_implementation", "flashy"], r'ValueError of transformers: .*"flashy"` is not supported'),
+        ("answers", ["--trainer", "dpo"], r"wanted: 'chosen' and 'rejected'\nSFT trains on .*--trainer sft"),
+        ("answers", ["--trainer", "reward"], r"wanted: 'chosen' and 'rejected'\nSFT trains on"),
+        ("answers", ["--trainer", "kto"], r"wanted: 'prompt' and 'completion' and 'label', or 'chosen' and"),
+        ("text", ["--trainer", "dpo"], r"columns \['text'\], of which PackedDPOTrainer cannot train"),
+        ("pairs", [], r"Pairs train with --trainer dpo or reward"),
+        ("text", ["--per_device_train_batch_size", "0"], r"per_device_train_batch_size=0: it must be 1 or more"),
+        ("text", ["--per_device_eval_batch_size", "-1"], r"per_device_eval_batch_size=-1: it must be 1 or more"),
+        ("text", ["--gradient_accumulation_steps", "0"], r"gradient_accumulation_steps=0: it must be 1 or more"),
+        ("text", ["--dataloader_num_workers", "-1"], r"dataloader_num_workers=-1: it must be 0 or more"),
+        ("text", ["--lora_r", "0"], r"lora_r=0: it must be 1 or more"),
+        ("text", ["--max_steps", "0"], r"max_steps=0, num_train_epochs=3.0: nothing would be trained"),
+        ("text", ["--max_steps", "-1", "--num_train_epochs", "0"], r"num_train_epochs=0.0: nothing would be trained"),
+        (
+            "text",
+            ["--lora_target_modules", "query", "key"],
+            r"\['query', 'key'\] matches no layer(.|\n)*down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
+        ),
+        ("pairs", ["--trainer", "dpo", "--lora_target_modules", "query"], r"matches no layer(.|\n)*q_proj"),
+        ("text", ["--push_to_hub", "true"], r"push_to_hub=True, and the Hub takes nothing(.|\n)*`hf auth login`"),
+        ("text", ["--eos_token", "<nope>"], r"ValueError of trl: .*`eos_token` \('<nope>'\)(.|\n)*--debug"),
+        ("text", ["--deepspeed", "none.json"], r"deepspeed>=0.9.3"),
+        ("text", ["--config", "broken.yaml"], r"broken.yaml is no YAML: (.|\n)*line 2"),
+        ("alpaca", [], r"Pass --columns 'prompt={instruction}\\n{input}\\n' 'completion={output}' to"),
+        ("questions", [], r'dataset.map\(lambda row: {"prompt": "{question}\\n".format\(\*\*row\), "completion"'),
+        ("alpaca", ["--columns", "prompt={insruction}", "completion={output}"], r"no column 'insruction'"),
+        ("alpaca", ["--columns", "prompt={", "completion={output}"], r"Write a brace that is text twice"),
+        ("alpaca", ["--columns", "prompt"], r"a template is NAME=TEMPLATE"),
+        ("text", ["--test_split_size", "0.2"], r"holds documents out, eval_strategy='no' never evaluates them"),
+        ("text", ["--test_split_size", "99", "--eval_strategy", "epoch"], r"test_split_size=99.0 cannot split 24 doc"),
+        (
+            "text",
+            ["--test_split_size", "0.2", "--eval_strategy", "epoch", "--dataset_streaming", "true"],
+            r"test_split_size=0.2 cannot split a stream",
+        ),
+        ("pairs", ["--trainer", "dpo", "--preview", "true"], r"only --trainer sft has"),
+        ("answers", GRPO, r"there is no reward(.|\n)*--reward_funcs MODULE.FUNCTION"),
+        ("answers", [*GRPO, "--reward_funcs", "brevity"], r"no reward function 'brevity'(.|\n)*accuracy_reward"),
+        ("answers", [*GRPO, "--reward_funcs", "rewards.none"], r"cannot import 'rewards.none'(.|\n)*no attribute"),
+        ("answers", [*GRPO, "--reward_funcs", "nowhere.none"], r"cannot import 'nowhere.none'(.|\n)*No module named"),
+        ("text", [*GRPO, "--reward_funcs", "rewards.brevity"], r"wanted: 'prompt'"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_message(data, more, said, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("trl_packfa.training.preflight.is_flash_attn_2_available", lambda: False)
+    assert train(data, *more) == 1
+    error = capsys.readouterr().err
+    assert re.search(said, error) and "Traceback" not in error
+
+
+@pytest.mark.parametrize("model", ["no_tokenizer", "no_processor"])
+def test_a_folder_without_tokenizer_or_processor(model, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    assert train("text", model=model) == 1
+    said = rf"cannot load a tokenizer or processor from '{model}'(.|\n)*copy the files of one into the folder"
+    assert re.search(said, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--model_name_or_path", "../basee"], r"there is no such folder\n"),
+        (["--model_name_or_path", "./bas"], r"there is no such folder; did you mean base\?"),
+        (["--model_name_or_path", "a/b/c"], r"there is no such folder\n"),
+        (["--model_name_or_path", "owner/name"], r"no folder here, and as a name: "),
+        (["--dataset_name", "./texts.jsonl"], r"there is no such file; did you mean text.jsonl\?"),
+        (["--dataset_name", "/none/data"], r"there is no such folder\n"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_called_so(argv, said, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    assert train("text", *argv) == 1
+    error = capsys.readouterr().err
+    assert re.search(said, error) and "Repo id" not in error
+    if argv[0] == "--model_name_or_path":
+        assert main(["check", argv[1]]) == 1 and re.search(said, capsys.readouterr().err)
+
+
+def test_an_adapter_that_is_none(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    assert main(["check", "base", "--adapter", "./none"]) == 1
+    assert "cannot load the model './none'.\n  - there is no such folder\n" in capsys.readouterr().err
+
+
+def test_a_fault_of_the_code_keeps_its_traceback(monkeypatch):
+    """Not what a library refuses, even if it is a ValueError: a report of it needs the place."""
+
+    def fails(_):
+        raise ValueError("a fault")
+
+    monkeypatch.setitem(OWN_PARSERS, "train", fails)
+    with pytest.raises(ValueError, match="a fault"):
+        main(["train"])
+
+
+def test_the_suggested_columns_train(folder, monkeypatch, capsys):
+    """As they are printed, and a missing input is empty text."""
+    monkeypatch.chdir(folder)
+    assert train("alpaca") == 1
+    words = re.findall(r"'([^']*=[^']*)'", capsys.readouterr().err)
+    assert words == [r"prompt={instruction}\n{input}\n", "completion={output}"]
+    trainers = []
+    build = script.build_trainer
+    monkeypatch.setattr(script, "build_trainer", lambda *a, **k: trainers.append(build(*a, **k)) or trainers[-1])
+    assert train("alpaca", "--columns", *words, "--check_packing", "false", "--preview", "true") == 0
+    decoded = [trainers[0]._tokenizer.decode(ids) for ids in trainers[0].train_dataset["input_ids"]]
+    assert [text.split() for text in decoded[:2]] == ["5 6 8 9 </s>".split(), "5 6 7 8 9 </s>".split()]
+    assert "document 1, 6 tokens, 3 trained:  5 6 7 [[8 9 </s>]]" in capsys.readouterr().out
+
+
+def test_interrupted_it_says_how_to_go_on_and_begun_again_what_is_there(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+
+    class Interrupted(script.PackedSFTTrainer):
+        def log(self, logs, start_time=None):
+            if self.state.global_step == stops_at:
+                raise KeyboardInterrupt
+            super().log(logs, start_time)
+
+    monkeypatch.setattr(script, "SFT", script.Kind(Interrupted, script.PackedSFTConfig))
+    out = ["--output_dir", str(tmp_path), "--check_packing", "false", "--max_steps", "4", "--logging_steps", "1"]
+    out += ["--save_strategy", "steps", "--save_steps", "2"]
+    stops_at = 1
+    assert train("text", *out) == 130
+    assert "interrupted\nNo checkpoint was saved in" in capsys.readouterr().err
+    stops_at = 3
+    assert train("text", *out) == 130
+    said = capsys.readouterr()
+    assert "earlier run" not in said.out, "none was saved"
+    assert re.search(r"checkpoint-2 is saved in .* with --resume_from_checkpoint last\.\n", said.err)
+    stops_at = 0
+    assert train("text", *out, "--resume_from_checkpoint", "last") == 0
+    said = capsys.readouterr().out
+    assert "resuming from checkpoint-2" in said and "starts from zero" not in said
+    assert train("text", *out) == 0
+    said = capsys.readouterr().out
+    assert re.match(r".* has checkpoints of an earlier run, the last checkpoint-4: this run starts from zero", said)
+
+
+def test_a_share_of_one_file_is_evaluated(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    held_out = ["--test_split_size", "0.25", "--eval_strategy", "steps", "--eval_steps", "1", "--max_steps", "2"]
+    trainers = []
+    build = script.build_trainer
+    monkeypatch.setattr(script, "build_trainer", lambda *a, **k: trainers.append(build(*a, **k)) or trainers[-1])
+    for _ in range(2):
+        assert train("text", *held_out, "--output_dir", str(tmp_path), "--check_packing", "false") == 0
+    assert re.search(r"step 2/2  eval loss \d", capsys.readouterr().out)
+    first, second = (
+        [sorted(map(tuple, data["input_ids"])) for data in (trainer.train_dataset, trainer.eval_dataset)]
+        for trainer in trainers
+    )
+    assert first == second and [len(part) for part in first] == [18, 6]
+    assert not set(first[0]) & set(first[1])
+
+
+@pytest.mark.parametrize("trainer", ["grpo", "rloo"])
+def test_against_a_reward_by_its_dotted_name(trainer, folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    trainers = []
+    build = script.build_trainer
+    monkeypatch.setattr(script, "build_trainer", lambda *a, **k: trainers.append(build(*a, **k)) or trainers[-1])
+    argv = [*GRPO, "--reward_funcs", "rewards.brevity", "--max_completion_length", "4", "--output_dir", str(tmp_path)]
+    argv += ["--trainer", trainer, "--save_strategy", "steps", "--save_steps", "1"]
+    assert train("answers", *argv) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"step 1/1  loss .*reward -\d.*completions/mean_length .*tokens/s", said)
+    logged = next(entry for entry in trainers[0].state.log_history if "loss" in entry)
+    assert {"reward", "rewards/brevity/mean", "padding_saved", "tokens_per_second"} <= logged.keys()
+    assert type(trainers[0]).__name__ == f"{trainer.upper()}Trainer" and (tmp_path / "adapter_config.json").exists()
+    assert train("answers", *argv, "--resume_from_checkpoint", "last", "--max_steps", "2") == 0
+    assert "resuming from checkpoint-1 at step 1" in capsys.readouterr().out
+
+
+def test_what_cannot_be_pushed_in_the_end_is_saved(tmp_path, capsys):
+    """A network that fails after the training."""
+
+    class Trainer:
+        args, hub_model_id = script.PackedSFTConfig(str(tmp_path), use_cpu=True, bf16=False), "me/mine"
+
+        def push_to_hub(self, dataset_name):
+            raise ConnectionError("no network")
+
+    with pytest.raises(script.InvalidConfig, match=r"trained and saved in (.|\n)*no network\n.*hf upload me/mine"):
+        script._push(Trainer(), None)
