@@ -94,6 +94,20 @@ def leaking(one):
     return one
 
 
+def test_a_plot_marks_what_the_table_marks_as_no_conclusion(tmp_path):
+    """By its text, and by the bars' hatching."""
+    matplotlib = pytest.importorskip("matplotlib")
+    base, clear = result("padding"), result(seconds=(0.5, 0.52, 0.49, 0.51, 0.5, 0.5))
+    drawn = {}
+    for name, other in (("clear", clear), ("unclear", result(seconds=(0.5, 0.5)))):
+        with matplotlib.rc_context({"svg.fonttype": "none"}):
+            plot.save_plot(rows([base, other]), str(tmp_path / f"{name}.svg"))
+        drawn[name] = (tmp_path / f"{name}.svg").read_text()
+    assert "x ?</text>" in drawn["unclear"] and "hatched: no conclusion" in drawn["unclear"]
+    assert "x ?</text>" not in drawn["clear"] and "no conclusion" not in drawn["clear"]
+    assert "<pattern" in drawn["unclear"] and "<pattern" not in drawn["clear"]
+
+
 def test_plot_is_written_or_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     plot.save_plot(rows([result("padding"), result()]), str(tmp_path / "bench.png"))

@@ -19,7 +19,8 @@ def require_matplotlib() -> None:
 
 
 def save_plot(report: dict[str, Any], path: str) -> None:
-    """Bars of true tokens per second with their ratios, and of peak memory, one for each side that ran."""
+    """Draw bars of true tokens per second with their ratios, and of peak memory, one for each side that ran. A ratio
+    from which the table concludes nothing is marked as there, and its bar is hatched."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -31,7 +32,10 @@ def save_plot(report: dict[str, Any], path: str) -> None:
     names = [side["side"] + (" (contaminated)" if side["leaks"] else "") for side in sides]
     speed = left.barh(names, [side["tokens_per_second"] for side in sides], color="tab:blue")
     left.bar_label(speed, [_label(side) for side in sides], padding=3)
-    left.set_xlabel("true tokens per second")
+    unclear = [bool(side["ratio"]["verdict"]) for side in sides]
+    for bar, nothing in zip(speed, unclear, strict=True):
+        bar.set(hatch="//" if nothing else None, edgecolor="white")
+    left.set_xlabel("true tokens per second" + ("\n(? and hatched: no conclusion)" if any(unclear) else ""))
     memory = right.barh(names, [side["peak_bytes"] / 1e6 for side in sides], color="tab:gray")
     right.bar_label(memory, [f"{side['peak_bytes'] / 1e6:,.0f}" for side in sides], padding=3)
     right.set_xlabel("peak memory, MB")
@@ -42,5 +46,6 @@ def save_plot(report: dict[str, Any], path: str) -> None:
 
 
 def _label(side: dict[str, Any]) -> str:
-    value = side["ratio"]["value"]
-    return f"{side['tokens_per_second']:,.0f}" + (f", {value:.2f}x" if value is not None else "")
+    ratio = side["ratio"]
+    shown = "" if ratio["value"] is None else f", {ratio['value']:.2f}x" + (" ?" if ratio["verdict"] else "")
+    return f"{side['tokens_per_second']:,.0f}{shown}"
