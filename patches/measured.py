@@ -19,9 +19,18 @@ RESULTS = Path(__file__).with_name("models.json")
 
 
 @cache
+def _committed() -> dict[str, Any]:
+    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+
+
 def results() -> dict[str, dict[str, Any]]:
     """The committed results by model type; empty before they were first made."""
-    return json.loads(RESULTS.read_text(encoding="utf-8"))["types"] if RESULTS.exists() else {}
+    return _committed().get("types", {})
+
+
+def measured_with() -> dict[str, str]:
+    """The versions of the packages with which they were made, by name."""
+    return _committed().get("versions", {})
 
 
 @cache

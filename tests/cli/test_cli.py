@@ -14,9 +14,11 @@ from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
 import trl_packfa
+from trl_packfa.adapters import table
 from trl_packfa.cli import OWN_PARSERS
 from trl_packfa.cli.main import main
 from trl_packfa.errors import ContaminationError, InvalidConfig
+from trl_packfa.patches import measured
 from trl_packfa.terminal.quiet import quiet
 
 
@@ -62,6 +64,19 @@ def test_env_says_what_a_bug_report_needs(capsys):
     assert facts["torch"].startswith(torch.__version__.split("+")[0])
     assert {"python", "platform", "cpu", "gpu", "cuda", "trl-packfa", "trl", "peft", "bitsandbytes"} <= facts.keys()
     assert "sdpa" in facts["attention backends"]
+    assert "transformers " in facts["model types measured with"] and "peft " in facts["adapters measured with"]
+
+
+def test_tables_say_with_which_versions_they_were_measured(monkeypatch, capsys):
+    main(["models"])
+    with_these = {**measured.measured_with(), "peft": table.measured_with()["peft"]}
+    said = f"measured with torch {with_these['torch']}, transformers {with_these['transformers']}"
+    assert said in capsys.readouterr().out
+    monkeypatch.setattr("trl_packfa.cli.models.installed_version", {**with_these, "peft": "0.0"}.get)
+    main(["models"])
+    assert "here:" not in capsys.readouterr().out, "the same versions"
+    main(["models", "--adapters"])
+    assert "; here: peft 0.0, code that differs is checked on your model" in capsys.readouterr().out
 
 
 def test_recipes_are_copied_and_never_overwritten(tmp_path, capsys):

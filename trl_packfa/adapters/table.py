@@ -39,14 +39,22 @@ _NEUTRAL = re.compile(
 
 
 @cache
+def _committed() -> dict[str, Any]:
+    return json.loads(RESULTS.read_text(encoding="utf-8"))
+
+
 def results() -> dict[str, dict[str, Any]]:
     """The committed rows by kind."""
-    return json.loads(RESULTS.read_text(encoding="utf-8"))["kinds"]
+    return _committed()["kinds"]
 
 
-@cache
+def measured_with() -> dict[str, str]:
+    """The versions of the packages with which they were made, by name."""
+    return _committed()["versions"]
+
+
 def _sources() -> dict[str, str]:
-    return json.loads(RESULTS.read_text(encoding="utf-8"))["sources"]
+    return _committed()["sources"]
 
 
 def tuner_of(config: Any) -> str:

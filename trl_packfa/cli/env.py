@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from .backends import usual_request
-from .output import add_json, print_rows
+from .output import add_json, described, print_rows
 
 _PACKAGES = (
     "bitsandbytes",
@@ -31,7 +31,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print machine, packages and backends, a row each."""
-    facts = {**_machine(), **_versions(), **_backends()}
+    facts = {**_machine(), **_versions(), **_backends(), **_tables()}
     return print_rows([{"what": name, "version": value} for name, value in facts.items()], as_json=args.json)
 
 
@@ -57,6 +57,17 @@ def _versions() -> dict[str, str]:
 
     packages = ["trl-packfa", *MINIMUM_VERSIONS, *_PACKAGES]
     return {package: installed_version(package) or "not installed" for package in packages}
+
+
+def _tables() -> dict[str, str]:
+    """The versions with which the tables of exact model types and adapters were measured."""
+    from ..adapters import table
+    from ..patches.measured import measured_with
+
+    return {
+        "model types measured with": described(measured_with()),
+        "adapters measured with": described(table.measured_with()),
+    }
 
 
 def _backends() -> dict[str, str]:

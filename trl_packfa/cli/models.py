@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 
-from .output import add_json, print_rows
+from ..versions import installed_version
+from .output import add_json, described, print_rows
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -22,13 +24,22 @@ def run(args: argparse.Namespace) -> int:
     if args.adapters:
         from ..adapters import table
 
-        found = table.results()
+        found, versions = table.results(), table.measured_with()
     else:
-        from ..patches.measured import results
+        from ..patches.measured import measured_with, results
         from . import model_table as table
 
-        found = results()
+        found, versions = results(), measured_with()
     if args.markdown:
         print(table.markdown(found))
         return 0
+    if not args.json:
+        print(_measured(versions))
     return print_rows(table.rows(found), as_json=args.json)
+
+
+def _measured(versions: Mapping[str, str]) -> str:
+    """Say with which versions a table was measured, and which of them are others here."""
+    others = {name: installed_version(name) for name in versions if installed_version(name) != versions[name]}
+    here = f"; here: {described(others)}, code that differs is checked on your model" if others else ""
+    return f"measured with {described(versions)}{here}"

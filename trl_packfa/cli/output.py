@@ -21,3 +21,8 @@ def print_rows(rows: Sequence[Mapping[str, object]], *, as_json: bool) -> int:
         return 0
     print_table(rows)
     return 0
+
+
+def described(versions: Mapping[str, object]) -> str:
+    """Packages and their versions in one line."""
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
