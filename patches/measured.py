@@ -20,26 +20,32 @@ RESULTS = Path(__file__).with_name("models.json")
 
 @cache
 def _committed() -> dict[str, Any]:
-    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    return json.loads(RESULTS.read_text(encoding="utf-8"))
 
 
 def results() -> dict[str, dict[str, Any]]:
-    """The committed results by model type; empty before they were first made."""
-    return _committed().get("types", {})
+    """Return the committed results by model type, under the newest transformers that was measured."""
+    return _committed()["types"]
+
+
+def measured_transformers() -> tuple[str, ...]:
+    """Return the versions of transformers under which every type was measured, the oldest first."""
+    return tuple(_committed()["transformers"])
 
 
 def measured_with() -> dict[str, str]:
-    """The versions of the packages with which they were made, by name."""
-    return _committed().get("versions", {})
+    """Return the versions of the packages with which the results were made, by name."""
+    return {**_committed()["versions"], "transformers": ", ".join(measured_transformers())}
 
 
 @cache
 def known_sources() -> dict[str, set[str]]:
-    """For each `config.model_type` that was found exact, the fingerprints of its modelling code."""
+    """Return for each `config.model_type` the fingerprints of its modelling code under which it was found exact, one
+    for each version of transformers that was measured."""
     known: dict[str, set[str]] = {}
     for result in results().values():
-        if result["verdict"] == "exact":
-            known.setdefault(result["config_type"], set()).add(result["source"])
+        if result.get("sources"):
+            known.setdefault(result["config_type"], set()).update(result["sources"].values())
     return known
 
 

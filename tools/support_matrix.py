@@ -1,7 +1,7 @@
 """Which level serves which architecture: every causal-LM type of transformers built small, patched and checked.
 
-`python tools/support_matrix.py` writes `patches/models.json`, from which the documentation's table is made and by
-which `patch` knows code that was measured.
+`python tools/support_matrix.py` adds the installed transformers to `patches/models.json`, from which the
+documentation's table is made and by which `patch` knows code that was measured.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 from tiny_models import NOT_BUILDABLE, all_types, small_model
 
 from trl_packfa import __version__
@@ -43,7 +44,10 @@ def measure_type(name: str) -> dict[str, Any]:
         return {"verdict": "refused", "why": NOT_BUILDABLE[name]}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = small_model(name)
+        try:
+            model = small_model(name)
+        except Exception as error:  # an older transformers, say, to which the sizes are other names
+            return {"verdict": "not built", "why": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
         found: dict[str, Any] = {"config_type": model_type(model), "source": fingerprint(model)}
         found["unpatched"] = _unpatched(model)
         try:
@@ -140,7 +144,9 @@ def _quietly() -> None:
 def run(
     path: Path, *, jobs: int, seen: Callable[[str, dict[str, Any]], None], only: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Measure every type and write `path` after each; types that it holds for the same versions are not run again.
+    """Measure every type under the installed transformers and merge the results into `path`.
+
+    A run that was cut off is resumed from `path` with the suffix `.partial`.
 
     Args:
         path (`Path`):
@@ -150,38 +156,72 @@ def run(
         seen (`Callable`):
             Told of each type and its result as it comes.
         only (`Iterable[str]`, *optional*):
-            Types that are measured again, into a complete file of the same versions; the others stay as they are.
+            Types that are measured again, where all others were measured under the installed transformers before.
 
     Raises:
-        [`PackingError`]: with `only`, if the file is of other versions or not complete.
+        [`PackingError`]: with `only`, if they were not.
     """
     versions = {package: installed_version(package) for package in _VERSIONS} | {"trl-packfa": __version__}
-    old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    types = old.get("types", {}) if old.get("versions") == versions and not old.get("complete") else {}
+    whole = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    partial = path.with_suffix(".partial")
+    types = _begun(partial, versions)
     missing = [name for name in all_types() if name not in types]
     if only:
-        if old.get("versions") != versions or not old.get("complete"):
+        if versions["transformers"] not in whole.get("transformers", ()):
             raise PackingError(
-                f"{path} is of {old.get('versions')}, here is {versions}: one type alone would not fit the others.",
+                f"{path} is of transformers {whole.get('transformers')}, here is {versions['transformers']}: one type "
+                "alone would not fit the others.",
                 do="Measure all types: leave --only out.",
             )
-        types, missing = old["types"], list(only)
+        types, missing = {}, list(only)
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_quietly) as pool:
         futures = {pool.submit(measure_type, name): name for name in missing}
         for future in as_completed(futures):
             types[futures[future]] = future.result()
             seen(futures[future], types[futures[future]])
-            write(path, versions, types, complete=False)
-    return write(path, versions, types, complete=True)
+            _write(partial, {"versions": versions, "types": types})
+    whole = merged(whole, versions, types)
+    _write(path, whole)
+    partial.unlink(missing_ok=True)
+    return whole
 
 
-def write(path: Path, versions: Mapping[str, Any], types: Mapping[str, Any], *, complete: bool) -> dict[str, Any]:
-    """Write the results file, types in alphabetical order, whole or not at all."""
-    contents = {"versions": dict(versions), "complete": complete, "types": dict(sorted(types.items()))}
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
-    return contents
+def _begun(partial: Path, versions: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the results of an earlier run under the same versions that was cut off."""
+    begun = json.loads(partial.read_text(encoding="utf-8")) if partial.exists() else {}
+    return begun["types"] if begun.get("versions") == versions else {}
+
+
+def merged(whole: Mapping[str, Any], versions: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the results file with the results of one more version of transformers in it.
+
+    What a type came to is kept of the newest version. The fingerprints of its code are kept of every version under
+    which it was exact, so that nobody's model is checked only because another version was measured later.
+    """
+    this, newest = versions["transformers"], whole.get("versions", {}).get("transformers", "0")
+    is_newest = Version(this) >= Version(newest)
+    results = dict(whole.get("types", {}))
+    for name, result in types.items():
+        before = results.get(name, {})
+        sources = {**before.get("sources", {}), this: result.get("source")}
+        if result["verdict"] != "exact":
+            del sources[this]
+        kept = result if is_newest or not before else before
+        results[name] = {key: value for key, value in kept.items() if key != "source"} | {
+            "sources": dict(sorted(sources.items(), key=lambda item: Version(item[0])))
+        }
+    return {
+        "versions": dict(versions) if is_newest else whole["versions"],
+        "transformers": sorted({*whole.get("transformers", ()), this}, key=Version),
+        "types": dict(sorted(results.items())),
+    }
+
+
+def _write(path: Path, contents: Mapping[str, Any]) -> None:
+    """Write a results file whole or not at all."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
+    new.replace(path)
 
 
 def require_known(types: Iterable[str], installed: Iterable[str]) -> None:

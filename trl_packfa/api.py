@@ -28,10 +28,11 @@ from .exactness import check, check_unpadding
 from .kernels.lm_head.chunked import undo_head
 from .kernels.lora import adapted_layers, describe_lora
 from .patches.base import Patch
-from .patches.measured import fingerprint, known_sources, results
+from .patches.measured import fingerprint, known_sources, measured_transformers, results
 from .patching.apply import PatchState, apply_patch, find_state, undo_patch
 from .patching.fused import describe_kernels
 from .patching.inspect import get_patch, inner_model, model_type
+from .versions import installed_version
 
 logger = logging.getLogger(__name__)
 
@@ -145,17 +146,35 @@ def _apply_trusted(model: nn.Module, patch: Patch, backend: str, **options: bool
 
     Raises:
         [`ContaminationError`]: if it does not; the model is unpatched again.
+        [`UnsupportedModel`]: if the patch does not fit the model's code.
     """
-    apply_patch(model, patch, backend, **options)
-    unmeasured = [f"PEFT's {kind}" for kind in unmeasured_adapters(model)] + unread_quantizers(model)
     # A third party's patch is in no table of ours, whatever code its model runs.
     known = patch.origin == "trl_packfa" and fingerprint(model) in known_sources().get(model_type(model), ())
+    try:
+        apply_patch(model, patch, backend, **options)
+    except (UnsupportedModel, AttributeError) as error:
+        if known or patch.origin != "trl_packfa":
+            raise
+        raise _does_not_fit(model, error) from error
+    unmeasured = [f"PEFT's {kind}" for kind in unmeasured_adapters(model)] + unread_quantizers(model)
     if known and not unmeasured:
         return
     what = ", ".join(unmeasured) if known else f"{type(model).__name__}'s code"
     logger.info("trl-packfa: %s was never measured under packing: checking this model.", what)
     with _undone_unless_proven(model):
         _require_exact(model)
+
+
+def _does_not_fit(model: nn.Module, error: Exception) -> UnsupportedModel:
+    """Return the refusal of a type that is supported, but whose installed code its patch does not fit."""
+    name = model_type(model)
+    if name not in results():  # registered by the user
+        return UnsupportedModel(str(error))
+    return UnsupportedModel(
+        f"the patch for '{name}' does not fit its code in transformers {installed_version('transformers')}.",
+        why=[str(error).splitlines()[0], f"it was tested with transformers {', '.join(measured_transformers())}"],
+        do=f"Install transformers {measured_transformers()[-1]}, or report it.",
+    )
 
 
 @contextmanager

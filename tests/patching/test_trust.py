@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trl_packfa import PackedLayout, Patch, check, describe, patch, registered, unpatch
 from trl_packfa.errors import ContaminationError, UnsupportedModel
-from trl_packfa.patches.measured import fingerprint, known_sources
+from trl_packfa.patches.measured import fingerprint, known_sources, measured_transformers, results
 
 LENGTHS = (13, 1, 29, 7)
 
@@ -70,6 +70,31 @@ def test_an_unknown_type_that_nothing_makes_exact_is_refused_with_what_was_tried
         patch(model)
     assert describe(model) == "not patched"
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+class Renamed(nn.Module):
+    """An attention module whose class a later transformers has renamed."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.__dict__.update(attention.__dict__)
+
+
+def test_code_that_a_patch_does_not_fit_is_blamed_on_the_version():
+    model = tiny.model()
+    model.model.layers[0].self_attn = Renamed(model.model.layers[0].self_attn)
+    with pytest.raises(UnsupportedModel, match="does not fit its code in transformers") as refusal:
+        patch(model)
+    assert "but 3 attention modules of class LlamaAttention" in str(refusal.value)
+    assert f"tested with transformers {', '.join(measured_transformers())}" in str(refusal.value)
+    assert describe(model) == "not patched"
+
+
+def test_code_of_every_measured_version_is_trusted():
+    """Nobody waits for a check because a later version was measured."""
+    sources = {name: result["sources"] for name, result in results().items()}
+    assert {"5.23.0", "5.24.0"} <= {version for versions in sources.values() for version in versions}
+    assert set(sources["mixtral"].values()) <= known_sources()["mixtral"] and len(set(sources["mixtral"].values())) > 1
 
 
 def test_changed_code_is_checked_and_refused_if_it_leaks(monkeypatch):

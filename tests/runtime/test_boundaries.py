@@ -1,11 +1,14 @@
 """Contradicting boundaries are refused by name; what is not packed is left alone."""
 
+from inspect import signature
+
 import pytest
 import tiny
 import torch
 from peft import PrefixTuningConfig, get_peft_model
 from tiny_models import small_model
 from tolerance import assert_float32, differs
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
 from trl_packfa import PackedLayout, patch
 from trl_packfa.errors import InvalidLayout, PackingError, UnsupportedModel
@@ -63,6 +66,8 @@ def test_a_document_may_not_cross_rows():
 
 
 FILLED = {"packed_layout": {"packed_layout": LAYOUT}, "cu_seq_lens_q": LAYOUT.flash_kwargs()}
+# transformers 5.24 renames `past_key_values` before the backbone is called.
+CACHE = "(past_key_values|cache)"
 FILLED["position_ids"] = {"position_ids": LAYOUT.position_ids() + 10}
 
 
@@ -91,18 +96,43 @@ def test_boundaries_beside_a_filled_cache_are_refused(told):
     """They would be ignored: each document would see what is cached and those before it."""
     model = patch(tiny.model())
     cache = model(input_ids=IDS, use_cache=True).past_key_values
-    with pytest.raises(
-        InvalidLayout, match=rf"{told}.* came with a filled past_key_values(.|\n)*Drop past_key_values"
-    ):
+    with pytest.raises(InvalidLayout, match=rf"{told}.* came with a filled {CACHE}(.|\n)*Drop {CACHE}"):
         model(input_ids=IDS, past_key_values=cache, **FILLED[told])
     assert model(input_ids=IDS, past_key_values=cache).logits.shape[1] == 10
+
+
+def test_continuous_batching_is_generation_and_left_alone():
+    """Its calls bring `cu_seq_lens_q` of several requests beside a paged cache, which no packed row could use."""
+    model = tiny.model()
+    config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=96, pad_token_id=0)
+    room = ContinuousBatchingConfig(num_blocks=16, block_size=32, max_batch_tokens=64)
+    requests = [[5, 6, 7, 8], [9, 10, 11], [4] * 9]
+
+    def generated():
+        answers = model.generate_batch(requests, generation_config=config, continuous_batching_config=room)
+        return [answer.generated_tokens for answer in answers.values()]
+
+    stock = generated()
+    assert [len(tokens) for tokens in stock] == [4, 4, 4]
+    assert [generated() for options in ({}, {"unpad": True}) if patch(model, **options)] == [stock, stock]
+
+
+def test_a_loop_of_a_users_own_keeps_its_cache():
+    """A call that hands over an empty cache, by either name, gets it back filled, with pads and without."""
+    model = patch(tiny.model(), unpad=True)
+    mask = torch.tensor([[1] * 10, [0] * 3 + [1] * 7])
+    for name in ("past_key_values", *(["cache"] if "cache" in signature(type(model).forward).parameters else [])):
+        for call in ({}, {"attention_mask": mask}):
+            cache = DynamicCache(config=model.config)
+            model(input_ids=IDS.expand(2, -1), **{name: cache}, **call)
+            assert cache.get_seq_length() == 10
 
 
 def test_the_prefix_of_an_adapter_is_a_filled_cache(tmp_path):
     """`patch` refuses the adapter by name; this one came after it."""
     model = patch(tiny.model(layers=2))
     model = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
-    with pytest.raises(InvalidLayout, match="packed_layout came with a filled past_key_values"):
+    with pytest.raises(InvalidLayout, match=f"packed_layout came with a filled {CACHE}"):
         model(input_ids=IDS, packed_layout=LAYOUT)
 
 
