@@ -66,6 +66,11 @@ def registered() -> dict[str, Patch]:
     return dict(sorted(_table().items()))
 
 
+def find_patch_for_type(name: str) -> Patch | None:
+    """The patch for a `config.model_type`, `None` if there is none."""
+    return _table().get(name)
+
+
 def get_patch_for_type(name: str) -> Patch:
     """The patch for a `config.model_type`.
 

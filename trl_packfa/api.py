@@ -32,6 +32,7 @@ from .patches.measured import fingerprint, known_sources, measured_transformers,
 from .patching.apply import PatchState, apply_patch, find_state, undo_patch
 from .patching.fused import describe_kernels
 from .patching.inspect import get_patch, inner_model, model_type
+from .patching.named_models import NAME, runs_by_name
 from .versions import installed_version
 
 logger = logging.getLogger(__name__)
@@ -307,7 +308,7 @@ def describe(model: nn.Module) -> str:
     """What was changed on a model, one line a fact: level, modules, attention arguments and backends."""
     state = find_state(model)
     if state is None:
-        return "not patched"
+        return f"runs by name, attn_implementation='{NAME}'" if runs_by_name(model) else "not patched"
     windows = Counter(f"window {window}" if window else "full" for window in state.windows)
     lines = [
         f"model type {model_type(model)} (patch from {state.patch.origin})",

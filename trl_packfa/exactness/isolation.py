@@ -151,11 +151,12 @@ class _Regrouping:
 
 
 @torch.no_grad()
-def measure_control(probe: Probe, scale: float) -> float:
-    """What documents move when others are replaced and no boundaries are told, in `scale`: must be seen."""
+def measure_control(probe: Probe, scale: float, *, told: Sequence[str] = ()) -> float:
+    """What documents move when others are replaced and no boundaries are told, in `scale`: must be seen. Positions too
+    would tell, as transformers makes boundaries of those that restart."""
     which = replacements(len(probe.lengths))[1]
-    before = probe.packed(probe.tokens, boundaries=False)
-    after = probe.packed(probe.replaced(which), boundaries=False)
+    before = probe.packed(probe.tokens, told=told)
+    after = probe.packed(probe.replaced(which), told=told)
     stay = [i for i, replaced in enumerate(which) if not replaced]
     return share(largest((after[i] for i in stay), (before[i] for i in stay)), scale)
 

@@ -12,9 +12,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..collator import DataCollatorForPacking
-from ..errors import UnsupportedModel
+from ..errors import PackingError, UnsupportedModel
 from ..patching.apply import PatchState, find_state
 from ..patching.inspect import find_backbone, max_positions, model_type
+from ..patching.named_models import NAME, any_type_served, named_state, runs_by_name, trust
 from ..runtime.compile import runs_compiled, uncompiled
 from ..runtime.random_states import devices_of, random_states
 from ..runtime.zero3 import gradients_taken, whole_size
@@ -41,13 +42,14 @@ def check(
 ) -> ExactnessReport:
     """Measure whether packing is exact on this model, as it is now: backend, dtype, quantization, adapter.
 
-    The model must be patched. It is measured in training mode, without dropout, and in evaluation mode where that
+    The model must be patched, or loaded with `attn_implementation="packfa"`, which is then trusted in this process if
+    it is exact. It is measured in training mode, without dropout, and in evaluation mode where that
     computes something else. Runs some six thousand tokens forwards; modes, gradients, caches and random state are left
     as they were. Run it under the autocast that training will use.
 
     Args:
         model (`torch.nn.Module`):
-            A patched causal LM, bare or wrapped; under DeepSpeed ZeRO-3 its engine, between two steps.
+            Such a causal LM, bare or wrapped; under DeepSpeed ZeRO-3 its engine, between two steps.
         collator (`Callable`, *optional*):
             What makes the batches of the training, [`DataCollatorForPacking`] by default.
         documents (`Sequence[Sequence[int]]`, *optional*):
@@ -60,18 +62,63 @@ def check(
             Called with what is measured next and the share of the work that is done.
 
     Raises:
-        [`UnsupportedModel`]: if the model is not patched, or in parts without ZeRO-3's engine.
+        [`UnsupportedModel`]: if the model is neither, or in parts without ZeRO-3's engine.
     """
     state = find_state(model)
-    if state is None:
-        raise UnsupportedModel("the model is not patched.", do="Call trl_packfa.patch(model) first.")
+    collator = collator or DataCollatorForPacking()
+    if state is not None:
+        return _check(model, state, collator, documents, processing_class, seed, progress)
+    if not runs_by_name(model):
+        raise UnsupportedModel(
+            "the model is not patched.",
+            do=f"Call trl_packfa.patch(model) first, or load it with attn_implementation='{NAME}'.",
+        )
+    with any_type_served():
+        state = named_state(model)
+        report = _check(model, state, collator, documents, processing_class, seed, progress)
+        if report.is_exact:
+            report = _told_in_part(model, state, collator, report)
+    if report.is_exact:
+        trust(model)
+    return report
+
+
+def _told_in_part(model: nn.Module, state: PatchState, collator: Collator, report: ExactnessReport) -> ExactnessReport:
+    """The report of a model that runs by name: each way to tell of documents has to reach its attention by itself, as
+    a model hands on what it knows and drops the rest without a word."""
+    probe, _ = _probes(model, state, collator, torch.empty(0, dtype=torch.long), report.seed)
+    for told in (("position_ids",), ("cu_seq_lens_q", "cu_seq_lens_k")):
+        with quiet(model):
+            try:
+                moved = measure_control(probe, 1.0, told=told)
+            except PackingError:
+                if told == ("position_ids",):
+                    raise
+                continue  # refused where positions have to restart, not ignored
+            whole = measure_control(probe, 1.0)
+        # Ignored, they move as much as without boundaries; heeded, no more than rounding.
+        if not moved < 0.1 * whole:
+            return replace(report, isolation=moved, first_leak=f"the attention, which {told[0]} do not reach")
+    return report
+
+
+def _check(
+    model: nn.Module,
+    state: PatchState,
+    collator: Collator,
+    documents: Sequence[Sequence[int]] | None,
+    processing_class: Any,
+    seed: int,
+    progress: Callable[[str, float], None] | None,
+) -> ExactnessReport:
+    """[`check`] of a model whose attention is known."""
     if isinstance(model, DistributedDataParallel):
         model = model.module  # the same on every rank; gradients need not be shared here
     started = time.perf_counter()
     known = known_tokens(documents, processing_class, vocabulary_of(model))
     measured: list[ExactnessReport] = []
     with gradients_taken(model) as gradient_parts, torch.enable_grad():
-        short, long = _probes(model, state, collator or DataCollatorForPacking(), known, seed)
+        short, long = _probes(model, state, collator, known, seed)
         subject = Subject(model, state, gradient_parts, progress)
         # First as it trains: some models run other kernels in training mode, and checkpointing is on there only.
         with quiet(model, training=True):

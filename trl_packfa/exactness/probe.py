@@ -14,6 +14,7 @@ from torch import nn
 
 from ..errors import InvalidLayout
 from ..layout import PackedLayout
+from ..patching.named_models import as_sdpa
 from ..runtime.boundaries import layout_of
 from ..runtime.zero3 import whole_shape
 from .documents import Documents
@@ -62,15 +63,15 @@ class Probe:
         """The documents, some of them replaced."""
         return [b if other else a for a, b, other in zip(self.tokens, self.others, which, strict=True)]
 
-    def packed(self, tokens: Documents, *, boundaries: bool = True) -> Documents:
-        """Logits `(n, V)` of each document, from one packed row as the collator makes it."""
+    def packed(self, tokens: Documents, *, told: Sequence[str] | None = None) -> Documents:
+        """Logits `(n, V)` of each document, from one packed row as the collator makes it; with `told` the call is told
+        nothing but these of its keys."""
         batch = self.collator(_examples(tokens))
         # With them the model would compute a loss, which nobody reads.
         del batch["labels"]
         batch = {k: v.to(self.device) if hasattr(v, "to") else v for k, v in batch.items()}
-        if not boundaries:
-            # Positions too would tell: transformers makes boundaries of positions that restart.
-            batch = {"input_ids": batch["input_ids"]}
+        if told is not None:
+            batch = {name: value for name, value in batch.items() if name == "input_ids" or name in told}
         return self.row.split(self.model(**batch, use_cache=False).logits)
 
     def in_rows(self, tokens: Documents) -> Documents:
@@ -88,7 +89,9 @@ class Probe:
 
     def alone(self, document: int) -> torch.Tensor:
         """Logits `(n, V)` of one document by itself."""
-        return self.model(input_ids=self.tokens[document][None].to(self.device), use_cache=False).logits[0]
+        ids = self.tokens[document][None].to(self.device)
+        with as_sdpa():  # a model that runs by name: under a mask, which knows windows that its attention is not told
+            return self.model(input_ids=ids, use_cache=False).logits[0]
 
     def backward(self, logits: Sequence[torch.Tensor], documents: Sequence[int], *, scale: float) -> None:
         """Add `scale` times the gradient of a fixed random weighting of these documents' logits."""

@@ -71,7 +71,7 @@ def packed_attention_forward(
         attention_mask = _masked_by_choice(attention_mask, indices, query, key)
     if layout is None:
         return _own_attention(module)(module, query, key, value, attention_mask, **options, **kwargs)
-    _require_known(module, kwargs)
+    require_known(module, kwargs)
     # Models that put the window into the mask only do not say it in the call, and packing has no mask.
     if module.config.trl_packfa_window is not None:
         sliding_window = module.config.trl_packfa_window(module)
@@ -82,14 +82,27 @@ def packed_attention_forward(
         sinks=s_aux,
         dropout=dropout,
     )
+    return attend_packed(module.config.trl_packfa_backends, query, key, value, layout, arguments, indices), None
+
+
+def attend_packed(
+    backends: BackendChoice,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: PackedLayout,
+    arguments: AttentionArguments,
+    indices: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Packed attention in the shapes of transformers' interface: `query` `(B, N, L, H)`, `key` and `value`
+    `(B, K, L, H)` to `(B, L, N, H)`; `indices` as [`packed_attention_forward`] takes them."""
     # Rows of equal length, end to end, are one packed batch: documents never cross the end of a row.
     q_TNH, k_TKH, v_TKH = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    backends = module.config.trl_packfa_backends
     if indices is None:
         out_TNH = backends.attend(q_TNH, k_TKH, v_TKH, layout, arguments)
     else:
         out_TNH = _attend_to_chosen(backends, indices, q_TNH, k_TKH, v_TKH, layout, arguments)
-    return out_TNH.view(query.shape[0], query.shape[2], *out_TNH.shape[1:]), None
+    return out_TNH.view(query.shape[0], query.shape[2], *out_TNH.shape[1:])
 
 
 # What was chosen is put in terms of this batch's documents.
@@ -125,7 +138,12 @@ def _masked_by_choice(
 _UNKNOWN = ("position_bias", "sinks", "block_indices", "alibi")
 
 
-def _require_known(module: Any, kwargs: dict[str, Any]) -> None:
+def require_known(module: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse what a module asks of its attention that packed attention does not compute.
+
+    Raises:
+        [`PackingError`]: naming it.
+    """
     if kwargs.get("is_causal", is_causal(module)) is False:
         raise PackingError(f"{type(module).__name__} attends in both directions, packed attention is causal.")
     unknown = [name for name in _UNKNOWN if kwargs.get(name) is not None]

@@ -16,6 +16,9 @@ from ..runtime.compile import outside_of_graphs
 from ..runtime.context import current_layout
 from ..runtime.override import Override
 
+# Kinds of rotary embeddings whose frequencies follow the longest sequence of the batch.
+LENGTH_DEPENDENT = ("longrope", "dynamic")
+
 
 class RotaryOverride(Override):
     """Rotary embeddings whose frequencies depend on the longest sequence of the batch, document by document.
@@ -99,4 +102,4 @@ def depends_on_length(module: nn.Module) -> bool:
     """Whether a module is a rotary embedding of a length-dependent kind (long rope, dynamic NTK)."""
     rope_type = getattr(module, "rope_type", None)
     kinds = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
-    return any(kind in ("longrope", "dynamic") for kind in kinds)
+    return any(kind in LENGTH_DEPENDENT for kind in kinds)

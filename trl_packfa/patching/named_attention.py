@@ -1,0 +1,219 @@
+"""The two functions that `attn_implementation="packfa"` names: transformers' attention and mask interface of a model
+that no patch prepared.
+
+A packed call gets no mask and runs by the backends. Any other is what `sdpa` makes of it, with the softcap and sinks
+that `sdpa` lacks: padded rows and generation with a cache under its mask, rows without pads by the backends where a
+window, softcap or sinks are asked for.
+
+Shape letters: B rows, L row length, M keys of a row, N query heads, K key/value heads, H head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_module_registration_hook
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ..attention.base import AttentionArguments
+from ..attention.reference import dense_attention
+from ..errors import InvalidConfig
+from ..layout import PackedLayout
+from ..runtime.compile import outside_of_graphs
+from ..runtime.context import empty_mask
+from ..runtime.per_document import BOUNDARIES
+from .attention_interface import attend_packed, require_known
+from .inspect import is_causal
+from .named_boundaries import PADDING, layout_of_attention, sees_ahead, starts_in_rule
+from .named_models import CHOSEN, NAME, refuse_at_load, require_positions, runs_as_sdpa, served_patch
+
+
+# The documents of a call are read on the host.
+@outside_of_graphs
+def named_attention_forward(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """transformers' attention interface: `query` `(B, N, L, H)`, `key` and `value` `(B, K, M, H)` to `(B, L, N, H)`.
+
+    Raises:
+        [`PackingError`]: if the type is not served, or the call's boundaries cannot be honoured.
+    """
+    causal = kwargs.get("is_causal")
+    causal = is_causal(module) if causal is None else causal
+    patch = served_patch(module.config) if causal else None
+    layout = layout_of_attention(query, key.shape[2], attention_mask, kwargs)
+    if patch is not None and patch.window is not None:
+        sliding_window = patch.window(module)
+    arguments = AttentionArguments(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+        dropout=dropout,
+    )
+    if layout is None:
+        rest = {name: option for name, option in kwargs.items() if name not in BOUNDARIES}
+        return _unpacked(module, query, key, value, attention_mask, arguments, causal=causal, **rest), None
+    require_known(module, kwargs)
+    require_positions(module.config, layout, kwargs.get("position_ids"))
+    return attend_packed(CHOSEN.backends, query, key, value, layout, arguments), None
+
+
+def _unpacked(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    arguments: AttentionArguments,
+    *,
+    causal: bool,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Attend as `sdpa` does, with the softcap, sinks and windows that it lacks: `(B, L, N, H)`."""
+    rows, length = query.shape[0], query.shape[2]
+    whole = mask is None and causal and length > 1
+    more = arguments.softcap is not None or arguments.sinks is not None
+    windowed = whole and arguments.sliding_window is not None and length > arguments.sliding_window
+    if not more and not windowed:
+        sdpa = AttentionInterface()["sdpa"]
+        kwargs.pop("is_causal", None)
+        options = {"scaling": arguments.scaling, "dropout": arguments.dropout, "is_causal": causal}
+        return sdpa(module, query, key, value, mask, **options, **kwargs)[0]
+    if whole:
+        # Keys beyond the queries are room in a static cache that is still empty.
+        key, value = key[:, :, :length], value[:, :, :length]
+        layout = _one_a_row(rows, length, query.device)
+        return attend_packed(CHOSEN.backends, query, key, value, layout, arguments)
+    if mask is None:
+        mask = torch.ones((1, 1, length, key.shape[2]), dtype=torch.bool, device=query.device)
+    bias = None
+    if mask.dtype != torch.bool:  # a caller's own, which is added to the scores
+        mask, bias = torch.ones_like(mask, dtype=torch.bool), mask
+    mask = mask | ~mask.any(dim=-1, keepdim=True)  # pads, which see nothing: anything but NaN
+    return dense_attention(query, key, value, mask, arguments, bias).transpose(1, 2)
+
+
+@lru_cache(maxsize=4)  # the layers of a forward share what backends derive from it
+def _one_a_row(rows: int, length: int, device: torch.device) -> PackedLayout:
+    return PackedLayout.from_lengths([length] * rows, rows=rows, device=device)
+
+
+def named_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """transformers' mask interface: no mask for a call without pads and cache, an empty one for one whose positions
+    restart, and `sdpa`'s for any other.
+
+    Raises:
+        [`PackingError`]: if the type is not served.
+    """
+    return _make_mask(torch.compiler.is_compiling(), *args, **kwargs)
+
+
+@outside_of_graphs
+def _make_mask(
+    traced: bool,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    *,
+    mask_function: Callable[..., torch.Tensor],
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    config: Any,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    require_registered()
+    options = {
+        **kwargs, "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset,
+        "kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask,
+        "local_size": local_size, "allow_is_causal_skip": allow_is_causal_skip, "use_vmap": use_vmap, "config": config,
+    }  # fmt: skip
+    sdpa_mask = AttentionMaskInterface()["sdpa"]
+    if "allow_is_bidirectional_skip" in kwargs:  # an encoder's, or that of attention to one
+        return sdpa_mask(**options)
+    served_patch(config)
+    if runs_as_sdpa():
+        return sdpa_mask(**{**options, "allow_is_causal_skip": False})
+    padded = attention_mask is not None and not bool(attention_mask.all())
+    # Read where the lengths agree only: a static cache's offset is a tensor.
+    if padded or q_length != kv_length or int(q_offset) or use_vmap:
+        mask = sdpa_mask(**options)
+        if mask is not None:
+            setattr(mask, PADDING, attention_mask)
+        return mask
+    # Without one of these the rule is "what came before", and there is nothing to read off it.
+    if (allow_is_causal_skip and local_size is None) or q_length == 1:
+        return None
+    shape, device = (batch_size, q_length), kwargs["device"]
+    if sees_ahead(mask_function, shape, device):  # tokens of one image
+        return sdpa_mask(**options)
+    layout = starts_in_rule(mask_function, shape, device)
+    if layout is not None:
+        return empty_mask(layout, torch.device(device), dtype=torch.bool)
+    # A model that asks for a mask in any case gets it. In a graph, transformers never allows to leave it out.
+    return None if allow_is_causal_skip or traced else sdpa_mask(**options)
+
+
+def register_name() -> None:
+    """Register both functions with transformers, and refuse from now on to make models that they cannot serve.
+
+    Raises:
+        [`InvalidConfig`]: if another package has registered the name.
+    """
+    for interface, ours in _REGISTRIES:
+        theirs = interface().get(NAME)
+        if theirs is not None and not _is_ours(theirs):
+            _refuse(theirs)
+        interface.register(NAME, ours)
+    if not _WATCHED:
+        _WATCHED.append(register_module_module_registration_hook(refuse_at_load))
+
+
+# The hook that sees models being made; there is one, however often the name is registered.
+_WATCHED: list[Any] = []
+
+
+def require_registered() -> None:
+    """Refuse to run beside another package's function of the same name.
+
+    Raises:
+        [`InvalidConfig`]: naming it.
+    """
+    for interface, ours in _REGISTRIES:
+        if (found := interface().get(NAME)) is not ours:
+            _refuse(found)
+
+
+_REGISTRIES: tuple[tuple[Any, Any], ...] = (
+    (AttentionInterface, named_attention_forward),
+    (AttentionMaskInterface, named_mask),
+)
+
+
+def _is_ours(function: Any) -> bool:
+    return function.__module__ == __name__
+
+
+def _refuse(other: Any) -> None:
+    raise InvalidConfig(
+        f"attn_implementation='{NAME}' is registered twice.",
+        why=[f"{other.__module__}.{other.__qualname__} has taken the name"],
+        do="Import one of the two packages only, in one version.",
+    )

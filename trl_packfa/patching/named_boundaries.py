@@ -1,0 +1,168 @@
+"""Boundaries of a call of a model that no patch prepared, read where transformers' two registries are called.
+
+The mask function runs once for a kind of mask and sees the mask of padding, the cache's lengths and, in the rule that
+it is handed, positions that restart. The attention function runs in every layer and sees the call's keywords. Neither
+sees all, so what both see must agree, and a call that only one of them can see is refused.
+
+Shape letters: B rows, L row length, N query heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..errors import InvalidLayout
+from ..layout import PackedLayout
+from ..runtime.boundaries import layout_of
+from ..runtime.context import is_empty_mask
+from ..runtime.per_document import FLASH_KEYS
+from ..runtime.validate import host_positions, refuse_beside_cache, refuse_restarts_under_padding
+
+_EXPLICIT = ("packed_layout", *FLASH_KEYS)
+# Where a mask of ours carries the mask of padding `(B, L)` that it was made of, or `None`; callers' own carry nothing.
+PADDING = "trl_packfa_padding"
+
+
+def starts_in_rule(rule: Callable[..., torch.Tensor], shape: tuple[int, int], device: Any) -> PackedLayout | None:
+    """Read documents off transformers' rule of who attends to whom, without making a mask of it.
+
+    A token that does not attend to the one before it begins a document.
+
+    Args:
+        rule (`Callable`):
+            `(batch, head, query, key)`, numbers of tokens that broadcast, to bool.
+        shape (`tuple[int, int]`):
+            `(B, L)`.
+        device (`torch.device`):
+            Where the rule's tensors lie.
+
+    Returns:
+        [`PackedLayout`] or `None`: `None` for one document a row.
+    """
+    rows = torch.arange(shape[0], device=device)[:, None]
+    tokens = torch.arange(1, shape[1], device=device)[None]
+    sees = rule(rows, torch.zeros_like(rows), tokens, tokens - 1).expand(shape[0], shape[1] - 1)
+    starts = torch.cat([torch.ones(shape[0], 1, dtype=torch.bool), ~sees.cpu()], dim=1)
+    if int(starts.sum()) == shape[0]:
+        return None
+    # Starts [1, 0, 0, 1, 0] are offsets [0, 3] and the end, lengths [3, 2].
+    offsets = torch.cat([starts.flatten().nonzero().flatten(), torch.tensor([starts.numel()])])
+    return PackedLayout.from_lengths(offsets.diff().tolist(), rows=shape[0], device=device)
+
+
+def sees_ahead(rule: Callable[..., torch.Tensor], shape: tuple[int, int], device: Any) -> bool:
+    """Tell whether a token attends to the one after it, as those of an image do."""
+    rows = torch.arange(shape[0], device=device)[:, None]
+    tokens = torch.arange(1, shape[1], device=device)[None]
+    return bool(rule(rows, torch.zeros_like(rows), tokens - 1, tokens).any())
+
+
+def layout_of_attention(query: torch.Tensor, keys: int, mask: Any, kwargs: Mapping[str, Any]) -> PackedLayout | None:
+    """The documents of an attention call: `None` if it is not packed.
+
+    Args:
+        query (`torch.Tensor`):
+            Of shape `(B, N, L, H)`.
+        keys (`int`):
+            How many keys a row has, those of a cache included.
+        mask (`torch.Tensor` or `None`):
+            What the mask function has made.
+        kwargs (`Mapping[str, Any]`):
+            The keywords that reached the attention function.
+
+    Raises:
+        [`InvalidLayout`]: if boundaries contradict each other, or came with padding or with a filled cache.
+    """
+    shape = (query.shape[0], query.shape[2])
+    if shape[1] != keys:
+        _refuse_continued(shape, mask, kwargs)
+        return None
+    if mask is not None and not is_empty_mask(mask):
+        _refuse_padded(shape, mask, kwargs)
+        return None
+    told = _READ(query, kwargs)
+    if mask is None:
+        return told
+    seen = getattr(mask, "packed_layout", None)
+    if told is None:
+        raise InvalidLayout(
+            "position_ids restart, but nothing about documents reached the attention.",
+            why=["this model does not hand position_ids and cu_seq_lens_q on to its attention"],
+            do="Use trl_packfa.patch(model), which tells every layer.",
+        )
+    if seen is not None and seen.lengths != told.lengths:
+        raise InvalidLayout(
+            f"position_ids and the other boundaries disagree: lengths {list(seen.lengths)} and {list(told.lengths)}.",
+            do="Send both from one collator, or only one of them.",
+        )
+    return told
+
+
+class _LastCall(threading.local):
+    """The layout of the call that was read last in this thread: the layers of one forward share it, and with it what
+    backends derive from it."""
+
+    _FOUND_BY = (*_EXPLICIT, "position_ids")
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, Any, int]] | None = None
+        self.shape: tuple[int, int] | None = None
+        self.layout: PackedLayout | None = None
+
+    def __call__(self, query: torch.Tensor, kwargs: Mapping[str, Any]) -> PackedLayout | None:
+        call = {name: kwargs[name] for name in self._FOUND_BY if kwargs.get(name) is not None}
+        shape = (query.shape[0], query.shape[2])
+        # By identity, while a reference keeps the identity taken, and by version, as a buffer may be filled anew.
+        seen = [(name, value, _version(value)) for name, value in call.items()]
+        if self.seen is None or self.shape != shape or not _same(self.seen, seen):
+            layout = layout_of({**call, "inputs_embeds": query[:, 0]})  # (B, L, H)
+            self.layout = layout if layout is None else layout.to(query.device)
+            self.seen, self.shape = seen, shape
+        elif self.layout is not None and self.layout.cu_seqlens.device != query.device:
+            self.layout = self.layout.to(query.device)  # layers on several devices
+        return self.layout
+
+
+def _version(value: Any) -> int:
+    if not isinstance(value, torch.Tensor):
+        return 0
+    return -1 if value.is_inference() else value._version
+
+
+def _same(before: list[tuple[str, Any, int]], now: list[tuple[str, Any, int]]) -> bool:
+    pairs = zip(before, now, strict=False)
+    # Tensors of inference mode count no versions (-1): they are read every time.
+    return len(before) == len(now) and all(n == m and a is b and v == w != -1 for (n, a, v), (m, b, w) in pairs)
+
+
+_READ = _LastCall()
+
+
+def _refuse_continued(shape: tuple[int, int], mask: Any, kwargs: Mapping[str, Any]) -> None:
+    """Documents beside a filled cache: each of them would see what is cached."""
+    if shape[1] < 2:
+        return
+    call = dict(kwargs)
+    if mask is not None and not hasattr(mask, PADDING):  # a caller's own, who says what tokens see
+        call.pop("position_ids", None)
+    refuse_beside_cache({**call, "attention_mask": getattr(mask, PADDING, None)}, shape, "cache")
+
+
+def _refuse_padded(shape: tuple[int, int], mask: torch.Tensor, kwargs: Mapping[str, Any]) -> None:
+    """Boundaries beside a mask with elements, which hides pads or is the caller's own."""
+    explicit = {name: kwargs[name] for name in ("packed_layout", "cu_seq_lens_q") if kwargs.get(name) is not None}
+    layout = layout_of({**explicit, "inputs_embeds": torch.empty((*shape, 0), device="cpu")}) if explicit else None
+    if layout is not None and layout.num_documents > shape[0]:
+        raise InvalidLayout(
+            f"{next(iter(explicit))} came with an attention_mask that is not all ones, one for each token.",
+            do="Drop the attention_mask: padding is a trailing document with labels -100.",
+        )
+    padding, positions = getattr(mask, PADDING, None), kwargs.get("position_ids")
+    if padding is None or not isinstance(positions, torch.Tensor):
+        return
+    if (host := host_positions(positions, shape)) is not None:
+        refuse_restarts_under_padding(host, padding)

@@ -1,0 +1,261 @@
+"""Models that run packed by a name, `attn_implementation="packfa"`, without a patch: which of them may.
+
+transformers checks that the name is registered, nothing else. What a model does besides attention (recurrent state,
+convolutions, attention of its own) no registry is told, so the types that are served are those whose patch does no
+more than attention, and any other is refused at its first call, packed or not, until `check` has proven it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..attention import BackendChoice
+from ..errors import PackingError, UnsupportedModel
+from ..layout import PackedLayout
+from ..patches.base import Patch
+from ..patches.registry import find_patch_for_type
+from ..runtime.validate import host_positions
+from .apply import PatchState
+from .inspect import find_attention, find_backbone, inner_model, model_type, uses_interface, windows_of
+from .rotary import LENGTH_DEPENDENT
+
+NAME = "packfa"
+
+# Types whose patch does no more than attention, and which these registries cannot serve all the same, with what a
+# small model of each was seen to do (`tests/whole/test_by_name.py` tries every type).
+_NO_POSITIONS = "it does not hand position_ids on to its attention: documents told by them would see each other"
+_NO_OFFSETS = "it does not hand cu_seq_lens_q on to its attention: documents told by them would see each other"
+_OWN_ATTENTION = "its attention does not go through transformers' attention interface"
+_NOT_BY_NAME: dict[str, str] = {
+    **dict.fromkeys(
+        ("cohere_compass_text", "ctrl", "fuyu", "gpt_bigcode", "moshi", "persimmon", "whisper"), _NO_POSITIONS
+    ),
+    **dict.fromkeys(("nemotron", "stablelm"), _NO_OFFSETS),
+    **dict.fromkeys(("git", "xglm"), _OWN_ATTENTION),
+    "gemma4_unified": "it always makes a mask, for images",
+}
+
+# Whether `check` is measuring in this context, and the configs that it has proven in this process, as text.
+_MEASURED: ContextVar[bool] = ContextVar("trl_packfa_measured", default=False)
+_PROVEN: set[str] = set()
+
+# Rotary types that compute with more than differences of positions.
+_POSITION_BOUND = ("beam", "hunyuan_v1_dense", "hunyuan_v1_moe")
+
+
+def served_patch(config: Any) -> Patch | None:
+    """The patch of a type that is served by name; `None` where `check` is measuring the model, or has proven it.
+
+    Raises:
+        [`UnsupportedModel`]: by name, for any other.
+    """
+    patch = find_patch_for_type(config.model_type)
+    if patch is not None and _is_served(patch, config.model_type):
+        return patch
+    if _MEASURED.get() or (patch is None and _identity(config) in _PROVEN):
+        return None
+    raise _refusal(config.model_type, patch)
+
+
+def refuse_at_load(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    """Refuse a causal LM of a type that is not served while it is made: some never call one of the two functions.
+
+    torch calls this whenever a module gets a part (`register_module_module_registration_hook`).
+
+    Raises:
+        [`UnsupportedModel`]: by name.
+    """
+    if not isinstance(module, PreTrainedModel) or not isinstance(submodule, PreTrainedModel):
+        return
+    if module.config is not submodule.config:
+        return  # not a model and its backbone
+    config: Any = submodule.config
+    if config._attn_implementation != NAME:
+        return
+    patch = find_patch_for_type(config.model_type)
+    if patch is None and any(uses_interface(part) for part in submodule.modules()):
+        return  # never measured: refused at its first call, unless `check` proves it
+    if patch is None or not _is_served(patch, config.model_type):
+        raise _refusal(config.model_type, patch, never_asks=True)
+
+
+def require_served(model: nn.Module) -> None:
+    """Refuse a loaded model whose type is not served. One that nobody has measured passes: `check` decides.
+
+    Raises:
+        [`UnsupportedModel`]: by name.
+    """
+    name = inner_model(model).config.get_text_config().model_type
+    patch = find_patch_for_type(name)
+    if patch is not None and not _is_served(patch, name):
+        raise _refusal(name, patch)
+
+
+def _refusal(name: str, patch: Patch | None, *, never_asks: bool = False) -> UnsupportedModel:
+    instead = "Load it with attn_implementation='sdpa' and pass it to trl_packfa.patch(model)."
+    if patch is not None:
+        why = _NOT_BY_NAME.get(name) or _beyond_attention(patch)
+    elif never_asks:
+        why = _OWN_ATTENTION
+    else:
+        why = "it was never measured"
+        instead = "Run trl_packfa.check(model) before: a model that it finds exact is served."
+    return UnsupportedModel(f"attn_implementation='{NAME}' does not serve model type '{name}'.", why=[why], do=instead)
+
+
+def _is_served(patch: Patch, name: str) -> bool:
+    return name not in _NOT_BY_NAME and _is_attention_alone(patch)
+
+
+def _is_attention_alone(patch: Patch) -> bool:
+    """Tell whether the patch changes nothing but attention, through transformers' interface."""
+    own = patch.functions or patch.makes_mask or patch.bias or patch.beside
+    # A third party's patch is in no table of ours.
+    return patch.origin == "trl_packfa" and patch.level in ("attention", "interface") and not own
+
+
+def _beyond_attention(patch: Patch) -> str:
+    if patch.level == "rebatch":
+        return "its documents run one by one: it mixes tokens in ways that no single module contains"
+    if patch.mixers or patch.masked_mixers:
+        return "it has more than attention that mixes tokens: recurrent state, convolutions, attention of its own"
+    if patch.beside:
+        return "more than its attention has to know where documents begin: positions that it counts, indexers"
+    return _OWN_ATTENTION
+
+
+def _identity(config: Any) -> str:
+    # The text names the class's type, not that of the instance.
+    return f"{config.model_type} {config.to_json_string(use_diff=False)}"
+
+
+@contextmanager
+def any_type_served() -> Iterator[None]:
+    """For the length of a `with` block a model runs by name whatever its type, as `check` is finding out."""
+    token = _MEASURED.set(True)
+    try:
+        yield
+    finally:
+        _MEASURED.reset(token)
+
+
+def trust(model: nn.Module) -> None:
+    """Serve models of the config of one that `check` has proven."""
+    config: Any = inner_model(model).config
+    _PROVEN.update((_identity(config), _identity(config.get_text_config())))
+
+
+def runs_by_name(model: nn.Module) -> bool:
+    """Tell whether a model, or its text part, was loaded with this `attn_implementation`."""
+    config: Any = inner_model(model).config
+    return NAME in (config._attn_implementation, config.get_text_config()._attn_implementation)
+
+
+def named_state(model: nn.Module) -> PatchState:
+    """Find what the check reads of a model that runs by name; nothing was done to it.
+
+    Raises:
+        [`UnsupportedModel`]: if none of its attention asks transformers' interface, or is told of its windows.
+    """
+    name = model_type(model)
+    patch = find_patch_for_type(name)
+    asked = Patch(model_types=(name,), window=patch and patch.window)
+    backbone = find_backbone(model, asked)
+    try:
+        attention = find_attention(backbone, asked)
+        windows = windows_of(asked, backbone, attention)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(
+            f"attn_implementation='{NAME}' never reaches all of a model of type '{name}'.",
+            why=[error.what],
+            do="Load it with attn_implementation='sdpa' and pass it to trl_packfa.patch(model).",
+        ) from error
+    return PatchState(asked, CHOSEN.backends, attention, windows)
+
+
+class _Chosen:
+    """The backends of all models that run by name."""
+
+    def __init__(self) -> None:
+        self.backends = BackendChoice("auto")
+
+
+CHOSEN = _Chosen()
+
+
+def use_backend(name: str) -> None:
+    """Choose the attention backend of all models that run by name: `"auto"`, the default, or one of
+    `trl-packfa backends`.
+
+    Raises:
+        [`NoBackend`]: if there is none of that name.
+    """
+    CHOSEN.backends = BackendChoice(name)
+
+
+def require_positions(config: Any, layout: PackedLayout, positions: Any) -> None:
+    """Refuse positions that run on over documents where a model's arithmetic depends on where they begin, and
+    documents so long that the frequencies of all others change with them.
+
+    Raises:
+        [`PackingError`]: saying what to send.
+    """
+    kinds = _rotary_kinds(config)
+    most = min((_unscaled(config, kind) for kind in kinds if kind["rope_type"] in LENGTH_DEPENDENT), default=None)
+    if most is not None and layout.max_seqlen > most:
+        raise PackingError(
+            f"a document of {layout.max_seqlen} tokens changes the rotary frequencies of all others in its batch: "
+            f"they follow the longest one beyond {most} tokens.",
+            do=f"Cut documents to {most} tokens, or load the model with attn_implementation='sdpa' and pass it to "
+            "trl_packfa.patch(model), which computes each document's own.",
+        )
+    if kinds and most is None and config.model_type not in _POSITION_BOUND:
+        return
+    host = host_positions(positions, (layout.rows, layout.row_length)) if positions is not None else None
+    if host is None or not _restart(host, layout):
+        raise PackingError(
+            f"boundaries came without position_ids that restart: a {config.model_type} model computes with where a "
+            "document begins.",
+            do="Send position_ids together with cu_seq_lens_q, each document's from 0.",
+        )
+
+
+def _restart(host: torch.Tensor, layout: PackedLayout) -> bool:
+    begins = host.flatten()[layout.cu_seqlens[:-1].cpu().long()]
+    return bool((begins == begins[0]).all())
+
+
+def _rotary_kinds(config: Any) -> list[dict[str, Any]]:
+    """The parameters of a config's rotary embeddings: one for all layers, or one for each kind of them."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return [parameters] if "rope_type" in parameters else [kind for kind in parameters.values() if kind]
+
+
+def _unscaled(config: Any, kind: dict[str, Any]) -> int:
+    return kind.get("original_max_position_embeddings") or config.max_position_embeddings
+
+
+# Whether calls run as `sdpa` runs them, under its mask whatever it hides: what the check compares with.
+_AS_SDPA: ContextVar[bool] = ContextVar("trl_packfa_as_sdpa", default=False)
+
+
+@contextmanager
+def as_sdpa() -> Iterator[None]:
+    """For the length of a `with` block models that run by name build `sdpa`'s mask for every call."""
+    token = _AS_SDPA.set(True)
+    try:
+        yield
+    finally:
+        _AS_SDPA.reset(token)
+
+
+def runs_as_sdpa() -> bool:
+    """Tell whether this context is in [`as_sdpa`]."""
+    return _AS_SDPA.get()
