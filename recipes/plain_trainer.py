@@ -1,7 +1,8 @@
 """A plain transformers.Trainer on packed rows: one line patches the model. python recipes/plain_trainer.py
 
-The collator concatenates the examples of a micro-batch and lets position_ids restart; the patched model takes that for
-boundaries. Unpatched, many architectures would not (see README, "Supported models").
+The collator concatenates the examples of a micro-batch and says where each begins, by position_ids that restart,
+together with cu_seq_lens_*; the patched model honours both. Unpatched, many architectures would not (see README,
+"Supported models"), and without cu_seq_lens_* transformers guesses from positions.
 """
 
 from datasets import load_dataset
@@ -31,7 +32,7 @@ trainer = Trainer(
     model,
     args=TrainingArguments("qwen3-plain-packed", per_device_train_batch_size=8, learning_rate=1e-5),
     train_dataset=dataset,
-    data_collator=DataCollatorWithFlattening(),
+    data_collator=DataCollatorWithFlattening(return_flash_attn_kwargs=True),
 )
 trainer.train()
 trl_packfa.unpatch(model)
