@@ -12,8 +12,8 @@ from trl import SFTConfig, SFTTrainer
 
 from trl_packfa import DataCollatorForPacking, PackedSFTConfig, PackedSFTTrainer
 from trl_packfa.errors import InvalidConfig, UnsupportedModel
+from trl_packfa.runtime.neftune import EmbeddingNoise
 from trl_packfa.training.batching import FREE, KEPT, TOGETHER
-from trl_packfa.training.neftune import EmbeddingNoise
 from trl_packfa.training.origins import Origins
 from trl_packfa.training.step_packing import how_to_cut
 

@@ -144,7 +144,9 @@ class BackboneOverride(Override):
     def run_without_pads(self, call: dict[str, Any], rows: PaddedRows) -> Any:
         """A padded call as one row of its true tokens, its outputs put back into the padded batch's shape."""
         taken, layout = self._taken(call, rows)
-        return self._put_back(self.run_packed(taken, layout), call, rows)
+        with self.unpadding.noise_as_padded(self.module, rows, call["attention_mask"].device):  # type: ignore[union-attr]
+            outputs = self.run_packed(taken, layout)
+        return self._put_back(outputs, call, rows)
 
     @outside_of_graphs
     def _put_back(self, outputs: Any, call: dict[str, Any], rows: PaddedRows) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 
 from ..errors import PackingError
 from ..runtime.caches import has_cache
+from ..runtime.neftune import EmbeddingNoise, noise_of_padded_rows
 from ..runtime.padded_rows import PaddedRows, rows_of
 from .sharing import Sharing
 
@@ -49,6 +50,7 @@ class Unpadding:
         self.calls, self.tokens, self.pads, self.documents = 0, 0, 0, 0
         self.trained, self.trained_documents, self.shared = 0, 0, 0
         self.watch: Watch | None = None
+        self.noise = EmbeddingNoise(0.0)
         self._told = False
 
     def rows_of(self, call: dict[str, Any], module: nn.Module) -> PaddedRows | None:
@@ -78,7 +80,8 @@ class Unpadding:
         if shared is not None:
             self.shared += shared.num_tokens - shared.num_packed
             return shared
-        if not rows.num_pads or not rows.num_tokens:
+        # Without pads, too, where a re-cut step's rows have other lengths than in the padded run.
+        if not rows.num_tokens or not (rows.num_pads or rows.widths):
             return None
         # After the rows: a batch of images without pads is left as it is, and runs.
         if brought:
@@ -88,6 +91,14 @@ class Unpadding:
                 do="Patch the model with unpad=False, or train on text alone.",
             )
         return rows
+
+    def noise_as_padded(
+        self, module: nn.Module, rows: PaddedRows, device: torch.device
+    ) -> AbstractContextManager[None]:
+        """In a `with` block NEFTune's noise is as strong as in these padded rows."""
+        if not module.training:
+            return nullcontext()
+        return noise_of_padded_rows(module, self.noise, rows.padded_lengths(device))
 
     def _tell_of_cache(self, module: nn.Module) -> None:
         if module.training and torch.is_grad_enabled() and not self._told:

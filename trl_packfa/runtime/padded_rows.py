@@ -41,11 +41,14 @@ class PaddedRows:
             `(B, L)`.
         starts (`tuple[int, ...]`), lengths (`tuple[int, ...]`):
             Of each row, on the host. A row of pads alone has a length of 0.
+        widths (`tuple[int, ...]`, *optional*):
+            Of each row, how long it is in the padded run, where a step was re-cut; L in any other batch.
     """
 
     shape: tuple[int, int]
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
+    widths: tuple[int, ...] | None = None
     # Index and layout on each device that asked.
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -125,6 +128,13 @@ class PaddedRows:
         """Positions that count each row's tokens from 0, int64, shape `(B, L)`; 0 at pads before them."""
         starts = torch.tensor(self.starts, device=device)[:, None]
         return (torch.arange(self.shape[1], device=device) - starts).clamp(min=0)
+
+    def padded_lengths(self, device: torch.device) -> torch.Tensor:
+        """How long the padded run's row is of each token of the row without pads, `(1, num_packed)`; one number where
+        all are alike."""
+        if self.widths is None:
+            return torch.tensor(self.shape[1], device=device)
+        return self.take(torch.tensor(self.widths, device=device)[:, None].expand(self.shape))
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """The true tokens `(1, T, ...)` of `(B, L, ...)`."""

@@ -98,7 +98,7 @@ def share(rows: PaddedRows, input_ids: torch.Tensor, *, shortest: int = SHORTEST
     pieces, documents = _branches([ids for ids in tokens if len(ids)], shortest)
     if len(pieces) == len(documents) == sum(map(len, documents)):  # a piece each: nothing is shared
         return None
-    return SharedRows(rows.shape, rows.starts, rows.lengths, pieces=pieces, documents=documents)
+    return SharedRows(rows.shape, rows.starts, rows.lengths, rows.widths, pieces=pieces, documents=documents)
 
 
 def _branches(rows: Sequence[np.ndarray], shortest: int) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:

@@ -48,6 +48,7 @@ class PairSlot(Slot):
         padded (`list[list[int]]`): the pairs of each padded micro-batch of this rank.
         examples (`Sequence[dict]`): the step's pairs, of all ranks.
         lengths (`np.ndarray`): tokens of their rows, shape `(P, R)`.
+        widths (`np.ndarray`): how long the rows of a pair are in the padded run, shape `(P,)`.
     """
 
     def __init__(
@@ -59,10 +60,12 @@ class PairSlot(Slot):
         padded: Sequence[Sequence[int]] = (),
         examples: Sequence[dict[str, Any]] = (),
         lengths: np.ndarray | None = None,
+        widths: np.ndarray | None = None,
     ) -> None:
         super().__init__(micro_batches, imbalance)
         self.parts, self.padded, self.examples = list(parts), [list(pairs) for pairs in padded], examples
         self.lengths = np.zeros((0, 1), dtype=np.int64) if lengths is None else lengths
+        self.widths = np.zeros(0, dtype=np.int64) if widths is None else widths
 
 
 class PairCutter:
@@ -90,6 +93,7 @@ class PairCutter:
 
     def __init__(self, args: Any, *, rows: Rows, train_dataset: Dataset, model: Any, accelerator: Accelerator) -> None:
         self.rows, self.accelerator = rows, accelerator
+        self.multiple: int = args.pad_to_multiple_of or 1
         lengths = row_lengths(train_dataset, rows)
         self.tokens = lengths.sum(axis=1)
         self.asked: int | None = args.max_tokens_per_microbatch
@@ -119,9 +123,15 @@ class PairCutter:
         last = PairSlot(
             [collate([examples[i] for i in part.pairs]) for part in parts],
             imbalance(dealt, lengths.sum(axis=1), self.quadratic),
-            parts=parts, padded=own, examples=examples, lengths=lengths,
+            parts=parts, padded=own, examples=examples, lengths=lengths, widths=self._widths(lengths, groups),
         )  # fmt: skip
         return [PairSlot() for _ in batches[:-1]] + [last]
+
+    def _widths(self, lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        """How long the rows of each pair are in its padded micro-batch, `(P,)`."""
+        longest = np.zeros(groups.max() + 1, dtype=np.int64)
+        np.maximum.at(longest, groups, lengths.max(axis=1))
+        return -(-longest[groups] // self.multiple) * self.multiple
 
     def _deal(self, lengths: np.ndarray, groups: np.ndarray) -> list[list[list[int]]]:
         """For each rank the pairs of each of its micro-batches. Pairs of padded micro-batches of another size, as the

@@ -20,6 +20,7 @@ from datasets import Dataset
 from ..errors import InvalidConfig
 from ..packing import PackingReport
 from ..patching import inspect as models
+from ..patching.apply import find_state
 from ..training.checkpointing import write_reports
 from ..training.construction import load_as_asked
 from ..training.dataloading import tell_counts
@@ -104,6 +105,8 @@ class PackedPreference(RecutSteps):
             self.cut_reason = f"compute_loss of {type(self).__name__} is not TRL's"
         elif getattr(self, "aux_loss_enabled", False):
             self.cut_reason = "the routers' auxiliary loss is of each padded micro-batch"
+        elif self.neftune_noise_alpha is not None and _runs_by_document(self.model):
+            self.cut_reason = "NEFTune's noise follows the padded row, and the backbone runs document by document"
         else:
             self.cut_reason = self._why_not_cut()
         if not self.cut_reason:
@@ -202,6 +205,11 @@ class PackedPreference(RecutSteps):
     def save_reports(self, folder: str | Path) -> None:
         """Write `packing_report.json` into a folder."""
         write_reports(folder, self.packing_reports, None)
+
+
+def _runs_by_document(model: Any) -> bool:
+    state = find_state(model)
+    return state is not None and state.patch.rebatch
 
 
 def _bound(construct: Callable[..., None], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

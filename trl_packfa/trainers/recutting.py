@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from accelerate.utils import gather_object
 from torch.utils.data import DataLoader
 
 from ..errors import ContaminationError
+from ..runtime.padded_rows import rows_of, tell_rows
 from ..training.step_packing import Documents, in_turn
 from .alone import alone
 from .cutting import PairCutter, PairSlot, Part
@@ -47,6 +50,7 @@ class RecutSteps(Base):
     args: Any
     model: Any
     data_collator: Any
+    neftune_noise_alpha: float | None
     precompute_ref_logps: bool
     _metrics: Any
     _total_train_tokens: int
@@ -105,6 +109,10 @@ class RecutSteps(Base):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         by_trl: Callable[..., torch.Tensor] = super().compute_loss  # type: ignore[assignment]  # no outputs are asked
         slot, part = self._running
+        if self.neftune_noise_alpha is not None:  # whose noise follows the length of a padded row
+            widths = np.tile(slot.widths[list(part.pairs)], len(self._rows))
+            mask = inputs["attention_mask"]
+            tell_rows(mask, replace(rows_of(mask), widths=tuple(widths.tolist()), memo={}))
         recorder, inputs = Recorder(model), {**inputs, **self._references(inputs)}
         metrics, tokens = self._metrics, self._total_train_tokens
         # Ranks have other numbers of pairs here, which cannot be gathered, and metrics are those of the padded run's

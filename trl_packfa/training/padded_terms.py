@@ -17,8 +17,8 @@ from ..errors import UnsupportedModel
 from ..exactness import quiet
 from ..patching import inspect
 from ..patching.router_loss import BalancedModel
+from ..runtime.neftune import EmbeddingNoise
 from .config import PackedSFTConfig
-from .neftune import EmbeddingNoise
 from .origins import ORIGINS, Origins
 
 # Of a document on which routers are tried.

@@ -1,0 +1,99 @@
+"""NEFTune's noise in trainers without pads: as strong as in the padded run, row by row."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from selection import in_full
+from trl_trainers import PACKED, build, build_packed, train
+
+import trl_packfa
+from trl_packfa.patching.unpadding import Unpadding
+from trl_packfa.runtime.context import find_layout
+
+# Two padded micro-batches of other widths a step, for rows of both to meet in one.
+NOISY = {
+    "neftune_noise_alpha": 20.0,
+    "max_steps": 2,
+    "gradient_accumulation_steps": 2,
+    "per_device_train_batch_size": 4,
+}
+
+
+def loudest(trainer):
+    """Train, and give the largest noise of each row by its ids."""
+    backbone = trainer.model.model
+    ids, found = [], {}
+
+    def look(layer, args, kwargs):
+        states, layout = args[0] if args else kwargs["hidden_states"], find_layout(args, kwargs)
+        tokens = ids[-1]
+        if not layer.training or tokens.shape != states.shape[:2]:  # a part of the first batch, compared
+            return
+        noise = (states - backbone.embed_tokens.weight[tokens]).detach().abs().amax(-1)
+        rows = zip(tokens, noise, strict=True)
+        if layout is not None:
+            rows = zip(layout.split(tokens), layout.split(noise), strict=True)
+        for row, loud in rows:
+            name = tuple(row[row != 0].tolist())
+            found[name] = max(found.get(name, 0.0), float(loud[row != 0].max()))
+
+    backbone.embed_tokens.register_forward_pre_hook(lambda module, args: ids.append(args[0]))
+    backbone.layers[0].register_forward_pre_hook(look, with_kwargs=True)
+    train(trainer)
+    return found
+
+
+def ratios(kind, make, tmp_path, **options):
+    expected = loudest(build(kind, tmp_path, **NOISY, **options))
+    found = loudest(make(kind, tmp_path, **NOISY, **options))
+    assert expected.keys() == found.keys() and len(found) >= 16
+    return [loud / expected[name] for name, loud in found.items()]
+
+
+def free(*args, **options):
+    return trl_packfa.padding_free(build(*args, **options))
+
+
+@pytest.mark.parametrize("kind", ["dpo", "sft", *in_full("kto", "reward")])
+def test_it_is_as_loud_as_padded(kind, tmp_path):
+    """The largest of some hundred uniform draws is within two per cent of their bound."""
+    assert max(abs(ratio - 1) for ratio in ratios(kind, free, tmp_path)) < 0.02
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_in_a_recut_step_it_follows_the_padded_micro_batch_of_each_row(kind, tmp_path):
+    options = {"loss_type": "apo_zero_unpaired"} if kind == "kto" else {"pad_to_multiple_of": 16}
+    assert max(abs(ratio - 1) for ratio in ratios(kind, build_packed, tmp_path, **options)) < 0.02
+
+
+@pytest.mark.parametrize("make", [free, build_packed])
+def test_negative_control_one_packed_row_is_softer(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(Unpadding, "noise_as_padded", lambda *args: nullcontext())
+    assert max(ratios("dpo", make, tmp_path)) < 0.7
+
+
+def test_negative_control_widths_of_the_recut_micro_batch_are_others(tmp_path, monkeypatch):
+    monkeypatch.setattr("trl_packfa.trainers.recutting.tell_rows", lambda mask, rows: None)
+    assert max(abs(ratio - 1) for ratio in ratios("dpo", build_packed, tmp_path, pad_to_multiple_of=16)) > 0.1
+
+
+def test_where_a_backbone_runs_by_document_steps_stay_as_padded(tmp_path):
+    from tiny_models import small_model
+
+    options = {"model": small_model("roformer"), "reference": False, "max_length": 32, **NOISY}
+    assert "NEFTune's noise follows the padded row" in build_packed("dpo", tmp_path, **options).cut_reason
+    assert build_packed("dpo", tmp_path, **{**options, "neftune_noise_alpha": None}).cut_reason == ""
+
+
+def test_the_hook_is_transformers_own_again(tmp_path):
+    import tiny
+    from padded import padded
+    from transformers.integrations.neftune import activate_neftune, neftune_post_forward_hook
+
+    model = trl_packfa.patch(tiny.model(layers=1), unpad=True).train()
+    handle, table = activate_neftune(model, 5.0), model.get_input_embeddings()
+    model(**padded(tiny.documents()))
+    assert list(table._forward_hooks.values()) == [neftune_post_forward_hook]
+    handle.remove()
+    assert torch.equal(model(**padded(tiny.documents())).logits, model(**padded(tiny.documents())).logits)
