@@ -14,7 +14,7 @@ from tolerance import assert_float32, assert_recomputed, differs
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from trl_packfa import describe, patch, patched, unpatch
-from trl_packfa.errors import ContaminationError, PackingError, UnsupportedModel
+from trl_packfa.errors import ContaminationError, InvalidLayout, PackingError, UnsupportedModel
 from trl_packfa.patching.apply import find_state
 
 # A type of every level: rewritten attention, transformers' interface, recurrent state, document by document.
@@ -168,6 +168,35 @@ def test_calls_with_a_cache_and_generation_are_left_alone():
     assert torch.equal(model.generate(**batch, **options), expected)
     assert torch.equal(model(**batch, use_cache=True).logits, asked)
     assert counted(model).calls == before
+
+
+def decoded(model, batch, steps=4):
+    """Greedy tokens of a loop by hand, from the prompt's cache on."""
+    ids, mask, cache, made = batch["input_ids"], batch["attention_mask"], None, []
+    for _ in range(steps):
+        outputs = model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+        cache, ids = outputs.past_key_values, outputs.logits[:, -1:].argmax(-1)
+        mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+        made.append(ids)
+    return torch.cat(made, dim=1)
+
+
+def test_decoding_by_hand_goes_on_from_its_prompt():
+    """A call without gradients whose config asks for a cache is its beginning, whoever does not pass use_cache."""
+    model, batch = tiny.model(), padded(tiny.documents(), "left", extra=0)
+    with torch.no_grad():
+        expected = decoded(model, batch)
+        patch(model, unpad=True)
+        before = counted(model).calls
+        assert torch.equal(decoded(model, batch), expected) and counted(model).calls == before
+        model(**batch, use_cache=False)
+        assert counted(model).calls == before + 1
+    with pytest.raises(InvalidLayout, match=r"attention_mask of 30 columns came with 1 tokens and no cache"):
+        decoded(model, batch)  # with gradients a call without pads returns none
+    model.config.use_cache = False
+    with torch.no_grad():
+        model(**batch)
+    assert counted(model).calls == before + 3
 
 
 def test_batches_without_pads_run_the_unpatched_code():

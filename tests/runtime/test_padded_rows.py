@@ -4,7 +4,9 @@ import pytest
 import tiny
 import torch
 from padded import SIDES, padded
+from tolerance import assert_float32
 
+from trl_packfa import PackedLayout, patch
 from trl_packfa.errors import InvalidLayout
 from trl_packfa.runtime.padded_rows import PaddedRows, rows_of, rows_of_lengths, tell_rows
 
@@ -61,8 +63,55 @@ def test_a_mask_is_read_once(monkeypatch):
     assert rows_of(mask) is rows_of(mask) and len(read) == 1
     mask[0, 0] = 0  # another mask now
     assert rows_of(mask).starts[0] == 1 and len(read) == 2
+    mask.data[2, 0] = 0  # torch counts no such write, nor one through numpy
+    assert rows_of(mask).starts[2] == 1 and len(read) == 3
+    mask.numpy()[3, 0] = 0
+    assert rows_of(mask).starts[3] == 1 and len(read) == 4
+    read.clear()
+    read += [1, 1]
     known = rows_of_lengths([2, 3], 4, left=True)
     other = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])
     tell_rows(other, known)
     assert rows_of(other) is known and len(read) == 2
     assert PaddedRows.from_mask(other).starts == known.starts
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_masks_of_inference_mode_are_read_and_what_is_known_there_serves_training(shared):
+    """Score, then train: the usual loop of RL."""
+    model = patch(tiny.model(layers=1), unpad=True, share_prefixes=shared)
+    with torch.inference_mode():
+        made_there = padded([torch.arange(5, 40), torch.arange(5, 30)])
+        expected = model(**made_there, use_cache=False).logits
+    batch = padded([torch.arange(5, 40), torch.arange(5, 30)])
+    with torch.inference_mode():
+        assert torch.equal(model(**batch, use_cache=False).logits, expected)
+    logits = model(**batch, use_cache=False).logits
+    assert torch.equal(logits.detach(), expected)
+    logits.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mamba", "roformer"])
+def test_positions_of_one_row_are_every_rows(name):
+    """Where one packed row has as many tokens as a padded row, too: they are no positions of its tokens."""
+    model = tiny.MODELS[name]()
+    documents = [torch.arange(5, 5 + n) for n in (12, 5, 4, 3)]
+    batch = padded(documents, extra=12)
+    assert batch["attention_mask"].sum() == batch["attention_mask"].shape[1] == 24
+    real, positions = batch["attention_mask"].bool(), torch.arange(24)[None]
+    if name in ("llama", "gpt2"):
+        batch["position_ids"] = positions
+    expected = model(**batch, use_cache=False).logits[real]
+    patch(model, unpad=True)
+    assert_float32(model(**batch, use_cache=False).logits[real].detach(), expected.detach().double())
+    if name == "gpt2":
+        batch["position_ids"] = positions[0]
+        assert_float32(model(**batch, use_cache=False).logits[real].detach(), expected.detach().double())
+
+
+def test_positions_of_one_row_with_several_packed_rows():
+    model, layout = patch(tiny.MODELS["gpt2"]()), PackedLayout.from_lengths([3, 5, 3, 5], rows=2)
+    ids = torch.randint(3, tiny.VOCAB, (2, 8))
+    one = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    expected = model(input_ids=ids, position_ids=one.expand(2, -1), packed_layout=layout).logits
+    assert torch.equal(model(input_ids=ids, position_ids=one, packed_layout=layout).logits, expected)

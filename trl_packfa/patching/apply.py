@@ -103,7 +103,8 @@ def apply_patch(
     # Read from the `PeftModel` now: below it, where the adapters run, nobody knows their configs.
     state.invocations = invocations_of(model)
     if unpad:
-        state.unpadding = Unpadding(_sharing(backbone, state) if share_prefixes else None)
+        generates = inner_model(model).get_output_embeddings() is not None
+        state.unpadding = Unpadding(_sharing(backbone, state) if share_prefixes else None, generates=generates)
     for module in (backbone, *mixers.values()):
         require_in_packed_rows(module, by_document=patch.rebatch or module is not backbone)
     # All that may be refused happens up to the loop that sets the edits: a model is patched whole or not at all.

@@ -25,7 +25,7 @@ from ..runtime.caches import without_caches
 from ..runtime.compile import around_graphs, mark_dynamic, outside_of_graphs
 from ..runtime.context import INPUT_IDS, current_layout, empty_mask, find_layout, packed_call
 from ..runtime.override import Override, forward_signature
-from ..runtime.padded_rows import PaddedRows
+from ..runtime.padded_rows import PaddedRows, as_rows
 from ..runtime.per_document import BOUNDARIES, FOUND_BY_ITSELF, run_backbone_by_document
 from ..runtime.spread import collect, spread
 from . import router_loss
@@ -179,6 +179,7 @@ def _packed_call(call: dict[str, Any], layout: PackedLayout) -> dict[str, Any]:
     """The arguments of a packed call: positions for certain, no cache, no mask to build."""
     device = next(call[name] for name in ("inputs_embeds", "input_ids") if call.get(name) is not None).device
     layout = layout.to(device)  # a caller's may lie on the host
+    as_rows(call, (layout.rows, layout.row_length))
     if call.get("position_ids") is None:
         call["position_ids"] = layout.position_ids()
     if call["position_ids"].dtype not in (torch.int32, torch.int64):  # tables of learned positions take no others

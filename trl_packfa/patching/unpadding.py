@@ -14,10 +14,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from ..errors import PackingError
+from ..errors import InvalidLayout, PackingError
 from ..runtime.caches import has_cache
 from ..runtime.neftune import EmbeddingNoise, noise_of_padded_rows
-from ..runtime.padded_rows import PaddedRows, rows_of
+from ..runtime.padded_rows import PaddedRows, as_rows, rows_of
 from .sharing import Sharing
 
 logger = logging.getLogger(__name__)
@@ -43,10 +43,13 @@ class Unpadding:
     Args:
         sharing ([`Sharing`], *optional*):
             Says which rows share what they begin with.
+        generates (`bool`, *optional*, defaults to `True`):
+            Whether the model may be decoded with: a call without gradients whose config asks for a cache then gets it,
+            and runs with its pads.
     """
 
-    def __init__(self, sharing: Sharing | None = None) -> None:
-        self.is_on, self.sharing = True, sharing
+    def __init__(self, sharing: Sharing | None = None, *, generates: bool = True) -> None:
+        self.is_on, self.sharing, self.generates = True, sharing, generates
         self.calls, self.tokens, self.pads, self.documents = 0, 0, 0, 0
         self.trained, self.trained_documents, self.shared = 0, 0, 0
         self.watch: Watch | None = None
@@ -59,21 +62,23 @@ class Unpadding:
 
         Raises:
             [`PackingError`]: if the call brings images or other modalities.
-            [`InvalidLayout`]: if a row has pads among its tokens.
+            [`InvalidLayout`]: if a row has pads among its tokens, or the mask covers tokens of an earlier call whose
+                cache is not there.
         """
         embedded = call.get("inputs_embeds")
         tokens, mask = call.get("input_ids") if embedded is None else embedded, call.get("attention_mask")
         if not self.is_on or not isinstance(mask, torch.Tensor) or tokens is None or tokens.dim() < 2:
             return None
-        if mask.dim() != 2 or mask.shape != tokens.shape[:2]:
+        if mask.dim() != 2 or has_cache(call):
             return None
-        if has_cache(call):
+        if mask.shape != tokens.shape[:2]:
+            _refuse_missing_cache(mask, tokens)
             return None
-        # `None` leaves it to the config, which asks for a cache by default: who does not ask gets none here.
-        if call.get("use_cache") is True:
+        if self._asks_for_cache(call, module):
             self._tell_of_cache(module)
             return None
         rows = rows_of(mask)
+        as_rows(call, rows.shape)
         self._count(rows)
         brought = [name for name, value in call.items() if _MODALITIES.search(name) and value is not None]
         shared = None if self.sharing is None or brought else self.sharing.rows_of(call, rows, module)
@@ -99,6 +104,14 @@ class Unpadding:
         if not module.training:
             return nullcontext()
         return noise_of_padded_rows(module, self.noise, rows.padded_lengths(device))
+
+    def _asks_for_cache(self, call: dict[str, Any], module: nn.Module) -> bool:
+        """Whether a call is to return a cache. Where it does not say, its config does, by default with yes: a call
+        that trains does not read it, one without gradients may be the first of a decoding loop."""
+        asked = call.get("use_cache")
+        if asked is not None or torch.is_grad_enabled() or not self.generates:
+            return asked is True
+        return getattr(getattr(module, "config", None), "use_cache", None) is True
 
     def _tell_of_cache(self, module: nn.Module) -> None:
         if module.training and torch.is_grad_enabled() and not self._told:
@@ -141,3 +154,13 @@ class Unpadding:
             yield
         finally:
             self.sharing = before
+
+
+def _refuse_missing_cache(mask: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Refuse a call that goes on from a cache which a call without pads did not return."""
+    if mask.shape[0] == tokens.shape[0] and mask.shape[1] > tokens.shape[1]:
+        raise InvalidLayout(
+            f"an attention_mask of {mask.shape[1]} columns came with {tokens.shape[1]} tokens and no cache.",
+            why=["a padded call that ran without its pads returned none: what it read would be forgotten"],
+            do="Decode under torch.no_grad(), or pass use_cache=True in the first call.",
+        )

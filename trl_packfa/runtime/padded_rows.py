@@ -19,6 +19,23 @@ from ..layout import PackedLayout
 _KNOWN = "_trl_packfa_rows"
 
 
+def remember(tensor: torch.Tensor, name: str, value: Any) -> None:
+    """Hang what was read from a tensor on it, for as long as nobody writes to it."""
+    if tensor.is_inference():  # torch does not count the writes to it
+        return
+    # What is written through `.data` or numpy torch does not count either: on a CPU a copy tells.
+    copied = tensor.detach().clone() if tensor.device.type == "cpu" else None
+    setattr(tensor, name, (tensor._version, copied, value))
+
+
+def remembered(tensor: torch.Tensor, name: str) -> Any:
+    """What was read from a tensor before, `None` if nothing was or it was written to since."""
+    known = None if tensor.is_inference() else getattr(tensor, name, None)
+    if known is None or known[0] != tensor._version:
+        return None
+    return known[2] if known[1] is None or torch.equal(known[1], tensor.detach()) else None
+
+
 @dataclass(frozen=True, eq=False)
 class PaddedRows:
     """The true tokens of each row of a padded batch: `lengths[i]` of them, from column `starts[i]` on.
@@ -49,7 +66,8 @@ class PaddedRows:
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
     widths: tuple[int, ...] | None = None
-    # Index and layout on each device that asked.
+    # Index and layout on each device that asked, apart for calls under `torch.inference_mode()`: autograd takes no
+    # tensor that was made there.
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -103,14 +121,14 @@ class PaddedRows:
 
     def layout(self, device: torch.device) -> PackedLayout:
         """The row without pads, `(1, T)`: each padded row that has tokens is a document."""
-        key = ("layout", device)
+        key = ("layout", device, torch.is_inference_mode_enabled())
         if key not in self.memo:
             self.memo[key] = PackedLayout.from_lengths([n for n in self.lengths if n], device=device)
         return self.memo[key]
 
     def index(self, device: torch.device) -> torch.Tensor:
         """The number of each true token among the `B * L` places, int64, shape `(T,)`."""
-        key = ("index", device)
+        key = ("index", device, torch.is_inference_mode_enabled())
         if key not in self.memo:
             # Two rows of 5 with starts (1, 0) and lengths (3, 5): [1, 2, 3] and [5, 6, 7, 8, 9].
             places = [
@@ -177,17 +195,31 @@ class PaddedRows:
 
 def rows_of(mask: torch.Tensor) -> PaddedRows:
     """[`PaddedRows.from_mask`], read once for each mask: the policy's call and its reference's share it."""
-    known = getattr(mask, _KNOWN, None)
-    # torch counts a tensor's in-place writes as its version: a mask that was written to is read anew.
-    if known is None or known[0] != mask._version:
-        known = (mask._version, PaddedRows.from_mask(mask))
-        setattr(mask, _KNOWN, known)
-    return known[1]
+    known = remembered(mask, _KNOWN)
+    if known is None:
+        known = PaddedRows.from_mask(mask)
+        remember(mask, _KNOWN, known)
+    return known
 
 
 def tell_rows(mask: torch.Tensor, rows: PaddedRows) -> None:
     """Let a mask's rows be known without reading it, as its collator has counted them on the host."""
-    setattr(mask, _KNOWN, (mask._version, rows))
+    remember(mask, _KNOWN, rows)
+
+
+def as_rows(call: dict[str, Any], shape: tuple[int, int]) -> None:
+    """Expand a call's arguments of one row `(1, L, ...)`, as positions that all rows share, to the batch's `(B, L)`,
+    in place; also behind an axis of position kinds. transformers' own code lets them broadcast."""
+    rows, length = shape
+    for name, value in call.items():
+        if not isinstance(value, torch.Tensor) or rows == 1:
+            continue
+        if name == "position_ids" and value.shape == (length,):
+            call[name] = value.expand(shape)
+        elif value.dim() >= 2 and value.shape[:2] == (1, length):
+            call[name] = value.expand(rows, *value.shape[1:])
+        elif value.dim() == 3 and value.shape[1:] == (1, length):
+            call[name] = value.expand(-1, rows, -1)
 
 
 def rows_of_lengths(lengths: Sequence[int], width: int, *, left: bool = False) -> PaddedRows:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..branches import BranchedLayout
-from .padded_rows import PaddedRows
+from .padded_rows import PaddedRows, remember, remembered
 from .spread import spread
 
 # Prefixes of fewer tokens are computed in each row: a piece more is a call of the attention more in every layer, and
@@ -58,7 +58,7 @@ class SharedRows(PaddedRows):
 
     def layout(self, device: torch.device) -> BranchedLayout:  # type: ignore[override]
         """The row without pads, `(1, T)`."""
-        key = ("branches", device)
+        key = ("branches", device, torch.is_inference_mode_enabled())
         if key not in self.memo:
             self.memo[key] = BranchedLayout.from_lengths(self.pieces, documents=self.documents, device=device)
         return self.memo[key]
@@ -73,19 +73,18 @@ class SharedRows(PaddedRows):
 
 def shared_rows_of(rows: PaddedRows, input_ids: torch.Tensor) -> SharedRows | None:
     """[`share`], compared once for each tensor of ids: the policy's call and its reference's share it."""
-    known = getattr(input_ids, _KNOWN, None)
-    # torch counts a tensor's in-place writes as its version: ids that were written to are compared anew.
-    if known is None or known[:2] != (input_ids._version, (rows.starts, rows.lengths)):
-        known = (input_ids._version, (rows.starts, rows.lengths), share(rows, input_ids))
-        setattr(input_ids, _KNOWN, known)
-    return known[2]
+    known = remembered(input_ids, _KNOWN)
+    if known is None or known[0] != (rows.starts, rows.lengths):
+        known = (rows.starts, rows.lengths), share(rows, input_ids)
+        remember(input_ids, _KNOWN, known)
+    return known[1]
 
 
 def tell_shared(input_ids: torch.Tensor, rows: PaddedRows) -> None:
     """Let it be known which rows of these ids begin alike, as their collator has compared them on the host: those of
     [`SharedRows`], none of other rows."""
     shared = rows if isinstance(rows, SharedRows) else None
-    setattr(input_ids, _KNOWN, (input_ids._version, (rows.starts, rows.lengths), shared))
+    remember(input_ids, _KNOWN, ((rows.starts, rows.lengths), shared))
 
 
 def share(rows: PaddedRows, input_ids: torch.Tensor, *, shortest: int = SHORTEST) -> SharedRows | None:
