@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -107,23 +107,50 @@ def patch(
     }
     if state is not None and _is_as_asked(state, model, backend, options):
         return model
-    # Patched otherwise than asked now, or before an adapter came: taken back whole, so that edits never pile up.
-    undo_patch(model)
-    try:
-        found = get_patch(model)
-    except UnsupportedModel as refusal:
-        _apply_unknown(model, backend, refusal, options)
-    else:
-        _apply_trusted(model, found, backend, **options)
-    state = find_state(model)
-    assert state is not None
-    state.adapter_kinds = adapter_kinds(model)
-    if unpad and state.unpadding_report is None:
-        with _undone_unless_proven(model):
+    with all_or_none([model]):
+        # Patched otherwise than asked now, or before an adapter came: taken back whole, so that edits never pile up.
+        undo_patch(model)
+        try:
+            found = get_patch(model)
+        except UnsupportedModel as refusal:
+            _apply_unknown(model, backend, refusal, options)
+        else:
+            _apply_trusted(model, found, backend, **options)
+        state = find_state(model)
+        assert state is not None
+        state.adapter_kinds = adapter_kinds(model)
+        if unpad and state.unpadding_report is None:
             _require_unpadded(model)
     if state.unpadding is not None and state.unpadding.sharing is not None:
         state.unpadding.sharing.tell_of_refusal(model)
     return model
+
+
+@contextmanager
+def all_or_none(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Leave each of these models patched as it was before, or not at all, where a `with` block raises."""
+    before = [(model, find_state(model)) for model in models]
+    try:
+        yield
+    # KeyboardInterrupt, too: a notebook goes on after it, with the same model.
+    except BaseException:
+        for model, state in before:
+            if find_state(model) is not state:
+                undo_patch(model)
+                _apply_again(model, state)
+        raise
+
+
+def _apply_again(model: nn.Module, state: PatchState | None) -> None:
+    """Patch a model as it was patched before, which was proven then."""
+    if state is None:
+        return
+    shares = state.unpadding is not None and state.unpadding.sharing is not None
+    again = apply_patch(
+        model, state.patch, state.backends.name, fused_lora=state.fused_lora, fused_kernels=state.fused_kernels,
+        unpad=state.unpadding is not None, share_prefixes=shares,
+    )  # fmt: skip
+    again.adapter_kinds, again.unpadding_report = state.adapter_kinds, state.unpadding_report
 
 
 def _is_as_asked(state: PatchState, model: nn.Module, backend: str, options: dict[str, bool]) -> bool:

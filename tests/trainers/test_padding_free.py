@@ -1,7 +1,7 @@
 """`padding_free(trainer)`: TRL's own trainers, unmodified, train as they did, without padding."""
 
 import copy
-import pickle
+import sys
 
 import pytest
 import tiny
@@ -14,10 +14,9 @@ from tolerance import TRAJECTORY
 from trl_trainers import EXPERIMENTAL, ROUNDED, STABLE, build, differences, pairs, tokenizer, train
 
 import trl_packfa
-from trl_packfa.errors import ContaminationError, InvalidConfig, UnsupportedModel
+from trl_packfa.errors import ContaminationError, InvalidConfig, NoBackend, UnsupportedModel
 from trl_packfa.patching.apply import find_state
 from trl_packfa.runtime import padded_rows
-from trl_packfa.trainers.collating import ROWS, CountingCollator, told_rows
 from trl_packfa.trainers.models import models_of
 
 # Which models each of them runs besides the policy.
@@ -140,10 +139,6 @@ def test_rows_come_from_the_collator_and_masks_are_not_read_again(tmp_path, monk
     )
     train(trainer)
     assert len(read) == 3  # by the collator: two steps, and the batch that is fetched ahead; by no model
-    collator = CountingCollator(lambda rows: {"attention_mask": torch.tensor([[1, 0]]), "x": rows})
-    batch = pickle.loads(pickle.dumps(CountingCollator(max)))([1, 2]), collator(5)
-    assert batch[0] == 2 and ROWS in batch[1]
-    assert ROWS not in told_rows(batch[1]) and told_rows([1]) == [1]
 
 
 def test_the_trainers_models_are_found_by_whatever_name(tmp_path):
@@ -168,6 +163,77 @@ def test_all_models_or_none(tmp_path):
         dpo.train()
 
 
+def test_a_refusal_leaves_every_model_patched_as_it_was(tmp_path):
+    trainer = build("grpo", tmp_path, lora=True)
+    trl_packfa.patch(trainer.model)
+    before = find_state(trainer.model)
+    trainer.reward_funcs[1] = _bert()
+    with pytest.raises(UnsupportedModel, match="none of the trainer's models was changed"):
+        trl_packfa.padding_free(trainer)
+    state = find_state(trainer.model)
+    assert state.unpadding is None and state.patch is before.patch and len(state.edits) == len(before.edits)
+    packed = trl_packfa.patch(tiny.model(layers=1))
+    with pytest.raises(NoBackend):
+        trl_packfa.patch(packed, backend="none such")
+    assert find_state(packed) is not None
+
+
+def test_it_is_called_again_with_other_arguments(tmp_path):
+    trainer, run = free(build("dpo", tmp_path, max_steps=1))
+    assert trl_packfa.padding_free(trainer, share_prefixes=True).trl_packfa_padding_free is run
+    assert run.shares and trainer.data_collator.share_prefixes and find_state(trainer.model).unpadding.sharing
+    assert not hasattr(trainer.data_collator.collator, "share_prefixes")  # counted once
+    trl_packfa.unpatch(trainer.ref_model)
+    trl_packfa.padding_free(trainer, leave_padded=["model"])
+    assert find_state(trainer.model) is None and list(run.models) == ["ref_model"]
+    logs = train(trainer)[-1]
+    assert logs["padding_saved"] > 0.1 and "tokens_per_second" not in logs
+    assert trainer.callback_handler.callback_list.count("PaddingFreeCallback") == 1
+
+
+def test_evaluation_is_no_training(tmp_path, monkeypatch):
+    """Neither its time nor its pads are counted."""
+    clock = [0.0]
+    monkeypatch.setattr(sys.modules["trl_packfa.trainers.run"].time, "perf_counter", lambda: clock[0])
+
+    class Slow(trl.DPOTrainer):
+        def training_step(self, *args, **kwargs):
+            clock[0] += 1.0
+            return super().training_step(*args, **kwargs)
+
+        def evaluate(self, *args, **kwargs):
+            clock[0] += 1000.0
+            return super().evaluate(*args, **kwargs)
+
+        def _save_checkpoint(self, *args, **kwargs):
+            clock[0] += 1000.0
+            return super()._save_checkpoint(*args, **kwargs)
+
+    options = {"cls": Slow, "max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
+    trainer, _ = free(build("dpo", tmp_path, save_steps=1, **options))
+    logs = train(trainer)
+    tokens = [entry["num_tokens"] for entry in logs]
+    assert [entry["tokens_per_second"] for entry in logs] == [tokens[0], tokens[1] - tokens[0]]
+    trainer, _ = free(build("dpo", tmp_path, **{**options, "eval_strategy": "no"}))
+    assert [entry["padding_saved"] for entry in train(trainer)] == [entry["padding_saved"] for entry in logs]
+
+
+@pytest.mark.parametrize("kind", ["grpo", *in_full("rloo")])
+def test_images_are_refused_before_anything_is_generated(kind, tmp_path):
+    trainer = build(kind, tmp_path)
+    trainer.train_dataset = trainer.train_dataset.add_column("image", [0] * len(trainer.train_dataset))
+    with pytest.raises(InvalidConfig, match="trains on images"):
+        trl_packfa.padding_free(trainer)
+
+
+def test_a_model_whose_config_asks_for_tuples():
+    """The proof reads outputs by their names."""
+    model = tiny.model(layers=1)
+    model.config.return_dict = False
+    trl_packfa.patch(model, unpad=True)
+    assert trl_packfa.check(model).verdict == "exact" and model.config.return_dict is False
+
+
 def _bert():
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -180,6 +246,8 @@ def test_bad_input_is_refused(tmp_path):
         trl_packfa.padding_free(tiny.model())
     with pytest.raises(InvalidConfig, match="leave_padded names teacher, this DPOTrainer holds model, ref_model"):
         trl_packfa.padding_free(build("dpo", tmp_path), leave_padded=["teacher"])
+    with pytest.raises(InvalidConfig, match="leave_padded names all models of this RewardTrainer: model"):
+        trl_packfa.padding_free(build("reward", tmp_path), leave_padded=("model",))
     trainer = build("dpo", tmp_path)
     trainer.args.use_liger_kernel = True
     with pytest.raises(InvalidConfig, match="DPOTrainer with use_liger_kernel=True cannot run without its pads"):

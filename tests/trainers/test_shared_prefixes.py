@@ -15,7 +15,7 @@ from trl_packfa.errors import ContaminationError
 from trl_packfa.patching.apply import find_state
 from trl_packfa.patching.forwards import BackboneOverride
 from trl_packfa.runtime import shared_rows
-from trl_packfa.trainers.collating import COMPARED, ROWS, CountingCollator, told_rows
+from trl_packfa.trainers.collating import CountingCollator
 
 OVER_PADS = {"logits/chosen", "logits/rejected"}
 
@@ -98,12 +98,11 @@ def test_rows_are_compared_by_the_collator_and_by_no_model(tmp_path, monkeypatch
     ids[1, 30:] = 99
     batch = {"x_input_ids": ids, "x_attention_mask": torch.ones_like(ids), "attention_mask": torch.ones_like(ids)}
     collated = pickle.loads(pickle.dumps(CountingCollator(dict, share_prefixes=True)))(batch)
-    assert collated[ROWS].keys() == {"x_attention_mask", "attention_mask"}
-    assert collated[COMPARED].keys() == {"x_input_ids"}
-    told = told_rows(collated)
-    assert COMPARED not in told and not compared
+    assert collated.keys() == batch.keys() and not compared
+    assert collated.rows.keys() == {"x_attention_mask", "attention_mask"}
+    assert collated.compared.keys() == {"x_input_ids"}
     rows = collated["x_attention_mask"]
-    found = shared_rows.shared_rows_of(shared_rows.PaddedRows.from_mask(rows), told["x_input_ids"])
+    found = shared_rows.shared_rows_of(shared_rows.PaddedRows.from_mask(rows), collated["x_input_ids"])
     assert found.pieces == (30, 10, 10) and not compared
 
 

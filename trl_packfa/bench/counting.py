@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..trainers.collating import ROWS
+from ..trainers.collating import CountedBatch
 
 # Mixes token ids, so that the sum of the mixed ones tells different sets of tokens apart.
 _MIX = 2_654_435_761
@@ -65,7 +65,7 @@ def _count(batch: dict[str, Any]) -> Work:
     ids = batch["input_ids"].cpu()
     true, documents = _true_tokens(batch, ids)
     mixed = (ids[true].long() * _MIX + 1) % _MODULUS
-    computed = int(true.sum()) if ROWS in batch else ids.numel()
+    computed = int(true.sum()) if isinstance(batch, CountedBatch) else ids.numel()
     return Work(int(true.sum()), computed, documents, 1, computed, int((mixed * mixed % _MODULUS).sum()))
 
 

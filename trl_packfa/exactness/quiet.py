@@ -33,6 +33,7 @@ def quiet(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     try:
         with random_states_kept(devices_of(model)), unconverted(model), fresh_frequencies(model):
             model.train(training)
+            _name_outputs(model, silenced)
             if training:
                 _silence(model, silenced)
             yield
@@ -48,6 +49,15 @@ def quiet(model: nn.Module, *, training: bool = False) -> Iterator[None]:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+def _name_outputs(model: nn.Module, changed: list[tuple[Any, str, Any]]) -> None:
+    """Let every part return its outputs by name, whatever `return_dict` its config has, and note what it was."""
+    for module in model.modules():
+        config: Any = vars(module).get("config")
+        if getattr(config, "return_dict", None) is False:
+            changed.append((config, "return_dict", False))
+            config.return_dict = True
 
 
 def _silence(model: nn.Module, silenced: list[tuple[Any, str, Any]]) -> None:

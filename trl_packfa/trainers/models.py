@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+# The attribute of a trainer that holds what it trains.
+POLICY = "model"
 # Other names of what is found under its own: the policy, wrapped.
 _AGAIN = ("model_wrapped", "deepspeed", "accelerator")
 
@@ -29,7 +31,7 @@ def models_of(trainer: Any) -> dict[str, nn.Module]:
 
 def _held(trainer: Any) -> Iterator[tuple[str, nn.Module]]:
     """The policy first."""
-    attributes = {"model": trainer.model, **vars(trainer)}
+    attributes = {POLICY: trainer.model, **vars(trainer)}
     for name, value in attributes.items():
         if name in _AGAIN:
             continue

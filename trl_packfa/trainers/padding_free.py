@@ -6,13 +6,15 @@ import logging
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from datasets import IterableDataset
 from torch import nn
 from transformers import Trainer
 
-from ..api import patch, unpatch
+from ..api import all_or_none, patch
 from ..errors import InvalidConfig, PackingError
 from ..patching.apply import find_state
-from .models import models_of
+from ..patching.unpadding import Unpadding
+from .models import POLICY, models_of
 from .refusals import refuse_liger
 from .run import PaddingFreeRun
 
@@ -20,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
-_STATE = "trl_packfa_padding_free"
+STATE = "trl_packfa_padding_free"
 
 
 def padding_free(
@@ -30,10 +32,11 @@ def padding_free(
     fused_lora: bool = True,
     fused_kernels: bool = True,
     share_prefixes: bool = False,
-    leave_padded: Sequence[str] = (),
+    leave_padded: Sequence[str] | None = None,
     check_first_batch: bool = True,
 ) -> AnyTrainer:
-    """Make a trainer compute no padding; returns the same trainer. Call it once, after construction.
+    """Make a trainer compute no padding; returns the same trainer. Call it after construction, and again after a
+    change to its models or with other arguments.
 
     Every model that the trainer runs (policy, reference, teacher, reward and value models) is patched by
     `patch(model, unpad=True)`, which proves at once that padded batches have the same outputs and gradients without
@@ -54,13 +57,13 @@ def padding_free(
             `prefixes_shared`, the share of the true tokens that were computed in another row.
         leave_padded (`Sequence[str]`, *optional*):
             Names of attributes that hold models which stay as they are, such as a reward model that attends in both
-            directions.
+            directions. By default none, or those that were left so by the call before.
         check_first_batch (`bool`, *optional*, defaults to `True`):
             Whether the first real batch is compared.
 
     Raises:
         [`InvalidConfig`]: if this is no trainer of padded text batches: it packs already, uses Liger kernels, trains
-            on images, or holds no model of a name in `leave_padded`.
+            on images, holds no model of a name in `leave_padded`, or none besides.
         [`UnsupportedModel`]: if one of its models cannot run without pads; then none is changed.
         [`ContaminationError`]: if one of them is not exact without pads; then none is changed.
     """
@@ -76,17 +79,16 @@ def padding_free(
 
 
 def run_without_pads(
-    trainer: Any, *, leave_padded: Sequence[str] = (), check_first_batch: bool = True, **options: Any
+    trainer: Any, *, leave_padded: Sequence[str] | None = None, check_first_batch: bool = True, **options: Any
 ) -> PaddingFreeRun:
-    """Patch a trainer's models and attach what reports on them, once; `options` are [`patch`]'s.
+    """Patch a trainer's models and attach what reports on them, where it is not; `options` are [`patch`]'s.
 
     Raises:
         As [`padding_free`], of what concerns models.
     """
-    attached: PaddingFreeRun | None = getattr(trainer, _STATE, None)
-    if attached is not None:
-        return attached
-    models = models_of(trainer)
+    models, run = models_of(trainer), attached_run(trainer)
+    if leave_padded is None:
+        leave_padded = () if run is None else run.left_padded
     unknown = sorted(set(leave_padded) - models.keys())
     if unknown:
         raise InvalidConfig(
@@ -94,34 +96,50 @@ def run_without_pads(
             do="Name models of this trainer.",
         )
     models = {name: model for name, model in models.items() if name not in leave_padded}
+    if not models:
+        raise InvalidConfig(
+            f"leave_padded names all models of this {type(trainer).__name__}: {', '.join(leave_padded)}.",
+            do="Train it as it is, without padding_free.",
+        )
     _patch_all(trainer, models, **options)
     shares = bool(options.get("share_prefixes"))
-    run = PaddingFreeRun(trainer, models, check_first_batch=check_first_batch, shares=shares)
-    setattr(trainer, _STATE, run)
+    if run is not None:
+        run.change(models, leave_padded, check_first_batch=check_first_batch, shares=shares)
+        return run
+    run = PaddingFreeRun(trainer, models, leave_padded, check_first_batch=check_first_batch, shares=shares)
+    setattr(trainer, STATE, run)
     _tell_of_metrics(trainer)
     run.attach()
     return run
 
 
+def attached_run(trainer: Any) -> PaddingFreeRun | None:
+    """What reports on a trainer's models, `None` of a trainer that pads."""
+    return getattr(trainer, STATE, None)
+
+
 def _patch_all(trainer: Any, models: dict[str, nn.Module], **options: Any) -> None:
     """All of them, or none."""
-    done: list[nn.Module] = []
-    for name, model in models.items():
-        was_patched = find_state(model) is not None
-        try:
-            with trainer.accelerator.autocast():
-                patch(model, unpad=True, **options)
-        except PackingError as error:
-            for other in done:
-                unpatch(other)
-            raise type(error)(
-                f"{type(trainer).__name__}.{name} cannot run without its pads; none of the trainer's models was "
-                "changed.",
-                why=[str(error)],
-                do=f"Leave it padded with leave_padded=({name!r},), or train padded.",
-            ) from error
-        if not was_patched:
-            done.append(model)
+    with all_or_none(models.values()):
+        for name, model in models.items():
+            try:
+                with trainer.accelerator.autocast():
+                    patch(model, unpad=True, **options)
+            except PackingError as error:
+                raise type(error)(
+                    f"{type(trainer).__name__}.{name} cannot run without its pads; none of the trainer's models was "
+                    "changed.",
+                    why=[str(error)],
+                    do=f"Leave it padded with leave_padded=({name!r},), or train padded.",
+                ) from error
+            if name != POLICY:  # a reference, a teacher or a reward model scores
+                _unpadding_of(model).generates = False
+
+
+def _unpadding_of(model: nn.Module) -> Unpadding:
+    state = find_state(model)
+    assert state is not None and state.unpadding is not None, "patched with unpad=True"
+    return state.unpadding
 
 
 # Metrics, not losses, that TRL averages over all positions of a padded batch, pads included.
@@ -158,8 +176,16 @@ def _require_trainer(trainer: Any) -> None:
     if hasattr(trainer, "packing_reports"):
         raise InvalidConfig(f"{name} packs its batches already.", do="Use it as it is, without padding_free.")
     refuse_liger(args, name)
-    if getattr(trainer, "_is_vision_dataset", False):
+    if getattr(trainer, "_is_vision_dataset", False) or _has_images(trainer.train_dataset):
         raise InvalidConfig(
             f"{name} trains on images, whose places the model finds in padded rows.",
             do="Train it padded; text alone can be trained without padding.",
         )
+
+
+def _has_images(dataset: Any) -> bool:
+    """Whether a dataset has a column that TRL takes images from; GRPO and RLOO look for it when they generate."""
+    columns = getattr(dataset, "column_names", None)
+    if columns is None and isinstance(dataset, IterableDataset):
+        columns = list(next(iter(dataset), {}))
+    return not {"image", "images"}.isdisjoint(columns or ())

@@ -18,6 +18,7 @@ from ..errors import ContaminationError
 from ..runtime.padded_rows import rows_of, tell_rows
 from ..training.step_packing import Documents, in_turn
 from .alone import alone
+from .collating import CountedBatch
 from .cutting import PairCutter, PairSlot, Part
 from .overflow import Rows
 from .replaying import Recorder, Replay, RowOutputs
@@ -100,6 +101,10 @@ class RecutSteps(Base):
                 self._running = None
         self._log_as_padded(inputs, loss)
         return loss
+
+    def _prepare_input(self, data: Any) -> Any:
+        # The loader moves the batches that it makes; those of a re-cut step are made here.
+        return super()._prepare_input(data.to(self.args.device) if isinstance(data, CountedBatch) else data)
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

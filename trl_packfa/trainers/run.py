@@ -4,48 +4,95 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..api import unpatch
 from ..errors import UnsupportedModel
 from ..patching.apply import PatchState, find_state
 from ..patching.inspect import find_backbone, inner_model
 from ..runtime.padded_rows import PaddedRows
 from ..runtime.zero3 import is_partitioned
-from .collating import CountingCollator, told_rows
+from .collating import CountingCollator
 from .first_call import FirstCall, compare_first_call, refuse_gradients_at_pads
+from .models import POLICY
 
 logger = logging.getLogger(__name__)
 
 
+class Counts(NamedTuple):
+    """What models have run: seconds, true tokens that were trained, true tokens, pads, the policy's documents, and
+    true tokens that were computed in another row."""
+
+    seconds: float = 0.0
+    trained: float = 0
+    tokens: float = 0
+    pads: float = 0
+    documents: float = 0
+    shared: float = 0
+
+    def plus(self, counts: Counts, *, minus: Counts) -> Counts:
+        """These and the difference of two others."""
+        return Counts(*(a + b - c for a, b, c in zip(self, counts, minus, strict=True)))
+
+
 class PaddingFreeRun:
-    """What a trainer without padding does beside its own work: tells masks' rows, proves the first batch, reports.
+    """What a trainer without padding does beside its own work: counts masks' rows, proves the first batch, reports.
 
     Attributes:
+        models (`dict[str, nn.Module]`): that run without pads, by the attribute that holds them.
+        left_padded (`tuple[str, ...]`): attributes that hold others.
+        check_first_batch, shares (`bool`): whether the first batch is compared, and rows share what they begin with.
         first_calls (`dict[str, FirstCall]`): of each model what the comparison of the first batch came to.
     """
 
     def __init__(
-        self, trainer: Any, models: dict[str, nn.Module], *, check_first_batch: bool, shares: bool = False
+        self,
+        trainer: Any,
+        models: dict[str, nn.Module],
+        left_padded: Sequence[str] = (),
+        *,
+        check_first_batch: bool,
+        shares: bool = False,
     ) -> None:
-        self.trainer, self.models, self.check_first_batch, self.shares = trainer, models, check_first_batch, shares
+        self.trainer, self.models, self.left_padded = trainer, models, tuple(left_padded)
+        self.check_first_batch, self.shares = check_first_batch, shares
         self.first_calls: dict[str, FirstCall] = {}
-        self._since: tuple[float, ...] | None = None
+        # What the models had run, and the time, where the part of training began that runs now; what the parts before
+        # it have added up to since the last log.
+        self._since: Counts | None = None
+        self._trained = Counts()
         self._step = 0
-        self._paused = 0.0
 
     def attach(self) -> None:
         """Put it on the trainer."""
         trainer = self.trainer
-        if trainer.data_collator is not None and not getattr(trainer, "precompute_ref_logps", False):
-            trainer.data_collator = CountingCollator(trainer.data_collator, share_prefixes=self.shares)
-            trainer._prepare_inputs = _Telling(trainer._prepare_inputs)
+        self.count_rows()
         trainer.log = _Logging(trainer.log, self)
         trainer.add_callback(PaddingFreeCallback(self))
+
+    def change(
+        self, models: dict[str, nn.Module], left_padded: Sequence[str], *, check_first_batch: bool, shares: bool
+    ) -> None:
+        """Run these models from now on, and so; those that are left out run as they did before."""
+        for name, model in self.models.items():
+            if name not in models:
+                unpatch(model)
+        self.models, self.left_padded = models, tuple(left_padded)
+        self.check_first_batch, self.shares = check_first_batch, shares
+        self.count_rows()
+
+    def count_rows(self) -> None:
+        """Let the trainer's collator count rows, and compare them where rows share what they begin with."""
+        trainer = self.trainer
+        if trainer.data_collator is not None and not getattr(trainer, "precompute_ref_logps", False):
+            counting = isinstance(trainer.data_collator, CountingCollator)
+            own = trainer.data_collator.collator if counting else trainer.data_collator
+            trainer.data_collator = CountingCollator(own, share_prefixes=self.shares)
 
     def begin(self) -> None:
         """Arm the comparison of the first batch, require that all models are still patched, start the clock."""
@@ -59,37 +106,49 @@ class PaddingFreeRun:
                 )
             if self.check_first_batch:
                 state.unpadding.watch = _Watching(self, name, model, state)
-        self._since, self._step = self._counts(), self.trainer.state.global_step
+        self._since, self._trained, self._step = self._counts(), Counts(), self.trainer.state.global_step
 
-    def _counts(self) -> tuple[float, ...]:
-        """The time, and what the models have run: true tokens trained, true tokens, pads, the policy's documents, true
-        tokens that were computed in another row."""
-        counted = [state.unpadding for model in self.models.values() if (state := find_state(model)) is not None]
-        counted = [unpadding for unpadding in counted if unpadding is not None]
-        policy = counted[0]
-        tokens, pads = sum(one.tokens for one in counted), sum(one.pads for one in counted)
-        shared = sum(one.shared for one in counted)
-        return time.perf_counter(), policy.trained, tokens, pads, policy.trained_documents, shared
+    def _counts(self) -> Counts:
+        """What the models have run so far, and the time."""
+        states = {name: find_state(model) for name, model in self.models.items()}
+        counted = {name: state.unpadding for name, state in states.items() if state is not None and state.unpadding}
+        policy = counted.get(POLICY)
+        return Counts(
+            seconds=time.perf_counter(),
+            trained=0 if policy is None else policy.trained,
+            tokens=sum(one.tokens for one in counted.values()),
+            pads=sum(one.pads for one in counted.values()),
+            documents=0 if policy is None else policy.trained_documents,
+            shared=sum(one.shared for one in counted.values()),
+        )
+
+    def end_step(self) -> None:
+        """A part of training has ended: what comes before the next one, a log, an evaluation or a checkpoint, is none
+        of it."""
+        if self._since is not None:
+            self._trained = self._trained.plus(self._counts(), minus=self._since)
+            self._since = self._counts()
+
+    def go_on(self) -> None:
+        """What was no training has ended."""
+        if self._since is not None:
+            self._since = self._counts()
 
     def read(self) -> dict[str, float]:
         """What the log gains since the last time, over all ranks."""
         step = self.trainer.state.global_step
         steps, self._step = step - self._step, step
-        if self._since is None:
-            return {}
-        now, before = self._counts(), self._since
-        seconds, self._since, self._paused = now[0] - before[0] - self._paused, now, 0.0
-        mine = torch.tensor([a - b for a, b in zip(now[1:], before[1:], strict=True)], dtype=torch.float64)
+        seconds, *mine = self._trained
+        self._trained = Counts()
         accelerator = self.trainer.accelerator
-        sums = mine if accelerator.num_processes == 1 else accelerator.reduce(mine.to(accelerator.device), "sum")
+        own = torch.tensor(mine, dtype=torch.float64)
+        sums = own if accelerator.num_processes == 1 else accelerator.reduce(own.to(accelerator.device), "sum")
         trained, tokens, pads, documents, shared = sums.tolist()
-        if not trained or not tokens:
+        if not tokens or not seconds:
             return {}
-        found = {
-            "tokens_per_second": trained / seconds,
-            "padding_saved": pads / (tokens + pads),
-            "documents": documents / max(steps, 1),
-        }
+        found = {"padding_saved": pads / (tokens + pads)}
+        if trained:  # else the policy was left padded
+            found = {"tokens_per_second": trained / seconds, **found, "documents": documents / max(steps, 1)}
         return {**found, "prefixes_shared": shared / tokens} if self.shares else found
 
     @property
@@ -103,7 +162,8 @@ class PaddingFreeRun:
 
     def pause(self, seconds: float) -> None:
         """What took no part in training takes nothing off its speed."""
-        self._paused += seconds
+        if self._since is not None:
+            self._since = self._since._replace(seconds=self._since.seconds + seconds)
 
 
 class PaddingFreeCallback(TrainerCallback):
@@ -116,15 +176,15 @@ class PaddingFreeCallback(TrainerCallback):
         """Prove on the first batch of each model; see [`PaddingFreeRun.begin`]."""
         self.run.begin()
 
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Count what the step has trained."""
+        self.run.end_step()
 
-class _Telling:
-    """A trainer's `_prepare_inputs`, before which masks are told their rows."""
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Count nothing of what ran since the step's end."""
+        self.run.go_on()
 
-    def __init__(self, own: Callable[..., Any]) -> None:
-        self.own = own
-
-    def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return told_rows(self.own(inputs, *args, **kwargs))
+    on_evaluate = on_save = on_log
 
 
 class _Logging:
@@ -152,7 +212,9 @@ class _Watching:
         unpadding.watch = None  # it is called again below
         if self.name not in self.run.first_calls and _is_whole(self.model, self.state):
             self._compare(forward, call, rows).require_exact(called)
-        states = (outputs.last_hidden_state, *(getattr(outputs, "hidden_states", None) or ()))
+        # A tuple, where the model's config has return_dict=False: its hidden states come first.
+        last = outputs[0] if isinstance(outputs, tuple) else outputs.last_hidden_state
+        states = (last, *(getattr(outputs, "hidden_states", None) or ()))
         for each in states:
             if each.requires_grad:
                 refuse_gradients_at_pads(each, rows, called)
