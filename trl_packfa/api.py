@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -29,7 +29,7 @@ from .kernels.lm_head.chunked import undo_head
 from .kernels.lora import adapted_layers, describe_lora
 from .patches.base import Patch
 from .patches.measured import fingerprint, known_sources, measured_transformers, results
-from .patching.apply import PatchState, apply_patch, find_state, undo_patch
+from .patching.apply import PatchState, all_or_none, apply_patch, find_state, undo_patch
 from .patching.fused import describe_kernels
 from .patching.inspect import get_patch, inner_model, model_type
 from .patching.named_models import NAME, runs_by_name
@@ -124,33 +124,6 @@ def patch(
     if state.unpadding is not None and state.unpadding.sharing is not None:
         state.unpadding.sharing.tell_of_refusal(model)
     return model
-
-
-@contextmanager
-def all_or_none(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Leave each of these models patched as it was before, or not at all, where a `with` block raises."""
-    before = [(model, find_state(model)) for model in models]
-    try:
-        yield
-    # KeyboardInterrupt, too: a notebook goes on after it, with the same model.
-    except BaseException:
-        for model, state in before:
-            if find_state(model) is not state:
-                undo_patch(model)
-                _apply_again(model, state)
-        raise
-
-
-def _apply_again(model: nn.Module, state: PatchState | None) -> None:
-    """Patch a model as it was patched before, which was proven then."""
-    if state is None:
-        return
-    shares = state.unpadding is not None and state.unpadding.sharing is not None
-    again = apply_patch(
-        model, state.patch, state.backends.name, fused_lora=state.fused_lora, fused_kernels=state.fused_kernels,
-        unpad=state.unpadding is not None, share_prefixes=shares,
-    )  # fmt: skip
-    again.adapter_kinds, again.unpadding_report = state.adapter_kinds, state.unpadding_report
 
 
 def _is_as_asked(state: PatchState, model: nn.Module, backend: str, options: dict[str, bool]) -> bool:

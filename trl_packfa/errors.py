@@ -6,6 +6,9 @@ Every message has three parts: what failed (with the values), why (every reason)
 
 from collections.abc import Iterable
 
+# What to do where nothing can be packed, whichever trainer, or `patch`, asks.
+TRAIN_PADDED = "train padded, by TRL's own trainer or PackedSFTConfig(packing=False)"
+
 
 class PackingError(ValueError):
     """Base of every error of trl-packfa that a user can act on.

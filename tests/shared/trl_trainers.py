@@ -72,8 +72,11 @@ def _saved(folder):
     return AutoModelForCausalLM.from_pretrained(folder / "model")
 
 
-def build(kind, out, *, lora=False, model=None, cls=None, config=None, data=None, reference=True, **options):
-    """A trainer of this kind; `cls` and `config` take the place of TRL's; without `reference` it finds its own."""
+def build(
+    kind, out, *, lora=False, model=None, cls=None, config=None, data=None, reference=True, stream=False, **options
+):
+    """A trainer of this kind; `cls` and `config` take the place of TRL's; without `reference` it finds its own; with
+    `stream` its training data is one."""
     data = pairs() if data is None else data
     batch = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 4, "learning_rate": 1e-4}
     model = model or (classifier() if kind == "reward" else tiny.model(layers=2))
@@ -81,8 +84,10 @@ def build(kind, out, *, lora=False, model=None, cls=None, config=None, data=None
 
     def made(cls_, config_, rows, *, settings=None, side="right", **own):
         asked = arguments(config or config_, out, **{**batch, **(settings or {}), **options})
+        train_dataset = Dataset.from_list(rows)
         return (cls or cls_)(
-            own.pop("model", model), args=asked, train_dataset=Dataset.from_list(rows),
+            own.pop("model", model), args=asked,
+            train_dataset=train_dataset.to_iterable_dataset() if stream else train_dataset,
             eval_dataset=Dataset.from_list(rows[:8]), processing_class=tokenizer(side), **own, **adapter,
         )  # fmt: skip
 

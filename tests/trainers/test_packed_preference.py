@@ -212,11 +212,14 @@ def test_bad_input_is_refused_before_anything_is_loaded(tmp_path):
     with pytest.raises(InvalidConfig, match="a quantized reward model without bf16=True"):
         PackedRewardConfig(str(tmp_path), load_in_4bit=True, **small)
     data = Dataset.from_list(pairs(4))
-    with pytest.raises(InvalidDataset, match="takes a `Dataset`, train_dataset is IterableDataset"):
-        PackedDPOTrainer("no such model", PackedDPOConfig(str(tmp_path), **small),
+    with pytest.raises(InvalidConfig, match="overflow='error' with a stream"):
+        PackedDPOTrainer("no such model", args=PackedDPOConfig(str(tmp_path), overflow="error", **small),
                          train_dataset=data.to_iterable_dataset())  # fmt: skip
-    with pytest.raises(InvalidDataset, match="has a column 'image': a vision dataset"):
-        PackedDPOTrainer("no such model", train_dataset=data.add_column("image", [0] * 4))
+    with pytest.raises(InvalidDataset, match="takes a `Dataset` or a stream, train_dataset is list"):
+        PackedDPOTrainer("no such model", args=PackedDPOConfig(str(tmp_path), **small), train_dataset=pairs(4))
+    with pytest.raises(InvalidDataset, match=r"(?s)has a column 'image': a vision dataset.*by TRL's own trainer"):
+        PackedDPOTrainer("no such model", args=PackedDPOConfig(str(tmp_path), **small),
+                         train_dataset=data.add_column("image", [0] * 4))  # fmt: skip
     with pytest.raises(InvalidConfig, match="PackedDPOTrainer packs its batches already"):
         trl_packfa.padding_free(build_packed("dpo", tmp_path))
 

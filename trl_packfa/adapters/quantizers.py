@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import UnsupportedModel
+from ..errors import TRAIN_PADDED, UnsupportedModel
 from ..patching.inspect import model_config
 from .table import EXACT, REFUSED, UNKNOWN
 
@@ -41,13 +41,13 @@ _OWN_KERNELS = Quantizer(UNKNOWN, "weights and activations, in kernels of its ow
 _OUTLIERS = Quantizer(
     REFUSED,
     "LLM.int8 takes a column apart for all tokens of a batch once one of them has an outlier in it",
-    "Load it with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), which is exact, in 4 bits, or train "
-    "padded with packing=False.",
+    "Load it with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), which is exact, in 4 bits, or "
+    f"{TRAIN_PADDED}.",
 )
 _OF_THE_BATCH = Quantizer(
     REFUSED,
     "activations are quantized with one scale for all tokens of a batch",
-    "Quantize them token by token, quantize weights only, or train padded with packing=False.",
+    f"Quantize them token by token, quantize weights only, or {TRAIN_PADDED}.",
 )
 
 

@@ -7,7 +7,8 @@ functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,6 +170,33 @@ def undo_patch(model: nn.Module) -> None:
             setattr(module, slot, before)
     for module in model.modules():
         vars(module).pop(_STATE, None)
+
+
+@contextmanager
+def all_or_none(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Leave each of these models patched as it was before, or not at all, where a `with` block raises."""
+    before = [(model, find_state(model)) for model in models]
+    try:
+        yield
+    # KeyboardInterrupt, too: a notebook goes on after it, with the same model.
+    except BaseException:
+        for model, state in before:
+            if find_state(model) is not state:
+                undo_patch(model)
+                _apply_again(model, state)
+        raise
+
+
+def _apply_again(model: nn.Module, state: PatchState | None) -> None:
+    """Patch a model as it was patched before, which was proven then."""
+    if state is None:
+        return
+    shares = state.unpadding is not None and state.unpadding.sharing is not None
+    again = apply_patch(
+        model, state.patch, state.backends.name, fused_lora=state.fused_lora, fused_kernels=state.fused_kernels,
+        unpad=state.unpadding is not None, share_prefixes=shares,
+    )  # fmt: skip
+    again.adapter_kinds, again.unpadding_report = state.adapter_kinds, state.unpadding_report
 
 
 def _require_own_attention(patch: Patch, backend: str) -> None:

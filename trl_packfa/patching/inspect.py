@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from ..errors import UnsupportedModel
+from ..errors import TRAIN_PADDED, UnsupportedModel
 from ..patches.base import Patch
 from ..patches.registry import get_patch_for_type
 
@@ -64,7 +64,7 @@ def get_patch(model: nn.Module) -> Patch:
         if patch.otherwise is None:
             raise UnsupportedModel(
                 f"the patch for model type '{model_type(model)}' is not for a config like this one.",
-                do="Train it padded with PackedSFTConfig(packing=False).",
+                do=f"{TRAIN_PADDED[0].upper()}{TRAIN_PADDED[1:]}.",
             )
         patch = patch.otherwise
     return patch

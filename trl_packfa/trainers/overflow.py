@@ -6,6 +6,7 @@ Shape letters: P pairs (or single examples, of a trainer of those), R rows of ea
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,23 @@ def row_lengths(dataset: Dataset, rows: Rows) -> np.ndarray:
 
 def _column_lengths(dataset: Dataset, rows: Rows) -> dict[str, np.ndarray]:
     return {column: read_lengths(dataset, column) for column in dict.fromkeys(c for row in rows for c in row)}
+
+
+@dataclass(frozen=True)
+class PairReport(PackingReport):
+    """The account of pairs, whose rows are its documents; of single examples with one row each.
+
+    Attributes:
+        rows_each (`int`): 2 of a pair.
+    """
+
+    rows_each: int = 1
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Label and value of each count that a reader needs: pairs, then their rows."""
+        row = "row" if self.rows_each > 1 else "example"
+        counts = [(label.replace("document", row), n) for label, n in super().lines() if label != "rows each"]
+        return [("pairs", f"{self.documents // self.rows_each:,}"), *counts] if self.rows_each > 1 else counts
 
 
 class Kept(NamedTuple):
@@ -80,7 +98,8 @@ def plan_pairs(dataset: Dataset, rows: Rows, *, max_length: int | None, policy: 
         )
     rest = np.minimum(lengths[kept], limit)
     dropped = int(unfit.sum()) * lengths.shape[1]
-    report = PackingReport(
+    report = PairReport(
+        rows_each=lengths.shape[1],
         documents=lengths.size,
         tokens=int(lengths.sum()),
         too_long=int(too_long.sum()),

@@ -17,7 +17,8 @@ import torch
 from accelerate.logging import get_logger
 from datasets import Dataset
 
-from ..errors import InvalidConfig
+from ..api import unpatch
+from ..errors import ContaminationError, InvalidConfig, NoBackend, PackingError, UnsupportedModel
 from ..packing import PackingReport
 from ..patching import inspect as models
 from ..patching.apply import find_state
@@ -26,16 +27,17 @@ from ..training.construction import load_as_asked
 from ..training.dataloading import tell_counts
 from ..training.distributed import require_same_documents
 from ..training.model_card import add_section, card_section, name_base
-from ..training.model_loading import telling_of_targets
+from ..training.model_loading import named, telling_of_targets
+from ..training.plain_config import AsGiven, tell_adapter, tell_padded
 from ..training.resuming import identity
 from ..training.runs import alone_in_folder, go_on, whole
-from ..training.validation import refuse_precision
+from ..training.validation import refuse_precision, refuse_untrainable
 from .config import PreferenceConfig
 from .cutting import PairCutter
 from .overflow import cut_answers, plan_pairs
-from .padding_free import run_without_pads
+from .padding_free import STATE, attached_run, run_without_pads
 from .recutting import RecutSteps
-from .refusals import refuse_before_loading
+from .refusals import refuse_before_loading, require_columns, require_run
 from .run import PaddingFreeRun
 
 logger = get_logger(__name__)
@@ -57,32 +59,93 @@ class PackedPreference(RecutSteps):
     _columns: ClassVar[tuple[tuple[str, ...], ...]] = (("chosen", "rejected"),)
 
     train_dataset: Any
+    # Whether models run without pads; a plain config that cannot be met trains as TRL would.
+    _packs = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = _bound(super().__init__, args, kwargs)
+        refuse_untrainable(given["model"], given.get("peft_config"))
+        self.packing_reports: dict[str, PackingReport] = {}
+        self.cut_reason = ""
+        as_given = AsGiven(given["model"])  # before an adapter is put around it
+        settled, refusal = self._settle(given)
+        if settled is not None:
+            try:
+                self._construct(dict(given), settled)
+                return
+            except (UnsupportedModel, ContaminationError, NoBackend, InvalidConfig) as late:
+                if self._asks_to_pack(given.get("args")):
+                    raise
+                self._undo()
+                given["model"], refusal = as_given.restore(vars(self).get("model")), late
+        assert refusal is not None
+        tell_padded(refusal, f"{self._name()}Trainer")
+        self._construct_padded(given)
+
+    def _asks_to_pack(self, asked: Any) -> bool:
+        """Whether a run without pads was asked for, by a class or a field, so that padding would be no answer."""
+        return isinstance(asked, self._config) or bool(getattr(asked, "padding_free", False))
+
+    def _settle(self, given: dict[str, Any]) -> tuple[Any, PackingError | None]:
+        """The config to train with; or none, and why TRL's own training is all that can be done for a plain one.
+
+        Raises:
+            [`PackingError`]: if a run without pads was asked for and cannot be.
+        """
         model, asked = given["model"], given.get("args")
         config: Any = self._config
-        settled = config(_output_dir(model, self._name())) if asked is None else config.from_args(asked)
-        refuse_before_loading(type(self).__name__, given, settled, columns=self._columns)
+        for name, dataset in named(given.get("train_dataset"), given.get("eval_dataset")):
+            if isinstance(dataset, Dataset) and len(dataset):  # whatever trains, it needs them
+                require_columns(dataset, name=name, trainer=type(self).__name__, formats=self._columns)
+        try:
+            settled = config(_output_dir(model, self._name())) if asked is None else config.from_args(asked)
+            refuse_before_loading(type(self).__name__, given, settled)
+        except PackingError as refusal:
+            if self._asks_to_pack(asked):
+                raise
+            return None, refusal
+        require_run(given, settled)
+        return settled, None
+
+    def _construct(self, given: dict[str, Any], settled: Any) -> None:
+        """TRL's construction, with the model loaded and adapted as the config says, then without pads."""
         quantization, adapter = load_as_asked(
-            model, settled, quantization=given.get("quantization_config"), adapter=given.get("peft_config")
+            given["model"],
+            settled,
+            quantization=given.get("quantization_config"),
+            adapter=given.get("peft_config"),
         )
         if adapter is not None and given.get("peft_config") is None:
             adapter.task_type = self._task
-        self.packing_reports: dict[str, PackingReport] = {}
-        self.cut_reason = ""
+            tell_adapter(given.get("args"), settled, adapter)
         given |= {"args": settled, "quantization_config": quantization, "peft_config": adapter}
-        with telling_of_targets(model, settled):
+        with telling_of_targets(given["model"], settled):
             super().__init__(**given)
-        self._run_without_pads()
         refuse_precision(
             self.model,
             settled,
             scales_losses=self.accelerator.scaler is not None,
             own_optimizer=self.optimizer is not None,
         )
+        self._run_without_pads()
         if settled.strategy.recuts_steps:
             self._choose_cut(own_collator=given.get("data_collator") is not None)
+
+    def _construct_padded(self, given: dict[str, Any]) -> None:
+        """TRL's construction, with TRL's arguments as they were given."""
+        config: Any = self._config
+        self._packs = False
+        if given.get("args") is None:
+            given["args"] = config(_output_dir(given["model"], self._name()), use_peft=False)
+        super().__init__(**given)
+
+    def _undo(self) -> None:
+        """Take back what a construction has put on models before it was refused."""
+        run = attached_run(self)
+        for model in run.models.values() if run is not None else ():
+            unpatch(model)
+        vars(self).pop(STATE, None)
+        self._cutter, self.cut_reason, self.packing_reports = None, "", {}
 
     def _name(self) -> str:
         return type(self).__name__.removeprefix("Packed").removesuffix("Trainer")
@@ -99,7 +162,9 @@ class PackedPreference(RecutSteps):
     def _choose_cut(self, *, own_collator: bool) -> None:
         """Re-cut steps where the loss is a mean over pairs; else say why not."""
         own_loss = type(self).compute_loss is not PackedPreference.compute_loss
-        if own_collator:
+        if not isinstance(self.train_dataset, Dataset):
+            self.cut_reason = "the pairs of a stream are not counted before they come"
+        elif own_collator:
             self.cut_reason = "data_collator makes the batches of the padded run, and may make others of other pairs"
         elif own_loss:
             self.cut_reason = f"compute_loss of {type(self).__name__} is not TRL's"
@@ -135,11 +200,11 @@ class PackedPreference(RecutSteps):
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
         """Tokenized by TRL, cut by us, so that no pair or token is lost without being counted."""
         by_trl: Callable[..., Any] = super()._prepare_dataset  # type: ignore[misc]  # of TRL's trainers
+        if not self._packs or not isinstance(dataset, Dataset):  # a stream is cut by TRL's collator
+            return by_trl(dataset, processing_class, args, dataset_name)
         uncut = copy.copy(args)
         uncut.max_length = None
         tokenized = by_trl(dataset, processing_class, uncut, dataset_name)
-        if not isinstance(tokenized, Dataset):  # an evaluation stream: TRL's collator cuts it
-            return by_trl(dataset, processing_class, args, dataset_name)
         kept, report = plan_pairs(
             tokenized, self._rows, max_length=args.max_length, policy=args.overflow, name=dataset_name
         )
@@ -162,7 +227,8 @@ class PackedPreference(RecutSteps):
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's, without pads: it runs before construction has ended."""
-        self._run_without_pads()
+        if self._packs:
+            self._run_without_pads()
         return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]  # of TRL's trainers
 
     # Runs and checkpoints --------------------------------------------------------------------------------------------
@@ -175,9 +241,14 @@ class PackedPreference(RecutSteps):
             [`UnsupportedModel`]: if a model of the trainer is no longer patched.
             [`InvalidConfig`]: if there is no such checkpoint, or it is of a run on other data.
         """
-        checkpoint = go_on(self, resume_from_checkpoint, identity=lambda: self._identity)
+        checkpoint = go_on(self, resume_from_checkpoint, identity=self._identify)
         with alone_in_folder(self.args):
             return super().train(checkpoint, *args, **kwargs)
+
+    @property
+    def _identify(self) -> Callable[[], dict[str, str]] | None:
+        """What says which run this is, of one that packs."""
+        return (lambda: self._identity) if self._packs else None
 
     @cached_property
     def _identity(self) -> dict[str, str]:
@@ -193,14 +264,15 @@ class PackedPreference(RecutSteps):
         """TRL's model card, with a section on what ran without pads and its proof."""
         card: Any = super().create_model_card  # type: ignore[misc]  # of TRL's trainers
         card(*args, **kwargs)
-        if not self.is_world_process_zero():
+        run = attached_run(self)
+        if run is None or not self.is_world_process_zero():
             return
         name_base(self.args.output_dir, models.model_config(self.model)._name_or_path)
         settings = (
             f'`packing_strategy="{self.args.packing_strategy}"`, `max_length={self.args.max_length}`, '
             f'`overflow="{self.args.overflow}"`'
         )
-        add_section(self.args.output_dir, card_section(settings, self.packing_reports, self._run_without_pads().said))
+        add_section(self.args.output_dir, card_section(settings, self.packing_reports, run.said))
 
     def save_reports(self, folder: str | Path) -> None:
         """Write `packing_report.json` into a folder."""

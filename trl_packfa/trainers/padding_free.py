@@ -10,9 +10,9 @@ from datasets import IterableDataset
 from torch import nn
 from transformers import Trainer
 
-from ..api import all_or_none, patch
+from ..api import patch
 from ..errors import InvalidConfig, PackingError
-from ..patching.apply import find_state
+from ..patching.apply import all_or_none, find_state
 from ..patching.unpadding import Unpadding
 from .models import POLICY, models_of
 from .refusals import refuse_liger

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 from ..errors import InvalidConfig, InvalidDataset
 from ..training.model_loading import model_type, named
 from ..training.parallelism import asked_parallelism, refuse_parallelism
 from ..training.preflight import require_attention, require_reporters, require_tokenizer
-from ..training.validation import refuse_adapters_and_backend, refuse_data, refuse_model, refuse_untrainable
+from ..training.validation import refuse_adapters_and_backend, refuse_data, refuse_model
 
 
 def refuse_liger(args: Any, name: str) -> None:
@@ -66,7 +67,7 @@ def require_columns(dataset: Dataset, *, name: str, trainer: str, formats: Seque
     )
 
 
-def refuse_before_loading(trainer: str, given: dict[str, Any], args: Any, *, columns: Sequence[Sequence[str]]) -> None:
+def refuse_before_loading(trainer: str, given: dict[str, Any], args: Any) -> None:
     """Arguments, data and a model that cannot run without pads.
 
     Args:
@@ -76,28 +77,24 @@ def refuse_before_loading(trainer: str, given: dict[str, Any], args: Any, *, col
             Its arguments, by name.
         args ([`PreferenceConfig`]):
             As they are settled.
-        columns (`Sequence[Sequence[str]]`):
-            The columns of each format that the trainer takes.
 
     Raises:
         [`InvalidConfig`]: naming the argument.
-        [`InvalidDataset`]: for a stream, images, or no data at all.
+        [`InvalidDataset`]: for images, or no data at all.
         [`UnsupportedModel`]: for a model, an adapter or a quantization that mixes documents.
     """
     model, adapter, train = given["model"], given.get("peft_config"), given.get("train_dataset")
-    refuse_untrainable(model, adapter)
-    if not isinstance(train, Dataset):
-        raise InvalidDataset(
-            f"{trainer} takes a `Dataset`, train_dataset is {type(train).__name__}.",
-            why=["what is cut or dropped is counted before the first step, and steps are planned over all ranks"],
-            do="Load it whole; a stream trains without pads by trl_packfa.padding_free and TRL's own trainer.",
-        )
-    if not len(train):
+    if isinstance(train, Dataset) and not len(train):
         raise InvalidDataset("the train dataset is empty.", do="Check the split, filters and file names.")
+    if not isinstance(train, (Dataset, IterableDataset)):
+        raise InvalidDataset(
+            f"{trainer} takes a `Dataset` or a stream, train_dataset is {type(train).__name__}.",
+            do="Load it with datasets.load_dataset, or make one: Dataset.from_list(rows).",
+        )
+    if isinstance(train, IterableDataset):
+        _refuse_policy(args)
     for name, dataset in named(train, given.get("eval_dataset")):
         refuse_data(dataset, name=name)
-        if isinstance(dataset, Dataset):
-            require_columns(dataset, name=name, trainer=trainer, formats=columns)
     if getattr(args.accelerator_config, "dispatch_batches", None):
         raise InvalidConfig(
             "accelerator_config.dispatch_batches=True cannot carry the pairs of a step.",
@@ -107,8 +104,27 @@ def refuse_before_loading(trainer: str, given: dict[str, Any], args: Any, *, col
     refuse_adapters_and_backend(args, adapter)
     refuse_parallelism(asked_parallelism(args))
     refuse_model(model_type(model, args) if isinstance(model, str) else model, args)
+
+
+def require_run(given: dict[str, Any], args: Any) -> None:
+    """Require what a run needs besides model and data, packed or not: reporters, the attention, a tokenizer.
+
+    Raises:
+        [`MissingPackage`]: naming the package.
+        [`InvalidConfig`], [`InvalidDataset`]: naming what the tokenizer lacks.
+    """
     require_reporters(args)
     require_attention(args)
-    require_tokenizer(
-        model, args, processing_class=given.get("processing_class"), datasets=named(train, given.get("eval_dataset"))
-    )
+    datasets = named(given.get("train_dataset"), given.get("eval_dataset"))
+    require_tokenizer(given["model"], args, processing_class=given.get("processing_class"), datasets=datasets)
+
+
+def _refuse_policy(args: Any) -> None:
+    """A stream's pairs that are too long by another policy than TRL's: they are cut, or left out, by TRL."""
+    default = next(f.default for f in fields(args) if f.name == "overflow")
+    if args.overflow != default:
+        raise InvalidConfig(
+            f"overflow='{args.overflow}' with a stream.",
+            why=["its pairs are not known before they come: TRL cuts them, or leaves them out"],
+            do=f"Drop overflow ('{default}'), or load the dataset whole.",
+        )

@@ -15,7 +15,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from packaging.version import Version
 from torch import nn
 
-from ..errors import InvalidConfig, VersionTooOld
+from ..errors import TRAIN_PADDED, InvalidConfig, VersionTooOld
 from ..patching.apply import find_state
 from ..versions import installed_version
 from .config import PackedSFTConfig
@@ -136,5 +136,5 @@ def refuse_parallelism(sizes: dict[str, int]) -> None:
         raise InvalidConfig(
             f"{', '.join(f'{name}={size}' for name, size in found.items())} cannot be packed.",
             why=[_DIVIDED[name] for name in found],
-            do="Shard the model with FSDP2 (fsdp=True), under which every rank has rows of its own, or packing=False.",
+            do=f"Shard the model with FSDP2 (fsdp=True), where every rank has rows of its own, or {TRAIN_PADDED}.",
         )

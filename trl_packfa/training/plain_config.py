@@ -72,11 +72,30 @@ def _plain(args: TrainingArguments | None, output_dir: str, **changes: Any) -> P
     return PackedSFTConfig(output_dir, **changes) if args is None else PackedSFTConfig.from_args(args, **changes)
 
 
-def tell_padded(refusal: PackingError) -> None:
-    """Log, in one line, why a run is not packed."""
+def tell_padded(refusal: PackingError, trainer: str = "SFTTrainer") -> None:
+    """Log, in one line, why a run is not packed, but trained as TRL's `trainer` would."""
     what = refusal.what.removesuffix(".")
     why = f" ({'; '.join(refusal.why)})" if refusal.why else ""
-    logger.warning("trl-packfa: %s%s. Training as SFTTrainer would: padded, no adapter but a given one.", what, why)
+    logger.warning("trl-packfa: %s%s. Training as %s would: padded, no adapter but a given one.", what, why, trainer)
+
+
+def tell_adapter(asked: TrainingArguments | None, settled: TrainingArguments, adapter: Any) -> None:
+    """Log, in one line, that a run trains an adapter which nobody has asked for, and which field turns that off.
+
+    Args:
+        asked (`TrainingArguments`, *optional*), settled (`TrainingArguments`):
+            What the trainer was given, and what it trains with: one of ours says `use_peft` itself.
+        adapter (`PeftConfig`, *optional*):
+            That our config has asked for.
+    """
+    if adapter is None or isinstance(asked, type(settled)):
+        return
+    given = "no config" if asked is None else f"a plain {type(asked).__name__}"
+    logger.warning(
+        "trl-packfa: with %s, %s adds a LoRA adapter (r=%s) and trains that alone. %s(use_peft=False) trains all "
+        "parameters.",
+        given, type(settled).__name__.replace("Config", "Trainer"), getattr(adapter, "r", "?"), type(settled).__name__,
+    )  # fmt: skip
 
 
 class AsGiven:

@@ -63,7 +63,7 @@ from .model_card import add_section, name_base, packing_section
 from .model_loading import AnyDataset, EvalDataset, output_dir, telling_of_targets, usable
 from .padded_terms import PaddedTerms
 from .parallelism import refuse_uneven_calls
-from .plain_config import AsGiven, asks_for_packing, padded, tell_padded
+from .plain_config import AsGiven, asks_for_packing, padded, tell_adapter, tell_padded
 from .resuming import identity
 from .runs import alone_in_folder, go_on, whole
 from .sampler import EpochCallback
@@ -158,7 +158,7 @@ class PackedSFTTrainer(SFTTrainer):
         }
         if refusal is None:
             try:
-                self._construct(model, settled, **options)
+                self._construct(model, settled, asked=args, **options)
                 return
             except (UnsupportedModel, ContaminationError, NoBackend, InvalidConfig) as late:
                 if asks_for_packing(args):
@@ -166,13 +166,23 @@ class PackedSFTTrainer(SFTTrainer):
                 directory = output_dir(model)
                 model, settled, refusal = as_given.restore(vars(self).get("model")), padded(args, directory), late
         tell_padded(refusal)
-        self._construct(model, settled, **options)
+        self._construct(model, settled, asked=args, **options)
 
-    def _construct(self, model: Any, args: PackedSFTConfig, *, data_collator: Any, **options: Any) -> None:
+    def _construct(
+        self,
+        model: Any,
+        args: PackedSFTConfig,
+        *,
+        asked: TrainingArguments | None,
+        data_collator: Any,
+        **options: Any,
+    ) -> None:
         """TRL's construction, with the model loaded and adapted as the arguments say, then packed."""
+        own_adapter = options["peft_config"] is None
         options["quantization_config"], options["peft_config"] = load_as_asked(
             model, args, quantization=options["quantization_config"], adapter=options["peft_config"]
         )
+        tell_adapter(asked, args, options["peft_config"] if own_adapter else None)
         packs_eval = args.eval_packing is not False and options["compute_metrics"] is None
         self._data = PackedData(args, packs_eval=packs_eval)
         self._cutter: StepCutter | None = None

@@ -16,7 +16,7 @@ from transformers.training_args import OptimizerNames
 from ..adapters import quantization_config_of, refuse_adapter, refuse_adapters, refuse_quantization
 from ..attention import AttentionRequest, get_backend
 from ..collator import LOSSES, ROW_LENGTHS
-from ..errors import InvalidConfig, InvalidDataset, NoBackend, PackingError, UnsupportedModel
+from ..errors import TRAIN_PADDED, InvalidConfig, InvalidDataset, NoBackend, PackingError, UnsupportedModel
 from ..patches.measured import results
 from ..patches.registry import get_patch_for_type
 from ..patching.apply import find_state
@@ -289,7 +289,7 @@ def refuse_data(dataset: Dataset | IterableDataset, *, name: str) -> None:
         raise InvalidDataset(
             f"the {name} dataset has a column '{images[0]}': a vision dataset cannot be packed.",
             why=["its processor makes tokens of images while batches are collated: their number is not known before"],
-            do="Train it padded with packing=False, or drop the column to train on the text alone.",
+            do=f"Drop the column to train on the text alone, or {TRAIN_PADDED}.",
         )
 
 

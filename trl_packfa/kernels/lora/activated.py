@@ -19,7 +19,7 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.variants import ALoraLinearVariant
 from torch import nn
 
-from ...errors import PackingError, UnsupportedModel
+from ...errors import TRAIN_PADDED, PackingError, UnsupportedModel
 from ...layout import PackedLayout
 from ...runtime.boundaries import layout_of
 from ...runtime.compile import around_graphs, outside_of_graphs
@@ -62,7 +62,7 @@ def require_in_packed_rows(module: nn.Module, *, by_document: bool) -> None:
         raise UnsupportedModel(
             f"activated LoRA inside {type(module).__name__}, which runs document by document.",
             why=["where each document's adapter begins is known for packed rows only"],
-            do="Leave its layers out of target_modules, use plain LoRA, or train padded with packing=False.",
+            do=f"Leave its layers out of target_modules, use plain LoRA, or {TRAIN_PADDED}.",
         )
 
 

@@ -1,0 +1,112 @@
+"""Packed preference trainers on a plain config of TRL's: what is told, what trains as TRL's own, what is refused."""
+
+import logging
+
+import pytest
+import tiny
+import torch
+import trl
+from tolerance import TRAJECTORY
+from trl_trainers import PACKED, ROUNDED, build, build_packed, differences, train
+
+import trl_packfa
+from trl_packfa.errors import InvalidConfig, UnsupportedModel
+from trl_packfa.patching.apply import find_state
+
+
+def run(make, *args, **options):
+    torch.manual_seed(0)
+    trainer = make(*args, **options)
+    return train(trainer), trainer
+
+
+def plain(kind, out, **options):
+    """A packed trainer that is given TRL's own config."""
+    own = {"dpo": trl.DPOConfig, "reward": trl.RewardConfig, "kto": trl.KTOConfig}[kind]
+    return build(kind, out, cls=getattr(trl_packfa, PACKED[kind] + "Trainer"), config=own, **options)
+
+
+def _bert():
+    """A classifier whose backbone attends in both directions."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    torch.manual_seed(0)
+    return BertForSequenceClassification(BertConfig(vocab_size=tiny.VOCAB, pad_token_id=0, num_labels=1, **small))
+
+
+def told(caplog, what):
+    return [record.message for record in caplog.records if what in record.message]
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_an_adapter_that_nobody_asked_for_is_told(kind, tmp_path, caplog):
+    trainer = plain(kind, tmp_path, reference=False, max_steps=1)
+    assert isinstance(trainer.args, trainer._config) and hasattr(trainer.model, "peft_config")
+    (line,) = told(caplog, "adds a LoRA adapter")
+    assert f"with a plain {PACKED[kind].removeprefix('Packed')}Config, {PACKED[kind]}Trainer adds a LoRA" in line
+    assert f"{PACKED[kind]}Config(use_peft=False) trains all parameters" in line
+    caplog.clear()
+    build_packed(kind, tmp_path, use_peft=True, reference=False)
+    plain(kind, tmp_path, lora=True)
+    assert not told(caplog, "adds a LoRA adapter")
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_what_cannot_be_packed_trains_as_trls_own_would(kind, tmp_path, caplog, monkeypatch):
+    options = {"max_steps": 2, "max_length": 30}
+    expected, _ = run(build, kind, tmp_path, **options)
+
+    def refuse(*args):
+        raise InvalidConfig("this cannot be packed.", why=["a reason"])
+
+    monkeypatch.setattr("trl_packfa.trainers.packed.refuse_before_loading", refuse)
+    caplog.clear()
+    logs, trainer = run(plain, kind, tmp_path, **options)
+    assert max(differences(expected, logs).values()) == 0.0 and "padding_saved" not in logs[0]
+    assert not hasattr(trainer.model, "peft_config") and find_state(trainer.model) is None
+    (line,) = told(caplog, "trl-packfa:")
+    name = PACKED[kind].removeprefix("Packed")
+    assert f"this cannot be packed (a reason). Training as {name}Trainer would: padded, no adapter but a given" in line
+    trainer.save_model(str(tmp_path / "saved"))
+    with pytest.raises(InvalidConfig, match="this cannot be packed"):
+        build_packed(kind, tmp_path, **options)
+
+
+def test_a_model_that_cannot_run_without_pads_is_given_back(tmp_path, caplog):
+    """It is found out once TRL has put an adapter around it."""
+    trainer = plain("reward", tmp_path, model=_bert())
+    assert not trainer._packs and trainer._cutter is None and not hasattr(trainer.model, "peft_config")
+    assert len(told(caplog, "Training as RewardTrainer would")) == 1
+    with pytest.raises(UnsupportedModel, match="cannot run without its pads"):
+        build_packed("reward", tmp_path, model=_bert())
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_streams_train_without_pads_and_without_a_cut(kind, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    options = {"max_steps": 2, "max_length": 30, "stream": True}
+    options |= {"loss_type": "apo_zero_unpaired"} if kind == "kto" else {}
+    expected, _ = run(build, kind, tmp_path, **options)
+    logs, trainer = run(build_packed, kind, tmp_path, **options)
+    worst = differences(expected, logs)
+    assert {name for name, found in worst.items() if found > TRAJECTORY} <= set(ROUNDED)
+    assert all(entry["padding_saved"] > 0.05 for entry in logs)
+    assert trainer.cut_reason == "the pairs of a stream are not counted before they come"
+    assert len(told(caplog, "padded micro-batches stay as they are: the pairs of a stream")) == 1
+    trainer.save_model(str(tmp_path / "saved"))
+
+
+def test_float16_weights_are_refused_as_in_sft(tmp_path, caplog):
+    with pytest.raises(InvalidConfig, match="trained weights are in float16"):
+        build_packed("dpo", tmp_path, model=tiny.model(layers=1).half())
+    trainer = plain("dpo", tmp_path, model=tiny.model(layers=1).half(), reference=False)
+    assert hasattr(trainer.model, "peft_config") and not told(caplog, "Training as")  # PEFT keeps it in float32
+
+
+def test_the_account_counts_pairs_and_rows(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    counted = dict(build_packed("dpo", tmp_path).packing_reports["train"].lines())
+    assert (counted["pairs"], counted["rows"], counted["packed rows"]) == ("24", "48", "48")
+    counted = dict(build_packed("kto", tmp_path).packing_reports["train"].lines())
+    assert counted["examples"] == "24" and "pairs" not in counted
