@@ -162,8 +162,7 @@ def _apply_trusted(model: nn.Module, patch: Patch, backend: str, **options: bool
         return
     what = ", ".join(unmeasured) if known else f"{type(model).__name__}'s code"
     logger.info("trl-packfa: %s was never measured under packing: checking this model.", what)
-    with _undone_unless_proven(model):
-        _require_exact(model)
+    _require_exact(model)
 
 
 def _does_not_fit(model: nn.Module, error: Exception) -> UnsupportedModel:
@@ -176,17 +175,6 @@ def _does_not_fit(model: nn.Module, error: Exception) -> UnsupportedModel:
         why=[str(error).splitlines()[0], f"it was tested with transformers {', '.join(measured_transformers())}"],
         do=f"Install transformers {measured_transformers()[-1]}, or report it.",
     )
-
-
-@contextmanager
-def _undone_unless_proven(model: nn.Module) -> Iterator[None]:
-    """What was not proven does not stay patched, be it interrupted or out of memory."""
-    try:
-        yield
-    # KeyboardInterrupt, too: a notebook goes on after it, with the same model.
-    except BaseException:
-        undo_patch(model)
-        raise
 
 
 def _apply_unknown(model: nn.Module, backend: str, refusal: UnsupportedModel, options: dict[str, bool]) -> None:
