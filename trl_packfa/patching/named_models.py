@@ -39,6 +39,8 @@ _NOT_BY_NAME: dict[str, str] = {
     ),
     **dict.fromkeys(("nemotron", "stablelm"), _NO_OFFSETS),
     **dict.fromkeys(("git", "xglm"), _OWN_ATTENTION),
+    # On the interface from transformers 5.24 on.
+    **dict.fromkeys(("codegen", "dory", "gptj"), "it was not found exact by name"),
     "gemma4_unified": "it always makes a mask, for images",
 }
 
