@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 export MALLOC_MMAP_THRESHOLD_ := 4294967296
 export MALLOC_TRIM_THRESHOLD_ := 68719476736
 
-.PHONY: help demo test test-all lint docs gpu-kit
+.PHONY: help demo test test-all test-versions lint docs gpu-kit
 
 help:
 	@echo "make demo       a packed, proven QLoRA fine-tune on a CPU, in two to three minutes"
 	@echo "make test       what a change is likely to break, in minutes on two cores; test-all is the rest, too"
+	@echo "make test-versions  a battery under the oldest and the newest supported packages, in fresh environments"
 	@echo "make lint       ruff and pyright"
 	@echo "make docs       the documentation's site, in site/"
 	@echo "make gpu-kit    what a GPU machine without network lacks, in .gpu/ (benchmarks/gpu/README.md)"
@@ -24,6 +25,10 @@ test: $(VENV)/installed
 
 test-all: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2
+
+# The oldest and the newest packages that versions.py names, each in an environment of its own.
+test-versions:
+	$(PYTHON) tools/try_versions.py oldest newest
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

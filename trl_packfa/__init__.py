@@ -69,9 +69,11 @@ __all__ = sorted(_HOME)
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'trl_packfa' has no attribute '{name}'")
-    from .versions import require_versions
+    from .versions import require_versions, tell_of_newer_versions
 
     require_versions(training=name in _NEEDS_TRL)
+    if name in _NEEDS_TRL:
+        tell_of_newer_versions()
     globals()[name] = value = getattr(import_module(f".{_HOME[name]}", __name__), name)
     return value
 

@@ -33,7 +33,7 @@ from .patching.apply import PatchState, all_or_none, apply_patch, find_state, un
 from .patching.fused import describe_kernels
 from .patching.inspect import get_patch, inner_model, model_type
 from .patching.named_models import NAME, runs_by_name
-from .versions import installed_version
+from .versions import installed_version, newer_than_tested, tell_of_newer_versions
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +90,7 @@ def patch(
             batches without their pads, or rows that share what they begin with, are not.
         [`NoBackend`]: if the named backend does not exist.
     """
+    tell_of_newer_versions()
     # Before anything is undone or set: a model that is refused stays as it was.
     if share_prefixes and not unpad:
         raise InvalidConfig(
@@ -158,6 +159,8 @@ def _apply_trusted(model: nn.Module, patch: Patch, backend: str, **options: bool
             raise
         raise _does_not_fit(model, error) from error
     unmeasured = [f"PEFT's {kind}" for kind in unmeasured_adapters(model)] + unread_quantizers(model)
+    # Masks and the attention interface lie outside of a model's code: a newer release may have changed those alone.
+    unmeasured += newer_than_tested()
     if known and not unmeasured:
         return
     what = ", ".join(unmeasured) if known else f"{type(model).__name__}'s code"

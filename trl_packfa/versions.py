@@ -1,28 +1,43 @@
-"""This version, and the oldest versions whose APIs it uses, said clearly instead of an ImportError deep inside.
+"""This version, the oldest and the newest versions of other packages that were tested, and a word about others.
 
-TRL is what the trainer builds on, and its versions with the fused LM head need Python 3.11. Models are patched and
-checked without it, on Python 3.10 too.
+TRL is what the trainers build on, and its versions with the fused LM head need Python 3.11. Models are patched and
+checked without it, on Python 3.10 too. `make test-versions` runs at both ends of every range.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
 
 from packaging.version import Version
 
 from .errors import VersionTooOld
 
+logger = logging.getLogger(__name__)
+
 __version__ = "0.1.0"
 
-MINIMUM_VERSIONS = {
-    "torch": "2.6",
-    "transformers": "5.20",
-    "trl": "1.16",
-    "peft": "0.19",
-    "datasets": "4.7",
-    "accelerate": "1.12",
+
+class Tested(NamedTuple):
+    """The oldest and the newest version of a package that the tests ran with."""
+
+    oldest: str
+    newest: str
+
+
+TESTED = {
+    "torch": Tested("2.6.0", "2.14.1"),
+    "transformers": Tested("5.16.0", "5.24.0"),
+    "trl": Tested("1.16.0", "1.16.0"),
+    "peft": Tested("0.19.0", "0.21.2"),
+    "datasets": Tested("4.7.0", "5.2.0"),
+    "accelerate": Tested("1.12.0", "1.15.0"),
 }
+
+MINIMUM_VERSIONS = {package: tested.oldest.removesuffix(".0") for package, tested in TESTED.items()}
 
 
 def installed_version(package: str) -> str | None:
@@ -31,6 +46,28 @@ def installed_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def newer_than_tested() -> list[str]:
+    """List the installed packages whose release is newer than the newest tested one, each with both versions.
+
+    A patch release of a tested release (2.14.2 after 2.14.1) is not newer.
+    """
+    found = {package: installed_version(package) for package in TESTED}
+    return [
+        f"{package} {found[package]} (tested up to {tested.newest})"
+        for package, tested in TESTED.items()
+        if Version(found[package] or "0").release[:2] > Version(tested.newest).release[:2]
+    ]
+
+
+@cache
+def tell_of_newer_versions() -> None:
+    """Log one line, once a process, if a package is newer than tested."""
+    if newer := newer_than_tested():
+        logger.warning(
+            "trl-packfa: newer than tested: %s. Each model is checked before it is trusted.", ", ".join(newer)
+        )
 
 
 def require_versions(*, training: bool = True) -> None:

@@ -46,6 +46,7 @@ def beyond(expected, logs, allowed=TRAJECTORY):
     return {name: found for name, found in worst.items() if found > allowed and name not in ROUNDED}
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("lora", [True, *in_full(False)], ids=["lora", "full"])
 @pytest.mark.parametrize("kind", PACKED)
 def test_a_recut_step_is_the_padded_one(kind, lora, tmp_path):

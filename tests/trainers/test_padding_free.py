@@ -38,6 +38,7 @@ def free(trainer, **options):
     return trainer, trainer.trl_packfa_padding_free
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("lora", [True, *in_full(False)], ids=["lora", "full"])
 @pytest.mark.parametrize("kind", [*STABLE, *in_full(*EXPERIMENTAL)])
 def test_it_trains_as_padded(kind, lora, tmp_path, caplog):

@@ -17,6 +17,7 @@ from trl_packfa.kernels.lm_head.chunked import Head
 # The same training ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("completion_only_loss", [True, *in_full(False)])
 @pytest.mark.parametrize("accumulation", [3, *in_full(1)])
 @pytest.mark.parametrize("strategy", ["step", "minibatch"])
@@ -233,6 +234,7 @@ def test_evaluate_takes_a_raw_dataset_and_a_dict(tmp_path):
     assert trainer.evaluate(dataset(5, seed=1))["eval_loss"] == trainer.evaluate()["eval_a_loss"]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("strategy", ["step", *in_full("minibatch", "bfd")])
 def test_resume_continues_bit_for_bit(tmp_path, strategy):
     options = {"packing_strategy": strategy, "max_length": 96, "per_device_train_batch_size": 2, "max_steps": 14}

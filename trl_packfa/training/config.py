@@ -11,9 +11,11 @@ from typing import Any
 from transformers import TrainingArguments
 from trl import ModelConfig, SFTConfig
 
-from ..errors import InvalidConfig
+from ..errors import InvalidConfig, VersionTooOld
 from ..packing import BFD, OVERFLOW_POLICIES, PADDED, STEP, STRATEGIES, Strategy, require_policy
+from ..versions import installed_version
 from .common_config import CommonConfig, require_trainable, settle_loading, settle_precision
+from .sampler import TAKES_BATCHES
 
 LOSS_WEIGHTINGS = ("token", "example")
 
@@ -154,6 +156,13 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
 
     def _require_rows(self) -> None:
         """What rows of a fixed capacity need, and what contradicts them."""
+        if not TAKES_BATCHES:
+            raise VersionTooOld(
+                f"packing_strategy='{self.packing_strategy}' needs transformers >= 5.17, found "
+                f"{installed_version('transformers')}.",
+                why=["its Trainer takes no batches from a sampler"],
+                do="Use packing_strategy='step' or 'minibatch', or upgrade transformers.",
+            )
         if self.max_length is None:
             raise InvalidConfig(
                 f"packing_strategy='{self.packing_strategy}' fills rows of max_length tokens, max_length is None.",

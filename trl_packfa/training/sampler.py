@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_pt_utils import BatchRebalanceSampler
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, trainer_pt_utils
 
 from ..packing import PackedBatchSampler
 
+# By getattr: transformers 5.16 has none yet, and its Trainer takes no batches from a sampler.
+_BatchRebalanceSampler: Any = getattr(trainer_pt_utils, "BatchRebalanceSampler", object)
+TAKES_BATCHES = _BatchRebalanceSampler is not object
 
-class RankAwareSampler(PackedBatchSampler, BatchRebalanceSampler):
+
+class RankAwareSampler(PackedBatchSampler, _BatchRebalanceSampler):
     """The Trainer hands a `BatchRebalanceSampler` to the DataLoader as a batch sampler that knows its rank."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -10,19 +10,21 @@ Shape letters: B rows, L row length, P trained positions, D model dim, V vocabul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from trl.trainer.utils import FusedCausalLMOutput
 
 from ...runtime.autocast import outside_autocast
 from ...runtime.compile import around_graphs, outside_of_graphs
 from ...runtime.override import forward_signature
 from ...runtime.zero3 import is_in_parts
 from .chunks import Chunk, Chunks, Transform
+
+if TYPE_CHECKING:
+    from trl.trainer.utils import FusedCausalLMOutput
 
 
 class Head:
@@ -128,6 +130,9 @@ def scored(
     aux_loss: torch.Tensor | None = None,
 ) -> FusedCausalLMOutput:
     """TRL's output from log-probability, entropy and top-1 `(P,)` of the positions in `mask` `(B, L)`."""
+    # Models are patched and unpatched where TRL is older, or not there: only its own head's callers come here.
+    from trl.trainer.utils import FusedCausalLMOutput
+
     # `masked_scatter` keeps a micro-batch without trained labels connected to the model.
     log_probs, entropy, is_top1 = (x.new_zeros(mask.shape).masked_scatter(mask, x) for x in scores)
     count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch

@@ -12,18 +12,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.state import AcceleratorState
 from torch import nn
 from torch.distributed.tensor import DTensor
-from trl.kernels import ChunkedLogProbFunction
-from trl.trainer.utils import FusedCausalLMOutput
 
 from ...runtime.compile import around_graphs, outside_of_graphs
 from ...runtime.override import Override, forward_signature
 from ...runtime.zero3 import is_in_parts
+
+if TYPE_CHECKING:
+    from trl.trainer.utils import FusedCausalLMOutput
 
 # Where accelerate keeps the forward that it has put autocast around.
 _INSIDE_AUTOCAST = "_original_forward"
@@ -115,6 +116,10 @@ class LabelledHead(Override):
         shift_labels: torch.Tensor | None,
         num_items_in_batch: torch.Tensor | int | None,
     ) -> FusedCausalLMOutput:
+        # Models are patched where TRL is older, or not there: only its own head's callers come here.
+        from trl.kernels import ChunkedLogProbFunction
+        from trl.trainer.utils import FusedCausalLMOutput
+
         if shift_labels is None:
             assert labels is not None
             hidden_BLD, shift_labels = hidden_BLD[:, :-1], labels[:, 1:]
