@@ -12,8 +12,6 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
-from packaging.version import Version
-
 from .errors import VersionTooOld
 
 logger = logging.getLogger(__name__)
@@ -53,6 +51,8 @@ def newer_than_tested() -> list[str]:
 
     A patch release of a tested release (2.14.2 after 2.14.1) is not newer.
     """
+    from packaging.version import Version  # here: tools/try_versions.py reads this file with a bare Python
+
     found = {package: installed_version(package) for package in TESTED}
     return [
         f"{package} {found[package]} (tested up to {tested.newest})"
@@ -80,6 +80,8 @@ def require_versions(*, training: bool = True) -> None:
     Raises:
         [`VersionTooOld`]: naming each, the version found and the version needed.
     """
+    from packaging.version import Version
+
     needed = {package: least for package, least in MINIMUM_VERSIONS.items() if training or package != "trl"}
     found = {package: installed_version(package) for package in needed}
     why = [

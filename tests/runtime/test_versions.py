@@ -115,3 +115,8 @@ def test_what_is_declared_is_what_is_asked_for():
         assert all(declared[package].specifier.contains(version) for version in tested), package
         if package != "trl":
             assert str(declared[package].specifier) == f">={versions.MINIMUM_VERSIONS[package]}"
+
+
+def test_env_prints_the_tested_versions(capsys):
+    assert main(["env"]) == 0
+    assert "transformers 5.16.0 to 5.24.0" in capsys.readouterr().out

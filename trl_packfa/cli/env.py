@@ -53,10 +53,12 @@ def _machine() -> dict[str, str]:
 
 
 def _versions() -> dict[str, str]:
-    from ..versions import MINIMUM_VERSIONS, installed_version
+    from ..versions import MINIMUM_VERSIONS, TESTED, installed_version
 
     packages = ["trl-packfa", *MINIMUM_VERSIONS, *_PACKAGES]
-    return {package: installed_version(package) or "not installed" for package in packages}
+    found = {package: installed_version(package) or "not installed" for package in packages}
+    ranges = [f"{package} {tested.oldest} to {tested.newest}" for package, tested in TESTED.items()]
+    return {**found, "tested versions": ", ".join(ranges)}
 
 
 def _tables() -> dict[str, str]:
