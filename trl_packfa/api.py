@@ -17,9 +17,8 @@ from torch import nn
 
 from .adapters import (
     adapter_kinds,
-    quantization_config_of,
     refuse_adapters,
-    refuse_quantization,
+    refuse_quantized,
     unmeasured_adapters,
     unread_quantizers,
 )
@@ -98,7 +97,7 @@ def patch(
             do="Pass unpad=True, too.",
         )
     refuse_adapters(model)
-    refuse_quantization(quantization_config_of(model))
+    refuse_quantized(model)
     state = find_state(model)
     options = {
         "fused_lora": fused_lora,

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+from bitsandbytes.nn import Linear8bitLt
 from peft import LoraConfig, get_peft_model
 from tolerance import assert_float32, differs
 from training import arguments, packed_trainer
@@ -13,7 +14,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationMethod
 
 from trl_packfa import api, patch
-from trl_packfa.adapters.quantizers import QUANTIZERS, quantizer_of, refuse_quantization
+from trl_packfa.adapters.quantizers import QUANTIZERS, quantizer_of, refuse_quantization, refuse_quantized
 from trl_packfa.errors import UnsupportedModel
 from trl_packfa.patching.apply import apply_patch
 from trl_packfa.patching.inspect import get_patch
@@ -73,6 +74,19 @@ def test_load_in_8bit_leaves_the_threshold_out_and_says_so(saved, caplog):
     assert "llm_int8_threshold=0.0, not bitsandbytes' 6.0" in caplog.text
     padded = packed_trainer(arguments(load_in_8bit=True, packing=False), model=saved, peft_config=None)
     assert padded.model.config.quantization_config.llm_int8_threshold == 6.0
+
+
+@pytest.mark.parametrize("threshold", [6.0, 0.0])
+def test_int8_layers_that_were_put_in_by_hand_are_looked_at(threshold):
+    """No config tells of them."""
+    model = tiny.model(layers=1)
+    layer = Linear8bitLt(64, 64, bias=True, has_fp16_weights=False, threshold=threshold)
+    model.model.layers[0].self_attn.q_proj = layer
+    if threshold:
+        with pytest.raises(UnsupportedModel, match=r"layers.0.self_attn.q_proj' .* a threshold of 6.0"):
+            refuse_quantized(model)
+    else:
+        refuse_quantized(model)
 
 
 def test_every_quantizer_of_transformers_is_in_the_table():

@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
-from .quantizers import quantization_config_of, refuse_quantization, unread_quantizers
+from .quantizers import refuse_quantization, refuse_quantized, unread_quantizers
 from .table import adapter_kinds, refuse_adapter, refuse_adapters, unmeasured_adapters
 
 __all__ = [
     "adapter_kinds",
-    "quantization_config_of",
     "refuse_adapter",
     "refuse_adapters",
     "refuse_quantization",
+    "refuse_quantized",
     "unmeasured_adapters",
     "unread_quantizers",
 ]

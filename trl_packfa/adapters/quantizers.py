@@ -167,6 +167,26 @@ def refuse_quantization(config: Any) -> None:
         )
 
 
+def refuse_quantized(model: nn.Module) -> None:
+    """Refuse a loaded model that is quantized so that documents of a batch are not alone, by its config or its layers.
+
+    Raises:
+        [`UnsupportedModel`]: naming the method or the layer, the reason and what to do.
+    """
+    refuse_quantization(quantization_config_of(model))
+    for name, module in model.named_modules():
+        # bitsandbytes need not be installed. Layers that were put in by hand are in no config.
+        threshold = getattr(getattr(module, "state", None), "threshold", 0.0)
+        if type(module).__name__ == "Linear8bitLt" and threshold:
+            raise UnsupportedModel(
+                f"layer '{name}' is bitsandbytes' Linear8bitLt with a threshold of {threshold}: it cannot be packed "
+                "exactly.",
+                why=[_OUTLIERS.what],
+                do="Make it with threshold=0.0, which is exact, quantize it in 4 bits, or train padded with "
+                "packing=False.",
+            )
+
+
 def quantization_config_of(model: nn.Module) -> Any:
     """What a loaded model says that it is quantized with, `None` if it is not."""
     return getattr(model_config(model), "quantization_config", None)

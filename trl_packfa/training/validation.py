@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.training_args import OptimizerNames
 
-from ..adapters import quantization_config_of, refuse_adapter, refuse_adapters, refuse_quantization
+from ..adapters import refuse_adapter, refuse_adapters, refuse_quantized
 from ..attention import AttentionRequest, get_backend
 from ..collator import LOSSES, ROW_LENGTHS
 from ..errors import TRAIN_PADDED, InvalidConfig, InvalidDataset, NoBackend, PackingError, UnsupportedModel
@@ -142,7 +142,7 @@ def refuse_model(model: str | PreTrainedModel | PeftModel, args: PackedSFTConfig
             do="Pass the model by name, or load it with a BitsAndBytesConfig and drop the argument.",
         )
     refuse_adapters(model)
-    refuse_quantization(quantization_config_of(model))
+    refuse_quantized(model)
 
 
 # Optimizers that keep their state in the weights' dtype.
