@@ -72,9 +72,10 @@ def test_tables_say_with_which_versions_they_were_measured(monkeypatch, capsys):
     with_these = {**measured.measured_with(), "peft": table.measured_with()["peft"]}
     said = f"measured with torch {with_these['torch']}, transformers {with_these['transformers']}"
     assert said in capsys.readouterr().out
-    monkeypatch.setattr("trl_packfa.cli.models.installed_version", {**with_these, "peft": "0.0"}.get)
+    one_of_each = {name: versions.split(", ")[-1] for name, versions in with_these.items()}
+    monkeypatch.setattr("trl_packfa.cli.models.installed_version", {**one_of_each, "peft": "0.0"}.get)
     main(["models"])
-    assert "here:" not in capsys.readouterr().out, "the same versions"
+    assert "here:" not in capsys.readouterr().out, "one of the versions"
     main(["models", "--adapters"])
     assert "; here: peft 0.0, code that differs is checked on your model" in capsys.readouterr().out
 

@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _measured(versions: Mapping[str, str]) -> str:
     """Say with which versions a table was measured, and which of them are others here."""
-    others = {name: installed_version(name) for name in versions if installed_version(name) != versions[name]}
-    here = f"; here: {described(others)}, code that differs is checked on your model" if others else ""
-    return f"measured with {described(versions)}{here}"
+    here = {name: installed_version(name) for name in versions}
+    others = {name: version for name, version in here.items() if version not in versions[name].split(", ")}
+    told = f"; here: {described(others)}, code that differs is checked on your model" if others else ""
+    return f"measured with {described(versions)}{told}"
