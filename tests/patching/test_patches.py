@@ -13,6 +13,7 @@ from tolerance import FORWARD_FACTOR, assert_float32, assert_low_precision, diff
 
 from trl_packfa import PackedLayout, describe, patch, patched, registered, unpatch
 from trl_packfa.patching.apply import apply_patch
+from trl_packfa.patching.attention_interface import _masked_by_choice
 from trl_packfa.patching.inspect import get_patch
 from trl_packfa.runtime.override import override_in
 
@@ -274,3 +275,13 @@ def test_overrides_for_a_cpu_are_put_on_models_that_lie_there_only():
     here, elsewhere = overridden(tiny.model(layers=2)), overridden(tiny.model(layers=2).to("meta"))
     assert here["RMSNormOverride"] == 5 and here["LayerOverride"] == 2
     assert set(elsewhere) == {"BackboneOverride", "AttentionOverride"}
+
+
+def test_chosen_keys_hide_what_comes_later_where_transformers_leaves_the_mask_out():
+    """Before 5.23 a plain causal call of DeepSeek V3.2 has no mask; decoding asks for the last rows of one."""
+    indices = torch.tensor([[[0, 1, 2], [0, 1, 2], [0, 2, 1]]])
+    query, key = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 5, 4)
+    causal = torch.ones(1, 1, 3, 5, dtype=torch.bool).tril(2)
+    expected = _masked_by_choice(causal, indices, query, key)
+    assert torch.equal(_masked_by_choice(None, indices, query, key), expected)
+    assert not torch.equal(expected, causal)

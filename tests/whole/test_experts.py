@@ -67,6 +67,12 @@ def assert_same(packed, padded):
     assert_trajectory([packed.evaluate()["eval_loss"]], [padded.evaluate()["eval_loss"]])
 
 
+def test_dropout_on_experts_is_refused_by_its_field(tmp_path):
+    """TRL's default is 0.05, which PEFT refuses with a ValueError that names no field."""
+    with pytest.raises(InvalidConfig, match=r"lora_dropout=0\.05 on a mixture of experts(.|\n)*Set lora_dropout=0"):
+        packed_trainer(arguments(out=tmp_path), model=small_model("mixtral"), peft_config=None)
+
+
 @pytest.mark.parametrize(("name", "run"), [*((name, run) for name in TYPES for run in RUNS), *MORE])
 def test_the_padded_runs_losses_and_weights(tmp_path, name, run):
     accumulation, batch_size, strategy, multiple, coefficient = run

@@ -123,12 +123,15 @@ def _attend_to_chosen(
 
 
 def _masked_by_choice(
-    attention_mask: torch.Tensor, indices: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    attention_mask: torch.Tensor | None, indices: torch.Tensor, query: torch.Tensor, key: torch.Tensor
 ) -> torch.Tensor:
     """The mask of an unpacked call with the keys that an indexer did not choose hidden: models do it themselves, but
     not for an attention function of another name than `eager` and `sdpa`."""
     hidden = indices.new_ones((*indices.shape[:2], key.shape[2]), dtype=torch.bool)
     hidden = hidden.scatter(-1, indices.long(), False).unsqueeze(1)
+    if attention_mask is None:  # transformers leaves a plain causal mask to the attention function
+        queries, keys = hidden.shape[-2:]
+        attention_mask = torch.ones_like(hidden).tril(keys - queries)
     if attention_mask.dtype == torch.bool:
         return attention_mask & ~hidden
     return attention_mask.masked_fill(hidden, torch.finfo(query.dtype).min)

@@ -151,14 +151,21 @@ def _keep_tokens_apart(config: BitsAndBytesConfig) -> None:
 
 @contextmanager
 def telling_of_targets(model: Any, args: Any) -> Iterator[None]:
-    """Around what puts the default adapter on: names the layers that there are, where the targets match none.
+    """Turn what PEFT refuses of the default adapter into the field to change: targets that match no layer, and dropout
+    on the weights of experts.
 
     Raises:
-        [`InvalidConfig`]: naming them.
+        [`InvalidConfig`]: naming it.
     """
     try:
         yield
     except ValueError as error:
+        if "does not work with lora_dropout" in str(error):
+            raise InvalidConfig(
+                f"lora_dropout={args.lora_dropout} on a mixture of experts.",
+                why=["PEFT adapts the weights of all experts as one parameter, where it knows no dropout"],
+                do="Set lora_dropout=0, or name only linear layers in lora_target_modules (q_proj, v_proj ...).",
+            ) from error
         if "not found in the base model" not in str(error):  # PEFT 0.19 raises a plain ValueError
             raise
         layers = ", ".join(_linear_layers(model, args))
