@@ -69,13 +69,14 @@ def test_env_says_what_a_bug_report_needs(capsys):
 
 def test_tables_say_with_which_versions_they_were_measured(monkeypatch, capsys):
     main(["models"])
-    with_these = {**measured.measured_with(), "peft": table.measured_with()["peft"]}
+    with_these = measured.measured_with()
     said = f"measured with torch {with_these['torch']}, transformers {with_these['transformers']}"
     assert said in capsys.readouterr().out
     one_of_each = {name: versions.split(", ")[-1] for name, versions in with_these.items()}
-    monkeypatch.setattr("trl_packfa.cli.models.installed_version", {**one_of_each, "peft": "0.0"}.get)
+    monkeypatch.setattr("trl_packfa.cli.models.installed_version", one_of_each.get)
     main(["models"])
     assert "here:" not in capsys.readouterr().out, "one of the versions"
+    monkeypatch.setattr("trl_packfa.cli.models.installed_version", {**table.measured_with(), "peft": "0.0"}.get)
     main(["models", "--adapters"])
     assert "; here: peft 0.0, code that differs is checked on your model" in capsys.readouterr().out
 

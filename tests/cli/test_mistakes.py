@@ -101,6 +101,11 @@ GRPO = ["--trainer", "grpo", "--num_generations", "2", "--per_device_train_batch
         ("answers", [*GRPO, "--reward_funcs", "rewards.none"], r"cannot import 'rewards.none'(.|\n)*no attribute"),
         ("answers", [*GRPO, "--reward_funcs", "nowhere.none"], r"cannot import 'nowhere.none'(.|\n)*No module named"),
         ("text", [*GRPO, "--reward_funcs", "rewards.brevity"], r"wanted: 'prompt'"),
+        (
+            "answers",
+            [*GRPO, "--reward_funcs", "rewards.brevity", "--dataset_streaming", "true"],
+            r"train dataset is a stream, of which TRL's GRPOTrainer cannot train",
+        ),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_message(data, more, said, folder, monkeypatch, capsys):

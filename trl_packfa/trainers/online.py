@@ -12,15 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, RLOOConfig, RLOOTrainer
 from trl import rewards as trl_rewards
 
-from ..errors import InvalidConfig
+from ..errors import InvalidConfig, InvalidDataset
 from ..training.common_config import CommonConfig, require_trainable, settle_loading, settle_precision
 from ..training.construction import load_as_asked
-from ..training.model_loading import telling_of_targets
+from ..training.model_loading import named, telling_of_targets
 from .padding_free import padding_free
-from .refusals import refuse_before_loading, refuse_liger
+from .refusals import refuse_before_loading, refuse_liger, require_columns, require_run
 
 
 @dataclass
@@ -59,7 +60,15 @@ def rloo(model: str, **given: Any) -> Any:
 
 
 def _without_pads(trainer: Any, model: str, *, args: Any, **given: Any) -> Any:
-    refuse_before_loading(trainer.__name__, {"model": model, **given}, args, columns=(("prompt",),))
+    for name, dataset in named(given.get("train_dataset"), given.get("eval_dataset")):
+        if not isinstance(dataset, Dataset):
+            raise InvalidDataset(
+                f"the {name} dataset is a stream, of which TRL's {trainer.__name__} cannot train.",
+                do="Drop dataset_streaming.",
+            )
+        require_columns(dataset, name=name, trainer=trainer.__name__, formats=(("prompt",),))
+    refuse_before_loading(trainer.__name__, {"model": model, **given}, args)
+    require_run({"model": model, **given}, args)
     quantization, adapter = load_as_asked(model, args, quantization=None, adapter=None)
     with telling_of_targets(model, args):
         built = trainer(model, args=args, quantization_config=quantization, peft_config=adapter, **given)
