@@ -76,7 +76,7 @@ BUILDERS = {"model": model, "mamba": mamba, "experts": experts}
 
 def trainer_of(
     folder, *, strategy="step", lora=True, fsdp=None, zero3=False, patch_first=False, build=model, base=None,
-    padded=False, **options
+    padded=False, documents=48, **options
 ):  # fmt: skip
     """A trainer whose steps hold the same examples under any number of processes; `padded`, TRL's own."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -106,7 +106,8 @@ def trainer_of(
         return SFTTrainer(built, args, train_dataset=dataset(), processing_class=tokenizer, peft_config=adapter)
     if patch_first:
         trl_packfa.patch(built)
-    return packed_trainer(args, model=built, peft_config=lora_config() if lora else None)
+    adapter = lora_config() if lora else None
+    return packed_trainer(args, model=built, peft_config=adapter, train_dataset=dataset(documents))
 
 
 def take_fsdp_on_a_cpu():
@@ -151,6 +152,7 @@ def run(
         trainer.add_callback(callback)
     if evaluate:
         return {"eval": trainer.evaluate(dataset(8))["eval_loss"]}
+    trained = count_trained(trainer)
     trainer.train(resume_from_checkpoint=resume)
     if trainer.is_fsdp_enabled:  # of a sharded state dict the Trainer would save nothing, without a word
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
@@ -158,11 +160,26 @@ def run(
     return {
         "losses": losses(trainer),
         "tokens": [entry["num_tokens"] for entry in trainer.state.log_history if "loss" in entry],
+        "trained": sum(gather_object([sum(trained)])),
         "verdict": "padded" if scenario.get("padded") else trainer.exactness.verdict,
         "engine": str(trainer.accelerator.distributed_type).removeprefix("DistributedType."),
         "graphs": compiled_graphs(),
         "wrapped": [type(trainer.model_wrapped).__name__, type(trainer.model).__name__],
     }
+
+
+def count_trained(trainer):
+    """The true tokens of this rank's packed micro-batches, as they come."""
+    found, compute_loss = [], trainer.compute_loss
+
+    def counting(model, inputs, *args, **kwargs):
+        layout = inputs.get("packed_layout")
+        if layout is not None and trainer.model.training:
+            found.append(layout.num_tokens - layout.padding)
+        return compute_loss(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = counting
+    return found
 
 
 def errors_of_all(trainer, rank, kind="forward"):

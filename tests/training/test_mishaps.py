@@ -12,6 +12,7 @@ from datasets import Dataset, IterableDataset
 from filelock import FileLock
 from training import SAVING, arguments, dataset, losses, packed_trainer, rows
 from transformers import TrainerCallback
+from trl_trainers import build_packed
 
 from trl_packfa.errors import CheckpointNotWritten, InvalidConfig, NonFiniteLoss
 from trl_packfa.training.checkpointing import last_whole_checkpoint
@@ -227,6 +228,45 @@ def test_a_file_size_limit_stops_the_run_and_the_first_checkpoint_stays_whole(tm
     finally:
         signal.signal(signal.SIGXFSZ, before)
     assert last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+
+
+class Accumulate(TrainerCallback):
+    """Sets `gradient_accumulation_steps` after a step."""
+
+    def __init__(self, after, steps):
+        self.after, self.steps = after, steps
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.after:
+            args.gradient_accumulation_steps = self.steps
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize(("before", "after", "then"), [(2, 1, 4), (4, 1, 3)])
+def test_more_micro_batches_in_the_middle_of_a_step_are_refused(tmp_path, kind, before, after, then):
+    """The Trainer would make an optimizer step without a gradient, and leave one's gradients lying."""
+    options = {"gradient_accumulation_steps": before, "per_device_train_batch_size": 2, "max_steps": 4}
+    if kind == "sft":
+        trainer = packed_trainer(arguments(out=tmp_path, check_packing=False, **options))
+    else:
+        trainer = build_packed("dpo", tmp_path, check_packing=False, **options)
+    trainer.add_callback(Accumulate(after, then))
+    with pytest.raises(InvalidConfig, match=rf"changed to {then} while training, in the middle of a step"):
+        trainer.train()
+    assert trainer.state.global_step == after
+
+
+@pytest.mark.parametrize(("before", "after", "then"), [(2, 2, 4), (4, 1, 2)])
+def test_more_micro_batches_where_the_count_allows_it_are_trained(tmp_path, before, after, then):
+    """The same tokens in every step as under `minibatch`, whose micro-batches the Trainer counts itself."""
+    logged = []
+    for strategy in ("step", "minibatch"):
+        options = {"gradient_accumulation_steps": before, "per_device_train_batch_size": 2, "max_steps": 4}
+        trainer = packed_trainer(arguments(out=tmp_path, packing_strategy=strategy, check_packing=False, **options))
+        trainer.add_callback(Accumulate(after, then))
+        trainer.train()
+        logged.append([entry["num_tokens"] for entry in trainer.state.log_history if "loss" in entry])
+    assert logged[0] == logged[1] and len(logged[0]) == 4
 
 
 def test_a_corrupt_shard_is_an_error_before_the_first_step(tmp_path):

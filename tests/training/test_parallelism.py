@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig, load_checkpoint_and_dispatch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, load_checkpoint_and_dispatch
 from tiny_models import small_model
+from torch.utils.data import DataLoader
 from training import arguments, packed_trainer
 
 import trl_packfa
@@ -18,6 +19,7 @@ from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset,
 from trl_packfa.training import distributed as ranks
 from trl_packfa.training.checkpointing import PACKING_REPORT, last_whole_checkpoint, read_progress
 from trl_packfa.training.parallelism import asked_parallelism, refuse_uneven_calls
+from trl_packfa.training.step_packing import count_every_rank
 
 
 @pytest.mark.parametrize(
@@ -205,6 +207,20 @@ def test_ranks_with_other_documents_are_refused(monkeypatch):
     with pytest.raises(InvalidDataset, match=r"rank 0 5 \((.|\n)*rank 1 6 \("):
         ranks.require_same_documents(two_ranks(monkeypatch, (6, 7)), lengths)
     ranks.require_same_documents(SimpleNamespace(num_processes=1), lengths)
+
+
+def test_what_ranks_count_is_not_cut_at_the_end_of_an_epoch():
+    """accelerate takes a number of each rank for an example, of which the last batch may repeat some: the control."""
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(range(3), batch_size=2))
+    of_ranks = torch.tensor([5, 7])
+    batches = iter(loader)
+    assert len(next(batches)) == 2 and accelerator.gather_for_metrics(of_ranks).tolist() == [5, 7]
+    assert len(next(batches)) == 1 and accelerator.gather_for_metrics(of_ranks).tolist() == [5]
+    count_every_rank(accelerator)
+    assert accelerator.gather_for_metrics(of_ranks).tolist() == [5, 7]
+    assert next(batches, None) is None
+    count_every_rank(accelerator)  # between two epochs there is no loader
 
 
 class Killed(BaseException):

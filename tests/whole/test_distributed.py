@@ -54,6 +54,11 @@ TWO = {
     "DDP leak": {"leak": 1},
     "FSDP2 leak": {"leak": 1, **FSDP2},
     "resume": LONG,
+    # 13 documents for 2 ranks of 4: the last step has fewer, and accelerate repeats some.
+    **{
+        f"DDP partial {strategy}": {"strategy": strategy, "documents": 13, "max_steps": -1, "num_train_epochs": 1}
+        for strategy in ("step", "minibatch", "bfd")
+    },
 }
 # A 4-bit model, by how it is wrapped and how its codes are kept: those in bytes stay whole on every rank.
 NF4 = {"DDP": ({}, "uint8"), "FSDP2, whole": (FSDP2, "uint8"), "FSDP2, sharded": (FSDP2, "float32")}
@@ -157,6 +162,12 @@ def test_four_processes_train_as_one(folder, one, four, name):
     same = name.split(" ", 1)[1]
     saved, reference = folder / "four" / name / "saved", folder / "one" / same / "saved"
     assert_same(four[0][name], one[same], saved, reference, lora=same.endswith("LoRA"))
+
+
+@pytest.mark.parametrize("strategy", ["step", "minibatch", "bfd"])
+def test_the_tokens_of_every_rank_count_in_the_last_step_too(two, strategy):
+    result = two[f"DDP partial {strategy}"]
+    assert result["tokens"][-1] == result["trained"]
 
 
 def test_trained_weights_are_told_from_others(folder, one):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from ..errors import ContaminationError
 from ..runtime.padded_rows import rows_of, tell_rows
-from ..training.step_packing import Documents, in_turn
+from ..training.step_packing import Documents, in_turn, require_aligned
 from .alone import alone
 from .collating import CountedBatch
 from .cutting import PairCutter, PairSlot, Part
@@ -89,6 +89,7 @@ class RecutSteps(Base):
         """TRL's training step; for the slot that holds a whole optimizer step, one per micro-batch."""
         if not isinstance(inputs, PairSlot):
             return super().training_step(model, inputs, num_items_in_batch)
+        require_aligned(inputs, self.accelerator, self.args.gradient_accumulation_steps)
         loss = torch.zeros((), device=self.args.device)  # all that an idle slot has
         if not inputs.micro_batches:
             return loss

@@ -129,6 +129,42 @@ def of_all_ranks(
     return examples, np.array(numbers)
 
 
+def require_aligned(slot: Slot, accelerator: Accelerator, accumulation: int) -> None:
+    """Refuse a slot that the Trainer takes for another of its step than it is: an optimizer step without gradients, or
+    gradients that no optimizer step takes.
+
+    Args:
+        slot ([`Slot`]):
+            About to run.
+        accelerator (`Accelerator`):
+            Whose gradients the Trainer has told to be whole where it makes an optimizer step after the slot.
+        accumulation (`int`):
+            `gradient_accumulation_steps` as they are now.
+
+    Raises:
+        [`InvalidConfig`]: if `gradient_accumulation_steps` was changed at a step where the Trainer's count does not
+            allow it.
+    """
+    if bool(slot.micro_batches) != accelerator.sync_gradients:
+        raise InvalidConfig(
+            f"gradient_accumulation_steps was changed to {accumulation} while training, in the middle of a step.",
+            why=[
+                "the Trainer makes an optimizer step where its count of micro-batches is a multiple of it, and the "
+                "examples of this step were cut together"
+            ],
+            do="Change it where the number of micro-batches so far is a multiple of the new value, or before train(); "
+            "packing_strategy='minibatch' steps wherever the Trainer does.",
+        )
+
+
+def count_every_rank(accelerator: Accelerator) -> None:
+    """Let `gather_for_metrics` return what every rank gives, in the last step of an epoch too: accelerate takes sums
+    of ranks for examples there, and leaves out as many as the last batch repeats."""
+    loader = accelerator.gradient_state.active_dataloader
+    if loader is not None:
+        loader.remainder = 0
+
+
 def in_turn(slot: Slot, *, accelerator: Accelerator, model: Any, syncs_itself: bool) -> Iterator[dict[str, Any]]:
     """The micro-batches of a step, each to be run while it is held: gradients are reduced over ranks at the last.
 

@@ -67,7 +67,7 @@ from .plain_config import AsGiven, asks_for_packing, padded, tell_adapter, tell_
 from .resuming import identity
 from .runs import alone_in_folder, go_on, whole
 from .sampler import EpochCallback
-from .step_packing import Slot, StepCutter, how_to_cut, in_turn
+from .step_packing import Slot, StepCutter, count_every_rank, how_to_cut, in_turn, require_aligned
 from .throughput import SpeedMeter
 from .transfer import copies_without_waiting, send
 from .validation import refuse_loss_function, refuse_noise, refuse_precision, refuse_sources
@@ -359,8 +359,12 @@ class PackedSFTTrainer(SFTTrainer):
     ) -> tuple[list[Any], torch.Tensor | int | None]:
         """The micro-batches of one optimizer step, and the number of tokens that it trains over all ranks."""
         if self._cutter is None:
-            return super().get_batch_samples(epoch_iterator, num_batches, device)
+            found = super().get_batch_samples(epoch_iterator, num_batches, device)
+            if self.args.packing:
+                count_every_rank(self.accelerator)
+            return found
         batches = list(islice(epoch_iterator, num_batches))  # `Documents`, not collated
+        count_every_rank(self.accelerator)
         if not batches:
             return [], None
         slots = self._cutter.cut(batches, self.data_collator)
@@ -385,6 +389,7 @@ class PackedSFTTrainer(SFTTrainer):
         self._speed.start(self._total_train_tokens)
         if not isinstance(inputs, Slot):
             return self._run_micro_batch(model, inputs, num_items_in_batch)
+        require_aligned(inputs, self.accelerator, self.args.gradient_accumulation_steps)
         loss = torch.zeros((), device=self.args.device)  # all that an idle slot has
         self.current_gradient_accumulation_steps = len(inputs.micro_batches)  # TRL divides the auxiliary loss by it
         syncs_itself = self.is_deepspeed_enabled
