@@ -16,7 +16,7 @@ from training import arguments, packed_trainer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from trl_packfa import describe, patch, unpatch
-from trl_packfa.kernels.lora.layers import chunk_size
+from trl_packfa.kernels.lora.layers import Layers, chunk_size
 
 EVERYWHERE = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"}
 
@@ -94,6 +94,21 @@ def test_gradient_checkpointing(use_reentrant, trains_inputs):
     if trains_inputs or use_reentrant:
         model.enable_input_require_grads()
     assert_like_peft(model)
+
+
+@pytest.mark.parametrize(("use_reentrant", "again"), [(False, 3), (True, 4)])
+def test_a_checkpoint_computes_no_last_product_again(use_reentrant, again, monkeypatch):
+    """Of the inputs of a layer's products (query, key and value; output; gate and up; down) that of the last is not
+    needed for a backward; the control is a reentrant checkpoint, which runs the whole layer."""
+    (expected, expected_grads), calls, apply = run(adapted(), fused=True), [], Layers.apply
+    monkeypatch.setattr(Layers, "apply", lambda self, *args: (calls.append(1), apply(self, *args))[1])
+    model = adapted()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    logits, grads = run(model, fused=True)
+    assert len(calls) == 2 * (4 + again)
+    assert torch.equal(logits, expected) and grads.keys() == expected_grads.keys()
+    assert all(torch.equal(grad, expected_grads[name]) for name, grad in grads.items())
 
 
 def test_rows_longer_than_a_chunk(monkeypatch):

@@ -25,7 +25,7 @@ from ..liger.swiglu import gated_by_liger
 from .activated import ActivatedLoraOverride, Invocations, activated_layers
 from .decisions import decide
 from .in_graphs import project_in_graph
-from .products import GatedMLP, ProjectTogether
+from .products import ProjectTogether, gated_mlp
 from .projections import Projection, compute_dtype, is_adapted, output_dtype, read, unsupported_reason
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
@@ -69,9 +69,9 @@ class GatedMLPOverride(Override):
         out = output_dtype(x, projections[0])
         if output_dtype(x, projections[2]) != out:
             return self._call_in_parts(x, by_liger)
-        options = (mlp.act_fn, by_liger, dtype, out, torch.is_grad_enabled())
+        options = {"by_liger": by_liger, "dtype": dtype, "dtype_out": out}
         with torch.autocast(x.device.type, enabled=False):
-            y = GatedMLP.apply(x.flatten(0, -2), projections, *options, *_adapters(projections))
+            y = gated_mlp(x.flatten(0, -2), projections, mlp.act_fn, **options)
         return y.view(*x.shape[:-1], -1)
 
     def _call_in_parts(self, x: torch.Tensor, by_liger: bool) -> torch.Tensor:

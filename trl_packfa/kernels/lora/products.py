@@ -7,6 +7,7 @@ Shape letters: T tokens, D input features, O output features, I features inside 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from ..liger.swiglu import is_last_backward, swiglu, swiglu_gradients
 from .layers import Layers, chunk_size, chunks
 from .projections import Projection
 
-# Arguments of [`GatedMLP`] between its input and its adapters.
-_OPTIONS = 6
+# Arguments of [`_GatedMLP`] between its input and its adapters.
+_OPTIONS = 7
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -112,13 +113,78 @@ class ProjectTogether(Function):
         return grad_x, None, None, None, *factors
 
 
-class GatedMLP(Function):
-    """`down(activation(gate(x)) * up(x))`: keeps gate and up, computes everything else again."""
+class _Keep(Function):
+    """Keeps tensors for a function that runs next, and hands the first one on.
+
+    torch takes what an autograd function keeps when its forward has ended, and a checkpoint ends its second forward
+    with the last tensor that was kept: a function that keeps its own would compute its last product there for nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: torch.Tensor, keepers: list[Any], *tensors: torch.Tensor | None) -> torch.Tensor:
+        """`keepers` is told the context that has `saved_tensors`."""
+        ctx.set_materialize_grads(False)
+        keepers.append(ctx)
+        ctx.save_for_backward(x_TD, *tensors)
+        ctx.others = len(tensors)
+        return x_TD.view_as(x_TD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[Any, ...]:
+        return grad, *(None,) * (ctx.others + 1)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Gate and up `(T, I)`, the context that keeps them and the input, and whether the input trains."""
+
+    gate: torch.Tensor
+    up: torch.Tensor
+    keeper: Any
+    input_trains: bool
+
+
+def gated_mlp(
+    x_TD: torch.Tensor,
+    projections: Sequence[Projection],
+    activation: Activation,
+    *,
+    by_liger: bool,
+    dtype: torch.dtype,
+    dtype_out: torch.dtype,
+) -> torch.Tensor:
+    """Compute `down(activation(gate(x)) * up(x))`: gate and up are kept, everything else is computed again.
+
+    Args:
+        x_TD (`torch.Tensor`): `(T, D)`.
+        projections (`Sequence[Projection]`): gate, up, down.
+        activation (`Callable`): of the gate.
+        by_liger (`bool`): leaves the activation, SiLU, and the product to Liger.
+        dtype, dtype_out (`torch.dtype`): of the products, and of their results.
+    """
+    keeps, kept = torch.is_grad_enabled(), None
+    adapters = [factor for p in projections for factor in (p.lora_A, p.lora_B)]
+    # Narrower results are rounded when they are kept; what is multiplied further is not.
+    if keeps and (dtype_out == dtype or dtype_out.itemsize > dtype.itemsize):
+        keepers: list[Any] = []
+        with torch.no_grad():
+            gate_up = project_forward(x_TD, projections[:2], dtype, (dtype_out,) * 2)
+        input_trains = x_TD.requires_grad
+        x_TD = _Keep.apply(x_TD, keepers, *gate_up, *adapters)  # type: ignore[assignment]
+        kept = _Kept(gate_up[0], gate_up[1], keepers[0], input_trains)
+    options = (projections, activation, by_liger, dtype, dtype_out, keeps)
+    return _GatedMLP.apply(x_TD, kept, *options, *adapters)  # type: ignore[return-value]
+
+
+class _GatedMLP(Function):
+    """See [`gated_mlp`]."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x_TD: torch.Tensor,
+        kept: _Kept | None,
         projections: Sequence[Projection],
         activation: Activation,
         by_liger: bool,
@@ -127,20 +193,30 @@ class GatedMLP(Function):
         keeps: bool,
         *adapters: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`projections` are gate, up, down; `by_liger` leaves the activation, SiLU, and the product to Liger; `keeps`
-        says whether a backward may come."""
-        inner, outer = Layers(projections[:2], dtype), Layers(projections[2:], dtype)
+        """`kept` are gate and up where they are computed, `keeps` says whether a backward may come."""
+        outer = Layers(projections[2:], dtype)
+        inner = Layers(projections[:2], dtype) if kept is None else None
         tokens, features = len(x_TD), projections[0].features
         ctx.size = size = chunk_size(features, x_TD.device, dtype)
         out_TD = x_TD.new_empty(tokens, projections[2].features, dtype=dtype_out)
-        kept = [x_TD.new_empty(tokens if keeps else min(tokens, size), features, dtype=dtype_out) for _ in range(2)]
-        by_liger = by_liger and takes(*kept) and dtype in DTYPES
+        if kept is None:
+            room = tokens if keeps else min(tokens, size)
+            gate_TI, up_TI = (x_TD.new_empty(room, features, dtype=dtype_out) for _ in range(2))
+        else:
+            gate_TI, up_TI = kept.gate, kept.up
+        by_liger = by_liger and takes(gate_TI, up_TI) and dtype in DTYPES
         for number, (x, out) in enumerate(chunks(x_TD, out_TD, size=size)):
             start = number * size if keeps else 0
-            gate, up = inner.apply(x, [part[start : start + len(x)] for part in kept])
+            gate, up = (part[start : start + len(x)] for part in (gate_TI, up_TI))
+            if inner is not None:
+                gate, up = inner.apply(x, [gate, up])
             outer.apply(swiglu(gate, up) if by_liger else activation(gate) * up, [out])
         ctx.projections, ctx.activation, ctx.dtype, ctx.by_liger = projections, activation, dtype, by_liger
-        ctx.save_for_backward(x_TD, *kept, *adapters)
+        if kept is None:
+            ctx.keeper, ctx.input_trains = None, ctx.needs_input_grad[0]
+            ctx.save_for_backward(x_TD, gate_TI, up_TI, *adapters)
+        else:
+            ctx.keeper, ctx.input_trains = kept.keeper, kept.input_trains
         return out_TD
 
     @staticmethod
@@ -148,7 +224,7 @@ class GatedMLP(Function):
     @outside_autocast
     def backward(ctx: Any, grad_TD: torch.Tensor) -> tuple[Any, ...]:
         """Of the input and of every adapter."""
-        x_TD, gate_TI, up_TI, *_ = ctx.saved_tensors
+        x_TD, gate_TI, up_TI, *_ = (ctx if ctx.keeper is None else ctx.keeper).saved_tensors
         inner, outer = Layers(ctx.projections[:2], ctx.dtype), Layers(ctx.projections[2:], ctx.dtype)
         inner.start_backward()
         outer.start_backward()
@@ -161,6 +237,6 @@ class GatedMLP(Function):
             )
             grad_h = torch.empty_like(up)
             outer.backward(gated.product, [grad], grad_h)
-            inner.backward(x, gated.gradients(grad_h), out if ctx.needs_input_grad[0] else None)
+            inner.backward(x, gated.gradients(grad_h), out if ctx.input_trains else None)
         grad_adapters = [*inner.adapter_gradients(), *outer.adapter_gradients()]
-        return grad_x if ctx.needs_input_grad[0] else None, *(None,) * _OPTIONS, *grad_adapters
+        return grad_x if ctx.input_trains else None, *(None,) * _OPTIONS, *grad_adapters
