@@ -64,7 +64,7 @@ def test_the_kit_carries_what_is_tested_and_is_small(pip, tmp_path, capsys):
     (tmp_path / "kit").mkdir()
     (tmp_path / "kit" / "old.whl").touch()
     made = prepare.make(tmp_path / "kit", python="3.12", cuda="130", also=["six==1.17.0"])
-    assert {"transformers==5.23.0", "trl==1.16.0", "liger-kernel==0.8.5", "six==1.17.0"} <= set(pip)
+    assert {"transformers==5.24.0", "trl==1.16.0", "liger-kernel==0.8.5", "six==1.17.0"} <= set(pip)
     assert not any(name.startswith("torch") for name in pip) and len(made) == len(pip)
     trimmed = zipfile.ZipFile(next(path for path in made if path.name.startswith("bitsandbytes")))
     kept = {Path(name).name for name in trimmed.namelist()}
