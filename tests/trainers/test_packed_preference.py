@@ -285,7 +285,8 @@ def test_pairs_are_dealt_level_and_whole(monkeypatch):
     lengths = rng.integers(2, 60, (24, 2))
     rows = [{"a": [0] * int(a), "b": [0] * int(b)} for a, b in lengths]
     columns = (("a",), ("b",))
-    args = type("Args", (), {"max_tokens_per_microbatch": None, "per_device_train_batch_size": 4})
+    options = {"max_tokens_per_microbatch": None, "per_device_train_batch_size": 4, "pad_to_multiple_of": None}
+    args = type("Args", (), options)
     cutter = PairCutter(args, rows=columns, train_dataset=Dataset.from_list(rows), model=tiny.model(layers=1),
                         accelerator=_Accelerator())  # fmt: skip
     assert cutter.budget == 4 * 2 * lengths.max()
