@@ -53,7 +53,7 @@ def oracle_dtype(architecture):
 def test_every_registered_architecture_has_a_row():
     rewritten = {name for name, patch in registered().items() if patch.level == "attention"}
     # Held to transformers' own errors in tests/whole/test_architectures.py: XGLM does not run in float64, and Doge's
-    # exponential bias makes its float32, unpatched, worse than the float32 tolerance allows. EXAONE's model is a Llama.
+    # exponential bias makes its float32, unpatched, worse than the float32 tolerance allows. EXAONE is a Llama.
     assert {model_type for model_type, _ in tiny.ARCHITECTURES.values()} == rewritten - {"doge", "exaone", "xglm"}
 
 
