@@ -71,6 +71,12 @@ def workplace(tmp_path, monkeypatch):
     Path("math").mkdir()
     for split, count in (("train", 40), ("test", 8)):
         Path("math", f"{split}.jsonl").write_text("\n".join(json.dumps(row) for row in rows(count)))
+    alpaca = [{"instruction": tiny.words(4, seed=i), "input": "", "output": tiny.words(3, seed=-i)} for i in range(8)]
+    Path("alpaca.jsonl").write_text("\n".join(map(json.dumps, alpaca)))
+    Path("prompts.jsonl").write_text("\n".join(json.dumps({"prompt": row["instruction"]}) for row in alpaca))
+    Path("my_rewards.py").write_text(
+        "def brevity(completions, **others):\n    return [-len(text) for text in completions]\n"
+    )
     return tmp_path
 
 
@@ -98,7 +104,10 @@ def test_every_command_runs(line, workplace, capsys):
     if argv[0] == "check" and "--adapter" in argv:
         save_adapter("PATH")
         argv[argv.index("NAME")] = "sdpa"
-    if {"my_data.jsonl", "my_data"} & set(argv):
+    if "prompts.jsonl" in argv:
+        argv[argv.index("--model_name_or_path") + 1] = "NAME_OR_PATH"
+        argv += "--max_steps 1 --num_generations 2 --per_device_train_batch_size 2 --max_completion_length 4".split()
+    if {"my_data.jsonl", "my_data", "alpaca.jsonl"} & set(argv):
         argv = stand_ins(argv, workplace)
     assert main([*argv, *EXTRA.get(argv[0], [])]) == 0
     assert capsys.readouterr().out

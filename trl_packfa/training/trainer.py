@@ -378,10 +378,7 @@ class PackedSFTTrainer(SFTTrainer):
         return super()._get_num_items_in_batch(batch_samples, device)
 
     def training_step(
-        self,
-        model: torch.nn.Module,
-        inputs: dict[str, Any],
-        num_items_in_batch: torch.Tensor | int | None = None,
+        self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         """TRL's training step; for the slot that holds a whole optimizer step, one per micro-batch."""
         if self.args.packing:
@@ -519,14 +516,13 @@ class PackedSFTTrainer(SFTTrainer):
     def _require_proof(self) -> None:
         if self.args.packing:
             self._head.choose(self.model_wrapped)
-        if self.args.packing and self.args.check_packing and self.exactness is None:
-            self.prove(self._resumed_from)
+            if self.args.check_packing and self.exactness is None:
+                self.prove(self._resumed_from)
 
     # Runs and checkpoints --------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """TRL's `train`, after the exactness check, if it has not run yet; `resume_from_checkpoint=True` (or `"true"`,
-        `"last"`) takes the last checkpoint that was written whole.
+        """Check packing, then train as TRL does; `True`, `"true"` and `"last"` resume from the last whole checkpoint.
 
         Raises:
             [`ContaminationError`]: if packing is not exact on this model.
