@@ -1,4 +1,4 @@
-"""What a user gets wrong, as commands: one message that says what to do, before anything is trained."""
+"""Commands with a user's mistakes end in one message that says what to do, before anything is trained."""
 
 import json
 import re

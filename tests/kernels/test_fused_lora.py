@@ -98,8 +98,8 @@ def test_gradient_checkpointing(use_reentrant, trains_inputs):
 
 @pytest.mark.parametrize(("use_reentrant", "again"), [(False, 3), (True, 4)])
 def test_a_checkpoint_computes_no_last_product_again(use_reentrant, again, monkeypatch):
-    """Of the inputs of a layer's products (query, key and value; output; gate and up; down) that of the last is not
-    needed for a backward; the control is a reentrant checkpoint, which runs the whole layer."""
+    """A layer's last product (`down_proj`) is not computed again, as no backward needs its result; the
+    control is a reentrant checkpoint, which runs the whole layer."""
     (expected, expected_grads), calls, apply = run(adapted(), fused=True), [], Layers.apply
     monkeypatch.setattr(Layers, "apply", lambda self, *args: (calls.append(1), apply(self, *args))[1])
     model = adapted()

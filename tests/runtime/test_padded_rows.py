@@ -93,7 +93,7 @@ def test_masks_of_inference_mode_are_read_and_what_is_known_there_serves_trainin
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mamba", "roformer"])
 def test_positions_of_one_row_are_every_rows(name):
-    """Where one packed row has as many tokens as a padded row, too: they are no positions of its tokens."""
+    """Positions are expanded also where the packed row has as many tokens as a padded row."""
     model = tiny.MODELS[name]()
     documents = [torch.arange(5, 5 + n) for n in (12, 5, 4, 3)]
     batch = padded(documents, extra=12)

@@ -32,7 +32,7 @@ class Collator:
 
 @pytest.fixture
 def read(monkeypatch):
-    """How often a mask was read."""
+    """Count how often a mask was read."""
     times, own = [], padded_rows.PaddedRows.from_mask.__func__
     monkeypatch.setattr(
         padded_rows.PaddedRows, "from_mask", classmethod(lambda cls, mask: times.append(1) or own(cls, mask))

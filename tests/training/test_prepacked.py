@@ -84,7 +84,7 @@ def test_rows_of_a_stream_too(tmp_path, strategy):
 
 @pytest.mark.parametrize("strategy", ["step", "minibatch"])
 def test_rows_train_as_in_trls_padding_free_batches(tmp_path, strategy):
-    """Where TRL's collator sends the boundaries that `seq_lengths` say."""
+    """The batch holds the boundaries that TRL's collator makes of `seq_lengths`."""
     rows = packed_before()
     args = arguments(out=tmp_path, packing_strategy=strategy, max_length=20, use_peft=False, check_packing=False)
     trainer = packed_trainer(args, train_dataset=rows, peft_config=None)

@@ -152,8 +152,10 @@ class _Regrouping:
 
 @torch.no_grad()
 def measure_control(probe: Probe, scale: float, *, told: Sequence[str] = ()) -> float:
-    """What documents move when others are replaced and no boundaries are told, in `scale`: must be seen. Positions too
-    would tell, as transformers makes boundaries of those that restart."""
+    """Measure how far documents move, in `scale`, when others are replaced and no boundaries are told.
+
+    They must move. Positions that restart would tell boundaries too, as transformers makes boundaries of them.
+    """
     which = replacements(len(probe.lengths))[1]
     before = probe.packed(probe.tokens, told=told)
     after = probe.packed(probe.replaced(which), told=told)

@@ -106,8 +106,11 @@ class Unpadding:
         return noise_of_padded_rows(module, self.noise, rows.padded_lengths(device))
 
     def _asks_for_cache(self, call: dict[str, Any], module: nn.Module) -> bool:
-        """Whether a call is to return a cache. Where it does not say, its config does, by default with yes: a call
-        that trains does not read it, one without gradients may be the first of a decoding loop."""
+        """Tell whether a call is to return a cache.
+
+        A call that does not say follows its config, which asks for one by default. Training does not read the cache,
+        but a call without gradients may be the first of a decoding loop.
+        """
         asked = call.get("use_cache")
         if asked is not None or torch.is_grad_enabled() or not self.generates:
             return asked is True

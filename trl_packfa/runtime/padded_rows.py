@@ -29,7 +29,7 @@ def remember(tensor: torch.Tensor, name: str, value: Any) -> None:
 
 
 def remembered(tensor: torch.Tensor, name: str) -> Any:
-    """What was read from a tensor before, `None` if nothing was or it was written to since."""
+    """Return what was read from a tensor before, `None` if nothing was or the tensor has been written to since."""
     known = None if tensor.is_inference() else getattr(tensor, name, None)
     if known is None or known[0] != tensor._version:
         return None
