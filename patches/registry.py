@@ -1,7 +1,7 @@
 """Which architectures can be patched.
 
 Built-in patches come from `trl_packfa.patches`, third parties' from the entry-point group `trl_packfa.patches`
-or from `register()`. A model type has one patch; a second one is an error that names both.
+or from `register_patch()`. A model type has one patch; a second one is an error that names both.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _which(patch: Patch) -> str:
     return f"one from {patch.origin}, level {patch.level}, for {', '.join(patch.model_types[:3])}"
 
 
-def register(new: Patch) -> None:
+def register_patch(new: Patch) -> None:
     """Add a patch for this process.
 
     Raises:
@@ -61,7 +61,7 @@ def register(new: Patch) -> None:
     _add(_table(), new)
 
 
-def registered() -> dict[str, Patch]:
+def registered_patches() -> dict[str, Patch]:
     """Every model type that can be patched, with its patch, in alphabetical order."""
     return dict(sorted(_table().items()))
 
@@ -85,7 +85,7 @@ def get_patch_for_type(name: str) -> Patch:
         raise UnsupportedModel(
             f"there is no patch for model type '{name}'.",
             why=known or ([f"nearest: {', '.join(near)}"] if near else [f"supported: {', '.join(sorted(table))}"]),
-            do="Declare a trl_packfa.Patch for it and register() it (documentation, 'Writing a patch'), or train it "
-            "padded with PackedSFTConfig(packing=False).",
+            do="Declare a trl_packfa.Patch for it and register_patch() it (documentation, 'Writing a patch'), or train "
+            "it padded with PackedSFTConfig(packing=False).",
         )
     return table[name]

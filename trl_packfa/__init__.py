@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from .exactness import check as check
     from .layout import PackedLayout as PackedLayout
     from .patches.base import Patch as Patch
-    from .patches.registry import register as register
-    from .patches.registry import registered as registered
+    from .patches.registry import register_patch as register_patch
+    from .patches.registry import registered_patches as registered_patches
     from .plotting import plot as plot
     from .trainers.dpo import PackedDPOConfig as PackedDPOConfig
     from .trainers.dpo import PackedDPOTrainer as PackedDPOTrainer
@@ -55,8 +55,8 @@ _HOME = {
     "patch": "api",
     "patched": "api",
     "plot": "plotting",
-    "register": "patches.registry",
-    "registered": "patches.registry",
+    "register_patch": "patches.registry",
+    "registered_patches": "patches.registry",
     "unpatch": "api",
 }
 

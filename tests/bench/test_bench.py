@@ -283,4 +283,4 @@ def test_an_adapter_that_fits_nothing_is_a_row_too(lengths_file, tmp_path, capsy
     argv += ["--lora_target_modules", "nowhere", "--output_dir", str(tmp_path / "out")]
     assert main(["bench", *argv]) == 1
     captured = capsys.readouterr()
-    assert "Target modules nowhere not found" in captured.out and "Traceback" not in captured.err
+    assert "lora_target_modules=nowhere matches no layer" in captured.out and "Traceback" not in captured.err

@@ -347,11 +347,3 @@ def test_too_old_a_transformers(monkeypatch):
     monkeypatch.setitem(MINIMUM_VERSIONS, "transformers", "99")
     with pytest.raises(VersionTooOld, match=r"transformers .*, needed >= 99"):
         importlib.reload(trl_packfa.register)
-
-
-def test_the_module_is_the_function_too():
-    new = trl_packfa.Patch(model_types=("a type of this test",))
-    trl_packfa.register(new)
-    assert find_patch_for_type("a type of this test") is new
-    with pytest.raises(InvalidConfig, match="two patches"):
-        trl_packfa.register(new)

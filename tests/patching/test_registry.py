@@ -8,7 +8,7 @@ import torch
 from tiny_models import small_model
 
 import trl_packfa
-from trl_packfa import Patch, describe, patch, register, registered
+from trl_packfa import Patch, describe, patch, register_patch, registered_patches
 from trl_packfa.errors import InvalidConfig, NoBackend, UnsupportedModel
 
 
@@ -24,7 +24,7 @@ def fresh_registry():
 def test_unknown_architecture_names_the_nearest_and_what_was_tried():
     model = small_model("cpmant")
     model.config.model_type = "lama"
-    expected = r"model type 'lama'(.|\n)*nearest: llama(.|\n)*register\(\)(.|\n)*level rebatch: packing is not exact"
+    expected = r"model type 'lama'(.|\n)*nearest: llama(.|\n)*register_patch\(\)(.|\n)*level rebatch: packing is not exact"
     with pytest.raises(UnsupportedModel, match=expected):
         patch(model)
     assert describe(model) == "not patched"
@@ -45,18 +45,18 @@ def test_unknown_backend_changes_nothing():
 def test_duplicates_raise_and_name_both(fresh_registry):
     theirs = Patch(model_types=("llama",), backbone="X", attention={}, origin="other_package")
     with pytest.raises(InvalidConfig, match=r"'llama'(.|\n)*one from trl_packfa(.|\n)*one from other_package"):
-        register(theirs)
+        register_patch(theirs)
 
 
 def test_register_for_this_process(fresh_registry):
-    register(Patch(model_types=("new",), backbone="X", attention={}))
-    assert "new" in registered()
+    register_patch(Patch(model_types=("new",), backbone="X", attention={}))
+    assert "new" in registered_patches()
 
 
 def test_a_patch_that_does_not_fit_the_model_is_refused(fresh_registry):
-    llama = registered()["llama"]
-    register(Patch(model_types=("other",), backbone="OtherModel", attention=llama.attention))
-    register(Patch(model_types=("fewer",), backbone="LlamaModel", attention={"OtherAttention": lambda *_: None}))
+    llama = registered_patches()["llama"]
+    register_patch(Patch(model_types=("other",), backbone="OtherModel", attention=llama.attention))
+    register_patch(Patch(model_types=("fewer",), backbone="LlamaModel", attention={"OtherAttention": lambda *_: None}))
     model = tiny.model()
     for model_type, message in (("other", "expects one OtherModel, found 0"), ("fewer", "4 layers, but 0 attention")):
         model.config.model_type = model_type
@@ -93,7 +93,10 @@ def test_a_third_party_package_registers_by_entry_point(tmp_path):
     )
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation"]
     subprocess.run([*install, "--target", str(site), str(source)], check=True)
-    script = "import sys, trl_packfa; sys.path.append(sys.argv[1]); print(trl_packfa.registered()['my_llama'].origin)"
+    script = (
+        "import sys, trl_packfa; sys.path.append(sys.argv[1]); "
+        "print(trl_packfa.registered_patches()['my_llama'].origin)"
+    )
     run = subprocess.run([sys.executable, "-c", script, str(site)], check=True, capture_output=True, text=True)
     assert run.stdout.strip() == "my_patches"
 
@@ -110,7 +113,7 @@ def test_a_type_taken_off_its_list_is_tried_like_an_unknown_one(monkeypatch):
     """That it was measured says which level it needs, not that there is none: only refused types are refused."""
     from trl_packfa.patches import registry
 
-    table = {name: patch for name, patch in registered().items() if name != "smollm3"}
+    table = {name: patch for name, patch in registered_patches().items() if name != "smollm3"}
     monkeypatch.setattr(registry, "_table", lambda: table)
     model = patch(small_model("smollm3", num_hidden_layers=1))
     assert "level: interface" in describe(model)

@@ -8,7 +8,7 @@ from tolerance import assert_float32
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trl_packfa import PackedLayout, Patch, check, describe, patch, registered, unpatch
+from trl_packfa import PackedLayout, Patch, check, describe, patch, registered_patches, unpatch
 from trl_packfa.errors import ContaminationError, UnsupportedModel
 from trl_packfa.patches.measured import fingerprint, known_sources, measured_transformers, results
 
@@ -184,7 +184,7 @@ def test_every_registered_type_was_found_exact_with_the_level_it_has():
     from trl_packfa.patches.measured import results
 
     served = {name: result["level"] for name, result in results().items() if result["verdict"] == "exact"}
-    patches = {name: patch for name, patch in registered().items() if name in results()}
+    patches = {name: patch for name, patch in registered_patches().items() if name in results()}
     assert served == {name: patch.level for name, patch in patches.items()}
 
 

@@ -24,8 +24,8 @@ SIGNATURES = {
     "patch": "model * backend= fused_lora= fused_kernels= unpad= share_prefixes=",
     "patched": "model * backend= fused_lora= fused_kernels= unpad= share_prefixes=",
     "plot": "batch_or_layout path= * sliding_window=",
-    "register": "new",
-    "registered": "",
+    "register_patch": "new",
+    "registered_patches": "",
     "unpatch": "model",
 }
 FIELDS = {

@@ -112,8 +112,8 @@ def test_public_names_are_frozen_and_load():
         "patch",
         "patched",
         "plot",
-        "register",
-        "registered",
+        "register_patch",
+        "registered_patches",
         "unpatch",
     ]
     assert all(getattr(trl_packfa, name).__doc__ for name in trl_packfa.__all__)

@@ -134,7 +134,7 @@ def test_entry_points_are_named_before_their_code_runs(monkeypatch, caplog):
     registry._table.cache_clear()
     try:
         with caplog.at_level(logging.INFO, logger="trl_packfa"):
-            assert registry.registered()["foreign"].origin == "foreign_package"
+            assert registry.registered_patches()["foreign"].origin == "foreign_package"
         assert any("foreign_package:PATCH" in line for line in seen), "named only after its code had run"
     finally:
         registry._table.cache_clear()
@@ -150,6 +150,6 @@ def test_an_entry_point_may_not_replace_a_patch_that_was_measured(monkeypatch):
     registry._table.cache_clear()
     try:
         with pytest.raises(InvalidConfig, match=r"one from trl_packfa.*\n  - one from foreign_package"):
-            registry.registered()
+            registry.registered_patches()
     finally:
         registry._table.cache_clear()

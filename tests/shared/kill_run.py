@@ -176,6 +176,7 @@ def train(folder, options, *, point=None, resume=False):
         torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=patience))
         result = run(str(folder), resume=resume, callbacks=callbacks, **options)
         if rank == 0:
+            del result["trained"]  # what this process alone trained; a resumed one trains the rest
             weights = sorted((folder / "saved").glob("*.safetensors"))
             result["weights"] = hashlib.sha256(b"".join(path.read_bytes() for path in weights)).hexdigest()
             (folder / "result.json").write_text(json.dumps(result))

@@ -16,7 +16,7 @@ from tolerance import FORWARD_FACTOR, assert_float32, assert_low_precision
 from training import arguments, packed_trainer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from trl_packfa import describe, patch, registered, unpatch
+from trl_packfa import describe, patch, registered_patches, unpatch
 from trl_packfa.errors import UnsupportedModel
 from trl_packfa.exactness import quiet
 from trl_packfa.runtime.bitsandbytes import SWITCH
@@ -145,13 +145,13 @@ def weights_read_directly(model_type):
 
 def test_layers_that_mamba_kernels_read_are_known():
     """The table in sources.py against transformers' own code."""
-    hybrids = [name for name in registered() if importlib.util.find_spec(f"transformers.models.{name}")]
+    hybrids = [name for name in registered_patches() if importlib.util.find_spec(f"transformers.models.{name}")]
     found = {name: weights_read_directly(name) for name in hybrids if "mamba" in mixers_of(name).lower()}
     assert {name: set(read) for name, read in READ_DIRECTLY.items()} == {n: read for n, read in found.items() if read}
 
 
 def mixers_of(model_type):
-    return " ".join(registered()[model_type].mixers)
+    return " ".join(registered_patches()[model_type].mixers)
 
 
 @pytest.mark.parametrize("quantized", [False, True], ids=["lora", "qlora"])

@@ -10,10 +10,10 @@ from tiny_models import NOT_BUILDABLE, all_types, small_model
 from tolerance import GRADIENT_FACTOR, assert_low_precision, assert_recomputed
 from transformers import PhimoeConfig, PhimoeForCausalLM
 
-from trl_packfa import PackedLayout, check, describe, patch, registered, unpatch
+from trl_packfa import PackedLayout, check, describe, patch, registered_patches, unpatch
 from trl_packfa.errors import InvalidLayout, NoBackend, UnsupportedModel
 
-SERVED = [name for name in all_types() if name in registered() and name not in NOT_BUILDABLE]
+SERVED = [name for name in all_types() if name in registered_patches() and name not in NOT_BUILDABLE]
 LENGTHS = (13, 1, 29, 7)
 
 
@@ -49,7 +49,7 @@ def assert_same_however_the_boundaries_come(model, docs):
     assert not any(cached.get(name) for name in ("past_key_values", "cache_params", "state"))
 
 
-FLOAT32_INSIDE = ("inkling2_text",)  # multiplies float32 by its weights, whatever their dtype
+FLOAT32_INSIDE = ("inkling2_text", "inkling2_loop_text")  # multiply float32 by their weights, whatever the dtype
 # Unpatched, reentrant checkpoints change their gradients too: layers share keys and values through a dictionary.
 SHARED_KEYS = ("gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 

@@ -62,7 +62,7 @@ def workplace(tmp_path, monkeypatch):
     """A folder in which the names that the pages use stand for something small."""
     monkeypatch.chdir(tmp_path)
     # The registry of patches is the process's own; what a snippet registers goes into a copy.
-    table = dict(registry.registered())
+    table = dict(registry.registered_patches())
     monkeypatch.setattr(registry, "_table", lambda: table)
     model = small_model("qwen3", num_hidden_layers=2, intermediate_size=128)
     for folder in ("merged", "NAME_OR_PATH", "SmolLM2-135M-Instruct"):

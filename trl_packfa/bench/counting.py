@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +45,7 @@ class StepCounter:
     def _listen(self, *args: Any, **kwargs: Any) -> Any:
         batches, number = self._inner(*args, **kwargs)
         # A step that is cut anew holds its micro-batches; the trainer takes entries out of its batches.
-        self._heard = [dict(part) for batch in batches for part in getattr(batch, "micro_batches", [batch])]
+        self._heard = [copy(part) for batch in batches for part in getattr(batch, "micro_batches", [batch])]
         return batches, number
 
     def take(self) -> Work:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..patches.registry import registered
+from ..patches.registry import registered_patches
 
 
 def rows(types: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
@@ -23,7 +23,7 @@ def rows(types: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
         }
         for name, result in types.items()
     ]
-    others = {name: patch for name, patch in registered().items() if patch.origin != "trl_packfa"}
+    others = {name: patch for name, patch in registered_patches().items() if patch.origin != "trl_packfa"}
     lines += [
         {**dict.fromkeys(lines[0], ""), "model_type": name, "CPU": patch.level, "why": f"patch from {patch.origin}"}
         for name, patch in others.items()
