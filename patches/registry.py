@@ -85,7 +85,7 @@ def get_patch_for_type(name: str) -> Patch:
         raise UnsupportedModel(
             f"there is no patch for model type '{name}'.",
             why=known or ([f"nearest: {', '.join(near)}"] if near else [f"supported: {', '.join(sorted(table))}"]),
-            do="Declare a trl_packfa.Patch for it and register_patch() it (documentation, 'Writing a patch'), or train "
+            do="Declare a trl_packfa.Patch for it and register_patch() it (see 'Writing a patch'), or train "
             "it padded with PackedSFTConfig(packing=False).",
         )
     return table[name]
