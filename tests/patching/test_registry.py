@@ -24,7 +24,7 @@ def fresh_registry():
 def test_unknown_architecture_names_the_nearest_and_what_was_tried():
     model = small_model("cpmant")
     model.config.model_type = "lama"
-    expected = r"type type 'lama'(.|\n)*nearest: llama(.|\n)*register_patch\(\)(.|\n)*level rebatch: packing is not"
+    expected = r"type 'lama'(.|\n)*nearest: llama(.|\n)*register_patch\(\)(.|\n)*level rebatch: packing is not"
     with pytest.raises(UnsupportedModel, match=expected):
         patch(model)
     assert describe(model) == "not patched"
