@@ -27,23 +27,15 @@ class Tested(NamedTuple):
 
 
 TESTED = {
-    "torch": Tested("2.13.0", "2.14.1"),
-    "transformers": Tested("5.16.1", "5.24.0"),
+    "torch": Tested("2.7.0", "2.14.1"),  # PEFT 0.19 reads a dtype that torch 2.6 does not have
+    "transformers": Tested("5.16.0", "5.24.0"),
     "trl": Tested("1.16.0", "1.16.0"),
-    "peft": Tested("0.21.2", "0.21.2"),
-    "datasets": Tested("5.2.0", "5.2.0"),
-    "accelerate": Tested("1.15.0", "1.15.0"),
+    "peft": Tested("0.19.0", "0.21.2"),
+    "datasets": Tested("4.7.0", "5.2.0"),
+    "accelerate": Tested("1.12.0", "1.15.0"),
 }
 
-# The oldest whose APIs are used. Older than tested is let through: frameworks that pin them patch models, too.
-MINIMUM_VERSIONS = {
-    "torch": "2.6",
-    "transformers": "5.16",
-    "trl": "1.16",
-    "peft": "0.19",
-    "datasets": "4.7",
-    "accelerate": "1.12",
-}
+MINIMUM_VERSIONS = {package: tested.oldest.removesuffix(".0") for package, tested in TESTED.items()}
 
 
 def installed_version(package: str) -> str | None:

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+
+pytest.importorskip("bitsandbytes")
 from bitsandbytes.nn import Linear8bitLt
 from peft import LoraConfig, get_peft_model
 from tolerance import assert_float32, differs

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as torch_modules
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ...runtime.context import current_layout
@@ -29,6 +29,13 @@ from .products import ProjectTogether, gated_mlp
 from .projections import Projection, compute_dtype, is_adapted, output_dtype, read, unsupported_reason
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
+# Hooks that torch calls for every module. The function that asks for them is missing in torch 2.6.
+_HOOKS_OF_EVERY_MODULE = (
+    torch_modules._global_forward_hooks,
+    torch_modules._global_forward_pre_hooks,
+    torch_modules._global_backward_hooks,
+    torch_modules._global_backward_pre_hooks,
+)
 
 
 class AdaptedLinearOverride(ActivatedLoraOverride):
@@ -143,7 +150,7 @@ def _readable(modules: Sequence[nn.Module]) -> list[Projection] | None:
     """What the layers compute, if this call is packed, one of them is adapted and none has a reason against it."""
     if torch.compiler.is_compiling():
         return _readable_in_graph(modules)
-    if current_layout() is None or _has_any_global_hook():  # torch calls those for every module
+    if current_layout() is None or any(_HOOKS_OF_EVERY_MODULE):
         return None
     found: list[Projection] = []
     for module in modules:
