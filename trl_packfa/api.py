@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -23,7 +24,7 @@ from .adapters import (
     unread_quantizers,
 )
 from .errors import ContaminationError, InvalidConfig, UnsupportedModel, is_out_of_memory
-from .exactness import check, check_unpadding
+from .exactness import check, check_unpadding, proof_identity
 from .kernels.lm_head.chunked import undo_head
 from .kernels.lora import adapted_layers, describe_lora
 from .patches.base import Patch
@@ -163,7 +164,8 @@ def _apply_trusted(model: nn.Module, patch: Patch, backend: str, **options: bool
     if known and not unmeasured:
         return
     what = ", ".join(unmeasured) if known else f"{type(model).__name__}'s code"
-    logger.info("trl-packfa: %s was never measured under packing: checking this model.", what)
+    # A warning, as Python shows no less by itself, and nothing else tells why this takes its time.
+    logger.warning("trl-packfa: %s was never measured under packing: checking this model first.", what)
     _require_exact(model)
 
 
@@ -214,7 +216,11 @@ def _require_exact(model: nn.Module) -> None:
         # The packed check compares logits of an LM head.
         if inner_model(model).get_output_embeddings() is None:
             return  # a classifier: padded batches are all that it is called with
-    check(model).require_exact()
+    report = check(model)
+    report.require_exact()
+    logger.warning("trl-packfa: %s in %.1f s", report, report.seconds)
+    if state is not None:
+        state.report = replace(report, identity=proof_identity(model))
 
 
 def _require_unpadded(model: nn.Module) -> None:

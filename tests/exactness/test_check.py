@@ -107,8 +107,13 @@ def test_a_model_that_mixes_no_tokens_proves_nothing():
             layer.self_attn.o_proj.bias.zero_()
     report = check(model)
     assert report.verdict == "no power"
-    with pytest.raises(ContaminationError, match="removing the boundaries changed nothing"):
+    with pytest.raises(ContaminationError, match="removing the boundaries changed nothing") as error:
         report.require_exact()
+    assert "o_proj.weight" in str(error.value) and "small random values" in str(error.value)
+    with torch.no_grad():  # what the message says to do
+        for layer in model.model.layers:
+            torch.nn.init.normal_(layer.self_attn.o_proj.weight, std=1e-3)
+    assert check(model).is_exact
 
 
 def test_nan_is_not_exact():

@@ -25,10 +25,10 @@ def wrap(model, name, fault):
 
 
 def with_layout(change):
-    """A fault that hands one module another layout."""
+    """A fault that hands one module another layout of one row: of several, documents might cross from row to row."""
 
     def fault(override, args, kwargs):
-        if kwargs.get("packed_layout") is not None:
+        if kwargs.get("packed_layout") is not None and kwargs["packed_layout"].rows == 1:
             layout = kwargs["packed_layout"]
             kwargs = {**kwargs, "packed_layout": PackedLayout.from_lengths(change(layout.lengths), rows=layout.rows)}
         return override(*args, **kwargs)
@@ -94,7 +94,7 @@ def shifted(lengths):
 
 
 def joined(lengths):
-    return (lengths[0] + lengths[1], *lengths[2:])
+    return (sum(lengths[:2]), *lengths[2:])
 
 
 FAULTS = {
@@ -191,7 +191,7 @@ def test_a_state_carried_over_by_one_token_is_caught_and_named(model_type):
         from trl_packfa.runtime.context import current_layout, packed_call
 
         layout = current_layout()
-        if layout is None:
+        if layout is None or layout.rows > 1:
             return call(*args, **kwargs)
         kwargs = {key: value for key, value in kwargs.items() if key != "packed_layout" and "mask" not in key}
         with packed_call(PackedLayout.from_lengths(shifted(layout.lengths), rows=layout.rows)):

@@ -5,11 +5,13 @@ from contextlib import nullcontext
 import pytest
 import tiny
 import torch
+from selection import in_full
 from training import arguments, losses, packed_trainer
 from transformers import TrainerCallback
 
 from trl_packfa.errors import ContaminationError
 from trl_packfa.exactness import check_batch, first_batch
+from trl_packfa.kernels.lm_head.chunked import TrainedHead, TrainedLogProbs
 
 LAYER = "model.layers.1.self_attn"
 
@@ -62,9 +64,51 @@ def test_the_proof_of_the_first_batch_changes_no_loss(tmp_path, monkeypatch):
 
 
 def test_the_compared_documents_are_as_many_on_every_rank():
-    assert first_batch._choose([0, 3, 9, 2, 5, 0]) == [1, 4, 2, 3]
-    assert first_batch._choose([0, 7]) == [1, 1, 1, 1]
-    assert first_batch._choose([0, 0]) == [0, 0, 0, 0]
+    assert first_batch._choose([0, 3, 9, 2, 5, 0]) == [2, 1, 4, 3, 1, 1, 1, 1]
+    assert first_batch._choose([0, 7]) == [1] * 8
+    assert first_batch._choose([0, 0]) == [0] * 8
+    many = first_batch._choose(range(40))
+    assert len(set(many)) == 8 and {1, 39} < set(many)
+
+
+class TooLargeBeyond40(torch.autograd.Function):
+    """A backward that is 1.5 times too large for more than 40 positions."""
+
+    @staticmethod
+    def forward(ctx, hidden):
+        ctx.factor = 1.5 if len(hidden) > 40 else 1.0
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor
+
+
+@pytest.mark.parametrize("options", [{}, {"use_peft": False}, *in_full({"bf16": True})], ids=str)
+def test_a_head_whose_backward_is_too_large_stops_the_training(options, tmp_path, monkeypatch):
+    """The proof's documents, and the few tokens by which a head is chosen, are right."""
+    own = TrainedHead._scores
+    monkeypatch.setattr(
+        TrainedHead, "_scores", lambda self, hidden, *rest: own(self, TooLargeBeyond40.apply(hidden), *rest)
+    )
+    adapter = {"peft_config": None} if options.get("use_peft") is False else {}
+    trainer = packed_trainer(arguments(out=tmp_path, **options), model=tiny.model(layers=2), **adapter)
+    with pytest.raises(ContaminationError, match="the LM head that trains is not exact on the first"):
+        trainer.train()
+    assert trainer.exactness.is_exact, "the control: the check before saw nothing"
+
+
+def test_a_head_with_a_wrong_gradient_of_its_weights_stops_the_training(tmp_path, monkeypatch):
+    backward = TrainedLogProbs.backward
+
+    def halved(ctx, grad, *rest):
+        hidden, weight, *others = backward(ctx, grad, *rest)
+        return hidden, None if weight is None else weight / 2, *others
+
+    monkeypatch.setattr(TrainedLogProbs, "backward", staticmethod(halved))
+    trainer = packed_trainer(arguments(out=tmp_path, use_peft=False), model=tiny.model(layers=2), peft_config=None)
+    with pytest.raises(ContaminationError, match="the gradient of its weights"):
+        trainer.train()
 
 
 def test_a_batch_without_boundaries_or_without_labels_proves_nothing(tmp_path):

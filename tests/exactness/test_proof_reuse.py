@@ -9,9 +9,10 @@ import pytest
 import tiny
 import torch
 from selection import in_full
+from tiny_models import small_model
 from training import arguments, losses, packed_trainer
 
-from trl_packfa import patch
+from trl_packfa import api, patch
 from trl_packfa.exactness import proof_identity, reusable_proof
 from trl_packfa.exactness.reuse import code_digest
 from trl_packfa.training import exactness_gate as proving
@@ -118,3 +119,45 @@ def test_a_report_that_is_not_exact_or_not_whole_is_none(tmp_path):
         path.write_text(text)
         assert reusable_proof(path.parent, identity) is None
     assert reusable_proof(tmp_path / "nowhere", identity) is None
+
+
+def test_another_attention_implementation_is_proven_anew():
+    """Level rebatch computes with it, and `to_dict` of a config does not tell it."""
+    model = patch(small_model("roformer"))
+    before = proof_identity(model)
+    model.config._attn_implementation = "eager" if model.config._attn_implementation != "eager" else "sdpa"
+    assert proof_identity(model) != before
+
+
+@pytest.fixture
+def proofs(monkeypatch):
+    """How often a model is checked, by `patch` and by the trainer, where the code was never measured."""
+    count, check = [], api.check
+    monkeypatch.setattr(api, "fingerprint", lambda model: "another transformers")
+
+    def counted(by):
+        def run(*args, **kwargs):
+            count.append(by)
+            return check(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(api, "check", counted("patch"))
+    monkeypatch.setattr(proving, "check", counted("trainer"))
+    return count
+
+
+@pytest.mark.parametrize("options", [{}, *in_full({"bf16": True}, {"gradient_checkpointing": True})])
+def test_a_trainer_takes_the_proof_that_patch_had_to_make(options, tmp_path, proofs, caplog):
+    trainer = packed_trainer(arguments(out=tmp_path, **options))
+    assert "was never measured under packing: checking this model" in caplog.text
+    trainer.train()
+    assert proofs == ["patch"] and trainer.exactness.is_exact and trainer.exactness.first_batch is not None
+
+
+def test_what_patch_proved_of_another_model_is_no_proof(tmp_path, proofs):
+    """The controls: another dtype of what computes, and an adapter that came later."""
+    model = patch(tiny.model(layers=2))
+    trainer = packed_trainer(arguments(out=tmp_path), model=model)
+    trainer.train()
+    assert proofs[0] == "patch" and proofs[-1] in ("patch", "trainer") and len(proofs) == 2

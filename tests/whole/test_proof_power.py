@@ -12,7 +12,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from trl_packfa import PackedLayout, check, patch
 from trl_packfa.errors import ContaminationError, UnsupportedModel
-from trl_packfa.exactness.documents import LONG, LONG_ROWS, SHORT, SHORT_ROWS, draw_documents, losses, replacements
+from trl_packfa.exactness.documents import LONG, LONG_ROWS, SHORT, draw_documents, losses, replacements
+from trl_packfa.exactness.documents import SHAPES as ARRANGEMENTS
 from trl_packfa.patching.apply import find_state
 from trl_packfa.runtime.context import current_layout, packed_call
 
@@ -98,6 +99,84 @@ FAULTS = {
     "a backward leak between rows": lambda flat, layout: MixesGradients.apply(flat, layout.rows),
     "a thousandth of another document": leak(0.001, lambda i, documents: 0 if i else None),
 }
+
+
+def of_length(wanted):
+    """Another result for documents whose length is one of the wanted."""
+    return by_document(lambda i, documents: documents[i] * (1.5 if wanted(len(documents[i])) else 1.0))
+
+
+def if_layout(wanted):
+    """Another result for all documents of a layout that is one of the wanted."""
+    return lambda flat, layout: flat * (1.5 if wanted(layout) else 1.0)
+
+
+def lengths_are(order):
+    """Layouts of several documents in one row whose lengths are in an order."""
+    return if_layout(lambda layout: layout.rows == 1 < layout.num_documents and order(list(layout.lengths)))
+
+
+def from_position(flat, layout, first=700):
+    return torch.cat([row[:first] if part else row[first:] * 1.5
+                      for row in flat.view(layout.rows, layout.row_length, -1) for part in (1, 0)])  # fmt: skip
+
+
+class HalvesGradients(torch.autograd.Function):
+    """Right forwards, half the gradient backwards."""
+
+    @staticmethod
+    def forward(ctx, flat):
+        return flat.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / 2
+
+
+def backward_if(wanted):
+    return lambda flat, layout: HalvesGradients.apply(flat) if wanted(layout) else flat
+
+
+# Code that takes another path for some lengths, rows, numbers and orders of documents.
+SHAPES = {
+    "documents of 2 tokens": of_length(lambda n: n == 2),
+    "documents of a multiple of 16": of_length(lambda n: n % 16 == 0),
+    "documents of 64 tokens": of_length(lambda n: n == 64),
+    "documents of 128 tokens": of_length(lambda n: n == 128),
+    "documents of powers of two over 4": of_length(lambda n: n > 4 and n & (n - 1) == 0),
+    "documents over 200 tokens": of_length(lambda n: n > 200),
+    "rows over 600 tokens": if_layout(lambda layout: layout.row_length > 600),
+    "rows over 1,024 tokens": if_layout(lambda layout: layout.row_length > 1024),
+    "rows of a multiple of 64": if_layout(lambda layout: layout.row_length % 64 == 0),
+    "one document": if_layout(lambda layout: layout.num_documents == 1),
+    "two documents": if_layout(lambda layout: layout.num_documents == 2),
+    "two to four documents": if_layout(lambda layout: 2 <= layout.num_documents <= 4),
+    "more than 16 documents": if_layout(lambda layout: layout.num_documents > 16),
+    "equal lengths": lengths_are(lambda lengths: len(set(lengths)) == 1),
+    "ascending lengths": lengths_are(lambda lengths: lengths == sorted(lengths)),
+    "descending lengths": lengths_are(lambda lengths: lengths == sorted(lengths, reverse=True)),
+    "longest first": lengths_are(lambda lengths: lengths[0] == max(lengths)),
+    "rows of one document": if_layout(lambda layout: layout.rows > 1 and layout.num_documents == layout.rows),
+    "more than three rows": if_layout(lambda layout: layout.rows > 3),
+    "from position 700": from_position,
+    "a leak of two documents": lambda flat, layout: (leak(0.01, lambda i, documents: 0 if i else None)(flat, layout)
+                                                     if layout.num_documents == 2 else flat),
+    "a leak of more than three rows": lambda flat, layout: (leak(0.01, lambda i, documents: 0 if i else None)(
+        flat, layout) if layout.rows > 3 else flat),
+    "a backward of rows over 600 tokens": backward_if(lambda layout: layout.row_length > 600),
+    "a backward of two documents": backward_if(lambda layout: layout.num_documents == 2),
+    "a backward of equal lengths": backward_if(lambda layout: len(set(layout.lengths)) == 1),
+    "a backward of more than three rows": backward_if(lambda layout: layout.rows > 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fault", SHAPES)
+def test_a_fault_of_some_lengths_rows_or_orders_is_seen(fault, dtype):
+    model, context = with_dtype(faulty(SHAPES[fault]), dtype)
+    with context:
+        report = check(model)
+    assert report.verdict == ("leak" if fault.startswith("a leak") else "differs"), str(report)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -207,8 +286,11 @@ def test_every_two_documents_are_told_apart_in_both_directions():
 def test_the_documents_are_those_that_faults_need():
     assert len(LONG) > 8 and sum(LONG) > 512 and max(LONG) > 128 and len(set(LONG)) < len(LONG)
     assert sorted(sum(LONG_ROWS, ())) == list(range(len(LONG)))
-    assert [LONG[i] for i in SHORT] == [11, 1, 37, 5, 19]
-    assert sorted(sum(SHORT_ROWS, ())) == list(range(len(SHORT)))
+    assert {2, 16, 64, 128, 256} < set(LONG) and sum(LONG) > 1024
+    assert [LONG[i] for i in SHORT] == [11, 1, 19]
+    rows = [[[LONG[i] for i in row] for row in arrangement] for arrangement in ARRANGEMENTS.values()]
+    assert {sum(map(len, arrangement)) for arrangement in rows} >= {1, 2, 3, 4, 5, 6}
+    assert any(len(arrangement) > 3 and all(len(row) == 1 for row in arrangement) for arrangement in rows)
 
 
 def test_documents_are_cut_out_of_what_the_model_knows():

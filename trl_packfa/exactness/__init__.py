@@ -3,9 +3,9 @@
 Measurements on a few documents, short ones and long, each with its number, and a control that must fail: with the
 boundaries removed the same measurement has to show a leak, otherwise they prove nothing.
 
-`documents` says what is packed, `probe` runs it, `following` holds every layer to the same input, `rounding` makes the
-noise, `parity` and `isolation` measure, `report` judges, `first_batch` does it again on what is trained,
-`unpadding` compares padded batches with and without their pads.
+`documents` says what is packed, `probe` runs it, `scoring` its LM head, `following` holds layers to the same input,
+`rounding` makes the noise, `parity` and `isolation` measure, `report` judges, `first_batch` does it again on what is
+trained, and `head` compares the LM head there. `unpadding` compares padded batches with and without their pads.
 """
 
 from .first_batch import BatchProof, check_batch

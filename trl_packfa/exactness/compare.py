@@ -5,6 +5,7 @@ Shape letters: S documents, n tokens of one, D features.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
@@ -19,7 +20,7 @@ FLOORS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 4e-3, torch.b
 # Gradients of matrices are products, summed up in float32. Those of norms and biases are sums over tokens, which
 # torch's kernels take in half precision: of 570 tokens they are off by up to a sixth.
 _VECTOR_FLOOR = 0.25
-_GRADIENT_FLOORS = {torch.float64: 3e-4, torch.float32: 3e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+GRADIENT_FLOORS = {torch.float64: 3e-4, torch.float32: 3e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 # Rounding may differ by that many times what it was measured to be: a layer's, which is a sum over thousands of
 # numbers, by less than a parameter's gradient, of which there are few in a bias.
 NOISE_FACTOR, _GRADIENT_NOISE_FACTOR = 4.0, 6.0
@@ -67,22 +68,26 @@ def relative_logits(actual: torch.Tensor, expected: torch.Tensor, *, typical: bo
 
 
 def differences(
-    actual: Sequence[Trace], expected: Sequence[Trace], *, typical: bool = False
+    actual: Mapping[int, Trace], expected: Mapping[int, Trace], *, typical: bool = False
 ) -> dict[tuple[Key, int], float]:
     """The relative difference of each tensor that both runs have followed, by key and document.
 
     Args:
-        actual (`Sequence[Trace]`), expected (`Sequence[Trace]`):
-            What went through the layers, a trace for each document.
+        actual (`Mapping[int, Trace]`), expected (`Mapping[int, Trace]`):
+            What went through the layers, a trace for each document by number.
         typical (`bool`, *optional*, defaults to `False`):
             Take the median token of a document, not the root mean square over its tokens.
     """
     return {
-        (key, document): relative_difference(value, other[key], typical=typical)
-        for document, (one, other) in enumerate(zip(actual, expected, strict=True))
-        for key, value in one.items()
-        if key.kind != "routed" and key in other and other[key].shape == value.shape and value.is_floating_point()
+        (key, document): relative_difference(value, expected[document][key], typical=typical)
+        for document, trace in actual.items()
+        for key, value in trace.items()
+        if key.kind != "routed" and value.is_floating_point() and _has_like(expected[document], key, value)
     }
+
+
+def _has_like(trace: Trace, key: Key, value: torch.Tensor) -> bool:
+    return key in trace and trace[key].shape == value.shape
 
 
 def worst(
@@ -103,6 +108,8 @@ def worst(
 def relative_gradients(found: Sequence[float], norms: Sequence[float]) -> list[float]:
     """Norms of the differences of gradients, `found`, relative to the gradients' own `norms`; a value a parameter."""
     total = sum(norm**2 for norm in norms) ** 0.5
+    if not math.isfinite(total):  # an overflow, of which any difference would be no share
+        return [math.inf] * len(norms)
     # A hundredth of the root mean square of all norms. A bias in front of a softmax, say, has no gradient but
     # rounding, which would be off by 100 %.
     small = max(_SMALL_GRADIENT * total / len(norms) ** 0.5, torch.finfo(torch.float32).tiny)
@@ -114,12 +121,27 @@ def worst_gradient(
 ) -> Finding:
     """The parameter whose gradient is off worst; of each its name and number of dimensions, and, relative, what was
     found and what rounding makes."""
-    usual, findings, floor = median(noise), [], _GRADIENT_FLOORS[dtype]
+    usual, findings, floor = median(noise), [], GRADIENT_FLOORS[dtype]
     for (name, dimensions), difference, own in zip(parameters.items(), found, noise, strict=True):
-        # `difference == difference` is false for NaN alone.
-        own, difference = max(own, usual), difference if difference == difference else float("inf")
+        own, difference = _finite(max(own, usual), difference)
         least = max(floor, _VECTOR_FLOOR) if dimensions < 2 and dtype.itemsize < 4 else floor
         findings.append(Finding(name, difference, max(_GRADIENT_NOISE_FACTOR * own, least), own))
+    return max(findings, key=lambda finding: finding.excess)
+
+
+def _finite(noise: float, difference: float) -> tuple[float, float]:
+    """Noise and difference; no noise and an infinite difference where either is not finite."""
+    return (noise, difference) if math.isfinite(noise) and math.isfinite(difference) else (0.0, math.inf)
+
+
+def worst_inputs(found: Mapping[int, float], noise: Mapping[int, float], dtype: torch.dtype) -> Finding:
+    """The document whose embeddings' gradient is off worst; of each, relative, what was found and what rounding
+    makes."""
+    usual, findings = median(noise.values()) if noise else 0.0, []
+    for document, difference in found.items():
+        own, difference = _finite(max(noise.get(document, 0.0), usual), difference)
+        allowed = max(_GRADIENT_NOISE_FACTOR * own, GRADIENT_FLOORS[dtype])
+        findings.append(Finding("the embeddings", difference, allowed, own))
     return max(findings, key=lambda finding: finding.excess)
 
 

@@ -12,13 +12,23 @@ from .text import TEXT
 
 Documents: TypeAlias = list[torch.Tensor]
 
-# Lengths that find faults: a single token, equal lengths, some past 64 and 128 tokens (what kernels tile by); a dozen
-# of them, in a row that is longer than 512 tokens, and in three rows.
-LONG = (11, 24, 150, 1, 24, 66, 37, 5, 130, 24, 19, 66)
-LONG_ROWS = ((0, 2, 1), (8, 6, 10), (3, 4, 5, 7, 9, 11))
-# Five of them for what is measured more often: one token, unequal, a long one in the middle; in one row and in two.
-SHORT: tuple[int, ...] = (0, 3, 6, 7, 10)
-SHORT_ROWS = ((0, 2), (1, 3, 4))
+# Lengths that find faults: one token and two, equal lengths, multiples of 16, powers of two, some past 64 and 128
+# tokens (what kernels tile by); twenty of them, in one row of more than 1,024 tokens and in three.
+LONG = (11, 24, 150, 1, 24, 66, 37, 5, 130, 24, 19, 66, 2, 16, 64, 16, 128, 16, 256, 16)
+LONG_ROWS = ((0, 2, 18), (8, 6, 10, 16, 12, 13), (3, 4, 5, 7, 9, 11, 14, 15, 17, 19, 1))
+# Three of them for what runs through a whole model, however large.
+SHORT: tuple[int, ...] = (0, 3, 10)
+# Arrangements, by documents of `LONG`, in which code may take another path. A shorter row ends in padding.
+SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
+    "one document": ((6,),),
+    "two documents, ascending": ((7, 10),),
+    "three documents": ((0, 6, 12),),
+    "four documents of one length, 64 tokens": ((13, 15, 17, 19),),
+    "six documents, ascending": ((3, 12, 7, 0, 10, 1),),
+    "five documents, descending, 128 tokens": ((14, 6, 1, 12, 3),),
+    "four rows of one document": ((13,), (15,), (17,), (19,)),
+    "five rows of unequal documents": ((0, 7), (13,), (10, 12), (15, 3), (17,)),
+}
 _LONGEST = LONG.index(max(LONG))
 # Of these some are longer where kernels work in tiles of up to 128 tokens: documents of one, of two and of
 # more than three tiles, whose blocks of keys are whole, partial and, under a window, skipped. By place in `LONG`.

@@ -21,12 +21,15 @@ from ..runtime.boundaries import layout_of
 from ..runtime.compile import uncompiled
 from ..runtime.per_document import BOUNDARIES
 from .compare import NOISE_FACTOR
+from .head import HeadProof, check_head, kept_outputs
+from .products import fast_half_products
 from .quiet import quiet
 from .rounding import last_places_off
 from .subject import rounding_dtype
 
-# As many on every rank: where ranks hold parts of a model, they run its forwards together.
-_DOCUMENTS = 4
+# As many on every rank: where ranks hold parts of a model, they run its forwards together. What rounding makes is
+# measured of the first few of them.
+_DOCUMENTS, _ROUNDED = 8, 3
 # A document with fewer trained tokens has no typical one.
 _FEW = 8
 # Log-probabilities that differ by less, in nats, train the same; two last places of a logit of eight.
@@ -39,11 +42,13 @@ class BatchProof(NamedTuple):
     Attributes:
         difference (`float`), allowed (`float`): in nats, of the typical token of the worst document.
         tokens (`int`): of that document, 0 if all were taken together.
+        head ([`HeadProof`] or `None`): the LM head that trains, on the whole batch.
     """
 
     difference: float
     allowed: float
     tokens: int
+    head: HeadProof | None = None
 
     def require_exact(self) -> None:
         """Raise if the first batch is not exact.
@@ -52,6 +57,8 @@ class BatchProof(NamedTuple):
             [`ContaminationError`]: with the numbers.
         """
         if self.difference <= self.allowed:
+            if self.head is not None:
+                self.head.require_exact()
             return
         which = f"a document of {self.tokens} tokens" if self.tokens else "its documents"
         raise ContaminationError(
@@ -67,7 +74,8 @@ class BatchProof(NamedTuple):
 def check_batch(model: nn.Module, batch: Mapping[str, Any]) -> BatchProof | None:
     """Compare a packed training batch with some of its documents, each alone; `None` if it trains no token.
 
-    Runs the batch forward once, and four of its documents twice: as they are, and with everything off by a last place.
+    Runs the batch forward once, eight of its documents alone, and three of these with everything off by a last place;
+    and the LM head forward and backward ([`~head.check_head`]).
 
     Args:
         model (`torch.nn.Module`):
@@ -81,25 +89,31 @@ def check_batch(model: nn.Module, batch: Mapping[str, Any]) -> BatchProof | None
     # Without the first label, which no token precedes.
     trained = [document != -100 for document in layout.split(batch["labels"])]
     chosen = _choose([int(mask[1:].sum()) for mask in trained])
-    with quiet(model, training=True), uncompiled(model):
-        packed = _log_probs(model, {name: value for name, value in batch.items() if name != "loss"})
+    batch = {name: value for name, value in batch.items() if name != "loss"}
+    with quiet(model, training=True), uncompiled(model), fast_half_products(model):
+        with kept_outputs(model) as outputs:
+            packed = _log_probs(model, batch)
+        head = check_head(model, batch, outputs[0]) if outputs else None
         # TRL's log-probabilities `(B, L - 1)` begin with the second token. One more column in front, and place i is
         # token i.
         pieces = layout.split(nn.functional.pad(packed, (1, 0)))
         alone = [_alone(model, batch, layout, i) for i in chosen]
-        rounded = [_alone(model, batch, layout, i, off=True) for i in chosen]
-    found = []
-    for i, own, off in zip(chosen, alone, rounded, strict=True):
-        mask = trained[i][1:].to(own.device)
-        found.append(((pieces[i][1:] - own)[mask].abs().float(), (off - own)[mask].abs().float()))
-    return _worst(found, [layout.lengths[i] for i in chosen], _FLOOR[rounding_dtype(model)])
+        rounded = [_alone(model, batch, layout, i, off=True) for i in chosen[:_ROUNDED]]
+    masks = [trained[i][1:].to(own.device) for i, own in zip(chosen, alone, strict=True)]
+    found = [(pieces[i][1:] - own)[mask].abs().float() for i, own, mask in zip(chosen, alone, masks, strict=True)]
+    noise = [(off - own)[mask].abs().float() for off, own, mask in zip(rounded, alone, masks, strict=False)]
+    proof = _worst(found, noise, [layout.lengths[i] for i in chosen], _FLOOR[rounding_dtype(model)])
+    return proof and proof._replace(head=head)
 
 
 def _choose(trained: Sequence[int]) -> list[int]:
-    """The first document that trains, the last, the longest and the middle one; again where there are fewer."""
+    """The longest document that trains, the first, the last, the shortest, and some between; again where there are
+    fewer."""
     training = [i for i, count in enumerate(trained) if count] or [0]
-    longest = max(training, key=lambda i: trained[i])
-    return [training[0], training[-1], longest, training[len(training) // 2]]
+    by_length = sorted(training, key=lambda i: trained[i])
+    apart = [training[i * len(training) // _DOCUMENTS] for i in range(_DOCUMENTS)]
+    chosen = dict.fromkeys([by_length[-1], training[0], training[-1], by_length[0], *apart, *training])
+    return [*chosen, *[training[0]] * _DOCUMENTS][:_DOCUMENTS]
 
 
 def _alone(
@@ -127,19 +141,21 @@ def _log_probs(model: nn.Module, call: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _worst(
-    found: Sequence[tuple[torch.Tensor, torch.Tensor]], lengths: Sequence[int], floor: float
+    found: Sequence[torch.Tensor], noise: Sequence[torch.Tensor], lengths: Sequence[int], floor: float
 ) -> BatchProof | None:
-    """The document whose typical token is off most, and all of them taken together."""
-    together = tuple(torch.cat(parts) for parts in zip(*found, strict=True))
-    if not len(together[0]):
+    """The document whose typical token is off most, and all of them taken together; of those without a noise of their
+    own the usual one is taken."""
+    together, usual_noise = torch.cat(list(found)), torch.cat(list(noise))
+    if not len(together):
         return None
-    usual = float(together[1].median())
+    usual = float(usual_noise.median()) if len(usual_noise) else 0.0
+    own = [float(each.median()) if len(each) else usual for each in noise] + [usual] * (len(found) - len(noise))
     proofs = []
-    for (difference, noise), tokens in [(together, 0), *zip(found, lengths, strict=True)]:
+    for difference, rounding, tokens in [(together, usual, 0), *zip(found, own, lengths, strict=True)]:
         # Short ones still count in the tokens of all documents together.
         if tokens and len(difference) < _FEW:
             continue
-        allowed = max(NOISE_FACTOR * max(float(noise.median()), usual), floor)
         middle = float(difference.median())
+        allowed = max(NOISE_FACTOR * max(rounding, usual), floor)
         proofs.append(BatchProof(middle if middle == middle else float("inf"), allowed, tokens))
     return max(proofs, key=lambda proof: proof.difference / proof.allowed)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
@@ -46,6 +46,11 @@ class Parts(NamedTuple):
     layers: dict[str, nn.Module]
     mixers: dict[str, nn.Module]
     routers: dict[str, nn.Module]
+
+    def without(self, names: Iterable[str]) -> Parts:
+        """The parts that are no layer of these names and lie in none."""
+        out = tuple(f"{name}." for name in names)
+        return Parts(*({n: m for n, m in part.items() if not f"{n}.".startswith(out)} for part in self))
 
 
 def find_parts(model: nn.Module, state: PatchState) -> Parts:

@@ -6,20 +6,18 @@ Every two documents are told apart by two runs ([`replacements`]) and by one los
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
 
-from .compare import differences, largest, relative_logits, share, worst
-from .documents import Documents, losses, replacements
-from .following import Key, Trace
-from .parity import Differences, run_packed
-from .probe import Arrangement, Probe
+from .compare import differences, largest, relative_difference, relative_logits, share, worst
+from .documents import losses, replacements
+from .following import Trace
+from .parity import LOGITS, STATES, Differences, run_packed
+from .probe import Arrangement, Outputs, Probe
 from .subject import Subject, rounding_dtype
 
-_LOGITS = Key("logits", "the LM head", 0)
 # The documents that each of two runs replaces.
 Replaced: TypeAlias = "tuple[tuple[bool, ...], tuple[bool, ...]]"
 
@@ -28,44 +26,42 @@ class Isolation(NamedTuple):
     """What moved though it must not.
 
     Attributes:
-        forward (`float`): of the logits of documents that stay, in `scale`; with experts, what regrouping does not
-            explain.
+        forward (`float`): of what goes into the LM head for documents that stay, in `scale`; with experts, what
+            regrouping does not explain.
         regrouped (`float`): what grouping tokens by expert moved, as that rounds sums otherwise.
         gradients (`float` or `None`): of embeddings without a loss, in standard deviations of those with one.
-        base (`list[torch.Tensor]`): logits of the documents as they are.
         which (`tuple`): the documents that were replaced in the two runs between which most moved.
+        where ([`Arrangement`]): in which they were packed.
     """
 
     forward: float
     regrouped: float
     gradients: float | None
-    base: Documents
     which: Replaced
+    where: Arrangement
 
 
 def measure_isolation(
-    subject: Subject, probe: Probe, noise: Differences, scale: float, *, rows: bool, backward: bool
+    subject: Subject, probe: Probe, arrangement: Arrangement, noise: Differences, scale: float, *, backward: bool
 ) -> Isolation:
-    """Isolation of the documents in one row or in several, with gradients or without; `noise` is what rounding makes
-    of every layer, `scale` the logits' standard deviation."""
-    arrangement = probe.rows if rows else probe.row
-    run = probe.in_rows if rows else probe.packed
-    forward = partial(_with_gradients, scale=subject.loss_scale) if backward else _without_gradients
-    everything = range(len(probe.lengths))
-    runs = replacements(len(probe.lengths))
-    trained = losses(len(probe.lengths), len(runs)) if backward else [[]] * len(runs)
+    """Isolation of the documents in one arrangement, with gradients or without; `noise` is what rounding makes of
+    every layer, `scale` the standard deviation of what goes into the LM head."""
+    documents = arrangement.documents
+    everything = range(len(documents))
+    runs = replacements(len(documents))
+    trained = losses(len(documents), len(runs)) if backward else [[]] * len(runs)
     # What each document gave when it, or what replaces it, was first met, and in which run.
     met: dict[tuple[int, bool], tuple[torch.Tensor, int]] = {}
-    regrouping = _Regrouping(subject, probe, arrangement, run, noise) if subject.regroups else None
+    regrouping = _Regrouping(subject, probe, arrangement, noise) if subject.regroups else None
     worst_moved, regrouped, leaked, worst_runs = 0.0, 0.0, None, (runs[0], runs[-1])
     for number, which in enumerate(runs):
-        logits, gradients = forward(probe, run, probe.replaced(which), trained[number], arrangement)
+        states, _, gradients = _run(subject, probe, arrangement, which, trained[number], backward=backward)
         # Met before with the same tokens, while others in the row were replaced: it must give the same bits.
         stay = [i for i in everything if (i, which[i]) in met]
-        off = [(share(largest([logits[i]], [met[i, which[i]][0]]), scale), met[i, which[i]][1]) for i in stay]
+        off = [(share(largest([states[i]], [met[i, which[i]][0]]), scale), met[i, which[i]][1]) for i in stay]
         moved, since = max(off, default=(0.0, 0))
         for i in everything:
-            met.setdefault((i, which[i]), (logits[i], number))
+            met.setdefault((i, which[i]), (states[i], number))
         if regrouping is not None:
             unexplained = regrouping.measure(which)
             regrouped = max(regrouped, moved)
@@ -79,30 +75,29 @@ def measure_isolation(
             others = [gradients[i] for i in everything if i not in trained[number]]
             # Times 0, not zeros: NaN stays NaN, and counts as infinite.
             leaked = max(leaked or 0.0, share(largest(others, (gradient * 0 for gradient in others)), usual))
-    return Isolation(worst_moved, regrouped, leaked, [met[i, False][0] for i in everything], worst_runs)
+    return Isolation(worst_moved, regrouped, leaked, worst_runs, arrangement)
 
 
-def _with_gradients(
+def _run(
+    subject: Subject,
     probe: Probe,
-    run: Callable[[Documents], Documents],
-    tokens: Documents,
-    losses: Sequence[int],
     arrangement: Arrangement,
+    which: Sequence[bool],
+    trained: Sequence[int],
     *,
-    scale: float,
-) -> tuple[Documents, Documents | None]:
-    return probe.embedding_gradients(run, tokens, losses, arrangement, scale=scale)
-
-
-@torch.no_grad()
-def _without_gradients(
-    probe: Probe,
-    run: Callable[[Documents], Documents],
-    tokens: Documents,
-    losses: Sequence[int],
-    arrangement: Arrangement,
-) -> tuple[Documents, Documents | None]:
-    return run(tokens), None
+    backward: bool,
+) -> Outputs:
+    """One run with some documents replaced; with `backward`, the gradients of the embeddings where only the `trained`
+    ones, by their place among the documents, have a loss."""
+    tokens, documents = probe.replaced(arrangement.documents, which), arrangement.documents
+    if not backward:
+        with torch.no_grad():
+            return probe.packed(arrangement, tokens)
+    with subject.frozen(), probe.embedded() as embedded:
+        outputs = probe.packed(arrangement, tokens)
+        probe.backward(outputs, documents, [documents[i] for i in trained], scale=subject.loss_scale)
+    states, logits = ([tensor.detach() for tensor in tensors] for tensors in (outputs.states, outputs.logits))
+    return Outputs(states, logits, arrangement.gradients(embedded))
 
 
 class _Regrouping:
@@ -112,62 +107,63 @@ class _Regrouping:
     experts, must give the same bits again; what leaves the layer may differ by rounding.
     """
 
-    def __init__(
-        self,
-        subject: Subject,
-        probe: Probe,
-        arrangement: Arrangement,
-        run: Callable[[Documents], Documents],
-        noise: Differences,
-    ) -> None:
-        self.subject, self.probe, self.arrangement, self.run, self.noise = subject, probe, arrangement, run, noise
-        self.met: dict[tuple[int, bool], tuple[torch.Tensor, Trace]] = {}
+    def __init__(self, subject: Subject, probe: Probe, arrangement: Arrangement, noise: Differences) -> None:
+        self.subject, self.probe, self.arrangement, self.noise = subject, probe, arrangement, noise
+        self.met: dict[tuple[int, bool], tuple[torch.Tensor, torch.Tensor | None, Trace]] = {}
 
     @torch.no_grad()
     def measure(self, which: Sequence[bool]) -> float:
         """What moved beyond rounding in this run, 0 where nothing did."""
-        before = {i: self.met[i, replaced] for i, replaced in enumerate(which) if (i, replaced) in self.met}
-        handed: list[Trace | None] = [before[i][1] if i in before else None for i in range(len(which))]
-        logits, followed = run_packed(
-            self.subject, self.probe, self.arrangement, self.run, handed, tokens=self.probe.replaced(which)
-        )
-        for i, replaced in enumerate(which):
-            self.met.setdefault((i, replaced), (logits[i], followed.traces[i]))
+        documents = self.arrangement.documents
+        numbered = list(zip(documents, which, strict=True))
+        before = {i: self.met[i, replaced] for i, replaced in numbered if (i, replaced) in self.met}
+        handed = {i: trace for i, (_, _, trace) in before.items()}
+        tokens = self.probe.replaced(documents, which)
+        run = run_packed(self.subject, self.probe, self.arrangement, handed, tokens=tokens)
+        for i, replaced in numbered:
+            self.met.setdefault((i, replaced), (run.states[i], run.logits.get(i), run.traces[i]))
         if not before:
             return 0.0
-        moved, found = 0.0, {}
-        typical = self.subject.chooses
-        for i, (expected, trace) in before.items():
-            after = followed.traces[i]
+        moved, typical = 0.0, self.subject.chooses
+        found = differences({i: run.traces[i] for i in before}, handed, typical=typical)
+        for i, (states, logits, trace) in before.items():
+            after = run.traces[i]
             for key in trace:
                 if key.kind == "left" and key in after and trace[key].shape == after[key].shape:
                     usual = float(trace[key].float().square().mean().sqrt()) or 1.0
                     moved = max(moved, largest([after[key]], [trace[key]]) / usual)
-            for (key, _), difference in differences([after], [trace], typical=typical).items():
-                found[key, i] = difference
-            found[_LOGITS, i] = relative_logits(logits[i], expected, typical=typical)
-        beyond, _ = worst(found, self.noise, rounding_dtype(self.subject.model, logits[0].dtype))
+            found[STATES, i] = relative_difference(run.states[i], states, typical=typical)
+            if logits is not None:
+                found[LOGITS, i] = relative_logits(run.logits[i], logits, typical=typical)
+        dtype = rounding_dtype(self.subject.model, next(iter(run.logits.values())).dtype)
+        beyond, _ = worst(found, self.noise, dtype)
         return max(moved, 0.0 if beyond.excess <= 1 else beyond.difference)
 
 
 @torch.no_grad()
-def measure_control(probe: Probe, scale: float, *, told: Sequence[str] = ()) -> float:
-    """Measure how far documents move, in `scale`, when others are replaced and no boundaries are told.
+def measure_control(probe: Probe, *, told: Sequence[str] = ()) -> float:
+    """Measure how far logits of documents move, in their standard deviations, when others are replaced and no
+    boundaries are told.
 
     They must move. Positions that restart would tell boundaries too, as transformers makes boundaries of them.
     """
     which = replacements(len(probe.lengths))[1]
-    before = probe.packed(probe.tokens, told=told)
-    after = probe.packed(probe.replaced(which), told=told)
+    before, after = (
+        probe.packed(probe.row, probe.replaced(probe.row.documents, replaced), told=told).logits
+        for replaced in ((False,) * len(which), which)
+    )
     stay = [i for i, replaced in enumerate(which) if not replaced]
+    scale = float(torch.cat([logits.float() for logits in before]).std())
     return share(largest((after[i] for i in stay), (before[i] for i in stay)), scale)
 
 
 @torch.no_grad()
-def first_leak(probe: Probe, which: Replaced, *, rows: bool) -> str | None:
+def first_leak(probe: Probe, leak: Isolation) -> str | None:
     """Name of the first module whose output for a document moves between two runs that have it alike."""
-    before, after = (probe.outputs_packed(probe.replaced(replaced), rows=rows) for replaced in which)
-    stay = [i for i, (one, other) in enumerate(zip(*which, strict=True)) if one == other]
+    before, after = (
+        probe.outputs_packed(leak.where, probe.replaced(leak.where.documents, replaced)) for replaced in leak.which
+    )
+    stay = [i for i, (one, other) in enumerate(zip(*leak.which, strict=True)) if one == other]
     moved = (
         name
         for name in before

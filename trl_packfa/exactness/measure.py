@@ -21,10 +21,12 @@ from ..runtime.random_states import devices_of, random_states
 from ..runtime.zero3 import gradients_taken, whole_size
 from ..versions import MINIMUM_VERSIONS, installed_version
 from .compare import largest
-from .documents import LONG_ROWS, SHORT, SHORT_ROWS, Documents, draw_documents, known_tokens, long_lengths
+from .depth import layers_to_skip, skipping
+from .documents import LONG_ROWS, SHAPES, SHORT, Documents, draw_documents, known_tokens, long_lengths
 from .isolation import first_leak, measure_control, measure_isolation
-from .parity import first_difference, measure_long, measure_short
+from .parity import first_difference, measure_parity
 from .probe import Collator, Probe, device_of, vocabulary_of
+from .products import fast_half_products
 from .quiet import quiet
 from .report import ExactnessReport
 from .subject import Subject, compute_dtype, rounding_dtype
@@ -90,12 +92,12 @@ def _told_in_part(model: nn.Module, state: PatchState, collator: Collator, repor
     for told in (("position_ids",), ("cu_seq_lens_q", "cu_seq_lens_k")):
         with quiet(model):
             try:
-                moved = measure_control(probe, 1.0, told=told)
+                moved = measure_control(probe, told=told)
             except PackingError:
                 if told == ("position_ids",):
                     raise
                 continue  # refused where positions have to restart, not ignored
-            whole = measure_control(probe, 1.0)
+            whole = measure_control(probe)
         # Ignored, they move as much as without boundaries; heeded, no more than rounding.
         if not moved < 0.1 * whole:
             return replace(report, isolation=moved, first_leak=f"the attention, which {told[0]} do not reach")
@@ -119,19 +121,23 @@ def _check(
     measured: list[ExactnessReport] = []
     with gradients_taken(model) as gradient_parts, torch.enable_grad():
         short, long = _probes(model, state, collator, known, seed)
-        subject = Subject(model, state, gradient_parts, progress)
+        whole = Subject(model, state, gradient_parts, progress)
         # First as it trains: some models run other kernels in training mode, and checkpointing is on there only.
-        with quiet(model, training=True):
-            draws = _draws_random_numbers(subject, short)
+        with quiet(model, training=True), fast_half_products(model):
+            draws = _draws_random_numbers(whole, short)
+            skipped = layers_to_skip(model, state, whole.parts.layers, lambda: _run_alone(short))
+            kinds = Subject(model, state, gradient_parts, progress, skipped)
             if not draws:
-                found, trained = _measure(subject, short, long, mode="training")
-                measured.append(found)
-        with quiet(model):
-            # To the bit: where both modes give the same logits, the second measurement would only repeat the first.
-            if draws or subject.anywhere(largest(trained, _run(short)) != 0):
-                measured.append(_measure(subject, short, long, mode="evaluation")[0])
+                trained = _run(short)
+                measured.append(_measure(whole, kinds, short, long, skipped, mode="training"))
+        with quiet(model), fast_half_products(model):
+            # To the bit: where both modes give the same, the second measurement would only repeat the first.
+            if draws or whole.anywhere(largest(trained, _run(short)) != 0):
+                measured.append(_measure(whole, kinds, short, long, skipped, mode="evaluation"))
     # The mode that fails speaks for both.
     report = next((report for report in measured if not report.is_exact), measured[0])
+    if not report.has_power:
+        report = replace(report, no_weight=_zeros(model))
     return replace(
         report,
         unpadding=None if state.unpadding is None else check_unpadding(model, documents=documents, seed=seed),
@@ -150,15 +156,12 @@ def _check(
 def _probes(
     model: nn.Module, state: PatchState, collator: Collator, known: torch.Tensor, seed: int
 ) -> tuple[Probe, Probe]:
-    """Documents for every measurement, and longer ones, more of them, for what these cannot show."""
+    """A few documents for the whole model, and many for every arrangement."""
     vocabulary, most = vocabulary_of(model), max_positions(find_backbone(model, state.patch))
     lengths = long_lengths(state.windows, most, tiled=_has_tiles(device_of(model)))
     tokens, others = draw_documents(lengths, known, vocabulary, seed)
     few, their_others = ([documents[i] for i in SHORT] for documents in (tokens, others))
-    return (
-        Probe(model, collator, few, their_others, SHORT_ROWS, seed),
-        Probe(model, collator, tokens, others, LONG_ROWS, seed),
-    )
+    return Probe(model, collator, few, their_others, seed), Probe(model, collator, tokens, others, seed)
 
 
 def _has_tiles(device: torch.device) -> bool:
@@ -166,37 +169,46 @@ def _has_tiles(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _measure(subject: Subject, short: Probe, long: Probe, *, mode: str) -> tuple[ExactnessReport, Documents]:
-    """Everything that is measured of a model in one mode, and the logits of the short documents packed."""
-    with uncompiled(subject.model):  # compiled, a model would not see what follows its layers
-        few = measure_short(subject, short)
-        many = measure_long(subject, long, few)
-    scale = float(torch.cat([logits.float() for logits in few.alone.logits]).std())
-    subject.begin("whether short documents see each other", 0.24)
-    # Gradients of the few short documents only: a dozen long ones need more runs, and backwards.
-    row = measure_isolation(subject, short, few.noise, scale, rows=False, backward=True)
-    rows = measure_isolation(subject, short, few.noise, scale, rows=True, backward=True)
-    subject.begin("whether long documents see each other", 0.20)
-    dozen = measure_isolation(subject, long, many.noise, scale, rows=False, backward=False)
-    control = measure_control(short, scale)
-    isolations = [(row, short, False), (dozen, long, False), (rows, short, True)]
-    leaking, leaky, in_rows = max(isolations, key=lambda item: item[0].forward)
+def _measure(
+    whole: Subject, kinds: Subject, short: Probe, long: Probe, skipped: dict[str, Any], *, mode: str
+) -> ExactnessReport:
+    """Everything that is measured of a model in one mode: a few documents through all of it, many documents in many
+    arrangements through one layer of each kind."""
+    shapes = [long.arranged(rows) for rows in SHAPES.values()]
+    with uncompiled(whole.model):  # compiled, a model would not see what follows its layers
+        few = measure_parity(whole, short, [short.row])
+        with skipping(skipped):
+            many = measure_parity(kinds, long, [long.row, long.arranged(LONG_ROWS)], shapes)
+    scale = float(torch.cat([states.float() for states in few.alone.states.values()]).std())
+    whole.begin("whether documents see each other", 0.1)
+    isolations = [(measure_isolation(whole, short, short.row, few.noise, scale, backward=True), short, {})]
+    with skipping(skipped):
+        for shape in (*shapes, long.row):
+            # Without gradients of the long row, which has too many documents for as many runs.
+            several, backward = len(shape.documents) > 1, shape is not long.row
+            if several:
+                found = measure_isolation(kinds, long, shape, many.noise, scale, backward=backward)
+                isolations.append((found, long, skipped))
+    leaking, leaky, left_out = max(isolations, key=lambda item: item[0].forward)
     forward = max(few.forward, many.forward, key=lambda finding: finding.excess)
     gradients = [found.gradients for found in (few, many) if found.gradients is not None]
     gradient = max(gradients, key=lambda finding: finding.excess, default=None)
     leaked = [found.gradients for found, *_ in isolations if found.gradients is not None]
     first = None
-    for parity, probe in ((few, short), (many, long)):
+    for parity, probe, out in ((few, short, {}), (many, long, skipped)):
         # Ranks that hold parts of the model must run the same forwards, whatever each of them found.
-        if subject.anywhere(not parity.forward.excess <= 1):
-            first = first_difference(probe, parity.forward.allowed) or parity.first
+        if whole.anywhere(not parity.forward.excess <= 1):
+            with skipping(out):
+                first = first_difference(probe, parity.where, parity.forward.allowed) or parity.first
             break
     leak = None
-    if subject.anywhere(leaking.forward > 0):
-        leak = first_leak(leaky, leaking.which, rows=in_rows)
-    report = ExactnessReport(
-        dtype=_dtype_name(subject.model, few.alone.logits[0].dtype),
+    if whole.anywhere(leaking.forward > 0):
+        with skipping(left_out):
+            leak = first_leak(leaky, leaking)
+    return ExactnessReport(
+        dtype=_dtype_name(whole.model, next(iter(few.alone.logits.values())).dtype),
         lengths=long.lengths,
+        layers=f"{len(kinds.parts.layers)} of {len(whole.parts.layers)}",
         isolation=leaking.forward,
         regrouped=max(found.regrouped for found, *_ in isolations),
         input_gradients=max(leaked, default=None),
@@ -208,13 +220,22 @@ def _measure(subject: Subject, short: Probe, long: Probe, *, mode: str) -> tuple
         gradient_threshold=gradient and gradient.allowed,
         gradient_noise=gradient and gradient.noise,
         first_gradient=None if gradient is None or gradient.excess <= 1 else gradient.where,
-        loss=abs(short.loss(row.base) - short.loss_alone(row.base)),
-        control=control,
-        is_finite=all(bool(logits.isfinite().all()) for logits in many.alone.logits),
+        loss=short.loss_difference(),
+        control=measure_control(short),
+        is_finite=all(
+            bool(values.isfinite().all())
+            for found in (few.alone, many.alone)
+            for values in (*found.states.values(), *found.logits.values())
+        ),
         first_leak=leak,
         mode=mode,
     )
-    return report, row.base
+
+
+def _zeros(model: nn.Module) -> str:
+    """The names of some matrices of zeros, and how many there are."""
+    names = [name for name, p in model.named_parameters() if p.dim() > 1 and p.numel() and not bool(p.any())]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 @torch.no_grad()
@@ -228,9 +249,16 @@ def _draws_random_numbers(subject: Subject, probe: Probe) -> bool:
     return subject.anywhere(any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)))
 
 
+@torch.no_grad()
 def _run(probe: Probe) -> Documents:
-    """Logits of the packed documents."""
-    return [logits.detach() for logits in probe.packed(probe.tokens)]
+    """What goes into the LM head of the packed documents, and some of their logits."""
+    outputs = probe.packed(probe.row)
+    return [*outputs.states, *outputs.logits]
+
+
+@torch.no_grad()
+def _run_alone(probe: Probe) -> None:
+    probe.alone(0)
 
 
 def _dtype_name(model: nn.Module, logits: torch.dtype) -> str:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from ..errors import UnsupportedModel
 from ..patching.apply import PatchState
@@ -23,17 +23,20 @@ from .documents import Documents
 from .following import Following, Key, Trace
 from .probe import device_of
 from .rounding import last_places_off
+from .scoring import Scorer
 from .subject import Subject, rounding_dtype
 
 # Columns of pads even beside the longest row.
 _EXTRA = 3
-_OUTPUT = Key("logits", "the output", 0)
+_OUTPUT, _LOGITS = Key("states", "the output", 0), Key("logits", "the LM head", 0)
 
 
 class Run(NamedTuple):
-    """Outputs `(n, V)` of each document, and what went through the layers."""
+    """Outputs of each document, `(n, D)` of what goes into an LM head, `(n, V)` or `(V,)` without one; logits `(1, V)`
+    of the last document's last position, if there is such a head; and what went through the layers."""
 
     outputs: Documents
+    logits: Documents
     traces: list[Trace]
 
 
@@ -56,6 +59,9 @@ class Comparison:
         width = max(map(len, tokens)) + _EXTRA
         self.width = width if most is None else min(width, most)
         self.positions = forward_takes(inner, "position_ids")
+        self.score = Scorer(self.model)
+        with torch.no_grad():  # before anything is followed: it may run a model twice to know how
+            self.score({"input_ids": tokens[0][None].to(self.device)}, (1, len(tokens[0])), torch.tensor([0]))
 
     def rows(self, *, left: bool) -> PaddedRows:
         """Where the documents lie, padded on the `left` or on the right."""
@@ -97,25 +103,31 @@ class Comparison:
         inexact = last_places_off(self.model) if off else nullcontext()
         on = nullcontext() if shared else self.unpadding.unshared() if unpad else self.unpadding.off()
         with torch.set_grad_enabled(sign is not None), following.attached(self.subject.parts), inexact, on:
-            outputs = self.documents_of(output_of(self.model, call), padded, rows.shape)
-            if sign is not None and self.subject.trained and any(t.requires_grad for t in outputs):
-                self._backward(outputs, sign)
-        return Run([output.detach() for output in outputs], following.traces)
+            states, logits = self.score(call, rows.shape, padded[-1][-1:])
+            outputs, scored = self.documents_of(states, padded, rows.shape), self._scored(logits)
+            if sign is not None and self.subject.trained and states.requires_grad:
+                self._backward(outputs, scored, sign)
+        return _detached(outputs, scored, following.traces)
 
     def alone(self, *, sign: float | None = None, off: bool = False, handed: Sequence[Trace] | None = None) -> Run:
         """Each document by itself."""
-        outputs, traces = [], []
+        runs = []
         for i, tokens in enumerate(self.tokens):
             following = Following([torch.arange(len(tokens))], (1, len(tokens)), handed and [handed[i]])
             inexact = last_places_off(self.model) if off else nullcontext()
             with torch.set_grad_enabled(sign is not None), following.attached(self.subject.parts), inexact:
-                output = output_of(self.model, {"input_ids": tokens[None].to(self.device)})
-                found = output[0] if output.dim() > 2 else output
-                if sign is not None and self.subject.trained and found.requires_grad:
-                    self._backward([found], sign, first=i)
-            outputs.append(found.detach())
-            traces.append(following.traces[0])
-        return Run(outputs, traces)
+                call = {"input_ids": tokens[None].to(self.device)}
+                states, logits = self.score(call, (1, len(tokens)), torch.tensor([len(tokens) - 1]))
+                outputs = [states[0] if states.dim() > 2 else states]
+                scored = self._scored(logits) if i == len(self.tokens) - 1 else []
+                if sign is not None and self.subject.trained and states.requires_grad:
+                    self._backward(outputs, scored, sign, first=i)
+            runs.append(_detached(outputs, scored, following.traces))
+        return Run(*(list(chain(*parts)) for parts in zip(*runs, strict=True)))
+
+    def _scored(self, logits: torch.Tensor) -> Documents:
+        # A head treats every token by itself: one position tells all.
+        return [] if self.score.head is None else [logits]
 
     def documents_of(self, output: torch.Tensor, padded: list[torch.Tensor], shape: Sequence[int]) -> Documents:
         """Each document's part of `(B, L, V)`, or its row of `(B, V)`."""
@@ -125,14 +137,20 @@ class Comparison:
             return [flat[place] for place in padded]
         return list(output.split(1))
 
-    def _backward(self, outputs: Documents, sign: float, first: int = 0) -> None:
+    def _backward(self, outputs: Documents, scored: Documents, sign: float, first: int = 0) -> None:
         losses = []
-        for i, output in enumerate(outputs):
-            generator = torch.Generator().manual_seed(self.seed + 1 + first + i)
+        # The one position that is scored weighs as much as all tokens.
+        scores = [(len(self.tokens), output.float() * sum(map(len, self.tokens))) for output in scored]
+        for i, output in [*enumerate(outputs, first), *scores]:
+            generator = torch.Generator().manual_seed(self.seed + 1 + i)
             weights = torch.randn(output.shape, generator=generator) / output.shape[-1] ** 0.5
             losses.append((output.float() * weights.to(output.device)).sum())
         with torch.autocast(self.device.type, enabled=False):
             (sign * self.subject.loss_scale * torch.stack(losses).sum()).backward()
+
+
+def _detached(outputs: Documents, logits: Documents, traces: list[Trace]) -> Run:
+    return Run([output.detach() for output in outputs], [scores.detach() for scores in logits], traces)
 
 
 class Found(NamedTuple):
@@ -165,7 +183,7 @@ def _compare_once(
     subject.clear()
     # As in `parity.py`: what one way adds to the gradients the other takes away, and the difference is left.
     expected, norms = reference(1.0, False, None), subject.norms()
-    dtype, typical = rounding_dtype(subject.model, expected.outputs[0].dtype), subject.chooses
+    dtype, typical = rounding_dtype(subject.model, (expected.logits or expected.outputs)[0].dtype), subject.chooses
     copied = subject.copied()
     actual = other(-1.0, expected.traces)
     by_other = subject.norms()
@@ -179,10 +197,13 @@ def _compare_once(
     subject.clear()
 
     def compared(run: Run) -> dict[tuple[Key, int], float]:
-        found = differences(run.traces, expected.traces, typical=typical)
+        traces, own = (dict(enumerate(one.traces)) for one in (run, expected))
+        found = differences(traces, own, typical=typical)
         for i, (one, two) in enumerate(zip(run.outputs, expected.outputs, strict=True)):
-            relative = relative_logits if one.shape[-1] > 1 else relative_difference
+            relative = relative_logits if one.shape[-1] > 1 and not run.logits else relative_difference
             found[_OUTPUT, i] = relative(one, two, typical=typical)
+        for i, (one, two) in enumerate(zip(run.logits, expected.logits, strict=True)):
+            found[_LOGITS, i] = relative_logits(one, two, typical=typical)
         return found
 
     forward, first = worst(compared(actual), compared(rounded), dtype)
@@ -197,13 +218,3 @@ def apart(run: Run, expected: Run) -> float:
     """The largest difference of a document's output, relative."""
     pairs = zip(run.outputs, expected.outputs, strict=True)
     return max(relative_difference(one, two) for one, two in pairs)
-
-
-def output_of(model: nn.Module, call: dict[str, Any]) -> torch.Tensor:
-    """Logits or hidden states of a call; of a wrapper that returns something else, those of the model inside."""
-    outputs = model(**call, use_cache=False)
-    for name in ("logits", "last_hidden_state"):
-        if getattr(outputs, name, None) is not None:
-            return getattr(outputs, name)
-    outputs = inner_model(model)(**call, use_cache=False)
-    return outputs.logits if hasattr(outputs, "logits") else outputs.last_hidden_state

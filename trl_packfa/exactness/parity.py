@@ -1,209 +1,209 @@
 """Is a document packed what it is alone? Layer by layer forwards, parameter by parameter backwards, against rounding.
 
-Shape letters: n tokens of a document, V vocabulary.
+Shape letters: n tokens of a document, D features, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple, TypeAlias
 
 import torch
 
-from .compare import Finding, differences, relative_difference, relative_gradients, relative_logits, worst
+from .compare import (
+    Finding,
+    differences,
+    relative_difference,
+    relative_gradients,
+    relative_logits,
+    worst,
+    worst_inputs,
+)
 from .compare import worst_gradient as find_worst_gradient
-from .documents import SHORT, Documents
+from .documents import Documents
 from .following import Following, Key, Trace
-from .probe import Arrangement, Probe
+from .probe import Arrangement, Outputs, Probe
 from .rounding import last_places_off
 from .subject import Subject, rounding_dtype
 
 Differences: TypeAlias = "dict[tuple[Key, int], float]"
-_LOGITS = Key("logits", "the LM head", 0)
+STATES, LOGITS = Key("states", "the LM head's input", 0), Key("logits", "the LM head", 0)
 
 
-class Alone(NamedTuple):
-    """Logits `(n, V)` of each document alone, and what went through its layers."""
+class Followed(NamedTuple):
+    """What a run gives of each document, by number: outputs, and what went through the layers."""
 
-    logits: Documents
-    traces: list[Trace]
+    states: dict[int, torch.Tensor]
+    logits: dict[int, torch.Tensor]
+    inputs: dict[int, torch.Tensor]
+    traces: dict[int, Trace]
 
 
 class Parity(NamedTuple):
     """How far the packed documents are from the same documents alone.
 
     Attributes:
-        alone ([`Alone`]): the documents alone.
+        alone ([`Followed`]): the documents alone.
         noise (`dict`): what rounding makes of every layer and document.
         forward ([`Finding`]): the worst layer.
         first (`str` or `None`): the first module beyond what is allowed.
-        gradients ([`Finding`] or `None`): the worst parameter; `None` if nothing trains.
-        gradient_noise (`list[float]`): what rounding makes of every parameter's gradient, relative.
+        gradients ([`Finding`] or `None`): the worst parameter, or the embeddings; `None` if nothing trains.
+        where ([`Arrangement`]): in which the worst layer was found.
     """
 
-    alone: Alone
+    alone: Followed
     noise: Differences
     forward: Finding
     first: str | None
     gradients: Finding | None
-    gradient_noise: list[float]
+    where: Arrangement
 
 
-def measure_short(subject: Subject, probe: Probe) -> Parity:
-    """Parity of one row, the noise of forwards and gradients measured on the same documents."""
-    return subject.finite(lambda: _measure_short(subject, probe), lambda found: found.gradients)
+def measure_parity(
+    subject: Subject, probe: Probe, trained: Sequence[Arrangement], others: Iterable[Arrangement] = ()
+) -> Parity:
+    """Parity of the documents in some arrangements: in those that are `trained`, which hold all documents, with the
+    gradient of every parameter; in the others with the embeddings' only."""
+    others = list(others)
+    return subject.finite(lambda: _measure(subject, probe, trained, others), lambda found: found.gradients)
 
 
-def _measure_short(subject: Subject, probe: Probe) -> Parity:
-    subject.begin("each short document alone", 0.06)
+def _measure(subject: Subject, probe: Probe, trained: Sequence[Arrangement], others: Sequence[Arrangement]) -> Parity:
+    subject.begin(f"each of {len(probe.lengths)} documents alone", 0.4)
     subject.clear()
     # The documents' own gradients are added (sign 1), then the packed one is taken away (-1): what is left in `.grad`
-    # is the difference, with no second copy of all gradients in memory.
+    # is the difference.
     alone, norms = _run_alone(subject, probe, sign=1.0), subject.sizes()
-    # The same gradients are needed again for the noise. An adapter's are copied, those of a whole model made anew.
     copied = subject.copied()
-    subject.begin("the same documents packed", 0.03)
-    dtype = rounding_dtype(subject.model, alone.logits[0].dtype)
-    logits, followed = run_packed(subject, probe, probe.row, probe.packed, alone.traces, sign=-1.0)
-    by_packing = subject.norms()
-    found = _compared(subject, logits, followed.traces, alone)
-    subject.begin("what rounding alone changes", 0.06)
-    subject.clear()
+    dtype = rounding_dtype(subject.model, next(iter(alone.logits.values())).dtype)
+    by_packing, found = [0.0] * len(norms), []
+    as_it_is = alone
+    for number, arrangement in enumerate(trained):
+        subject.begin("the same documents packed", 0.25 / len(trained))
+        if number:  # again, for the next one: an adapter's are copied, those of a large model made anew
+            subject.clear()
+            _run_alone(subject, probe, sign=1.0) if copied is None else subject.put_back(copied)
+        as_it_is = run_packed(subject, probe, arrangement, alone.traces, sign=-1.0)
+        found.append(_apart(subject, as_it_is, alone))
+        by_packing = list(map(max, by_packing, subject.norms()))
+    subject.begin("what rounding alone changes", 0.15)
+    # Packed, not alone: one run instead of one for each document, and what is off by a last place is off by as much.
     if copied is None:
-        _run_alone(subject, probe, sign=1.0)
-    else:
-        subject.put_back(copied)
-    # Handed only what the packed run could be handed, so that both are measured alike.
-    rounded = _run_alone(subject, probe, handed=alone.traces, held=followed.held, sign=-1.0, off=True)
-    by_rounding = subject.norms()
-    noise = _compared(subject, rounded.logits, rounded.traces, alone)
-    forward, first = worst(found, noise, dtype)
-    trains = bool(sum(norms))
-    gradient_noise = relative_gradients(by_rounding, norms) if trains else []
-    gradients = None
-    if trains:
-        by_packing = relative_gradients(by_packing, norms)
-        gradients = find_worst_gradient(subject.dimensions, by_packing, gradient_noise, dtype)
-    return Parity(alone, noise, forward, first, gradients, gradient_noise)
-
-
-def measure_long(subject: Subject, probe: Probe, short: Parity) -> Parity:
-    """Parity of one row and, with gradients, of several rows, of documents among which are the short ones.
-
-    What is known of these is not measured again: they are packed with the others, without a loss.
-    """
-    return subject.finite(lambda: _measure_long(subject, probe, short), lambda found: found.gradients)
-
-
-def _measure_long(subject: Subject, probe: Probe, short: Parity) -> Parity:
-    subject.begin("each long document alone", 0.2)
-    subject.clear()
-    rest = [document for document in range(len(probe.lengths)) if document not in SHORT]
-    others, norms = _run_alone(subject, probe, rest, sign=1.0), subject.sizes()
-    # Of 4 documents with SHORT (0, 2), rest is [1, 3]: the logits lie in the order 0, 2, 1, 3, the places are [0, 2,
-    # 1, 3].
-    places = [(*SHORT, *rest).index(document) for document in range(len(probe.lengths))]
-    logits, traces = [*short.alone.logits, *others.logits], [*short.alone.traces, *others.traces]
-    alone = Alone([logits[place] for place in places], [traces[place] for place in places])
-    dtype = rounding_dtype(subject.model, alone.logits[0].dtype)
-    subject.begin("the same documents packed in several rows", 0.13)
-    # A loss of the rest only: `norms` are of their gradients, which the short documents' would be added to.
-    logits, in_rows = run_packed(subject, probe, probe.rows, probe.in_rows, alone.traces, losses=rest, sign=-1.0)
-    by_packing = subject.norms()
-    subject.clear()
-    found = _compared(subject, logits, in_rows.traces, alone)
-    subject.begin("the same documents packed in one row", 0.05)
-    logits, in_row = run_packed(subject, probe, probe.row, probe.packed, alone.traces)
-    for key, difference in _compared(subject, logits, in_row.traces, alone).items():
-        found[key] = max(difference, found.get(key, 0.0))
-    subject.begin("what rounding alone changes of long documents", 0.1)
-    # Packed, not alone: one run instead of twelve, and what is off by a last place is off by as much.
-    logits, as_it_is = run_packed(subject, probe, probe.rows, probe.in_rows, alone.traces, losses=rest, sign=1.0)
+        subject.clear()
+        run_packed(subject, probe, trained[-1], alone.traces, sign=-1.0)
     with last_places_off(subject.model):
-        rounded, off = run_packed(subject, probe, probe.rows, probe.in_rows, alone.traces, losses=rest, sign=-1.0)
-    by_rounding = subject.norms()
-    noise = _compared(subject, rounded, off.traces, Alone(logits, as_it_is.traces))
-    forward, first = worst(found, noise, dtype)
-    gradients, gradient_noise = None, short.gradient_noise
+        rounded = run_packed(subject, probe, trained[-1], alone.traces, sign=1.0)
+    if copied is not None:  # alone - packed + rounded - alone
+        subject.take_away(copied)
+    by_rounding, noise = subject.norms(), _apart(subject, rounded, as_it_is)
+    subject.clear()
+    subject.begin("documents in other arrangements", 0.2)
+    for arrangement in others:
+        run = run_packed(subject, probe, arrangement, alone.traces, sign=-1.0, frozen=True)
+        found.append(_apart(subject, run, alone))
+    # Each arrangement by itself, as the same document and layer may be off in one of them only.
+    judged = [(*worst(apart.layers, noise.layers, dtype), where)
+              for apart, where in zip(found, [*trained, *others], strict=True)]  # fmt: skip
+    forward, first, where = max(judged, key=lambda item: item[0].excess)
+    gradients = [worst_inputs(apart.inputs, noise.inputs, dtype) for apart in found if apart.inputs]
     if sum(norms):
-        by_packing, by_rounding = (relative_gradients(off_by, norms) for off_by in (by_packing, by_rounding))
-        # Each parameter's larger one: long documents round otherwise than short ones.
-        gradient_noise = list(map(max, gradient_noise, by_rounding))
-        gradients = find_worst_gradient(subject.dimensions, by_packing, gradient_noise, dtype)
-    return Parity(alone, noise, forward, first, gradients, gradient_noise)
+        changed, rounding = (relative_gradients(by, norms) for by in (by_packing, by_rounding))
+        gradients.append(find_worst_gradient(subject.dimensions, changed, rounding, dtype))
+    gradient = max(gradients, key=lambda finding: finding.excess, default=None)
+    return Parity(alone, noise.layers, forward, first, gradient, where)
 
 
 def run_packed(
     subject: Subject,
     probe: Probe,
     arrangement: Arrangement,
-    run: Callable[[Documents], Documents],
-    handed: Sequence[Trace | None] | None,
+    handed: dict[int, Trace],
     *,
     tokens: Documents | None = None,
-    losses: Sequence[int] | None = None,
     sign: float | None = None,
-) -> tuple[Documents, Following]:
-    """Logits of the packed documents, their layers handed what is given; with `sign`, their gradients are added: of
-    all documents, or of those that have a loss."""
-    following = Following(arrangement.places, arrangement.shape, handed)
-    with torch.set_grad_enabled(sign is not None), following.attached(subject.parts) as followed:
-        logits = run(probe.tokens if tokens is None else tokens)
-        with_loss = range(len(logits)) if losses is None else losses
-        _backward(subject, probe, [logits[document] for document in with_loss], with_loss, sign)
-    return [document.detach() for document in logits], followed
+    frozen: bool = False,
+) -> Followed:
+    """Run documents packed, their layers handed what is given; with `sign`, their gradients are added, if `frozen`
+    those of the embeddings only."""
+    following = Following(arrangement.places, arrangement.shape, [handed.get(i) for i in arrangement.documents])
+    with subject.frozen() if frozen else nullcontext(), following.attached(subject.parts):
+        outputs = _run(subject, probe, arrangement, lambda: probe.packed(arrangement, tokens), sign)
+    return _followed(arrangement.documents, outputs, following)
 
 
-def _run_alone(
-    subject: Subject,
-    probe: Probe,
-    documents: Sequence[int] | None = None,
-    *,
-    handed: Sequence[Trace] | None = None,
-    held: set[Key] | None = None,
-    sign: float | None = None,
-    off: bool = False,
-) -> Alone:
-    """Every document, or these, by itself; its layers handed what the packed ones were, `off` by a last place."""
-    logits, traces = [], []
-    for document in range(len(probe.lengths)) if documents is None else documents:
-        length = probe.lengths[document]
-        given = None
-        if handed is not None:
-            given = [{key: value for key, value in handed[document].items() if key in (held or ())}]
-        following = Following([torch.arange(length)], (1, length), given)
-        # Without gradients where none are taken: PEFT's activated LoRA allows one forward for each backward.
-        gradients = torch.set_grad_enabled(sign is not None)
-        with gradients, following.attached(subject.parts), last_places_off(subject.model) if off else nullcontext():
-            found = probe.alone(document)
-            _backward(subject, probe, [found], [document], sign)
-        if sign is not None and not off:
-            subject.note_gain()
-        logits.append(found.detach())
-        traces.append(following.traces[0])
-    return Alone(logits, traces)
-
-
-def _backward(subject: Subject, probe: Probe, logits: Documents, documents: Sequence[int], sign: float | None) -> None:
-    if sign is not None and subject.trained and any(document.requires_grad for document in logits):
-        probe.backward(logits, documents, scale=sign * subject.loss_scale)
-
-
-def _compared(subject: Subject, logits: Documents, traces: Sequence[Trace], alone: Alone) -> Differences:
-    """The differences of everything followed, and of the logits."""
-    found = differences(traces, alone.traces, typical=subject.chooses)
-    for document, (one, other) in enumerate(zip(logits, alone.logits, strict=True)):
-        found[_LOGITS, document] = relative_logits(one, other, typical=subject.chooses)
+def _run_alone(subject: Subject, probe: Probe, *, sign: float) -> Followed:
+    """Every document by itself; its gradients are added."""
+    found = Followed({}, {}, {}, {})
+    for document, length in enumerate(probe.lengths):
+        arrangement = Arrangement.of_rows(probe.lengths, ((document,),), torch.device("cpu"))
+        following = Following([torch.arange(length)], (1, length))
+        with following.attached(subject.parts):
+            outputs = _run(subject, probe, arrangement, lambda: probe.alone(document), sign)  # noqa: B023  # runs now
+        subject.note_gain()
+        own = _followed((document,), outputs, following)
+        found.states.update(own.states)
+        found.logits.update(own.logits)
+        found.inputs.update(own.inputs)
+        found.traces.update(own.traces)
     return found
 
 
+def _run(
+    subject: Subject, probe: Probe, arrangement: Arrangement, call: Callable[[], Outputs], sign: float | None
+) -> Outputs:
+    # Without gradients where none are taken: PEFT's activated LoRA allows one forward for each backward.
+    gradients = torch.set_grad_enabled(sign is not None)
+    with gradients, nullcontext([]) if subject.whole or sign is None else probe.embedded() as embedded:
+        outputs = call()
+        if sign is not None and subject.trained:
+            documents = arrangement.documents
+            probe.backward(outputs, documents, documents, scale=sign * subject.loss_scale, head=subject.whole)
+    found = arrangement.gradients(embedded)
+    return outputs._replace(inputs=None if found is None or sign is None else [sign * gradient for gradient in found])
+
+
+def _followed(documents: Sequence[int], outputs: Outputs, following: Following) -> Followed:
+    inputs = outputs.inputs or []
+    states, logits = ([tensor.detach() for tensor in tensors] for tensors in (outputs.states, outputs.logits))
+    scored = {i: values for i, values in zip(documents, logits, strict=True) if len(values)}
+    return Followed(
+        dict(zip(documents, states, strict=True)),
+        scored,
+        dict(zip(documents, inputs, strict=False)),
+        dict(zip(documents, following.traces, strict=True)),
+    )
+
+
+class _Apart(NamedTuple):
+    """Relative differences between two runs: of everything followed, and of the embeddings' gradients by document."""
+
+    layers: Differences
+    inputs: dict[int, float]
+
+
+def _apart(subject: Subject, run: Followed, expected: Followed) -> _Apart:
+    typical = subject.chooses
+    found = differences(run.traces, expected.traces, typical=typical)
+    for document, states in run.states.items():
+        found[STATES, document] = relative_difference(states, expected.states[document], typical=typical)
+    for document, logits in run.logits.items():
+        if document in expected.logits:
+            found[LOGITS, document] = relative_logits(logits, expected.logits[document], typical=typical)
+    inputs = {
+        i: relative_difference(gradient, expected.inputs[i], typical=typical)
+        for i, gradient in run.inputs.items()
+        if i in expected.inputs
+    }
+    return _Apart(found, inputs)
+
+
 @torch.no_grad()
-def first_difference(probe: Probe, allowed: float) -> str | None:
+def first_difference(probe: Probe, arrangement: Arrangement, allowed: float) -> str | None:
     """Name of the first module whose packed output for a document is not that of the document alone."""
     # Nothing is handed over here, so differences grow from layer to layer, and the first is where they begin.
-    packed = probe.outputs_packed(probe.tokens)
-    alone = [probe.outputs_alone(i) for i in range(len(probe.lengths))]
+    packed = probe.outputs_packed(arrangement)
+    alone = [probe.outputs_alone(i) for i in arrangement.documents]
     for name, outputs in packed.items():
         own = [document[name] for document in alone if name in document]
         same = len(own) == len(outputs) and all(a.shape == b.shape for a, b in zip(own, outputs, strict=True))

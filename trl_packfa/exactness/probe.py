@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -18,35 +18,52 @@ from ..patching.named_models import as_sdpa
 from ..runtime.boundaries import layout_of
 from ..runtime.zero3 import whole_shape
 from .documents import Documents
+from .scoring import Scorer
 
 Collator: TypeAlias = Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
 Rows: TypeAlias = tuple[tuple[int, ...], ...]
+# Of more documents only the longest is scored.
+_FEW = 3
+
+
+class Outputs(NamedTuple):
+    """What a run gives of each document.
+
+    Attributes:
+        states (`list[torch.Tensor]`): what goes into the LM head, `(n, D)`.
+        logits (`list[torch.Tensor]`): of the positions that were scored, `(k, V)`, `k` may be 0.
+        inputs (`list[torch.Tensor]` or `None`):
+            The gradients `(n, D)` of its embeddings after a backward; `None` where the model embeds otherwise.
+    """
+
+    states: Documents
+    logits: Documents
+    inputs: Documents | None = None
 
 
 class Probe:
-    """Documents, what replaces each, and fixed random weights of their logits.
+    """Documents, what replaces each, and the ways to run them.
 
     Args:
         model (`torch.nn.Module`):
             A patched causal LM.
         collator (`Callable`):
-            Makes the row of `packed`.
+            Makes the batch of `row`.
         tokens (`list[torch.Tensor]`), others (`list[torch.Tensor]`):
             Token ids `(n,)` of each document, and of what may replace it.
-        rows (`tuple[tuple[int, ...], ...]`):
-            The documents of each row of `in_rows`; shorter rows end in padding.
         seed (`int`):
-            Of the weights.
+            Of the weights of a loss.
+
+    Attributes:
+        row ([`Arrangement`]): all documents in one row, as the collator packs them.
 
     Raises:
         [`InvalidLayout`]: if the collator's batch tells no boundaries.
     """
 
-    def __init__(
-        self, model: nn.Module, collator: Collator, tokens: Documents, others: Documents, rows: Rows, seed: int
-    ) -> None:
+    def __init__(self, model: nn.Module, collator: Collator, tokens: Documents, others: Documents, seed: int) -> None:
         self.model, self.collator, self.seed = model, collator, seed
-        self.device = device_of(model)
+        self.device, self._score = device_of(model), Scorer(model)
         self.tokens, self.others = tokens, others
         self.lengths = tuple(map(len, tokens))
         # The collator may pad: one more document.
@@ -57,102 +74,101 @@ class Probe:
                 do="Let it send position_ids that restart, cu_seq_lens_q or packed_layout, and no padding mask.",
             )
         self.row = Arrangement.of_row(layout, len(tokens))
-        self.rows = Arrangement.of_rows(self.lengths, rows, self.device)
 
-    def replaced(self, which: Sequence[bool]) -> Documents:
-        """The documents, some of them replaced."""
-        return [b if other else a for a, b, other in zip(self.tokens, self.others, which, strict=True)]
+    def arranged(self, rows: Rows) -> Arrangement:
+        """These documents in rows; shorter ones end in padding."""
+        return Arrangement.of_rows(self.lengths, rows, self.device)
 
-    def packed(self, tokens: Documents, *, told: Sequence[str] | None = None) -> Documents:
-        """Logits `(n, V)` of each document, from one packed row as the collator makes it; with `told` the call is told
-        nothing but these of its keys."""
-        batch = self.collator(_examples(tokens))
-        # With them the model would compute a loss, which nobody reads.
-        del batch["labels"]
-        batch = {k: v.to(self.device) if hasattr(v, "to") else v for k, v in batch.items()}
+    def replaced(self, documents: Sequence[int], which: Sequence[bool]) -> Documents:
+        """These documents, some of them replaced."""
+        pairs = ((self.tokens[i], self.others[i]) for i in documents)
+        return [b if other else a for (a, b), other in zip(pairs, which, strict=True)]
+
+    def packed(
+        self, arrangement: Arrangement, tokens: Documents | None = None, *, told: Sequence[str] | None = None
+    ) -> Outputs:
+        """Run the arrangement's documents, or these in their places, packed; with `told` the call is told nothing but
+        these of its keys."""
+        tokens = [self.tokens[i] for i in arrangement.documents] if tokens is None else tokens
+        if arrangement is self.row:
+            batch = self.collator(_examples(tokens))
+            # With them the model would compute a loss, which nobody reads.
+            del batch["labels"]
+            batch = {k: v.to(self.device) if hasattr(v, "to") else v for k, v in batch.items()}
+        else:
+            # Not by the collator, which makes one row.
+            ids = torch.zeros(arrangement.layout.num_tokens, dtype=torch.long)
+            for place, document in zip(arrangement.places, tokens, strict=True):
+                ids[place] = document
+            batch = {
+                "input_ids": ids.view(arrangement.shape).to(self.device),
+                "position_ids": arrangement.layout.position_ids(),
+                "packed_layout": arrangement.layout,
+            }
         if told is not None:
             batch = {name: value for name, value in batch.items() if name == "input_ids" or name in told}
-        return self.row.split(self.model(**batch, use_cache=False).logits)
+        scored = [_scored(len(ids)) for ids in tokens]
+        if len(tokens) > _FEW:  # a head treats each token by itself, so of many documents the longest tells all
+            longest = max(range(len(tokens)), key=lambda i: len(tokens[i]))
+            scored = [own if i == longest else own[:0] for i, own in enumerate(scored)]
+        places = torch.cat([place[own] for place, own in zip(arrangement.places, scored, strict=True)])
+        found = self._score(batch, arrangement.shape, places)
+        return Outputs(arrangement.split(found.states), list(found.logits.split([len(own) for own in scored])))
 
-    def in_rows(self, tokens: Documents) -> Documents:
-        """The same from several rows."""
-        layout = self.rows.layout
-        # Not by the collator, which makes one row: these are several, each filled up with a document of padding.
-        ids = torch.zeros(layout.num_tokens, dtype=torch.long)
-        for place, document in zip(self.rows.places, tokens, strict=True):
-            ids[place] = document
-        ids = ids.view(layout.rows, -1).to(self.device)
-        positions = layout.position_ids()
-        return self.rows.split(
-            self.model(input_ids=ids, position_ids=positions, packed_layout=layout, use_cache=False).logits
-        )
-
-    def alone(self, document: int) -> torch.Tensor:
-        """Logits `(n, V)` of one document by itself."""
+    def alone(self, document: int) -> Outputs:
+        """One document by itself."""
         ids = self.tokens[document][None].to(self.device)
         with as_sdpa():  # a model that runs by name: under a mask, which knows windows that its attention is not told
-            return self.model(input_ids=ids, use_cache=False).logits[0]
+            found = self._score({"input_ids": ids}, (1, ids.shape[1]), _scored(ids.shape[1]))
+        return Outputs([found.states[0]], [found.logits])
 
-    def backward(self, logits: Sequence[torch.Tensor], documents: Sequence[int], *, scale: float) -> None:
-        """Add `scale` times the gradient of a fixed random weighting of these documents' logits."""
-        losses = []
-        for document, logits_nV in zip(documents, logits, strict=True):
-            # By document, so that it is weighed alike alone, packed, and among others.
-            generator = torch.Generator().manual_seed(self.seed + 1 + document)
-            weights_V = torch.randn(logits_nV.shape[-1], generator=generator) / logits_nV.shape[-1] ** 0.5
-            # Each token its own: a sum of equal terms would stand still in half precision.
-            weights_n = torch.randn(len(logits_nV), generator=generator)
-            losses.append(weights_n.to(logits_nV.device) @ (logits_nV.float() @ weights_V.to(logits_nV.device)))
-        with torch.autocast(self.device.type, enabled=False):  # as the Trainer's backward runs
-            (scale * torch.stack(losses).sum()).backward()
-
-    def loss(self, logits: Documents) -> float:
-        """Mean loss of the documents' logits under the labels that the collator makes."""
-        labels = self.collator(_examples(self.tokens))["labels"].flatten()
-        # Places leave a collator's padding out. The label behind a document's last token is the next one's first,
-        # -100.
-        labels = labels[torch.cat(self.row.places)].to(self.device)
-        return _mean_loss(torch.cat([x.float() for x in logits])[:-1], labels[1:])
-
-    def loss_alone(self, logits: Documents) -> float:
-        """Mean loss of the documents' logits, each predicting its own next tokens."""
-        own = [(x[:-1].float(), ids[1:].to(self.device)) for x, ids in zip(logits, self.tokens, strict=True)]
-        predicted, ids = (torch.cat(part) for part in zip(*own, strict=True))
-        return _mean_loss(predicted, ids)
-
-    def embedding_gradients(
+    def backward(
         self,
-        run: Callable[[Documents], Documents],
-        tokens: Documents,
+        outputs: Outputs,
+        documents: Sequence[int],
         losses: Sequence[int],
-        arrangement: Arrangement,
         *,
         scale: float,
-    ) -> tuple[Documents, Documents | None]:
-        """Logits of each document and the gradients `(n, D)` of its embeddings, where only these documents have a
-        loss, `scale` times a weighting of their logits; `None` where the model embeds otherwise. Parameters get no
-        gradients."""
-        # Only the embeddings' gradient is asked for: those of weights would cost memory and time for nothing.
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        try:
-            with self._embedded() as outputs:
-                logits = run(tokens)
-                if all(t.requires_grad for t in logits):
-                    self.backward([logits[i] for i in losses], losses, scale=scale)
-        finally:
-            for parameter in trained:
-                parameter.requires_grad_(True)
-        logits = [t.detach() for t in logits]
-        # A backbone that runs document by document embeds each group in a call of its own.
-        if len(outputs) != 1 or outputs[0].shape[:2] != arrangement.shape or outputs[0].grad is None:
-            return logits, None
-        return logits, arrangement.split(outputs[0].grad)
+        head: bool = False,
+    ) -> None:
+        """Add `scale` times the gradient of a fixed random weighting of the states, and of the logits with `head`, of
+        those of the documents that are among the losses."""
+        terms = []
+        for document, states_nD, logits_kV in zip(documents, outputs.states, outputs.logits, strict=True):
+            if document not in losses:
+                continue
+            # By document, so that it is weighed alike alone, packed, and among others.
+            generator = torch.Generator().manual_seed(self.seed + 1 + document)
+            for values in (states_nD, logits_kV) if head else (states_nD,):
+                if len(values) == 0 or not values.requires_grad:
+                    continue
+                by_feature = torch.randn(values.shape[-1], generator=generator) / values.shape[-1] ** 0.5
+                # Each token its own: a sum of equal terms would stand still in half precision.
+                by_token = torch.randn(len(values), generator=generator)
+                terms.append(by_token.to(values.device) @ (values.float() @ by_feature.to(values.device)))
+        if terms:
+            with torch.autocast(self.device.type, enabled=False):  # as the Trainer's backward runs
+                (scale * torch.stack(terms).sum()).backward()
+
+    @torch.no_grad()
+    def loss_difference(self) -> float:
+        """How far the mean loss under the labels that the collator makes is from that of each document's own next
+        tokens, of the same logits."""
+        batch = self.collator(_examples(self.tokens))
+        # Places leave a collator's padding out. The label behind a document's last token is the next one's first,
+        # -100.
+        labels = batch["labels"].flatten()[torch.cat(self.row.places)][1:]
+        own = torch.cat([nn.functional.pad(ids[1:], (0, 1), value=-100) for ids in self.tokens])[:-1]
+        if torch.equal(labels, own):
+            return 0.0
+        call = {name: value for name, value in batch.items() if name != "labels"}
+        call = {k: v.to(self.device) if hasattr(v, "to") else v for k, v in call.items()}
+        logits = torch.cat(self.row.split(self.model(**call, use_cache=False).logits)).float()[:-1]
+        return abs(_mean_loss(logits, labels.to(self.device)) - _mean_loss(logits, own.to(self.device)))
 
     @contextmanager
-    def _embedded(self) -> Iterator[list[torch.Tensor]]:
-        """Outputs of the input embeddings, with gradients."""
+    def embedded(self) -> Iterator[list[torch.Tensor]]:
+        """Outputs of the input embeddings in a `with` block, with gradients, which the embeddings get none of."""
         outputs: list[torch.Tensor] = []
 
         def hook(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -166,10 +182,9 @@ class Probe:
         finally:
             handle.remove()
 
-    def outputs_packed(self, tokens: Documents, *, rows: bool = False) -> dict[str, Documents]:
+    def outputs_packed(self, arrangement: Arrangement, tokens: Documents | None = None) -> dict[str, Documents]:
         """Every module's per-token output, by document, in the order in which modules finish."""
-        arrangement, run = (self.rows, self.in_rows) if rows else (self.row, self.packed)
-        found = self._outputs(lambda: run(tokens), arrangement.shape)
+        found = self._outputs(lambda: self.packed(arrangement, tokens), arrangement.shape)
         return {name: arrangement.split(output) for name, output in found}
 
     def outputs_alone(self, document: int) -> dict[str, torch.Tensor]:
@@ -198,7 +213,12 @@ class Probe:
 
 
 class Arrangement:
-    """Where each document's tokens lie in a batch."""
+    """Where each document's tokens lie in a batch.
+
+    Attributes:
+        documents (`tuple[int, ...]`): the numbers of the documents, ascending.
+        places (`list[torch.Tensor]`): for each of them the numbers of its tokens among the `B * L`.
+    """
 
     def __init__(self, layout: PackedLayout, order: Sequence[int | None]) -> None:
         self.layout = layout
@@ -208,7 +228,8 @@ class Arrangement:
             for document, end, length in zip(order, ends, layout.lengths, strict=True)
             if document is not None
         }
-        self.places = [places[document] for document in sorted(places)]
+        self.documents = tuple(sorted(places))
+        self.places = [places[document] for document in self.documents]
 
     @classmethod
     def of_row(cls, layout: PackedLayout, documents: int) -> Arrangement:
@@ -239,6 +260,13 @@ class Arrangement:
         flat = tensor.flatten(0, 1)
         return [flat[place] for place in self.places]
 
+    def gradients(self, embedded: Sequence[torch.Tensor]) -> Documents | None:
+        """Each document's part of the gradient of the embeddings; `None` where the model embeds otherwise."""
+        # A backbone that runs document by document embeds each group in a call of its own.
+        if len(embedded) != 1 or embedded[0].shape[:2] != self.shape or embedded[0].grad is None:
+            return None
+        return self.split(embedded[0].grad)
+
 
 def device_of(model: nn.Module) -> torch.device:
     """Where the model's first weights are; offloaded ones are nowhere until they are used."""
@@ -254,6 +282,11 @@ def vocabulary_of(model: Any) -> int:
     # 4-bit weights are flat: their layers know how many features come out
     sizes += [head.out_features] if hasattr(head, "out_features") else []
     return min(size for size in sizes if size > 1)
+
+
+def _scored(length: int) -> torch.Tensor:
+    """The positions of a document whose logits are compared: its middle and its last."""
+    return torch.tensor([length // 2, length - 1][-min(length, 2) :])
 
 
 def _examples(documents: Documents) -> list[dict[str, Any]]:

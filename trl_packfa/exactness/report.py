@@ -26,7 +26,9 @@ class ExactnessReport:
             What trains and how: adapter, quantization, gradient checkpointing; whether it was measured in training
             mode, in evaluation mode, or in both as they differ; whether the model knows the documents' tokens.
         lengths (`tuple[int, ...]`), seed (`int`):
-            The documents in tokens, the five short ones first, and the seed of what was drawn.
+            The documents in tokens, and the seed of what was drawn.
+        layers (`str`):
+            How many layers ran the many arrangements of documents, of how many that the model has.
         isolation (`float`):
             Largest change of any document's logits when others are replaced, in standard deviations of the logits.
             Must be 0. Of a model with experts, what remains when every layer is handed the same input.
@@ -59,6 +61,10 @@ class ExactnessReport:
         first_batch (`float` or `None`), first_batch_allowed (`float` or `None`):
             The trainer's first batch, packed against documents of it alone: difference of the log-probability of the
             typical token of the worst document, in nats, and what rounding may make of it; once training has begun.
+        head (`float` or `None`), head_allowed (`float` or `None`):
+            The LM head that trains, on that batch: its worst gradient against the one through the model's own logits.
+        no_weight (`str`):
+            Matrices that are zero, where the control could not see a leak.
         unpadding ([`UnpaddingReport`] or `None`):
             Padded batches without their pads against the same with them, of a model patched with `unpad=True`.
         seconds (`float`):
@@ -79,6 +85,7 @@ class ExactnessReport:
     mode: str = ""
     tokens: str = ""
     lengths: tuple[int, ...]
+    layers: str = ""
     seed: int = 0
     isolation: float
     regrouped: float = 0.0
@@ -97,6 +104,9 @@ class ExactnessReport:
     is_finite: bool = True
     first_batch: float | None = None
     first_batch_allowed: float | None = None
+    head: float | None = None
+    head_allowed: float | None = None
+    no_weight: str = ""
     unpadding: UnpaddingReport | None = None
     seconds: float = 0.0
     identity: str = ""
@@ -205,18 +215,24 @@ class ExactnessReport:
             reasons.append(
                 f"unpatched, {self.model_type} {known['unpatched']} under TRL's keys; its patch: {known['why']}"
             )
-        raise ContaminationError(
-            f"packing is not exact on this model: {self}",
-            why=reasons,
-            do="Train padded with packing=False, or with another attention_backend (trl-packfa backends lists them), "
-            "and please report it. check_packing=False trains without this proof.",
+        do = (
+            "Train padded with packing=False, or with another attention_backend (trl-packfa backends lists them), "
+            "and please report it. check_packing=False trains without this proof."
         )
+        if self.verdict == "no power":
+            do = (
+                "A model from scratch: give matrices that are zero small random values (torch.nn.init.normal_ with "
+                "std=1e-3) before it is patched, or train its first steps padded with packing=False. "
+                "check_packing=False trains without this proof."
+            )
+        raise ContaminationError(f"packing is not exact on this model: {self}", why=reasons, do=do)
 
     def _reasons(self) -> list[str]:
         if self.verdict == "not finite":
             return [f"the model's own logits are not finite in {self.dtype}, for documents alone: nothing can be told"]
         if self.verdict == "no power":
-            return ["removing the boundaries changed nothing: this model mixes no tokens, or its weights are zero"]
+            why = ["removing the boundaries changed nothing: this model mixes no tokens, or its weights are zero"]
+            return [*why, f"matrices of zeros: {self.no_weight}"] if self.no_weight else why
         if self.verdict == "leak" and self.isolation:
             return [f"replacing some documents changed others; first in module '{self.first_leak}'"]
         if self.verdict == "leak":

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..patches.measured import fingerprint
 from ..patching.apply import find_state
-from ..patching.inspect import model_config
+from ..patching.inspect import inner_model, model_config
 from ..runtime.override import override_in
 from ..versions import MINIMUM_VERSIONS, installed_version
 from .probe import device_of
@@ -30,7 +30,8 @@ _NAMES = ("_name_or_path", "transformers_version", "base_model_name_or_path", "r
 
 def proof_identity(model: nn.Module, **facts: Any) -> str:
     """Hash of all that a proof depends on but the values of the weights: versions, code of ours and of the model,
-    config, modules, forwards, parameters with their dtypes and what trains of them, adapters, device and autocast.
+    config, modules, forwards, implementations, parameters with their dtypes and what trains of them, adapters, device
+    and autocast.
 
     Args:
         model (`torch.nn.Module`):
@@ -45,7 +46,7 @@ def proof_identity(model: nn.Module, **facts: Any) -> str:
         [installed_version(package) for package in _PACKAGES],
         [_own_code(), fingerprint(model), _patched(model)],
         _told(model_config(model)),
-        [[name, type(module).__qualname__, _forward(module)] for name, module in model.named_modules()],
+        [[name, type(module).__qualname__, _forward(module), *_settings(module)] for name, module in _inside(model)],
         [[name, tuple(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()],
         [[name, _told(config)] for name, config in sorted(getattr(model, "peft_config", {}).items())],
         [device.type, cuda, torch.backends.cpu.get_cpu_capability(), str(autocast)],
@@ -68,7 +69,24 @@ def reusable_proof(checkpoint: str | Path, identity: str) -> ExactnessReport | N
     if report.identity != identity or not report.is_exact:
         return None
     # This run has a first batch of its own.
-    return dataclasses.replace(report, taken_from=Path(checkpoint).name, first_batch=None, first_batch_allowed=None)
+    own = dict.fromkeys(("first_batch", "first_batch_allowed", "head", "head_allowed"))
+    return dataclasses.replace(report, taken_from=Path(checkpoint).name, **own)
+
+
+def _inside(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules inside the transformers model: what stands around it, and its LM head's forward in training, which
+    the first batch proves, are no part of a proof."""
+    return [(name, module) for name, module in inner_model(model).named_modules() if name]
+
+
+def _settings(module: nn.Module) -> list[str]:
+    """What a module runs by and no config's dictionary tells: which implementations, and what is recomputed how."""
+    config: Any = vars(module).get("config")
+    config = vars(config).get("trl_packfa_source", config) if config is not None else None
+    chosen = [str(getattr(config, name, "")) for name in ("_attn_implementation", "_experts_implementation")]
+    again = vars(module).get("gradient_checkpointing", False)
+    how = getattr(vars(module).get("_gradient_checkpointing_func"), "keywords", {}) if again else ""
+    return [*chosen, str(again), str(how)]
 
 
 def _told(config: Any) -> dict[str, str]:

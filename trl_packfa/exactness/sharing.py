@@ -13,7 +13,7 @@ from ..patching.inspect import find_backbone, inner_model, known_ids, max_positi
 from ..runtime.shared_rows import SHORTEST
 from .compare import relative_difference
 from .documents import draw_documents
-from .padded_runs import Comparison, compare_runs, output_of
+from .padded_runs import Comparison, compare_runs
 from .subject import Subject
 from .unpadding_report import SharingReport
 
@@ -54,7 +54,8 @@ def measure_sharing(subject: Subject, state: PatchState, known: torch.Tensor, se
     tokens = torch.cat([prefix, first, rest[-1]])[None].to(comparison.device)
     own = torch.cat([torch.arange(len(prefix)), torch.arange(len(prefix) + len(first), tokens.shape[1])])
     with torch.no_grad(), state.unpadding.unshared():
-        (seeing,) = comparison.documents_of(output_of(subject.model, {"input_ids": tokens}), [own], tokens.shape)
+        states, _ = comparison.score({"input_ids": tokens}, (1, tokens.shape[1]), own[-1:])
+        (seeing,) = comparison.documents_of(states, [own], tokens.shape)
     gradients = found.gradients
     return SharingReport(
         difference=found.forward.difference,

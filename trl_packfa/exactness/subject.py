@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -23,8 +24,8 @@ _Measured = TypeVar("_Measured")
 
 # Types without experts that group tokens by content: BLT's patches, padded to the most that a document has.
 _REGROUPING = ("blt",)
-# Gradients of at most this share of the parameters are copied rather than computed again.
-_FEW = 0.1
+# Gradients of at most this share of the parameters, or so many numbers, are copied rather than computed again.
+_FEW, _FEW_NUMBERS = 0.1, 2**28
 # By how much losses are scaled down where gradients overflow, a power of two so that nothing else is rounded, and how
 # often. float16 ends at 65,504; what 2**-24 of it loses at the other end is a millionth of the gradients that fit.
 _SCALED_DOWN, _LEAST_SCALE = 2.0**-8, 2.0**-24
@@ -42,8 +43,12 @@ class Subject:
             Where gradients go under ZeRO-3.
         progress (`Callable` or `None`):
             Told of each part and the share of the work that is done.
+        skipped (`dict`, *optional*):
+            Layers that are left out, as [`~depth.layers_to_skip`] found them; `None` for the whole model, whose
+            embeddings and LM head are measured too.
 
     Attributes:
+        whole (`bool`): whether all layers, the embeddings and the LM head are measured.
         trained (`list[torch.nn.Parameter]`): the parameters that train.
         dimensions (`dict[str, int]`): how many dimensions each of them has, by name.
         chooses (`bool`): whether tokens choose which others they see (sparse attention): rounding then makes single
@@ -58,10 +63,12 @@ class Subject:
         state: PatchState,
         gradient_parts: GradientParts | None,
         progress: Callable[[str, float], None] | None,
+        skipped: Mapping[str, Any] | None = None,
     ) -> None:
-        self.model, self.gradient_parts = model, gradient_parts
-        self.parts = find_parts(model, state)
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.model, self.gradient_parts, self.whole = model, gradient_parts, skipped is None
+        self.parts = find_parts(model, state).without(skipped or ())
+        out = {id(p) for name in skipped or () for p in model.get_submodule(name).parameters()}
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) not in out}
         self.trained = list(trained.values())
         self.loss_scale = 1.0
         self.dimensions = {name: len(whole_shape(p)) for name, p in trained.items()}
@@ -110,7 +117,8 @@ class Subject:
 
     def copied(self) -> list[torch.Tensor | None] | None:
         """A copy of the gradients where it is small beside the model, as an adapter's; `None` where it is not."""
-        few = sum(map(whole_size, self.trained)) <= _FEW * sum(map(whole_size, self.model.parameters()))
+        trained = sum(map(whole_size, self.trained))
+        few = trained <= _FEW * sum(map(whole_size, self.model.parameters())) or trained <= _FEW_NUMBERS
         if self.gradient_parts is not None or not few:
             return None
         return [None if p.grad is None else p.grad.clone() for p in self.trained]
@@ -118,7 +126,26 @@ class Subject:
     def put_back(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Set the gradients to what was copied."""
         for parameter, gradient in zip(self.trained, gradients, strict=True):
-            parameter.grad = gradient
+            parameter.grad = None if gradient is None else gradient.clone()
+
+    @torch.no_grad()
+    def take_away(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Subtract what was copied."""
+        for parameter, gradient in zip(self.trained, gradients, strict=True):
+            if gradient is not None and parameter.grad is not None:
+                parameter.grad -= gradient
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """No parameter gets a gradient in a `with` block: those of weights cost time and memory."""
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in trained:
+                parameter.requires_grad_(True)
 
     def note_gain(self) -> None:
         """Note what the gradients of vectors and scalars have gained since the last time: a document's part."""

@@ -140,7 +140,10 @@ class UnpaddingReport:
         raise ContaminationError(
             f"padded batches without their pads are not exact on this model: {self}",
             why=why or ["visible pads change nothing: this model mixes no tokens, or its weights are zero"],
-            do="Patch it with unpad=False, or with another backend, and please report it.",
+            do="Patch it with unpad=False, or with another backend, and please report it."
+            if self.verdict != "no power"
+            else "A model from scratch: give matrices that are zero small random values (torch.nn.init.normal_ with "
+            "std=1e-3) before it is patched, or train its first steps padded.",
         )
 
 

@@ -68,6 +68,8 @@ class PatchState:
     unpadding: Unpadding | None = None
     # What the proof of `unpad=True` has measured, an `UnpaddingReport`.
     unpadding_report: Any = None
+    # Of the proof of packing, where `patch` had to make one: an `ExactnessReport` with what was proven.
+    report: Any = None
 
 
 def find_state(model: nn.Module) -> PatchState | None:

@@ -10,14 +10,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from ..collator import LOSSES, SOURCES
+from ..collator import LOSSES, SOURCES, DataCollatorForPacking
 from ..errors import UnsupportedModel
 from ..exactness import ExactnessReport, check, check_batch, proof_identity, reusable_proof
+from ..patching.apply import find_state
 from ..runtime.compile import uncompiled
 from ..terminal.progress import proving
 from .config import PackedSFTConfig
@@ -79,9 +81,7 @@ class ExactnessGate:
             [`ContaminationError`]: if packing is not exact on this model, on every rank if it is not on one.
         """
         args = self.args
-        if args.gradient_checkpointing:  # as training will; TRL switches it on later
-            switch = getattr(model, "activation_checkpointing_enable", None)  # its name since transformers 5.23
-            (switch or model.gradient_checkpointing_enable)(args.gradient_checkpointing_kwargs)
+        self.switch_checkpointing(model)
         identity = self._identity(model, collator)
         if checkpoint is not None:
             saved = from_main_rank(self.accelerator, lambda: reusable_proof(checkpoint, identity))
@@ -89,6 +89,12 @@ class ExactnessGate:
                 logger.info("trl-packfa: %s; nothing has changed since %s", saved, saved.taken_from)
                 self.report = saved
                 return saved
+        proven = self._proven_by_patch(model, collator) if engine is model else None
+        if self._everywhere(proven is not None):
+            assert proven is not None
+            logger.info("trl-packfa: %s; proven when the model was patched", proven)
+            self.report = replace(proven, identity=identity)
+            return self.report
 
         def proof(progress: Callable[[str, float], None]) -> ExactnessReport:
             # Under FSDP2 the model is compiled by now. Graphs of the check would take minutes, and none is used again.
@@ -110,6 +116,27 @@ class ExactnessGate:
         self.report = replace(found, identity=identity)
         logger.info("trl-packfa: %s in %.1f s", self.report, self.report.seconds)
         return self.report
+
+    def switch_checkpointing(self, model: Any) -> None:
+        """Recompute activations as training will; TRL switches it on later."""
+        args = self.args
+        if args.gradient_checkpointing:
+            switch = getattr(model, "activation_checkpointing_enable", None)  # its name since transformers 5.23
+            (switch or model.gradient_checkpointing_enable)(args.gradient_checkpointing_kwargs)
+
+    def _proven_by_patch(self, model: Any, collator: Any) -> ExactnessReport | None:
+        """The report of `patch`, if it had to check this model and nothing is another since."""
+        state = find_state(model)
+        if state is None or state.report is None or type(collator) is not DataCollatorForPacking:
+            return None
+        with self.accelerator.autocast():
+            same = state.report.identity == proof_identity(model)
+        return state.report if same and not collator.pad_to_multiple_of else None
+
+    def _everywhere(self, found: bool) -> bool:
+        """Whether it is so on every rank: those of one run must make the same calls."""
+        everywhere: Any = self.accelerator.gather(torch.tensor([found], device=self.accelerator.device))
+        return bool(everywhere.all())
 
     def _identity(self, model: Any, collator: Any) -> str:
         """Hash of what would have to be proven, under the autocast of the run."""
@@ -152,7 +179,10 @@ class ExactnessGate:
         batch = {name: value for name, value in batches[0].items() if name not in names}
         proof = agree(self.accelerator, lambda: _exact_batch(model, prepare(batch)))
         if proof is not None and self.report is not None:
-            self.report = replace(self.report, first_batch=proof.difference, first_batch_allowed=proof.allowed)
+            head = proof.head and {"head": proof.head.difference, "head_allowed": proof.head.allowed}
+            self.report = replace(
+                self.report, first_batch=proof.difference, first_batch_allowed=proof.allowed, **(head or {})
+            )
 
 
 def _exact_batch(model: Any, batch: dict[str, Any]) -> Any:

@@ -217,7 +217,9 @@ class PackedSFTTrainer(SFTTrainer):
         if not self.is_zero3_enabled:  # there only the engine, which `train` builds, runs the model
             self._head.choose(model)
         apply_liger(model, args)  # the Trainer would put its forwards over the patch's, after the proof
-        patch(model, **args.patch_options)
+        self._gate.switch_checkpointing(model)
+        with self.accelerator.autocast():  # where `patch` has to check the model, that is the run's proof
+            patch(model, **args.patch_options)
         compile_by_layer(model, args, self.accelerator, whole=self.is_zero3_enabled)
         self._terms = PaddedTerms(args, self.accelerator, model, balances_experts=self.aux_loss_enabled)
         if self.aux_loss_enabled and not self.is_zero3_enabled:

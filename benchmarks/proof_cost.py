@@ -1,0 +1,68 @@
+"""What the proof costs: CPU seconds of one core and peak memory by vocabulary, and of a real model.
+
+    python benchmarks/proof_cost.py
+    python benchmarks/proof_cost.py --model FOLDER --dtypes float32 bfloat16
+
+Each row is a process of its own, with one thread.
+"""
+
+import argparse
+import resource
+import subprocess
+import sys
+import time
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from trl_packfa import check, patch
+from trl_packfa.patching.apply import apply_patch
+from trl_packfa.patching.inspect import get_patch
+
+WORDS = (1_600, 151_936, 262_144)
+
+
+def small(words):
+    """Two layers of width 8."""
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=words, num_hidden_layers=2, **sizes))
+
+
+def seconds(function, *args, **options):
+    """CPU seconds of a call."""
+    started = time.process_time()
+    function(*args, **options)
+    return time.process_time() - started
+
+
+def row(name, dtype):
+    """One line of the table."""
+    torch.set_num_threads(1)
+    if name.isdigit():
+        patch(small(1_600), unpad=True)  # what is made once a process
+        model, fresh = small(int(name)), small(int(name))
+    else:
+        model, fresh = (AutoModelForCausalLM.from_pretrained(name, dtype=dtype) for _ in range(2))
+    apply_patch(model, get_patch(model), "auto")
+    checked, unpadded = seconds(check, model), seconds(patch, fresh, unpad=True)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    return f"| {name} | {dtype} | {checked:.1f} | {unpadded:.2f} | {peak:.2f} GB |"
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", help="a folder with a model, instead of small ones of several vocabularies")
+    parser.add_argument("--dtypes", nargs="+", default=["float32"])
+    parser.add_argument("--row", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.row:
+        print(row(*args.row))
+        return
+    print("| vocabulary or model | dtype | `check` | `patch(unpad=True)` | peak |\n|---|---|---|---|---|", flush=True)
+    for name in [args.model] if args.model else map(str, WORDS):
+        for dtype in args.dtypes:
+            subprocess.run([sys.executable, __file__, "--row", name, dtype], check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Which layers of a model have to run for what is measured in many arrangements.
+
+Whether layers keep documents apart is a matter of their code and settings, and a model repeats few of them. On a CPU a
+large model runs one layer of each kind there, where the others hand on what they get; a few documents run through all
+of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..patching.apply import PatchState
+from ..runtime.zero3 import is_partitioned, whole_size
+
+# Layers of so many parameters run the some ten thousand tokens of all arrangements in a few seconds on one core.
+_CHEAP = 4_000_000
+_PLAIN = (int, float, str, bool, type(None), torch.dtype)
+
+
+def layers_to_skip(
+    model: nn.Module, state: PatchState, layers: dict[str, nn.Module], run: Callable[[], object]
+) -> dict[str, tuple[nn.Module, bool]]:
+    """The layers that repeat the kind of another one, by name, each with whether it returns a tuple; none where the
+    model is cheap to run or its layers cannot be left out.
+
+    Args:
+        model (`torch.nn.Module`), state ([`PatchState`]):
+            The patched model.
+        layers (`dict[str, torch.nn.Module]`):
+            Its decoder layers by name, in order.
+        run (`Callable`):
+            Runs the model once.
+    """
+    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    size = sum(whole_size(parameter) for layer in layers.values() for parameter in layer.parameters())
+    if not on_cpu or size <= _CHEAP or is_partitioned(model):
+        return {}
+    kinds, first = _kinds(layers, state), set()
+    repeated = {name for name, kind in kinds.items() if kind in first or first.add(kind)}
+    returned = _returned({name: layers[name] for name in repeated}, run)
+    skipped = {name: (layers[name], returned[name]) for name in repeated if name in returned}
+    try:
+        with skipping(skipped):
+            run()
+    except (RuntimeError, ValueError, LookupError, AttributeError, TypeError):
+        return {}  # a later layer reads what an earlier one keeps: shared keys, say
+    return skipped
+
+
+@contextmanager
+def skipping(layers: dict[str, tuple[nn.Module, bool]]) -> Iterator[None]:
+    """In a `with` block these layers return what they get."""
+    before = [(layer, vars(layer).get("forward")) for layer, _ in layers.values()]
+    try:
+        for layer, returns_tuple in layers.values():
+            layer.forward = _pass_tuple if returns_tuple else _pass
+        yield
+    finally:
+        for layer, forward in before:
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
+
+
+def _pass(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return hidden_states
+
+
+def _pass_tuple(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    return hidden_states, None
+
+
+def _returned(layers: dict[str, nn.Module], run: Callable[[], object]) -> dict[str, bool]:
+    """Of each layer that is called once and returns its hidden states, whether it does so in a tuple."""
+    calls: dict[str, list[bool | None]] = {name: [] for name in layers}
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            given = args[0] if args else kwargs.get("hidden_states")
+            in_tuple = isinstance(output, tuple)
+            states, *rest = output if in_tuple else (output,)
+            same = isinstance(states, torch.Tensor) and isinstance(given, torch.Tensor) and states.shape == given.shape
+            calls[name].append(in_tuple if same and rest in ([], [None]) else None)
+
+        return hook
+
+    handles = [layer.register_forward_hook(watch(name), with_kwargs=True) for name, layer in layers.items()]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: found[0] for name, found in calls.items() if len(found) == 1 and found[0] is not None}
+
+
+def _kinds(layers: dict[str, nn.Module], state: PatchState) -> dict[str, str]:
+    """What tells layers apart, in words: classes, forwards, hooks, settings, parameters and windows."""
+    windows = {id(module): window for module, window in zip(state.attention.values(), state.windows, strict=False)}
+    facts = {name: dict(_facts(layer, windows)) for name, layer in layers.items()}
+    order = list(enumerate(facts.values()))
+    # A number that counts layers is no setting.
+    shared = set.intersection(*(set(found) for found in facts.values()))
+    counting = {key for key in shared if all(type(found[key]) is int and found[key] == i for i, found in order)}
+    return {name: str([item for item in found.items() if item[0] not in counting]) for name, found in facts.items()}
+
+
+def _facts(layer: nn.Module, windows: dict[int, int | None]) -> Iterable[tuple[tuple[str, str], Any]]:
+    for name, module in layer.named_modules():
+        yield (name, "class"), type(module).__qualname__
+        yield (name, "forward"), _code(vars(module).get("forward"))
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        yield (name, "hooks"), [_code(hook) for hook in hooks]
+        yield (name, "window"), windows.get(id(module))
+        for key, value in vars(module).items():
+            if isinstance(value, _PLAIN):
+                yield (name, key), value
+        for key, parameter in module.named_parameters(recurse=False):
+            yield (name, key), [tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad]
+
+
+def _code(function: Any) -> str:
+    """Where a function's code is, or the class of what is called."""
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return f"{type(function).__qualname__} {'' if code is None else (code.co_filename, code.co_firstlineno)}"

@@ -1,0 +1,173 @@
+"""The LM head that trains, on the first batch: its loss and gradients against the model's own logits.
+
+The rest of the proof takes its gradients from the input of the head on. What scores the labels in training, here or in
+TRL, is measured where it is used: on the hidden states and labels of the first batch, all of them at once. A head
+treats every token by itself, so log-probability and gradient of a few positions are compared; and the gradient of its
+weights, if they train, which all positions add up to.
+
+Shape letters: B rows, L row length, P trained positions, D model dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import ContaminationError
+from ..patching import router_loss
+from ..patching.inspect import inner_model
+from ..runtime.zero3 import is_in_parts
+from .compare import GRADIENT_FLOORS, relative_difference
+from .scoring import Scorer
+from .subject import rounding_dtype
+
+# Positions that are compared, and of how many the logits are held at a time.
+_SAMPLES, _CHUNK = 16, 64
+
+
+class HeadProof(NamedTuple):
+    """How far the head that trains is from the model's own logits.
+
+    Attributes:
+        difference (`float`), allowed (`float`): relative, of the gradient that is off worst.
+        what (`str`): which that is.
+        positions (`int`): that were trained.
+    """
+
+    difference: float
+    allowed: float
+    what: str
+    positions: int
+
+    def require_exact(self) -> None:
+        """Raise if the head computes another loss.
+
+        Raises:
+            [`ContaminationError`]: with the numbers.
+        """
+        if self.difference <= self.allowed:
+            return
+        raise ContaminationError(
+            f"the LM head that trains is not exact on the first training batch: {self.what} of {self.positions} "
+            f"trained positions is off by {self.difference:.2e} (allowed {self.allowed:.2e}).",
+            why=["it scores trained positions with its own forward and backward, here compared with the model's own "
+                 "logits and torch's cross-entropy"],
+            do="Please report it. check_packing=False trains without this proof.",
+        )  # fmt: skip
+
+
+@contextmanager
+def kept_outputs(model: nn.Module) -> Iterator[list[Any]]:
+    """What the backbone gives in a `with` block."""
+    with _outputs_of(inner_model(model).base_model) as outputs:
+        yield outputs
+
+
+def check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Any) -> HeadProof | None:
+    """Compare the head that trains with the model's own logits; `None` where that cannot be told: a head in parts, or
+    one that is no module.
+
+    Args:
+        model (`torch.nn.Module`):
+            That answers `fused_lm_head=True`, in the mode in which it is compared.
+        batch (`Mapping[str, Any]`):
+            The packed batch.
+        outputs (`ModelOutput`):
+            What the backbone gave for it.
+    """
+    inner = inner_model(model)
+    scorer, states = Scorer(model), getattr(outputs, "last_hidden_state", None)
+    weights = [] if scorer.head is None else list(scorer.head.parameters())
+    if inner.base_model is inner or states is None or not weights:
+        return None
+    if any(isinstance(weight, DTensor) or is_in_parts(weight) for weight in weights):
+        return None
+    labels = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)  # of the token that predicts
+    trained = (labels.flatten() != -100).nonzero()[:, 0]
+    if not len(trained):
+        return None
+    options = {**router_loss.without(inner.config.get_text_config()), "use_cache": False}
+    leaf = states.detach().requires_grad_(True)
+    params = [leaf, *(weight for weight in weights if weight.requires_grad)]
+
+    def given(*args: Any, **kwargs: Any) -> Any:
+        return type(outputs)(**{**outputs, "last_hidden_state": leaf})
+
+    assert scorer.head is not None
+    with torch.enable_grad(), _instead(inner.base_model, given), _outputs_of(scorer.head) as outcome:
+        found = model(**batch, fused_lm_head=True, **options)
+        by_head = _gradients(found.loss, params)
+        samples = trained[torch.linspace(0, len(trained) - 1, _SAMPLES, device=trained.device).long().unique()]
+        # The gradient of weights is a sum over all positions; without it a few are enough.
+        parts = trained.split(_CHUNK) if len(params) > 1 else [samples]
+        call = {name: value for name, value in batch.items() if name != "labels"}
+        expected: list[torch.Tensor] = [torch.zeros_like(param, dtype=torch.float32) for param in params]
+        log_probs = torch.empty(labels.numel(), device=labels.device)
+        for part in parts:
+            logits = scorer(call, (labels.shape[0], labels.shape[1]), part).logits
+            if scorer.head is None:
+                return None
+            own = torch.log_softmax(logits.float(), -1).gather(-1, labels.flatten()[part, None])[:, 0]
+            for total, gradient in zip(expected, _gradients(-own.sum() / len(trained), params), strict=True):
+                total += gradient
+            log_probs[part] = own.detach()
+    scored = nn.functional.pad(found.log_probs.detach(), (0, 1)).flatten()
+    at_samples = [gradient.flatten(0, 1)[samples] for gradient in (by_head[0], expected[0])]
+    differences = {
+        "the gradient of the hidden states": relative_difference(*at_samples),
+        "the gradient of its weights": max(
+            (_off(one, other) for one, other in zip(by_head[1:], expected[1:], strict=True)), default=0.0
+        ),
+        "the log-probability": _off(scored[samples], log_probs[samples]),
+        "the loss": abs(float(found.loss) + float(scored[trained].mean())) / max(abs(float(found.loss)), 1.0),
+    }
+    what = max(differences, key=lambda name: differences[name])
+    # Under autocast, accelerate's wrapper casts what a model gives: the head tells in which dtype it multiplies.
+    allowed = GRADIENT_FLOORS[rounding_dtype(model, outcome[-1].dtype)]
+    return HeadProof(differences[what], allowed, what, len(trained))
+
+
+@contextmanager
+def _outputs_of(module: nn.Module) -> Iterator[list[Any]]:
+    """Keep the last output of a module in a `with` block."""
+    outputs: list[Any] = []
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        outputs[:] = [output]
+
+    handle = module.register_forward_hook(keep)
+    try:
+        yield outputs
+    finally:
+        handle.remove()
+
+
+def _gradients(loss: torch.Tensor, params: list[torch.Tensor]) -> list[torch.Tensor]:
+    # Asked for by name: nothing is added to a parameter, and no hook of a wrapper is told.
+    with torch.autocast(loss.device.type, enabled=False):
+        return [gradient.float() for gradient in torch.autograd.grad(loss, params)]
+
+
+def _off(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The norm of the difference, relative; infinite where one is not finite."""
+    found = float((actual.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30))
+    return found if found == found else float("inf")
+
+
+@contextmanager
+def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """In a `with` block a module's forward is another one."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
