@@ -18,7 +18,7 @@ from ..patching.apply import PatchState
 from ..runtime.zero3 import is_partitioned, whole_size
 
 # Layers of so many parameters run the some ten thousand tokens of all arrangements in a few seconds on one core.
-_CHEAP = 4_000_000
+CHEAP = 4_000_000
 _PLAIN = (int, float, str, bool, type(None), torch.dtype)
 
 
@@ -38,7 +38,7 @@ def layers_to_skip(
     """
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
     size = sum(whole_size(parameter) for layer in layers.values() for parameter in layer.parameters())
-    if not on_cpu or size <= _CHEAP or is_partitioned(model):
+    if not on_cpu or size <= CHEAP or is_partitioned(model):
         return {}
     kinds, first = _kinds(layers, state), set()
     repeated = {name for name, kind in kinds.items() if kind in first or first.add(kind)}

@@ -29,6 +29,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
     "four rows of one document": ((13,), (15,), (17,), (19,)),
     "five rows of unequal documents": ((0, 7), (13,), (10, 12), (15, 3), (17,)),
 }
+SEVERAL_ROWS = "four rows of one document"
 _LONGEST = LONG.index(max(LONG))
 # Of these some are longer where kernels work in tiles of up to 128 tokens: documents of one, of two and of
 # more than three tiles, whose blocks of keys are whole, partial and, under a window, skipped. By place in `LONG`.
@@ -59,6 +60,13 @@ def replacements(documents: int) -> list[tuple[bool, ...]]:
     runs = next(n for n in count(2) if 2 ** (n - 1) > documents)
     sets = [set(members) for size in range(1, runs) for members in combinations(range(1, runs), size)]
     return [tuple(run in members for members in sets[:documents]) for run in range(runs)]
+
+
+def alternating(documents: int) -> list[tuple[bool, ...]]:
+    """Which documents each of three runs replaces: none, those at even places, those at odd ones. What crosses a
+    boundary to a neighbour is seen."""
+    even = tuple(place % 2 == 0 for place in range(documents))
+    return [(False,) * documents, even, tuple(not replaced for replaced in even)]
 
 
 def losses(documents: int, runs: int) -> list[list[int]]:

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from .compare import differences, largest, relative_difference, relative_logits, share, worst
-from .documents import losses, replacements
+from .documents import alternating, losses, replacements
 from .following import Trace
 from .parity import LOGITS, STATES, Differences, run_packed
 from .probe import Arrangement, Outputs, Probe
@@ -42,13 +42,30 @@ class Isolation(NamedTuple):
 
 
 def measure_isolation(
-    subject: Subject, probe: Probe, arrangement: Arrangement, noise: Differences, scale: float, *, backward: bool
+    subject: Subject,
+    probe: Probe,
+    arrangement: Arrangement,
+    noise: Differences,
+    scale: float,
+    *,
+    backward: bool,
+    pairs: bool = True,
 ) -> Isolation:
-    """Isolation of the documents in one arrangement, with gradients or without; `noise` is what rounding makes of
-    every layer, `scale` the standard deviation of what goes into the LM head."""
+    """Measure isolation of the documents in one arrangement, with gradients or without.
+
+    Args:
+        subject ([`Subject`]), probe ([`Probe`]), arrangement ([`Arrangement`]):
+            The model, its documents, and where they lie.
+        noise (`dict`), scale (`float`):
+            What rounding makes of every layer, and the standard deviation of what goes into the LM head.
+        backward (`bool`):
+            Whether gradients are measured.
+        pairs (`bool`, *optional*, defaults to `True`):
+            Whether every two documents are told apart, or only those at an even place from those at an odd one.
+    """
     documents = arrangement.documents
     everything = range(len(documents))
-    runs = replacements(len(documents))
+    runs = replacements(len(documents)) if pairs else alternating(len(documents))
     trained = losses(len(documents), len(runs)) if backward else [[]] * len(runs)
     # What each document gave when it, or what replaces it, was first met, and in which run.
     met: dict[tuple[int, bool], tuple[torch.Tensor, int]] = {}
@@ -135,7 +152,7 @@ class _Regrouping:
             found[STATES, i] = relative_difference(run.states[i], states, typical=typical)
             if logits is not None:
                 found[LOGITS, i] = relative_logits(run.logits[i], logits, typical=typical)
-        dtype = rounding_dtype(self.subject.model, next(iter(run.logits.values())).dtype)
+        dtype = rounding_dtype(self.subject.model, run.dtype)
         beyond, _ = worst(found, self.noise, dtype)
         return max(moved, 0.0 if beyond.excess <= 1 else beyond.difference)
 

@@ -22,7 +22,7 @@ from ..runtime.zero3 import gradients_taken, whole_size
 from ..versions import MINIMUM_VERSIONS, installed_version
 from .compare import largest
 from .depth import layers_to_skip, skipping
-from .documents import LONG_ROWS, SHAPES, SHORT, Documents, draw_documents, known_tokens, long_lengths
+from .documents import LONG_ROWS, SEVERAL_ROWS, SHAPES, SHORT, Documents, draw_documents, known_tokens, long_lengths
 from .isolation import first_leak, measure_control, measure_isolation
 from .parity import first_difference, measure_parity
 from .probe import Collator, Probe, device_of, vocabulary_of
@@ -161,7 +161,7 @@ def _probes(
     lengths = long_lengths(state.windows, most, tiled=_has_tiles(device_of(model)))
     tokens, others = draw_documents(lengths, known, vocabulary, seed)
     few, their_others = ([documents[i] for i in SHORT] for documents in (tokens, others))
-    return Probe(model, collator, few, their_others, seed), Probe(model, collator, tokens, others, seed)
+    return Probe(model, collator, few, their_others, seed), Probe(model, collator, tokens, others, seed, scored=False)
 
 
 def _has_tiles(device: torch.device) -> bool:
@@ -183,12 +183,15 @@ def _measure(
     whole.begin("whether documents see each other", 0.1)
     isolations = [(measure_isolation(whole, short, short.row, few.noise, scale, backward=True), short, {})]
     with skipping(skipped):
-        for shape in (*shapes, long.row):
-            # Without gradients of the long row, which has too many documents for as many runs.
-            several, backward = len(shape.documents) > 1, shape is not long.row
-            if several:
-                found = measure_isolation(kinds, long, shape, many.noise, scale, backward=backward)
-                isolations.append((found, long, skipped))
+        # Gradients of one row were measured above, those of several rows here; those of the other arrangements were
+        # compared with the gradients of the documents alone. With experts, whose sums move with the tokens beside, a
+        # run needs a second one that explains it: there that comparison has to do for most arrangements.
+        neighbours = [shape for shape in shapes if len(shape.documents) > 1 and not kinds.regroups]
+        rows = long.arranged(SHAPES[SEVERAL_ROWS])
+        for shape in (*neighbours, rows, long.row):
+            pairs, backward = shape in (rows, long.row), shape is rows
+            found = measure_isolation(kinds, long, shape, many.noise, scale, backward=backward, pairs=pairs)
+            isolations.append((found, long, skipped))
     leaking, leaky, left_out = max(isolations, key=lambda item: item[0].forward)
     forward = max(few.forward, many.forward, key=lambda finding: finding.excess)
     gradients = [found.gradients for found in (few, many) if found.gradients is not None]
@@ -206,7 +209,7 @@ def _measure(
         with skipping(left_out):
             leak = first_leak(leaky, leaking)
     return ExactnessReport(
-        dtype=_dtype_name(whole.model, next(iter(few.alone.logits.values())).dtype),
+        dtype=_dtype_name(whole.model, few.alone.dtype),
         lengths=long.lengths,
         layers=f"{len(kinds.parts.layers)} of {len(whole.parts.layers)}",
         isolation=leaking.forward,

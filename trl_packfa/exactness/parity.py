@@ -39,6 +39,11 @@ class Followed(NamedTuple):
     inputs: dict[int, torch.Tensor]
     traces: dict[int, Trace]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the logits, where there are some, or of what goes into the LM head."""
+        return next(values.dtype for found in (self.logits, self.states) for values in found.values())
+
 
 class Parity(NamedTuple):
     """How far the packed documents are from the same documents alone.
@@ -76,7 +81,7 @@ def _measure(subject: Subject, probe: Probe, trained: Sequence[Arrangement], oth
     # is the difference.
     alone, norms = _run_alone(subject, probe, sign=1.0), subject.sizes()
     copied = subject.copied()
-    dtype = rounding_dtype(subject.model, next(iter(alone.logits.values())).dtype)
+    dtype = rounding_dtype(subject.model, alone.dtype)
     by_packing, found = [0.0] * len(norms), []
     as_it_is = alone
     for number, arrangement in enumerate(trained):

@@ -22,8 +22,6 @@ from .scoring import Scorer
 
 Collator: TypeAlias = Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
 Rows: TypeAlias = tuple[tuple[int, ...], ...]
-# Of more documents only the longest is scored.
-_FEW = 3
 
 
 class Outputs(NamedTuple):
@@ -31,7 +29,7 @@ class Outputs(NamedTuple):
 
     Attributes:
         states (`list[torch.Tensor]`): what goes into the LM head, `(n, D)`.
-        logits (`list[torch.Tensor]`): of the positions that were scored, `(k, V)`, `k` may be 0.
+        logits (`list[torch.Tensor]`): of the positions that were scored, `(k, V)`; `k` is 0 where none are.
         inputs (`list[torch.Tensor]` or `None`):
             The gradients `(n, D)` of its embeddings after a backward; `None` where the model embeds otherwise.
     """
@@ -53,6 +51,9 @@ class Probe:
             Token ids `(n,)` of each document, and of what may replace it.
         seed (`int`):
             Of the weights of a loss.
+        scored (`bool`, *optional*, defaults to `True`):
+            Whether the LM head runs, on a few positions of each document. It treats every token by itself and takes
+            most of the time where the vocabulary is large, so few runs need it.
 
     Attributes:
         row ([`Arrangement`]): all documents in one row, as the collator packs them.
@@ -61,8 +62,17 @@ class Probe:
         [`InvalidLayout`]: if the collator's batch tells no boundaries.
     """
 
-    def __init__(self, model: nn.Module, collator: Collator, tokens: Documents, others: Documents, seed: int) -> None:
-        self.model, self.collator, self.seed = model, collator, seed
+    def __init__(
+        self,
+        model: nn.Module,
+        collator: Collator,
+        tokens: Documents,
+        others: Documents,
+        seed: int,
+        *,
+        scored: bool = True,
+    ) -> None:
+        self.model, self.collator, self.seed, self.scored = model, collator, seed, scored
         self.device, self._score = device_of(model), Scorer(model)
         self.tokens, self.others = tokens, others
         self.lengths = tuple(map(len, tokens))
@@ -107,10 +117,7 @@ class Probe:
             }
         if told is not None:
             batch = {name: value for name, value in batch.items() if name == "input_ids" or name in told}
-        scored = [_scored(len(ids)) for ids in tokens]
-        if len(tokens) > _FEW:  # a head treats each token by itself, so of many documents the longest tells all
-            longest = max(range(len(tokens)), key=lambda i: len(tokens[i]))
-            scored = [own if i == longest else own[:0] for i, own in enumerate(scored)]
+        scored = [self._scored(len(ids)) for ids in tokens]
         places = torch.cat([place[own] for place, own in zip(arrangement.places, scored, strict=True)])
         found = self._score(batch, arrangement.shape, places)
         return Outputs(arrangement.split(found.states), list(found.logits.split([len(own) for own in scored])))
@@ -119,8 +126,12 @@ class Probe:
         """One document by itself."""
         ids = self.tokens[document][None].to(self.device)
         with as_sdpa():  # a model that runs by name: under a mask, which knows windows that its attention is not told
-            found = self._score({"input_ids": ids}, (1, ids.shape[1]), _scored(ids.shape[1]))
+            found = self._score({"input_ids": ids}, (1, ids.shape[1]), self._scored(ids.shape[1]))
         return Outputs([found.states[0]], [found.logits])
+
+    def _scored(self, length: int) -> torch.Tensor:
+        """The positions of a document that are scored: its middle and its last, or none."""
+        return torch.tensor([length // 2, length - 1][-min(length, 2) :] if self.scored else [], dtype=torch.long)
 
     def backward(
         self,
@@ -282,11 +293,6 @@ def vocabulary_of(model: Any) -> int:
     # 4-bit weights are flat: their layers know how many features come out
     sizes += [head.out_features] if hasattr(head, "out_features") else []
     return min(size for size in sizes if size > 1)
-
-
-def _scored(length: int) -> torch.Tensor:
-    """The positions of a document whose logits are compared: its middle and its last."""
-    return torch.tensor([length // 2, length - 1][-min(length, 2) :])
 
 
 def _examples(documents: Documents) -> list[dict[str, Any]]:

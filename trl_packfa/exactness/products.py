@@ -14,6 +14,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..runtime.autocast import HALF, has_half_products
+from ..runtime.zero3 import whole_size
+from .depth import CHEAP
 
 _PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm"))
 
@@ -23,12 +25,20 @@ class _InFloat32(TorchDispatchMode):
         kwargs = kwargs or {}
         if func not in _PRODUCTS or args[-1].dtype not in HALF or has_half_products(args[-1].dtype, "cpu"):
             return func(*args, **kwargs)
+        if not args[-2].numel():  # no tokens: the LM head is not converted for them
+            return func(*args, **kwargs)
         wide = [arg.float() if isinstance(arg, torch.Tensor) else arg for arg in args]
         return func(*wide, **kwargs).to(args[-1].dtype)
 
 
 def fast_half_products(model: nn.Module) -> AbstractContextManager[Any]:
-    """In a `with` block half precision is multiplied in float32 where the model lies on a CPU that emulates it."""
-    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    emulates = not all(has_half_products(dtype, "cpu") for dtype in HALF)
-    return _InFloat32() if on_cpu and emulates else nullcontext()
+    """Multiply half precision in float32 in a `with` block, where a large model lies on a CPU that emulates it."""
+    parameters = list(model.parameters())
+    on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
+    large = sum(whole_size(parameter) for parameter in parameters) > CHEAP
+    dtypes = {parameter.dtype for parameter in parameters}
+    if torch.is_autocast_enabled("cpu"):
+        dtypes.add(torch.get_autocast_dtype("cpu"))
+    # Every operator passes through the mode, which costs more than the products of a small model.
+    emulated = any(dtype in HALF and not has_half_products(dtype, "cpu") for dtype in dtypes)
+    return _InFloat32() if on_cpu and large and emulated else nullcontext()
