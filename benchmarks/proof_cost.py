@@ -24,8 +24,11 @@ WORDS = (1_600, 151_936, 262_144)
 
 def small(words):
     """Two layers of width 8."""
-    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=words, num_hidden_layers=2, **sizes))
+    config = LlamaConfig(
+        vocab_size=words, num_hidden_layers=2, hidden_size=8, intermediate_size=16, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
 
 
 def seconds(function, *args, **options):

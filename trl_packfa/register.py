@@ -11,7 +11,7 @@ transformers has no entry points, so the import is what registers the name. No m
 
 from __future__ import annotations
 
-from .versions import require_versions
+from .versions import require_versions, tell_of_newer_versions
 
 require_versions(training=False)
 
@@ -19,3 +19,4 @@ from .patching.named_attention import register_name  # noqa: E402  # not before 
 from .patching.named_models import use_backend as use_backend  # noqa: E402
 
 register_name()
+tell_of_newer_versions()
