@@ -264,6 +264,6 @@ def test_training_calls_that_ask_for_a_cache_are_told(caplog):
     for _ in range(2):
         model(**padded(tiny.documents()), use_cache=True)
     assert [r.message for r in caplog.records if "ask for a cache" in r.message] == [
-        "trl-packfa: padded calls of LlamaModel ask for a cache (use_cache=True): they run with their pads. "
+        "trl-packfa: padded calls of LlamaModel ask for a cache (use_cache=True), so they run with their pads. "
         "Set use_cache=False to train without them."
     ]
