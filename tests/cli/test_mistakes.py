@@ -55,7 +55,7 @@ GRPO = ["--trainer", "grpo", "--num_generations", "2", "--per_device_train_batch
 @pytest.mark.parametrize(
     ("data", "more", "said"),
     [
-        ("chat", [], r"holds conversations, and the tokenizer has no chat template(.|\n)*chat_template_path"),
+        ("chat", [], r"holds conversations, but the tokenizer has no chat template(.|\n)*chat_template_path"),
         ("chat_pairs", ["--trainer", "dpo"], r"no chat template(.|\n)*Set tokenizer.chat_template"),
         ("chat", ["--chat_template_path", "none.jinja"], r"chat_template_path=none.jinja: there is no such file"),
         ("empty_chat", [], r"has no message in 'messages'"),
@@ -79,7 +79,7 @@ GRPO = ["--trainer", "grpo", "--num_generations", "2", "--per_device_train_batch
             r"\['query', 'key'\] matches no layer(.|\n)*down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
         ),
         ("pairs", ["--trainer", "dpo", "--lora_target_modules", "query"], r"matches no layer(.|\n)*q_proj"),
-        ("text", ["--push_to_hub", "true"], r"push_to_hub=True, and the Hub takes nothing(.|\n)*`hf auth login`"),
+        ("text", ["--push_to_hub", "true"], r"push_to_hub=True, but nothing can be pushed(.|\n)*`hf auth login`"),
         ("text", ["--eos_token", "<nope>"], r"ValueError of trl: .*`eos_token` \('<nope>'\)(.|\n)*--debug"),
         ("text", ["--deepspeed", "none.json"], r"deepspeed>=0.9.3"),
         ("text", ["--config", "broken.yaml"], r"broken.yaml is no YAML: (.|\n)*line 2"),
@@ -88,7 +88,7 @@ GRPO = ["--trainer", "grpo", "--num_generations", "2", "--per_device_train_batch
         ("alpaca", ["--columns", "prompt={insruction}", "completion={output}"], r"no column 'insruction'"),
         ("alpaca", ["--columns", "prompt={", "completion={output}"], r"Write a brace that is text twice"),
         ("alpaca", ["--columns", "prompt"], r"a template is NAME=TEMPLATE"),
-        ("text", ["--test_split_size", "0.2"], r"holds documents out, eval_strategy='no' never evaluates them"),
+        ("text", ["--test_split_size", "0.2"], r"holds documents out, but eval_strategy='no' never evaluates them"),
         ("text", ["--test_split_size", "99", "--eval_strategy", "epoch"], r"test_split_size=99.0 cannot split 24 doc"),
         (
             "text",
@@ -120,7 +120,7 @@ def test_a_mistake_is_one_message(data, more, said, folder, monkeypatch, capsys)
 def test_a_folder_without_tokenizer_or_processor(model, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     assert train("text", model=model) == 1
-    said = rf"cannot load a tokenizer or processor from '{model}'(.|\n)*copy the files of one into the folder"
+    said = rf"cannot load a tokenizer or processor from '{model}'(.|\n)*copy the missing files into the folder"
     assert re.search(said, capsys.readouterr().err)
 
 
@@ -202,7 +202,7 @@ def test_interrupted_it_says_how_to_go_on_and_begun_again_what_is_there(folder, 
     assert "resuming from checkpoint-2" in said and "starts from zero" not in said
     assert train("text", *out) == 0
     said = capsys.readouterr().out
-    assert re.match(r".* has checkpoints of an earlier run, the last checkpoint-4: this run starts from zero", said)
+    assert re.match(r".* has checkpoints of an earlier run, the last is checkpoint-4. This run starts from zero", said)
 
 
 def test_a_share_of_one_file_is_evaluated(folder, tmp_path, monkeypatch, capsys):

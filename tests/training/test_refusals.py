@@ -86,7 +86,7 @@ def test_packed_metrics_are_refused(tmp_path):
 
 
 def test_quantizing_a_loaded_model_is_refused(tmp_path):
-    with pytest.raises(InvalidConfig, match="loaded already, unquantized"):
+    with pytest.raises(InvalidConfig, match="already loaded, without quantization"):
         packed_trainer(arguments(out=tmp_path, load_in_4bit=True), peft_config=None)
 
 
