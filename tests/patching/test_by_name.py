@@ -248,7 +248,7 @@ def test_an_adapter_packs():
 UNSERVED = {
     "mamba": "not only attention mixes its tokens",
     "jamba": "not only attention mixes its tokens",
-    "bert": "positions that it counts",
+    "bert": "counts positions itself",
     "bloom": "does not go through",
     "llama4_text": "one by one",
     "stablelm": "does not pass cu_seq_lens_q on",
