@@ -255,7 +255,7 @@ def test_prompt_learning_is_refused(kind):
 
 
 def test_a_backbone_that_is_handed_no_mask_is_refused():
-    with pytest.raises(UnsupportedModel, match="RwkvForCausalLM hands its backbone no attention_mask"):
+    with pytest.raises(UnsupportedModel, match="RwkvForCausalLM passes its backbone no attention_mask"):
         patch(small_model("rwkv"), unpad=True)
 
 

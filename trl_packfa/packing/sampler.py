@@ -27,7 +27,7 @@ def consecutive_rows(lengths: np.ndarray, capacity: int, rng: np.random.Generato
 
 
 class PackedBatchSampler:
-    """Yields the documents of one micro-batch at a time, for one rank.
+    """A batch sampler that yields the documents of one micro-batch at a time, for one rank.
 
     Args:
         lengths (`np.ndarray`):

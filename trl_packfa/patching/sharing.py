@@ -28,7 +28,7 @@ _NEFTUNE = "neftune_noise_alpha"
 
 
 class Sharing:
-    """Decides for one backbone which calls compute common prefixes once.
+    """Policy for one backbone: which of its calls compute common prefixes once.
 
     Attributes:
         refusal (`str` or `None`): why no call of this model does so.

@@ -30,7 +30,7 @@ Watch: TypeAlias = "Callable[[Callable[..., Any], dict[str, Any], PaddedRows, An
 
 
 class Unpadding:
-    """Decides for one backbone which padded calls run as one row of their true tokens, and counts them.
+    """Policy for one backbone: which of its padded calls run as one row of their true tokens. It also counts them.
 
     Attributes:
         is_on (`bool`): whether calls run without pads; off while padded calls are measured.
@@ -42,7 +42,7 @@ class Unpadding:
 
     Args:
         sharing ([`Sharing`], *optional*):
-            Says which rows share what they begin with.
+            The policy that decides which rows share a prefix.
         generates (`bool`, *optional*, defaults to `True`):
             Whether the model may be used for decoding. If so, a call without gradients whose config asks for a cache
             gets the cache and runs with its pads.

@@ -39,7 +39,7 @@ def is_partitioned(model: nn.Module) -> bool:
 
 
 class GradientParts:
-    """Takes each gradient as it is made, and keeps this rank's part of it: every `world`th element.
+    """Collector of gradients that keeps this rank's part of each: every `world`th element.
 
     All ranks make the same gradients here, so the parts need not be added up over ranks. Whole gradients may not fit
     into memory.
