@@ -122,8 +122,8 @@ class Patch:
         for applies, what, why in _CONTRADICTIONS:
             if applies(given) and (ignored := sorted(given.intersection(what))):
                 raise InvalidConfig(
-                    f"a Patch for {', '.join(self.model_types[:3])} sets fields without effect ({', '.join(ignored)}): "
-                    f"{why}.",
+                    f"a Patch for {', '.join(self.model_types[:3])} sets fields without effect "
+                    f"({', '.join(ignored)}): {why}.",
                     do="Remove these fields.",
                 )
         if ("serves" in given) != ("otherwise" in given):
@@ -179,6 +179,6 @@ _CONTRADICTIONS: tuple[tuple[Callable[[set[str]], bool], tuple[str, ...], str], 
     (
         lambda given: not given.intersection(("attention", "functions")),
         ("arguments",),
-        "they are read only together with 'attention' or 'functions', because transformers' interface passes arguments",
+        "they are read only with 'attention' or 'functions', because transformers' interface passes arguments",
     ),
 )  # fmt: skip
