@@ -1,6 +1,7 @@
 """Functions of `tests/test_gpu.py` for any device.
 
-On a CPU they run with the CPU's backends, so that no line is first executed on a GPU."""
+On a CPU they run with the CPU's backends, so that no line is first executed on a GPU.
+"""
 
 from contextlib import contextmanager
 

@@ -69,7 +69,7 @@ class Stop(Exception):
 
 
 class Rehearsal:
-    """Record of the compiled passes, `"forward"` and `"backward"`, and their kernels; `backend` is for `torch.compile`."""
+    """Record of the compiled passes (`"forward"`, `"backward"`) and kernels; `backend` is for `torch.compile`."""
 
     def __init__(self) -> None:
         self.kernels: list[Kernel] = []
