@@ -193,7 +193,7 @@ def _apply_unknown(model: nn.Module, backend: str, refusal: UnsupportedModel, op
         [`UnsupportedModel`]: `refusal`, with the result of each level.
     """
     name = model_type(model)
-    if results().get(name, {}).get("verdict") == "refused":  # measured before: no level serves it
+    if results().get(name, {}).get("verdict") == "refused":  # measured before: no level is exact
         raise refusal
     tried = []
     # The fast level comes first. Level `rebatch` runs the whole backbone document by document, which is exact for
@@ -218,7 +218,7 @@ def _require_exact(model: nn.Module) -> None:
     state = find_state(model)
     if state is not None and state.unpadding is not None:
         _require_unpadded(model)
-        # The packed check compares logits of an LM head.
+        # The check of packed rows compares logits of an LM head.
         if inner_model(model).get_output_embeddings() is None:
             return  # a classifier gets padded batches only
     report = check(model)

@@ -137,20 +137,20 @@ class BranchedLayout:
         """Length of the longest document, in tokens."""
         return self.paths.max_seqlen
 
-    @cached_property  # every layer asks
+    @cached_property  # every layer reads it
     def sizes(self) -> tuple[torch.Tensor, ...]:
         """Tensors that a compiled graph may read besides `cu_seqlens`; their sizes may change between batches."""
         layouts = (self.pieces, self.paths, self.keys)
         of_layouts = (tensor for layout in layouts for tensor in (layout.cu_seqlens, *layout.sizes))
         return (*of_layouts, self.along, self.places, self.key_tokens)
 
-    @cached_property  # every layer asks
+    @cached_property  # every layer reads it
     def keys(self) -> PackedLayout:
         """Layout of the keys of each piece: the earlier pieces of its document, then the piece itself."""
         lengths = [sum(self.pieces.lengths[p] for p in seen) for seen in self._seen]
         return PackedLayout.from_lengths(lengths, device=self.cu_seqlens.device)
 
-    @cached_property  # every layer asks
+    @cached_property  # every layer reads it
     def key_tokens(self) -> torch.Tensor:
         """Index in the row of each token of `keys`, int64."""
         return _tokens(self.pieces.lengths, self._seen).to(self.cu_seqlens.device)
@@ -161,12 +161,12 @@ class BranchedLayout:
         seen = {piece: document[: i + 1] for document in self.documents for i, piece in enumerate(document)}
         return [seen[piece] for piece in range(len(seen))]
 
-    @cached_property  # every layer asks
+    @cached_property  # every layer reads it
     def copies(self) -> Copies:
         """The copies that make the documents' P tokens from the row's T tokens."""
         return _copies(self.pieces.lengths, self.documents)
 
-    @cached_property  # every layer asks
+    @cached_property  # every layer reads it
     def key_copies(self) -> Copies:
         """The copies that make the tokens of `keys` from the row's T tokens."""
         return _copies(self.pieces.lengths, self._seen)

@@ -179,7 +179,7 @@ class PackedLayout:
         return cls.from_lengths(lengths, rows=host.shape[0], device=position_ids.device)
 
     # `cached_property` writes into the instance's `__dict__`, which a frozen dataclass allows.
-    @cached_property  # every layer asks
+    @cached_property  # every layer reads it
     def num_tokens(self) -> int:
         """Number of tokens T, with padding."""
         return sum(self.lengths)
@@ -194,12 +194,12 @@ class PackedLayout:
         """Row length L in tokens."""
         return self.num_tokens // self.rows
 
-    @cached_property  # every layer asks
+    @cached_property  # every layer reads it
     def max_seqlen(self) -> int:
         """Length of the longest document, in tokens."""
         return max(self.lengths)
 
-    @cached_property  # every layer asks
+    @cached_property  # every layer reads it
     def sizes(self) -> LayoutSizes:
         """The sizes of this layout that a compiled graph may read."""
         return LayoutSizes(_offsets(self.lengths), torch.empty(self.max_seqlen + 1, 0))

@@ -37,7 +37,7 @@ class Quantizer:
 _WEIGHTS = Quantizer(EXACT, "weights only")
 _BY_TOKEN = Quantizer(EXACT, "weights; activations token by token")
 _CONSTANT = Quantizer(EXACT, "weights; activations with constants")
-_OWN_KERNELS = Quantizer(UNKNOWN, "weights and activations, in kernels of its own")
+_OWN_KERNELS = Quantizer(UNKNOWN, "weights and activations, in its own kernels")
 _OUTLIERS = Quantizer(
     REFUSED,
     "LLM.int8 computes a column in higher precision for all tokens of a batch if one token has an outlier in it",

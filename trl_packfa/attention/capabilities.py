@@ -90,7 +90,7 @@ class Capabilities:
             reasons.append(f"{self.function} has no sliding window, the model asks for {request.sliding_window}")
         if request.bias and not self.bias:
             reasons.append(
-                f"{self.function} adds no term to the scores, as sparse key selection and position biases do"
+                f"{self.function} cannot add a term to the scores, which sparse keys and position biases need"
             )
         if request.softcap is not None and not self.softcap:
             reasons.append(f"{self.function} has no softcap")

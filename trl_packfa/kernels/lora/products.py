@@ -110,7 +110,7 @@ class ProjectTogether(Function):
     @once_differentiable
     @outside_autocast
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        """Of the input and of every adapter."""
+        """Compute the gradients of the input and of every adapter."""
         x_TD, *_ = ctx.saved_tensors
         trains = ctx.needs_input_grad[0]
         grad_x, *factors = project_backward(x_TD, ctx.projections, grads, ctx.dtype, input_trains=trains)
@@ -228,7 +228,7 @@ class _GatedMLP(Function):
     @once_differentiable
     @outside_autocast
     def backward(ctx: Any, grad_TD: torch.Tensor) -> tuple[Any, ...]:
-        """Of the input and of every adapter."""
+        """Compute the gradients of the input and of every adapter."""
         x_TD, gate_TI, up_TI, *_ = (ctx if ctx.keeper is None else ctx.keeper).saved_tensors
         inner, outer = Layers(ctx.projections[:2], ctx.dtype), Layers(ctx.projections[2:], ctx.dtype)
         inner.start_backward()
