@@ -92,7 +92,7 @@ def test_streams_train_without_pads_and_without_a_cut(kind, tmp_path, caplog):
     worst = differences(expected, logs)
     assert {name for name, found in worst.items() if found > TRAJECTORY} <= set(ROUNDED)
     assert all(entry["padding_saved"] > 0.05 for entry in logs)
-    assert trainer.cut_reason == "the pairs of a stream are not counted before they come"
+    assert trainer.cut_reason == "the pairs of a stream are not known before they are read"
     assert len(told(caplog, "padded micro-batches stay as they are: the pairs of a stream")) == 1
     trainer.save_model(str(tmp_path / "saved"))
 

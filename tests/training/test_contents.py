@@ -94,7 +94,7 @@ def test_an_evaluation_dataset_is_looked_at_too(tmp_path):
 def test_tokens_that_are_no_whole_numbers(tokens, held, tmp_path):
     with pytest.raises(InvalidDataset, match=f"column 'input_ids' of the train dataset holds {held}, not lists"):
         train([{"input_ids": tokens}] * 9, tmp_path)
-    with pytest.raises(InvalidDataset, match=r"document 0 of the train dataset: 'input_ids' holds .* no whole number"):
+    with pytest.raises(InvalidDataset, match=r"document 0 of the train dataset: 'input_ids' holds .* not a whole"):
         train([{"input_ids": tokens}] * 9, tmp_path, stream=True)
 
 
