@@ -173,7 +173,7 @@ class ExactnessReport:
             ("parity", "worst layer, packed against alone", self.parity, forward, self.has_parity),
             ("", "mean loss under the collator's labels", self.loss, f"{_SAME_LOSS:.0e}", self.has_loss),
             ("gradients", "worst parameter, packed against alone", self.gradients, gradients, self.has_gradients),
-            ("control", "isolation without boundaries: must show", self.control, f"> {_VISIBLE:.0e}", self.has_power),
+            ("control", "isolation without boundaries: not 0", self.control, f"> {_VISIBLE:.0e}", self.has_power),
         ]
         if (pads := self.unpadding) is not None:
             against, allowed = f"padded batches without pads, against {pads.against}", f"{pads.allowed:.1e}"
@@ -223,8 +223,8 @@ class ExactnessReport:
         )
         if self.verdict == "no power":
             do = (
-                "A model from scratch: give matrices that are zero small random values (torch.nn.init.normal_ with "
-                "std=1e-3) before it is patched, or train its first steps padded with packing=False. "
+                "If the model is new, fill its matrices of zeros with small random values (torch.nn.init.normal_ with "
+                "std=1e-3) before patching, or train its first steps padded with packing=False. "
                 "check_packing=False trains without this proof."
             )
         raise ContaminationError(f"packing is not exact on this model: {self}", why=reasons, do=do)

@@ -97,8 +97,8 @@ class Subject:
         return any(everywhere)
 
     def finite(self, measure: Callable[[], _Measured], gradients: Callable[[_Measured], Finding | None]) -> _Measured:
-        """Measure, and repeat with smaller losses while gradients overflow, as mixed precision training in float16
-        does.
+        """Repeat a measurement with smaller losses while its gradients overflow, as mixed precision training in
+        float16 does.
 
         If that does not help, the last measurement is returned.
         """

@@ -141,8 +141,8 @@ class UnpaddingReport:
             why=why or ["making pads visible changes nothing: this model mixes no tokens, or its weights are zero"],
             do="Patch it with unpad=False, or with another backend, and please report it."
             if self.verdict != "no power"
-            else "A model from scratch: give matrices that are zero small random values (torch.nn.init.normal_ with "
-            "std=1e-3) before it is patched, or train its first steps padded.",
+            else "If the model is new, fill its matrices of zeros with small random values (torch.nn.init.normal_, "
+            "std=1e-3) before patching, or train its first steps padded.",
         )
 
 

@@ -112,7 +112,7 @@ class MixerOverride(Override):
         layout = find_layout(args, kwargs)
         if layout is None:
             return self.call_original(*args, **kwargs)
-        # One document a row: there is nothing to keep apart.
+        # With one document in each row there is nothing to keep separate.
         if layout.num_documents == layout.rows and not self.masked:
             args, kwargs = _without_mask(args, kwargs)
             return self.call_original(*args, **kwargs)

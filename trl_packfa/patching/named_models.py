@@ -175,7 +175,7 @@ def named_state(model: nn.Module) -> PatchState:
         windows = windows_of(asked, backbone, attention)
     except UnsupportedModel as error:
         raise UnsupportedModel(
-            f"attn_implementation='{NAME}' never reaches all of a model of type '{name}'.",
+            f"attn_implementation='{NAME}' does not reach all attention of a model of type '{name}'.",
             why=[error.what],
             do="Load it with attn_implementation='sdpa' and pass it to trl_packfa.patch(model).",
         ) from error
@@ -216,7 +216,7 @@ def require_positions(config: Any, layout: PackedLayout, positions: Any) -> None
     if most is not None and layout.max_seqlen > most:
         raise PackingError(
             f"a document of {layout.max_seqlen} tokens changes the rotary frequencies of all others in its batch: "
-            f"they follow the longest one beyond {most} tokens.",
+            f"beyond {most} tokens they depend on the longest document.",
             do=f"Cut documents to {most} tokens, or load the model with attn_implementation='sdpa' and pass it to "
             "trl_packfa.patch(model), which computes each document's own.",
         )

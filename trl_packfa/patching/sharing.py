@@ -54,7 +54,7 @@ class Sharing:
         """Log why no call of this model shares anything, if none does."""
         if self.refusal:
             logger.warning(
-                "trl-packfa: rows of %s share no prefixes: %s. Each runs by itself.",
+                "trl-packfa: rows of %s share no prefixes: %s. Each row is computed separately.",
                 type(inner_model(model)).__name__,
                 self.refusal,
             )
