@@ -90,7 +90,7 @@ def test_a_deepspeed_whose_zero3_cannot_be_proven_is_refused(tmp_path, monkeypat
     monkeypatch.setattr("trl_packfa.training.parallelism.installed_version", lambda package: found)
     args = arguments(out=tmp_path)
     args.deepspeed_plugin = SimpleNamespace(zero_stage=3, deepspeed_config={})
-    with pytest.raises(VersionTooOld, match=rf"deepspeed {found or 'is not installed'}, but ZeRO-3 needs >= (.|\n)*FSDP2"):
+    with pytest.raises(VersionTooOld, match=rf"deepspeed {found or 'is not installed'}, but ZeRO-3 needs(.|\n)*FSDP2"):
         packed_trainer(args)
 
 

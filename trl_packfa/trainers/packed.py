@@ -108,7 +108,7 @@ class PackedPreference(RecutSteps):
         return settled, None
 
     def _construct(self, given: dict[str, Any], settled: Any) -> None:
-        """Run TRL's `__init__` with the model loaded and adapted as the config says, then patch out the padding."""
+        """Run TRL's `__init__` with the model that the config describes, then patch the trainer's models."""
         quantization, adapter = load_as_asked(
             given["model"],
             settled,

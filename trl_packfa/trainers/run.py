@@ -167,8 +167,8 @@ class PaddingFreeRun:
         first = [
             f"{name} {call.difference:.1e} (allowed {call.allowed:.1e})" for name, call in self.first_calls.items()
         ]
-        compared = f"; the first batch from its rows alone: {', '.join(first)}" if first else ""
-        return f"without its pads proven on {', '.join(self.models)} before the first step{compared}."
+        compared = f"; difference of the first batch from its rows alone: {', '.join(first)}" if first else ""
+        return f"without padding proven on {', '.join(self.models)} before the first step{compared}."
 
     def pause(self, seconds: float) -> None:
         """Exclude seconds that were not training from the measured speed."""

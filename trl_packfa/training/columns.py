@@ -1,4 +1,4 @@
-"""Making of TRL's columns from the columns of other formats, such as Alpaca's."""
+"""Conversion of other dataset formats, such as Alpaca's, to TRL's columns."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def _how_to_go_on(args: Any) -> str:
     if found is None:
         return f"No checkpoint was saved in {args.output_dir} yet. A smaller --save_steps saves more often."
     return (
-        f"{Path(found).name} is saved in {args.output_dir}. To go on from there, run the same command with "
+        f"{Path(found).name} is saved in {args.output_dir}. To continue from there, run the same command with "
         "--resume_from_checkpoint last."
     )
 

@@ -223,7 +223,7 @@ def _cut_at(document: Document, tokens: int) -> tuple[Document, Document]:
 
 
 def stream_loader(stream: PackedStream, collator: Callable[[MicroBatch], Any], args: TrainingArguments) -> DataLoader:
-    """Build a data loader with the Trainer's settings, which accelerate must not deal to ranks again."""
+    """Build a data loader with the Trainer's settings. accelerate must not deal its micro-batches to ranks again."""
     return DataLoader(
         stream,
         # The stream already yields micro-batches.
