@@ -1,4 +1,4 @@
-"""Each of TRL's trainers beside itself without padding: what `docs/padding_free.md` shows as a table.
+"""Each of TRL's trainers beside itself without padding: what `benchmarks/README.md` shows as a table.
 
     PYTHONPATH=tests/shared:tools python benchmarks/padding_free.py [--steps 50] [--only dpo,packed_kto]
 

@@ -1,4 +1,4 @@
-"""On a machine with a GPU: what the tables of `docs/gpu.md` come from, in stages of ten minutes at most.
+"""On a machine with a GPU: what the table of `docs/hardware.md` comes from, in stages of ten minutes at most.
 
     python benchmarks/gpu/run.py tests|kernels|train|paper|rest [--out FOLDER] [--limit SECONDS] [--small]
     python benchmarks/gpu/run.py STEP      one of a stage's steps alone: llama3_8b, paper_x16, ...

@@ -1,4 +1,4 @@
-"""The figures that one H100 or H200 should reach, beside what was measured: the table of `docs/gpu.md`.
+"""The figures that one H100 or H200 should reach, beside what was measured: the table of `docs/hardware.md`.
 
     python benchmarks/gpu/wanted.py [--results FOLDER]
 

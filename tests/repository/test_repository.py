@@ -169,7 +169,7 @@ def test_a_page_holds_the_generated_table_of_models():
 def test_a_page_holds_the_generated_table_of_adapters():
     from trl_packfa.adapters import table
 
-    page = (ROOT / "docs" / "adapters.md").read_text()
+    page = (ROOT / "docs" / "models.md").read_text()
     block = page.split("<!-- generated: trl-packfa models --adapters --markdown -->\n")[1].split("\n<!-- end -->")[0]
     assert block == table.markdown(table.results())
 
@@ -179,7 +179,7 @@ def test_a_page_holds_the_generated_table_of_trainers():
 
     from padding_free import RESULTS, markdown
 
-    page = (ROOT / "docs" / "padding_free.md").read_text()
+    page = (ROOT / "benchmarks" / "README.md").read_text()
     block = page.split("<!-- generated: benchmarks/padding_free.py --markdown -->\n")[1].split("\n<!-- end -->")[0]
     assert block == markdown(json.loads(RESULTS.read_text()))
 
@@ -204,7 +204,7 @@ def test_the_results_know_every_type_of_the_installed_transformers():
 
 
 def test_a_page_lists_the_backends():
-    rows = table("backends.md")
+    rows = table("hardware.md")
     assert {name: row[0] for name, row in rows.items()} == {b.name: b.summary for b in BACKENDS}
 
 
