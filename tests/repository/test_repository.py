@@ -208,6 +208,23 @@ def test_a_page_lists_the_backends():
     assert {name: row[0] for name, row in rows.items()} == {b.name: b.summary for b in BACKENDS}
 
 
+def test_readmes_picture_shows_the_measured_figures(tmp_path):
+    import json
+
+    from draw_table2 import draw, figures
+
+    report = json.loads((ROOT / "benchmarks" / "results" / "table2.json").read_text())
+    padded, packed = figures(report).values()
+    picture = ROOT / "docs" / "images" / "padded_and_packed.svg"
+    for value in (padded["minutes"], packed["minutes"], padded["gigabytes"], packed["gigabytes"]):
+        assert f">{value:.1f}<" in picture.read_text() and f"{value:.1f} " in README
+    assert f"a held-out loss of {padded['loss']:.4f}" in README and padded["loss"] == packed["loss"]
+    assert picture.stat().st_size < 100_000
+    pytest.importorskip("matplotlib")
+    draw(report, tmp_path / "again.svg")
+    assert ">8.4<" in (tmp_path / "again.svg").read_text()
+
+
 def test_readme_is_one_page():
     assert len(README.splitlines()) <= 200
 
