@@ -1,9 +1,9 @@
-"""The cost of a decoder layer besides its arithmetic: CPU microseconds and Python calls of one layer in one call.
+"""Measure the overhead of a decoder layer: CPU microseconds and Python calls of one layer in one call.
 
     python benchmarks/layer_overhead.py
 
-The model is so narrow that its products take no time. Layers of 2 and of 10 are timed in turn: their difference has
-neither what is done once in a call nor the LM head. Calls are counted, so they are the same on every machine.
+The model is so narrow that its matrix products take almost no time. Models of 2 and of 10 layers are timed in turn.
+Their difference excludes the LM head and all work that runs once in a call. Call counts are equal on every machine.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ PASSES = ("forward", "forward and backward", "checkpointed, both")
 
 
 def bench_overhead(*, repeats: int) -> list[dict[str, Any]]:
-    """The cost of each pass of each side, per layer.
+    """Measure the overhead per layer of each pass of each side.
 
     Args:
-        repeats (`int`): pairs of calls of models with few and many layers.
+        repeats (`int`): number of pairs of calls, of the models with few and with many layers.
 
     Raises:
-        [`InvalidConfig`]: for no pair.
+        [`InvalidConfig`]: if `repeats` is less than 1.
     """
     if repeats < 1:
         raise InvalidConfig(f"repeats={repeats}.", do="Pass 1 or more.")
@@ -59,7 +59,7 @@ def _per_layer(side: str, which: str, repeats: int) -> dict[str, Any]:
 
 
 def _call(side: str, which: str, layers: int) -> Callable[[], None]:
-    """A call of a model of so many layers."""
+    """Return a function that runs one pass of a model with `layers` layers."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=8,
@@ -98,7 +98,7 @@ def _seconds(call: Callable[[], None]) -> float:
 
 
 def _count(call: Callable[[], None]) -> int:
-    """Python functions that a call runs."""
+    """Count the Python functions that a call runs."""
     count = 0
 
     def note(_frame: Any, event: str, _argument: Any) -> None:
@@ -114,8 +114,8 @@ def _count(call: Callable[[], None]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; returns the exit code."""
-    parser = rows_parser("what a decoder layer costs besides its arithmetic, in one call")
+    """Measure, print the rows and return the exit code."""
+    parser = rows_parser("Measure the overhead of a decoder layer in one call.")
     parser.add_argument("--repeats", type=int, default=101, help="pairs of calls")
     args = parser.parse_args(argv)
     return show_rows(bench_overhead(repeats=args.repeats), as_json=args.json)

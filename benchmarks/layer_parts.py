@@ -1,4 +1,6 @@
-"""What a CPU layer does besides matrix products: torch and transformers beside ours, forward and backward, in turn.
+"""Measure the parts of a CPU layer besides matrix products: transformers' and torch's code and ours, in turn.
+
+Each part is timed forward and backward.
 
     python benchmarks/layer_parts.py --tokens 1400 8192
 
@@ -29,24 +31,24 @@ from trl_packfa.runtime.context import packed_call
 Act = Callable[[], Any]
 DTYPES = ("float32", "bfloat16", "float16")
 _HEADS, _HEAD_DIM = 8, 64
-# Documents whose attention in half precision a CPU may compute faster in float32, or half of it.
+# Document lengths with attention that a CPU may compute faster in float32 than in half precision, at least in part.
 _DOCUMENTS = (32, 128, 256, 512, 1024)
 
 
 def bench_layer(*, tokens: Sequence[int], dtypes: Sequence[str], repeats: int) -> list[dict[str, Any]]:
-    """Milliseconds of each part, theirs and ours, and how many times as fast ours is, the inner half in brackets.
+    """Measure the milliseconds of each part, theirs and ours, and our speed-up with its quartiles in brackets.
 
     Args:
         tokens (`Sequence[int]`): row lengths of rotation and norm; attention has 1,024 tokens in documents.
-        dtypes (`Sequence[str]`): torch's names.
-        repeats (`int`): pairs.
+        dtypes (`Sequence[str]`): torch's names of the dtypes.
+        repeats (`int`): number of timed pairs.
 
     Raises:
-        [`InvalidConfig`]: for rows without tokens, and fewer pairs than have a middle.
+        [`InvalidConfig`]: for rows without tokens, or fewer than 2 pairs.
     """
     if min(tokens) < 1 or repeats < 2:
         raise InvalidConfig(
-            f"tokens={list(tokens)}, repeats={repeats}.", do="Pass a token or more, and 2 pairs or more."
+            f"tokens={list(tokens)}, repeats={repeats}.", do="Pass 1 token or more, and 2 repeats or more."
         )
     rows = []
     for dtype in (getattr(torch, name) for name in dtypes):
@@ -113,8 +115,8 @@ def _in_turn(theirs: Act, ours: Act, repeats: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; returns the exit code."""
-    parser = rows_parser("what a layer does besides matrix products: transformers' code and ours in turn")
+    """Measure, print the rows and return the exit code."""
+    parser = rows_parser("Measure the parts of a layer besides matrix products: transformers' code and ours in turn.")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1400, 8192], help="row lengths")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES[:2]))
     parser.add_argument("--repeats", type=int, default=41, help="pairs of runs, at least 2")

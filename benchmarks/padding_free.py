@@ -1,10 +1,10 @@
-"""Each of TRL's trainers beside itself without padding: what `benchmarks/README.md` shows as a table.
+"""Compare each of TRL's trainers with itself without padding, for the table in `benchmarks/README.md`.
 
     PYTHONPATH=tests/shared:tools python benchmarks/padding_free.py [--steps 50] [--only dpo,packed_kto]
 
-Small random models in float32 on a CPU: what is compared is the training, not the speed. Packed trainers have four
-padded micro-batches of two pairs a step to re-cut. Writes `benchmarks/results/padding_free.json`, with `--only` the
-rows that are named; `--markdown` prints the table of what is there.
+The models are small, random and in float32 on a CPU: the benchmark compares training, not speed. Packed trainers
+re-cut steps of four padded micro-batches of two pairs. The script writes `benchmarks/results/padding_free.json`; with
+`--only` it replaces only the named rows. `--markdown` prints the table of the present results.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from trl_trainers import EXPERIMENTAL, PACKED, ROUNDED, STABLE, build, build_pac
 
 import trl_packfa
 
-# By name: what is trained, and arguments beside those of every trainer here.
+# By name: the kind of trainer, and arguments in addition to the common ones.
 _ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 _PACKED: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"packed_{kind}": (kind, _ACCUMULATED) for kind in PACKED},
@@ -28,7 +28,7 @@ RESULTS = Path(__file__).parent / "results" / "padding_free.json"
 
 
 def compare(kind: str, *, lora: bool, steps: int) -> dict:
-    """One trainer, padded and without."""
+    """Train one trainer with padding and without, and return the differences."""
     logs, weights = [], []
     packed = kind in _PACKED
     named, options = _PACKED.get(kind, (kind, {}))
@@ -60,7 +60,7 @@ def compare(kind: str, *, lora: bool, steps: int) -> dict:
 
 
 def markdown(rows: list[dict]) -> str:
-    """The table of a page."""
+    """Return the table of the documentation page."""
     lines = [
         "| trainer | models without pads | LoRA | places saved | micro-batches | loss | worst other metric | "
         "beyond 1e-5 |",
@@ -83,13 +83,13 @@ def _which(row: dict) -> str:
 
 
 def _recut(row: dict) -> str:
-    """Of each step, where it is re-cut."""
+    """Return the micro-batches of a step if it is re-cut."""
     made = row.get("micro_batches", 0)
     return f"{made:.1f} for 4" if made else "as padded"
 
 
 def _with(rows: list[dict], measured: list[dict]) -> list[dict]:
-    """The rows of before, those that were measured again in their place."""
+    """Return the earlier rows, with the newly measured rows in their places."""
 
     def name(row: dict) -> tuple:
         return row["trainer"], row.get("loss_type", ""), row["lora"], row["stable"]

@@ -1,4 +1,4 @@
-"""How long planning takes: documents to rows and to steps, by index.
+"""Measure the time of planning, which assigns documents to rows and steps by index.
 
 python benchmarks/planning_speed.py --documents 1000000
 """
@@ -17,18 +17,18 @@ from trl_packfa.bench.memory import PeakMemory
 from trl_packfa.bench.mixes import draw_lengths
 from trl_packfa.packing import PackedBatchSampler, recut_over_ranks
 
-# A step of the paper's setting, and what it would hold padded.
+# Batch size, accumulation and ranks of the paper's setting.
 _PER_DEVICE, _ACCUMULATION, _RANKS = 4, 2, 8
 _TIMED_STEPS = 200
 
 
 def bench_pack(*, documents: int, row: int, mix: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Seconds, documents per second and the peak memory that each part of planning adds.
+    """Measure seconds, documents per second and added peak memory of each part of planning.
 
     Args:
-        documents (`int`): how many.
+        documents (`int`): number of documents.
         row (`int`): tokens of a row; longer documents are cut to it.
-        mix (`str`): lengths, as in `bench attention`.
+        mix (`str`): document lengths, as in `bench attention`.
     """
     lengths = np.minimum(draw_lengths(mix, documents, seed=seed), row).astype(np.int64)
     size = _PER_DEVICE * _ACCUMULATION * _RANKS
@@ -66,8 +66,8 @@ def _timed(name: str, act: Callable[[], object], documents: int) -> dict[str, An
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; returns the exit code."""
-    parser = rows_parser("planning: documents to rows and steps, by index")
+    """Measure, print the rows and return the exit code."""
+    parser = rows_parser("Measure the planning of rows and steps.")
     parser.add_argument("--documents", type=int, default=1_000_000)
     parser.add_argument("--row", type=int, default=4096, help="tokens of a row")
     parser.add_argument("--mix", default="uneven", help="lengths: a mix, or a .json file")

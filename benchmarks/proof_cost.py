@@ -1,9 +1,9 @@
-"""What the proof costs: CPU seconds of one core and peak memory by vocabulary, and of a real model.
+"""Measure the cost of the proof: CPU seconds of one core and peak memory, by vocabulary size or for a real model.
 
     python benchmarks/proof_cost.py
     python benchmarks/proof_cost.py --model FOLDER --dtypes float32 bfloat16
 
-Each row is a process of its own, with one thread.
+Each row runs in its own process with one thread.
 """
 
 import argparse
@@ -23,7 +23,7 @@ WORDS = (1_600, 151_936, 262_144)
 
 
 def small(words):
-    """Two layers of width 8."""
+    """Build a model of two layers with hidden size 8."""
     config = LlamaConfig(
         vocab_size=words, num_hidden_layers=2, hidden_size=8, intermediate_size=16, num_attention_heads=2,
         num_key_value_heads=1,
@@ -32,17 +32,17 @@ def small(words):
 
 
 def seconds(function, *args, **options):
-    """CPU seconds of a call."""
+    """Measure the CPU seconds of a call."""
     started = time.process_time()
     function(*args, **options)
     return time.process_time() - started
 
 
 def row(name, dtype):
-    """One line of the table."""
+    """Measure one row and return it as a line of the table."""
     torch.set_num_threads(1)
     if name.isdigit():
-        patch(small(1_600), unpad=True)  # what is made once a process
+        patch(small(1_600), unpad=True)  # warm up: some work runs once in a process
         model, fresh = small(int(name)), small(int(name))
     else:
         model, fresh = (AutoModelForCausalLM.from_pretrained(name, dtype=dtype) for _ in range(2))
@@ -54,7 +54,7 @@ def row(name, dtype):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", help="a folder with a model, instead of small ones of several vocabularies")
+    parser.add_argument("--model", help="folder of a model, instead of small models with several vocabularies")
     parser.add_argument("--dtypes", nargs="+", default=["float32"])
     parser.add_argument("--row", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,11 +1,11 @@
-"""The table of false alarms: every exact type as a small model, in every precision, with several seeds and scales.
+"""Measure false alarms of the proof: every exact model type, small, in every precision, with several seeds and scales.
 
     PYTHONPATH=tools python benchmarks/proof_table.py --out proof.jsonl --seeds 0 1 2 3 4
     PYTHONPATH=tools python benchmarks/proof_table.py --out proof.jsonl --summary
     PYTHONPATH=tools python benchmarks/proof_table.py --out real.jsonl --model FOLDER --seeds 0 1 2 3
 
-A row is a check: `exact`, a false alarm otherwise, or `cannot run` where the model by itself does not run so. Takes
-hours for all; rows that the file has are not run again. `tests/whole/test_proof_power.py` holds a few of them.
+Each row is one check: `exact`, a false alarm, or `cannot run` if the model itself cannot run in this setting. All rows
+take hours; rows that are in the file do not run again. `tests/whole/test_proof_power.py` tests a few of them.
 """
 
 import argparse
@@ -42,7 +42,7 @@ KEPT = ("isolation", "input_gradients", "parity", "threshold", "gradients", "gra
 
 
 def build(name, mode, seed, scale):
-    """A small model, or a saved one; `scale` is the standard deviation of its matrices, 0 for what it comes with."""
+    """Build a small model or load a saved one; `scale` is the standard deviation of its matrices, 0 keeps them."""
     model = AutoModelForCausalLM.from_pretrained(name) if os.path.isdir(name) else small_model(name, seed=seed)
     if scale:
         generator = torch.Generator().manual_seed(seed)
@@ -56,7 +56,7 @@ def build(name, mode, seed, scale):
 
 
 def with_adapter(model):
-    """The model in NF4 with LoRA, whose factors are not zero; not on layers whose weights kernels read."""
+    """Return the model in NF4 with nonzero LoRA factors, except on layers with weights that kernels read directly."""
     read = READ_DIRECTLY.get(model.config.get_text_config().model_type, ())
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -73,7 +73,7 @@ def with_adapter(model):
 
 
 def measure(job):
-    """A row of the table."""
+    """Run one check and return its row of the table."""
     name, mode, seed, scale = job
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -89,7 +89,7 @@ def measure(job):
             assert bool(model(input_ids=ids, use_cache=False).logits.isfinite().all()), "logits are not finite"
             model.train()(input_ids=ids, use_cache=False).logits.float().sum().backward()
         model = build(name, mode, seed, scale)
-    except Exception as error:  # whatever the model's own code raises in this precision
+    except Exception as error:  # the model's own code can raise anything in this precision
         return {**row, "verdict": "cannot run", "why": f"{type(error).__name__}: {str(error)[:200]}"}
     try:
         apply_patch(model, get_patch(model), "auto")
@@ -98,13 +98,13 @@ def measure(job):
             report = check(model, seed=seed, processing_class=tokenizer)
     except Exception as error:
         return {**row, "verdict": "raises", "why": f"{type(error).__name__}: {str(error)[:200]}"}
-    if report.verdict == "not finite":  # what the model gives for documents alone
+    if report.verdict == "not finite":  # even for single documents
         return {**row, "verdict": "cannot run", "why": "logits of documents alone are not finite"}
     return {**row, "verdict": report.verdict, **{key: getattr(report, key) for key in KEPT}}
 
 
 def summary(rows):
-    """Verdicts by precision and scale, and how near the nearest exact one came to an alarm."""
+    """Return the verdicts by precision and scale, and how close the exact checks came to an alarm."""
     lines = ["| precision | scale | seeds | exact | false alarms | cannot run | nearest: layers | gradients |",
              "|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for mode, scale in sorted({(row["precision"], row["scale"]) for row in rows}):
@@ -123,7 +123,7 @@ def summary(rows):
 
 
 def write_results(path, rows):
-    """The rows as they are committed: type, precision, seed, scale, verdict, and what was found of what is allowed."""
+    """Write the rows for the commit: type, precision, seed, scale, verdict, and each error as a share of its limit."""
     lines = []
     for row in sorted(rows, key=lambda row: (row["precision"], row["scale"], row["seed"], row["type"])):
         found = [row["type"], row["precision"], row["seed"], row["scale"], row["verdict"]]
@@ -143,10 +143,10 @@ def main():
     parser.add_argument("--scales", type=float, nargs="+", default=[0.0])
     parser.add_argument("--modes", nargs="+", default=list(MODES))
     parser.add_argument("--types", nargs="+")
-    parser.add_argument("--model", help="a folder with a real model, instead of small ones")
+    parser.add_argument("--model", help="folder of a real model, instead of small models")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--summary", action="store_true")
-    parser.add_argument("--results", type=Path, help="write the rows as they are committed")
+    parser.add_argument("--results", type=Path, help="write the rows in the form to commit")
     args = parser.parse_args()
     rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     if not (args.summary or args.results):

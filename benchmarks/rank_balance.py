@@ -1,4 +1,4 @@
-"""How long the busiest rank of a step takes, over the mean, by who deals the documents.
+"""Measure the balance of ranks: cost of the busiest rank of a step over the mean, by method of distribution.
 
 python benchmarks/rank_balance.py --mixes even uneven --ranks 8 512
 """
@@ -15,7 +15,7 @@ from trl_packfa.bench.command import rows_parser, show_rows
 from trl_packfa.bench.mixes import draw_lengths
 from trl_packfa.packing import best_fit_decreasing, document_cost, imbalance, recut_over_ranks
 
-# A token attending to a token, in units of the cost of a token: a model of a billion parameters (`quadratic_weight`).
+# Cost of attending to one token, in units of the cost of a token, for a model of 1 B parameters (`quadratic_weight`).
 _QUADRATIC = 1 / (6 * 2048)
 _DOCUMENTS = 50_000
 _DRAWS = 20
@@ -24,12 +24,12 @@ _DRAWS = 20
 def bench_balance(
     *, mixes: Sequence[str], ranks: Sequence[int], per_rank: int, row: int, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Maximum over mean of the ranks' cost in a step, mean of 20 draws, for each way to deal.
+    """Return maximum over mean of the ranks' cost in a step, averaged over 20 draws, for each method of distribution.
 
     Args:
-        mixes (`Sequence[str]`): lengths, as in `bench attention`.
+        mixes (`Sequence[str]`): document lengths, as in `bench attention`.
         ranks (`Sequence[int]`): numbers of ranks.
-        per_rank (`int`): documents of a step per rank.
+        per_rank (`int`): documents of a step on each rank.
         row (`int`): tokens of a row; longer documents are cut to it.
     """
     rows = []
@@ -63,12 +63,12 @@ def _ours(step: np.ndarray, ranks: int, budget: int) -> float:
 
 
 def _bound(cost: np.ndarray, ranks: int) -> float:
-    """What cannot be undercut: some rank runs the costliest document."""
+    """Return the lower bound: some rank must run the costliest document."""
     return max(1.0, float(cost.max() * ranks / cost.sum()))
 
 
 def _dealt(step: np.ndarray, weight: np.ndarray, ranks: int) -> float:
-    """The heaviest document left goes to the rank with the least so far, as multipack samplers deal."""
+    """Give the heaviest remaining document to the rank with the least weight, as multipack samplers do."""
     done, costs = np.zeros(ranks), np.zeros(ranks)
     cost = document_cost(step, _QUADRATIC)
     for document in np.argsort(-weight, kind="stable"):
@@ -83,11 +83,11 @@ def _busiest(costs: np.ndarray) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; returns the exit code."""
-    parser = rows_parser("the busiest rank of a step over the mean, by who deals the documents")
+    """Measure, print the rows and return the exit code."""
+    parser = rows_parser("Measure the cost of the busiest rank over the mean, by method of distribution.")
     parser.add_argument("--mixes", nargs="+", default=["even", "uneven"], help="lengths: mixes, or .json files")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64, 512])
-    parser.add_argument("--documents", type=int, default=8, help="of a step, per rank")
+    parser.add_argument("--documents", type=int, default=8, help="documents of a step on each rank")
     parser.add_argument("--row", type=int, default=4096, help="tokens of a row")
     args = parser.parse_args(argv)
     rows = bench_balance(mixes=args.mixes, ranks=args.ranks, per_rank=args.documents, row=args.row)

@@ -1,9 +1,9 @@
-"""A real model trained packed beside TRL's own padded run: the losses of both, step by step.
+"""Train a real model packed and with TRL's own padded trainer, and compare the losses step by step.
 
     python benchmarks/same_training.py --model FOLDER --data data.jsonl --out same_training.json
 
-Trains with LoRA, QLoRA (NF4) and in full, in bfloat16 autocast as TRL does by default, and once more with bfloat16
-weights. `noise` is the padded run against itself with its micro-batches halved: what regrouping sums alone changes.
+It trains with LoRA, QLoRA (NF4) and in full, in bfloat16 autocast as TRL does by default, and once with bfloat16
+weights. `noise` compares the padded run with itself with halved micro-batches: only the grouping of sums changes.
 """
 
 import argparse
@@ -42,13 +42,13 @@ def load(path, nf4=False, dtype=torch.float32):
         )
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=quantization, dtype=dtype)
     module: Any
-    for module in convertible_modules(model):  # or bitsandbytes makes weights of it that do not train, on some CPUs
+    for module in convertible_modules(model):  # else, on some CPUs, bitsandbytes makes weights that cannot train
         module.support_avx512bf16_for_cpu = False
     return model
 
 
 def run(path, data, steps, *, packed, adapter, halved=False, **options):
-    """Losses and seconds of a run."""
+    """Train one run and return its losses and seconds."""
     torch.manual_seed(0)
     config, trainer = (PackedSFTConfig, PackedSFTTrainer) if packed else (SFTConfig, SFTTrainer)
     options.setdefault("dtype", torch.float32)
@@ -97,7 +97,7 @@ def main():
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--ways", nargs="+", default=list(WAYS))
-    parser.add_argument("--noise", action="store_true", help="run padded with halved micro-batches, too")
+    parser.add_argument("--noise", action="store_true", help="also run padded with halved micro-batches")
     args = parser.parse_args()
     data = load_dataset("json", data_files=args.data, split="train").select(range(4 * args.steps))
     found = json.loads(args.out.read_text()) if args.out.exists() else {}

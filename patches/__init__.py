@@ -1,6 +1,6 @@
-"""The patches that ship with trl-packfa, one file per transformers modelling folder or per way of mixing tokens.
+"""The built-in patches, one file per modelling folder of transformers or per way of mixing tokens.
 
-The tuple below is the support list.
+The tuple `PATCHES` lists all supported architectures.
 """
 
 from trl_packfa.patches import (

@@ -1,4 +1,4 @@
-"""What a patch says about an architecture: a declaration, no code that touches a model.
+"""`Patch`: the declaration of how to pack an architecture. It has no code that changes a model.
 
 Shape letters: B rows, L row length, D model dim, H head dim.
 """
@@ -20,7 +20,7 @@ QKV: TypeAlias = Callable[[Any, torch.Tensor, Any], tuple[torch.Tensor, torch.Te
 
 
 def read_arguments(module: Any) -> AttentionArguments:
-    """The arguments as most transformers attention modules store them on themselves."""
+    """Read the attention arguments from the attributes that most of transformers' attention modules have."""
     return AttentionArguments(
         scaling=module.scaling,
         sliding_window=getattr(module, "sliding_window", None),
@@ -32,56 +32,59 @@ def read_arguments(module: Any) -> AttentionArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class Patch:
-    """How to make one family of architectures honour document boundaries.
+    """The declaration of how to keep documents separate in one family of architectures.
 
     Raises:
-        [`InvalidConfig`]: for fields that contradict each other.
+        [`InvalidConfig`]: if fields contradict each other.
 
     Args:
         model_types (`tuple[str, ...]`):
-            The `config.model_type`s it serves.
+            The `config.model_type`s that the patch is for.
         backbone (`str`, *optional*):
             Class name of the module that runs the decoder stack; transformers' own base model by default.
         attention (`Mapping[str, QKV]`, *optional*):
-            Where the attention forward is rewritten, level `attention`: for each attention class by name, the function
+            Functions that replace the attention forward, by attention class name (level `attention`). A function maps
             `(module, hidden_states (B, L, D), position_embeddings)` to `query`, `key`, `value` of shape
-            `(B, L, heads, H)`, rotated and normalized: everything before the attention itself. Without it, the patch
-            goes through transformers' attention interface, level `interface`.
+            `(B, L, heads, H)`, rotated and normalized; it computes everything before the attention itself. Without
+            this field, the patch uses transformers' attention interface (level `interface`).
         output (`str`, *optional*, defaults to `"o_proj"`):
             Name of the output projection of an attention module.
         finish (`Callable`, *optional*):
-            `(module, attended (B, L, N * H), positional arguments)` to what the attention module returns; by default
-            the output projection and no weights.
+            Function from `(module, attended (B, L, N * H), positional arguments)` to the result of the attention
+            module; by default the output projection and no weights.
         arguments (`Callable`, *optional*):
-            Reads the [`AttentionArguments`] off an attention module.
+            Function that reads the [`AttentionArguments`] from an attention module.
         bias (`Callable`, *optional*):
-            `(module, value (T, K, H), layout)` to what is added to the scores (ALiBi).
+            Function from `(module, value (T, K, H), layout)` to the term that is added to the scores (ALiBi).
         makes_mask (`bool`, *optional*, defaults to `False`):
-            The backbone computes with the mask it is handed: hand it none, and let transformers' mask interface make
-            the packed call's empty one.
+            Whether the backbone computes with the attention mask that it gets. If so, a packed call passes no mask,
+            and transformers' mask interface makes the empty mask of the packed call.
         functions (`Mapping[str, str]`, *optional*):
-            Older architectures' own form of an attention interface: for each attention class by name, the method
-            `(query (B, N, L, H), key, value, mask)` to `(output (B, N, L, H), weights)` that is served by a backend.
+            Methods that a backend replaces, by attention class name, for older architectures with their own form of
+            an attention interface. The method maps `(query (B, N, L, H), key, value, mask)` to
+            `(output (B, N, L, H), weights)`.
         window (`Callable[[Any], int | None]`, *optional*):
-            Reads the sliding window in tokens off an attention module, where only the mask knows it.
+            Function that reads the sliding window in tokens from an attention module, for architectures that put it
+            into the mask only.
         mixers (`tuple[str, ...]`, *optional*):
             Class names of modules that mix tokens instead of attention (recurrent state, short convolutions), level
-            `module`: on their own kernels where those provably honour boundaries, else document by document, with
-            everything else packed.
+            `module`. They run on their own kernels if these are proven to keep documents separate, else document by
+            document. Everything else stays packed.
         masked_mixers (`tuple[str, ...]`, *optional*):
-            The same for attention with code of its own: document by document, under a causal mask of their size.
+            Class names of modules with their own attention code, level `module`. They run document by document, with
+            a causal mask of the document's size.
         beside (`tuple[str, ...]`, *optional*):
-            Class names of what runs document by document beside the attention: position embeddings, indexers.
+            Class names of other modules that run document by document: position embeddings, indexers.
         over_layers (`tuple[str, ...]`, *optional*):
-            Class names of modules that attend over layers, not over tokens: they are left alone.
+            Class names of modules that attend over layers and not over tokens. They are not changed.
         rebatch (`bool`, *optional*, defaults to `False`):
-            Run the whole backbone document by document, level `rebatch`, for what mixes tokens in other ways.
+            Run the whole backbone document by document, level `rebatch`, if it mixes tokens in other ways.
         serves (`Callable[[Any], bool]`, *optional*):
-            Whether the patch is for a model of this config; `otherwise` is for the others.
+            Function that tells whether the patch is for a model with this config.
         otherwise (`Patch`, *optional*):
-            The patch where this one does not serve.
+            The patch for models that `serves` excludes.
         origin (`str`, *optional*, defaults to `"trl_packfa"`):
-            The Python package that declares the patch, shown in logs and in duplicates' errors.
+            The Python package that declares the patch. Logs and errors about duplicates show it.
     """
 
     model_types: tuple[str, ...]
@@ -104,43 +107,48 @@ class Patch:
     origin: str = "trl_packfa"
 
     def __post_init__(self) -> None:
-        """A field that the others make meaningless is an error, where it would be ignored.
+        """Refuse fields that other fields make meaningless.
 
         Raises:
             [`InvalidConfig`]: naming the fields.
         """
         if not self.model_types or isinstance(self.model_types, str):
             raise InvalidConfig(
-                f"a Patch with model_types={self.model_types!r} serves nothing.", do="Name them: ('llama',)."
+                f"a Patch with model_types={self.model_types!r} serves nothing.",
+                do="Pass a tuple of names: ('llama',).",
             )
-        # What differs from its default was given: dataclasses do not tell a default that was passed.
+        # A field counts as given if it differs from its default, because dataclasses do not tell which were passed.
         given = {f.name for f in fields(self) if getattr(self, f.name) != _default(f)}
         for applies, what, why in _CONTRADICTIONS:
             if applies(given) and (ignored := sorted(given.intersection(what))):
                 raise InvalidConfig(
-                    f"a Patch for {', '.join(self.model_types[:3])} with {', '.join(ignored)}, which {why}.",
-                    do="Drop what is ignored.",
+                    f"a Patch for {', '.join(self.model_types[:3])} sets fields without effect "
+                    f"({', '.join(ignored)}): {why}.",
+                    do="Remove these fields.",
                 )
         if ("serves" in given) != ("otherwise" in given):
             raise InvalidConfig(
-                f"a Patch for {', '.join(self.model_types[:3])} with one of 'serves' and 'otherwise'.",
-                why=["'serves' says which models it is for, 'otherwise' what serves the others"],
-                do="Give both, or none.",
+                f"a Patch for {', '.join(self.model_types[:3])} sets only one of 'serves' and 'otherwise'.",
+                why=["'serves' tells which models the patch is for, 'otherwise' is the patch for the other models"],
+                do="Set both, or none.",
             )
         twice = sorted({*self.mixers} & {*self.masked_mixers} | {*self.beside} & {*self.mixers, *self.masked_mixers})
         if twice:
             raise InvalidConfig(
                 f"a Patch for {', '.join(self.model_types[:3])} names {', '.join(twice)} twice.",
-                do="A class is a mixer, a masked mixer, or runs beside the attention.",
+                do="Name each class in only one of mixers, masked_mixers and beside.",
             )
 
     @property
     def level(self) -> str:
-        """`attention`: its forward is rewritten; `interface`: it goes through transformers' attention interface;
-        `module`: what is no attention runs document by document; `rebatch`: the whole backbone does."""
+        """Level of the patch, which names the part of the model that changes.
+
+        `attention` replaces attention forwards. `interface` uses transformers' attention interface. `module` runs
+        mixers document by document. `rebatch` runs the whole backbone document by document.
+        """
         if self.rebatch:
             return "rebatch"
-        # Not `beside`: position embeddings by document leave the attention at its level.
+        # `beside` does not count, because position embeddings do not change how attention runs.
         if self.mixers or self.masked_mixers:
             return "module"
         return "attention" if self.attention else "interface"
@@ -150,27 +158,27 @@ def _default(spec: Field[Any]) -> Any:
     return spec.default if spec.default_factory is MISSING else spec.default_factory()
 
 
-# (applies, which fields are meaningless then, why): `applies` is told which fields are not their defaults.
+# Entries (applies, fields, why): if `applies` is true of the set of given fields, the other `fields` are meaningless.
 _CONTRADICTIONS: tuple[tuple[Callable[[set[str]], bool], tuple[str, ...], str], ...] = (
     (
         lambda given: "rebatch" in given,
         ("attention", "functions", "window", "arguments", "output", "finish", "bias", "makes_mask", "mixers",
          "masked_mixers", "beside", "over_layers"),
-        "rebatch=True ignores: the whole backbone runs document by document",
+        "rebatch=True runs the whole backbone document by document",
     ),
     (
         lambda given: "attention" in given,
         ("functions", "window"),
-        "attention ignores: its forward is rewritten, and 'arguments' reads the window",
+        "'attention' replaces the attention forward, and 'arguments' reads the window",
     ),
     (
         lambda given: "attention" not in given,
         ("output", "finish", "bias"),
-        "nothing reads without attention",
+        "they are read only together with 'attention'",
     ),
     (
         lambda given: not given.intersection(("attention", "functions")),
         ("arguments",),
-        "nothing reads without attention or functions: transformers' interface is told",
+        "they are read only with 'attention' or 'functions', because transformers' interface passes arguments",
     ),
 )  # fmt: skip

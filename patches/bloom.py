@@ -1,4 +1,4 @@
-"""Bloom: one fused projection, ALiBi, and a residual that the attention adds itself."""
+"""Bloom: one fused projection, ALiBi, and an attention module that adds the residual."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from trl_packfa.patches.base import Patch
 
 
 def fused_qkv(module: Any, hidden_states: torch.Tensor, _: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`query_key_value` of `(B, L, D)`, interleaved head by head, as three `(B, L, heads, H)`."""
+    """Compute `query_key_value` of `(B, L, D)` and split it, interleaved by head, into three `(B, L, heads, H)`."""
     # `_reshape` returns `(B, heads, L, H)`; backends take tokens before heads.
     query, key, value = (t.transpose(1, 2) for t in module._reshape(module.query_key_value(hidden_states)))
     return query, key, value
 
 
 def read_arguments(module: Any) -> AttentionArguments:
-    """Scaling and dropout of a Bloom attention module."""
+    """Read scaling and dropout from a Bloom attention module."""
     return AttentionArguments(scaling=module.inv_norm_factor, dropout=module.attention_dropout.p)
 
 
 def alibi(module: Any, value: torch.Tensor, layout: PackedLayout) -> Bias:
-    """ALiBi (arXiv 2108.12409): per head, a slope times the key's position in its document."""
+    """Make ALiBi's bias (arXiv 2108.12409): a slope of the head times the key's position in its document."""
     return linear_bias(alibi_slopes(module.num_heads).to(value.device), layout)
 
 
 def alibi_slopes(num_heads: int) -> torch.Tensor:
-    """Slopes of ALiBi, float32, shape `(N,)`: a geometric series for the largest power of two of heads, every other
-    term of the series of twice as many for the rest."""
-    # 3 heads: 2 ** -4 and 2 ** -8 of the series for two heads, then 2 ** -2 of the series for four.
+    """Return ALiBi's slopes, float32, shape `(N,)`.
+
+    They are a geometric series for the largest power of two of heads. The other heads use every other term of the
+    series for twice as many heads.
+    """
+    # 3 heads: 2 ** -4 and 2 ** -8 from the series for two heads, then 2 ** -2 from the series for four.
     power = 2 ** (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
     slopes += [2.0 ** (-4.0 * i / power) for i in range(1, 2 * (num_heads - power), 2)]
@@ -40,7 +43,7 @@ def alibi_slopes(num_heads: int) -> torch.Tensor:
 
 
 def project_and_add(module: Any, attended: torch.Tensor, args: tuple[Any, ...]) -> tuple[torch.Tensor, None]:
-    """Output projection, dropout and the residual, which is the first argument after the hidden states."""
+    """Apply the output projection and dropout, and add the residual, the first argument after the hidden states."""
     return dropout_add(module.dense(attended), args[0], module.hidden_dropout, module.training), None
 
 

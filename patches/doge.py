@@ -1,4 +1,4 @@
-"""Doge: normalized rotary attention with a dynamic mask, a bias of each key that its value decides."""
+"""Doge: normalized rotary attention with a dynamic mask, a bias of each key that depends on its value."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from trl_packfa.patches.qwen3 import normed_rotary_qkv
 
 
 def with_window(module: Any) -> AttentionArguments:
-    """The usual arguments, and the window that transformers puts into the mask only."""
-    # `DogeAttention` has no window of its own and hands its attention function a mask only.
+    """Read the usual arguments, and the window from the config."""
+    # `DogeAttention` has no window attribute: transformers puts the window into the mask only.
     return replace(read_arguments(module), sliding_window=module.config.sliding_window)
 
 
 def dynamic_mask(module: Any, value: torch.Tensor, layout: PackedLayout) -> Bias:
-    """`exp(A * softplus(dt_proj(value)))` of each key and head; of more keys than `keep_window_size`, a query sees
-    those with the largest."""
-    # Of the values, all key/value heads of a token side by side: `(T, K, H)` to `(T, K * H)`.
+    """Make the bias `exp(A * softplus(dt_proj(value)))` of each key and head.
+
+    A query with more than `keep_window_size` keys attends to the keys with the largest bias.
+    """
+    # `dt_proj` takes all key/value heads of a token side by side: `(T, K, H)` becomes `(T, K * H)`.
     bias_TK = torch.exp(module.A * F.softplus(module.dt_proj(value.flatten(1))))
     return key_bias(
-        # As `repeat_kv`: query heads that share a key share its bias.
+        # Query heads that share a key share its bias, as in `repeat_kv`.
         bias_TK.repeat_interleave(module.num_key_value_groups, dim=-1),
         keep=module.keep_window_size,
         sliding_window=module.config.sliding_window,

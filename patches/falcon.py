@@ -15,14 +15,14 @@ from trl_packfa.patches.llama import Embeddings
 def rotary_qkv(
     module: Any, hidden_states: torch.Tensor, position_embeddings: Embeddings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`query_key_value` of `(B, L, D)` as three `(B, L, heads, H)`, query and key rotated."""
-    # The module's own splitting, as Falcon has three ways to lay out the fused projection.
+    """Compute query, key and value `(B, L, heads, H)` from `(B, L, D)`, and rotate query and key."""
+    # The module splits the projection, because Falcon has three layouts of it.
     query, key, value = module._split_heads(module.query_key_value(hidden_states))
     return *rotate(query, key, *position_embeddings), value
 
 
 def read_arguments(module: Any) -> AttentionArguments:
-    """Scaling of a Falcon attention module; with rotary embeddings transformers applies no dropout."""
+    """Read the scaling from a Falcon attention module. With rotary embeddings transformers applies no dropout."""
     return AttentionArguments(scaling=module.inv_norm_factor)
 
 
@@ -33,7 +33,8 @@ PATCH = Patch(
     output="dense",
     arguments=read_arguments,
     makes_mask=True,
-    # ALiBi: the model rounds the bias to bfloat16 and adds it before scaling or after, by its attention: left to it.
+    # Models with ALiBi round the bias to bfloat16 and add it before or after scaling, depending on their attention.
+    # So they run their own attention, document by document.
     serves=lambda config: not config.alibi,
     otherwise=Patch(model_types=("falcon",), rebatch=True),
 )

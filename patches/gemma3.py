@@ -10,8 +10,8 @@ from trl_packfa.patches.qwen3 import normed_rotary_qkv
 
 
 def without_softcap(module: nn.Module) -> AttentionArguments:
-    """The usual arguments; the module stores `attn_logit_softcapping` but transformers never applies it."""
-    # `read_arguments` would take the value that the module stores for one that is applied.
+    """Read the usual arguments without the softcap."""
+    # The module stores `attn_logit_softcapping`, but transformers never applies it.
     return replace(read_arguments(module), softcap=None)
 
 

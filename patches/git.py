@@ -1,4 +1,4 @@
-"""GIT's text decoder: BERT's three projections under a causal mask; the output projection comes later."""
+"""GIT's text decoder: BERT's three projections under a causal mask, the output projection in a later module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trl_packfa.patches.base import Patch
 
 
 def plain_qkv(module: Any, hidden_states: torch.Tensor, _: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`query`, `key`, `value` of `(B, L, D)`, each as `(B, L, heads, H)`."""
+    """Compute query, key and value `(B, L, heads, H)` from `(B, L, D)`."""
     shape = (*hidden_states.shape[:-1], -1, module.attention_head_size)
     return (
         module.query(hidden_states).view(shape),
@@ -21,12 +21,12 @@ def plain_qkv(module: Any, hidden_states: torch.Tensor, _: Any) -> tuple[torch.T
 
 
 def read_arguments(module: Any) -> AttentionArguments:
-    """Scaling and dropout of a self-attention module of the BERT kind."""
+    """Read scaling and dropout from a self-attention module like BERT's."""
     return AttentionArguments(scaling=module.attention_head_size**-0.5, dropout=module.dropout.p)
 
 
 def unprojected(module: Any, attended: torch.Tensor, args: tuple[Any, ...]) -> tuple[torch.Tensor, None]:
-    """The attended values as they are."""
+    """Return the attended values without an output projection."""
     return attended, None
 
 
@@ -35,5 +35,5 @@ PATCH = Patch(
     backbone="GitModel",
     attention={"GitSelfAttention": plain_qkv},
     arguments=read_arguments,
-    finish=unprojected,  # `GitSelfOutput` projects, after this module
+    finish=unprojected,  # the next module, `GitSelfOutput`, has the output projection
 )

@@ -1,4 +1,4 @@
-"""GPT-Neo: unscaled attention, full and local layers, whose module calls its own attention function."""
+"""GPT-Neo: unscaled attention in full and local layers; the module calls its own attention function."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from trl_packfa.patches.base import Patch
 
 
 def read_arguments(module: Any) -> AttentionArguments:
-    """Window and dropout of a GPT-Neo attention module."""
-    # The local layers hide tokens by a buffer inside `_attn`, which takes the place of a mask.
+    """Read window and dropout from a GPT-Neo attention module."""
+    # Local layers hide tokens by a buffer inside `_attn`, not by a mask.
     window = module.config.window_size if module.attention_type == "local" else None
     return AttentionArguments(scaling=1.0, sliding_window=window, dropout=module.attn_dropout.p)
 

@@ -1,4 +1,4 @@
-"""GPT-NeoX Japanese: rotary attention whose module calls its own attention function."""
+"""GPT-NeoX Japanese: rotary attention; the module calls its own attention function."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trl_packfa.patches.base import Patch
 
 
 def read_arguments(module: Any) -> AttentionArguments:
-    """Scaling and dropout of a GPT-NeoX Japanese attention module."""
+    """Read scaling and dropout from a GPT-NeoX Japanese attention module."""
     return AttentionArguments(scaling=1.0 / module.norm_factor, dropout=module.attention_dropout.p)
 
 

@@ -1,4 +1,4 @@
-"""GPT-J and CodeGen: rotary attention, whose module calls its own attention function before transformers 5.24."""
+"""GPT-J and CodeGen: rotary attention; the module calls its own attention function before transformers 5.24."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from trl_packfa.patches.base import Patch
 
 
 def read_arguments(module: Any) -> AttentionArguments:
-    """Scaling and dropout of a GPT-J attention module."""
+    """Read scaling and dropout from a GPT-J attention module."""
     return AttentionArguments(scaling=1.0 / float(module.scale_attn), dropout=module.attn_dropout.p)
 
 
 _TYPES = ("gptj", "codegen")
 PATCH = (
-    Patch(model_types=_TYPES)  # on transformers' attention interface
+    Patch(model_types=_TYPES)  # uses transformers' attention interface
     if Version(version("transformers")) >= Version("5.24")
     else Patch(
         model_types=_TYPES,

@@ -1,6 +1,6 @@
 """Granite: Llama's attention scaled by `attention_multiplier`.
 
-The embedding, residual and logit multipliers are applied outside of attention and stay transformers' own.
+The embedding, residual and logit multipliers are applied outside of attention, so transformers' code computes them.
 """
 
 from trl_packfa.patches.base import Patch

@@ -1,8 +1,9 @@
-"""Architectures with recurrent state, short convolutions or own attention code beside attention that is packed.
+"""Architectures with recurrent state, short convolutions or their own attention code besides packed attention.
 
-The mixers run on their own kernels where those provably honour boundaries, else document by document; attention goes
-through transformers' interface, and everything else stays packed. Listed is what passes the exactness check as a small
-random model. Most of these leak silently unpatched, some on installed kernels too (transformers 5.23).
+Mixers run on their own kernels if these are proven to keep documents separate, else document by document. Attention
+uses transformers' attention interface, and everything else stays packed. Each listed type passes the exactness check
+as a small random model. Without the patch, most of them mix documents without an error, some of them also on installed
+kernels (transformers 5.23).
 """
 
 from trl_packfa.patches.base import Patch

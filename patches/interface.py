@@ -1,9 +1,9 @@
-"""Architectures whose attention is packed through transformers' attention interface, without a file of their own.
+"""Architectures that are packed by transformers' attention interface and need no other patch.
 
-All their cross-token arithmetic happens in an attention function that is handed query, key, value, scale, window,
-softcap and sinks; the documents are all that it lacks. Listed is what passes the exactness check as a small random
-model with small windows; `tests/whole/test_architectures.py` keeps it so. Some of them leak silently unpatched: afmoe,
-biogpt, gpt_oss and opt build their masks without `position_ids` (transformers 5.23).
+Tokens mix only in an attention function. It gets query, key, value, scale, window, softcap and sinks, and the patch
+adds the document boundaries. Each listed type passes the exactness check as a small random model with small windows,
+and `tests/whole/test_architectures.py` tests it. Without the patch, some types attend across documents without an
+error: afmoe, biogpt, gpt_oss and opt build their masks without `position_ids` (transformers 5.23).
 """
 
 from trl_packfa.patches.base import Patch

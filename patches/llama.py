@@ -14,9 +14,9 @@ Embeddings = tuple[torch.Tensor, torch.Tensor]
 
 
 def project_heads(module: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`q_proj`, `k_proj`, `v_proj` of `(B, L, D)`, each as `(B, L, heads, H)`."""
+    """Compute `q_proj`, `k_proj` and `v_proj` of `(B, L, D)`, each as `(B, L, heads, H)`."""
     shape = (*hidden_states.shape[:-1], -1, module.head_dim)
-    # LoRA layers of all three read the same states: their products are computed together.
+    # The three LoRA layers have the same input, so their products are computed together.
     query, key, value = project_together(hidden_states, module.q_proj, module.k_proj, module.v_proj)
     return query.view(shape), key.view(shape), value.view(shape)
 
@@ -24,10 +24,10 @@ def project_heads(module: Any, hidden_states: torch.Tensor) -> tuple[torch.Tenso
 def rotary_qkv(
     module: Any, hidden_states: torch.Tensor, position_embeddings: Embeddings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query, key and value `(B, L, heads, H)`, query and key rotated."""
+    """Compute query, key and value `(B, L, heads, H)`, and rotate query and key."""
     query, key, value = project_heads(module, hidden_states)
     return *rotate(query, key, *position_embeddings), value
 
 
-# EXAONE 3 is a Llama under another config (transformers 5.24).
+# EXAONE 3 is a Llama model with another config (transformers 5.24).
 PATCH = Patch(model_types=("llama", "exaone"), backbone="LlamaModel", attention={"LlamaAttention": rotary_qkv})

@@ -1,6 +1,6 @@
-"""What was measured for every causal-LM type of transformers: `models.json`, made by `python tools/support_matrix.py`.
+"""The measured results of every causal LM type of transformers: `models.json`, made by `tools/support_matrix.py`.
 
-A type whose modelling code is no longer the code that was measured is not taken for exact, see `api.py`.
+A type is trusted only while its modelling code is the measured code, see `api.py`.
 """
 
 from __future__ import annotations
@@ -24,24 +24,26 @@ def _committed() -> dict[str, Any]:
 
 
 def results() -> dict[str, dict[str, Any]]:
-    """Return the committed results by model type, under the newest transformers that was measured."""
+    """Return the committed results by model type, for the newest measured transformers."""
     return _committed()["types"]
 
 
 def measured_transformers() -> tuple[str, ...]:
-    """Return the versions of transformers under which every type was measured, the oldest first."""
+    """Return the versions of transformers with which every type was measured, the oldest first."""
     return tuple(_committed()["transformers"])
 
 
 def measured_with() -> dict[str, str]:
-    """Return the versions of the packages with which the results were made, by name."""
+    """Return the package versions of the committed results, by package name."""
     return {**_committed()["versions"], "transformers": ", ".join(measured_transformers())}
 
 
 @cache
 def known_sources() -> dict[str, set[str]]:
-    """Return for each `config.model_type` the fingerprints of its modelling code under which it was found exact, one
-    for each version of transformers that was measured."""
+    """Return the fingerprints of modelling code that was measured exact, by `config.model_type`.
+
+    There is one for each measured version of transformers.
+    """
     known: dict[str, set[str]] = {}
     for result in results().values():
         if result.get("sources"):
@@ -50,9 +52,9 @@ def known_sources() -> dict[str, set[str]]:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Hash of the code of all modules of transformers' (or the user's) that a model is made of."""
+    """Return a hash of the code of all Python modules, of transformers or the user, that define a model's classes."""
     names = {type(module).__module__ for module in model.modules()}
-    # What these packages compute is known by their versions, and adapters and quantizers have tables of their own.
+    # torch is known by its version. Adapters and quantizers have their own tables.
     return _hash(tuple(sorted(name for name in names if not name.startswith(("torch.", "peft.", "bitsandbytes.")))))
 
 
@@ -66,7 +68,7 @@ def _hash(modules: tuple[str, ...]) -> str:
             OSError,
             TypeError,
             KeyError,
-        ):  # defined in a console, compiled, or gone: like no code that was measured
+        ):  # defined in a console, compiled, or deleted: it equals no measured code
             source = f"{name} has no source"
         digest.update(source.encode())
     return digest.hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Mistral: Llama's attention with one sliding window, kept in the config, for every layer."""
+"""Mistral: Llama's attention with one sliding window for every layer, which is in the config."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,7 +9,7 @@ from trl_packfa.patches.llama import rotary_qkv
 
 
 def config_window(module: Any) -> AttentionArguments:
-    """The usual arguments, the window read from the module's config."""
+    """Read the usual arguments, and the window from the module's config."""
     return replace(read_arguments(module), sliding_window=getattr(module.config, "sliding_window", None))
 
 

@@ -1,4 +1,4 @@
-"""MPT: one fused projection, perhaps clamped, and ALiBi."""
+"""MPT: one fused projection, clamped in some models, and ALiBi."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trl_packfa.patches.base import Patch
 
 
 def fused_qkv(module: Any, hidden_states: torch.Tensor, _: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`Wqkv` of `(B, L, D)` as three `(B, L, heads, H)`."""
+    """Compute `Wqkv` of `(B, L, D)` and split it into three `(B, L, heads, H)`."""
     mixed = module.Wqkv(hidden_states)
     if module.clip_qkv:
         mixed = mixed.clamp(min=-module.clip_qkv, max=module.clip_qkv)
@@ -22,14 +22,14 @@ def fused_qkv(module: Any, hidden_states: torch.Tensor, _: Any) -> tuple[torch.T
 
 
 def read_arguments(module: Any) -> AttentionArguments:
-    """Scaling and dropout of an MPT attention module."""
+    """Read scaling and dropout from an MPT attention module."""
     return AttentionArguments(scaling=module.softmax_scale, dropout=module.attn_dropout_p)
 
 
 def alibi(module: Any, value: torch.Tensor, layout: PackedLayout) -> Bias:
-    """Per head, a slope times the key's position; transformers' model always adds it."""
-    # transformers' own function, as its slopes are not Bloom's where heads are no power of two. Of two positions it
-    # makes (-slope, 0), the difference of which is the slope.
+    """Make ALiBi's bias, a slope of the head times the key's position. transformers' model always adds it."""
+    # transformers' function makes the slopes, which differ from Bloom's if the number of heads is no power of two. For
+    # two positions it returns (-slope, 0), so the difference is the slope.
     slopes = build_mpt_alibi_tensor(module.n_heads, 2, device=value.device).flatten(1)
     return linear_bias(slopes[:, 1] - slopes[:, 0], layout)
 
@@ -41,5 +41,5 @@ PATCH = Patch(
     output="out_proj",
     arguments=read_arguments,
     bias=alibi,
-    makes_mask=True,  # MptModel turns the mask that it makes into bools
+    makes_mask=True,  # MptModel converts its mask to bool
 )

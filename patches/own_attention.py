@@ -1,6 +1,6 @@
-"""Architectures with attention code of their own under a mask they are handed, and positions counted along the row.
+"""Architectures with their own attention code, which takes a mask, and with positions counted along the row.
 
-Attention and position embeddings run document by document, everything else stays packed.
+Attention and position embeddings run document by document; everything else stays packed.
 """
 
 from trl_packfa.patches.base import Patch

@@ -1,4 +1,4 @@
-"""Phi: biases everywhere, rotary embeddings over a part of each head, optional query/key layer norms."""
+"""Phi: biases in all layers, rotary embeddings over a part of each head, optional query/key layer norms."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from trl_packfa.patches.llama import Embeddings, project_heads
 def partial_rotary_qkv(
     module: Any, hidden_states: torch.Tensor, position_embeddings: Embeddings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query, key and value `(B, L, heads, H)`, the first `rotary_ndims` of query and key rotated."""
-    # Tables of `rotary_ndims` columns: `rotate` leaves the rest of each head as it is.
+    """Compute query, key and value `(B, L, heads, H)`, and rotate the first `rotary_ndims` of query and key."""
+    # The tables have `rotary_ndims` columns, so `rotate` does not change the rest of each head.
     query, key, value = project_heads(module, hidden_states)
     if module.qk_layernorm:
         query, key = module.q_layernorm(query), module.k_layernorm(key)

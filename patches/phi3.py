@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: one fused QKV projection; long rope and partial rotary live in transformers' own embeddings."""
+"""Phi-3 and Phi-4: one fused QKV projection; transformers' rotary embeddings handle long rope and partial rotary."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from trl_packfa.patches.mistral import config_window
 def fused_qkv(
     module: Any, hidden_states: torch.Tensor, position_embeddings: Embeddings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query, key and value `(B, L, heads, H)` out of `qkv_proj`, query and key rotated."""
+    """Compute query, key and value `(B, L, heads, H)` by `qkv_proj`, and rotate query and key."""
     num_heads, num_key_value_heads = module.config.num_attention_heads, module.num_key_value_heads
-    # All heads in a row: N of the query, then K of the key, then K of the value.
+    # The heads lie side by side: N of the query, then K of the key, then K of the value.
     qkv = module.qkv_proj(hidden_states).view(*hidden_states.shape[:-1], -1, module.head_dim)
     query, key, value = qkv.split([num_heads, num_key_value_heads, num_key_value_heads], dim=2)
     return *rotate(query, key, *position_embeddings), value

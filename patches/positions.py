@@ -1,7 +1,7 @@
-"""Architectures that find absolute positions by counting along the row, from an offset of their own.
+"""Architectures that count absolute positions along the row, from their own offset.
 
-Their position embeddings run document by document; attention goes through transformers' interface. Unpatched they
-leak silently: they build their masks without `position_ids` (transformers 5.23).
+Their position embeddings run document by document, and attention uses transformers' attention interface. Without the
+patch they attend across documents without an error: they build masks without `position_ids` (transformers 5.23).
 """
 
 from trl_packfa.patches.base import Patch

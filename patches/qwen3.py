@@ -1,4 +1,4 @@
-"""Qwen3: query and key are RMS-normalized per head before they are rotated."""
+"""Qwen3: query and key get an RMSNorm per head before the rotation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trl_packfa.patches.llama import Embeddings, project_heads
 def normed_rotary_qkv(
     module: Any, hidden_states: torch.Tensor, position_embeddings: Embeddings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query, key and value `(B, L, heads, H)`, query and key normalized, then rotated."""
+    """Compute query, key and value `(B, L, heads, H)`, and normalize and rotate query and key."""
     query, key, value = project_heads(module, hidden_states)
     return *rotate(module.q_norm(query), module.k_norm(key), *position_embeddings), value
 

@@ -1,9 +1,9 @@
-"""Architectures that mix tokens in ways that no single module contains: byte patches, compressed keys, temperatures
-that depend on the place in the row, relative positions computed once for all layers.
+"""Architectures that run their whole backbone document by document.
 
-Their backbone runs document by document, in right-padded batches of similar lengths: exact for whatever is causal,
-with no kernel, on any device, at the cost of the padding inside a batch. Listed is what passes the exactness check as
-a small random model; `tests/whole/test_architectures.py` keeps it so.
+They mix tokens in several modules: byte patches, compressed keys, temperatures that depend on the position in the row,
+relative positions that are computed once for all layers. The backbone runs in right-padded batches of documents of
+similar length. This is exact for every causal model, needs no kernel and works on any device; its cost is the padding.
+Each listed type passes the exactness check as a small random model, and `tests/whole/test_architectures.py` tests it.
 """
 
 from trl_packfa.patches.base import Patch

@@ -1,7 +1,7 @@
-"""Which architectures can be patched.
+"""The registry of patches by model type.
 
-Built-in patches come from `trl_packfa.patches`, third parties' from the entry-point group `trl_packfa.patches`
-or from `register_patch()`. A model type has one patch; a second one is an error that names both.
+Built-in patches come from `trl_packfa.patches`. Patches of third parties come from the entry-point group
+`trl_packfa.patches` or from `register_patch()`. A model type has one patch. A second one is an error that names both.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ ENTRY_POINT_GROUP = "trl_packfa.patches"
 
 @cache
 def _table() -> dict[str, Patch]:
-    """The registry itself: model type to patch. Filled at first use, so that importing trl_packfa stays light."""
+    """Return the registry, from model type to patch. Fill it at first use, so that importing trl_packfa stays fast."""
     from . import PATCHES
 
     table: dict[str, Patch] = {}
     for built_in in PATCHES:
         _add(table, built_in)
     for entry_point in entry_points(group=ENTRY_POINT_GROUP):
-        logger.info("trl-packfa: loading a patch from %s", entry_point.value)  # before any of its code runs
-        # Anything may be raised in here, by code that is not ours: the log has named it.
+        # The log names the entry point first, because its code may raise any error.
+        logger.info("trl-packfa: loading a patch from %s", entry_point.value)
         third_party = entry_point.load()
         logger.info("trl-packfa: patch for %s from %s", third_party.model_types, entry_point.value)
         _add(table, third_party)
@@ -56,26 +56,26 @@ def register_patch(new: Patch) -> None:
     """Add a patch for this process.
 
     Raises:
-        [`InvalidConfig`]: if one of its model types has a patch already.
+        [`InvalidConfig`]: if one of its model types already has a patch.
     """
     _add(_table(), new)
 
 
 def registered_patches() -> dict[str, Patch]:
-    """Every model type that can be patched, with its patch, in alphabetical order."""
+    """Return the patch of every model type that can be patched, in alphabetical order."""
     return dict(sorted(_table().items()))
 
 
 def find_patch_for_type(name: str) -> Patch | None:
-    """The patch for a `config.model_type`, `None` if there is none."""
+    """Return the patch for a `config.model_type`, `None` if there is none."""
     return _table().get(name)
 
 
 def get_patch_for_type(name: str) -> Patch:
-    """The patch for a `config.model_type`.
+    """Return the patch for a `config.model_type`.
 
     Raises:
-        [`UnsupportedModel`]: with the nearest names.
+        [`UnsupportedModel`]: if there is none, with the nearest names.
     """
     table = _table()
     if name not in table:
@@ -85,7 +85,7 @@ def get_patch_for_type(name: str) -> Patch:
         raise UnsupportedModel(
             f"there is no patch for model type '{name}'.",
             why=known or ([f"nearest: {', '.join(near)}"] if near else [f"supported: {', '.join(sorted(table))}"]),
-            do="Declare a trl_packfa.Patch for it and register_patch() it (see 'Writing a patch'), or train "
+            do="Declare a trl_packfa.Patch for it and pass it to register_patch() (see 'Writing a patch'), or train "
             "it padded with PackedSFTConfig(packing=False).",
         )
     return table[name]

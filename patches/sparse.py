@@ -1,7 +1,7 @@
-"""Architectures whose attention sees only the keys that an indexer chooses (DeepSeek sparse attention).
+"""Architectures with an indexer that chooses the keys of each query (DeepSeek sparse attention).
 
-The indexer runs document by document; the attention goes through transformers' interface, and is dense for documents
-no longer than the number of keys it may see.
+The indexer runs document by document. Attention uses transformers' attention interface. It is dense if a document has
+no more tokens than a query may attend to.
 """
 
 from trl_packfa.patches.base import Patch

@@ -1,4 +1,4 @@
-"""PhiMoE and Qwen2-MoE: attention through the interface, which is not told of the sliding window."""
+"""PhiMoE and Qwen2-MoE, which do not pass their sliding window to transformers' attention interface."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from trl_packfa.patches.base import Patch
 
 
 def sliding_window(module: Any) -> int | None:
-    """Qwen2-MoE's modules know their own; PhiMoE's layers share one."""
-    # Its full layers have no attribute. PhiMoE's masks are all of the config's window.
+    """Return the window in tokens: of the module for Qwen2-MoE, of the config for PhiMoE."""
+    # Full layers of Qwen2-MoE have no such attribute. All masks of PhiMoE use the config's window.
     if type(module).__name__ == "Qwen2MoeAttention":
         return getattr(module, "sliding_window", None)
     return module.config.sliding_window

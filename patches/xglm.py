@@ -1,4 +1,4 @@
-"""XGLM: three projections, sinusoidal positions in the embeddings."""
+"""XGLM: three projections, and sinusoidal positions in the embeddings."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from trl_packfa.patches.llama import project_heads
 
 
 def read_arguments(module: Any) -> AttentionArguments:
-    """Scaling and dropout of an attention module of the BART kind."""
-    # The module scales the query itself; here the projections stay unscaled and the backend scales the scores.
+    """Read scaling and dropout from an attention module like BART's."""
+    # The module itself scales the query. Here the query stays unscaled, and the backend scales the scores.
     return AttentionArguments(scaling=module.scaling, dropout=float(module.dropout))
 
 
 def plain_qkv(module: Any, hidden_states: torch.Tensor, _: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`q_proj`, `k_proj`, `v_proj` of `(B, L, D)`, each as `(B, L, heads, H)`."""
+    """Compute `q_proj`, `k_proj` and `v_proj` of `(B, L, D)`, each as `(B, L, heads, H)`."""
     return project_heads(module, hidden_states)
 
 

@@ -1,1 +1,1 @@
-"""Recipes: complete YAML files for `trl-packfa train --config`, and the same runs in code."""
+"""Recipes: complete YAML files for `trl-packfa train --config`, and similar runs in code."""

@@ -1,7 +1,7 @@
-"""TRL's own GRPOTrainer, its models run without pads. python recipes/grpo_padding_free.py
+"""TRL's own GRPOTrainer with models that run without pad tokens. python recipes/grpo_padding_free.py
 
-Prompts are padded on the left and completions on the right; neither is computed. Generation, rewards, losses and
-metrics stay TRL's. The same line serves RLOO, DPO, KTO, reward models and distillation.
+Prompts are padded on the left and completions on the right; the model computes neither padding. Generation, rewards,
+losses and metrics stay TRL's. The same line works for RLOO, DPO, KTO, reward models and distillation.
 """
 
 from datasets import load_dataset
@@ -11,7 +11,7 @@ import trl_packfa
 
 
 def brevity(completions: list, **columns: list) -> list[float]:
-    """A reward to replace by your own: short answers are good."""
+    """Return a reward that prefers short answers; replace it with your own."""
     return [-len(str(completion)) / 100 for completion in completions]
 
 

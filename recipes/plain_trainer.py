@@ -1,8 +1,8 @@
 """A plain transformers.Trainer on packed rows: one line patches the model. python recipes/plain_trainer.py
 
-The collator concatenates the examples of a micro-batch and says where each begins, by position_ids that restart,
-together with cu_seq_lens_*; the patched model honours both. Unpatched, many architectures would not (see README,
-"Supported models"), and without cu_seq_lens_* transformers guesses from positions.
+The collator concatenates the examples of a micro-batch. It marks their boundaries with position_ids that restart and
+with cu_seq_lens_*, and the patched model uses both. Unpatched, many architectures ignore them (see README, "Supported
+models"), and without cu_seq_lens_* transformers guesses boundaries from the positions.
 """
 
 from datasets import load_dataset
@@ -20,7 +20,7 @@ print(report)
 
 
 def tokenize(example: dict) -> dict:
-    """Ids and labels of a prompt and its completion; the loss is the completion's."""
+    """Return token ids and labels of a prompt and its completion; only the completion counts in the loss."""
     prompt = tokenizer(example["prompt"])["input_ids"]
     completion = [*tokenizer(example["completion"])["input_ids"], tokenizer.eos_token_id]
     return {"input_ids": prompt + completion, "labels": [-100] * len(prompt) + completion}

@@ -1,4 +1,4 @@
-"""SFTTrainer swapped for PackedSFTTrainer: QLoRA, packed and proven. python recipes/ten_line_swap.py"""
+"""PackedSFTTrainer in place of SFTTrainer: packed QLoRA with its proof. python recipes/ten_line_swap.py"""
 
 from datasets import load_dataset
 

@@ -1,8 +1,8 @@
-"""TRL's own SFTTrainer and its own packing, on a patched model. python recipes/trl_sft.py
+"""TRL's own SFTTrainer with its own packing, on a patched model. python recipes/trl_sft.py
 
-TRL packs as it does (best-fit decreasing, once, before training; far fewer optimizer steps) and warns that packing
-needs FlashAttention; on a patched model no document sees another, with or without it. PackedSFTTrainer keeps the steps
-of the padded run too.
+TRL packs once, before training (best-fit decreasing), which gives far fewer optimizer steps. It warns that packing
+needs FlashAttention, but on a patched model no document sees another, with or without it. PackedSFTTrainer also keeps
+the optimizer steps of the padded run.
 """
 
 from datasets import load_dataset

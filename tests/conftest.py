@@ -38,7 +38,10 @@ torch.backends.cudnn.allow_tf32 = False
 
 
 class OneLaunchOneWorker(LoadScopeScheduling):
-    """Test by test to whoever is free, but those of one launch together (`xdist_group` does nothing on pytest 9.2)."""
+    """Schedule each test on any free worker, but the tests of one launch on the same worker.
+
+    `xdist_group` does nothing on pytest 9.2.
+    """
 
     def _split_scope(self, nodeid):
         file = nodeid.split("::")[0]
@@ -51,18 +54,19 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_finish():
-    """Keep what the imports made out of garbage collection: accelerate collects after every training run, and would go
-    through all of it each time."""
+    """Freeze the objects of the imports, so that garbage collection skips them.
+
+    accelerate collects after every training run and would visit all of them each time.
+    """
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def alone():
-    """Each test as if it were the first of its process: seeded, no graph compiled, and it leaves no variable behind.
+    """Run each test as the first one of its process: seeded, no compiled graph, and environment variables restored.
 
-    accelerate sets variables; PEFT's BOFT leaves `CXX=gcc` where it finds no CUDA, which no later graph can be linked
-    with.
+    accelerate sets variables. Without CUDA, PEFT's BOFT leaves `CXX=gcc`, and no later graph can be linked with it.
     """
     torch.set_num_threads(1)  # the suite runs one process per core; accelerate sets it anew where it finds ranks
     torch.manual_seed(0)
@@ -78,7 +82,7 @@ def alone():
 
 @pytest.fixture(scope="session")
 def lengths_file(tmp_path_factory):
-    """A file of document lengths, as `--lengths` takes it."""
+    """Write a file of document lengths for `--lengths`."""
     from training import LENGTHS
 
     path = tmp_path_factory.mktemp("lengths") / "lengths.json"
@@ -88,7 +92,7 @@ def lengths_file(tmp_path_factory):
 
 @pytest.fixture
 def saved(tmp_path):
-    """A folder with a config and a tokenizer, no weights; and a dataset file."""
+    """Save a folder with a config and a tokenizer but no weights, and a dataset file."""
     import tiny
     from training import FORMATS
 

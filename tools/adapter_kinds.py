@@ -1,7 +1,7 @@
-"""Every tuner of PEFT with its variants, built on a small Llama: what `measure.py` measures.
+"""Every tuner of PEFT with its variants, built on a small Llama, for `adapter_matrix.py` to measure.
 
-A kind is named by the tuner's folder in PEFT, and by the field of its config that makes it another kind, with the
-field's value where several are kinds of their own. Dropout is 0 throughout, as its noise is another for every shape.
+The name of a kind is the tuner's folder in PEFT, then the config field that makes a variant, with its value if several
+values are variants. Dropout is 0 everywhere, because its noise depends on the shape.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from peft.tuners.lora.config import BdLoraConfig, CordaConfig, KasaConfig, Monte
 from tiny_models import small_model
 from torch import nn
 
-# The documents that are measured hold them, see `measure.py`.
+# Some measured documents contain these tokens, see `adapter_matrix.py`.
 INVOCATION = (5, 6, 7)
 VOCABULARY = 96
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -26,7 +26,7 @@ _FEED_IN, _FEED_OUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("
 
 
 def base_model() -> Any:
-    """A Llama of two layers whose sizes every tuner divides."""
+    """Build a Llama of two layers with sizes that are divisible for every tuner."""
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128}
     return small_model("llama", num_hidden_layers=2, **sizes)
 
@@ -50,7 +50,7 @@ def _prompt(name: str, **fields: Any) -> Callable[[], nn.Module]:
 
 
 def _experts(folder: str) -> Iterator[str]:
-    """Two LoRA adapters on disk, which routers choose between."""
+    """Save two LoRA adapters as experts for a router, and yield their paths."""
     for number in range(2):
         expert: Any = _lora(target_modules=["q_proj", "v_proj"], init_lora_weights=False)()
         path = Path(folder) / f"expert{number}"
@@ -93,7 +93,7 @@ def _two_adapters() -> nn.Module:
 
 
 def _corda() -> nn.Module:
-    from peft.tuners.lora.corda import preprocess_corda  # imports a package that PEFT does not depend on
+    from peft.tuners.lora.corda import preprocess_corda  # needs a package that is no dependency of PEFT
 
     config: Any = _config("LoraConfig", r=4, init_lora_weights="corda", corda_config=CordaConfig())
     base = base_model()
@@ -102,7 +102,7 @@ def _corda() -> nn.Module:
 
 
 def _adamss() -> nn.Module:
-    # It keeps a copy of the base weights in the dtype that they had.
+    # This tuner keeps a copy of the base weights in their dtype at this time.
     return get_peft_model(base_model().double(), _config("AdamssConfig", r=16, num_subspaces=2))  # type: ignore[return-value]
 
 
@@ -119,7 +119,7 @@ _CACHED = "its keys and values are put before the row as a filled cache, not bef
 _TASKS = "it is told of tasks row by row, and a packed row holds documents of several"
 _AVERAGE = "its projection is the average of all activations of a micro-batch, of other documents and pads too"
 
-# Why a kind cannot be packed, and what to do instead.
+# The reason why a kind cannot be packed, and what to do instead.
 REASONS: dict[str, tuple[str, str]] = {
     "cartridge": (_CACHED, _WEIGHTS),
     "cpt": (_VIRTUAL, _WEIGHTS),
@@ -137,10 +137,10 @@ REASONS: dict[str, tuple[str, str]] = {
     "shadow": ("it runs a second backbone beside the model's, which no patch reaches", _WEIGHTS),
 }
 
-# What a kind imports that PEFT does not depend on.
+# Packages that a kind imports although PEFT does not depend on them.
 NEEDS = {"adamss": "sklearn", "lora init_lora_weights=corda": "attr"}
 
-# Name of the kind to what builds a model of it.
+# Name of each kind, and a function that builds a model of it.
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "lora": _lora(),
     "lora alora_invocation_tokens": _lora(alora_invocation_tokens=list(INVOCATION)),
@@ -237,7 +237,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 
 
 def randomize(model: nn.Module, *, seed: int = 0) -> None:
-    """Move every trained weight, so that no adapter does nothing, as most do when they are new."""
+    """Add noise to every trained weight, because most new adapters change nothing."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,7 +1,7 @@
-"""Each kind of adapter under packing, beside every document alone in PEFT's own unpatched model.
+"""Measure each kind of adapter under packing against each document alone in PEFT's own unpatched model.
 
-Measured in training mode, in float64, on documents as they bite: one token, equal lengths, more than eight, one
-longer than the others together.
+It runs in training mode, in float64, on difficult documents: one of one token, equal lengths, more than eight
+documents, one much longer than the others.
 """
 
 from __future__ import annotations
@@ -27,27 +27,32 @@ from trl_packfa.versions import installed_version
 
 _LENGTHS = (13, 1, 29, 7, 29, 90, 3, 11, 29, 19)
 _CHANGED = 4
-# Where adapters begin that are activated by what they read: at the end of a document, at its start, nowhere, twice.
+# (document, position) of the invocation tokens: at a document's end, at its start, twice; some documents have none.
 _INVOKED = ((0, 4), (2, 0), (2, 20), (4, 5), (5, 30), (8, 26))
-# Far above rounding, of tuners too that compute in float32, and far below what any leak comes to.
+# Limit far above rounding, even of tuners that compute in float32, and far below any leak.
 _MOST = 1e-4
-# What an adapter must change about the logits, or it would be called exact for doing nothing.
+# An adapter must change the logits at least this much. Otherwise it would be exact because it does nothing.
 _LEAST_EFFECT = 1e-2
-# Parameters with next to no gradient are measured against this share of the mean one.
+# Parameters with almost no gradient are compared with this share of the mean gradient.
 _SMALL = 1e-2
-# They draw noise when they train, as dropout does, which no two shapes share: measured without.
+# These tuners draw noise in training that depends on the shape, as dropout does. They are measured in eval mode.
 _NOISY = ("lora monteclora_config", "pvera")
 _VERSIONS = ("peft", "torch", "transformers")
 
 
 def measure_kind(kind: str) -> dict[str, Any]:
-    """A row of `adapters.json`. A kind with a reason against it is refused whatever it comes to; one that is not
-    exact and has none is a finding, and an error in the file's making."""
+    """Measure a kind and return its row of `adapters.json`.
+
+    A kind in `REASONS` is always refused.
+
+    Raises:
+        `AssertionError`: if another kind is not exact, or its adapter changes nothing.
+    """
     try:
         found: dict[str, Any] = _rounded(measure(KINDS[kind], noisy=kind in _NOISY))
     except ImportError:
         raise
-    except Exception as error:  # whatever an unsupported tuner raises, it is what packing it comes to
+    except Exception as error:  # an unsupported tuner may raise anything; the error is its result
         found = {"raises": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
     exact = not found.get("raises") and max(found["logits"], found["gradients"]) <= _MOST and not found["isolation"]
     if exact and found["effect"] < _LEAST_EFFECT:
@@ -55,16 +60,16 @@ def measure_kind(kind: str) -> dict[str, Any]:
     if kind in REASONS:
         return {"verdict": REFUSED, **found, "why": REASONS[kind][0], "do": REASONS[kind][1]}
     if not exact:
-        raise AssertionError(f"{kind} is not exact, and nobody knows why: {found}")
+        raise AssertionError(f"{kind} is not exact, and REASONS has no reason for it: {found}")
     return {"verdict": EXACT, **found}
 
 
 def measure(build: Callable[[], nn.Module], *, noisy: bool = False, **patching: Any) -> dict[str, float]:
-    """How far packed logits and gradients are off.
+    """Measure the errors of packed logits and gradients.
 
     Returns:
-        `logits` and `gradients` relative to the logits' standard deviation and to each gradient; `isolation`, what
-        another document changes; `effect`, what the adapter changes about the logits.
+        `logits`, relative to their standard deviation; `gradients`, relative to each gradient; `isolation`, the change
+        of logits by another document; `effect`, the change of logits by the adapter.
     """
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
@@ -72,7 +77,7 @@ def measure(build: Callable[[], nn.Module], *, noisy: bool = False, **patching: 
         with torch.no_grad():
             new = [_built(build)(input_ids=ids[None], use_cache=False).logits[0] for ids in docs[:1]]
         alone, expected = _run(_adapted(build, noisy), [{"input_ids": ids[None]} for ids in docs])
-        # Built anew, as some keep what they met first.
+        # A new model, because some tuners keep state from their first batch.
         model = _adapted(build, noisy)
         apply_patch(model, get_patch(model), "auto", **patching)
         packed, gradients = _run(model, [_batch(docs)])
@@ -100,7 +105,7 @@ def _adapted(build: Callable[[], nn.Module], noisy: bool) -> nn.Module:
 
 
 def documents(*, seed: int = 0) -> list[torch.Tensor]:
-    """Random ids, some with the tokens that activate an adapter."""
+    """Return documents of random token ids; some contain the invocation tokens of an adapter."""
     generator = torch.Generator().manual_seed(seed)
     docs = [torch.randint(8, VOCABULARY, (length,), generator=generator) for length in _LENGTHS]
     for number, start in _INVOKED:
@@ -115,7 +120,7 @@ def _batch(docs: Sequence[torch.Tensor]) -> dict[str, Any]:
 
 
 def _run(model: nn.Module, batches: Sequence[dict[str, Any]]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Logits of each document and the gradients of a fixed weighting of them, over one call or several."""
+    """Return the logits of each document and the gradients of their weighted sum, over one or several calls."""
     model.zero_grad(set_to_none=True)
     found: list[torch.Tensor] = []
     for batch in batches:
@@ -137,7 +142,7 @@ def _largest(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> flo
 
 
 def _worst(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
-    """Largest difference of a parameter's gradient, relative to it; infinite if another set of parameters has one."""
+    """Return the largest relative difference of a gradient; infinite if other parameters have gradients."""
     if found.keys() != expected.keys() or not expected:
         return float("inf")
     norms = {name: float(gradient.norm()) for name, gradient in expected.items()}
@@ -150,7 +155,7 @@ def _rounded(found: Mapping[str, float]) -> dict[str, Any]:
 
 
 def run(path: Path, *, seen: Callable[[str, Mapping[str, Any]], None], kinds: Iterable[str] = KINDS) -> dict[str, Any]:
-    """Measure every kind and write `path`, whole or not at all; `seen` is told of each row as it comes."""
+    """Measure every kind, write `path` whole or not at all, and call `seen` with each new row."""
     rows: dict[str, Any] = {}
     for kind in kinds:
         rows[kind] = measure_kind(kind)

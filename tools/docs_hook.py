@@ -1,4 +1,4 @@
-"""For the documentation site: docstrings are written as Hugging Face writes them, which the generator shows raw."""
+"""Hook of the documentation site that cleans docstrings in Hugging Face's style, which the generator shows raw."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def home(readme: str) -> str:
 
 
 def on_page_content(html: str, **kwargs: Any) -> str:
-    """References without their brackets, types without backticks and asterisks."""
+    """Remove the brackets of references, and the backticks and asterisks of types."""
     html = _REFERENCE.sub(r"<code>\1</code>", html)
     return _TYPE.sub(lambda found: f"<code>{re.sub(r'[`*]', '', found[1]).strip('[]')}</code>", html)

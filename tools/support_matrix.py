@@ -1,7 +1,7 @@
-"""Which level serves which architecture: every causal-LM type of transformers built small, patched and checked.
+"""Measure the patch level of every architecture: build each causal-LM type of transformers small, patch and check it.
 
-`python tools/support_matrix.py` adds the installed transformers to `patches/models.json`, from which the
-documentation's table is made and by which `patch` knows code that was measured.
+`python tools/support_matrix.py` adds the installed transformers to `patches/models.json`. The documentation's table is
+made from this file, and `patch` finds measured code in it.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from trl_packfa.versions import installed_version
 _LENGTHS = (13, 1, 29, 7)
 _VERSIONS = ("torch", "transformers")
 
-# What packing meets in an unpatched model under TRL's keys.
+# Limit of the relative error for an unpatched model with TRL's keys to be exact.
 _UNPATCHED_EXACT = 1e-4
 
 
 def measure_type(name: str) -> dict[str, Any]:
-    """Build, patch and check one type; a dictionary for `models.json`. Never raises for what a type does."""
+    """Build, patch and check one type; return its entry for `models.json`, also if the type fails."""
     if name in NOT_BUILDABLE:
         return {"verdict": "refused", "why": NOT_BUILDABLE[name]}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             model = small_model(name)
-        except Exception as error:  # an older transformers, say, to which the sizes are other names
+        except Exception as error:  # for example, an older transformers with other names of sizes
             return {"verdict": "not built", "why": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
         found: dict[str, Any] = {"config_type": model_type(model), "source": fingerprint(model)}
         found["unpatched"] = _unpatched(model)
@@ -56,7 +56,7 @@ def measure_type(name: str) -> dict[str, Any]:
             return {**found, "verdict": "refused", "why": _REFUSED.get(name, str(error).splitlines()[0])}
         try:
             report = check(model)
-        except Exception as error:  # a finding too, and no reason to lose the others
+        except Exception as error:  # record it as a result, so that the other types go on
             return {**found, "verdict": "raises", "why": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
         return {**found, **_summary(model, report)}
 
@@ -93,7 +93,7 @@ _WHY = {
 
 
 def _batches() -> dict[str, dict[str, Any]]:
-    """The same documents with their boundaries told in every way that TRL and users send them."""
+    """Return batches of the same documents, with their boundaries in every form that TRL and users send."""
     generator = torch.Generator().manual_seed(0)
     examples = [{"input_ids": torch.randint(3, 97, (n,), generator=generator).tolist()} for n in _LENGTHS]
     ours = DataCollatorForPacking()(examples)
@@ -118,7 +118,7 @@ def _keys_agree(model: Any) -> bool:
 
 @torch.no_grad()
 def _unpatched(model: Any) -> str:
-    """What TRL's own keys come to without a patch: `exact`, `leaks`, `differs` or `raises`."""
+    """Return the result of TRL's own keys without a patch: `exact`, `leaks`, `differs` or `raises`."""
     batch = _batches()["TRL"]
     layout = PackedLayout.from_lengths(_LENGTHS)
     changed = {**batch, "input_ids": batch["input_ids"].clone()}
@@ -136,7 +136,7 @@ def _unpatched(model: Any) -> str:
 
 
 def _quietly() -> None:
-    """A process of the pool: one thread, no warnings of each model's missing kernels."""
+    """Set up a process of the pool: one thread, and no warnings about missing kernels of each model."""
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
 
@@ -150,16 +150,16 @@ def run(
 
     Args:
         path (`Path`):
-            The results file.
+            Results file.
         jobs (`int`):
-            Processes, each on one thread.
+            Number of processes, each with one thread.
         seen (`Callable`):
-            Told of each type and its result as it comes.
+            Function that is called with each type and its result.
         only (`Iterable[str]`, *optional*):
-            Types that are measured again, where all others were measured under the installed transformers before.
+            Types to measure again. All others must already be measured under the installed transformers.
 
     Raises:
-        [`PackingError`]: with `only`, if they were not.
+        [`PackingError`]: with `only`, if the others are not measured under the installed transformers.
     """
     versions = {package: installed_version(package) for package in _VERSIONS} | {"trl-packfa": __version__}
     whole = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -171,7 +171,7 @@ def run(
             raise PackingError(
                 f"{path} is of transformers {whole.get('transformers')}, here is {versions['transformers']}: one type "
                 "alone would not fit the others.",
-                do="Measure all types: leave --only out.",
+                do="Measure all types: remove --only.",
             )
         types, missing = {}, list(only)
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_quietly) as pool:
@@ -195,8 +195,8 @@ def _begun(partial: Path, versions: Mapping[str, Any]) -> dict[str, Any]:
 def merged(whole: Mapping[str, Any], versions: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
     """Return the results file with the results of one more version of transformers in it.
 
-    What a type came to is kept of the newest version. The fingerprints of its code are kept of every version under
-    which it was exact, so that nobody's model is checked only because another version was measured later.
+    The result of a type is kept from the newest version. The fingerprints of its code are kept from every version with
+    an exact result, so that a model is not checked again only because another version was measured later.
     """
     this, newest = versions["transformers"], whole.get("versions", {}).get("transformers", "0")
     is_newest = Version(this) >= Version(newest)
@@ -225,10 +225,10 @@ def _write(path: Path, contents: Mapping[str, Any]) -> None:
 
 
 def require_known(types: Iterable[str], installed: Iterable[str]) -> None:
-    """Raise if the installed transformers has types that the results do not know.
+    """Refuse an installed transformers with types that are not in the results.
 
     Raises:
-        [`PackingError`]: naming them.
+        [`PackingError`]: with the names of these types.
     """
     unknown = sorted(set(installed) - set(types))
     if unknown:

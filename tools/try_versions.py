@@ -1,8 +1,7 @@
-"""The battery of `-m versions` under other versions of the packages that trl-packfa stands on, each set in a virtual
-environment of its own.
+"""Run the tests of `-m versions` with other versions of the dependencies, each set in its own virtual environment.
 
-`python tools/try_versions.py oldest newest` is `make test-versions`; `released` takes the newest releases that pip can
-have, `upstream` the main branches of transformers, TRL and PEFT.
+`python tools/try_versions.py oldest newest` is `make test-versions`; `released` takes the newest releases that pip
+finds, `upstream` the main branches of transformers, TRL and PEFT.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # started by a Python in which the project need not be installed
+sys.path.insert(0, str(ROOT))  # the project may not be installed in the Python that runs this script
 
 _PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "accelerate")
 _TESTS = ("pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "shtab>=1.7.2")
@@ -33,7 +32,7 @@ print(json.dumps({"python": platform.python_version(), **{name: version(name) fo
 
 
 class Result(NamedTuple):
-    """A set's row: what was installed, what the battery came to, and the minutes of both."""
+    """Result of a set: the installed versions, the counts of tests, and the minutes of installing and testing."""
 
     name: str
     versions: dict[str, str]
@@ -44,7 +43,7 @@ class Result(NamedTuple):
 
 
 def requirements(name: str) -> tuple[list[str], list[str]]:
-    """The requirements of a set: torch's, which is installed first, and those of the rest."""
+    """Return the requirements of a set: torch, which is installed first, and the rest."""
     if name == "upstream":
         return ["torch"], _UPSTREAM
     if name == "released":
@@ -56,24 +55,24 @@ def requirements(name: str) -> tuple[list[str], list[str]]:
 
 
 def install(name: str, folder: Path) -> Path:
-    """Make the environment if it is not there with these requirements; returns its Python."""
+    """Make the environment of a set, unless it exists with these requirements, and return its Python."""
     python, stamp = folder / "bin" / "python", folder / "installed.json"
     torch, rest = requirements(name)
     wanted = json.dumps([torch, rest, (ROOT / "pyproject.toml").read_text(encoding="utf-8")])
     if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted and name not in ("upstream", "released"):
         return python
     subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-    # Nothing is compiled ahead: most modules are never imported.
+    # Do not compile at install: most modules are never imported.
     pip = [python, "-m", "pip", "install", "-q", "--no-compile", "--disable-pip-version-check"]
     subprocess.run([*pip, *torch], check=True)
-    # In one command with the project, so that its own requirements must admit these versions.
+    # One command with the project, so that pip checks these versions against the project's own requirements.
     subprocess.run([*pip, "-e", str(ROOT), *torch, *rest, *_TESTS], check=True, cwd=ROOT)
     stamp.write_text(wanted, encoding="utf-8")
     return python
 
 
 def run_battery(python: Path, folder: Path) -> tuple[int, int]:
-    """Run the tests; returns how many passed and how many did not. What they print goes to `battery.log`."""
+    """Run the tests and return how many passed and how many failed. Their output goes to `battery.log`."""
     report, log = folder / "report.xml", folder / "battery.log"
     report.unlink(missing_ok=True)
     command = [python, "-m", "pytest", *_BATTERY, "-p", "no:cacheprovider", f"--junitxml={report}"]
@@ -88,7 +87,7 @@ def run_battery(python: Path, folder: Path) -> tuple[int, int]:
 
 
 def try_set(name: str, folder: Path) -> Result:
-    """Install a set of versions and run the battery under it."""
+    """Install a set of versions and run the tests with it."""
     start = time.monotonic()
     python = install(name, folder)
     between = time.monotonic()
@@ -99,7 +98,7 @@ def try_set(name: str, folder: Path) -> Result:
 
 
 def table(results: list[Result]) -> str:
-    """A row each: versions, tests and minutes."""
+    """Return the results as a table, one row each: versions, tests and minutes."""
     header = ["set", "python", *_PACKAGES, "passed", "failed", "install", "tests"]
     rows = [
         [
@@ -117,10 +116,10 @@ def table(results: list[Result]) -> str:
 
 
 def main() -> int:
-    """Try the sets side by side; 0 if every test of every set passed."""
+    """Try the sets in parallel; return 0 if every test of every set passed, else 1."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sets", nargs="+", choices=("oldest", "newest", "released", "upstream"))
-    parser.add_argument("--folder", type=Path, default=ROOT / ".venv-versions", help="where the environments go")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".venv-versions", help="folder for the environments")
     args = parser.parse_args()
     folders = {name: args.folder / name for name in args.sets}
     with ThreadPoolExecutor(len(folders)) as pool:

@@ -1,7 +1,7 @@
 """trl-packfa: exact sequence packing for TRL.
 
-No example sees another, an optimizer step sees what it saw padded, and no T x T mask is built anywhere.
-Importing this package imports neither transformers nor trl; the names below load on first use.
+Attention does not cross documents. Each optimizer step trains on the same tokens as a padded step. No T x T attention
+mask is built. Importing this package imports neither transformers nor trl; the names below load on first use.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _HOME = {
     "unpatch": "api",
 }
 
-# What stands on TRL's trainers, which need a newer Python than the rest.
+# These names need TRL's trainers, which need a newer Python than the rest of the package.
 _NEEDS_TRL = {name for name, home in _HOME.items() if home.startswith("train")}
 
 __all__ = sorted(_HOME)

@@ -1,4 +1,4 @@
-"""`python -m trl_packfa`, for `accelerate launch -m trl_packfa`."""
+"""Entry point of `python -m trl_packfa`, which `accelerate launch -m trl_packfa` needs."""
 
 import sys
 

@@ -1,7 +1,8 @@
-"""The public verbs: `patch` finds a patch, applies it and verifies it; `unpatch`, `patched`, `describe`.
+"""The public functions `patch`, `unpatch`, `patched` and `describe`.
 
-A patch is trusted for code that it was measured with; anything else is measured before it is trusted. When
-transformers moves, the failure is a refusal, never a leak.
+`patch` finds a patch, applies it and verifies it. A patch is trusted for the model code that it was measured with. For
+other code, the model is checked first. So a change in transformers leads to an error, never to attention across
+documents.
 """
 
 from __future__ import annotations
@@ -49,14 +50,15 @@ def patch(
     unpad: bool = False,
     share_prefixes: bool = False,
 ) -> Model:
-    """Make this model instance honour document boundaries, on any device; returns the same model.
+    """Make this model instance keep the documents of a packed row separate, on any device. Return the same model.
 
-    Boundaries are read from each call: TRL's `cu_seq_lens_q` and friends, or `position_ids` that restart. Calls
-    without boundaries and `generate()` run the unpatched code, and so do padded batches without `unpad`. Works before
-    or after PEFT wrapping, on quantized models, with gradient checkpointing and under `torch.compile`. Idempotent.
+    Document boundaries are read from each call: from TRL's keys (`cu_seq_lens_q` and others) or from `position_ids`
+    that restart. Calls without boundaries and `generate()` run the unpatched code. Padded batches do too, unless
+    `unpad` is set. Works before or after PEFT wrapping, on quantized models, with activation checkpointing and under
+    `torch.compile`. Idempotent.
 
-    An architecture without a patch, or whose code is not the code that its patch was measured with, is checked on this
-    model first ([`check`]), and so is a kind of adapter or quantization of which nobody knows it.
+    The model is checked first ([`check`]) if its architecture has no patch, if its code differs from the code that the
+    patch was measured with, or if its adapter or quantization has not been measured.
 
     Args:
         model (`torch.nn.Module`):
@@ -64,38 +66,39 @@ def patch(
         backend (`str`, *optional*, defaults to `"auto"`):
             Attention backend: `"auto"` or one of `trl-packfa backends`.
         fused_lora (`bool`, *optional*, defaults to `True`):
-            Compute LoRA layers together with their base layers in packed calls, to PEFT's result within rounding.
-            What cannot be fused runs PEFT's own forward; [`describe`] says why.
+            Compute LoRA layers together with their base layers in packed calls. The result is PEFT's within rounding.
+            Layers that cannot be fused run PEFT's own forward; [`describe`] says why.
         fused_kernels (`bool`, *optional*, defaults to `True`):
-            Compute RMSNorms, rotations and SwiGLU in fewer passes over memory in packed calls: on CUDA by liger-kernel
-            where it is installed, on a CPU in pieces. `False` runs the model's own code; [`describe`] says what runs.
+            Compute RMSNorms, rotary embeddings and SwiGLU in fewer passes over memory in packed calls: on CUDA with
+            liger-kernel if it is installed, on a CPU in chunks. `False` runs the model's own code; [`describe`] says
+            what runs.
         unpad (`bool`, *optional*, defaults to `False`):
-            Run padded batches, whichever side their pads are on, without their pads: inside the backbone as one row of
-            the true tokens, while callers see the shapes of the padded batch, with zeros at pads. Positions count from
-            each row's first token. Calls that are handed a cache, or ask for one, run with their pads. It is measured
-            at once that padded batches, with their pads and without, have the same outputs and gradients on this
-            model.
+            Compute padded batches without their padding, whether it is on the left or on the right. The backbone
+            computes one row of the real tokens. Callers see the shapes of the padded batch, with zeros at padding.
+            Positions count from each row's first real token. Calls that get or ask for a cache run with padding.
+            `patch` measures at once that outputs and gradients on this model are the same with and without padding.
         share_prefixes (`bool`, *optional*, defaults to `False`):
-            With `unpad`, compute once what rows of a batch begin with (the prompt of a preference pair, or of a group
-            of completions), 16 tokens or more: the rows' own tokens attend to it and to themselves, and its gradients
-            are added. It is measured at once that outputs and gradients are those of the rows by themselves. Where
-            more than attention mixes tokens (recurrent state, documents run one by one), and while dropout or noise
-            draws random numbers, each row runs by itself; [`describe`] and a warning say so.
+            With `unpad`, compute the shared prefix of rows only once, if it has 16 tokens or more (the prompt of a
+            preference pair, or of a group of completions). The other tokens of each row attend to the shared prefix
+            and to their own row. The prefix gets the sum of all rows' gradients. `patch` measures at once that
+            outputs and gradients are those of separate rows. Rows are computed separately if more than attention
+            mixes tokens (recurrent state, documents run one by one), and while dropout or noise draws random numbers.
+            [`describe`] and a warning say so.
 
     Raises:
         [`InvalidConfig`]: if `share_prefixes` comes without `unpad`.
-        [`UnsupportedModel`]: if there is no patch for the architecture, and no general one is exact on it; if
-            the adapter or the quantization cannot be packed; with `unpad`, if the backbone is handed no mask.
-        [`ContaminationError`]: if the architecture's code has changed and packing is not exact on it, or if padded
-            batches without their pads, or rows that share what they begin with, are not.
+        [`UnsupportedModel`]: if the architecture has no patch and no general patch is exact on it; if the adapter or
+            the quantization cannot be packed; with `unpad`, if the backbone gets no attention mask.
+        [`ContaminationError`]: if the architecture's code has changed and packing is not exact on it; if padded
+            batches without padding, or rows with a shared prefix, are not exact.
         [`NoBackend`]: if the named backend does not exist.
     """
     tell_of_newer_versions()
-    # Before anything is undone or set: a model that is refused stays as it was.
+    # These checks come before any change, so that a refused model stays as it was.
     if share_prefixes and not unpad:
         raise InvalidConfig(
-            "share_prefixes=True without unpad=True: rows are compared where their pads are dropped.",
-            do="Pass unpad=True, too.",
+            "share_prefixes=True needs unpad=True: shared prefixes are found while padding is removed.",
+            do="Pass unpad=True as well.",
         )
     refuse_adapters(model)
     refuse_quantized(model)
@@ -109,7 +112,7 @@ def patch(
     if state is not None and _is_as_asked(state, model, backend, options):
         return model
     with all_or_none([model]):
-        # Patched otherwise than asked now, or before an adapter came: taken back whole, so that edits never pile up.
+        # An older patch has other options or lacks a new adapter. It is undone completely, so that edits never add up.
         undo_patch(model)
         try:
             found = get_patch(model)
@@ -128,14 +131,14 @@ def patch(
 
 
 def _is_as_asked(state: PatchState, model: nn.Module, backend: str, options: dict[str, bool]) -> bool:
-    """Whether nothing is left to do: adapters may have been added since."""
+    """Tell whether the patch has these options and covers every adapter, also those added after it."""
     is_now = {
         "fused_lora": state.fused_lora,
         "fused_kernels": state.fused_kernels,
         "unpad": state.unpadding is not None,
         "share_prefixes": state.unpadding is not None and state.unpadding.sharing is not None,
     }
-    # By identity: `add_adapter` puts another layer in the place of a linear one, under the same name.
+    # Layers are compared by identity, because `add_adapter` replaces a linear layer under the same name.
     known = {id(layer) for layer in state.adapted}
     new = options["fused_lora"] and any(id(layer) not in known for layer in adapted_layers(model))
     same = state.adapter_kinds == adapter_kinds(model)
@@ -143,14 +146,16 @@ def _is_as_asked(state: PatchState, model: nn.Module, backend: str, options: dic
 
 
 def _apply_trusted(model: nn.Module, patch: Patch, backend: str, **options: bool) -> None:
-    """Patch a model; if its code is not the code that the patch was measured with, or its adapter or
-    quantization is of a kind that was never measured, only if the check finds it exact.
+    """Patch a model with the patch of its architecture.
+
+    Run the check as well if the model's code differs from the code that the patch was measured with, or if its adapter
+    or quantization has not been measured.
 
     Raises:
-        [`ContaminationError`]: if it does not; the model is unpatched again.
+        [`ContaminationError`]: if the check finds packing not exact. `patch` then unpatches the model.
         [`UnsupportedModel`]: if the patch does not fit the model's code.
     """
-    # A third party's patch is in no table of ours, whatever code its model runs.
+    # Our tables hold no measurement of a third party's patch.
     known = patch.origin == "trl_packfa" and fingerprint(model) in known_sources().get(model_type(model), ())
     try:
         apply_patch(model, patch, backend, **options)
@@ -159,18 +164,18 @@ def _apply_trusted(model: nn.Module, patch: Patch, backend: str, **options: bool
             raise
         raise _does_not_fit(model, error) from error
     unmeasured = [f"PEFT's {kind}" for kind in unmeasured_adapters(model)] + unread_quantizers(model)
-    # Masks and the attention interface lie outside of a model's code: a newer release may have changed those alone.
+    # Masks and the attention interface are not part of a model's code: a newer release may have changed only those.
     unmeasured += newer_than_tested()
     if known and not unmeasured:
         return
     what = ", ".join(unmeasured) if known else f"{type(model).__name__}'s code"
-    # A warning, as Python shows no less by itself, and nothing else tells why this takes its time.
-    logger.warning("trl-packfa: %s was never measured under packing: checking this model first.", what)
+    # It is a warning, because Python shows no lower level by default, and users should know why patching takes long.
+    logger.warning("trl-packfa: %s has not been measured under packing: checking this model first.", what)
     _require_exact(model)
 
 
 def _does_not_fit(model: nn.Module, error: Exception) -> UnsupportedModel:
-    """Return the refusal of a type that is supported, but whose installed code its patch does not fit."""
+    """Make the error for a supported model type whose installed code does not fit its patch."""
     name = model_type(model)
     if name not in results():  # registered by the user
         return UnsupportedModel(str(error))
@@ -182,25 +187,25 @@ def _does_not_fit(model: nn.Module, error: Exception) -> UnsupportedModel:
 
 
 def _apply_unknown(model: nn.Module, backend: str, refusal: UnsupportedModel, options: dict[str, bool]) -> None:
-    """Patch a model of a type without a patch by the first general level that the check finds exact on it.
+    """Patch a model whose type has no patch, with the first general level that the check finds exact.
 
     Raises:
-        [`UnsupportedModel`]: `refusal`, with what each level came to.
+        [`UnsupportedModel`]: `refusal`, with the result of each level.
     """
     name = model_type(model)
-    if results().get(name, {}).get("verdict") == "refused":  # measured before: no level serves it
+    if results().get(name, {}).get("verdict") == "refused":  # measured before: no level is exact
         raise refusal
     tried = []
-    # The fast level first. Level `rebatch` runs the whole backbone document by document, which is exact for whatever
-    # is causal.
+    # The fast level comes first. Level `rebatch` runs the whole backbone document by document, which is exact for
+    # every causal model.
     for patch in (Patch(model_types=(name,)), Patch(model_types=(name,), rebatch=True)):
         try:
             apply_patch(model, patch, backend, **options)
             _require_exact(model)
-        except BaseException as error:  # whatever unknown code raises, it is no level for it
+        except BaseException as error:  # unknown code may raise anything
             undo_patch(model)
             if not isinstance(error, Exception) or is_out_of_memory(error):
-                raise  # says nothing about the level: the next one would be the slower one for no reason
+                raise  # the level is not at fault, so the slower next one is not tried
             tried.append(f"level {patch.level}: {str(error).splitlines()[0]}")
             continue
         logger.warning("trl-packfa: no patch for model type '%s'; level %s checked and used.", name, patch.level)
@@ -213,9 +218,9 @@ def _require_exact(model: nn.Module) -> None:
     state = find_state(model)
     if state is not None and state.unpadding is not None:
         _require_unpadded(model)
-        # The packed check compares logits of an LM head.
+        # The check of packed rows compares logits of an LM head.
         if inner_model(model).get_output_embeddings() is None:
-            return  # a classifier: padded batches are all that it is called with
+            return  # a classifier gets padded batches only
     report = check(model)
     report.require_exact()
     logger.warning("trl-packfa: %s in %.1f s", report, report.seconds)
@@ -224,7 +229,7 @@ def _require_exact(model: nn.Module) -> None:
 
 
 def _require_unpadded(model: nn.Module) -> None:
-    """Require that padded batches are the same with and without their pads, and keep the report for [`describe`]."""
+    """Require that padded batches give the same results with and without padding. Keep the report for [`describe`]."""
     _require_weights(model)
     state = find_state(model)
     assert state is not None
@@ -239,15 +244,17 @@ def _require_weights(model: nn.Module) -> None:
     if any(parameter.device == torch.device("meta") for parameter in model.parameters()):
         raise ContaminationError(
             f"{type(model).__name__} cannot be checked: its weights are on the meta device.",
-            do="Load its weights before patching it.",
+            do="Load its weights before you patch it.",
         )
 
 
 def unpatch(model: Model) -> Model:
-    """Restore a patched model to what it was, bit for bit, and one that a [`PackedSFTTrainer`] has trained to what TRL
-    made of it; returns the same model. Idempotent."""
+    """Restore a patched model bit for bit and return the same model. Idempotent.
+
+    A model from a [`PackedSFTTrainer`] keeps the changes that TRL made to it.
+    """
     undo_patch(model)
-    # A `PackedSFTTrainer` gives the model this head before it patches it: the patch, which lies on top, goes first.
+    # A `PackedSFTTrainer` replaces the LM head before it patches the model, so the patch is undone first.
     undo_head(inner_model(model))
     return model
 
@@ -262,7 +269,7 @@ def patched(
     unpad: bool = False,
     share_prefixes: bool = False,
 ) -> Iterator[Model]:
-    """[`patch`] for the length of a `with` block; a model that was patched before stays patched."""
+    """Apply [`patch`] for a `with` block. A model that was patched before stays patched."""
     was_patched = find_state(model) is not None
     try:
         yield patch(
@@ -279,7 +286,10 @@ def patched(
 
 
 def _how_it_runs(name: str, state: PatchState) -> str:
-    """Whether mixers of this class run on their own kernels, which is found out for training and evaluation apart."""
+    """Describe how mixers of this class run: on their own kernels or document by document.
+
+    Training and evaluation are decided separately.
+    """
     native = {is_training for (kind, is_training), offer in state.native.items() if kind.__name__ == name and offer}
     other = {is_training for (kind, is_training), offer in state.native.items() if kind.__name__ == name and not offer}
     if not native:
@@ -291,17 +301,17 @@ def _how_it_runs(name: str, state: PatchState) -> str:
 
 
 def _describe_sharing(state: PatchState) -> list[str]:
-    """Whether rows share what they begin with, where that was asked for."""
+    """Describe in one line whether rows share their prefixes. Return no line if `share_prefixes` is off."""
     sharing = None if state.unpadding is None else state.unpadding.sharing
     if sharing is None:
         return []
     if sharing.refusal:
-        return [f"rows that begin alike: each by itself, {sharing.refusal}"]
-    return [f"rows that begin alike: their prefix once, {state.unpadding_report.sharing}"]
+        return [f"shared prefixes: not used, rows are computed separately: {sharing.refusal}"]
+    return [f"shared prefixes: computed once, {state.unpadding_report.sharing}"]
 
 
 def describe(model: nn.Module) -> str:
-    """What was changed on a model, one line a fact: level, modules, attention arguments and backends."""
+    """Describe the patch of a model, one fact per line: level, modules, attention arguments and backends."""
     state = find_state(model)
     if state is None:
         return f"runs by name, attn_implementation='{NAME}'" if runs_by_name(model) else "not patched"
@@ -309,11 +319,11 @@ def describe(model: nn.Module) -> str:
     lines = [
         f"model type {model_type(model)} (patch from {state.patch.origin})",
         f"level: {state.patch.level}",
-        "backbone: boundaries read once per call, no mask built",
+        "backbone: document boundaries are read once per call, no attention mask is built",
         f"backend asked for: {state.backends.name}",
     ]
     if state.unpadding is not None:
-        lines.append(f"padded batches: without their pads, {state.unpadding_report}")
+        lines.append(f"padded batches: computed without padding, {state.unpadding_report}")
         lines += _describe_sharing(state)
     if windows:
         modules = ", ".join(f"{n} x {window}" for window, n in windows.items())

@@ -1,10 +1,10 @@
-"""`BranchedLayout`: documents that begin alike, of which a packed row holds the prefix once.
+"""`BranchedLayout`: a packed row in which documents share a prefix that the row holds only once.
 
-Beside `layout.py`: what a `PackedLayout` is for documents that share nothing, this is for those that do. A prompt and
-its two answers are three pieces of a row and two documents.
+It is to documents with shared prefixes what `PackedLayout` (`layout.py`) is to separate documents. A prompt and its
+two answers are three pieces of a row and two documents.
 
-Shape letters: B rows, L row length, T packed tokens, P tokens of all documents, a shared one counted in each of them,
-S pieces.
+Shape letters: B rows, L row length, T packed tokens, P tokens of all documents (a shared token counts once in each
+document), S pieces.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .layout import PackedLayout
 
 
 class Run(NamedTuple):
-    """Neighbouring tokens: `length` of them, from `start` on in the row and from `place` on among the copies."""
+    """A run of `length` neighbouring tokens, which begins at `start` in the row and at `place` among the copies."""
 
     start: int
     place: int
@@ -31,9 +31,10 @@ class Run(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """Where a row's tokens are copied to, as runs of neighbours: first copies, one of each token, and further ones.
+    """The copies of a row's tokens, as runs of neighbouring tokens.
 
-    `num_tokens` are in the row, `num_places` among the copies.
+    `first` holds the first copy of each token, `again` all further copies. `num_tokens` counts the tokens of the row,
+    `num_places` the copies.
     """
 
     first: tuple[Run, ...]
@@ -42,12 +43,12 @@ class Copies(NamedTuple):
     num_places: int
 
 
-# Without `eq`: layouts are told apart by identity, as `==` of their tensors is no bool.
+# Layouts are compared by identity (no `eq`), because `==` of their tensors is no bool.
 @dataclass(frozen=True, eq=False)
 class BranchedLayout:
-    """T tokens cut into pieces, and documents made of one or more of them, of which the first may be shared.
+    """T tokens cut into pieces. Each document is one or more pieces, and documents may share their first pieces.
 
-    A prompt of 3 tokens with answers of 2 and 1 tokens, and a document of 2 tokens that shares nothing:
+    The example has a prompt of 3 tokens with answers of 2 and 1 tokens, and a separate document of 2 tokens:
 
     ```python
     >>> layout = BranchedLayout.from_lengths([3, 2, 1, 2], documents=[(0, 1), (0, 2), (3,)])
@@ -61,18 +62,18 @@ class BranchedLayout:
 
     Args:
         pieces ([`PackedLayout`]):
-            The pieces as they lie in the row, one after the other.
+            The pieces in the order of the row.
         paths ([`PackedLayout`]):
-            The documents as they are without sharing, one after the other.
+            The full documents, each with its own copy of its prefix, one after the other.
         documents (`tuple[tuple[int, ...], ...]`):
-            For each document the numbers of its pieces, the prefix first.
+            The piece numbers of each document, the prefix first.
         along (`torch.Tensor`):
-            The number in the row of each of the documents' P tokens, int64, `(P,)`.
+            Index in the row of each of the documents' P tokens, int64, `(P,)`.
         places (`torch.Tensor`):
-            For each token of the row where it is first among the P, int64, `(T,)`.
+            Index among the P tokens of the first copy of each token of the row, int64, `(T,)`.
 
     Raises:
-        [`InvalidLayout`]: by `from_lengths`, if the pieces are not those of documents.
+        [`InvalidLayout`]: by `from_lengths`, if the documents do not fit the pieces.
     """
 
     pieces: PackedLayout
@@ -80,7 +81,7 @@ class BranchedLayout:
     documents: tuple[tuple[int, ...], ...]
     along: torch.Tensor
     places: torch.Tensor
-    # As of a `PackedLayout`: what layers derive, kept for the other layers of the same forward.
+    # Results that one layer derives from the layout, kept for the other layers of the same forward.
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -91,18 +92,18 @@ class BranchedLayout:
         documents: Sequence[Sequence[int]],
         device: torch.device | str | None = None,
     ) -> BranchedLayout:
-        """Layout of pieces of these `lengths` (tokens), in one row, that these documents are made of.
+        """Make the layout of one row from the `lengths` of its pieces (tokens) and the piece numbers of its documents.
 
         Raises:
-            [`InvalidLayout`]: if a length is not positive, a piece is in no document, or it goes on from one piece in
-                one document and from another in the next.
+            [`InvalidLayout`]: if a length is not positive, if a piece is in no document, or if a piece follows
+                different pieces in different documents.
         """
         pieces = PackedLayout.from_lengths(lengths)
         numbered = tuple(tuple(document) for document in documents)
         _require_prefixes(numbered, len(pieces.lengths))
         along = _tokens(pieces.lengths, numbered)
         paths = PackedLayout.from_lengths([sum(pieces.lengths[p] for p in document) for document in numbered])
-        # Where each token is first: for [0, 1, 0, 2] that is [0, 1, 3].
+        # The first copy of each token: `along` [0, 1, 0, 2] gives places [0, 1, 3].
         places = torch.from_numpy(np.unique(along.numpy(), return_index=True)[1])
         return cls(pieces, paths, numbered, along, places).to(device or "cpu")
 
@@ -113,22 +114,22 @@ class BranchedLayout:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of tokens T."""
         return self.pieces.num_tokens
 
     @property
     def rows(self) -> int:
-        """One: pieces lie in one row."""
+        """Number of rows B, always 1."""
         return 1
 
     @property
     def row_length(self) -> int:
-        """T."""
+        """Row length L in tokens, which is T here."""
         return self.pieces.num_tokens
 
     @property
     def num_documents(self) -> int:
-        """As many as there are without sharing."""
+        """Number of documents, the same as without sharing."""
         return len(self.documents)
 
     @property
@@ -136,46 +137,49 @@ class BranchedLayout:
         """Length of the longest document, in tokens."""
         return self.paths.max_seqlen
 
-    @cached_property  # every layer asks
+    @cached_property  # every layer reads it
     def sizes(self) -> tuple[torch.Tensor, ...]:
-        """What a compiled graph may read of this layout, besides `cu_seqlens`: tensors of sizes that may change."""
+        """Tensors that a compiled graph may read besides `cu_seqlens`; their sizes may change between batches."""
         layouts = (self.pieces, self.paths, self.keys)
         of_layouts = (tensor for layout in layouts for tensor in (layout.cu_seqlens, *layout.sizes))
         return (*of_layouts, self.along, self.places, self.key_tokens)
 
-    @cached_property  # every layer asks
+    @cached_property  # every layer reads it
     def keys(self) -> PackedLayout:
-        """For each piece what its tokens may attend to: the pieces before it, and itself at the end."""
+        """Layout of the keys of each piece: the earlier pieces of its document, then the piece itself."""
         lengths = [sum(self.pieces.lengths[p] for p in seen) for seen in self._seen]
         return PackedLayout.from_lengths(lengths, device=self.cu_seqlens.device)
 
-    @cached_property  # every layer asks
+    @cached_property  # every layer reads it
     def key_tokens(self) -> torch.Tensor:
-        """The number in the row of each token of `keys`, int64."""
+        """Index in the row of each token of `keys`, int64."""
         return _tokens(self.pieces.lengths, self._seen).to(self.cu_seqlens.device)
 
     @property
     def _seen(self) -> list[tuple[int, ...]]:
-        """For each piece those that its tokens may attend to."""
+        """Piece numbers that the tokens of each piece may attend to."""
         seen = {piece: document[: i + 1] for document in self.documents for i, piece in enumerate(document)}
         return [seen[piece] for piece in range(len(seen))]
 
-    @cached_property  # every layer asks
+    @cached_property  # every layer reads it
     def copies(self) -> Copies:
-        """The way from the row's T tokens to the documents' P."""
+        """The copies that make the documents' P tokens from the row's T tokens."""
         return _copies(self.pieces.lengths, self.documents)
 
-    @cached_property  # every layer asks
+    @cached_property  # every layer reads it
     def key_copies(self) -> Copies:
-        """The way from the row's T tokens to those of `keys`."""
+        """The copies that make the tokens of `keys` from the row's T tokens."""
         return _copies(self.pieces.lengths, self._seen)
 
     def position_ids(self) -> torch.Tensor:
-        """Positions that go on from the prefix of each document, int64, shape `(1, T)`."""
+        """Return each token's position in its document, int64, shape `(1, T)`. Positions continue after a prefix."""
         return self.paths.position_ids()[:, self.places]
 
     def dense_mask(self, sliding_window: int | None = None) -> torch.Tensor:
-        """Who may attend to whom, bool, shape `(T, T)`: the meaning of the layout. Quadratic, for tests and plots."""
+        """Return the attention mask that the layout stands for, bool, shape `(T, T)`.
+
+        It is quadratic in T, so it is for tests and plots only.
+        """
         mask = torch.zeros(self.num_tokens, self.num_tokens, dtype=torch.bool, device=self.along.device)
         for tokens in self.paths.split(self.along):
             alone = PackedLayout.from_lengths([len(tokens)], device=self.along.device)
@@ -183,7 +187,7 @@ class BranchedLayout:
         return mask
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> BranchedLayout:
-        """The same layout with its tensors on `device`."""
+        """Return this layout with its tensors on `device`."""
         pieces = self.pieces.to(device, non_blocking)
         if pieces is self.pieces:
             return self
@@ -193,36 +197,37 @@ class BranchedLayout:
             paths=self.paths.to(device, non_blocking),
             along=self.along.to(device, non_blocking=non_blocking),
             places=self.places.to(device, non_blocking=non_blocking),
-            memo={},  # what is in it lies on the other device
+            memo={},  # its tensors are on the other device
         )
 
 
 def _require_prefixes(documents: Sequence[tuple[int, ...]], pieces: int) -> None:
-    """Each piece is in a document, and after the same pieces in all that it is in."""
+    """Refuse pieces that are in no document, or that follow different pieces in different documents."""
     before: dict[int, tuple[int, ...]] = {}
     for document in documents:
         for i, piece in enumerate(document):
             if before.setdefault(piece, document[:i]) != document[:i]:
                 raise InvalidLayout(
-                    f"piece {piece} goes on from pieces {list(before[piece])} in one document and from "
+                    f"piece {piece} follows pieces {list(before[piece])} in one document and "
                     f"{list(document[:i])} in another.",
-                    why=["what a token computes depends on all that lies before it: it cannot be shared"],
-                    do="Let documents share what they begin with, and nothing else.",
+                    why=["a token's result depends on all tokens before it, so the piece cannot be shared"],
+                    do="Share only prefixes of documents.",
                 )
     if sorted(before) != list(range(pieces)) or not all(documents):
         raise InvalidLayout(
-            f"documents of the pieces {sorted(before)}, the row has {pieces}.", do="Put each piece into a document."
+            f"the documents use pieces {sorted(before)}, but the row has {pieces} pieces.",
+            do="Put each piece into a document.",
         )
 
 
 def _tokens(lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> torch.Tensor:
-    """The numbers of the tokens of each group of pieces, one after the other, int64."""
+    """Return the row indices of the tokens of each group of pieces, one group after the other, int64."""
     starts = [0, *itertools.accumulate(lengths)]
     return torch.cat([torch.arange(starts[piece], starts[piece + 1]) for group in groups for piece in group])
 
 
 def _copies(lengths: Sequence[int], groups: Sequence[Sequence[int]]) -> Copies:
-    """The way from pieces of these lengths to groups of them, one after the other."""
+    """Plan the copies that make groups of pieces, one after the other, from a row of pieces of these lengths."""
     # Lengths [3, 2, 1] and groups (0, 1), (0, 2): first (0, 0, 5) and (5, 8, 1), again (0, 5, 3).
     starts = [0, *itertools.accumulate(lengths)]
     first: list[Run] = []

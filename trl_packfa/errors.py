@@ -1,17 +1,17 @@
-"""What can go wrong, by name.
+"""The errors of trl-packfa.
 
-Every message has three parts: what failed (with the values), why (every reason), what to do. All of them are
-`ValueError`s, so that a script that guards TRL's own configuration errors guards ours too.
+Every message has three parts: what failed (with the values), why (every reason), and what to do. All errors are
+`ValueError`s, so that a script that catches TRL's configuration errors catches ours too.
 """
 
 from collections.abc import Iterable
 
-# What to do where nothing can be packed, whichever trainer, or `patch`, asks.
+# The advice of every message about a model or dataset that cannot be packed.
 TRAIN_PADDED = "train padded, by TRL's own trainer or PackedSFTConfig(packing=False)"
 
 
 class PackingError(ValueError):
-    """Base of every error of trl-packfa that a user can act on.
+    """Base class of every error of trl-packfa that a user can act on.
 
     Attributes:
         what (`str`): what failed, with the values.
@@ -27,17 +27,17 @@ class PackingError(ValueError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory did not suffice, torch's on a CPU and on an accelerator included."""
+    """Tell whether an error means out of memory: Python's, or torch's on a CPU or on an accelerator."""
     named = type(error).__name__ == "OutOfMemoryError"  # torch is not imported for this
     return isinstance(error, MemoryError) or named or "DefaultCPUAllocator" in str(error)
 
 
 class InvalidLayout(PackingError):
-    """Document boundaries that contradict each other or the batch they came with."""
+    """Document boundaries that contradict each other or their batch."""
 
 
 class NoBackend(PackingError):
-    """No attention backend can serve the request, or the one named by the user cannot."""
+    """An attention call that no backend can serve, or not the backend that the user named."""
 
 
 class UnsupportedModel(PackingError):
@@ -45,7 +45,10 @@ class UnsupportedModel(PackingError):
 
 
 class ContaminationError(PackingError):
-    """The exactness check saw a document change another document's result, or differ from itself alone."""
+    """A check found that packed results are not exact, or could not run.
+
+    One cause is a document whose result depends on other documents of its row.
+    """
 
 
 class InvalidDataset(PackingError):
@@ -65,8 +68,8 @@ class VersionTooOld(PackingError):
 
 
 class CheckpointNotWritten(PackingError, OSError):
-    """A checkpoint that could not be written, as the disk is full."""
+    """A checkpoint that could not be written, for example because the disk is full."""
 
 
 class MissingPackage(PackingError):
-    """An optional package that what was asked for needs; the message names the extra that installs it."""
+    """An optional package that is needed but not installed; the message names the extra that installs it."""

@@ -1,7 +1,7 @@
-"""`PackedLayout`: where each document of a packed batch begins and ends.
+"""`PackedLayout`: the document boundaries of a packed batch.
 
-The one value that flows from the collator to the attention kernel. It knows lengths and offsets, nothing about
-models, causality or windows: those are arguments of the attention call.
+This value travels from the collator to the attention kernel. It holds lengths and offsets only. Causality and sliding
+windows are arguments of the attention call.
 
 Shape letters: B rows, L row length, T packed tokens (B * L), S documents.
 """
@@ -23,10 +23,11 @@ _MOST_TOKENS = torch.iinfo(torch.int32).max
 
 
 class LayoutSizes(NamedTuple):
-    """A layout's lengths as sizes of tensors on the host, for compiled graphs.
+    """The lengths of a layout as sizes of tensors on the host, for compiled graphs.
 
-    torch.compile would recompile for every new Python int, so lengths travel as sizes, which may be dynamic. It also
-    makes graphs of their own for sizes 0 and 1, so what is counted here is a length plus one, which is never either.
+    torch.compile recompiles for every new Python int. Sizes of tensors may be dynamic, so lengths are passed as sizes.
+    torch.compile also makes separate graphs for sizes 0 and 1. Each size here is a length plus one, so it is at least
+    2.
 
     Attributes:
         offsets (`torch.Tensor`): `cu_seqlens`, int32, shape `(S + 1,)`.
@@ -37,12 +38,12 @@ class LayoutSizes(NamedTuple):
     longest: torch.Tensor
 
 
-# Without `eq`: layouts are told apart by identity, as `==` of their tensors is no bool.
+# Layouts are compared by identity (no `eq`), because `==` of their tensors is no bool.
 @dataclass(frozen=True, eq=False)
 class PackedLayout:
-    """T tokens cut into S documents; documents never cross a row.
+    """The boundaries of S documents in T tokens. A document never crosses the end of a row.
 
-    Two rows holding documents of 2, 3 and 5 tokens:
+    The example has two rows with documents of 2, 3 and 5 tokens:
 
     ```python
     >>> layout = PackedLayout.from_lengths([2, 3, 5], rows=2)
@@ -62,21 +63,24 @@ class PackedLayout:
         cu_seqlens (`torch.Tensor`):
             Offsets of the documents in the flattened batch, int32, shape `(S + 1,)`, on the model's device.
         lengths (`tuple[int, ...]`):
-            The same lengths in tokens, on the host, so that no kernel launch waits for the device.
+            Lengths of the documents in tokens, on the host, so that no kernel launch waits for the device.
         rows (`int`, *optional*, defaults to `1`):
-            Number of rows B the T tokens are laid out in.
+            Number of rows B that hold the T tokens.
         padding (`int`, *optional*, defaults to `0`):
-            Tokens that nobody wrote: the last document, or one that only keeps a rank busy. For counting alone.
+            Number of padding tokens: the last document, or a document that only keeps a rank busy. It is used for
+            counting only.
 
     Raises:
-        [`InvalidLayout`]: if a length is not positive, the counts disagree, or a document crosses a row.
+        [`InvalidLayout`]: if a length is not positive, if the counts disagree, or if a document crosses the end of a
+            row.
     """
 
     cu_seqlens: torch.Tensor
     lengths: tuple[int, ...]
     rows: int = 1
     padding: int = 0
-    # What a kernel derives from the boundaries (block masks, groups), kept for the other layers of the same forward.
+    # Results that a kernel derives from the boundaries (block masks, groups), kept for the other layers of the same
+    # forward.
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -95,8 +99,8 @@ class PackedLayout:
         self._require_row_starts()
 
     def _require_row_starts(self) -> None:
-        """A row boundary is always a document boundary."""
-        # Lengths [2, 3, 5] in rows of 5: documents end at 2, 5 and 10, which takes away both row ends, 5 and 10.
+        """Refuse a document that crosses the end of a row."""
+        # Lengths [2, 3, 5] in rows of 5: documents end at 2, 5 and 10, so no row end (5, 10) is left over.
         if self.rows == 1:
             return
         end, row_ends = 0, set(range(self.row_length, self.num_tokens + 1, self.row_length))
@@ -107,7 +111,7 @@ class PackedLayout:
             raise InvalidLayout(
                 f"a document crosses the end of a row: lengths {list(self.lengths)} in {self.rows} rows of "
                 f"{self.row_length} tokens, no document ends at token {min(row_ends)}.",
-                do="End the last document of each row with the row, padding included as one document.",
+                do="Let the last document of each row end with the row. Padding counts as one document.",
             )
 
     @classmethod
@@ -119,26 +123,29 @@ class PackedLayout:
         padding: int = 0,
         device: torch.device | str | None = None,
     ) -> PackedLayout:
-        """Layout of documents of these `lengths` (tokens), in order, over `rows` equal rows, its offsets on `device`.
+        """Make the layout of documents with these `lengths` (tokens), in order, in `rows` equal rows.
+
+        Its offsets are on `device`.
 
         Raises:
-            [`InvalidLayout`]: if a length is no integer or not positive, or the documents do not fill the rows.
+            [`InvalidLayout`]: if a length is not an integer or not positive, or if the documents do not fill the rows.
         """
         try:
-            # `index` takes the integers of numpy and torch, and refuses floats, which `int` would cut.
+            # `index` accepts integers of numpy and torch. It refuses floats, which `int` would cut off.
             lengths = tuple(operator.index(length) for length in lengths)
         except TypeError as error:
             raise InvalidLayout(f"document lengths must be integers, got {lengths!r:.200}.") from error
         if sum(lengths) > _MOST_TOKENS or min(lengths, default=0) < 0:
             raise InvalidLayout(
-                f"document lengths must all be positive, of {_MOST_TOKENS} tokens at most, got {sum(lengths)}.",
+                f"document lengths must all be positive, with a sum of {_MOST_TOKENS} tokens at most, "
+                f"got {sum(lengths)}.",
                 why=["kernels take offsets as int32"],
             )
         return cls(_offsets(lengths).to(device), lengths, rows, padding)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: torch.Tensor, *, rows: int = 1) -> PackedLayout:
-        """Layout from FlashAttention's offsets, integers of shape `(S + 1,)`; copies them to the host once.
+        """Make a layout from FlashAttention's offsets, integers of shape `(S + 1,)`. Copy them to the host once.
 
         Raises:
             [`InvalidLayout`]: if they do not begin at 0, or decrease.
@@ -150,67 +157,70 @@ class PackedLayout:
         lengths = tuple(end - start for start, end in itertools.pairwise(offsets))
         if min(lengths) < 0:
             raise InvalidLayout(f"cu_seqlens must not decrease, got {offsets}.")
-        if 0 in lengths:  # repeated offsets pad cu_seqlens to a fixed size, they are no documents
+        if 0 in lengths:  # repeated offsets only pad cu_seqlens to a fixed size
             return cls.from_lengths([n for n in lengths if n], rows=rows, device=cu_seqlens.device)
         return cls(cu_seqlens.to(torch.int32), lengths, rows)
 
     @classmethod
     def from_position_ids(cls, position_ids: torch.Tensor) -> PackedLayout:
-        """Layout from `position_ids` of shape `(B, L)`: a document starts wherever a position is not its
-        predecessor plus one (transformers' rule), and at the start of each row. Copies them to the host once."""
+        """Make a layout from `position_ids` of shape `(B, L)`. Copy them to the host once.
+
+        A document starts at each position that is not its predecessor plus one (transformers' rule), and at the start
+        of each row.
+        """
         if position_ids.dim() != 2 or position_ids.shape[1] == 0:
             raise InvalidLayout(f"position_ids must have shape (B, L), got {tuple(position_ids.shape)}.")
         host = position_ids.detach().cpu()
         starts = torch.ones(host.shape, dtype=torch.bool)
-        # For positions [0, 1, 2, 0, 1] tokens 0 and 3 begin a document: offsets [0, 3, 5].
+        # Positions [0, 1, 2, 0, 1]: documents begin at tokens 0 and 3, so the offsets are [0, 3, 5].
         starts[:, 1:] = host.diff(dim=1) != 1
         offsets = [*starts.flatten().nonzero().flatten().tolist(), host.numel()]
         lengths = [end - start for start, end in itertools.pairwise(offsets)]
         return cls.from_lengths(lengths, rows=host.shape[0], device=position_ids.device)
 
-    # `cached_property` writes into the instance's `__dict__`, which a frozen dataclass does not forbid.
-    @cached_property  # every layer asks
+    # `cached_property` writes into the instance's `__dict__`, which a frozen dataclass allows.
+    @cached_property  # every layer reads it
     def num_tokens(self) -> int:
-        """T, padding included."""
+        """Number of tokens T, with padding."""
         return sum(self.lengths)
 
     @property
     def num_documents(self) -> int:
-        """S, a trailing document of padding included."""
+        """Number of documents S, with a last document of padding."""
         return len(self.lengths)
 
     @property
     def row_length(self) -> int:
-        """L, in tokens."""
+        """Row length L in tokens."""
         return self.num_tokens // self.rows
 
-    @cached_property  # every layer asks
+    @cached_property  # every layer reads it
     def max_seqlen(self) -> int:
         """Length of the longest document, in tokens."""
         return max(self.lengths)
 
-    @cached_property  # every layer asks
+    @cached_property  # every layer reads it
     def sizes(self) -> LayoutSizes:
-        """What a compiled graph may read of this layout."""
+        """The sizes of this layout that a compiled graph may read."""
         return LayoutSizes(_offsets(self.lengths), torch.empty(self.max_seqlen + 1, 0))
 
     def position_ids(self) -> torch.Tensor:
-        """Positions inside each document, int64, shape `(B, L)`."""
+        """Return each token's position in its document, int64, shape `(B, L)`."""
         lengths, cu_seqlens = self.cu_seqlens.diff(), self.cu_seqlens[:-1]
-        # For lengths [3, 2] the starts are [0, 0, 0, 3, 3], the positions [0, 1, 2, 0, 1]. Without `output_size` the
-        # host would wait for the device.
+        # Lengths [3, 2] give starts [0, 0, 0, 3, 3] and positions [0, 1, 2, 0, 1]. Without `output_size` the host
+        # would wait for the device.
         starts = torch.repeat_interleave(cu_seqlens, lengths, output_size=self.num_tokens)
         positions = torch.arange(self.num_tokens, device=self.cu_seqlens.device) - starts
         return positions.view(self.rows, self.row_length)
 
     def document_ids(self) -> torch.Tensor:
-        """Number of the document each token belongs to, int32, shape `(B, L)`."""
+        """Return the document number of each token, int32, shape `(B, L)`."""
         numbers = torch.arange(self.num_documents, dtype=torch.int32, device=self.cu_seqlens.device)
         ids = torch.repeat_interleave(numbers, self.cu_seqlens.diff(), output_size=self.num_tokens)
         return ids.view(self.rows, self.row_length)
 
     def flash_kwargs(self) -> dict[str, torch.Tensor | int]:
-        """TRL's and transformers' names for the same boundaries, as TRL's padding-free collator sends them."""
+        """Return the boundaries under TRL's and transformers' keys, as TRL's padding-free collator sends them."""
         return {
             "cu_seq_lens_q": self.cu_seqlens,
             "cu_seq_lens_k": self.cu_seqlens,
@@ -220,34 +230,39 @@ class PackedLayout:
         }
 
     def dense_mask(self, sliding_window: int | None = None) -> torch.Tensor:
-        """Who may attend to whom, bool, shape `(T, T)`: the meaning of the layout. Quadratic, for tests and plots."""
+        """Return the attention mask that the layout stands for, bool, shape `(T, T)`.
+
+        It is quadratic in T, so it is for tests and plots only.
+        """
         ids, index = self.document_ids().flatten(), torch.arange(self.num_tokens, device=self.cu_seqlens.device)
         distance = index[:, None] - index[None, :]
         mask = (ids[:, None] == ids[None, :]) & (distance >= 0)
         return mask if sliding_window is None else mask & (distance < sliding_window)
 
     def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The documents of a `(T, ...)` or `(B, L, ...)` tensor, as S views of shape `(length, ...)`."""
+        """Split a `(T, ...)` or `(B, L, ...)` tensor into its S documents, views of shape `(length, ...)`."""
         if tensor.shape[0] != self.num_tokens:
             tensor = tensor.flatten(0, 1)
         return tensor.split(list(self.lengths))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedLayout:
-        """The same layout with its offsets on `device`."""
-        # The memo stays behind: what is in it lies on the other device.
+        """Return this layout with its offsets on `device`."""
+        # The memo is not copied: its tensors are on the other device.
         cu_seqlens = self.cu_seqlens.to(device, non_blocking=non_blocking)
         return (
             self if cu_seqlens is self.cu_seqlens else PackedLayout(cu_seqlens, self.lengths, self.rows, self.padding)
         )
 
     def pin_memory(self) -> PackedLayout:
-        """The same layout with its offsets in page-locked memory, from where `to(device, non_blocking=True)` does not
-        make the host wait; torch's data loaders call it."""
+        """Return this layout with its offsets in page-locked memory.
+
+        `to(device, non_blocking=True)` then does not make the host wait. torch's data loaders call this method.
+        """
         return PackedLayout(self.cu_seqlens.pin_memory(), self.lengths, self.rows, self.padding)
 
 
 def _offsets(lengths: tuple[int, ...]) -> torch.Tensor:
-    """Where documents of these lengths begin, and where the last one ends, int32, shape `(S + 1,)`."""
+    """Return the start of each document and the end of the last one, int32, shape `(S + 1,)`."""
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     torch.cumsum(torch.tensor(lengths, dtype=torch.int32), dim=0, out=offsets[1:])
     return offsets

@@ -1,6 +1,6 @@
-"""Figures by matplotlib, which is imported on use: who may attend to whom in a packed row, and the losses of a run.
+"""Figures of the attention mask of a packed row and of the losses of a run. matplotlib is imported on use.
 
-A row is drawn from boundaries, never from a mask, so a row of any length costs nothing.
+A row is drawn from document boundaries, not from a mask, so long rows cost little.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLOURS = ("#2a6f97", "#e07a1f", "#4c956c", "#9b5de5", "#c44536", "#6c757d")
-# A drawing in characters has at most so many columns; longer rows are scaled down to it.
+# Largest number of columns of a drawing in characters; longer rows are scaled down.
 _COLUMNS = 60
 
 
@@ -30,7 +30,7 @@ def plot(
     *,
     sliding_window: int | None = None,
 ) -> Figure | str:
-    """Draw who may attend to whom: each document is a triangle, and what lies between two documents stays white.
+    """Draw the attention mask of a packed batch. Each document is a triangle, and the area between documents is white.
 
     ```python
     >>> layout = PackedLayout.from_lengths([5, 9, 5])
@@ -40,23 +40,23 @@ def plot(
 
     Args:
         batch_or_layout ([`PackedLayout`] or `dict`):
-            A layout, or a batch that says where its documents begin, as [`DataCollatorForPacking`] makes it.
+            A layout, or a batch with document boundaries, for example from [`DataCollatorForPacking`].
         path (`str` or `Path`, *optional*):
             File to write: `.svg`, `.png`, `.pdf`, or `.txt` for a drawing in characters, which needs no matplotlib.
         sliding_window (`int`, *optional*):
-            Tokens that a token may look back to, itself included.
+            Number of tokens that a token may attend to, with itself.
 
     Returns:
         `matplotlib.figure.Figure`, or the drawing itself if `path` ends in `.txt`.
 
     Raises:
-        [`InvalidLayout`]: if the batch does not say where documents begin.
+        [`InvalidLayout`]: if the batch has no document boundaries, or if the file type of `path` is unknown.
         [`MissingPackage`]: if matplotlib is not installed.
     """
     layout = batch_or_layout if isinstance(batch_or_layout, PackedLayout) else layout_of(dict(batch_or_layout))
     if layout is None:
         raise InvalidLayout(
-            f"a batch with {sorted(batch_or_layout)} does not say where documents begin.",  # type: ignore[arg-type]
+            f"a batch with {sorted(batch_or_layout)} has no document boundaries.",  # type: ignore[arg-type]
             do="Pass a PackedLayout, or a batch of DataCollatorForPacking.",
         )
     if path is not None and Path(path).suffix == ".txt":
@@ -73,10 +73,10 @@ def plot(
 
 
 def require_matplotlib(what: str) -> Any:
-    """`matplotlib`, late and clearly.
+    """Import matplotlib on use and return it.
 
     Raises:
-        [`MissingPackage`]: naming the extra that has it.
+        [`MissingPackage`]: if it is not installed; the message names the extra that installs it.
     """
     try:
         import matplotlib
@@ -88,7 +88,7 @@ def require_matplotlib(what: str) -> Any:
 
 
 def _rows(layout: PackedLayout) -> list[list[tuple[int, bool]]]:
-    """Each row's documents: tokens, and whether they are padding."""
+    """List the documents of each row as (number of tokens, is padding)."""
     rows: list[list[tuple[int, bool]]] = [[]]
     for i, length in enumerate(layout.lengths):
         if sum(tokens for tokens, _ in rows[-1]) == layout.row_length:
@@ -109,7 +109,7 @@ def _figure(layout: PackedLayout, window: int | None) -> Figure:
 
 
 def draw_row(axes: Axes, row: list[tuple[int, bool]], window: int | None = None) -> None:
-    """One row on matplotlib axes, from (tokens, is padding) of its documents."""
+    """Draw one row on matplotlib axes, from the (number of tokens, is padding) of each document."""
     from matplotlib.patches import Polygon, Rectangle
 
     end, total = 0, sum(tokens for tokens, _ in row)
@@ -125,14 +125,17 @@ def draw_row(axes: Axes, row: list[tuple[int, bool]], window: int | None = None)
 
 
 def _outline(begin: int, end: int, window: int | None) -> list[tuple[int, int]]:
-    """Corners of what a document's tokens see: x the token attended to, y the one that attends."""
+    """Return the corners of a document's area: x is the token attended to, y is the token that attends."""
     if window is None or window >= end - begin:
         return [(begin, begin), (end, end), (begin, end)]
     return [(begin, begin), (end, end), (end - window, end), (begin, begin + window)]
 
 
 def _characters(row: list[tuple[int, bool]], window: int | None) -> str:
-    """`X` where a token may attend, `.` where not; a long row is scaled down, every column several tokens."""
+    """Draw a row in characters: `X` where a token may attend, `.` elsewhere.
+
+    A column of a long row stands for several tokens.
+    """
     total = sum(tokens for tokens, _ in row)
     step = -(-total // _COLUMNS)
     document = [i for i, (tokens, _) in enumerate(row) for _ in range(tokens)][::step]
@@ -144,12 +147,12 @@ def _characters(row: list[tuple[int, bool]], window: int | None) -> str:
     return "\n".join(lines)
 
 
-# The name of the file with a run's losses, beside what it trained.
+# File name of the loss curve in the folder of the trained model.
 LOSS_CURVE = "loss_curve.png"
 
 
 def save_loss_curve(history: Sequence[Mapping[str, float]], path: str | Path) -> bool:
-    """Draw the losses that a run has logged, of training and of each evaluation, over its optimizer steps.
+    """Draw the logged training and evaluation losses of a run over its optimizer steps.
 
     Args:
         history (`Sequence[Mapping[str, float]]`):
@@ -158,7 +161,8 @@ def save_loss_curve(history: Sequence[Mapping[str, float]], path: str | Path) ->
             File to write.
 
     Returns:
-        `bool`: whether it was drawn: not without matplotlib, nor for a run that logged a loss at one step only.
+        `bool`: whether the file was written. It is not written without matplotlib, or with fewer than two logged
+        training losses.
     """
     curves: dict[str, list[tuple[float, float]]] = {}
     for entry in history:

@@ -1,4 +1,4 @@
-"""`import trl_packfa.register`: from here on transformers knows `attn_implementation="packfa"`.
+"""Importing this module registers `attn_implementation="packfa"` with transformers.
 
 ```python
 import trl_packfa.register
@@ -6,7 +6,7 @@ import trl_packfa.register
 model = AutoModelForCausalLM.from_pretrained(NAME, attn_implementation="packfa")
 ```
 
-transformers has no entry points, so the import is what registers the name. No model is changed.
+The import is needed because transformers has no entry points. No model is changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .versions import require_versions, tell_of_newer_versions
 
 require_versions(training=False)
 
-from .patching.named_attention import register_name  # noqa: E402  # not before the versions are known to be new enough
+from .patching.named_attention import register_name  # noqa: E402  # the versions must be checked first
 from .patching.named_models import use_backend as use_backend  # noqa: E402
 
 register_name()

@@ -1,7 +1,7 @@
-"""This version, the oldest and the newest versions of other packages that were tested, and a word about others.
+"""The version of trl-packfa, the tested versions of other packages, and checks of the installed versions.
 
-TRL is what the trainers build on, and its versions with the fused LM head need Python 3.11. Models are patched and
-checked without it, on Python 3.10 too. `make test-versions` runs at both ends of every range.
+The trainers need TRL, and TRL's versions with the fused LM head need Python 3.11. Patching and checking a model do not
+need TRL, so they work on Python 3.10 too. `make test-versions` tests both ends of every range.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __version__ = "0.1.0"
 
 
 class Tested(NamedTuple):
-    """The oldest and the newest version of a package that the tests ran with."""
+    """The oldest and the newest tested version of a package."""
 
     oldest: str
     newest: str
 
 
 TESTED = {
-    "torch": Tested("2.7.0", "2.14.1"),  # PEFT 0.19 reads a dtype that torch 2.6 does not have
+    "torch": Tested("2.7.0", "2.14.1"),  # PEFT 0.19 uses a dtype that torch 2.6 does not have
     "transformers": Tested("5.16.0", "5.24.0"),
     "trl": Tested("1.16.0", "1.16.0"),
     "peft": Tested("0.19.0", "0.21.2"),
@@ -39,7 +39,7 @@ MINIMUM_VERSIONS = {package: tested.oldest.removesuffix(".0") for package, teste
 
 
 def installed_version(package: str) -> str | None:
-    """The installed version of a package, `None` if it is not installed."""
+    """Return the installed version of a package, `None` if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -47,7 +47,7 @@ def installed_version(package: str) -> str | None:
 
 
 def newer_than_tested() -> list[str]:
-    """List the installed packages whose release is newer than the newest tested one, each with both versions.
+    """List the installed packages that are newer than the newest tested version, each with both versions.
 
     A patch release of a tested release (2.14.2 after 2.14.1) is not newer.
     """
@@ -63,7 +63,7 @@ def newer_than_tested() -> list[str]:
 
 @cache
 def tell_of_newer_versions() -> None:
-    """Log one line, once a process, if a package is newer than tested."""
+    """Log one line, once per process, if a package is newer than tested."""
     if newer := newer_than_tested():
         logger.warning(
             "trl-packfa: newer than tested: %s. Each model is checked before it is trusted.", ", ".join(newer)
@@ -75,10 +75,10 @@ def require_versions(*, training: bool = True) -> None:
 
     Args:
         training (`bool`):
-            Whether the trainer is needed, and so TRL; without it, models can be patched and checked.
+            Whether the trainers are used, which need TRL.
 
     Raises:
-        [`VersionTooOld`]: naming each, the version found and the version needed.
+        [`VersionTooOld`]: naming each package, the version found and the version needed.
     """
     from packaging.version import Version
 

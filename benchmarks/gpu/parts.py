@@ -1,10 +1,10 @@
-"""What a layer's parts take, forward and backward: transformers and PEFT, torch.compile, Liger, TRL, and ours.
+"""Time the parts of a layer, forward and backward: transformers and PEFT, torch.compile, Liger, TRL, and ours.
 
     python benchmarks/gpu/parts.py [--json parts.json] [--small]
 
-In the shapes of Llama 3 8B, LoRA r=16 over bfloat16 and NF4 weights, one row of 8,192 tokens in documents of FLAN-like
-lengths; milliseconds by the device's own clock. `--small`: tiny shapes, on a CPU too. Attention has a command of its
-own, `trl-packfa bench attention`.
+Shapes are those of Llama 3 8B with LoRA r=16 on bfloat16 and NF4 weights, and one row of 8,192 tokens in documents of
+FLAN-like lengths. Milliseconds come from the device's own clock. `--small` uses tiny shapes, also on a CPU. For
+attention use `trl-packfa bench attention`.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from trl_packfa.training.flops import best_seconds
 from trl_packfa.training.lm_head import ensure_own_loss
 
 Act = Callable[[], Any]
-# Part, side, and what is timed.
+# Part, side, and the function to time.
 Timed = tuple[str, str, Act]
 
 
 class Setting(NamedTuple):
-    """Where, in which sizes, and how long.
+    """Device, sizes and duration of the measurements.
 
     Args:
-        preset (`str`): whose shapes.
-        tokens (`int`): of the row.
-        device (`torch.device`), dtype (`torch.dtype`): of weights and activations.
-        seconds (`float`): of one measurement, about.
+        preset (`str`): name of the preset with the shapes.
+        tokens (`int`): tokens of the row.
+        device (`torch.device`), dtype (`torch.dtype`): device and dtype of weights and activations.
+        seconds (`float`): approximate seconds of one measurement.
     """
 
     preset: str
@@ -53,13 +53,13 @@ class Setting(NamedTuple):
     seconds: float
 
     def hidden(self) -> torch.Tensor:
-        """`(1, tokens, width)`, with a gradient."""
+        """Return random hidden states `(1, tokens, width)` that require a gradient."""
         width = preset_config(self.preset).hidden_size
         return torch.randn(1, self.tokens, width, device=self.device, dtype=self.dtype, requires_grad=True)
 
 
 def setting(*, small: bool) -> Setting:
-    """Of this machine."""
+    """Return the setting for this machine."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if small or device.type == "cpu":
         return Setting("tiny", 96, device, torch.float32, 0.01)
@@ -67,7 +67,7 @@ def setting(*, small: bool) -> Setting:
 
 
 def save_model(on: Setting, folder: Path, *, layers: int) -> None:
-    """So many layers of the preset, with random weights."""
+    """Save a model of the preset with `layers` layers and random weights."""
     config = preset_config(on.preset)
     config.num_hidden_layers = layers
     torch.manual_seed(0)
@@ -76,12 +76,12 @@ def save_model(on: Setting, folder: Path, *, layers: int) -> None:
 
 
 def load(on: Setting, folder: Path, **options: Any) -> Any:
-    """What was saved."""
+    """Load the saved model."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=on.dtype, device_map={"": on.device}, **options)
 
 
 def layer_parts(on: Setting, folder: Path) -> Iterator[Timed]:
-    """Norm and MLP of a layer with an adapter, as they run inside of a packed call."""
+    """Yield the norm and the MLP of a layer with an adapter, as they run inside a packed call."""
     layout = PackedLayout.from_lengths(document_lengths("uneven", on.tokens, seed=0), device=on.device)
     lora = {"r": 16, "lora_dropout": 0.0, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=on.dtype)
@@ -105,7 +105,7 @@ def _with_liger(model: Any) -> Any:
 
 
 def _both_ways(forward: Any, module: torch.nn.Module, x: torch.Tensor, layout: PackedLayout) -> Act:
-    """A forward of `x`, and the gradients of `x` and of what trains in the module."""
+    """Return a function that runs the forward of `x` and the gradients of `x` and of the trained parameters."""
     wanted = [x, *(p for p in module.parameters() if p.requires_grad)]
 
     def act() -> Any:
@@ -117,7 +117,7 @@ def _both_ways(forward: Any, module: torch.nn.Module, x: torch.Tensor, layout: P
 
 
 def heads(on: Setting, folder: Path) -> Iterator[Timed]:
-    """A model without layers: the final norm, and a frozen LM head that scores every position."""
+    """Yield the final norm with a frozen LM head that scores every position, as a model without layers."""
     for side in ("TRL", "ours"):
         model = load(on, folder).requires_grad_(False)
         ids = torch.randint(model.config.vocab_size, (1, on.tokens), device=on.device)
@@ -133,7 +133,7 @@ def heads(on: Setting, folder: Path) -> Iterator[Timed]:
 
 
 def measure(on: Setting, folder: Path) -> list[dict[str, Any]]:
-    """A row for each part and side: milliseconds, or why it failed."""
+    """Measure and return a row for each part and side: milliseconds, or the reason of its failure."""
     save_model(on, folder / "layer", layers=1)
     save_model(on, folder / "head", layers=0)
     rows: list[dict[str, Any]] = []
@@ -141,7 +141,7 @@ def measure(on: Setting, folder: Path) -> list[dict[str, Any]]:
         for part, side, act in timed:
             row: dict[str, Any] = {"part": part, "side": side}
             try:
-                act()  # compiles, and finds its kernels
+                act()  # the first call compiles and selects kernels
                 row["ms"] = round(best_seconds(act, on.device, on.seconds) * 1e3, 4)
             except (RuntimeError, ValueError) as error:
                 row["failed"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -151,10 +151,10 @@ def measure(on: Setting, folder: Path) -> list[dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and write; returns 1 if a side failed."""
+    """Measure, print and write the rows; return 1 if a side failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="file of all rows")
-    parser.add_argument("--small", action="store_true", help="tiny shapes, on a CPU too")
+    parser.add_argument("--json", type=Path, help="JSON file for all rows")
+    parser.add_argument("--small", action="store_true", help="use tiny shapes, also on a CPU")
     given = parser.parse_args(argv)
     on = setting(small=given.small)
     with tempfile.TemporaryDirectory() as folder:

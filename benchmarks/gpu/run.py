@@ -1,11 +1,11 @@
-"""On a machine with a GPU: what the table of `docs/hardware.md` comes from, in stages of ten minutes at most.
+"""Measure the tables of `docs/hardware.md` on a machine with a GPU, in stages of ten minutes at most.
 
     python benchmarks/gpu/run.py tests|kernels|train|paper|rest [--out FOLDER] [--limit SECONDS] [--small]
     python benchmarks/gpu/run.py STEP      one of a stage's steps alone: llama3_8b, paper_x16, ...
 
-Takes what the machine lacks from `.gpu/`, where `make gpu-kit` has put it. Writes raw JSON and logs to `--out`, by
-default `benchmarks/gpu/results`; ends what has not ended when the time is over. `--small` runs the same lines on a
-small model, on a CPU too, so that none is first tried where time is short.
+Packages that the machine lacks come from `.gpu/`, the folder of `make gpu-kit`. Raw JSON and logs go to `--out`, by
+default `benchmarks/gpu/results`. Commands that run out of time are killed. `--small` runs the same commands on a small
+model, also on a CPU, to test them before GPU time is used.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RECIPES = ROOT / "recipes" / "bench"
 _LAST_LINES = 40
-# What `--small` trains on: documents of these lengths, in rows of so many tokens.
+# Data of `--small`: document lengths, and tokens of a row.
 _SMALL_LENGTHS, _SMALL_ROW = [5, 31, 12, 7, 24, 3, 18, 9] * 24, 64
 
 
 class Step(NamedTuple):
-    """One command of a stage, the arguments of a Python; what it prints goes to `NAME.log`, or to `NAME.json`."""
+    """One command of a stage: arguments of Python. Its output goes to `NAME.log` or `NAME.json`."""
 
     name: str
     command: list[str]
@@ -43,14 +43,14 @@ class Step(NamedTuple):
 
 
 def bench(name: str, recipe: str, out: Path, *more: str, small: bool) -> Step:
-    """`trl-packfa bench` with a recipe; `small`: on a few short documents."""
+    """Return the step of `trl-packfa bench` with a recipe; `small` uses a few short documents."""
     command = ["-m", "trl_packfa", "bench", "--config", str(RECIPES / f"{recipe}.yaml"), *more]
     command += ["--output", str(out / f"{name}.json"), "--output_dir", tempfile.gettempdir()]
     return Step(name, command + (_small(recipe, more, out) if small else []))
 
 
 def _small(recipe: str, more: tuple[str, ...], out: Path) -> list[str]:
-    """Arguments under which a recipe runs on a CPU in seconds: the first and the last of its sides."""
+    """Return arguments with which a recipe runs on a CPU in seconds, with the first and the last of its sides."""
     written = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8"))
     sides = more[more.index("--strategies") + 1] if "--strategies" in more else written["strategies"]
     lengths = out / "small_lengths.json"
@@ -65,7 +65,7 @@ def _small(recipe: str, more: tuple[str, ...], out: Path) -> list[str]:
 
 
 def stages(out: Path, *, small: bool) -> dict[str, list[Step]]:
-    """Every stage, in the order in which they are worth their time."""
+    """Return every stage with its steps, the most valuable stage first."""
     workers = [] if small else ["-n", "12"]
     battery = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE", "--durations=5", *workers, "tests/test_gpu.py"]
     battery += ["-k", "formula"] if small else []
@@ -76,7 +76,7 @@ def stages(out: Path, *, small: bool) -> dict[str, list[Step]]:
     attention = ["-m", "trl_packfa", "bench", "attention", *heads, *tokens, *mixes]
     parts = [str(HERE / "parts.py"), "--json", str(out / "parts.json"), *(["--small"] if small else [])]
     compiled = ["--model", "llama-3.2-1b", "--strategies", "bfd@8192x1,bfd-compiled@8192x1,step,step-compiled"]
-    # Steps eight times as long: fewer of them, and of the sides.
+    # These steps take eight times as long, so there are fewer steps and sides.
     sixteen = ["--gradient_accumulation_steps", "16", "--max_steps", "6"]
     sixteen += ["--strategies", "padding,trl-bfd@4096x1,step"]
     return {
@@ -98,21 +98,24 @@ def stages(out: Path, *, small: bool) -> dict[str, list[Step]]:
 
 
 def chosen(name: str, known: dict[str, list[Step]]) -> list[Step]:
-    """The steps of a stage, or the one of that name; none if there is neither."""
+    """Return the steps of a stage, or the one step of that name; empty if there is neither."""
     return known.get(name) or [step for steps in known.values() for step in steps if step.name == name]
 
 
 def environment(site: Path) -> dict[str, str]:
-    """Variables of a step: what was carried, this checkout, and torch's FlashAttention where there is no other."""
+    """Return the environment of a step: paths of the carried packages, this checkout and the flash-attn stand-in.
+
+    The stand-in is used only if flash-attn is not installed.
+    """
     stand_in = [] if importlib.util.find_spec("flash_attn") else [str(HERE / "stand_in")]
     path = [str(site), str(ROOT), *stand_in, os.environ.get("PYTHONPATH", "")]
     ours = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    # Rows of other lengths in every step would leave gaps that none of the next fits into.
+    # Row lengths change with every step. Without expandable segments, memory fragments into unusable gaps.
     return {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TOKENIZERS_PARALLELISM": "false", **os.environ, **ours}
 
 
 def unpack(wheels: Path, site: Path) -> None:
-    """What was carried, once for every kit."""
+    """Unpack the carried wheels into `site`, once for every kit."""
     carried, done = sorted(wheels.glob("*.whl")), site / "unpacked.txt"
     names = "\n".join(wheel.name for wheel in carried)
     if not carried or (done.exists() and done.read_text() == names):
@@ -125,12 +128,12 @@ def unpack(wheels: Path, site: Path) -> None:
 
 
 def run_step(step: Step, out: Path, variables: dict[str, str], seconds: float) -> int:
-    """Run it for so long at most; returns its exit code, 124 where it was ended."""
+    """Run a step for `seconds` at most and return its exit code; 124 if it was killed."""
     out_file = out / f"{step.name}.{'json' if step.prints_json else 'log'}"
     print(f"== {step.name}, at most {seconds:.0f} s", flush=True)
     with out_file.open("w") as told:
         errors = None if step.prints_json else subprocess.STDOUT
-        # A group of its own, so that a benchmark's sides end with it.
+        # A separate process group, so that the sides of a benchmark are killed with it.
         process = subprocess.Popen([sys.executable, *step.command], cwd=ROOT, env=variables, stdout=told,
                                    stderr=errors, start_new_session=True)  # fmt: skip
         try:
@@ -145,12 +148,12 @@ def run_step(step: Step, out: Path, variables: dict[str, str], seconds: float) -
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a stage; returns 1 if one of its steps failed or did not end in time."""
+    """Run a stage; return 1 if one of its steps failed or did not end in time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", help="tests, kernels, train, paper or rest, or a step of one")
+    parser.add_argument("stage", help="tests, kernels, train, paper or rest, or one step of a stage")
     parser.add_argument("--out", type=Path, default=HERE / "results")
-    parser.add_argument("--limit", type=float, default=585.0, help="seconds of the stage")
-    parser.add_argument("--small", action="store_true", help="on a small model, on a CPU too")
+    parser.add_argument("--limit", type=float, default=585.0, help="time limit of the stage in seconds")
+    parser.add_argument("--small", action="store_true", help="use a small model, also on a CPU")
     given = parser.parse_args(argv)
     began, out = time.monotonic(), given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""The figures that one H100 or H200 should reach, beside what was measured: the table of `docs/hardware.md`.
+"""Figures that one H100 or H200 should reach, with the measured ones: the table of `docs/hardware.md`.
 
     python benchmarks/gpu/wanted.py [--results FOLDER]
 
-Reads the raw JSON in `benchmarks/gpu/results`, where `run.py` writes it; what is not there is not measured yet.
+The script reads the raw JSON that `run.py` writes to `benchmarks/gpu/results`. Missing files are not measured yet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Report = dict[str, Any]
 
 
 class Figure(NamedTuple):
-    """One figure: of what, how much is wanted, which step of `run.py` measures it, and how its report is read."""
+    """One figure: its name, the wanted value, the step of `run.py` that measures it, and a reader of its report."""
 
     what: str
     wanted: str
@@ -28,18 +28,18 @@ class Figure(NamedTuple):
 
     @property
     def command(self) -> str:
-        """What measures it."""
+        """Command that measures the figure."""
         return f"python benchmarks/gpu/run.py {self.step}"
 
 
 def side(report: Report, name: str) -> Report:
-    """A side's figures; empty if it failed or did not run."""
+    """Return the figures of a side; empty if it failed or did not run."""
     found: Report = next((side for side in report["sides"] if side["side"] == name), {})
     return {} if "failed" in found else found
 
 
 def ratio(name: str, base: str) -> Callable[[Report], str]:
-    """True tokens per second of one side over another's, and what the other attended with."""
+    """Return a reader of the ratio of true tokens per second of two sides, with the attention of the base."""
 
     def read(report: Report) -> str:
         mine, theirs = side(report, name), side(report, base)
@@ -52,12 +52,12 @@ def ratio(name: str, base: str) -> Callable[[Report], str]:
 
 
 def rate(name: str) -> Callable[[Report], str]:
-    """True tokens per second."""
+    """Return a reader of a side's true tokens per second."""
     return lambda report: f"{side(report, name).get('tokens_per_second', float('nan')):,.0f}"
 
 
 def mfu(name: str) -> Callable[[Report], str]:
-    """Share of the device's peak."""
+    """Return a reader of a side's share of the device's peak."""
 
     def read(report: Report) -> str:
         share = side(report, name).get("mfu")
@@ -67,7 +67,7 @@ def mfu(name: str) -> Callable[[Report], str]:
 
 
 def count(key: str, *names: str) -> Callable[[Report], str]:
-    """A count of each side, in the order of `names`."""
+    """Return a reader of one count of each side, in the order of `names`."""
     return lambda report: ", ".join(f"{name} {side(report, name).get(key, 'failed')}" for name in names)
 
 
@@ -89,18 +89,18 @@ FIGURES = (
 
 
 def measured(figure: Figure, results: Path = RESULTS) -> str:
-    """What a figure's file says, with the device's name."""
+    """Return the measured value of a figure with the name of the device."""
     path = results / f"{figure.step}.json"
     if not path.exists():
         return NOT_YET
     report = json.loads(path.read_text(encoding="utf-8"))
     gpus = report["environment"]["gpus"]
-    # A trial on a CPU, or of a small model (`run.py --small`), says nothing about a GPU.
+    # Ignore trials on a CPU or of a small model (`run.py --small`): they say nothing about a GPU.
     return f"{figure.read(report)}, {gpus[0]}" if gpus and "tiny" not in report["arguments"] else NOT_YET
 
 
 def markdown(results: Path = RESULTS) -> str:
-    """The table."""
+    """Return the table of all figures."""
     lines = ["| what | wanted | measured | command |", "|---|---|---|---|"]
     lines += [f"| {f.what} | {f.wanted} | {measured(f, results)} | `{f.command}` |" for f in FIGURES]
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The paper's table for each of its model families, both kinds of data and both accumulations, on one CUDA GPU with
 # 40 GB or more. Writes one JSON file and one plot per case into the folder named first (default: bench-results).
-# At most 10 minutes a case; name models after the folder to run fewer: paper.sh out mistral-7b
+# A case takes 10 minutes at most. Name models after the folder to run fewer cases: paper.sh out mistral-7b
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 out=${1:-bench-results}

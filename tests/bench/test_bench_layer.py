@@ -26,5 +26,5 @@ def test_every_part_is_a_row(capsys):
 
 @pytest.mark.parametrize("argv", [["--repeats", "1"], ["--tokens", "0"]], ids=str)
 def test_what_cannot_be_measured_is_refused(argv):
-    with pytest.raises(InvalidConfig, match="Pass a token or more, and 2 pairs or more"):
+    with pytest.raises(InvalidConfig, match="Pass 1 token or more, and 2 repeats or more"):
         main(argv)

@@ -76,7 +76,7 @@ def test_the_kit_carries_what_is_tested_and_is_small(pip, tmp_path, capsys):
 
 def test_a_kit_that_cannot_travel_is_refused(pip, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "LIMIT", 1000)
-    with pytest.raises(SystemExit, match=r"(?s)^the kit is too large to travel:\n.*transformers"):
+    with pytest.raises(SystemExit, match=r"(?s)^the kit is too large to carry:\n.*transformers"):
         prepare.make(tmp_path, python="3.12", cuda="130")
 
 

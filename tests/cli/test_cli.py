@@ -78,7 +78,7 @@ def test_tables_say_with_which_versions_they_were_measured(monkeypatch, capsys):
     assert "here:" not in capsys.readouterr().out, "one of the versions"
     monkeypatch.setattr("trl_packfa.cli.models.installed_version", {**table.measured_with(), "peft": "0.0"}.get)
     main(["models", "--adapters"])
-    assert "; here: peft 0.0, code that differs is checked on your model" in capsys.readouterr().out
+    assert "; here: peft 0.0; where the code differs, your model is checked" in capsys.readouterr().out
 
 
 def test_recipes_are_copied_and_never_overwritten(tmp_path, capsys):
@@ -88,7 +88,7 @@ def test_recipes_are_copied_and_never_overwritten(tmp_path, capsys):
     original = copy.read_text()
     copy.write_text("mine")
     assert main(["recipes", "cp", "qlora_llama3.yaml", str(tmp_path / "new")]) == 1
-    assert "is there already" in capsys.readouterr().err and copy.read_text() == "mine"
+    assert "already exists" in capsys.readouterr().err and copy.read_text() == "mine"
     assert original.startswith("# QLoRA of Llama 3.x")
     assert main(["recipes", "cp", "launch/ddp_8gpu.yaml", str(tmp_path)]) == 0
     assert "accelerate launch --config_file" in capsys.readouterr().out

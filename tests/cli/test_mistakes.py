@@ -55,7 +55,7 @@ GRPO = ["--trainer", "grpo", "--num_generations", "2", "--per_device_train_batch
 @pytest.mark.parametrize(
     ("data", "more", "said"),
     [
-        ("chat", [], r"holds conversations, and the tokenizer has no chat template(.|\n)*chat_template_path"),
+        ("chat", [], r"holds conversations, but the tokenizer has no chat template(.|\n)*chat_template_path"),
         ("chat_pairs", ["--trainer", "dpo"], r"no chat template(.|\n)*Set tokenizer.chat_template"),
         ("chat", ["--chat_template_path", "none.jinja"], r"chat_template_path=none.jinja: there is no such file"),
         ("empty_chat", [], r"has no message in 'messages'"),
@@ -65,7 +65,7 @@ GRPO = ["--trainer", "grpo", "--num_generations", "2", "--per_device_train_batch
         ("answers", ["--trainer", "reward"], r"wanted: 'chosen' and 'rejected'\nSFT trains on"),
         ("answers", ["--trainer", "kto"], r"wanted: 'prompt' and 'completion' and 'label', or 'chosen' and"),
         ("text", ["--trainer", "dpo"], r"columns \['text'\], of which PackedDPOTrainer cannot train"),
-        ("pairs", [], r"Pairs train with --trainer dpo or reward"),
+        ("pairs", [], r"To train on pairs, use --trainer dpo or reward"),
         ("text", ["--per_device_train_batch_size", "0"], r"per_device_train_batch_size=0: it must be 1 or more"),
         ("text", ["--per_device_eval_batch_size", "-1"], r"per_device_eval_batch_size=-1: it must be 1 or more"),
         ("text", ["--gradient_accumulation_steps", "0"], r"gradient_accumulation_steps=0: it must be 1 or more"),
@@ -79,7 +79,7 @@ GRPO = ["--trainer", "grpo", "--num_generations", "2", "--per_device_train_batch
             r"\['query', 'key'\] matches no layer(.|\n)*down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
         ),
         ("pairs", ["--trainer", "dpo", "--lora_target_modules", "query"], r"matches no layer(.|\n)*q_proj"),
-        ("text", ["--push_to_hub", "true"], r"push_to_hub=True, and the Hub takes nothing(.|\n)*`hf auth login`"),
+        ("text", ["--push_to_hub", "true"], r"push_to_hub=True, but nothing can be pushed(.|\n)*`hf auth login`"),
         ("text", ["--eos_token", "<nope>"], r"ValueError of trl: .*`eos_token` \('<nope>'\)(.|\n)*--debug"),
         ("text", ["--deepspeed", "none.json"], r"deepspeed>=0.9.3"),
         ("text", ["--config", "broken.yaml"], r"broken.yaml is no YAML: (.|\n)*line 2"),
@@ -88,7 +88,7 @@ GRPO = ["--trainer", "grpo", "--num_generations", "2", "--per_device_train_batch
         ("alpaca", ["--columns", "prompt={insruction}", "completion={output}"], r"no column 'insruction'"),
         ("alpaca", ["--columns", "prompt={", "completion={output}"], r"Write a brace that is text twice"),
         ("alpaca", ["--columns", "prompt"], r"a template is NAME=TEMPLATE"),
-        ("text", ["--test_split_size", "0.2"], r"holds documents out, eval_strategy='no' never evaluates them"),
+        ("text", ["--test_split_size", "0.2"], r"holds documents out, but eval_strategy='no' never evaluates them"),
         ("text", ["--test_split_size", "99", "--eval_strategy", "epoch"], r"test_split_size=99.0 cannot split 24 doc"),
         (
             "text",
@@ -120,7 +120,7 @@ def test_a_mistake_is_one_message(data, more, said, folder, monkeypatch, capsys)
 def test_a_folder_without_tokenizer_or_processor(model, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     assert train("text", model=model) == 1
-    said = rf"cannot load a tokenizer or processor from '{model}'(.|\n)*copy the files of one into the folder"
+    said = rf"cannot load a tokenizer or processor from '{model}'(.|\n)*copy the missing files into the folder"
     assert re.search(said, capsys.readouterr().err)
 
 
@@ -130,7 +130,7 @@ def test_a_folder_without_tokenizer_or_processor(model, folder, monkeypatch, cap
         (["--model_name_or_path", "../basee"], r"there is no such folder\n"),
         (["--model_name_or_path", "./bas"], r"there is no such folder; did you mean base\?"),
         (["--model_name_or_path", "a/b/c"], r"there is no such folder\n"),
-        (["--model_name_or_path", "owner/name"], r"no folder here, and as a name: "),
+        (["--model_name_or_path", "owner/name"], r"there is no such folder, and as a name on the Hub: "),
         (["--dataset_name", "./texts.jsonl"], r"there is no such file; did you mean text.jsonl\?"),
         (["--dataset_name", "/none/data"], r"there is no such folder\n"),
     ],
@@ -202,7 +202,7 @@ def test_interrupted_it_says_how_to_go_on_and_begun_again_what_is_there(folder, 
     assert "resuming from checkpoint-2" in said and "starts from zero" not in said
     assert train("text", *out) == 0
     said = capsys.readouterr().out
-    assert re.match(r".* has checkpoints of an earlier run, the last checkpoint-4: this run starts from zero", said)
+    assert re.match(r".* has checkpoints of an earlier run, the last is checkpoint-4. This run starts from zero", said)
 
 
 def test_a_share_of_one_file_is_evaluated(folder, tmp_path, monkeypatch, capsys):

@@ -150,7 +150,7 @@ def proofs(monkeypatch):
 @pytest.mark.parametrize("options", [{}, *in_full({"bf16": True}, {"gradient_checkpointing": True})])
 def test_a_trainer_takes_the_proof_that_patch_had_to_make(options, tmp_path, proofs, caplog):
     trainer = packed_trainer(arguments(out=tmp_path, **options))
-    assert "was never measured under packing: checking this model" in caplog.text
+    assert "has not been measured under packing: checking this model" in caplog.text
     trainer.train()
     assert proofs == ["patch"] and trainer.exactness.is_exact and trainer.exactness.first_batch is not None
 

@@ -45,10 +45,10 @@ def test_positions_that_begin_anew_are_found(monkeypatch):
     model = shared(tiny.model(layers=2))
     monkeypatch.setattr(BranchedLayout, "position_ids", lambda self: self.pieces.position_ids())
     assert check_unpadding(model).sharing.verdict == "differs"
-    with pytest.raises(ContaminationError, match="rows that share what they begin with are not exact on this model"):
+    with pytest.raises(ContaminationError, match="rows that share a prefix are not exact on this model"):
         check_unpadding(model).require_exact()
     packing = check(model)
-    assert packing.verdict == "differs" and "rows that share what they begin with: differs" in packing._reasons()[0]
+    assert packing.verdict == "differs" and "rows that share a prefix: differs" in packing._reasons()[0]
 
 
 def test_gradients_that_are_not_added_are_found(monkeypatch):

@@ -79,7 +79,7 @@ def test_axolotl():
     assert made["input_ids"].shape == (1, 128) and "attention_mask" not in made and "cu_seq_lens_q" in made
     assert_packs(model, collator(tokenizer, **options)([rows]))
     assert PackfaPlugin().get_collator_cls_and_kwargs({"eval_sample_packing": False}, is_eval=True) is None
-    with pytest.raises(InvalidConfig, match="nothing to keep apart"):
+    with pytest.raises(InvalidConfig, match="needs sample_packing"):
         PackfaPlugin().register({"attn_implementation": "sdpa"})
     with pytest.raises(InvalidConfig, match="flash_attention_2"):
         PackfaPlugin().register({**config, "attn_implementation": "flash_attention_2"})
@@ -124,7 +124,7 @@ def test_ms_swift(monkeypatch):
     callback.on_train_begin(None, None, None, model=trainer.model)
     assert_packs(trainer.model, trainer.template.data_collator(examples()))
     trainer.template = SwiftsTemplate(support_padding_free=False)
-    with pytest.raises(InvalidConfig, match="SwiftsTemplate supports no padding-free rows"):
+    with pytest.raises(InvalidConfig, match="SwiftsTemplate does not support padding-free rows"):
         callback.on_train_begin(None, None, None, model=trainer.model)
     with pytest.raises(VersionTooOld, match="needs ms-swift 4 or newer"):
         load_by_path(monkeypatch, None)
@@ -225,7 +225,7 @@ def test_models_that_no_hook_may_train(tmp_path):
     flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     with pytest.raises(UnsupportedModel, match="does not serve model type 'mamba'"):
         train(tmp_path, small_model("mamba"), flatten, callbacks=[PackfaCallback()])
-    with pytest.raises(InvalidConfig, match="the model is patched"):
+    with pytest.raises(InvalidConfig, match="the model is already patched"):
         train(tmp_path, trl_packfa.patch(small_model("llama")), flatten, callbacks=[PackfaCallback()])
     model = small_model("llama", num_hidden_layers=1)
     with torch.no_grad():

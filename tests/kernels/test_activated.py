@@ -224,7 +224,7 @@ def test_what_cannot_be_told_apart_is_refused():
     own = tiny.model(layers=1)
     # `own.add_adapter` of transformers 5.24 asks for PEFT 0.22, which is not released.
     inject_adapter_in_model(config(), own, adapter_name="own")
-    with pytest.raises(UnsupportedModel, match=r"(?s)'own' on a model without a PeftModel.*get_peft_model"):
+    with pytest.raises(UnsupportedModel, match=r"(?s)'own' is on a model without a PeftModel.*get_peft_model"):
         patch(own)
 
 

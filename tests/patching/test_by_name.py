@@ -246,13 +246,13 @@ def test_an_adapter_packs():
 
 
 UNSERVED = {
-    "mamba": "more than attention that mixes tokens",
-    "jamba": "more than attention that mixes tokens",
-    "bert": "positions that it counts",
+    "mamba": "not only attention mixes its tokens",
+    "jamba": "not only attention mixes its tokens",
+    "bert": "counts positions itself",
     "bloom": "does not go through",
     "llama4_text": "one by one",
-    "stablelm": "does not hand cu_seq_lens_q on",
-    "persimmon": "does not hand position_ids on",
+    "stablelm": "does not pass cu_seq_lens_q on",
+    "persimmon": "does not pass position_ids on",
     "xglm": "does not go through",
 }
 

@@ -30,10 +30,10 @@ TYPES = (
     "gpt_oss", "mixtral", "olmo2", "gptj", "cohere",
 )  # fmt: skip
 ALONE = {
-    "mamba2": "document by document runs Mamba2Mixer",
-    "qwen3_next": "document by document runs Qwen3NextGatedDeltaNet",
+    "mamba2": "documents run one by one in Mamba2Mixer",
+    "qwen3_next": "documents run one by one in Qwen3NextGatedDeltaNet",
     "roformer": "the backbone runs document by document",
-    "phi3-longrope": "the rotary embedding's frequencies follow the length of a document",
+    "phi3-longrope": "the rotary embedding's frequencies depend on the length of a document",
 }
 SHARED = 2 * 20 + 17
 
@@ -67,14 +67,14 @@ def compare(model, batch, **options):
 def test_rows_are_what_they_were(name, side):
     made = model(name)
     assert compare(made, padded(documents(), side)).shared == SHARED
-    assert "rows that begin alike: their prefix once, exact: prefixes once against in each row" in describe(made)
+    assert "shared prefixes: computed once, exact: prefixes once against in each row" in describe(made)
 
 
 @pytest.mark.parametrize("name", ALONE)
 def test_where_more_than_attention_mixes_tokens_each_row_runs_by_itself(name, caplog):
     made = model(name)
     assert compare(made, padded(documents())).shared == 0
-    assert f"rows that begin alike: each by itself, {ALONE[name]}" in describe(made)
+    assert f"shared prefixes: not used, rows are computed separately: {ALONE[name]}" in describe(made)
     told = [record.message for record in caplog.records if "share no prefixes" in record.message]
     assert len(told) == 1 and ALONE[name] in told[0]
 
@@ -82,7 +82,7 @@ def test_where_more_than_attention_mixes_tokens_each_row_runs_by_itself(name, ca
 def test_learned_positions_go_on_from_the_prefix():
     assert compare(small_model("gpt2"), padded(documents())).shared == SHARED
     made = patch(small_model("bart"), unpad=True, share_prefixes=True)
-    assert "each by itself, document by document runs BartLearnedPositionalEmbedding" in describe(made)
+    assert "computed separately: documents run one by one in BartLearnedPositionalEmbedding" in describe(made)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -219,11 +219,11 @@ def test_noise_on_embeddings_is_each_rows_own():
 
 
 def test_activated_lora_and_missing_unpad_are_refused():
-    with pytest.raises(InvalidConfig, match="share_prefixes=True without unpad=True"):
+    with pytest.raises(InvalidConfig, match="share_prefixes=True needs unpad=True"):
         patch(tiny.model(), share_prefixes=True)
     config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[7, 8])
     made = patch(get_peft_model(tiny.model(), config), unpad=True, share_prefixes=True)
-    assert "each by itself, activated LoRA begins at the last invocation of a document" in describe(made)
+    assert "computed separately: activated LoRA begins at the last invocation of a document" in describe(made)
 
 
 def test_the_patch_is_copied_pickled_undone_and_idempotent():

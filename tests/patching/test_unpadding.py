@@ -255,7 +255,7 @@ def test_prompt_learning_is_refused(kind):
 
 
 def test_a_backbone_that_is_handed_no_mask_is_refused():
-    with pytest.raises(UnsupportedModel, match="RwkvForCausalLM hands its backbone no attention_mask"):
+    with pytest.raises(UnsupportedModel, match="RwkvForCausalLM passes its backbone no attention_mask"):
         patch(small_model("rwkv"), unpad=True)
 
 
@@ -264,6 +264,6 @@ def test_training_calls_that_ask_for_a_cache_are_told(caplog):
     for _ in range(2):
         model(**padded(tiny.documents()), use_cache=True)
     assert [r.message for r in caplog.records if "ask for a cache" in r.message] == [
-        "trl-packfa: padded calls of LlamaModel ask for a cache (use_cache=True): they run with their pads. "
+        "trl-packfa: padded calls of LlamaModel ask for a cache (use_cache=True), so they run with their pads. "
         "Set use_cache=False to train without them."
     ]

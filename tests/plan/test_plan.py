@@ -254,7 +254,7 @@ def test_advice_names_what_is_lost_and_what_waits(tmp_path):
     text = "\n".join(made(tmp_path, lengths, max_length=None).advice)
     assert "The longest document (3,000 tokens)" in text and "max_tokens_per_microbatch=" in text
     text = "\n".join(made(tmp_path, packing_strategy="minibatch", ranks=(8,)).advice)
-    assert "On 8 ranks" in text and "deals the examples of a step anew" in text
+    assert "On 8 ranks" in text and "spreads the examples of each step" in text
     assert "The whole run is max_steps=3 optimizer steps" in "\n".join(made(tmp_path, max_steps=3).advice)
     assert "documents are cut into several" in "\n".join(made(tmp_path, packing_strategy="wrapped").advice)
 

@@ -73,9 +73,9 @@ def test_copies_there_and_back_and_their_gradients(by_number, monkeypatch):
 
 
 def test_what_is_no_layout_is_refused():
-    with pytest.raises(InvalidLayout, match=r"piece 2 goes on from pieces \[0\] in one document and from \[1\]"):
+    with pytest.raises(InvalidLayout, match=r"piece 2 follows pieces \[0\] in one document and \[1\] in another"):
         BranchedLayout.from_lengths([3, 2, 1], documents=[(0, 2), (1, 2)])
-    with pytest.raises(InvalidLayout, match=r"documents of the pieces \[0, 1\], the row has 3"):
+    with pytest.raises(InvalidLayout, match=r"the documents use pieces \[0, 1\], but the row has 3 pieces"):
         BranchedLayout.from_lengths([3, 2, 1], documents=[(0, 1)])
     with pytest.raises(InvalidLayout, match="must all be positive"):
         BranchedLayout.from_lengths([3, 0], documents=[(0, 1)])

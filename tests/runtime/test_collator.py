@@ -46,7 +46,7 @@ def test_losses_of_a_stream_are_summed():
     ("examples", "message"),
     [
         ([{"input_ids": [1, 2], "labels": [1]}, {"input_ids": [1], "labels": [1, 2]}], "2 input_ids and 1 labels"),
-        ([{"input_ids": [1, 2, 3], "seq_lengths": [2, 2]}], r"3 input_ids, its seq_lengths \[2, 2\] sum up to 4"),
+        ([{"input_ids": [1, 2, 3], "seq_lengths": [2, 2]}], r"3 input_ids, but its seq_lengths \[2, 2\] sum up to 4"),
         ([{"input_ids": [1, 2]}, {"input_ids": []}], "lengths must all be positive"),
     ],
 )

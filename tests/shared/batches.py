@@ -1,4 +1,4 @@
-"""Random batches, sane and hostile, and what each must mean; written without importing trl_packfa.
+"""Random valid and contradictory batches, and the meaning that each must have, without an import of trl_packfa.
 
 Shape letters: B rows, L row length.
 """
@@ -23,7 +23,7 @@ INTEGERS = (torch.int64, torch.int64, torch.int64, torch.int32, torch.int16, tor
 
 
 def lengths_of_row(rng, total=None):
-    """Document lengths: a few, one huge, or very many tiny ones; of one row that is `total` tokens long."""
+    """Draw the document lengths of a row of `total` tokens: a few, one huge, or very many tiny documents."""
     if total is None:
         kind = rng.random()
         if kind < 0.02:
@@ -38,7 +38,7 @@ def lengths_of_row(rng, total=None):
 
 
 def positions_of(rng, lengths, style):
-    """The positions of one row's documents in a style."""
+    """Return the positions of one row's documents in the given style."""
     rows = []
     for length in lengths:
         start = {"offset": 2, "left-truncated": rng.randint(0, 4)}.get(style, 0)
@@ -66,7 +66,7 @@ STYLES = ("natural",) * 16 + (
 
 
 def mask_of(rng, rows, length):
-    """No mask mostly; all ones, trailing zeros, leading zeros, holes, another shape."""
+    """Draw a mask: mostly none, else all ones, trailing zeros, leading zeros, holes, or another shape."""
     kind = rng.choice(("none",) * 12 + ("ones", "ones", "trailing", "leading", "holes", "short"))
     if kind == "none":
         return None
@@ -85,7 +85,7 @@ def mask_of(rng, rows, length):
 
 
 def disturb(rng, call):
-    """One contradiction, or none, in the keys of FlashAttention."""
+    """Put one contradiction, or none, into the keys of FlashAttention."""
     kind = rng.choice(
         ("none",) * 20 + ("shift", "total", "backwards", "k", "maximum", "dtype", "seq_idx", "tail", "list")
     )
@@ -117,7 +117,7 @@ def disturb(rng, call):
 
 
 def batch(rng, vocabulary):
-    """Arguments of one call; `lengths` in the place of a packed layout, which the test builds."""
+    """Draw the arguments of one call; `lengths` stands for a packed layout, which the test builds."""
     first = lengths_of_row(rng)
     rows = [first, *(lengths_of_row(rng, sum(first)) for _ in range(rng.choice((0, 0, 0, 1, 2))))]
     length = sum(first)
@@ -162,7 +162,7 @@ def batch(rng, vocabulary):
 
 
 def meaning(call, *, ignores_position_ids, most=None):
-    """The documents `(row, start, end, first position)` of a call, or `REFUSED`, or `UNPACKED`."""
+    """Return the documents `(row, start, end, first position)` of a call, or `REFUSED`, or `UNPACKED`."""
     rows, length = call["input_ids"].shape
     positions, mask = call.get("position_ids"), call.get("attention_mask")
     ones = mask is not None and bool((mask != 0).all())
@@ -189,7 +189,7 @@ def meaning(call, *, ignores_position_ids, most=None):
 
 
 def offsets_of(call):
-    """`cu_seq_lens_q` as a list, `None` without them, `REFUSED` if they are no offsets or unlike those of the keys."""
+    """Return `cu_seq_lens_q` as a list, `None` without it, `REFUSED` if invalid or unlike `cu_seq_lens_k`."""
     query = call.get("cu_seq_lens_q")
     if query is None:
         return None
@@ -203,7 +203,7 @@ def offsets_of(call):
 
 
 def found_starts(positions, rows, length, mask, ones):
-    """Columns where each row's documents start, told by positions alone."""
+    """Return the columns where each row's documents start, from positions alone."""
     if positions is None:
         return UNPACKED
     starts = [[c for c in range(length) if c == 0 or row[c] != row[c - 1] + 1] for row in positions]
@@ -222,7 +222,7 @@ def found_starts(positions, rows, length, mask, ones):
 
 
 def agreed(call, lengths, positions, mask, ones, ignores_position_ids, most):
-    """The documents, if nothing else that the call says contradicts them."""
+    """Return the documents if no other argument of the call contradicts them."""
     rows, length = call["input_ids"].shape
     if sum(lengths) != rows * length or (mask is not None and not (ones and mask.shape == (rows, length))):
         return REFUSED
@@ -250,10 +250,10 @@ def agreed(call, lengths, positions, mask, ones, ignores_position_ids, most):
 
 
 def changes(seq_idx):
-    """Whether numbers of documents tell any boundary."""
+    """Tell whether document numbers contain any boundary."""
     return bool((seq_idx != seq_idx[:, :1]).any())
 
 
 def seeds(count, *, seed=0):
-    """Generators of independent batches, by number."""
+    """Return seeded random generators of independent batches, by number."""
     return ((i, random.Random(f"{seed}-{i}")) for i in range(count))

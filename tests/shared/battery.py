@@ -1,5 +1,7 @@
-"""What `tests/test_gpu.py` does, on any device: on a CPU the same functions run with the backends that a CPU has, so
-that no line of them is first executed on a GPU."""
+"""Functions of `tests/test_gpu.py` for any device.
+
+On a CPU they run with the CPU's backends, so that no line is first executed on a GPU.
+"""
 
 from contextlib import contextmanager
 
@@ -46,7 +48,7 @@ BATCHES = ((13, 1, 29), (40,), (2, 30, 3, 3, 18, 5), (60, 5), (1, 1, 70))
 
 
 def require_device(device, backend, dtype=torch.bfloat16):
-    """Skip where there is no such device, with the backend's own reasons."""
+    """Skip the test if the device does not exist, with the backend's own reasons."""
     if device == "cuda" and not torch.cuda.is_available():
         first_there = "varlen" if backend == "auto" else backend
         reasons = get_backend(first_there).refusals(AttentionRequest(torch.device("cpu"), dtype, 16, 4, 2))
@@ -54,7 +56,7 @@ def require_device(device, backend, dtype=torch.bfloat16):
 
 
 class KernelCase:
-    """One of `KERNEL_CASES` on a device: its tensors, and three ways to compute it."""
+    """A case of `KERNEL_CASES` on a device: its tensors, and three ways to compute it."""
 
     def __init__(self, name, device, dtype):
         self.lengths, heads, kv_heads, dim, self.value_dim, options = KERNEL_CASES[name]
@@ -66,13 +68,13 @@ class KernelCase:
         self.upstream = torch.randn(self.layout.num_tokens, heads, self.value_dim, device=device, dtype=torch.float64)
 
     def tensors(self, seed=0):
-        """Query, key, value and, if there are any, sinks."""
+        """Return query, key, value and, if there are any, sinks."""
         generator = torch.Generator().manual_seed(seed)
         drawn = (torch.randn(shape, generator=generator) for shape in self.shapes)
         return [x.to(self.device, self.dtype).requires_grad_() for x in drawn]
 
     def backend(self, name):
-        """The backend, or a skip with its reasons."""
+        """Return the backend; skip with its reasons if it cannot run."""
         tensors = self.tensors()
         request = AttentionRequest.of(*tensors[:3], self.arguments(tensors))._replace(named=True)
         if reasons := get_backend(name).refusals(request):
@@ -80,19 +82,19 @@ class KernelCase:
         return get_backend(name)
 
     def run(self, backend, tensors):
-        """The output and the gradient of every tensor."""
+        """Return the output and the gradient of every tensor."""
         out = backend(*tensors[:3], self.layout, self.arguments(tensors))
         return [out, *torch.autograd.grad(out, tensors, self.upstream.to(out.dtype))]
 
     def run_exactly(self, tensors):
-        """The same in float64, by the formula."""
+        """Return the output and the gradients in float64, by the formula."""
         exact = [x.detach().double().requires_grad_() for x in tensors]
         options = {**self.options, "sinks": exact[3] if "sinks" in self.options else None}
         out = oracle.attention_of_documents(*exact[:3], self.lengths, **options)
         return [out, *torch.autograd.grad(out, exact, self.upstream)]
 
     def replace_longest(self, tensors):
-        """Other tensors for the longest document, and which tokens are not its own."""
+        """Return tensors with other values in the longest document, and a mask of the other documents' tokens."""
         which = max(range(len(self.lengths)), key=lambda i: self.lengths[i])
         start = sum(self.lengths[:which])
         span = slice(start, start + self.lengths[which])
@@ -110,7 +112,7 @@ class KernelCase:
 def patched_model(
     architecture, device, dtype, backend, *, lora=False, nf4=False, fused=True, kernels=True, autocast=False, **config
 ):
-    """A patched model on the device that has run once, or a skip with the backend's reasons."""
+    """Return a patched model on the device that has run once; skip with the backend's reasons if it cannot."""
     require_device(device, backend, torch.bfloat16 if autocast else dtype)
     model = tiny.model(architecture, **config).to(device, dtype)
     if nf4:
@@ -130,13 +132,13 @@ def patched_model(
 
 
 def batch_on(device, lengths, *, seed=0):
-    """A packed batch of documents of these lengths; its boundaries are new to every kernel."""
+    """Return a packed batch of documents of these lengths; no kernel has seen its boundaries before."""
     batch = tiny.batch(tiny.documents(lengths, seed=seed))
     return {name: value.to(device) if hasattr(value, "to") else value for name, value in batch.items()}
 
 
 def padded_documents(batch):
-    """A packed batch's documents as a padded one, on the host: what TRL's own trainer would be handed."""
+    """Return the documents of a packed batch as a padded batch on the host, as TRL's own trainer gets it."""
     lengths = [*batch["packed_layout"].lengths]
     if batch["packed_layout"].padding:
         lengths.pop()
@@ -148,7 +150,7 @@ def padded_documents(batch):
 
 
 def logits_and_gradients(model, batch):
-    """Of one packed batch, as float32."""
+    """Return logits and gradients of one packed batch, in float32."""
     model.zero_grad()
     logits = model(**batch).logits.float()
     logits.square().mean().backward()
@@ -156,7 +158,7 @@ def logits_and_gradients(model, batch):
 
 
 def quantize(model, dtype):
-    """Every linear layer but the head to NF4 in place: what loading with BitsAndBytesConfig makes, without a file."""
+    """Quantize every linear layer but the head to NF4 in place, as BitsAndBytesConfig does when a file is loaded."""
     bnb = pytest.importorskip("bitsandbytes")
     for parent in list(model.modules()):
         for name, linear in list(parent.named_children()):
@@ -172,7 +174,7 @@ def quantize(model, dtype):
 
 
 def graphs_after_each_batch(model, device):
-    """How many graphs there are when each of the batches has run compiled, forward and backward."""
+    """Count the compiled graphs after each of the batches has run forward and backward."""
     compile_anew()
     compiled, seen = torch.compile(model, backend="inductor" if device == "cuda" else "aot_eager"), []
     for seed, lengths in enumerate(BATCHES):
@@ -183,7 +185,7 @@ def graphs_after_each_batch(model, device):
 
 @contextmanager
 def no_waits(device):
-    """On a GPU, whatever makes the host wait for the device raises."""
+    """Raise, on a GPU, if an operation makes the host wait for the device."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")

@@ -1,10 +1,10 @@
-"""How much Python does, counted instead of timed."""
+"""Count of the function calls of Python code, which is more stable than its time."""
 
 import sys
 
 
 def calls_of(work):
-    """What `work()` returns, and how many functions it calls, of Python and of C."""
+    """Return the result of `work()` and the number of Python and C functions that it calls."""
     count = 0
 
     def note(frame, event, argument):

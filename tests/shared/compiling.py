@@ -1,10 +1,10 @@
-"""Compiling from nothing: what the tests that count graphs share. `trl_packfa.bench.tracing` counts them."""
+"""Shared function of the tests that count compiled graphs with `trl_packfa.bench.tracing`."""
 
 import torch
 from torch._dynamo.utils import counters
 
 
 def compile_anew():
-    """No graph is kept, and none counted."""
+    """Drop all compiled graphs and reset their count."""
     torch._dynamo.reset()
     counters.clear()

@@ -1,4 +1,4 @@
-"""Small steps whose operations are counted; `PYTHONPATH=tools python tests/shared/counted.py` writes counts.json."""
+"""Count the operations of small steps; `PYTHONPATH=tools python tests/shared/counted.py` writes counts.json."""
 
 import json
 import tempfile
@@ -21,7 +21,7 @@ BACKENDS = ("sdpa", "reference")
 
 
 class _OneStep(TrainerCallback):
-    """Counts the second optimizer step, from the log of the first to its own."""
+    """Callback that counts the second optimizer step, from the log of the first step to its own log."""
 
     def __init__(self):
         self.counter = OperationCounter()
@@ -34,7 +34,7 @@ class _OneStep(TrainerCallback):
 
 
 def count_step(**options):
-    """One optimizer step of a tiny LoRA Llama; without `packing_strategy`, TRL's own, with a dense mask."""
+    """Count one optimizer step of a tiny LoRA Llama; without `packing_strategy` it is TRL's own, with a dense mask."""
     with tempfile.TemporaryDirectory() as out:
         common = {"out": out, "max_steps": 2, "gradient_accumulation_steps": 2, **options}
         cls, arguments = (
@@ -53,7 +53,7 @@ def count_step(**options):
 
 
 def count_attention(side):
-    """One attention over a packed row, forward and backward."""
+    """Count one attention over a packed row, forward and backward."""
     layout = PackedLayout.from_lengths(LENGTHS)
     torch.manual_seed(0)
     tensors = [torch.randn(layout.num_tokens, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
@@ -65,13 +65,13 @@ def count_attention(side):
 
 
 def measure():
-    """Every case by name."""
+    """Count every case and return the counts by name."""
     steps = {f"step/{name}": count_step(**options(name)) for name in STRATEGIES}
     return {**steps, **{f"attention/{name}": count_attention(name) for name in BACKENDS}}
 
 
 def options(strategy):
-    """The arguments of a packed step."""
+    """Return the arguments of a packed step."""
     rows = {"max_length": 128, "per_device_train_batch_size": 1} if strategy == "bfd" else {}
     return {"packing_strategy": strategy, **rows}
 

@@ -1,5 +1,6 @@
-"""Run by `test_distributed_preference.py` under torchrun: preference trainers one after the other in one process
-group, each rank's logs of each as JSON on one line.
+"""Script of `test_distributed_preference.py` under torchrun.
+
+It runs preference trainers one after the other in one process group, and prints each rank's logs as one line of JSON.
 
     distributed_preference.py FOLDER SCENARIOS
 
@@ -17,7 +18,10 @@ from trl_trainers import build, build_packed, train
 
 
 def run(folder, *, kind, packed, **options):
-    """Logs of a run, TRL's own or packed, the same examples in its steps under any number of processes."""
+    """Train, with TRL's own trainer or packed, and return the logs.
+
+    Each step holds the same examples under any number of processes.
+    """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         AcceleratorState._reset_state(reset_partial_state=True)

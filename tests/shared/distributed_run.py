@@ -1,5 +1,6 @@
-"""Run by `test_distributed.py` under torchrun or accelerate: packed runs one after the other in one process group,
-what came of each as JSON on one line.
+"""Script of `test_distributed.py` under torchrun or accelerate.
+
+It does packed runs one after the other in one process group, and prints each result as one line of JSON.
 
     distributed_run.py FOLDER SCENARIOS [RANK]
 
@@ -40,14 +41,14 @@ def model():
 
 
 def mamba():
-    """A model whose mixers run document by document."""
+    """Build a model with mixers that run document by document."""
     torch.manual_seed(0)
     sizes = {"vocab_size": tiny.VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **sizes))
 
 
 def quantized(base, storage):
-    """The saved model in NF4, its codes kept in tensors of this dtype."""
+    """Load the saved model in NF4, with its codes in tensors of this dtype."""
     config = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="float32", bnb_4bit_quant_storage=storage
     )
@@ -78,7 +79,7 @@ def trainer_of(
     folder, *, strategy="step", lora=True, fsdp=None, zero3=False, patch_first=False, build=model, base=None,
     padded=False, documents=48, **options
 ):  # fmt: skip
-    """A trainer whose steps hold the same examples under any number of processes; `padded`, TRL's own."""
+    """Build a trainer with the same examples in each step under any number of processes; `padded`: TRL's own."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:  # another engine this time; the process group stays
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -111,8 +112,11 @@ def trainer_of(
 
 
 def take_fsdp_on_a_cpu():
-    """accelerate 1.15 shards on accelerators only and runs FSDP on a CPU as DDP, without a word; torch's `fully_shard`
-    itself runs on a CPU. This enters accelerate's FSDP branch; what follows is accelerate's own code."""
+    """Make accelerate run FSDP on a CPU.
+
+    accelerate 1.15 shards on accelerators only and silently runs FSDP on a CPU as DDP, although torch's `fully_shard`
+    works there. This function enters accelerate's FSDP branch; the rest is accelerate's own code.
+    """
     construct = AcceleratorState.__init__
 
     def enter(self, *args, fsdp_plugin=None, **kwargs):
@@ -125,8 +129,11 @@ def take_fsdp_on_a_cpu():
 
 
 def take_deepspeed_on_a_cpu():
-    """accelerate 1.15 knows no process group for DeepSpeed on a CPU and starts it as one process; DeepSpeed itself has
-    a CPU accelerator. This tells accelerate of gloo; what follows is accelerate's and DeepSpeed's own code."""
+    """Make accelerate run DeepSpeed on a CPU.
+
+    accelerate 1.15 has no process group for DeepSpeed on a CPU and starts it as one process, although DeepSpeed has a
+    CPU accelerator. This function selects gloo; the rest is accelerate's and DeepSpeed's own code.
+    """
     prepare = PartialState._prepare_backend
 
     def enter(self, *args, **kwargs):
@@ -139,8 +146,11 @@ def take_deepspeed_on_a_cpu():
 def run(
     folder, *, resume=None, leak=None, wrap=None, callbacks=(), evaluate=False, nf4=None, builds="model", **scenario
 ):
-    """Train and save; losses, counts, engine, graphs. With `leak`, the rank whose attention leaks: what each rank
-    raised. With `wrap`, an engine: what each rank finds on a model that is patched after it was wrapped."""
+    """Train and save, and return losses, counts, engine and graphs.
+
+    With `leak`, the rank with leaking attention, return the error of each rank. With `wrap`, an engine, return the
+    verdict of each rank on a model that is patched after wrapping.
+    """
     if wrap is not None:
         return check_wrapped(wrap)
     build = partial(quantized, *nf4) if nf4 else BUILDERS[builds]
@@ -169,7 +179,7 @@ def run(
 
 
 def count_trained(trainer):
-    """The true tokens of this rank's packed micro-batches, as they come."""
+    """Record the true tokens of this rank's packed micro-batches."""
     found, compute_loss = [], trainer.compute_loss
 
     def counting(model, inputs, *args, **kwargs):
@@ -183,7 +193,7 @@ def count_trained(trainer):
 
 
 def errors_of_all(trainer, rank, kind="forward"):
-    """What each rank raises if on one of them a document sees its neighbours, or packed gradients are too small."""
+    """Return the error of each rank if documents leak or packed gradients are too small on one rank."""
     if trainer.accelerator.process_index == rank:
         attention = next(m for name, m in trainer.model.named_modules() if name.endswith("layers.1.self_attn"))
         override = vars(attention)["forward"]
@@ -204,7 +214,7 @@ def errors_of_all(trainer, rank, kind="forward"):
 
 
 def check_wrapped(engine):
-    """The verdict of each rank on a model that is patched when it is wrapped already."""
+    """Return the verdict of each rank on a model that is patched after wrapping."""
     built = model()
     if engine == "FSDP2":
         mesh = init_device_mesh("cpu", (PartialState().num_processes,))

@@ -1,10 +1,11 @@
-"""Run by `test_kills.py`: ranks of small distributed runs are killed at seeded points, and resumed; what came of each
-point as JSON on the last line.
+"""Script of `test_kills.py`: kill ranks of small distributed runs at seeded points and resume the runs.
+
+The last line of the output has the result of each point as JSON.
 
     kill_run.py FOLDER POINTS [SEED]
 
-Ranks are forks of this process, which imports everything once and starts no thread. No launcher takes the survivors
-down: they have to notice.
+Ranks are forks of this process, which imports everything once and starts no thread. No launcher ends the surviving
+ranks: they must notice the death themselves.
 """
 
 import hashlib
@@ -43,7 +44,7 @@ PHASES = ("forward", "optimizer", "writing", "plan", "marking", "stopped")
 
 
 def draw(count, seed):
-    """So many points: which run, who, where, when."""
+    """Draw random points of a kill: the run, the rank, the place and the time."""
     generator, points = random.Random(seed), []
     for i in range(count):
         name, phase = list(RUNS)[i % len(RUNS)], PHASES[i * len(PHASES) // count]
@@ -59,8 +60,11 @@ def free_port():
 
 
 def launch(folder, work, *, world=WORLD, limit=TIME_OUT):
-    """Run `work(rank)` in forks of this process. Exit status of each (`None` if it was still there at the limit), text
-    of each, seconds from the first that failed or stopped to the end."""
+    """Run `work(rank)` in forks of this process.
+
+    Returns the exit status of each fork (`None` if it still ran at the limit), the text of each, and the seconds from
+    the first failure or stop to the end.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     port, started, struck, pids = free_port(), time.monotonic(), None, []
     for rank in range(world):
@@ -112,7 +116,7 @@ def _be_rank(rank, world, port, log, work):
 
 
 def arm(point):
-    """Make this rank die at the point."""
+    """Make this rank die at the given point."""
     phase, step = point["phase"], point["step"]
     at = {"step": 0}
     how = signal.SIGSTOP if phase == "stopped" else signal.SIGKILL
@@ -166,7 +170,7 @@ def _half_written(condition, die):
 
 
 def train(folder, options, *, point=None, resume=False):
-    """All steps, by every rank; rank 0 writes what came out."""
+    """Run all steps on every rank; rank 0 writes the result."""
 
     def work(rank):
         callbacks = arm(point) if point and rank in point["victims"] else []
@@ -185,7 +189,7 @@ def train(folder, options, *, point=None, resume=False):
 
 
 def outcome(folder, point, expected):
-    """Kill, look at what is left, resume, compare."""
+    """Kill a rank, check the remains, resume, and compare with the uninterrupted run."""
     options = RUNS[point["run"]]
     codes, texts, seconds = launch(folder, train(folder, options, point=point))
     left = last_whole_checkpoint(folder)

@@ -1,4 +1,4 @@
-"""What correct means, written without importing trl_packfa: float64, one document at a time.
+"""Reference implementation without an import of trl_packfa: float64, one document at a time.
 
 Shape letters: T packed tokens, N heads, K key/value heads, H head dim.
 """
@@ -9,7 +9,7 @@ import torch
 
 
 def attention(query, key, value, lengths, *, scaling, sliding_window=None, softcap=None, sinks=None):
-    """Causal attention inside each document, float64, by loops over queries: `(T, N, H)`."""
+    """Compute causal attention inside each document in float64 with loops over queries: `(T, N, H)`."""
     query, key, value = query.double(), key.double(), value.double()
     group = query.shape[1] // key.shape[1]
     outputs, start = [], 0
@@ -30,7 +30,7 @@ def attention(query, key, value, lengths, *, scaling, sliding_window=None, softc
 
 
 def attention_of_documents(query, key, value, lengths, *, scaling, sliding_window=None, softcap=None, sinks=None):
-    """The same by a matrix per document, for documents of thousands of tokens."""
+    """Compute causal attention in float64 with one matrix per document, for documents of thousands of tokens."""
     outputs = []
     group = query.shape[1] // key.shape[1]
     for q, k, v in zip(*(x.double().split(list(lengths)) for x in (query, key, value)), strict=True):
@@ -49,12 +49,12 @@ def attention_of_documents(query, key, value, lengths, *, scaling, sliding_windo
 
 
 def nll(logits, ids):
-    """Summed negative log-likelihood of one document, its first token not predicted."""
+    """Return the summed negative log-likelihood of one document, without its first token."""
     return torch.nn.functional.cross_entropy(logits[:-1].float(), ids[1:], reduction="sum")
 
 
 def alone(model, documents, *, dtype=torch.float64):
-    """Logits of each document and the gradients of their summed loss, from plain forwards of a copy of the model."""
+    """Return the logits of each document and the gradients of the summed loss, from plain forwards of a model copy."""
     model = copy.deepcopy(model).to(dtype)
     model.zero_grad()
     logits = []

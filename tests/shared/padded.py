@@ -6,7 +6,7 @@ SIDES = ("right", "left", "both")
 
 
 def padded(documents, side="right", *, extra=3, pad=0):
-    """`input_ids` and `attention_mask` `(B, L)`."""
+    """Return `input_ids` and `attention_mask`, both `(B, L)`."""
     width = max(map(len, documents)) + extra
     ids = torch.full((len(documents), width), pad)
     mask = torch.zeros_like(ids)
@@ -19,5 +19,5 @@ def padded(documents, side="right", *, extra=3, pad=0):
 
 
 def rows(tensor, mask):
-    """The true tokens of each row of `(B, L, ...)`."""
+    """Return the true tokens of each row of `(B, L, ...)`."""
     return [row[real.bool()] for row, real in zip(tensor, mask, strict=True)]

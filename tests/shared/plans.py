@@ -1,4 +1,4 @@
-"""Plans of lengths that tests make up."""
+"""Plans for made-up document lengths."""
 
 import numpy as np
 from training import arguments

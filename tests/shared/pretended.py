@@ -1,4 +1,4 @@
-"""CUDA kernels' stand-ins on a CPU: as strict about dtypes, shapes and lengths as those, computed by the reference."""
+"""CPU stand-ins for CUDA kernels: equally strict about dtypes, shapes and lengths, computed by the reference."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from trl_packfa.attention import AttentionArguments, flash, get_backend, varlen
 
 @torch.library.custom_op("trl_packfa_tests::require_longest", mutates_args=())
 def require_longest(query: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> torch.Tensor:
-    """The query, if `longest` is what the kernel would have to be told; looked at when a graph runs."""
+    """Return the query if `longest` is the right value for the kernel; the check runs when a graph runs."""
     if longest != int(cu_seqlens.diff().max()):
         raise RuntimeError(f"the longest document was said to have {longest} tokens: {cu_seqlens.tolist()}")
     return query.clone()
@@ -65,7 +65,7 @@ torch.library.register_autograd(_NAME, _differentiate, setup_context=_save)
 
 
 def pretend(monkeypatch, backend):
-    """Let this backend run on the CPU for the length of a test; returns the dtypes that its kernel was called with."""
+    """Let this backend run on the CPU during a test; return the list of dtypes that its kernel is called with."""
     dtypes = []
 
     def attend(q, k, v, cu_seqlens, cu_seqlens_k, longest, longest_k, scale, window):
@@ -102,5 +102,5 @@ def pretend(monkeypatch, backend):
 
 
 def on_any_device(monkeypatch, backend):
-    """Let a backend refuse no device; all else that it refuses it still does."""
+    """Make a backend accept every device; it keeps its other refusals."""
     monkeypatch.setattr(backend, "capabilities", replace(backend.capabilities, needs_cuda=False))

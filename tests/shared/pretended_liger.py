@@ -1,7 +1,7 @@
-"""Liger's kernels' stand-ins on a CPU: functions of the same arguments, as strict about dtypes, shapes and memory as
-liger-kernel 0.8.5's, which write over what those write over.
+"""CPU stand-ins for Liger's kernels, as strict about dtypes, shapes and memory as liger-kernel 0.8.5.
 
-Read off `liger_kernel/ops/{rms_norm,rope,swiglu}.py` of that version.
+They take the same arguments and overwrite the same memory. Source: `liger_kernel/ops/{rms_norm,rope,swiglu}.py` of
+that version.
 """
 
 from collections import Counter
@@ -63,7 +63,7 @@ class LigerRopeFunction(Function):
 
 
 def _rotated(x, cos, sin, *, sign):
-    """Over what `x` `(B, heads, L, H)` lies in, where that has no gaps in the order `(B, L, heads, H)`."""
+    """Rotate `x` `(B, heads, L, H)`, in its own memory if that is contiguous in the order `(B, L, heads, H)`."""
     laid = x.transpose(1, 2).contiguous().data
     half = cos.shape[-1] // 2
     # The first halves of the tables only, in the dtype of the sines.
@@ -89,8 +89,7 @@ def swiglu_backward(a, b, dc, gate_multiplier=1.0):
 
 
 def pretend_liger(monkeypatch):
-    """Let a CPU be the device of Liger's kernels, and these the kernels, for the length of a test; returns how often
-    each was called."""
+    """Run these stand-ins instead of Liger's kernels on a CPU during a test; return the number of calls of each."""
     calls = Counter()
 
     def counted(function, name):

@@ -1,8 +1,8 @@
-"""Compiling for an H100 on a machine without a GPU: torch's inductor writes CUDA code and Triton compiles it down to
-machine code (cubins for sm_90), of which nothing is launched.
+"""Compile for an H100 on a machine without a GPU.
 
-torch and Triton are told of a device that is not there. Dynamo and AOT trace on the CPU; then a graph's inputs become
-fake tensors on `cuda`, and inductor compiles for those. Needs a torch with a CUDA build.
+torch's inductor writes CUDA code and Triton compiles it to machine code (cubins for sm_90); nothing is launched.
+torch and Triton see a device that does not exist. Dynamo and AOT trace on the CPU. Then a graph's inputs become fake
+tensors on `cuda`, and inductor compiles for these. This needs a CUDA build of torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _CUDA = {
 
 
 def unavailable() -> str | None:
-    """Why nothing can be rehearsed here."""
+    """Return the reason why nothing can be compiled here; `None` if everything can."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} has no CUDA build, which compiling for a GPU needs"
     if find_spec("triton") is None:
@@ -57,7 +57,7 @@ def unavailable() -> str | None:
 
 
 class Kernel(NamedTuple):
-    """A Triton kernel that was compiled: its name, bytes of shared memory, and bytes of machine code."""
+    """A compiled Triton kernel: its name, bytes of shared memory, and bytes of machine code."""
 
     name: str
     shared: int
@@ -65,18 +65,18 @@ class Kernel(NamedTuple):
 
 
 class Stop(Exception):
-    """Everything is compiled; the next thing would be a launch."""
+    """Exception that stops a call after compilation, before the first launch."""
 
 
 class Rehearsal:
-    """What was compiled, `"forward"` and `"backward"` passes and their kernels; `backend` is for `torch.compile`."""
+    """Record of the compiled passes (`"forward"`, `"backward"`) and kernels; `backend` is for `torch.compile`."""
 
     def __init__(self) -> None:
         self.kernels: list[Kernel] = []
         self.passes: list[str] = []
 
     def backend(self, *, backward: bool):
-        """A backend of `torch.compile`, which raises [`Stop`] when it has compiled."""
+        """Compile a graph as a backend of `torch.compile`, then raise [`Stop`]."""
         from torch._dynamo.backends.common import aot_autograd
         from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._inductor.decomposition import select_decomp_table
@@ -119,7 +119,7 @@ class Rehearsal:
         return compile_pass
 
     def note(self, autotuner):
-        """What stands in the place of loading an autotuner's kernels: their sizes are written down."""
+        """Record the sizes of an autotuner's kernels instead of loading them."""
         for result in autotuner.compile_results:
             kernel = result.kernel
             shared = getattr(getattr(kernel, "metadata", None), "shared", getattr(kernel, "shared", 0))
@@ -129,7 +129,7 @@ class Rehearsal:
 
 
 def rehearse(call, *, backward: bool) -> Rehearsal:
-    """Compile what `call` runs through `torch.compile(backend=...)`, which it is handed; nothing is launched.
+    """Compile the function that `call` passes to the `torch.compile(backend=...)` it gets; nothing is launched.
 
     Raises:
         RuntimeError: if a pass did not compile; the compiler's error is its cause.
@@ -149,8 +149,9 @@ def rehearse(call, *, backward: bool) -> Rehearsal:
 
 
 def compile_launches(monkeypatch, arch: int = 90) -> list[Kernel]:
-    """Until the monkeypatch is undone, what launches a Triton kernel compiles it for an H100 (or `arch`) and launches
-    nothing; returns the list of what was compiled. Needs Triton alone: tensors are on the CPU, and keep their numbers.
+    """Make each launch of a Triton kernel only compile it for an H100 (or `arch`), until the monkeypatch is undone.
+
+    Returns the list of compiled kernels. This needs only Triton: tensors are on the CPU and keep their values.
     """
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -173,14 +174,14 @@ _CURRENT = [Rehearsal()]
 
 
 def _first(error):
-    """The innermost error's message, on one line."""
+    """Return the message of the innermost error on one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
 
 
 def install(monkeypatch) -> None:
-    """Tell torch and Triton of the device until the monkeypatch is undone."""
+    """Make torch and Triton see the device until the monkeypatch is undone."""
     import torch._dynamo.device_interface as interfaces
     import torch._functorch.config
     import torch._inductor.config as config
@@ -246,7 +247,7 @@ def _cuda_is_here():
 
 
 class _Guard:
-    """`torch.cuda.device` without a device."""
+    """Replacement of `torch.cuda.device` without a device."""
 
     def __init__(self, *args):
         pass
@@ -259,7 +260,7 @@ class _Guard:
 
 
 class _Driver:
-    """Triton's driver of an H100, or another GPU of NVIDIA's, that launches nothing."""
+    """Triton driver of an H100 or another NVIDIA GPU that launches nothing."""
 
     launcher_cls = None
 
@@ -311,7 +312,7 @@ class _Driver:
 
 
 def _on_cuda(x, mode):
-    """A graph's input as a fake tensor on the device; scalars that torch keeps on the host stay there."""
+    """Return a graph's input as a fake tensor on the device; scalars that torch keeps on the host stay there."""
     if not isinstance(x, torch.Tensor) or (x.dim() == 0 and x.dtype == torch.float64):
         return x
     with mode:
@@ -320,8 +321,10 @@ def _on_cuda(x, mode):
 
 
 def _move_constants(graph, mode):
-    """What a graph makes on the CPU it makes on the device; what functions inside it (score and mask functions) are
-    handed is there, too."""
+    """Move the tensors that a graph creates on the CPU to the device.
+
+    The inputs of inner functions (score and mask functions) move too.
+    """
     for module in graph.modules():
         if isinstance(module, torch.fx.GraphModule):
             for node in module.graph.nodes:
@@ -334,7 +337,7 @@ def _move_constants(graph, mode):
 
 
 class _Propagate(torch.fx.Interpreter):
-    """Writes down what every node of a graph gives on the device."""
+    """Interpreter that records the result of every node of a graph on the device."""
 
     def run_node(self, node):
         result = super().run_node(node)

@@ -1,8 +1,8 @@
-"""Which cases of a test `make test` leaves to `make test-all`."""
+"""Selection of the test cases that only `make test-all` runs."""
 
 import pytest
 
 
 def in_full(*values):
-    """Parameters whose cases run in `make test-all` alone: the same lines as a case that `make test` runs."""
+    """Mark parameters to run in `make test-all` only; a case of `make test` covers the same lines."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]

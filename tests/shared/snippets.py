@@ -1,4 +1,4 @@
-"""Runs code that is printed for readers, as it is printed: Hub names lead to small local ones, and two steps do."""
+"""Run the code that readers see, unchanged except for small local models instead of Hub names, and two steps."""
 
 import json
 import runpy
@@ -24,7 +24,7 @@ DATASETS = {
 
 
 def localize(text, folder):
-    """The text with every Hub name in it replaced by a folder that holds a small stand-in."""
+    """Replace every Hub name in the text by a folder with a small stand-in."""
     for name, model_type in MODELS.items():
         if name in text:
             path = folder / "hub" / name.replace("/", "--")
@@ -41,7 +41,7 @@ def localize(text, folder):
 
 
 def shorten_training(monkeypatch):
-    """Every training from here on takes two steps, on the CPU."""
+    """Limit every later training to two steps on the CPU."""
     settle = TrainingArguments.__post_init__
 
     def shortened(args):
@@ -52,7 +52,7 @@ def shorten_training(monkeypatch):
 
 
 def run_shortened(text, folder, monkeypatch):
-    """Run a Python script in a folder of its own, its training shortened; its globals."""
+    """Run a Python script with short training in its own folder and return its globals."""
     monkeypatch.chdir(folder)
     shorten_training(monkeypatch)
     script = folder / "script.py"

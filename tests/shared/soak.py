@@ -1,4 +1,4 @@
-"""A long run of a tiny model: memory, file descriptors, threads and log lines must not grow, nor steps slow down.
+"""Long run of a tiny model: memory, file descriptors, threads and log lines must not grow, steps must not slow down.
 
 `python tests/shared/soak.py --steps 20000 --data map` prints one JSON line; `test_soak.py` runs a short one and, with
 `SOAK_STEPS=20000`, the long ones. Linux only: figures come from /proc.
@@ -25,7 +25,7 @@ DOCUMENTS = 512
 
 
 def documents(count=DOCUMENTS):
-    """Short documents of uneven lengths, tokenized."""
+    """Return short tokenized documents of uneven lengths."""
     for i in range(count):
         yield {"input_ids": [3 + (i * 7 + j * j) % 90 for j in range(2 + i * 13 % 29)]}
 
@@ -37,13 +37,13 @@ def data(kind):
 
 
 def resident():
-    """Bytes of host memory that this process holds."""
+    """Return the resident host memory of this process in bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Counter(logging.Handler):
-    """How many lines were logged."""
+    """Log handler that counts the logged lines."""
 
     def __init__(self):
         super().__init__(logging.INFO)
@@ -54,7 +54,7 @@ class Counter(logging.Handler):
 
 
 class Watch(TrainerCallback):
-    """Samples the process a hundred times and times every step."""
+    """Callback that samples the process a hundred times and times every step."""
 
     def __init__(self, steps):
         self.every, self.counter, self.samples, self.seconds = max(steps // 100, 1), Counter(), [], []
@@ -71,7 +71,7 @@ class Watch(TrainerCallback):
 
 
 def soak(steps, kind, strategy, out):
-    """Train so many steps and say what grew after the first tenth."""
+    """Train `steps` steps and return what grew after the first tenth."""
     model = tiny.model(layers=1, hidden_size=16, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1)
     packing = {"packing": False} if strategy == "padded" else {"packing_strategy": strategy}
     args = arguments(

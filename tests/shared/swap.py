@@ -1,4 +1,4 @@
-"""TRL's trainer and ours, built by the same lines."""
+"""TRL's trainer and ours, built with the same code."""
 
 import tiny
 import torch
@@ -11,7 +11,7 @@ SWAP = {SFTTrainer: SFTConfig, PackedSFTTrainer: PackedSFTConfig}
 
 
 def tokenizer():
-    """One whose template knows tools and an argument of its own."""
+    """Build a tokenizer with a template that uses tools and its own argument."""
     made = tiny.tokenizer(["USER", "ASSISTANT", "tools"])
     tools = "{% if tools %}{{ 'tools ' }}{% endif %}"
     made.chat_template = tools + made.chat_template.replace(
@@ -21,7 +21,7 @@ def tokenizer():
 
 
 def build(cls, out, data=None, *, model=None, args=None, **options):
-    """The trainer that a script would build, whichever class it names; full fine-tuning on both sides."""
+    """Build the trainer as a script would, with either class; both do full fine-tuning."""
     ours = {"use_peft": "peft_config" in options} if cls is PackedSFTTrainer else {}
     config = arguments(SWAP[cls], out, **ours, **{"learning_rate": 1e-3, **(args or {})})
     data = dataset(24) if data is None else data
@@ -45,5 +45,5 @@ def snapshot(trainer):
 
 
 def moved(trainer, before):
-    """The parameters that training has changed."""
+    """Return the parameters that training has changed."""
     return {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}

@@ -61,7 +61,7 @@ MODELS = {
 
 
 def model(architecture="llama", *, seed=0, layers=None, **config):
-    """A model whose weights mix tokens strongly, so that a leak cannot hide."""
+    """Build a model with weights that mix tokens strongly, so that a leak shows."""
     model_type, special = ARCHITECTURES[architecture]
     if special is None:
         return small_model(model_type, seed=seed, **config, **({"num_hidden_layers": layers} if layers else {}))
@@ -76,25 +76,25 @@ def model(architecture="llama", *, seed=0, layers=None, **config):
 
 
 def documents(lengths=LENGTHS, *, seed=0):
-    """Random token ids of these lengths."""
+    """Return documents of random token ids with these lengths."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, VOCAB, (length,), generator=generator) for length in lengths]
 
 
 def batch(docs, **options):
-    """What our collator sends, without labels."""
+    """Return the batch of our collator without labels."""
     collated = DataCollatorForPacking(**options)([{"input_ids": ids.tolist()} for ids in docs])
     del collated["labels"]
     return collated
 
 
 def split(tensor, lengths=LENGTHS):
-    """The documents of a packed `(1, T, ...)` tensor."""
+    """Return the documents of a packed `(1, T, ...)` tensor."""
     return PackedLayout.from_lengths(lengths).split(tensor)
 
 
 def tokenizer(words=()):
-    """A word-level tokenizer over numbers and the given words, with a chat template that marks the assistant."""
+    """Build a word-level tokenizer for numbers and the given words; its chat template marks the assistant."""
     vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "user": 4, "assistant": 5}
     for word in [*map(str, range(80)), *words]:
         vocabulary.setdefault(word, len(vocabulary))
@@ -111,6 +111,6 @@ def tokenizer(words=()):
 
 
 def words(count, *, seed):
-    """So many random words of the tokenizer's."""
+    """Return random words of the tokenizer."""
     generator = torch.Generator().manual_seed(seed)
     return " ".join(map(str, torch.randint(0, 80, (count,), generator=generator).tolist()))

@@ -1,4 +1,4 @@
-"""The only numeric tolerances of the repository, strongest first.
+"""All numeric tolerances of the repository, strictest first.
 
 1. exact: `torch.equal`, no function needed.
 2. isolation: exact too, see `assert_isolated`.
@@ -21,14 +21,16 @@ _ABSOLUTE = 1e-5  # for results that are exactly right in eager attention
 
 
 def assert_float32(actual, oracle):
-    """Tier 3; values above one are compared in units of the oracle's largest, as sums of many terms are."""
+    """Assert tier 3; values above one are compared in units of the oracle's largest value, like sums of many terms."""
     unit = oracle.abs().max().clamp(min=1.0)
     torch.testing.assert_close((actual.double() / unit).float(), (oracle / unit).float())
 
 
 def assert_recomputed(actual, expected):
-    """Tier 3 for gradients through recomputed layers, in units of the largest: sums are regrouped. Between two results
-    in float64, where regrouping shows in the last digits only, within 1e-12."""
+    """Assert tier 3 for gradients through recomputed layers, in units of the largest, because sums are regrouped.
+
+    Two float64 results must agree within 1e-12, because regrouping changes only their last digits.
+    """
     unit = expected.abs().max().clamp(min=1.0)
     if actual.dtype == expected.dtype == torch.float64:
         torch.testing.assert_close(actual / unit, expected / unit, rtol=0.0, atol=1e-12)
@@ -37,31 +39,31 @@ def assert_recomputed(actual, expected):
 
 
 def assert_low_precision(actual, eager, oracle, *, factor):
-    """Tier 4."""
+    """Assert tier 4: low-precision errors relative to eager attention."""
     ours = (actual.double() - oracle).abs().max()
     theirs = (eager.double() - oracle).abs().max()
     assert ours <= factor * theirs + _ABSOLUTE, f"error {ours:.2e}, eager attention's {theirs:.2e}, factor {factor}"
 
 
 def assert_trajectory(actual, expected, *, allowed=TRAJECTORY):
-    """Tier 5: worst step and mean drift."""
+    """Assert tier 5: the worst step and the mean drift of the losses."""
     differences = torch.tensor(actual, dtype=torch.float64) - torch.tensor(expected, dtype=torch.float64)
     assert differences.abs().max() <= allowed, f"worst step {differences.abs().max():.2e}, allowed {allowed:.0e}"
     assert differences.mean().abs() <= allowed / 2, f"drift {differences.mean():.2e}, allowed {allowed / 2:.0e}"
 
 
 def assert_weights(actual, expected, *, allowed=TRAJECTORY):
-    """Tier 5 for what a run ends with: every weight."""
+    """Assert tier 5 for every weight at the end of a run."""
     assert actual.keys() == expected.keys()
     worst = max(float((actual[name].double() - expected[name].double()).abs().max()) for name in expected)
     assert worst <= allowed, f"worst weight {worst:.2e}, allowed {allowed:.0e}"
 
 
 def differs(actual, expected):
-    """Whether a negative control shows a difference that no tolerance here would forgive."""
+    """Tell whether a negative control differs more than any tolerance here allows."""
     return (actual.double() - expected.double()).abs().max() > 1e-2 * expected.double().abs().max()
 
 
 def assert_estimate(actual, expected):
-    """A figure that is said to be an estimate: within 15 per cent."""
+    """Assert that an estimated figure is within 15 per cent."""
     assert abs(actual - expected) <= 0.15 * abs(expected), f"estimated {actual:.4g}, measured {expected:.4g}"

@@ -1,4 +1,4 @@
-"""Small trainers on small data: what the tests of the trainer share."""
+"""Small trainers on small data, shared by the tests of the trainer."""
 
 import tiny
 import torch
@@ -13,12 +13,12 @@ SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "check_pack
 
 
 def lora_config():
-    """Of its own for each trainer: PEFT writes the modules that it found into the config it is given."""
+    """Return a new LoRA config for each trainer, because PEFT writes the found modules into its config."""
     return LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
 
 
 def rows(count=48, *, seed=0, longest=40):
-    """Prompt-completion pairs of very uneven lengths."""
+    """Return prompt-completion pairs of very uneven lengths."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randint(1, longest, (count, 2), generator=generator).tolist()
     return [

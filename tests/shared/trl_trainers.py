@@ -1,4 +1,4 @@
-"""TRL's trainers on small models and uneven data, all built by the same lines."""
+"""TRL's trainers on small models and uneven data, all built with the same code."""
 
 import tiny
 import torch
@@ -17,7 +17,7 @@ _LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate
 
 
 def pairs(count=24):
-    """Preference pairs of very uneven lengths."""
+    """Return preference pairs of very uneven lengths."""
     generator = torch.Generator().manual_seed(0)
     sizes = torch.randint(1, 30, (count, 3), generator=generator).tolist()
     return [
@@ -31,7 +31,7 @@ def pairs(count=24):
 
 
 def classifier(labels=1):
-    """A reward model with the language model's weights."""
+    """Build a reward model with the language model's weights."""
     language = tiny.model(layers=2)
     config = language.config
     config.num_labels, config.pad_token_id = labels, 0
@@ -52,7 +52,7 @@ PACKED = {"dpo": "PackedDPO", "reward": "PackedReward", "kto": "PackedKTO"}
 
 
 def build_packed(kind, out, **options):
-    """A packed trainer of this kind, as `build` makes TRL's."""
+    """Build a packed trainer of this kind with the arguments of `build`."""
     trainer, config = (getattr(trl_packfa, PACKED[kind] + what) for what in ("Trainer", "Config"))
     return build(kind, out, **{"cls": trainer, "config": config, "use_peft": False, **options})
 
@@ -67,7 +67,7 @@ def _adapter(kind):
 
 
 def _saved(folder):
-    """A model with a name, from which GRPO and RLOO load their reference."""
+    """Save a model, because GRPO and RLOO load their reference by name."""
     tiny.model(layers=2).save_pretrained(folder / "model")
     return AutoModelForCausalLM.from_pretrained(folder / "model")
 
@@ -75,8 +75,10 @@ def _saved(folder):
 def build(
     kind, out, *, lora=False, model=None, cls=None, config=None, data=None, reference=True, stream=False, **options
 ):
-    """A trainer of this kind; `cls` and `config` take the place of TRL's; without `reference` it finds its own; with
-    `stream` its training data is one."""
+    """Build a trainer of this kind; `cls` and `config` replace TRL's classes.
+
+    Without `reference` the trainer finds its own. With `stream` the training data are a stream.
+    """
     data = pairs() if data is None else data
     batch = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 4, "learning_rate": 1e-4}
     model = model or (classifier() if kind == "reward" else tiny.model(layers=2))
@@ -167,8 +169,10 @@ _DIFFERENCE_OF = {"kl": ("logps/chosen", "logps/rejected")}
 
 
 def differences(logs, others):
-    """The worst difference of each metric over all logs, relative where it, or what it is a difference of, is larger
-    than one."""
+    """Return the worst difference of each metric over all logs.
+
+    It is relative where the metric, or a metric that it is the difference of, is larger than one.
+    """
     worst = {}
     for entry, other in zip(logs, others, strict=True):
         for name, value in entry.items():
@@ -180,7 +184,7 @@ def differences(logs, others):
 
 
 def train(trainer, **options):
-    """The training logs of a run."""
+    """Train and return the training logs."""
     torch.manual_seed(0)
     trainer.train(**options)
     return [entry for entry in trainer.state.log_history if "loss" in entry]

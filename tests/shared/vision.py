@@ -16,7 +16,7 @@ _SIZE, _PATCH = 16, 8
 
 
 def processor():
-    """One whose images are four tokens each."""
+    """Build a processor with images of four tokens each."""
     tokenizer = tiny.tokenizer(["<image>", "USER", "ASSISTANT"])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     size = {"height": _SIZE, "width": _SIZE}
@@ -56,7 +56,7 @@ def images(count):
 
 
 def messages(count=12):
-    """A conversation about an image, as TRL takes it."""
+    """Return conversations about an image, in TRL's format."""
     return Dataset.from_dict({
         "images": [[image] for image in images(count)],
         "messages": [[{"role": "user", "content": tiny.words(2 + i % 7, seed=i)},
@@ -65,7 +65,7 @@ def messages(count=12):
 
 
 def prompts(count=12):
-    """The same as a prompt and its completion, one image a row."""
+    """Return prompts and completions about an image, one image per row."""
     return Dataset.from_dict({
         "image": images(count),
         "prompt": [[{"role": "user", "content": tiny.words(2 + i % 7, seed=i)}] for i in range(count)],

@@ -55,7 +55,7 @@ def test_a_batch_is_drawn_into_a_file(tmp_path):
 
 
 def test_what_cannot_be_drawn_is_said(tmp_path, monkeypatch):
-    with pytest.raises(InvalidLayout, match=r"a batch with \['input_ids'\] does not say where documents begin"):
+    with pytest.raises(InvalidLayout, match=r"a batch with \['input_ids'\] has no document boundaries"):
         trl_packfa.plot({"input_ids": torch.ones(1, 4)})
     with pytest.raises(InvalidLayout, match=r"cannot draw into .*row\.docx"):
         trl_packfa.plot(LAYOUT, tmp_path / "row.docx")

@@ -82,7 +82,7 @@ def test_where_a_backbone_runs_by_document_steps_stay_as_padded(tmp_path):
     from tiny_models import small_model
 
     options = {"model": small_model("roformer"), "max_length": 32, **NOISY}
-    assert "NEFTune's noise follows the padded row" in build_packed("dpo", tmp_path, **options).cut_reason
+    assert "NEFTune's noise depends on the padded row" in build_packed("dpo", tmp_path, **options).cut_reason
     assert build_packed("dpo", tmp_path, **{**options, "neftune_noise_alpha": None}).cut_reason == ""
 
 

@@ -178,9 +178,9 @@ def test_other_overflow_policies(tmp_path):
         build_packed("kto", tmp_path, max_length=30, overflow="error")
     with pytest.raises(InvalidDataset, match="no train example fits: 24 examples, max_length=2"):
         build_packed("reward", tmp_path, max_length=2)
-    with pytest.raises(InvalidConfig, match="overflow='split' is none of PackedDPOConfig's"):
+    with pytest.raises(InvalidConfig, match="overflow='split' is not supported by PackedDPOConfig"):
         PackedDPOConfig(str(tmp_path), use_cpu=True, bf16=False, overflow="split")
-    with pytest.raises(InvalidConfig, match="overflow='truncate' is none of PackedRewardConfig's"):
+    with pytest.raises(InvalidConfig, match="overflow='truncate' is not supported by PackedRewardConfig"):
         PackedRewardConfig(str(tmp_path), use_cpu=True, bf16=False, overflow="truncate")
 
 
@@ -202,7 +202,7 @@ def test_bad_input_is_refused_before_anything_is_loaded(tmp_path):
     small = {"use_cpu": True, "bf16": False}
     with pytest.raises(InvalidConfig, match="PackedKTOConfig with use_liger_kernel=True cannot run without its pads"):
         PackedKTOConfig(str(tmp_path), use_liger_kernel=True, **small)
-    with pytest.raises(InvalidConfig, match="packing_strategy='bfd' is none of PackedDPOConfig's"):
+    with pytest.raises(InvalidConfig, match="packing_strategy='bfd' is not supported by PackedDPOConfig"):
         PackedDPOConfig(str(tmp_path), packing_strategy="bfd", **small)
     with pytest.raises(InvalidConfig, match="batch_rebalance"):
         PackedDPOConfig(str(tmp_path), train_sampling_strategy="batch_rebalance", **small)

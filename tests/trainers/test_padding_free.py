@@ -245,7 +245,7 @@ def _bert():
 def test_bad_input_is_refused(tmp_path):
     with pytest.raises(InvalidConfig, match="takes a trainer with a model, got LlamaForCausalLM"):
         trl_packfa.padding_free(tiny.model())
-    with pytest.raises(InvalidConfig, match="leave_padded names teacher, this DPOTrainer holds model, ref_model"):
+    with pytest.raises(InvalidConfig, match="leave_padded names teacher, but this DPOTrainer holds model, ref_model"):
         trl_packfa.padding_free(build("dpo", tmp_path), leave_padded=["teacher"])
     with pytest.raises(InvalidConfig, match="leave_padded names all models of this RewardTrainer: model"):
         trl_packfa.padding_free(build("reward", tmp_path), leave_padded=("model",))

@@ -67,7 +67,7 @@ def test_what_cannot_be_packed_trains_as_trls_own_would(kind, tmp_path, caplog, 
     assert not hasattr(trainer.model, "peft_config") and find_state(trainer.model) is None
     (line,) = told(caplog, "trl-packfa:")
     name = PACKED[kind].removeprefix("Packed")
-    assert f"this cannot be packed (a reason). Training as {name}Trainer would: padded, no adapter but a given" in line
+    assert f"this cannot be packed (a reason). Training as {name}Trainer would: padded, without a default" in line
     trainer.save_model(str(tmp_path / "saved"))
     with pytest.raises(InvalidConfig, match="this cannot be packed"):
         build_packed(kind, tmp_path, **options)
@@ -92,7 +92,7 @@ def test_streams_train_without_pads_and_without_a_cut(kind, tmp_path, caplog):
     worst = differences(expected, logs)
     assert {name for name, found in worst.items() if found > TRAJECTORY} <= set(ROUNDED)
     assert all(entry["padding_saved"] > 0.05 for entry in logs)
-    assert trainer.cut_reason == "the pairs of a stream are not counted before they come"
+    assert trainer.cut_reason == "the pairs of a stream are not known before they are read"
     assert len(told(caplog, "padded micro-batches stay as they are: the pairs of a stream")) == 1
     trainer.save_model(str(tmp_path / "saved"))
 

@@ -70,7 +70,7 @@ def test_tokens_that_the_model_does_not_have(case, tmp_path):
     said = rf"document 7 of the train dataset: '{column}' holds {value}\.\n.* tokens 0 to 96(.|\n)*resize_token_emb"
     with pytest.raises(InvalidDataset, match=said):
         train(documents, tmp_path)
-    with pytest.raises(InvalidDataset, match=rf"the batch holds the token {value}, the model has 0 to 96"):
+    with pytest.raises(InvalidDataset, match=rf"the batch holds token {value}, but the model has tokens 0 to 96"):
         train(documents, tmp_path, stream=True)
 
 
@@ -94,7 +94,7 @@ def test_an_evaluation_dataset_is_looked_at_too(tmp_path):
 def test_tokens_that_are_no_whole_numbers(tokens, held, tmp_path):
     with pytest.raises(InvalidDataset, match=f"column 'input_ids' of the train dataset holds {held}, not lists"):
         train([{"input_ids": tokens}] * 9, tmp_path)
-    with pytest.raises(InvalidDataset, match=r"document 0 of the train dataset: 'input_ids' holds .* no whole number"):
+    with pytest.raises(InvalidDataset, match=r"document 0 of the train dataset: 'input_ids' holds .* not a whole"):
         train([{"input_ids": tokens}] * 9, tmp_path, stream=True)
 
 
@@ -103,7 +103,7 @@ def test_the_collator_alone_takes_what_it_is_given():
     example = {"input_ids": [5, 97], "labels": [-100, 97]}
     assert DataCollatorForPacking()([example])["input_ids"].tolist() == [[5, 97]]
     assert DataCollatorForPacking(vocab_size=98)([example])["labels"].tolist() == [[-100, 97]]
-    with pytest.raises(InvalidDataset, match="holds the token 97, the model has 0 to 96"):
+    with pytest.raises(InvalidDataset, match="holds token 97, but the model has tokens 0 to 96"):
         DataCollatorForPacking(vocab_size=97)([example])
 
 

@@ -48,5 +48,5 @@ def test_liger_is_applied_once_and_proven(events):
 
 def test_liger_that_is_not_there_is_refused_before_anything_is_loaded(monkeypatch):
     monkeypatch.setattr(liger, "is_liger_kernel_available", lambda: False)
-    with pytest.raises(InvalidConfig, match=r"use_liger_kernel=True, and liger-kernel is not installed.\npip install"):
+    with pytest.raises(InvalidConfig, match=r"use_liger_kernel=True, but liger-kernel is not installed.\npip install"):
         packed_trainer(arguments(use_liger_kernel=True))

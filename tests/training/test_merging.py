@@ -85,7 +85,7 @@ def test_a_base_that_moved_is_named(base, tmp_path, capsys):
 
 
 def test_what_cannot_be_merged_is_refused(base, tmp_path):
-    with pytest.raises(UnsupportedModel, match=r"there is no adapter in(.|\n)*a full fine-tune has nothing to merge"):
+    with pytest.raises(UnsupportedModel, match=r"there is no adapter in(.|\n)*A full fine-tune has no adapter"):
         merge_adapter(base, tmp_path / "merged")
     with pytest.raises(InvalidConfig, match="is not empty"):
         merge_adapter(base, base)

@@ -44,7 +44,7 @@ def test_out_of_memory_says_which_budget_to_lower(kind, tmp_path):
     with pytest.raises(kind) as raised:
         failing_forward(packed_trainer(args), kind("no memory")).train()
     said = notes(raised.value)
-    assert "memory did not suffice for a micro-batch of" in said
+    assert "out of memory with a micro-batch of" in said
     assert "Lower max_tokens_per_microbatch from 200 to" in said
     tokens = int(said.split("micro-batch of ")[1].split()[0])
     longest = int(said.split("longest document ")[1].split(")")[0])
@@ -63,7 +63,7 @@ def test_out_of_memory_says_which_budget_to_lower(kind, tmp_path):
         ({"packing_strategy": "minibatch"}, "per_device_train_batch_size from 4 to 2 and raise gradient_accumulation"),
         (
             {"packing_strategy": "minibatch", "per_device_train_batch_size": 1},
-            "It is one document: lower max_length to",
+            "The micro-batch is one document: lower max_length to",
         ),
     ],
 )

@@ -51,8 +51,8 @@ def command(tmp_path):
         (["--report_to", "tensorbord"], r"report_to='tensorbord' does not exist(.|\n)*tensorboard"),
         (
             ["--assistant_only_loss", "true"],
-            r"nothing tells the assistant's tokens(.|\n)*cannot add them\n  - TRL can mark the templates of .*llama3, "
-            r".*qwen3, (.|\n)*Leave assistant_only_loss off",
+            r"nothing marks the assistant's tokens(.|\n)*cannot add them\n  - TRL can mark the unchanged templates of "
+            r".*llama3, .*qwen3, (.|\n)*Leave assistant_only_loss off",
         ),
     ],
 )  # fmt: skip
@@ -84,7 +84,7 @@ def test_the_trainer_asks_before_weights(command, tmp_path, monkeypatch):
     with pytest.raises(MissingPackage, match="report_to='wandb'"):
         packed_trainer(arguments(out=tmp_path, report_to="wandb"), model=folder)
     by_name = {"model": folder, "processing_class": None, "train_dataset": conversations()}
-    with pytest.raises(InvalidConfig, match="nothing tells the assistant's tokens"):
+    with pytest.raises(InvalidConfig, match="nothing marks the assistant's tokens"):
         packed_trainer(arguments(out=tmp_path, assistant_only_loss=True), **by_name)
     with pytest.raises(InvalidDataset, match=r"the train dataset holds no conversations(.|\n)*'completion', 'prompt'"):
         packed_trainer(arguments(out=tmp_path, assistant_only_loss=True), model=folder)

@@ -136,8 +136,8 @@ def documents_in_order():
     ("lengths", "message"),
     [
         ([3, 3], r"'seq_lengths' sums up to 6 tokens, its input_ids have 5"),
-        ([5, 0], r"'seq_lengths' is \[5, 0\], no list of the lengths of documents"),
-        (None, r"'seq_lengths' is None, no list"),
+        ([5, 0], r"'seq_lengths' is \[5, 0\], not a list of document lengths"),
+        (None, r"'seq_lengths' is None, not a list"),
     ],
 )
 def test_lengths_that_do_not_make_the_row_are_refused_by_name(tmp_path, stream, lengths, message):

@@ -86,7 +86,7 @@ def test_packed_metrics_are_refused(tmp_path):
 
 
 def test_quantizing_a_loaded_model_is_refused(tmp_path):
-    with pytest.raises(InvalidConfig, match="loaded already, unquantized"):
+    with pytest.raises(InvalidConfig, match="already loaded, without quantization"):
         packed_trainer(arguments(out=tmp_path, load_in_4bit=True), peft_config=None)
 
 
@@ -141,7 +141,7 @@ def test_a_head_that_trl_skips_is_gone_around(tmp_path, model_type, caplog):
     backbone is not where it looks. The losses are those of the model's own logits, packed and padded."""
     options = {"max_steps": 3, "use_peft": False, "out": tmp_path, "learning_rate": 1e-4}
     packed = packed_trainer(arguments(**options), model=small_model(model_type), peft_config=None)
-    assert "the model's own logits are scored" in caplog.text
+    assert "the model's own logits are used" in caplog.text
     packed.train()
     plain = packed_trainer(arguments(packing=False, **options), model=small_model(model_type), peft_config=None)
     plain.model.forward = OwnHead(plain.model, partial(type(plain.model).forward, plain.model))

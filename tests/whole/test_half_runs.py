@@ -74,7 +74,7 @@ def test_trained_float16_weights_are_refused_where_adam_cannot_hold_them(tmp_pat
 def test_a_scaled_loss_needs_float32_gradients(tmp_path):
     """torch: "Attempting to unscale FP16 gradients.", in the first step on an accelerator."""
     args, full, adapted = arguments(out=tmp_path, fp16=True), tiny.model(layers=1).half(), tiny.model(layers=1).half()
-    with pytest.raises(InvalidConfig, match=r"fp16=True scales the loss, and torch takes the scale out of float32"):
+    with pytest.raises(InvalidConfig, match=r"fp16=True scales the loss, and torch removes the scale from float32"):
         refuse_precision(full, args, scales_losses=True, own_optimizer=True)
     refuse_precision(full, args, scales_losses=False, own_optimizer=True)
     for parameter in adapted.parameters():

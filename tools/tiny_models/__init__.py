@@ -1,4 +1,4 @@
-"""Small random models of every causal-LM type of transformers, for checking that packing is exact on them."""
+"""Small random models of every causal-LM type of transformers, to check that packing is exact on them."""
 
 from __future__ import annotations
 

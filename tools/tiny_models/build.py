@@ -1,4 +1,4 @@
-"""Building the small models: a config from the tables of sizes, and weights that mix tokens strongly."""
+"""Build the small models: a config from the tables of sizes, and weights that mix tokens strongly."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _MOST_PARAMETERS = 3_000_000
 
 
 def all_types() -> tuple[str, ...]:
-    """Every model type of which transformers has a causal LM, also those which cannot be built here."""
+    """Return every model type with a causal LM in transformers, also those that cannot be built here."""
     return tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def small_config(model_type: str, **changes: Any) -> PreTrainedConfig:
-    """The config of the small model; `changes` override its attributes, of a composite type those of its text part.
+    """Return the config of the small model; `changes` override its attributes, or those of its text part.
 
-    A change of `num_hidden_layers` shortens or repeats the lists of kinds of layers; `attn_implementation` goes to
-    every part.
+    A change of `num_hidden_layers` shortens or repeats the lists of layer kinds. `attn_implementation` goes to every
+    part.
     """
-    reason = NOT_BUILDABLE.get(model_type, "" if model_type in all_types() else "transformers has no causal LM of it")
+    reason = NOT_BUILDABLE.get(model_type, "" if model_type in all_types() else "transformers has no such causal LM")
     if reason:
         raise UnsupportedModel(f"No small text model of type {model_type!r} can be built.", why=[reason])
     attention = changes.pop("attn_implementation", None)
@@ -43,7 +43,7 @@ def small_config(model_type: str, **changes: Any) -> PreTrainedConfig:
 
 
 def small_model(model_type: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """The model in eval mode; the same seed and changes give the same weights, torch's random state is left alone."""
+    """Return the model in eval mode; equal seed and changes give equal weights. torch's random state stays."""
     config = small_config(model_type, **changes)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -62,15 +62,15 @@ def small_model(model_type: str, *, seed: int = 0, **changes: Any) -> PreTrained
 
 def _config(cls: type[PreTrainedConfig], changes: Mapping[str, Any]) -> PreTrainedConfig:
     default = cls()
-    special = deepcopy(SPECIAL.get(cls.model_type, {}))  # config classes change the lists and dicts they are given
+    special = deepcopy(SPECIAL.get(cls.model_type, {}))  # config classes modify the lists and dicts that they get
     known = {name for base in cls.__mro__ for name in getattr(base, "__annotations__", {})}
     sizes = {name: size for name, size in GENERIC.items() if name in known or name in cls.attribute_map}
     if "kv_lora_rank" in known and "num_key_value_heads" in known:
-        # Latent attention expands the keys to all heads itself.
+        # Latent attention expands its keys to all heads.
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     sizes |= {name: layers for name, layers in _layer_kinds(default).items() if name in known}
     if cls.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        # Also where the class does not declare them: trainers and collators ask every model's config.
+        # Set these even if the class does not declare them: trainers and collators read them from every config.
         sizes |= {name: GENERIC[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     sizes |= special
     if (depth := changes.get("num_hidden_layers", DEPTH)) != DEPTH:
@@ -83,11 +83,11 @@ def _config(cls: type[PreTrainedConfig], changes: Mapping[str, Any]) -> PreTrain
 
 
 def _parts(cls: type[PreTrainedConfig]) -> dict[str, Any]:
-    return cast("dict[str, Any]", cls.sub_configs)  # what transformers declares it as says nothing about the keys
+    return cast("dict[str, Any]", cls.sub_configs)  # transformers declares a type without keys
 
 
 def _layer_kinds(default: PreTrainedConfig) -> dict[str, list[str]]:
-    """Every kind of layer that the full-size model has: mixers in turn, feed-forwards the last kind (experts) most."""
+    """Return every layer kind of the full-size model: mixers in turn, feed-forwards mostly the last kind (experts)."""
     kinds = {}
     if mixers := getattr(default, "layer_types", None):
         kinds["layer_types"] = list(islice(cycle(dict.fromkeys(mixers)), DEPTH))

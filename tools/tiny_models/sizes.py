@@ -1,4 +1,4 @@
-"""The sizes of the small models: what every config class is given, and what single types need besides."""
+"""Generic sizes of the small models, and the types that cannot be built."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 VOCABULARY = 97
 DEPTH = 4
 
-# Given to whichever config class knows the name.
+# Each config class gets the sizes that it knows by name.
 GENERIC: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -142,7 +142,7 @@ GENERIC: dict[str, Any] = {
     "input_jitter_noise": 0.0,
 }
 
-# Types without a text model that a row of token ids can be given to, and why.
+# Types without a text model for a row of token ids, with the reason.
 NOT_BUILDABLE: dict[str, str] = {
     "gemma3n": "its vision tower needs the timm and PIL libraries (its text part alone is gemma3n_text)",
     "gemma4_assistant": "a draft model: its forward takes the keys and values of the model that it drafts for",

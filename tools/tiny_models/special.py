@@ -1,4 +1,4 @@
-"""What single model types need besides the generic sizes, by the type of the config (nested ones too)."""
+"""Extra config values of single model types, by the type of the config, also of nested configs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _S, _F, _L = "sliding_attention", "full_attention", "linear_attention"
 _MIXED = [_S, _F] * (DEPTH // 2)
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _SPARSE_AFTER_FIRST = ["dense"] + ["sparse"] * (DEPTH - 1)
-# Qwen's sliding layers are the last ones, once they are asked for.
+# Qwen's sliding layers are the last ones, and only if they are turned on.
 _QWEN = {"use_sliding_window": True, "max_window_layers": 2, "layer_types": None}
-# Every second indexed layer reuses the choice of the one before it.
+# Every second indexed layer reuses the indices of the layer before it.
 _SHARED_INDEX = {"indexer_types": ["full", "shared"] * (DEPTH // 2)}
 _TWO_TOWERS = {"num_encoder_layers": 2, "num_decoder_layers": 2}
 _INKLING = {

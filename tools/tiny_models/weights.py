@@ -1,4 +1,4 @@
-"""Random weights under which every token depends strongly on the ones before it, near and far."""
+"""Random weights that make every token depend strongly on the tokens before it, near and far."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 import torch
 from torch import nn
 
-# Parameters of decaying states, by the end of their name: the interval of their uniform values.
-# The decay is slow, so that the state shows over tens of tokens; steps near one let every token write into it.
+# Parameters of decaying states, by the end of their name: the interval of their uniform values. The decay is slow, so
+# that the state lasts for tens of tokens. Steps near one let every token write into the state.
 _STATES: dict[str, tuple[float, float]] = {
     "A_log": (math.log(0.02), math.log(0.1)),
     "dt_bias": (-1.0, 1.0),
@@ -20,18 +20,18 @@ _STATES: dict[str, tuple[float, float]] = {
     "time_mix_receptance": (0.2, 0.8),
     "fgate_preact.bias": (3.0, 5.0),
     "igate_preact.bias": (-1.0, 0.0),
-    # the models draw it themselves, such that the state decays slowly
+    # keep the model's own value, which decays slowly
     "recurrent_param": (0.0, 0.0),
 }
-# A vector all of whose elements are smaller switches something off: a gate, a query, the scale of a mixing.
+# A vector with only smaller elements turns something off: a gate, a query, or the scale of a mixer.
 _OFF = 0.1
 
 
 @torch.no_grad()
 def redraw(model: nn.Module) -> None:
-    """Draw the model's weights anew from torch's current random state."""
+    """Draw new weights for the model from torch's current random state."""
     modules = dict(model.named_modules())
-    for name, parameter in model.named_parameters():  # tied ones come once
+    for name, parameter in model.named_parameters():  # tied parameters appear once
         module = modules[name.rpartition(".")[0]]
         interval = next((interval for end, interval in _STATES.items() if name.endswith(end)), None)
         if "Sinusoidal" in type(module).__name__:

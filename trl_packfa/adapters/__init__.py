@@ -1,6 +1,7 @@
-"""PEFT's tuners and transformers' quantizers under packing: which are exact, which are refused, which must be proven.
+"""PEFT's adapters and transformers' quantizers under packing: exact, refused, or to be checked on the user's model.
 
-`table.py` reads what `measure.py` found for `kinds.py`, and refuses by it; `quantizers.py` reads quantized models.
+`table.py` reads the measurements in `adapters.json` and refuses adapters that were measured wrong. `quantizers.py`
+refuses quantized models.
 """
 
 from __future__ import annotations

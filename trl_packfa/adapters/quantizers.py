@@ -1,9 +1,9 @@
-"""Which quantizers of transformers make a token's result depend on the other tokens of its batch.
+"""Verdicts on transformers' quantizers: does a token's result depend on the other tokens of its batch?
 
-Found by reading transformers 5.23, bitsandbytes 0.50 and the configs' own documents, and measured for bitsandbytes.
-Quantized weights are the same for every token. Activations that are quantized token by token, or with constants, are
-too. Scales of all tokens at once, or columns chosen by all of them, are not: one document changes another's numbers,
-padded just as packed, and nothing that packing does can mend it.
+Source: the code of transformers 5.23 and bitsandbytes 0.50 and the documentation of the configs; bitsandbytes was also
+measured. Quantized weights are exact, and so are activations that are quantized token by token or with constants. A
+scale for all tokens of a batch, or columns chosen by all of them, are not exact: a document changes the results of
+other documents. This happens in padded batches too, and packing cannot repair it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .table import EXACT, REFUSED, UNKNOWN
 
 @dataclass(frozen=True)
 class Quantizer:
-    """What is known of one `quant_method`.
+    """The verdict on one `quant_method`.
 
     Attributes:
-        verdict (`str`): `exact`, `refused`, or `unknown`: for the check on the user's model to judge.
-        what (`str`): what is quantized, and by which tokens.
+        verdict (`str`): `exact`, `refused`, or `unknown`. For `unknown`, the check on the user's model decides.
+        what (`str`): what is quantized, and which tokens share a scale.
         do (`str`): what to do about a refusal.
     """
 
@@ -37,12 +37,12 @@ class Quantizer:
 _WEIGHTS = Quantizer(EXACT, "weights only")
 _BY_TOKEN = Quantizer(EXACT, "weights; activations token by token")
 _CONSTANT = Quantizer(EXACT, "weights; activations with constants")
-_OWN_KERNELS = Quantizer(UNKNOWN, "weights and activations, in kernels of its own")
+_OWN_KERNELS = Quantizer(UNKNOWN, "weights and activations, in its own kernels")
 _OUTLIERS = Quantizer(
     REFUSED,
-    "LLM.int8 takes a column apart for all tokens of a batch once one of them has an outlier in it",
-    "Load it with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), which is exact, in 4 bits, or "
-    f"{TRAIN_PADDED}.",
+    "LLM.int8 computes a column in higher precision for all tokens of a batch if one token has an outlier in it",
+    "Load it with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), which is exact, load it in 4 bits, "
+    f"or {TRAIN_PADDED}.",
 )
 _OF_THE_BATCH = Quantizer(
     REFUSED,
@@ -52,11 +52,11 @@ _OF_THE_BATCH = Quantizer(
 
 
 def _bitsandbytes(config: Any) -> Quantizer:
-    # 4 bits: weights alone are quantized, and multiplied in the compute dtype.
+    # In 4 bits only weights are quantized, and products are computed in the compute dtype.
     if not _get(config, "load_in_8bit"):
         return _WEIGHTS
-    # At a threshold of 0 bitsandbytes takes no columns apart, and quantizes each token's activations with a scale of
-    # its own.
+    # With a threshold of 0, bitsandbytes separates no columns and quantizes each token's activations with its own
+    # scale.
     return _OUTLIERS if (_get(config, "llm_int8_threshold") or 0.0) > 0 else _BY_TOKEN
 
 
@@ -65,7 +65,7 @@ def _torchao(config: Any) -> Quantizer:
     name = kind if isinstance(kind, str) else type(kind).__name__
     if "WeightOnly" in name or "weight_only" in name:
         return _WEIGHTS
-    # torchao takes one granularity for both, or one for activations and one for weights.
+    # torchao accepts one granularity for both, or one for activations and one for weights.
     granularity = getattr(kind, "granularity", None)
     of_activations = granularity[0] if isinstance(granularity, (list, tuple)) else granularity
     scales = type(of_activations).__name__ if of_activations is not None else ""
@@ -80,7 +80,7 @@ def _compressed_tensors(config: Any) -> Quantizer:
     groups = _get(inner, "config_groups") or {}
     activations = [_get(group, "input_activations") for group in groups.values() if not isinstance(group, (list, str))]
     found = [_quantized_activations(scheme) for scheme in activations if scheme is not None]
-    # Groups of layers may differ: the worst decides, and one that nobody has read counts as worse than exact.
+    # Groups of layers may differ, so the worst verdict decides. Unknown is worse than exact.
     return next((q for verdict in (REFUSED, UNKNOWN) for q in found if q.verdict == verdict), (found or [_WEIGHTS])[0])
 
 
@@ -88,8 +88,8 @@ def _quantized_activations(scheme: Any) -> Quantizer:
     strategy = _get(scheme, "strategy")
     strategy = getattr(strategy, "value", strategy)
     dynamic = _get(scheme, "dynamic")
-    # `dynamic`: whether scales are made anew for each batch. Those kept from calibration are the same for every token;
-    # of those made anew it matters what one scale covers, the whole tensor or a token.
+    # `dynamic` means that scales are computed for each batch. Then the question is what one scale covers: the whole
+    # tensor or a token. Scales from calibration are constants.
     if dynamic is False:
         return _CONSTANT
     if dynamic is True:
@@ -97,8 +97,8 @@ def _quantized_activations(scheme: Any) -> Quantizer:
     return _OWN_KERNELS
 
 
-# By `quant_method`; a function reads the config. What transformers never trains is in here too: PEFT's adapters and
-# `patch` on a plain model ask as well.
+# Verdicts by `quant_method`; a function reads the config. Methods that transformers never trains are listed too,
+# because they appear under PEFT's adapters and in `patch` on a plain model.
 QUANTIZERS: dict[str, Quantizer | Callable[[Any], Quantizer]] = {
     "aqlm": _WEIGHTS,
     "auto-round": _WEIGHTS,
@@ -136,22 +136,22 @@ def _get(config: Any, name: str) -> Any:
 
 
 def quantizer_of(config: Any) -> tuple[str, Quantizer]:
-    """A quantization config's method, and what is known of it as it is configured."""
+    """Return the method of a quantization config, and the verdict on it with these settings."""
     method = _get(config, "quant_method")
-    # Configs that were saved before `quant_method` existed.
+    # Configs that were saved before `quant_method` existed have other fields.
     if method is None and (_get(config, "load_in_8bit") or _get(config, "load_in_4bit")):
         method = "bitsandbytes"
     method = str(getattr(method, "value", method))
-    known = QUANTIZERS.get(method, Quantizer(UNKNOWN, "nobody has read it"))
+    known = QUANTIZERS.get(method, Quantizer(UNKNOWN, "not known to trl-packfa"))
     return method, known if isinstance(known, Quantizer) else known(config)
 
 
 def refuse_quantization(config: Any) -> None:
-    """A quantization under which a document's numbers depend on the other documents of its batch.
+    """Refuse a quantization that makes a document's result depend on other documents of its batch.
 
     Args:
         config (`QuantizationConfigMixin`, `dict` or `None`):
-            What the model is, or is to be, quantized with.
+            Quantization config of the model.
 
     Raises:
         [`UnsupportedModel`]: naming the method, the reason and what to do.
@@ -161,39 +161,42 @@ def refuse_quantization(config: Any) -> None:
     method, quantizer = quantizer_of(config)
     if quantizer.verdict == REFUSED:
         raise UnsupportedModel(
-            f"a model quantized with {method} as it is configured cannot be packed exactly.",
+            f"a model that is quantized with {method} and these settings cannot be packed exactly.",
             why=[quantizer.what],
             do=quantizer.do,
         )
 
 
 def refuse_quantized(model: nn.Module) -> None:
-    """Refuse a loaded model that is quantized so that documents of a batch are not alone, by its config or its layers.
+    """Refuse a loaded model if its quantization makes a document's result depend on other documents of its batch.
+
+    Read the model's config and its layers.
 
     Raises:
         [`UnsupportedModel`]: naming the method or the layer, the reason and what to do.
     """
     refuse_quantization(quantization_config_of(model))
     for name, module in model.named_modules():
-        # bitsandbytes need not be installed. Layers that were put in by hand are in no config.
+        # The class is compared by name, because bitsandbytes may not be installed. The config does not list layers
+        # that a user put in by hand.
         threshold = getattr(getattr(module, "state", None), "threshold", 0.0)
         if type(module).__name__ == "Linear8bitLt" and threshold:
             raise UnsupportedModel(
                 f"layer '{name}' is bitsandbytes' Linear8bitLt with a threshold of {threshold}: it cannot be packed "
                 "exactly.",
                 why=[_OUTLIERS.what],
-                do="Make it with threshold=0.0, which is exact, quantize it in 4 bits, or train padded with "
+                do="Create it with threshold=0.0, which is exact, quantize it in 4 bits, or train padded with "
                 "packing=False.",
             )
 
 
 def quantization_config_of(model: nn.Module) -> Any:
-    """What a loaded model says that it is quantized with, `None` if it is not."""
+    """Return the quantization config of a loaded model, `None` if it is not quantized."""
     return getattr(model_config(model), "quantization_config", None)
 
 
 def unread_quantizers(model: nn.Module) -> list[str]:
-    """The quantization method of a model, if nobody can say whether it keeps tokens apart."""
+    """List the quantization method of a model if its verdict is `unknown`."""
     config = quantization_config_of(model)
     if config is None:
         return []

@@ -1,8 +1,7 @@
-"""What packing does with every tuner of PEFT: `adapters.json`, made by `python tools/adapter_matrix.py`.
+"""The measured results of every PEFT tuner under packing: `adapters.json`, made by `python tools/adapter_matrix.py`.
 
-A kind of adapter that was measured exact is trusted while PEFT's code of it is the code that was measured. One that
-is in no row, or whose code has changed, is for the check on the user's own model to judge. One that was measured
-wrong is refused by name.
+An adapter that was measured exact is trusted as long as PEFT's code for it is the measured code. An adapter without a
+row, or with changed code, is checked on the user's own model. An adapter that was measured wrong is refused by name.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from ..errors import UnsupportedModel
 RESULTS = Path(__file__).with_name("adapters.json")
 EXACT, REFUSED, UNKNOWN = "exact", "refused", "unknown"
 
-# Fields of configs that make no other kind of a tuner: sizes, places, scales, noise, first weights, bookkeeping.
+# Config fields that do not make another kind of adapter: sizes, target layers, scales, noise, initial weights,
+# bookkeeping.
 _NEUTRAL = re.compile(
     r"(auto_mapping|peft_version|base_model_name_or_path|revision|task_type|inference_mode|peft_type)"
     r"|r|.*_r|.*alpha|.*_lambda|.*scaling|.*dropout|rank_dropout_scale|.*_pattern|.*seed|.*prng_key|init_.*|save_.*"
@@ -44,12 +44,12 @@ def _committed() -> dict[str, Any]:
 
 
 def results() -> dict[str, dict[str, Any]]:
-    """The committed rows by kind."""
+    """Return the committed rows by kind."""
     return _committed()["kinds"]
 
 
 def measured_with() -> dict[str, str]:
-    """The versions of the packages with which they were made, by name."""
+    """Return the package versions of the committed measurements, by package name."""
     return _committed()["versions"]
 
 
@@ -58,20 +58,20 @@ def _sources() -> dict[str, str]:
 
 
 def tuner_of(config: Any) -> str:
-    """The folder in PEFT that a config belongs to; a module's whole name, if it is none of PEFT's."""
+    """Return the PEFT folder that a config belongs to, or its full module name if the config is not from PEFT."""
     parts = type(config).__module__.split(".")
     return parts[2] if parts[:2] == ["peft", "tuners"] and len(parts) > 2 else type(config).__module__
 
 
 def tuners() -> list[str]:
-    """Every tuner's folder in the installed PEFT."""
+    """List the folders of all tuners in the installed PEFT."""
     folder = Path(peft.__file__).parent / "tuners"
     return sorted(path.name for path in folder.iterdir() if (path / "__init__.py").exists())
 
 
 @cache
 def source_of(tuner: str) -> str:
-    """Hash of a tuner's code in the installed PEFT."""
+    """Return a hash of a tuner's code in the installed PEFT."""
     digest = hashlib.sha256()
     for path in sorted((Path(peft.__file__).parent / "tuners" / tuner).glob("*.py")):
         digest.update(path.read_bytes())
@@ -79,11 +79,13 @@ def source_of(tuner: str) -> str:
 
 
 def kinds_of(config: Any) -> list[str]:
-    """The rows that a config falls under: its tuner, and one for every field that makes it another kind, whether
-    there is such a row or not."""
+    """List the kinds of a config: its tuner, and one more for each field that makes it another kind.
+
+    The table may have no row for a kind in the list.
+    """
     tuner = tuner_of(config)
     kinds = [tuner]
-    # `LoraConfig(use_dora=True)` is of the kinds `lora` and `lora use_dora`; a rank or a seed makes no kind.
+    # `LoraConfig(use_dora=True)` has the kinds `lora` and `lora use_dora`. A rank or a seed adds no kind.
     for name, value in _set_fields(config):
         candidates = [f"{tuner} {name}{detail}" for detail in (*_details(value), "")]
         known = next((kind for kind in candidates if kind in results()), None)
@@ -93,7 +95,7 @@ def kinds_of(config: Any) -> list[str]:
 
 
 def _set_fields(config: Any) -> Iterator[tuple[str, Any]]:
-    """The fields of a config that are not as they are by default."""
+    """Yield the name and value of each field of a config that differs from its default."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -102,23 +104,23 @@ def _set_fields(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _details(value: Any) -> Iterator[str]:
-    """What a field's value may be called in a row, the closest first."""
+    """Yield the names that a field's value may have in the table, the most specific first."""
     parts = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[call-overload]
     if isinstance(parts, Mapping):
         yield from (f".{name}={part}" for name, part in parts.items() if isinstance(part, str))
     elif isinstance(value, enum.Enum):
         yield f"={value.value}"
     elif isinstance(value, str):
-        # PiSSA's `pissa_niter_16` is of the kind `pissa_niter`, however many iterations.
+        # PiSSA's `pissa_niter_16` has the kind `pissa_niter`, for any number of iterations.
         yield f"={re.sub(r'_niter_[0-9]+$', '_niter', value)}"
     elif isinstance(value, bool) and not value:
         yield "=False"
 
 
 def verdict_of(config: Any) -> tuple[str, str]:
-    """`exact`, `refused` or `unknown`, and the kind that decides it."""
+    """Return `exact`, `refused` or `unknown`, and the kind that decides it."""
     kinds = kinds_of(config)
-    # Refused before unknown: what was measured wrong stays wrong, whatever else the config sets.
+    # `refused` is tested first, because a kind that was measured wrong stays wrong with any other field.
     for kind in kinds:
         if results().get(kind, {}).get("verdict") == REFUSED:
             return REFUSED, kind
@@ -130,11 +132,11 @@ def verdict_of(config: Any) -> tuple[str, str]:
 
 
 def configs_of(model: nn.Module) -> dict[str, Any]:
-    """Every adapter's config in a model by the adapter's name, active or not: it may be switched to."""
+    """Return the configs of a model's adapters by adapter name, inactive ones too, because they may become active."""
     found: dict[str, Any] = {}
     for module in model.modules():
-        # A `PeftModel` keeps prompt learning's configs in `_peft_config`; a tuner, or a model with `add_adapter`, has
-        # them in `peft_config`.
+        # A `PeftModel` keeps the configs of prompt learning in `_peft_config`. A tuner, or a model with
+        # `add_adapter`, keeps its configs in `peft_config`.
         for slot in ("peft_config", "_peft_config"):
             configs = vars(module).get(slot)
             found |= configs if isinstance(configs, dict) else {}
@@ -142,13 +144,13 @@ def configs_of(model: nn.Module) -> dict[str, Any]:
 
 
 def refuse_adapter(config: Any, *, name: str | None = None) -> None:
-    """A kind of adapter under which packing is wrong.
+    """Refuse an adapter that was measured wrong under packing.
 
     Args:
         config (`PeftConfig` or `None`):
             The adapter's config.
         name (`str`, *optional*):
-            The adapter's name on a model that has it already.
+            The adapter's name, if a model already has it.
 
     Raises:
         [`UnsupportedModel`]: naming tuner and variant, the reason and what to use instead.
@@ -166,7 +168,7 @@ def refuse_adapter(config: Any, *, name: str | None = None) -> None:
 
 
 def refuse_adapters(model: nn.Module) -> None:
-    """A model with an adapter under which packing is wrong, active or not.
+    """Refuse a model with an adapter that was measured wrong under packing, active or not.
 
     Raises:
         [`UnsupportedModel`]: naming the adapter, its tuner and variant, the reason and what to use instead.
@@ -176,18 +178,21 @@ def refuse_adapters(model: nn.Module) -> None:
 
 
 def adapter_kinds(model: nn.Module) -> tuple[str, ...]:
-    """The rows that a model's adapters fall under, each adapter's own."""
+    """List the kinds of each adapter of a model, as `adapter name: kind`."""
     return tuple(f"{name}: {kind}" for name, config in configs_of(model).items() for kind in kinds_of(config))
 
 
 def unmeasured_adapters(model: nn.Module) -> list[str]:
-    """The kinds of a model's adapters that no row vouches for."""
+    """List the kinds of a model's adapters whose verdict is `unknown`."""
     verdicts = [verdict_of(config) for config in configs_of(model).values()]
     return [kind for verdict, kind in verdicts if verdict == UNKNOWN]
 
 
 def rows(kinds: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
-    """The results for a terminal: of each kind how far packed logits and gradients are off, and why it is refused."""
+    """Return the results as rows for a terminal.
+
+    A row holds a kind, its verdict, the differences of packed logits and gradients, and the reason of a refusal.
+    """
     return [
         {
             "kind": kind,
@@ -201,7 +206,7 @@ def rows(kinds: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
 
 
 def markdown(kinds: Mapping[str, Mapping[str, Any]]) -> str:
-    """The table of the documentation: every kind by verdict, and the refused ones with the reason and the remedy."""
+    """Return the table of the documentation: the exact kinds, and the refused kinds with reason and remedy."""
     exact = [row for row in kinds.values() if row["verdict"] == EXACT]
     worst = {name: max(row[name] for row in exact) for name in ("logits", "gradients")}
     named = ", ".join(f"`{kind}`" for kind, row in kinds.items() if row["verdict"] == EXACT)

@@ -1,6 +1,6 @@
-"""Packed attention: one file a backend, one rule to choose between them.
+"""Packed attention: one file per backend, and one rule that chooses a backend.
 
-Knows layouts and tensors; imports neither transformers nor trl.
+This package uses layouts and tensors only. It imports neither transformers nor trl.
 """
 
 from .backends import BACKENDS, AttentionBackend, get_backend, refusals

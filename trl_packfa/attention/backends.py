@@ -1,4 +1,4 @@
-"""What every attention backend looks like, and those there are, in order of preference.
+"""The interface of attention backends, and the list of all backends in order of preference.
 
 Shape letters: T packed tokens, N query heads, K key/value heads, H head dim.
 """
@@ -21,30 +21,35 @@ from .varlen import VarlenBackend
 
 
 class AttentionBackend(Protocol):
-    """One way to compute causal attention inside each document of a `PackedLayout`."""
+    """An implementation of causal attention inside each document of a `PackedLayout`."""
 
     @property
     def name(self) -> str:
-        """What users call it."""
+        """Name that users pass to `backend=`."""
         ...
 
     @property
     def summary(self) -> str:
-        """What it is and where it runs, in one line."""
+        """One line that says how the backend computes attention and on which devices."""
         ...
 
     @property
     def capabilities(self) -> Capabilities:
-        """Which calls its kernels serve."""
+        """Calls that the backend's kernels support."""
         ...
 
     def refusals(self, request: AttentionRequest) -> list[str]:
-        """Every reason why this backend cannot serve the request: what its capabilities rule out, and what is not
-        installed; empty if it can."""
+        """List every reason why this backend cannot serve the request; empty if it can.
+
+        Reasons are limits of its capabilities and packages that are not installed.
+        """
         ...
 
     def is_traceable(self, device: torch.device) -> bool:
-        """Whether `torch.compile` takes its kernels for this device into a graph; others are one opaque op there."""
+        """Tell whether `torch.compile` can put the kernels for this device into a graph.
+
+        Other kernels become one opaque operator in the graph.
+        """
         ...
 
     def __call__(
@@ -56,13 +61,13 @@ class AttentionBackend(Protocol):
         arguments: AttentionArguments,
         keys: PackedLayout | None = None,
     ) -> torch.Tensor:
-        """Causal attention inside each document: `query` `(T, N, H)`, `key` and `value` `(T, K, H)`.
+        """Compute causal attention inside each document: `query` `(T, N, H)`, `key` and `value` `(T, K, H)`.
 
-        With `keys`, where the keys and values `(M, K, H)` of each document are, its queries are those of its last
-        tokens: document i of `layout` attends to document i of `keys`. Backends whose capabilities say `keys_apart`
-        take them.
+        `keys` is a second layout, for documents with more keys than queries: `key` and `value` then have shape
+        `(M, K, H)`, and document i of `layout` attends to document i of `keys`. The queries belong to the last tokens
+        of the document. Only backends with the capability `keys_apart` accept it.
 
-        Returns `(T, N, H)` in the query's dtype.
+        Return `(T, N, H)` in the query's dtype.
         """
         ...
 
@@ -78,10 +83,10 @@ _BY_NAME = {backend.name: backend for backend in BACKENDS}
 
 
 def get_backend(name: str) -> AttentionBackend:
-    """The backend of that name.
+    """Return the backend with this name.
 
     Raises:
-        [`NoBackend`]: if there is none.
+        [`NoBackend`]: if there is no such backend.
     """
     if name not in _BY_NAME:
         raise NoBackend(
@@ -92,5 +97,5 @@ def get_backend(name: str) -> AttentionBackend:
 
 
 def refusals(request: AttentionRequest) -> dict[str, list[str]]:
-    """For each backend by name, every reason why it cannot serve the request."""
+    """List, by backend name, every reason why a backend cannot serve the request."""
     return {backend.name: backend.refusals(request) for backend in BACKENDS}

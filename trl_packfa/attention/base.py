@@ -1,4 +1,4 @@
-"""What a model asks of an attention backend.
+"""The request that a model makes to an attention backend.
 
 Shape letters: N query heads, G documents of a group, Q queries of a chunk, M keys.
 """
@@ -13,28 +13,29 @@ import torch
 
 from ..runtime.autocast import autocast_dtype
 
-# What is added to the scores: numbers of packed tokens `(G, Q)` and `(G, M)` to a tensor `(G, 1 or N, Q, M)`.
+# A term that is added to the scores: a function from the indices of packed queries `(G, Q)` and keys `(G, M)` to a
+# tensor `(G, 1 or N, Q, M)`.
 Bias: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionArguments:
-    """What one attention call is given besides query, key, value and layout (transformers' names).
+    """The arguments of an attention call besides query, key, value and layout (transformers' names).
 
     Args:
         scaling (`float`):
             Factor of the scores.
         sliding_window (`int`, *optional*):
-            Keys that a query may see, itself included.
+            Number of keys that a query may attend to, with its own key.
         softcap (`float`, *optional*):
             Bound of the scores, `softcap * tanh(score / softcap)` (Gemma-2).
         sinks (`torch.Tensor`, *optional*):
             One more logit per head, shape `(N,)`, whose probability is dropped (gpt-oss).
         dropout (`float`, *optional*, defaults to `0.0`):
-            Dropout of the probabilities.
+            Dropout rate of the probabilities.
         bias (`Bias`, *optional*):
-            Added to the scores, `-inf` for keys that are not chosen (sparse indexers, ALiBi). Asked for a chunk of
-            queries and the keys it can see at a time, so that nothing is quadratic in the row.
+            Term that is added to the scores, `-inf` for keys that are not chosen (sparse indexers, ALiBi). It is
+            called for one chunk of queries and the keys they can see, so that no tensor is quadratic in the row.
     """
 
     scaling: float
@@ -46,11 +47,12 @@ class AttentionArguments:
 
 
 class AttentionRequest(NamedTuple):
-    """Everything that decides whether a backend can serve a call; hashable, so that it is resolved once.
+    """The properties of a call that decide whether a backend can serve it. Hashable, so that it is resolved once.
 
-    `sliding_window` counts the keys a query may see, itself included (transformers' meaning). `value_dim` is the head
-    dim of the values, `head_dim` by default: multi-head latent attention (DeepSeek) has another one. `named` says that
-    the user chose the backend by name, which then may load a kernel that is not installed.
+    `sliding_window` counts the keys that a query may attend to, with its own key (transformers' meaning). `value_dim`
+    is the head dim of the values, `None` if it equals `head_dim`; multi-head latent attention (DeepSeek) has a
+    different one. `named` is true if the user chose the backend by name; that backend may then load a kernel that is
+    not installed.
     """
 
     device: torch.device
@@ -70,7 +72,7 @@ class AttentionRequest(NamedTuple):
     def of(
         cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: AttentionArguments
     ) -> AttentionRequest:
-        """The request that a call with these tensors and arguments makes."""
+        """Make the request of a call with these tensors and arguments."""
         return cls(
             device=query.device,
             dtype=autocast_dtype(query) or query.dtype,
@@ -91,7 +93,7 @@ class AttentionRequest(NamedTuple):
         return max(self.head_dim, self.value_dim or 0)
 
     def describe(self) -> str:
-        """The request in one line, as error messages show it."""
+        """Describe the request in one line for error messages."""
         parts = [f"device={self.device}", f"dtype={str(self.dtype).removeprefix('torch.')}"]
         parts += [f"head_dim={self.head_dim}", f"heads={self.num_heads}/{self.num_key_value_heads}"]
         optional = {"value_dim": self.value_dim, "window": self.sliding_window, "softcap": self.softcap}

@@ -1,6 +1,7 @@
-"""Terms that are added to the scores: sparse key selection and position biases, a block of queries at a time.
+"""Terms that are added to the attention scores: sparse key selection and position biases.
 
-They are asked with the numbers of packed tokens; padding has a number that no token has.
+A term is computed for a chunk of queries at a time, from the indices of packed tokens. Padding has an index that no
+token has.
 
 Shape letters: T packed tokens, N query heads, G documents of a group, Q queries of a chunk, M keys, K chosen keys.
 """
@@ -14,8 +15,10 @@ from .base import Bias
 
 
 def chosen_keys(indices: torch.Tensor, layout: PackedLayout) -> Bias:
-    """Only the keys that an indexer chose for each query: `indices` `(B, L, K)`, counted inside the document, -1 for
-    none."""
+    """Make a bias that hides all keys except the ones that an indexer chose for each query.
+
+    `indices` `(B, L, K)` are positions inside the document, -1 for no key.
+    """
     indices_TK = indices.flatten(0, 1).long()
     starts_T = torch.repeat_interleave(
         layout.cu_seqlens[:-1].long(), layout.cu_seqlens.diff(), output_size=layout.num_tokens
@@ -33,7 +36,7 @@ def chosen_keys(indices: torch.Tensor, layout: PackedLayout) -> Bias:
 
 
 def linear_bias(slopes: torch.Tensor, layout: PackedLayout) -> Bias:
-    """ALiBi: per head, `slopes` `(N,)` times the key's position in its document."""
+    """Make ALiBi's bias: `slopes` `(N,)` of the heads times the key's position in its document."""
     positions_T = layout.position_ids().flatten().to(slopes)
 
     def bias(queries_GQ: torch.Tensor, keys_GM: torch.Tensor) -> torch.Tensor:
@@ -43,7 +46,10 @@ def linear_bias(slopes: torch.Tensor, layout: PackedLayout) -> Bias:
 
 
 def key_bias(bias_TN: torch.Tensor, *, keep: int, sliding_window: int | None = None) -> Bias:
-    """A bias of each key and head, `(T, N)`; a query that could see more than `keep` keys sees the largest ones."""
+    """Make a bias from a value of each key and head, `bias_TN` `(T, N)`.
+
+    A query that could attend to more than `keep` keys attends only to the `keep` keys with the largest values.
+    """
 
     def bias(queries_GQ: torch.Tensor, keys_GM: torch.Tensor) -> torch.Tensor:
         bias_GNQM = _at(bias_TN, keys_GM).transpose(1, 2)[:, :, None]
@@ -59,5 +65,5 @@ def key_bias(bias_TN: torch.Tensor, *, keep: int, sliding_window: int | None = N
 
 
 def _at(per_token: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Rows of a tensor `(T, ...)` by token number, anything for padding."""
+    """Return rows of a tensor `(T, ...)` by token index. Rows of padding are arbitrary."""
     return per_token[numbers.clamp(max=len(per_token) - 1)]

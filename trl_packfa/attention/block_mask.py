@@ -1,8 +1,9 @@
-"""flex_attention's block mask, made of document offsets alone.
+"""flex_attention's block mask, made from document offsets only.
 
-torch's `create_block_mask` first asks for every pair of tokens, T x T, which packing must never build. Documents are
-contiguous, so the blocks of keys that a block of queries sees are too: from the one that holds its first query's
-first key, up to that of its last query's last. Those that every query sees whole need no look at single pairs.
+torch's `create_block_mask` first computes every pair of tokens, T x T, which packing must never build. Documents are
+contiguous, so the key blocks that a block of queries sees are contiguous too. They begin at the block with the first
+key of the first query, and end at the block with the last key of the last query. Key blocks that every query sees
+whole need no test of single pairs.
 
 https://docs.pytorch.org/docs/stable/nn.attention.flex_attention.html
 
@@ -18,13 +19,14 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ..layout import PackedLayout
 
-BLOCK = 128  # tokens; what flex_attention's kernels are made for
+BLOCK = 128  # tokens; the block size of flex_attention's kernels
 
 
 def block_mask(layout: PackedLayout, sliding_window: int | None, keys: PackedLayout | None = None) -> BlockMask:
-    """Causal attention inside each document, over the keys of a window if there is one; waits for no device.
+    """Make the block mask of causal attention inside each document, with or without a sliding window.
 
-    With `keys`, where each document's keys are, its queries are those of its last tokens.
+    The host does not wait for the device. `keys` is the layout of the keys if documents have more keys than queries;
+    the queries then belong to the last tokens of the document.
     """
     keys = layout if keys is None else keys
     tokens, device = layout.num_tokens, layout.cu_seqlens.device
@@ -49,7 +51,7 @@ def block_mask(layout: PackedLayout, sliding_window: int | None, keys: PackedLay
 
 
 def _same_document(layout: PackedLayout, sliding_window: int | None) -> Callable[..., torch.Tensor]:
-    """Which pairs of a query and a key are among those of the blocks."""
+    """Make the function that tells flex_attention which pairs of query and key are allowed."""
     ids_T = layout.document_ids().flatten()
 
     def allow(batch: torch.Tensor, head: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -60,7 +62,10 @@ def _same_document(layout: PackedLayout, sliding_window: int | None) -> Callable
 
 
 def _keys_before(layout: PackedLayout, sliding_window: int | None, keys: PackedLayout) -> Callable[..., torch.Tensor]:
-    """The same where keys are elsewhere than queries: each query sees its keys from its first to its last."""
+    """Make the function that allows pairs of query and key if keys have their own layout.
+
+    A query may attend to all keys from its first to its last one.
+    """
     query_T = torch.arange(layout.num_tokens, device=layout.cu_seqlens.device)
     first_T, last_T = _seen_keys(query_T, layout, keys, sliding_window)
 
@@ -73,19 +78,23 @@ def _keys_before(layout: PackedLayout, sliding_window: int | None, keys: PackedL
 def _visible_blocks(
     block_R: torch.Tensor, layout: PackedLayout, keys: PackedLayout, sliding_window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For each block of queries the first block of keys that one of them sees, the first that all see whole, the first
-    after those, and the first that none sees."""
+    """Return the range of visible key blocks for each block of queries, as four block numbers.
+
+    They are the first block that some query sees, the first block that all queries see whole, the first block after
+    the whole ones, and the first block after all visible ones.
+    """
     first_R, last_R = block_R * BLOCK, (block_R + 1) * BLOCK - 1
     (begin_R, whole_until_R), (whole_from_R, end_R) = (
         _seen_keys(query_R.clamp(max=layout.num_tokens - 1), layout, keys, sliding_window)
         for query_R in (first_R, last_R)
     )
-    # Documents of 200 and 100 tokens, blocks of 128: the last queries of the blocks see keys from [0, 200, 200] on, so
-    # that whole blocks begin at [0, 2, 2]; the first ones see keys up to [0, 128, 256], so that they end before blocks
-    # [0, 1, 2]. None is whole. The first seen are in blocks [0, 0, 1], the last in [0, 1, 2].
+    # Example: documents of 200 and 100 tokens, blocks of 128. The last query of each block sees keys from
+    # [0, 200, 200] on, so whole blocks begin at [0, 2, 2]. The first query of each block sees keys up to
+    # [0, 128, 256], so whole blocks end before [0, 1, 2]. No block is whole. The first visible blocks are [0, 0, 1],
+    # the last ones [0, 1, 2].
     whole_R, rest_R = (whole_from_R + BLOCK - 1) // BLOCK, (whole_until_R + 1) // BLOCK
     stop_R = end_R // BLOCK + 1
-    # Kernels look at single pairs where a block is not full of queries.
+    # A block that is not full of queries needs the test of single pairs.
     none = (rest_R <= whole_R) | (last_R >= layout.num_tokens)
     return begin_R // BLOCK, torch.where(none, stop_R, whole_R), torch.where(none, stop_R, rest_R), stop_R
 
@@ -93,9 +102,9 @@ def _visible_blocks(
 def _seen_keys(
     query_R: torch.Tensor, layout: PackedLayout, keys: PackedLayout, sliding_window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers of the first and of the last key that each of these queries sees."""
-    # A token at an offset begins its document: with offsets [0, 3, 5] tokens [0, 2, 3, 4] are of documents
-    # [0, 0, 1, 1]. With keys' offsets [0, 3, 8] the queries 3 and 4 see keys from 3 on, up to 6 and 7.
+    """Return the indices of the first and of the last key that each of these queries sees."""
+    # With offsets [0, 3, 5], tokens [0, 2, 3, 4] belong to documents [0, 0, 1, 1]. If the offsets of the keys are
+    # [0, 3, 8], queries 3 and 4 see keys from 3 up to 6 and 7.
     document_R = torch.searchsorted(layout.cu_seqlens[1:-1], query_R, right=True)
     last_R = keys.cu_seqlens[1:][document_R] - layout.cu_seqlens[1:][document_R] + query_R
     first_R = keys.cu_seqlens[:-1][document_R]

@@ -1,5 +1,7 @@
-"""What an attention backend can compute, as constants: its refusals, the choice among backends and the tests of both
-are made of them."""
+"""Constants that say which calls an attention backend supports.
+
+Its refusals, the choice of a backend and the tests of both use these constants.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +16,26 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """The calls that a backend's kernels serve.
+    """The calls that a backend's kernels support.
 
     Args:
         function (`str`):
-            What computes it, as refusals name it.
+            Name of the function that computes attention, for refusals.
         needs_cuda (`bool`, *optional*, defaults to `False`):
             Whether it runs on CUDA and ROCm devices only.
         min_capability (`tuple[int, int]`, *optional*):
-            The oldest compute capability of CUDA that it runs on.
+            The oldest CUDA compute capability that it runs on.
         dtypes (`tuple[torch.dtype, ...]`, *optional*):
-            Data types of query, key and value; any by default.
+            Supported data types of query, key and value; any by default.
         min_head_dim (`int`), max_head_dim (`int`, *optional*), head_dim_multiple (`int`):
-            Head dims that it takes, of queries and of values.
+            Supported head dims of queries and values.
         sliding_window, softcap, sinks, dropout, bias (`bool`, *optional*, default to `True`):
-            Which of [`AttentionArguments`] it has room for.
+            Whether it supports this field of [`AttentionArguments`].
         is_selectable (`bool`, *optional*, defaults to `True`):
             Whether `"auto"` may choose it.
         keys_apart (`bool`, *optional*, defaults to `True`):
-            Whether documents may have more keys than queries, those of a prefix that they share; where not, the
-            prefix's queries are computed for each document.
+            Whether documents may have more keys than queries, because they share a prefix. If not, the queries of the
+            prefix are computed again for each document.
     """
 
     function: str
@@ -52,7 +54,7 @@ class Capabilities:
     keys_apart: bool = True
 
     def refusals(self, request: AttentionRequest) -> list[str]:
-        """Every reason, known from constants, why the request cannot be served; empty if it can."""
+        """List every reason why these constants exclude the request; empty if they do not."""
         return [*self._of_device(request), *self._of_shape(request), *self._of_arguments(request)]
 
     def _of_device(self, request: AttentionRequest) -> list[str]:
@@ -88,7 +90,7 @@ class Capabilities:
             reasons.append(f"{self.function} has no sliding window, the model asks for {request.sliding_window}")
         if request.bias and not self.bias:
             reasons.append(
-                f"{self.function} adds no term to the scores, as sparse key selection and position biases do"
+                f"{self.function} cannot add a term to the scores, which sparse keys and position biases need"
             )
         if request.softcap is not None and not self.softcap:
             reasons.append(f"{self.function} has no softcap")

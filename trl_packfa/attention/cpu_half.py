@@ -1,8 +1,9 @@
-"""Causal attention in half precision on a CPU, forward and backward each in the dtype that is faster there.
+"""Causal attention in half precision on a CPU, with the faster dtype for the forward and for the backward.
 
-torch's kernel for CPUs is one function for both; its two halves are called here. Forward it is two to three times as
-fast in half precision as in float32, where a CPU has such products; backward its cost per block outweighs them, but
-for long documents in bfloat16 with AMX. Short documents, and CPUs that emulate half precision, use float32 for both.
+This module calls the forward kernel and the backward kernel of torch's CPU attention separately. On a CPU with half
+precision products, the forward is two to three times as fast in half precision as in float32. The backward is faster
+in float32, except for long documents in bfloat16 with AMX, because its cost per block is high. Short documents, and
+CPUs that emulate half precision, use float32 for both.
 
 Shape letters: G documents of a group, L their longest length, N query heads, K key/value heads, R query heads that
 share one of them, H head dim.
@@ -18,15 +19,17 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.autocast import HALF, has_half_products
 
-# Longest document times head dim up to which float32 is the faster for both, and for the backward in bfloat16 with
-# AMX. Measured for heads of 64, 80 and 128 features with AVX512-BF16 and AMX.
+# Longest document times head dim up to which float32 is faster: for forward and backward, and for the backward in
+# bfloat16 with AMX. Measured for heads of 64, 80 and 128 features with AVX512-BF16 and AMX.
 _ALL_IN_FLOAT32, _BACKWARD_IN_FLOAT32 = 256 * 64, 512 * 64
 _KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 def is_faster_in_float32(query: torch.Tensor, dtype: torch.dtype, *, fused: bool) -> bool:
-    """Whether attention of a group `(G, N, L, H)` that would run in `dtype` is faster, and more exact, in float32;
-    `fused` if it is torch's kernel that computes it, a mask or not."""
+    """Tell whether attention of a group `(G, N, L, H)` in `dtype` is faster, and more exact, in float32.
+
+    `fused` says that torch's kernel computes it, with or without a mask.
+    """
     device = query.device.type
     if dtype not in HALF or device != "cpu":
         return False
@@ -34,12 +37,12 @@ def is_faster_in_float32(query: torch.Tensor, dtype: torch.dtype, *, fused: bool
 
 
 def has_two_halves(query: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether [`CausalInHalf`] computes plain causal attention of a group's query `(G, N, L, H)` and value."""
+    """Tell whether [`CausalInHalf`] can compute plain causal attention of a group's query `(G, N, L, H)` and value."""
     return (
         query.device.type == "cpu"
         and dtype in HALF
         and query.shape[-1] == value.shape[-1]
-        # Private to torch: without it, its public function attends.
+        # The kernels are private to torch. If they are missing, torch's public function is used.
         and all(hasattr(torch.ops.aten, name) for name in (_KERNEL, f"{_KERNEL}_backward"))
     )
 
@@ -54,14 +57,15 @@ def _size(query: torch.Tensor) -> int:
 
 
 class CausalInHalf(torch.autograd.Function):
-    """Of query `(G, N, L, H)` and key, value `(G, K, L, H)` in one half-precision dtype, `(G, N, L, H)`.
+    """Causal attention of query `(G, N, L, H)` and key, value `(G, K, L, H)` in one half-precision dtype.
 
-    Saves them as they came, and the result: neither float32 copies nor repeated key/value heads.
+    The result is `(G, N, L, H)`. It saves the inputs and the result for the backward, without float32 copies and
+    without repeated key/value heads.
     """
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
-        """In half precision."""
+        """Compute the forward in half precision."""
         q, k, v = (_by_head(x, key.shape[1], x.dtype) for x in (query, key, value))
         kernel = getattr(torch.ops.aten, _KERNEL)
         result, logsumexp = kernel(q, k.expand_as(q), v.expand_as(q), 0.0, True, scale=scaling)
@@ -73,7 +77,7 @@ class CausalInHalf(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """In float32, but for long documents in bfloat16 with AMX."""
+        """Compute the backward in float32, except for long documents in bfloat16 with AMX."""
         *qkv, out, logsumexp = ctx.saved_tensors
         query, key, _ = qkv
         is_native = query.dtype is torch.bfloat16 and _has_amx() and _size(query) > _BACKWARD_IN_FLOAT32
@@ -85,15 +89,19 @@ class CausalInHalf(torch.autograd.Function):
 
 
 def _by_head(x: torch.Tensor, num_key_value_heads: int, dtype: torch.dtype) -> torch.Tensor:
-    """Heads `(G, heads, L, H)` as `(G K, R, L, H)`, one after the other: that is faster, and the R query heads of a
-    key/value head see it without a copy."""
+    """Copy heads `(G, heads, L, H)` to `(G K, R, L, H)`, each head contiguous.
+
+    That is faster, and the R query heads of a key/value head share it without a copy.
+    """
     x_GKRLH = x.unflatten(1, (num_key_value_heads, -1))
     return x.new_empty(x_GKRLH.shape, dtype=dtype).copy_(x_GKRLH).flatten(0, 1)
 
 
 def _by_token(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The way back from `(G K, R, L, H)`, to `(G, heads, L, H)` with a token's heads side by side; where `like` has K
-    heads, they get the sums over R."""
+    """Copy `(G K, R, L, H)` back to `(G, heads, L, H)`, with the heads of a token side by side.
+
+    If `like` has K heads, each one gets the sum over R.
+    """
     groups, heads, length, features = like.shape
     x_GKRLH = x.unflatten(0, (groups, -1))
     if x_GKRLH.shape[1] * x_GKRLH.shape[2] != heads:

@@ -1,8 +1,8 @@
-"""Packed attention inside of compiled graphs: one graph for a whole backbone and for every batch's documents.
+"""Packed attention inside compiled graphs: one graph for a whole backbone and for every set of documents.
 
-FlashAttention's kernels are operators that take boundaries as a tensor and the longest length as an integer that may
-change. The other backends run code that follows the documents; there they are one operator, which a graph holds
-without looking inside. It keeps its inputs only: its backward computes the attention again.
+FlashAttention's kernels are operators. They accept the boundaries as a tensor and the longest length as an integer
+that may change. The other backends run code that depends on the documents, so a graph calls them as one opaque
+operator. That operator saves its inputs only, and its backward computes the attention again.
 
 Shape letters: T packed tokens, N query heads, K key/value heads, H head dim, S documents.
 """
@@ -22,7 +22,7 @@ from .base import AttentionArguments
 
 
 class _TracedLayout(NamedTuple):
-    """As much of a layout as FlashAttention's kernels read, in integers that may change from batch to batch."""
+    """The part of a layout that FlashAttention's kernels read, with integers that may change between batches."""
 
     cu_seqlens: torch.Tensor
     max_seqlen: int
@@ -41,8 +41,11 @@ def attend_in_graph(
     is_traceable: bool,
     keys: PackedLayout | None = None,
 ) -> torch.Tensor:
-    """What the backend computes, see [`AttentionBackend`], while a graph is traced. Attention with a bias or dropout
-    leaves the graph; kernels that are not traceable are one operator in it, which knows no keys apart."""
+    """Compute a backend's attention while a graph is traced, see [`AttentionBackend`].
+
+    Attention with a bias or dropout runs outside of the graph. Kernels that are not traceable are one operator in the
+    graph, which does not support `keys`.
+    """
     if arguments.bias is not None or arguments.dropout:
         return _outside(backend, query, key, value, layout, arguments, keys)
     if is_traceable:
@@ -81,7 +84,7 @@ def _outside(
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? sinks"
 _OPTIONS = "Tensor offsets, str backend, float scaling, int? sliding_window, float? softcap"
 _NUM_OPTIONS = 5
-# As libraries and not as `custom_op`, in whose functions autograd cannot be used.
+# The operators are defined by `torch.library.define`, because functions of `custom_op` cannot use autograd.
 torch.library.define("trl_packfa::attend", f"({_INPUTS}, {_OPTIONS}) -> Tensor")
 torch.library.define(
     "trl_packfa::attend_backward", f"(Tensor grad, {_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)"
@@ -93,7 +96,7 @@ torch.library.define(
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, *options: Any
 ) -> torch.Tensor:
-    """`(T, N, H)`, `(T, K, H)`, `(T, K, H)` and `(N,)` to `(T, N, H)`; options as the operator has them."""
+    """Compute attention `(T, N, H)` from query `(T, N, H)`, key and value `(T, K, H)` and sinks `(N,)`."""
     return _run(query, key, value, sinks, *options).contiguous()
 
 
@@ -106,7 +109,7 @@ def _attend_backward(
     sinks: torch.Tensor | None,
     *options: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of the four inputs; without sinks, the fourth has no elements."""
+    """Return the gradients of the four inputs. Without sinks, the fourth has no elements."""
     given = [tensor.detach().requires_grad_() for tensor in (query, key, value, sinks) if tensor is not None]
     with torch.enable_grad():
         out = _run(*given, *((None,) if sinks is None else ()), *options)  # type: ignore[arg-type]
@@ -127,11 +130,11 @@ def _run(
 ) -> torch.Tensor:
     arguments = AttentionArguments(scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=sinks)
     layout = _layout(tuple(offsets.diff().tolist()), query.device)
-    with torch.autocast(query.device.type, enabled=False):  # its dtype is the inputs' already
+    with torch.autocast(query.device.type, enabled=False):  # the inputs already have autocast's dtype
         return get_backend(backend)(query, key, value, layout, arguments)
 
 
-@lru_cache(maxsize=4)  # what kernels derive from boundaries is kept for the layers of a batch
+@lru_cache(maxsize=4)  # the layers of a batch share the layout and what kernels derive from it
 def _layout(lengths: tuple[int, ...], device: torch.device) -> PackedLayout:
     return PackedLayout.from_lengths(lengths, device=device)
 

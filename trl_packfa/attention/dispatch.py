@@ -1,4 +1,4 @@
-"""Which backend serves a request, and why the ones before it do not."""
+"""The choice of an attention backend for a request."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .custom_op import attend_in_graph
 
 
 def resolve(request: AttentionRequest, backend: str = "auto") -> AttentionBackend:
-    """The backend for a request: the first without refusals, or the named one.
+    """Return the backend for a request: the named one, or for `"auto"` the first one without refusals.
 
-    `"auto"` never falls to `reference`. A backend named by the user runs or raises.
+    `"auto"` never chooses `reference`. A backend that the user names either runs or raises.
 
     Raises:
         [`NoBackend`]: with the request and every backend's reasons.
@@ -35,12 +35,12 @@ def resolve(request: AttentionRequest, backend: str = "auto") -> AttentionBacken
     raise NoBackend(
         f"no attention backend can run this model (asked for: {backend}): {request.describe()}",
         why=why,
-        do="Change what the reasons name, or pass attention_backend='auto'.",
+        do="Change the settings in these reasons, or pass attention_backend='auto'.",
     )
 
 
 class BackendChoice:
-    """The user's choice for one model, resolved once per kind of request and remembered."""
+    """The user's choice of a backend for one model. Each kind of request is resolved once and kept."""
 
     def __init__(self, name: str) -> None:
         if name != "auto":
@@ -56,11 +56,12 @@ class BackendChoice:
         layout: PackedLayout | BranchedLayout,
         arguments: AttentionArguments,
     ) -> torch.Tensor:
-        """Packed attention by the backend that serves these tensors and arguments; see [`AttentionBackend`]. Of
-        documents that share their prefixes each token attends to what lies before it in its documents.
+        """Compute packed attention with the backend that serves these tensors and arguments, see [`AttentionBackend`].
+
+        A token attends to the earlier tokens of its document, also if the prefix is shared between documents.
 
         Raises:
-            [`NoBackend`]: if none does.
+            [`NoBackend`]: if no backend serves them.
         """
         request, in_graph = AttentionRequest.of(query, key, value, arguments), torch.compiler.is_compiling()
         backend = get_backend(_name_in_graphs(self.name, *request)) if in_graph else self.for_request(request)
@@ -79,7 +80,7 @@ class BackendChoice:
 
         if isinstance(layout, PackedLayout):
             return attend(query, key, value, layout)
-        # A bias knows documents, not pieces of them, and so does the operator that is not looked into.
+        # A bias and the opaque operator support whole documents only, not pieces.
         knows_pieces = arguments.bias is None and (is_traceable or not in_graph)
         if backend.capabilities.keys_apart and knows_pieces:
             key, value = spread_keys(key, layout), spread_keys(value, layout)
@@ -88,10 +89,10 @@ class BackendChoice:
         return collect(attend(query, key, value, layout.paths), layout)
 
     def for_request(self, request: AttentionRequest) -> AttentionBackend:
-        """The backend that serves the request.
+        """Return the backend that serves the request.
 
         Raises:
-            [`NoBackend`]: if none does.
+            [`NoBackend`]: if no backend serves it.
         """
         if request not in self.resolved:
             self.resolved[request] = resolve(request, self.name).name
@@ -100,7 +101,7 @@ class BackendChoice:
 
 @constant_in_graphs
 def _name_in_graphs(backend: str, *request: Any) -> str:
-    """The backend for a request of these fields: only what Python calls constants may be handed from a graph."""
+    """Return the name of the backend for a request with these fields. A graph can pass constants only."""
     return resolve(AttentionRequest(*request), backend).name
 
 

@@ -1,4 +1,4 @@
-"""The flash-attn packages (2, 3, 4), or the Hub kernel that transformers would load in their place."""
+"""Attention by the flash-attn packages (2, 3, 4), or by the Hub kernel that transformers loads instead."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from .flash_limits import FLASH, equally_wide, is_deterministic, require_indexab
 
 
 class _Kernel(NamedTuple):
-    """A `flash_attn_varlen_func`, what its signature has room for, and whether its kernels are registered operators,
-    which `torch.compile` takes into a graph."""
+    """A `flash_attn_varlen_func` and the names of its parameters.
+
+    `is_traceable` says that its kernels are registered operators; `torch.compile` can put these into a graph.
+    """
 
     function: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
     parameters: frozenset[str]
     is_traceable: bool = True
 
     def name_of(self, *names: str) -> str | None:
-        """The first of `names` that the function takes; flash-attn 4 renamed some of flash-attn 2's."""
+        """Return the first of `names` that is a parameter. flash-attn 4 renamed some parameters of flash-attn 2."""
         return next((name for name in names if name in self.parameters), None)
 
 
 class _Package(NamedTuple):
-    """A module with a `flash_attn_varlen_func`, and the compute capabilities it is chosen for: from the first to below
-    the last."""
+    """A module with a `flash_attn_varlen_func`, for compute capabilities from `since` to below `until`."""
 
     module: str
     since: tuple[int, int]
@@ -40,27 +41,27 @@ class _Package(NamedTuple):
     is_traceable: bool = True
 
 
-# Fastest first on the hardware that each supports.
+# The fastest package of a GPU comes first.
 _PACKAGES = (
-    # FlashAttention 3 is written for Hopper's instructions, which no later GPU has.
+    # FlashAttention 3 uses Hopper's instructions, which no later GPU has.
     _Package("flash_attn_interface", (9, 0), (10, 0)),
-    # FlashAttention 4 compiles itself at its first call, which Dynamo cannot follow; a beta, so after 3 on Hopper.
+    # FlashAttention 4 compiles at its first call, which Dynamo cannot trace. It is a beta, so 3 comes first on Hopper.
     _Package("flash_attn.cute", (9, 0), is_traceable=False),
     _Package("flash_attn", (8, 0)),
 )
-# By package, what those said that are installed and could not be imported, as when they were built for another torch.
+# Import errors of installed packages by package name, for example of a package that was built for another torch.
 _BROKEN: dict[str, str] = {}
 
 
 def _installed(capability: tuple[int, int]) -> Iterator[_Kernel]:
-    """Kernels of the packages that are installed and meant for this GPU."""
+    """Yield the kernels of the installed packages that are meant for this GPU."""
     for package in _PACKAGES:
         name = package.module.split(".")[0]
         if package.since <= capability < package.until and find_spec(name) is not None:
             try:
                 function = import_module(package.module).flash_attn_varlen_func
             except AttributeError:
-                continue  # a package without the function is another package
+                continue  # another package with the same module name
             except (ImportError, OSError, RuntimeError) as error:
                 if getattr(error, "name", None) != package.module:  # flash-attn 2 has no `cute`
                     _BROKEN[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -69,7 +70,7 @@ def _installed(capability: tuple[int, int]) -> Iterator[_Kernel]:
 
 
 def _from_hub() -> _Kernel | None:
-    """The Hub's kernel, which is downloaded and is other people's code: only for who names this backend."""
+    """Load the Hub's kernel. It is downloaded code from others, so only users who name this backend get it."""
     from ..runtime.hub_kernel import hub_flash_attn_varlen_func
 
     function = hub_flash_attn_varlen_func() if find_spec("kernels") is not None else None
@@ -80,12 +81,13 @@ def _kernel_of(function: Callable[..., torch.Tensor], *, is_traceable: bool = Tr
     return _Kernel(function, frozenset(inspect.signature(function).parameters), is_traceable)
 
 
-# By compute capability, and no cache of a function's: compiled graphs take functions from globals only.
+# Kernels by compute capability. It is a global and no function cache, because compiled graphs read functions from
+# globals only.
 _KERNELS: dict[tuple[int, int], _Kernel | None] = {}
 
 
 def _kernel(capability: tuple[int, int], *, named: bool = False) -> _Kernel | None:
-    """The kernel for GPUs of this capability; `named` if the user chose the backend by name."""
+    """Return the kernel for GPUs of this capability. `named` says that the user chose the backend by name."""
     if capability not in _KERNELS:
         _KERNELS[capability] = next(_installed(capability), None)
     if named and _KERNELS[capability] is None:
@@ -94,32 +96,32 @@ def _kernel(capability: tuple[int, int], *, named: bool = False) -> _Kernel | No
 
 
 def _missing() -> list[str]:
-    """Why there is no kernel: what is installed and broken, else what to install."""
-    broken = [f"{package} is installed and cannot be imported ({said})" for package, said in _BROKEN.items()]
+    """List the reasons for a missing kernel: broken packages, or else the package to install."""
+    broken = [f"{package} is installed but cannot be imported ({said})" for package, said in _BROKEN.items()]
     if not broken:
         return [
-            "needs the flash-attn package (pip install flash-attn), or attention_backend='flash' and the kernels "
-            "package, which loads a kernel from the Hub"
+            "needs the flash-attn package (pip install flash-attn), or the kernels package with "
+            "attention_backend='flash', which loads a kernel from the Hub"
         ]
-    built = "install a flash-attn that was built for this torch, " + torch.__version__
+    built = "install a flash-attn that is built for torch " + torch.__version__
     return [*broken, f"{built} (pip install --no-build-isolation --force-reinstall --no-deps flash-attn)"]
 
 
 @constant_in_graphs
 def _capability(device: torch.device) -> tuple[int, int]:
-    """The device's compute capability; ROCm devices count as Ampere, which is what flash-attn's builds assume."""
+    """Return the device's compute capability. ROCm devices count as Ampere, as in flash-attn's builds."""
     return (8, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
 
 
 class FlashBackend:
-    """FlashAttention 2, 3 or 4."""
+    """Attention backend of FlashAttention 2, 3 or 4."""
 
     name = "flash"
     summary = "flash-attn 2, 3 or 4, or the Hub kernel transformers loads; CUDA and ROCm, float16 and bfloat16"
     capabilities = FLASH
 
     def refusals(self, request: AttentionRequest) -> list[str]:
-        """Its capabilities, the package, and what this version's signature has no argument for."""
+        """List the limits of the capabilities, a missing package, and missing arguments of the installed version."""
         reasons = self.capabilities.refusals(request)
         if request.device.type != "cuda":
             return reasons
@@ -138,7 +140,7 @@ class FlashBackend:
         return reasons
 
     def is_traceable(self, device: torch.device) -> bool:
-        """Whether the package that serves this device registers its kernels as operators."""
+        """Tell whether the package for this device registers its kernels as operators."""
         kernel = _kernel(_capability(device))
         return kernel is not None and kernel.is_traceable
 
@@ -151,7 +153,7 @@ class FlashBackend:
         arguments: AttentionArguments,
         keys: PackedLayout | None = None,
     ) -> torch.Tensor:
-        """See [`AttentionBackend`]."""
+        """Compute attention, see [`AttentionBackend`]."""
         kernel = _kernel(_capability(query.device))
         assert kernel is not None, "refusals() was not asked"
         value_dim = value.shape[-1]
@@ -162,7 +164,7 @@ class FlashBackend:
         options = {
             "window_size": None if arguments.sliding_window is None else (arguments.sliding_window - 1, 0),
             "softcap": arguments.softcap,
-            # Weights may be float32 under autocast, and these kernels take half precision only.
+            # Under autocast the sinks may be float32, but these kernels accept half precision only.
             kernel.name_of("s_aux", "learnable_sink"): None if sinks is None else sinks.to(query.dtype),
             "dropout_p": arguments.dropout or None,
         }
@@ -172,7 +174,7 @@ class FlashBackend:
             query,
             key,
             value,
-            # With more keys than queries the kernels align both at the document's end.
+            # With more keys than queries, the kernels align both at the end of the document.
             cu_seqlens_q=layout.cu_seqlens,
             cu_seqlens_k=keys.cu_seqlens,
             max_seqlen_q=layout.max_seqlen,

@@ -22,20 +22,22 @@ from .base import AttentionArguments, AttentionRequest
 from .block_mask import block_mask
 from .capabilities import Capabilities
 
-# Of one function for every model of a process: with and without a window, softcap and sinks, of each dtype, with
-# gradients and without, for one block of tokens and for more.
+# Largest number of graphs of one function, which serves every model of a process: with and without a window, softcap,
+# sinks and gradients, for each dtype, for one block of tokens and for more.
 _GRAPHS = 128
-# Rows of fewer than 128 tokens would go to the kernel for decoding, which has no configuration for their block mask
-# where heads share keys (pytorch issue 185349); and the proof is of the kernel that trains.
+# Without this option, rows of fewer than 128 tokens use the decoding kernel. That kernel has no configuration for
+# their block mask if heads share keys (pytorch issue 185349). The exactness check must run the training kernel too.
 _KERNEL_OPTIONS: Any = {"FORCE_USE_FLEX_ATTENTION": True}
-# A softcap stays a number: as a tensor, torch could not lower the score function without gradients.
+# Keeps a softcap a number, because torch cannot compile the score function without gradients if it is a tensor.
 _SETTINGS: Any = {"specialize_float": True}
 
 
 @cache
 def _compiled() -> Callable[..., torch.Tensor]:
-    """Uncompiled, flex_attention materializes the scores, which is what torch would do past its limit of eight graphs;
-    compiled, it is one kernel."""
+    """Compile flex_attention into one kernel.
+
+    Without compilation, it stores all scores. torch falls back to that after eight graphs, so the limit is raised.
+    """
     compiled = torch.compile(flex_attention, dynamic=True)
 
     def attend(*args: Any, **kwargs: Any) -> Any:
@@ -46,31 +48,31 @@ def _compiled() -> Callable[..., torch.Tensor]:
 
 
 class FlexBackend:
-    """One compiled kernel, told by a block mask which documents each block of queries can see."""
+    """One compiled kernel. A block mask tells it which key blocks each block of queries can see."""
 
     name = "flex"
     summary = "flex_attention with a document block mask, compiled; CUDA, softcap, sinks and float32"
-    # On a CPU torch has no backward and materializes the scores.
+    # On a CPU, torch has no backward for it and stores all scores.
     capabilities = Capabilities(
         function="flex_attention",
         needs_cuda=True,
-        min_capability=(8, 0),  # what its kernel was compiled for; older GPUs have less shared memory, and no bfloat16
-        dtypes=(torch.float16, torch.bfloat16, torch.float32),  # Triton's kernel multiplies no float64
+        min_capability=(8, 0),  # the kernel was compiled for it; older GPUs have less shared memory and no bfloat16
+        dtypes=(torch.float16, torch.bfloat16, torch.float32),  # Triton's kernel does not support float64
         min_head_dim=16,
-        max_head_dim=256,  # at 512 it needs 257 KiB of shared memory, of which an H100 has 227
+        max_head_dim=256,  # at 512 it needs 257 KiB of shared memory, but an H100 has 227 KiB
         dropout=False,
         bias=False,
     )
 
     def refusals(self, request: AttentionRequest) -> list[str]:
-        """Its capabilities, and Triton."""
+        """List the limits of the capabilities, and Triton if it is not installed."""
         reasons = self.capabilities.refusals(request)
         if request.device.type == "cuda" and find_spec("triton") is None:
             reasons.append("needs triton, which is not installed")
         return reasons
 
     def is_traceable(self, device: torch.device) -> bool:
-        """Its kernel is a graph of its own."""
+        """Return false: the kernel is a separate graph."""
         return False
 
     def __call__(
@@ -82,7 +84,7 @@ class FlexBackend:
         arguments: AttentionArguments,
         keys: PackedLayout | None = None,
     ) -> torch.Tensor:
-        """See [`AttentionBackend`]."""
+        """Compute attention, see [`AttentionBackend`]."""
         attend = _compiled() if query.device.type == "cuda" else flex_attention
         q_NTH, k_KTH, v_KTH = (tensor.transpose(0, 1)[None] for tensor in cast_to_autocast_dtype(query, key, value))
         result = attend(
@@ -99,7 +101,7 @@ class FlexBackend:
         if arguments.sinks is None:
             return result[0].transpose(0, 1)
         out_NTH, lse_NT = result[0][0], result[1][0]
-        # A sink adds exp(sink) to the softmax denominator: every probability shrinks by the same factor.
+        # A sink adds exp(sink) to the softmax denominator, so all probabilities shrink by the same factor.
         share_NT = torch.sigmoid(lse_NT - arguments.sinks.to(lse_NT.dtype)[:, None])
         return (out_NTH * share_NT[..., None].to(out_NTH.dtype)).transpose(0, 1)
 
@@ -112,7 +114,7 @@ def _capped(softcap: float) -> Callable[..., torch.Tensor]:
 
 
 def _block_mask(layout: PackedLayout, sliding_window: int | None, keys: PackedLayout | None = None) -> BlockMask:
-    """The layout's block mask, built once per batch and window."""
+    """Return the layout's block mask. Build it once per batch and window."""
     memo = (keys or layout).memo
     key = ("flex", sliding_window)
     if key not in memo:

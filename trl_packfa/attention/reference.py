@@ -1,6 +1,6 @@
-"""The definition of correct: one dense attention per document, in the query's own dtype.
+"""The reference implementation: one dense attention per document, in the query's dtype.
 
-Quadratic in the longest document and slow; for tests and for reading. Never chosen by `"auto"`.
+It is slow and quadratic in the longest document. It is for tests and for reading. `"auto"` never chooses it.
 
 Shape letters: T packed tokens, N query heads, K key/value heads, H head dim, L a document's queries, M its keys.
 """
@@ -15,18 +15,18 @@ from .capabilities import Capabilities
 
 
 class ReferenceBackend:
-    """Plain torch, document by document."""
+    """The reference backend: plain torch, document by document."""
 
     name = "reference"
-    summary = "plain torch loop, the definition of correct; tests only"
+    summary = "plain torch loop, the reference for all backends; tests only"
     capabilities = Capabilities(function="plain torch", is_selectable=False)
 
     def refusals(self, request: AttentionRequest) -> list[str]:
-        """Nothing is beyond plain torch."""
+        """List no reasons: plain torch supports every request."""
         return self.capabilities.refusals(request)
 
     def is_traceable(self, device: torch.device) -> bool:
-        """A loop over documents is none."""
+        """Return false: a loop over documents is not traceable."""
         return False
 
     def __call__(
@@ -38,12 +38,12 @@ class ReferenceBackend:
         arguments: AttentionArguments,
         keys: PackedLayout | None = None,
     ) -> torch.Tensor:
-        """See [`AttentionBackend`]."""
+        """Compute attention, see [`AttentionBackend`]."""
         keys = layout if keys is None else keys
         outputs, numbers = [], layout.split(torch.arange(layout.num_tokens, device=query.device))
         documents = zip(layout.split(query), keys.split(key), keys.split(value), numbers, strict=True)
         for q_LNH, k_MKH, v_MKH, numbers_L in documents:
-            # The queries are the last of the keys' tokens: of 5 keys and 2 queries tokens 3 and 4.
+            # The queries are the last tokens of the document: with 5 keys and 2 queries, they are tokens 3 and 4.
             index = torch.arange(len(k_MKH), device=query.device)
             distance = index[len(k_MKH) - len(q_LNH) :, None] - index[None, :]
             allowed = (distance >= 0) & (distance < (arguments.sliding_window or len(k_MKH)))
@@ -61,11 +61,11 @@ def dense_attention(
     arguments: AttentionArguments,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention by its formula: `query` `(..., N, Q, H)`, `key`/`value` `(..., K, M, H)`, `allowed` `(Q, M)` bool,
-    `bias` `(..., 1 or N, Q, M)` added to the scores.
+    """Compute attention by its formula.
 
-    Scores are soft-capped before masking (Gemma-2), a sink is one more logit per head whose probability is
-    dropped (gpt-oss), probabilities are computed in at least float32.
+    Shapes: `query` `(..., N, Q, H)`, `key` and `value` `(..., K, M, H)`, `allowed` `(Q, M)` bool, `bias`
+    `(..., 1 or N, Q, M)`, which is added to the scores. The softcap is applied before masking (Gemma-2). A sink is one
+    more logit per head; its probability is dropped (gpt-oss). Probabilities are computed in at least float32.
     """
     groups = query.shape[-3] // key.shape[-3]
     key, value = key.repeat_interleave(groups, dim=-3), value.repeat_interleave(groups, dim=-3)

@@ -1,8 +1,8 @@
-"""Packed attention on any device, through `torch.nn.functional.scaled_dot_product_attention`.
+"""Packed attention on any device, by `torch.nn.functional.scaled_dot_product_attention`.
 
-Documents of similar length are right-padded into one batch: causal attention over right padding needs no mask,
-because padding comes after every real token. Sliding windows, softcap and sinks run in chunks of queries over the
-keys that the chunk can see, so nothing is ever quadratic in the row and the largest temporary is a band.
+Documents of similar length are right-padded into one batch. Causal attention over right padding needs no mask, because
+padding comes after every real token. Sliding windows, softcap and sinks run in chunks of queries over the keys that
+the chunk can see. So no tensor is quadratic in the row; the largest temporary is a band.
 
 Shape letters: T packed tokens, N query heads, K key/value heads, H head dim, G documents of a group, L their
 longest length, Q queries of a chunk.
@@ -33,19 +33,19 @@ _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 
 
 class SdpaBackend:
-    """Groups of similar documents through torch's fused attention."""
+    """Attention backend that runs groups of documents of similar length through torch's fused attention."""
 
     name = "sdpa"
     summary = "torch's scaled_dot_product_attention per group of similar documents; no mask, any device and dtype"
-    # What the fused kernels lack runs in query chunks.
+    # Features that the fused kernels lack run in chunks of queries.
     capabilities = Capabilities(function="scaled_dot_product_attention", keys_apart=False)
 
     def refusals(self, request: AttentionRequest) -> list[str]:
-        """Nothing is beyond it."""
+        """List no reasons: this backend supports every request."""
         return self.capabilities.refusals(request)
 
     def is_traceable(self, device: torch.device) -> bool:
-        """A loop over groups of documents is none."""
+        """Return false: a loop over groups of documents is not traceable."""
         return False
 
     def __call__(
@@ -57,7 +57,7 @@ class SdpaBackend:
         arguments: AttentionArguments,
         keys: PackedLayout | None = None,
     ) -> torch.Tensor:
-        """See [`AttentionBackend`]."""
+        """Compute attention, see [`AttentionBackend`]."""
         batches = zip(*(pad_groups(tensor, layout) for tensor in (query, key, value)), strict=True)
         numbers = layout.split(torch.arange(layout.num_tokens, device=query.device)) if arguments.bias else ()
         outputs: list[torch.Tensor] = []
@@ -81,8 +81,10 @@ def _attend(
     arguments: AttentionArguments,
     tokens_GL: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of a right-padded group, whole where torch's fused function knows all that is asked for; `tokens_GL`
-    are the numbers of its packed tokens, for a bias."""
+    """Compute attention of a right-padded group, in one call if torch's fused function supports all arguments.
+
+    Otherwise compute it in chunks of queries. `tokens_GL` holds the indices of the packed tokens, for a bias.
+    """
     fits_window = arguments.sliding_window is None or query.shape[2] <= arguments.sliding_window
     if not fits_window or not _is_fused(arguments) or tokens_GL is not None:
         return _in_chunks(query, key, value, arguments, tokens_GL)
@@ -94,20 +96,20 @@ def _attend(
 
 
 def _is_fused(arguments: AttentionArguments) -> bool:
-    """Whether torch's fused function knows what is done to the scores."""
+    """Tell whether torch's fused function supports these arguments: it has no softcap and no sinks."""
     return arguments.softcap is None and arguments.sinks is None
 
 
 def _pad_numbers(numbers: list[torch.Tensor], padding: int) -> torch.Tensor:
-    """Numbers of G documents' tokens as `(G, L)`, a number that no token has on the right."""
+    """Pad the token indices of G documents on the right to `(G, L)`, with an index that no token has."""
     return pad_sequence(numbers, batch_first=True, padding_value=padding)
 
 
 def _kernels(device: str) -> AbstractContextManager[Any]:
-    """For the length of a `with` block, on CUDA, torch's function chooses among all its kernels but cuDNN's.
+    """Exclude cuDNN's kernel from torch's choice on CUDA, for a `with` block.
 
-    torch puts cuDNN's first on Hopper. It plans a graph on the host for every new shape, tens of milliseconds each,
-    and a packed batch has dozens of shapes that no other batch has.
+    torch prefers cuDNN on Hopper. cuDNN plans a graph on the host for every new shape, tens of milliseconds each, and
+    a packed batch has dozens of new shapes.
     """
     return sdpa_kernel(_KERNELS) if device == "cuda" else nullcontext()
 
@@ -115,10 +117,10 @@ def _kernels(device: str) -> AbstractContextManager[Any]:
 def _shares_heads(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor | None, dropout: float
 ) -> bool:
-    """Whether a fused kernel of the device takes fewer key/value heads than query heads `(G, heads, L, H)`.
+    """Tell whether a fused kernel of the device accepts fewer key/value heads than query heads `(G, heads, L, H)`.
 
-    On CUDA torch itself says so: its kernels differ by version, dtype and mask, and falling through to the math path
-    would materialize L x L.
+    On CUDA torch is asked, because its kernels differ by version, dtype and mask. A wrong answer would lead to the
+    math path, which stores L x L scores.
     """
     if key.shape[1] == query.shape[1] or query.device.type not in ("cpu", "cuda"):
         return False
@@ -136,8 +138,11 @@ def _causal(
     arguments: AttentionArguments,
     allowed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Fused attention of a right-padded group, causal unless a mask `allowed` says which keys a chunk sees, or a
-    float tensor what is added to the scores."""
+    """Compute fused attention of a right-padded group.
+
+    It is causal without `allowed`. `allowed` is a bool mask of the keys that a chunk sees, or a float tensor that is
+    added to the scores.
+    """
     repeats = query.shape[1] // key.shape[1]
     with _kernels(query.device.type):
         enable_gqa = _shares_heads(query, key, value, allowed, arguments.dropout)
@@ -162,7 +167,7 @@ def _in_chunks(
     arguments: AttentionArguments,
     tokens_GL: torch.Tensor | None,
 ) -> torch.Tensor:
-    """See [`_attend`]: `_CHUNK_QUERIES` queries at a time over the keys they can see."""
+    """Compute attention of a right-padded group for `_CHUNK_QUERIES` queries at a time, over the keys they can see."""
     window = arguments.sliding_window or query.shape[2]
     fused = _is_fused(arguments)
 
@@ -182,7 +187,7 @@ def _in_chunks(
     for start in range(0, query.shape[2], _CHUNK_QUERIES):
         span = (start, max(0, start - window + 1), min(start + _CHUNK_QUERIES, query.shape[2]))
         if torch.is_grad_enabled():
-            # The scores of a chunk are recomputed in the backward pass, so that only one chunk's exist at a time.
+            # The backward computes the scores of a chunk again, so that only one chunk's scores exist at a time.
             outputs.append(checkpoint(attend, *span, use_reentrant=False))
         else:
             outputs.append(attend(*span))

@@ -1,4 +1,4 @@
-"""FlashAttention inside torch: `torch.nn.attention.varlen.varlen_attn`, nothing to install.
+"""FlashAttention of torch itself, `torch.nn.attention.varlen.varlen_attn`. Nothing needs to be installed.
 
 https://docs.pytorch.org/docs/stable/nn.attention.varlen.html
 """
@@ -23,21 +23,21 @@ except ImportError:  # torch older than 2.10
     varlen = None
 _varlen_attn: Callable[..., Any] | None = None if varlen is None else varlen.varlen_attn
 
-# torch 2.10 had `is_causal`, later versions have `scale`, `window_size` and `enable_gqa`.
+# torch 2.10 has `is_causal`; later versions have `scale`, `window_size` and `enable_gqa`.
 _PARAMETERS = frozenset(inspect.signature(_varlen_attn).parameters) if _varlen_attn is not None else frozenset()
-# Numbers of half precision in 16 bytes, which kernels read at once.
+# Half-precision numbers in 16 bytes, which kernels read at once.
 _ALIGNED = 8
 
 
 class VarlenBackend:
-    """torch's own variable-length FlashAttention."""
+    """Attention backend of torch's own variable-length FlashAttention."""
 
     name = "varlen"
     summary = "FlashAttention inside torch (torch >= 2.10), CUDA sm 8.0 and newer, float16 and bfloat16"
     capabilities = replace(FLASH, function="varlen_attn", softcap=False, sinks=False, dropout=False)
 
     def refusals(self, request: AttentionRequest) -> list[str]:
-        """Torch's version, its capabilities, and what this version's op has no argument for."""
+        """List a too old torch, the limits of the capabilities, and missing arguments of the installed version."""
         if _varlen_attn is None:
             return [f"needs torch >= 2.10, found {torch.__version__}"]
         reasons = self.capabilities.refusals(request)
@@ -46,7 +46,7 @@ class VarlenBackend:
         return reasons
 
     def is_traceable(self, device: torch.device) -> bool:
-        """torch registers it."""
+        """Return true: torch registers the kernel as an operator."""
         return True
 
     def __call__(
@@ -58,7 +58,7 @@ class VarlenBackend:
         arguments: AttentionArguments,
         keys: PackedLayout | None = None,
     ) -> torch.Tensor:
-        """See [`AttentionBackend`]."""
+        """Compute attention, see [`AttentionBackend`]."""
         assert _varlen_attn is not None, "refusals() was not asked"
         value_dim = value.shape[-1]
         query, key, value = equally_wide(*cast_to_autocast_dtype(query, key, value))
@@ -68,7 +68,7 @@ class VarlenBackend:
         if "scale" in _PARAMETERS:
             options["scale"] = arguments.scaling
         elif (factor := arguments.scaling * query.shape[-1] ** 0.5) != 1.0:
-            query = query * factor  # torch 2.10 scales by the root of the head dim, and by nothing else
+            query = query * factor  # torch 2.10 always scales by the root of the head dim
         if "enable_gqa" in _PARAMETERS:
             options["enable_gqa"] = query.shape[1] != key.shape[1]
         if "window_size" in _PARAMETERS:
@@ -77,7 +77,7 @@ class VarlenBackend:
             options["is_causal"] = True
         out = _varlen_attn(
             *map(_as_kernels_read, (query, key, value)),
-            # With more keys than queries the kernels align both at the document's end.
+            # With more keys than queries, the kernels align both at the end of the document.
             layout.cu_seqlens,
             keys.cu_seqlens,
             layout.max_seqlen,
@@ -88,8 +88,12 @@ class VarlenBackend:
 
 
 def _as_kernels_read(x: torch.Tensor) -> torch.Tensor:
-    """Heads `(T, N, H)` as they are where each lies in one piece at a multiple of 16 bytes, as in the fused
-    projections of Phi-3; copied otherwise, and in graphs, whose shapes of results torch takes from dense inputs."""
+    """Return heads `(T, N, H)` in a memory layout that the kernels can read.
+
+    Heads stay as they are if each one is contiguous and begins at a multiple of 16 bytes, as in the fused projections
+    of Phi-3. Otherwise they are copied. In graphs they are always made contiguous, because torch derives the layout of
+    results from dense inputs.
+    """
     if torch.compiler.is_compiling():
         return x.contiguous()
     *steps, last = x.stride()

@@ -1,4 +1,4 @@
-"""`trl-packfa bench`: packed and padded training side by side on this machine, and the parts that it is made of.
+"""`trl-packfa bench`: measure packed and padded training side by side on this machine, and their parts.
 
-`run_bench` measures strategies, `bench_attention` one attention, `bench_pack` planning, `bench_check` the proof.
+`run_bench` measures strategies, `bench_attention` one attention, and `bench_check` the exactness proof.
 """

@@ -1,4 +1,4 @@
-"""What `trl-packfa bench` takes beside TRL's own arguments, and how all are read."""
+"""Arguments of `trl-packfa bench` in addition to TRL's own, and the function that reads them all."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from ..training.parsing import parse
 from .presets import PRESETS
 from .sides import KINDS, TRAINERS, Side, parse_sides
 
-# What a benchmark wants otherwise than a training; YAML file and flags win.
+# Defaults of a benchmark that differ from a training. The YAML file and the flags override them.
 _DEFAULTS = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "max_steps": 10}
 _ON_CPU = {"use_cpu": True, "bf16": False}
 
 
 @dataclass
 class BenchArguments:
-    """What is compared, on what, and where the result goes.
+    """Arguments of a benchmark: the strategies, the data, and the output files.
 
-    All of TRL's arguments are taken beside them: `max_length`, `per_device_train_batch_size`, `load_in_4bit`, ...
+    All of TRL's arguments are accepted too: `max_length`, `per_device_train_batch_size`, `load_in_4bit`, ...
     """
 
     model: str | None = field(
         default=None,
-        metadata={"help": "Name or path of a model, or a size with random weights (see `presets.py`)."},
+        metadata={"help": "Name or path of a model, or a preset with random weights (see `presets.py`)."},
     )
     dataset: str | None = field(default=None, metadata={"help": "File or name of a dataset in any of TRL's formats."})
     documents: int | None = field(
-        default=None, metadata={"help": "Train on the first so many documents of the dataset, instead of all."}
+        default=None, metadata={"help": "Train on this many documents from the start of the dataset (default: all)."}
     )
     lengths: str | None = field(
         default=None,
         metadata={
-            "help": "JSON list of document lengths in tokens, or the name of a mix (see `mixes.py`): random tokens of "
-            "these lengths are the data."
+            "help": "JSON list of document lengths in tokens, or the name of a mix (see `mixes.py`): the data are "
+            "documents of random tokens with these lengths."
         },
     )
     tokenizer: str | None = field(
@@ -48,19 +48,19 @@ class BenchArguments:
     trainer: str = field(
         default="sft",
         metadata={
-            "help": "TRL's trainer: `sft`, or `dpo`, `reward` and `kto`, whose strategies are `padding`, TRL's own, "
-            "`padding_free`, the same without its pads, `padding_free-shared`, with shared prefixes once, and `step`, "
-            "our packed trainer.",
+            "help": "TRL's trainer: `sft`, `dpo`, `reward` or `kto`. The last three have the strategies `padding` "
+            "(TRL's own trainer), `padding_free` (the same without pad tokens), `padding_free-shared` (shared "
+            "prefixes are also computed once) and `step` (our packed trainer).",
             "choices": list(TRAINERS),
         },
     )
     strategies: str | None = field(
         default=None,
         metadata={
-            "help": "What is compared, separated by commas, the first is what ratios refer to: "
+            "help": "Strategies to compare, separated by commas; the first is the base of all ratios: "
             f"{', '.join(KINDS)}. Default: `padding,step`, for other trainers `padding,padding_free,step`. "
-            "`bfd@4096` fills rows of 4,096 tokens, `bfd@4096x1` one such row a micro-batch; `padding/sdpa` names "
-            "transformers' attention, `step/varlen` our backend (default: FlashAttention where it can be had)."
+            "`bfd@4096` fills rows of 4,096 tokens, `bfd@4096x1` one such row per micro-batch; `padding/sdpa` names "
+            "transformers' attention, `step/varlen` our backend (default: FlashAttention where it is available)."
         },
     )
     backends: str = field(
@@ -68,21 +68,21 @@ class BenchArguments:
     )
     contaminated: str = field(
         default="",
-        metadata={"help": "Strategies that are compared although documents see each other, separated by commas."},
+        metadata={"help": "Strategies to compare even if documents see each other, separated by commas."},
     )
-    untimed_steps: int = field(default=2, metadata={"help": "Optimizer steps of each side before the clock runs."})
+    untimed_steps: int = field(default=2, metadata={"help": "Optimizer steps of each side before timing starts."})
     interleave: bool = field(
         default=True,
-        metadata={"help": "Step all sides in turn. `False`: one after the other, where they do not fit together."},
+        metadata={"help": "Step all sides in turn. `False`: one after the other, if memory is short."},
     )
     eval_documents: int = field(default=64, metadata={"help": "Documents held out for the validation loss."})
     profile: bool = field(default=False, metadata={"help": "Also list each side's operations by their own time."})
-    output: str | None = field(default=None, metadata={"help": "JSON file of all that was measured."})
-    plot: str | None = field(default=None, metadata={"help": "PNG file; needs the `plots` extra."})
+    output: str | None = field(default=None, metadata={"help": "JSON file for all measured figures."})
+    plot: str | None = field(default=None, metadata={"help": "PNG file for a plot; needs the `plots` extra."})
 
 
 class Setup(NamedTuple):
-    """A benchmark as asked for."""
+    """Parsed arguments of a benchmark and its sides."""
 
     bench: BenchArguments
     script: ScriptArguments
@@ -92,10 +92,10 @@ class Setup(NamedTuple):
 
 
 def read_arguments(argv: list[str]) -> Setup:
-    """Flags and `--config FILE.yaml`, by TRL's own parser.
+    """Read flags and `--config FILE.yaml` with TRL's own parser.
 
     Raises:
-        [`InvalidConfig`]: for unknown arguments, strategies and contradictions.
+        [`InvalidConfig`]: for unknown arguments or strategies, and for contradictions.
     """
     classes: Any = (BenchArguments, ScriptArguments, PackedSFTConfig, DatasetMixtureConfig)
     defaults = {**_DEFAULTS, **({} if torch.cuda.is_available() else _ON_CPU)}
@@ -114,11 +114,11 @@ def _require_sense(bench: BenchArguments, args: PackedSFTConfig) -> None:
     if args.strategy != STEP:
         raise InvalidConfig(
             f"packing={args.packing}, packing_strategy='{args.packing_strategy}': a benchmark has many.",
-            do="Name them in --strategies.",
+            do="Name the strategies in --strategies.",
         )
     if bench.untimed_steps < 1:
         raise InvalidConfig(
-            f"untimed_steps={bench.untimed_steps}: a side's first step is never typical.", do="1 or more."
+            f"untimed_steps={bench.untimed_steps}: a side's first step is never typical.", do="Set it to 1 or more."
         )
     if args.max_steps == 0:
         raise InvalidConfig("max_steps=0: nothing to time.", do="Set it to 10 or more, or -1 for whole epochs.")

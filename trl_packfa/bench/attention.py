@@ -1,7 +1,7 @@
-"""`trl-packfa bench attention`: time and memory of one packed attention, over row lengths and mixes of documents,
-against transformers' own paths and against what arithmetic and memory alone would take.
+"""`trl-packfa bench attention`: time and memory of one packed attention for several row lengths and mixes.
 
-Each measurement is a process of its own, so that peak memory is its own; sides take turns.
+The results are compared with transformers' own paths, and with the least time that arithmetic and memory traffic take.
+Each measurement runs in its own process, so that its peak memory is its own. Sides take turns.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 
 class Heads(NamedTuple):
-    """Query heads, key/value heads, and features of each."""
+    """Numbers of query heads and key/value heads, and the size of a head."""
 
     query: int = 8
     key_value: int = 2
@@ -42,7 +42,7 @@ FEW_HEADS = Heads()
 
 
 class Floors(NamedTuple):
-    """What this machine can do at best: operations and bytes per second."""
+    """Best rates of this machine: floating point operations and bytes per second."""
 
     flops: float
     bytes: float
@@ -57,15 +57,15 @@ def bench_attention(
     repeats: int = 3,
     slowest: float = 60.0,
 ) -> list[Row]:
-    """One row per mix, number of tokens and side: medians over `repeats` draws, or why there are none.
+    """Measure one row per mix, number of tokens and side: medians over `repeats` draws, or the reason for none.
 
     Args:
         tokens (`list[int]`): row lengths.
         mixes (`list[str]`): names of [`mixes`](MIXES), or JSON files of document lengths.
-        sides (`list[str]`, *optional*): names out of `paths.attention_sides`; default: all.
-        heads ([`Heads`]): of the attention; few and narrow ones by default, as a CPU has time for.
+        sides (`list[str]`, *optional*): names from `paths.attention_sides`; default: all.
+        heads ([`Heads`]): heads of the attention; few and small by default, so that a CPU is fast enough.
         repeats (`int`): draws of documents.
-        slowest (`float`): seconds of one forward and backward above which a side is skipped, by its arithmetic.
+        slowest (`float`): skip a side if the arithmetic of one forward and backward takes more seconds than this.
 
     Raises:
         [`InvalidConfig`] or [`InvalidDataset`]: if there is no such mix, before anything is measured.
@@ -74,7 +74,7 @@ def bench_attention(
         draw_lengths(mix, 1, seed=0)
     known = attention_sides(_request(heads))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # Of a GPU the data sheet's, if it is known by its name: a product of this size does not fill one.
+    # Known GPUs: take the peak of the data sheet, because a product of this size does not fill a GPU.
     peak = datasheet_flops(device, _dtype()) or matmul_flops(2048, 2048, 2048, dtype=_dtype(), device=device)
     floors = Floors(peak, bandwidth(device))
     rows = []
@@ -111,7 +111,7 @@ def _row(mix: str, tokens: int, side: str, runs: list[dict[str, Any]], reason: s
 def _reason(
     side: str, known: dict[str, str], mix: str, tokens: int, heads: Heads, floors: Floors, slowest: float
 ) -> str:
-    """Why a side is not run; nothing if it is."""
+    """Return the reason to skip a side; an empty string if it runs."""
     if side not in known:
         return f"there is no side '{side}', only {', '.join(known)}"
     if known[side]:
@@ -125,18 +125,20 @@ def _reason(
 
 
 def attention_flops(lengths: list[int], heads: Heads) -> float:
-    """Operations of causal attention over documents, forward and backward, nothing recomputed: two products forward
-    and four backward over half of each square."""
+    """Return the floating point operations of causal attention over documents, forward and backward.
+
+    Two products forward and four backward over half of each square; nothing is recomputed.
+    """
     return 6.0 * heads.query * heads.dim * sum(n * n for n in lengths)
 
 
 def attention_bytes(tokens: int, heads: Heads, size: int) -> float:
-    """What must be read and written once: query, key, value, output, and the gradients of all."""
+    """Return the bytes to read and write once: query, key, value, output, and the gradients of all."""
     return 6.0 * (heads.query + heads.key_value) * heads.dim * tokens * size
 
 
 def _floor(lengths: list[int], heads: Heads, floors: Floors) -> float:
-    """Seconds below which no attention can be."""
+    """Return the least seconds that any attention needs on this machine."""
     size = torch.empty(0, dtype=_dtype()).element_size()
     flops, moved = attention_flops(lengths, heads), attention_bytes(sum(lengths), heads, size)
     return max(flops / floors.flops, moved / floors.bytes)
@@ -152,7 +154,7 @@ def _in_process(side: str, tokens: int, mix: str, seed: int, heads: Heads) -> di
 
 
 def measure(side: str, tokens: int, mix: str, seed: int, heads: Heads) -> dict[str, float]:
-    """Median seconds of a forward and backward, and the peak memory that it added, in this process."""
+    """Measure in this process: median seconds of a forward and backward, and the peak memory that it adds."""
     layout = PackedLayout.from_lengths(document_lengths(mix, tokens, seed=seed), device=_device())
     shapes = [(tokens, number, heads.dim) for number in (heads.query, heads.key_value, heads.key_value)]
     tensors = [torch.randn(s, device=_device(), dtype=_dtype(), requires_grad=True) for s in shapes]

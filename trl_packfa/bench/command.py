@@ -1,4 +1,4 @@
-"""`trl-packfa bench`: strategies by default; `attention` and `check` measure a part each."""
+"""`trl-packfa bench` compares strategies; `bench attention` and `bench check` measure one part."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..terminal.tables import print_table
 
 
 def bench(argv: list[str]) -> int:
-    """Run it; returns the exit code: 0 done, 1 if a side failed."""
+    """Run the benchmark and return the exit code: 0 done, 1 if a side failed."""
     argv = [argument for argument in argv if argument != "--debug"]
     parts = {"attention": _attention, "check": _check}
     return parts[argv[0]](argv[1:]) if argv and argv[0] in parts else _strategies(argv)
@@ -38,7 +38,7 @@ def _strategies(argv: list[str]) -> int:
 
 
 def show(report: dict[str, Any], *, operations: bool = False) -> None:
-    """Print tables and remarks."""
+    """Print the tables and remarks of a report."""
     from .table import heading, operation_rows, remarks, speed_rows, training_rows
 
     print(heading(report))
@@ -52,7 +52,7 @@ def show(report: dict[str, Any], *, operations: bool = False) -> None:
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    """A table of dictionaries with the same keys; nothing for none."""
+    """Print dictionaries with the same keys as a table; print nothing for an empty list."""
     if rows:
         print_table(rows)
 
@@ -61,7 +61,7 @@ def _attention(argv: list[str]) -> int:
     from .attention import FEW_HEADS, Heads, bench_attention
     from .mixes import MIXES
 
-    what = "one attention, forward and backward, per row length and mix of documents"
+    what = "Measure one attention, forward and backward, per row length and mix of documents."
     parser = rows_parser(what, prog="trl-packfa bench attention")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2**n for n in range(10, 18)], help="row lengths")
     parser.add_argument("--mixes", nargs="+", default=["even", "uneven"], help=f"{', '.join(MIXES)}, or a .json file")
@@ -69,9 +69,9 @@ def _attention(argv: list[str]) -> int:
     parser.add_argument("--sides", nargs="+", help="backends and transformers' paths (default: all)")
     parser.add_argument("--heads", type=int, default=FEW_HEADS.query, help="query heads")
     parser.add_argument("--key_value_heads", type=int, default=FEW_HEADS.key_value, help="key/value heads")
-    parser.add_argument("--head_dim", type=int, default=FEW_HEADS.dim, help="features of a head")
-    parser.add_argument("--repeats", type=int, default=3, help="draws of documents")
-    parser.add_argument("--slowest", type=float, default=60.0, help="seconds above which a side is skipped")
+    parser.add_argument("--head_dim", type=int, default=FEW_HEADS.dim, help="size of a head")
+    parser.add_argument("--repeats", type=int, default=3, help="number of random draws of documents")
+    parser.add_argument("--slowest", type=float, default=60.0, help="skip a side that needs more seconds than this")
     args = parser.parse_args(argv)
     return show_rows(
         bench_attention(
@@ -87,14 +87,14 @@ def _attention(argv: list[str]) -> int:
 
 
 def rows_parser(description: str, *, prog: str | None = None) -> argparse.ArgumentParser:
-    """The arguments of a measurement that prints rows: `--json` so far."""
+    """Return a parser for a measurement that prints rows, with the flag `--json`."""
     parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     return parser
 
 
 def show_rows(rows: list[dict[str, Any]], *, as_json: bool) -> int:
-    """Print a measurement's rows; returns the exit code."""
+    """Print the rows of a measurement and return exit code 0."""
     if as_json:
         print(json.dumps(rows, indent=2))
     else:

@@ -1,4 +1,4 @@
-"""What was measured of a side, and what may be concluded from two of them."""
+"""Measured figures of a side, and the comparison of two sides."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .arguments import Setup
 from .data import Facts
 from .sides import Side
 
-# Fewer timed steps say nothing about how much they vary.
+# With fewer timed steps, the variation between steps is unknown.
 FEWEST_STEPS = 5
-# A side that computes on a CPU and gets less than this of one core is not alone.
+# A CPU side that gets less than this share of one core shares the machine with other work.
 BUSY = 0.8
 _DRAWS = 2000
 _CONFIDENCE = 95
@@ -23,7 +23,7 @@ _CONFIDENCE = 95
 
 @dataclass
 class Result:
-    """One side: facts, steps, and why it failed if it did."""
+    """Measured result of one side: facts, steps, and the reason if it failed."""
 
     side: Side
     failure: str = ""
@@ -36,25 +36,25 @@ class Result:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has steps to run."""
+        """`True` while the side has steps to run."""
         return not self.failure and not self.is_over
 
     @property
     def last_seconds(self) -> float:
-        """Of its last step."""
+        """Seconds of the last step."""
         return [*self.warm_up, *self.steps, {"seconds": 0.0}][len(self.warm_up) + len(self.steps) - 1]["seconds"]
 
     def built(self, facts: dict[str, Any]) -> None:
-        """Its trainer stands; one whose documents see each other goes no further, unless that was asked for."""
+        """Record the facts of a built trainer; fail it if documents see each other, unless that is allowed."""
         self.facts = facts
         if facts["leaks"] and not self.side.kind.contaminated and not self.side.allowed:
             self.failure = (
                 f"contaminated: documents see each other on this model and machine; "
-                f"--contaminated {self.side.strategy} measures it all the same"
+                f"pass --contaminated {self.side.strategy} to measure it anyway"
             )
 
     def stepped(self, event: dict[str, Any] | None, setup: Setup) -> None:
-        """A step is over; `None`: there are none left."""
+        """Record a finished step; `None` means that no step is left."""
         if event is None:
             self.is_over = True
         elif len(self.warm_up) < setup.bench.untimed_steps:
@@ -66,19 +66,19 @@ class Result:
             self.failure = f"the data lasts for {len(self.warm_up)} steps, none of them timed; raise num_train_epochs"
 
     def traced(self, event: dict[str, Any]) -> None:
-        """What the profiler saw."""
+        """Record the summary of the profiler."""
         self.trace = event
 
     def ended(self, event: dict[str, Any]) -> None:
-        """Memory and validation loss."""
+        """Record memory and validation loss."""
         self.end = event
 
     def total(self, name: str) -> float:
-        """Sum of a figure over the timed steps."""
+        """Return the sum of a figure over the timed steps."""
         return sum(step[name] for step in self.steps)
 
     def to_dict(self, data: Facts, *, flops: float, peak: float, base: Result) -> dict[str, Any]:
-        """All figures of a side; of one that failed, the reason and nothing that could be compared."""
+        """Return all figures of a side, or only the reason if the side failed."""
         trainer = "none" if self.side.kind.bound else "trl-packfa" if self.side.kind.ours else "TRL"
         row: dict[str, Any] = {"side": self.side.name, "trainer": trainer}
         if self.failure:
@@ -118,18 +118,18 @@ class Result:
         return row
 
     def _tokens_per_example(self, data: Facts) -> float:
-        """Documents are counted, where the side knows them; parts of documents are not."""
+        """Return the tokens per document as the side counted them, or the mean of the data if it cuts documents."""
         cut = self.side.kind.strategy.wraps or not self.total("documents")
         return data.mean_length if cut else self.total("tokens") / self.total("documents")
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """True tokens per second of a side over those of the base, with the range that the steps allow.
+    """True tokens per second of a side divided by those of the base, with a confidence interval.
 
     Args:
         value, low, high (`float`): the ratio, and the 95 % interval over redrawn steps.
-        verdict (`str`): empty if a conclusion stands, else what to raise.
+        verdict (`str`): empty if the ratio allows a conclusion, else the reason and what to do.
     """
 
     value: float
@@ -138,14 +138,14 @@ class Ratio:
     verdict: str = ""
 
     def to_dict(self) -> dict[str, Any] | None:
-        """`None` where there is no ratio."""
+        """Return the ratio for JSON; all numbers are `None` if there is no ratio."""
         if np.isnan(self.value):
             return {"value": None, "low": None, "high": None, "verdict": self.verdict}
         return {"value": self.value, "low": self.low, "high": self.high, "verdict": self.verdict}
 
 
 def compare(side: Result, base: Result) -> Ratio:
-    """The ratio of two sides; none if one of them failed or is the other."""
+    """Return the ratio of two sides: no value if one failed, 1 if both are the same side."""
     nothing = float("nan")
     if side.failure or base.failure:
         who = base if base.failure else side
@@ -159,7 +159,7 @@ def compare(side: Result, base: Result) -> Ratio:
 
 
 def _share_of_machine(side: Result) -> float:
-    """CPU time over the time that one thread would have had; on a GPU the host may wait, which proves nothing."""
+    """Return CPU time divided by wall time; 1 for a GPU side, since its host may wait even on a free machine."""
     return 1.0 if "cuda" in side.facts["equal"]["device"] else side.total("cpu_seconds") / side.total("seconds")
 
 
@@ -168,7 +168,10 @@ def _rate(steps: list[dict[str, Any]]) -> float:
 
 
 def _interval(mine: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tuple[float, float]:
-    """Of the ratio over steps drawn anew; steps of one round are drawn together, they met the same machine."""
+    """Return the bootstrap interval of the ratio.
+
+    Steps of the same round are drawn together, because they ran under the same load of the machine.
+    """
     rng, common = np.random.default_rng(0), min(len(mine), len(theirs))
     drawn = rng.integers(common, size=(_DRAWS, common))
     tokens, seconds = (
@@ -192,10 +195,10 @@ def _verdict(mine: int, theirs: int, low: float, high: float, *, busy: bool) -> 
 
 
 def require_equal_work(results: list[Result]) -> None:
-    """Refuse to compare what is not the same work.
+    """Refuse to compare sides that did different work.
 
     Raises:
-        [`InvalidConfig`]: naming the two sides and what differs.
+        [`InvalidConfig`]: with the two sides and their differences.
     """
     whole = [result for result in results if not result.failure]
     for result in whole[1:]:
@@ -212,7 +215,7 @@ def require_equal_work(results: list[Result]) -> None:
 
 
 def _other_examples(first: Result, second: Result) -> list[str]:
-    """Steps of sides that keep the padded run's order must hold the same tokens."""
+    """Return a message if two sides keep the padded run's order but a step holds different tokens."""
     if not (first.side.kind.in_order and second.side.kind.in_order):
         return []
     pairs = zip([*first.warm_up, *first.steps], [*second.warm_up, *second.steps], strict=False)

@@ -1,4 +1,4 @@
-"""What a trainer's optimizer steps hold, counted from outside: true tokens, documents, which tokens; pads never."""
+"""Count the true tokens and documents of an optimizer step, and a fingerprint of its tokens, outside the trainer."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 
 from ..trainers.collating import CountedBatch
 
-# Mixes token ids, so that the sum of the mixed ones tells different sets of tokens apart.
+# Token ids are mixed before they are added up, so that different sets of tokens have different sums.
 _MIX = 2_654_435_761
 _MODULUS = 2**31
 
 
 class Work(NamedTuple):
-    """One optimizer step.
+    """Counts of one optimizer step.
 
     Attributes:
         tokens (`int`): true tokens.
         computed (`int`): tokens that went through the model, pads included.
-        documents (`int`): documents; parts of documents where rows cut them; rows where nobody knows boundaries.
-        micro_batches (`int`): forwards.
+        documents (`int`): documents; parts of documents if rows cut them; rows if the batch has no boundaries.
+        micro_batches (`int`): micro-batches, each one forward.
         largest (`int`): tokens of the largest micro-batch, pads included.
-        fingerprint (`int`): the same for the same tokens in any order.
+        fingerprint (`int`): equal for equal tokens in any order.
     """
 
     tokens: int
@@ -35,7 +35,7 @@ class Work(NamedTuple):
 
 
 class StepCounter:
-    """Listens at a trainer's `get_batch_samples`; what it heard is counted when asked, outside of the clock."""
+    """Counter of the batches that a trainer's `get_batch_samples` returns; it counts outside the timed part."""
 
     def __init__(self, trainer: Any) -> None:
         self._inner = trainer.get_batch_samples
@@ -44,12 +44,12 @@ class StepCounter:
 
     def _listen(self, *args: Any, **kwargs: Any) -> Any:
         batches, number = self._inner(*args, **kwargs)
-        # A step that is cut anew holds its micro-batches; the trainer takes entries out of its batches.
+        # A re-cut step holds its micro-batches. They are copied because the trainer removes entries from its batches.
         self._heard = [copy(part) for batch in batches for part in getattr(batch, "micro_batches", [batch])]
         return batches, number
 
     def take(self) -> Work:
-        """What the step that was heard last holds."""
+        """Return the counts of the last recorded step and forget it."""
         counted = [_count(batch) for batch in self._heard]
         self._heard = []
         return Work(
@@ -71,7 +71,7 @@ def _count(batch: dict[str, Any]) -> Work:
 
 
 def _true_tokens(batch: dict[str, Any], ids: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Which tokens `(B, L)` are no padding, and how many documents there are."""
+    """Return a mask `(B, L)` of the true tokens, and the number of documents."""
     layout = batch.get("packed_layout")
     if layout is not None:
         true = (torch.arange(ids.numel()) < ids.numel() - layout.padding).view_as(ids)

@@ -1,4 +1,4 @@
-"""The documents of a benchmark, tokenized and cut once, so that every side has the same ones."""
+"""Documents of a benchmark, tokenized and cut once, so that every side has the same documents."""
 
 from __future__ import annotations
 
@@ -25,13 +25,20 @@ from .mixes import every_length
 # Lengths of random documents, or the splits of a dataset.
 Documents = list[int] | dict[str, Dataset]
 
-# Token ids below it are special in the placeholder tokenizer.
+# Smaller token ids are special in the placeholder tokenizer.
 _FIRST_WORD = 4
 
 
 class Facts(NamedTuple):
-    """What is trained on: documents (of pairs, rows), their tokens, the mean over tokens of the length of their
-    document, and the share of tokens that are trained."""
+    """Figures of the training data.
+
+    Attributes:
+        documents (`int`): documents; rows of pairs for preference data.
+        tokens (`int`), longest (`int`): tokens of all documents and of the longest.
+        mean_length (`float`): mean document length in tokens.
+        tokens_seen_by_token (`float`): mean, over all tokens, of the length of the token's document.
+        trained_share (`float`): share of tokens that are trained.
+    """
 
     documents: int
     tokens: int
@@ -42,7 +49,7 @@ class Facts(NamedTuple):
 
 
 def facts(dataset: Dataset, trainer: str = "sft") -> Facts:
-    """Counts of a tokenized dataset."""
+    """Return the figures of a tokenized dataset."""
     lengths = read_lengths(dataset) if trainer == "sft" else _row_lengths(dataset, trainer)
     total = int(lengths.sum())
     seen = float((lengths.astype(np.float64) ** 2).sum() / total)
@@ -57,7 +64,7 @@ def _row_lengths(dataset: Dataset, trainer: str) -> np.ndarray:
 
 
 def random_documents(lengths: list[int], *, vocab_size: int, seed: int) -> Dataset:
-    """Documents of these lengths, of random tokens that all count."""
+    """Make documents of these lengths from random tokens, all of them trained."""
     total, rng = sum(lengths), np.random.default_rng(seed)
     ids = rng.integers(min(_FIRST_WORD, vocab_size - 1), vocab_size, size=total, dtype=np.int64)
     column = pa.ListArray.from_arrays(np.cumsum([0, *lengths]).astype(np.int32), pa.array(ids))
@@ -65,10 +72,10 @@ def random_documents(lengths: list[int], *, vocab_size: int, seed: int) -> Datas
 
 
 def read_documents(setup: Setup) -> Documents:
-    """Read what to train on: lengths for random tokens, or a dataset's splits. No model has to be there yet.
+    """Read the training data: lengths for random tokens, or the splits of a dataset. No model is needed yet.
 
     Raises:
-        [`InvalidConfig`] or [`InvalidDataset`]: if there is no data, or too little.
+        [`InvalidConfig`] or [`InvalidDataset`]: if there is no data or too little.
     """
     if setup.bench.lengths is not None:
         lengths = every_length(setup.bench.lengths, seed=setup.args.seed)
@@ -82,8 +89,10 @@ def read_documents(setup: Setup) -> Documents:
 
 
 def save_documents(setup: Setup, documents: Documents, model: str, folder: Path) -> dict[str, Any]:
-    """Tokenize what [`read_documents`] returned, cut it, hold some out, and write both parts; returns what was lost
-    on the way."""
+    """Tokenize and cut the documents from [`read_documents`], hold some out, and save both parts.
+
+    Returns the packing report of each part, which says what was lost.
+    """
     if setup.bench.trainer != "sft":
         parts, reports = _pairs(setup, documents, model), {}
     elif isinstance(documents, list):
@@ -97,7 +106,7 @@ def save_documents(setup: Setup, documents: Documents, model: str, folder: Path)
 
 
 def _pairs(setup: Setup, documents: Documents, model: str) -> dict[str, Dataset]:
-    """What a preference trainer trains on, tokenized."""
+    """Return the tokenized training and validation pairs of a preference trainer."""
     from .preference import random_pairs, tokenized
 
     trainer = setup.bench.trainer
@@ -125,7 +134,7 @@ def _random_parts(setup: Setup, lengths: list[int], model: str) -> tuple[dict[st
 def _tokenized_parts(
     setup: Setup, parts: dict[str, Dataset], tokenizer_name: str
 ) -> tuple[dict[str, Dataset], dict[str, PackingReport]]:
-    """TRL tokenizes inside of a trainer; the smallest model will do."""
+    """Tokenize and cut the splits in a trainer with a tiny model, because TRL tokenizes inside its trainer."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
     off = {"packing_strategy": "minibatch", "max_tokens_per_microbatch": None, "use_peft": False}
     off |= {"load_in_4bit": False, "load_in_8bit": False, "check_packing": False, "model_init_kwargs": None}
@@ -144,7 +153,7 @@ def _tokenized_parts(
 
 
 def _named_parts(setup: Setup, prepare: Callable[[Dataset], Dataset] = lambda part: part) -> dict[str, Dataset]:
-    """The splits to train on and to validate on, as they are in the dataset or as `prepare` makes them."""
+    """Return the splits for training and validation, after `prepare`."""
     name = setup.bench.dataset or setup.script.dataset_name
     if setup.mixture.datasets:
         found: Any = get_dataset(setup.mixture)
@@ -167,14 +176,14 @@ def _named_parts(setup: Setup, prepare: Callable[[Dataset], Dataset] = lambda pa
 
 
 def _hold_out(dataset: Dataset, setup: Setup) -> dict[str, Dataset]:
-    """The last documents are for validation."""
+    """Split off the last documents for validation."""
     kept = _require_a_step(len(dataset), setup)
     parts = {"train": dataset.select(range(kept))}
     return {**parts, "eval": dataset.select(range(kept, len(dataset)))} if kept < len(dataset) else parts
 
 
 def _require_a_step(documents: int, setup: Setup) -> int:
-    """Number of documents to train on once some are held out; raises if they do not fill an optimizer step."""
+    """Return the number of training documents without the held-out ones; refuse too few for an optimizer step."""
     kept = documents - setup.bench.eval_documents
     needed = setup.args.per_device_train_batch_size * setup.args.gradient_accumulation_steps
     if kept < needed:

@@ -1,4 +1,4 @@
-"""Where figures come from: hardware, versions, threads, allocator."""
+"""Description of the machine behind the figures: hardware, versions, threads, allocator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PACKAGES = ["trl-packfa", *MINIMUM_VERSIONS, "bitsandbytes", "flash-attn", "ker
 
 
 def environment() -> dict[str, Any]:
-    """What must stand beside a figure for another to get it again."""
+    """Return the facts that someone needs to reproduce a figure."""
     versions = {package: installed_version(package) for package in _PACKAGES}
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
@@ -44,7 +44,7 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of a checkout; `None` for an installed wheel, whose version says it."""
+    """Return the commit of a checkout; `None` for an installed wheel, which has a version instead."""
     folder = Path(__file__).parents[2]
     if not (folder / ".git").exists():
         return None

@@ -1,4 +1,4 @@
-"""Whether documents of a side see each other, measured on its own model with its own batches."""
+"""Test whether documents of a side see each other, on its own model with its own batches."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from ..exactness.probe import vocabulary_of
 from .sides import Side
 
-# Tokens of the two documents; a change of the first must not move the second.
+# Lengths of the two documents in tokens. A change of the first must not change the logits of the second.
 _LENGTHS = (7, 9)
-# In units of the logits' standard deviation: rounding stays below, a leak is far above.
+# Threshold in standard deviations of the logits: rounding stays below it, a leak is far above.
 _MOVED = 1e-2
 
 
 def leaks(trainer: Any, side: Side) -> bool:
-    """Replace a document and see whether its neighbour's logits move; never so where each has a row of its own."""
+    """Replace a document and tell whether the logits of its neighbour change; with one row each they never do."""
     generator = torch.Generator().manual_seed(0)
     draw = [torch.randint(1, vocabulary_of(trainer.model), (n,), generator=generator).tolist() for n in _LENGTHS * 2]
     was_training = trainer.model.training
-    # In training mode, dropout the same in both: some quantized weights cannot be trained once they were evaluated.
+    # Use training mode with equal dropout: some quantized weights can no longer be trained after evaluation mode.
     trainer.model.train()
     try:
         with torch.no_grad(), trainer.accelerator.autocast(), torch.random.fork_rng():
@@ -31,7 +31,7 @@ def leaks(trainer: Any, side: Side) -> bool:
 
 
 def _logits(trainer: Any, side: Side, documents: list[list[int]]) -> torch.Tensor:
-    """Logits of the second document, from the batch that the side's collator makes of both."""
+    """Return the logits of the second document, from the batch that the side's collator makes of both."""
     joined = [token for document in documents for token in document]
     if side.kind.strategy.fills_rows and not side.kind.ours:
         lengths = {} if side.kind.strategy.wraps else {"seq_lengths": [len(document) for document in documents]}

@@ -1,4 +1,4 @@
-"""The peak memory of this process: on the device where there is one, else resident."""
+"""Peak memory of this process: on the GPU if there is one, else resident memory."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _STATUS = Path("/proc/self/status")
 
 
 def resident_peak() -> int:
-    """Peak resident bytes of this process, since its start or the last [`reset_resident_peak`]."""
+    """Return the peak resident bytes of this process since its start or the last [`reset_resident_peak`]."""
     if _STATUS.exists():
         line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
     import resource
 
-    # Linux and macOS count in different units.
+    # Linux counts in KiB, macOS in bytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def reset_resident_peak() -> bool:
-    """Count the peak from here on; `False` where the system cannot."""
+    """Restart the count of the peak; return `False` if the system cannot do so."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -32,13 +32,13 @@ def reset_resident_peak() -> bool:
 
 
 class PeakMemory:
-    """Peak bytes of the steps alone, beside what was there before and the peak of the whole life."""
+    """Peak bytes of the steps alone, the bytes before them, and the peak of the whole process."""
 
     def __init__(self) -> None:
         self.before, self.life = 0, 0
 
     def reset(self) -> None:
-        """The steps begin."""
+        """Start to count the peak of the steps."""
         self.life = self._now()
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
@@ -46,7 +46,7 @@ class PeakMemory:
         self.before = self._now()
 
     def peak(self) -> int:
-        """Peak bytes since [`reset`]; where that is not possible, of the whole life."""
+        """Return the peak bytes since [`reset`], or of the whole process if the system cannot reset the count."""
         peak = self._now()
         self.life = max(self.life, peak)
         return peak
@@ -57,7 +57,7 @@ class PeakMemory:
 
 
 def available_memory() -> int:
-    """Bytes that are free: on the device where there is one, else of the machine."""
+    """Return the free bytes on the GPU if there is one, else of the machine."""
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]
     path = Path("/proc/meminfo")

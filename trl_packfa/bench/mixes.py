@@ -1,4 +1,4 @@
-"""Document lengths to measure with: real ones from files, and shapes that bring out what costs."""
+"""Document lengths for measurements: real lengths from files, and mixes that show different costs."""
 
 from __future__ import annotations
 
@@ -17,53 +17,53 @@ def _log_normal(median: float, spread: float) -> Draw:
     return lambda rng, count: np.exp(rng.normal(np.log(median), spread, count)).astype(int) + 1
 
 
-# By name: so many lengths, in tokens.
+# Functions by name that draw `count` lengths in tokens.
 MIXES: dict[str, Draw] = {
     "short": lambda rng, count: np.full(count, 128),
-    "even": _log_normal(150, 0.35),  # as arithmetic problems: mean 160, 1 % above 340
-    "uneven": _log_normal(170, 1.0),  # as FLAN: mean 280, 1 % above 1,700
+    "even": _log_normal(150, 0.35),  # like arithmetic problems: mean 160, 1 % above 340
+    "uneven": _log_normal(170, 1.0),  # like FLAN: mean 280, 1 % above 1,700
     "long": lambda rng, count: np.full(count, 4096),
-    "whole": lambda rng, count: np.full(count, 2**30),  # one document, the whole row
+    "whole": lambda rng, count: np.full(count, 2**30),  # one document fills the whole row
 }
 _DRAWN = 20_000
 
 
 def read_length_list(path: str) -> list[int]:
-    """Document lengths, in tokens, of a JSON file.
+    """Read document lengths in tokens from a JSON file.
 
     Raises:
-        [`InvalidDataset`]: if it is no list of positive integers.
+        [`InvalidDataset`]: if the file is not a list of positive integers.
     """
     try:
         lengths = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidDataset(f"cannot read the lengths in {path}.", why=[str(error)]) from error
     if not isinstance(lengths, list) or not lengths or not all(type(n) is int and n > 0 for n in lengths):
-        raise InvalidDataset(f"{path} holds no document lengths.", do="A JSON list of positive integers, in tokens.")
+        raise InvalidDataset(f"{path} holds no document lengths.", do="Pass a JSON list of positive integers.")
     return lengths
 
 
 def every_length(mix: str, *, seed: int) -> list[int]:
-    """A data set's document lengths: of a JSON file, all; of a mix, as many as the paper's data sets have."""
+    """Return the document lengths of a dataset: all of a JSON file, or 20,000 of a mix, as in the paper's datasets."""
     return draw_lengths(mix, _DRAWN, seed=seed).tolist() if mix in MIXES else read_length_list(mix)
 
 
 def draw_lengths(mix: str, count: int, *, seed: int) -> np.ndarray:
-    """So many document lengths of a mix or, where `mix` is a path, of a JSON list.
+    """Draw `count` document lengths from a mix or, if `mix` is a path, from a JSON list.
 
     Raises:
-        [`InvalidConfig`]: if it is neither.
+        [`InvalidConfig`]: if `mix` is neither.
     """
     rng = np.random.default_rng(seed)
     if mix in MIXES:
         return MIXES[mix](rng, count)
     if not mix.endswith(".json"):
-        raise InvalidConfig(f"there is no mix of lengths '{mix}'.", do=f"One of {', '.join(MIXES)}, or a .json file.")
+        raise InvalidConfig(f"there is no mix of lengths '{mix}'.", do=f"Pass {', '.join(MIXES)}, or a .json file.")
     return rng.choice(read_length_list(mix), count)
 
 
 def document_lengths(mix: str, tokens: int, *, seed: int) -> list[int]:
-    """Lengths of a mix that add up to `tokens`, the last one cut."""
+    """Return lengths from a mix that add up to `tokens`; the last length is cut."""
     lengths = draw_lengths(mix, min(tokens, _DRAWN), seed=seed)
     before = np.cumsum(lengths) - lengths
     kept = lengths[before < tokens]

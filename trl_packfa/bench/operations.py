@@ -1,4 +1,4 @@
-"""Counts instead of seconds: what one step asks of torch, the same on every machine of one version."""
+"""Counts of the torch operations in one step, which are equal on all machines with the same torch version."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from .tracing import WAITS, compiled_graphs
 
 _aten: Any = torch.ops.aten
-# torch counts the fused attention of GPUs, not that of CPUs: first the operands, from which place on, then how.
+# torch does not count the fused attention of CPUs. Each entry: number of leading operands, and the function to count.
 _CPU_ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu: (3, sdpa_flop_count),
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: (4, sdpa_backward_flop_count),
@@ -20,11 +20,11 @@ _CPU_ATTENTION = {
 
 
 class OperationCounter(TorchDispatchMode):
-    """Counts what runs inside of it, forward and backward.
+    """Dispatch mode that counts the operations inside its context, forward and backward.
 
     Attributes:
-        calls (`int`): aten operations.
-        allocated (`int`): bytes of their results, views and in-place results not counted.
+        calls (`int`): number of aten operations.
+        allocated (`int`): bytes of their results, without views and in-place results.
         largest (`int`): bytes of the largest result.
         syncs (`int`): operations that make the host wait for a device.
         flops (`int`): floating point operations of matrix products and attention.
@@ -56,7 +56,7 @@ class OperationCounter(TorchDispatchMode):
         return result
 
     def to_dict(self) -> dict[str, int]:
-        """All counts by name."""
+        """Return all counts by name."""
         return {
             "flops": self.flops,
             "calls": self.calls,
@@ -72,7 +72,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _flops(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
-    """Of one operation; twice what causal attention needs, as torch counts it."""
+    """Return the floating point operations of one call; causal attention counts double, as in torch."""
     packet = func._overloadpacket
     if packet in _CPU_ATTENTION:
         operands, count = _CPU_ATTENTION[packet]

@@ -1,4 +1,4 @@
-"""One attention as each side computes it: our backends, and transformers' own mask and attention functions."""
+"""Attention functions of each side: our backends, and transformers' own mask and attention."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from ..layout import PackedLayout
 
 TRANSFORMERS, TRANSFORMERS_FLEX = "transformers-sdpa", "transformers-flex"
 Attend = Callable[..., torch.Tensor]
-# What the dense path holds per query and key: the mask as bool and as float, and work on it.
+# Bytes of the dense path per pair of query and key: the mask as bool and as float, and temporary results.
 _DENSE_BYTES = 12
 
 
 def attention_sides(request: AttentionRequest) -> dict[str, str]:
-    """Every side, with why it cannot run on this machine, or nothing."""
+    """Return every side with the reason why it cannot run on this machine; an empty string if it can."""
     sides = {b.name: "; ".join(b.refusals(request)) for b in BACKENDS if b.capabilities.is_selectable}
     flex = "" if request.device.type == "cuda" else "on a CPU, flex_attention has no backward"
     return {**sides, TRANSFORMERS: "", TRANSFORMERS_FLEX: flex}
 
 
 def dense_bytes(tokens: int) -> int:
-    """What transformers' T x T mask and the attention on it come to."""
+    """Return the bytes of transformers' T x T mask and of the attention with it."""
     return _DENSE_BYTES * tokens * tokens
 
 
 def attend_with(side: str, layout: PackedLayout, *, heads: int, key_value_heads: int, head_dim: int) -> Attend:
-    """The attention of a side: query `(T, N, H)`, key and value `(T, K, H)` to output `(T, N, H)`."""
+    """Return the attention function of a side: query `(T, N, H)`, key and value `(T, K, H)` to output `(T, N, H)`."""
     if side not in (TRANSFORMERS, TRANSFORMERS_FLEX):
         arguments = AttentionArguments(scaling=head_dim**-0.5)
         return lambda query, key, value: get_backend(side)(query, key, value, layout, arguments)
@@ -37,7 +37,7 @@ def attend_with(side: str, layout: PackedLayout, *, heads: int, key_value_heads:
 
 
 def _transformers(side: str, layout: PackedLayout, heads: int, key_value_heads: int, head_dim: int) -> Attend:
-    """Mask and attention by transformers' own functions, as an unpatched Llama calls them."""
+    """Return an attention that calls transformers' own mask and attention functions, as an unpatched Llama does."""
     from transformers import AttentionInterface, LlamaConfig
     from transformers.masking_utils import create_causal_mask
 

@@ -1,4 +1,4 @@
-"""The result as a picture, with matplotlib from the `plots` extra."""
+"""Plot of a benchmark result, with matplotlib from the `plots` extra."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..errors import InvalidConfig
 
 
 def require_matplotlib() -> None:
-    """Refuse a plot before anything is measured.
+    """Refuse a plot without matplotlib, before anything is measured.
 
     Raises:
         [`InvalidConfig`]: if matplotlib is not installed.
@@ -19,8 +19,10 @@ def require_matplotlib() -> None:
 
 
 def save_plot(report: dict[str, Any], path: str) -> None:
-    """Draw bars of true tokens per second with their ratios, and of peak memory, one for each side that ran. A ratio
-    from which the table concludes nothing is marked as there, and its bar is hatched."""
+    """Draw bars of true tokens per second with their ratios, and of peak memory, one for each side that ran.
+
+    A ratio without a conclusion has a question mark, as in the table, and its bar is hatched.
+    """
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,6 +1,6 @@
-"""TRL's preference trainers as sides: the pairs that they train on, tokenized once, and how each side is built.
+"""Sides for TRL's preference trainers: tokenize the pairs once, and build the trainer of each side.
 
-A side of these is TRL's own trainer, padded, the same through [`padding_free`], or our packed one.
+Such a side is TRL's own padded trainer, the same trainer through [`padding_free`], or our packed trainer.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from ..training.model_loading import init_kwargs, model_type, quantization_of
 from .sides import Side, upstream_kwargs
 
 _SMALL: Any = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-# Fields that `SFTConfig` has too and means otherwise.
+# Fields that have another meaning in `SFTConfig`.
 _OTHERWISE = ("loss_type", "padding_free", "use_liger_kernel")
 
 
 class Preference(NamedTuple):
-    """A trainer of pairs.
+    """Classes and settings of one preference trainer.
 
     Attributes:
-        trainer (`type`), config (`type`): TRL's.
-        packed (`type`), packed_config (`type`): ours.
-        columns (`tuple[str, ...]`): of its tokenized dataset.
-        task (`str`): of a LoRA adapter.
-        has_reference (`bool`): whether it runs a reference model.
-        options (`dict`): arguments that it needs.
+        trainer (`type`), config (`type`): TRL's classes.
+        packed (`type`), packed_config (`type`): our classes.
+        columns (`tuple[str, ...]`): columns of its tokenized dataset.
+        task (`str`): PEFT task type of a LoRA adapter.
+        has_reference (`bool`): the trainer runs a reference model.
+        options (`dict`): config arguments that the trainer needs.
     """
 
     trainer: type[Trainer]
@@ -60,7 +60,7 @@ class Preference(NamedTuple):
 
     @property
     def rows(self) -> Rows:
-        """The columns that make each row which goes through the model."""
+        """Columns that are joined to each row of the model's input."""
         return self.packed._rows
 
 
@@ -82,13 +82,14 @@ PREFERENCES = {
 
 
 def row_lengths(dataset: Dataset, trainer: str) -> np.ndarray:
-    """Tokens of every row that a step trains, int64."""
+    """Return the tokens of every trained row, int64."""
     return lengths_of_pairs(dataset, PREFERENCES[trainer].rows).T.ravel()
 
 
 def pairs_of(dataset: Dataset) -> Dataset:
-    """Preference pairs of any dataset for fine-tuning: an example's own answer is chosen, the next one's is rejected.
-    A dataset that has pairs comes back as it is.
+    """Make preference pairs from a fine-tuning dataset.
+
+    An example's own answer is chosen, the next example's answer is rejected. A dataset with pairs stays unchanged.
 
     Raises:
         [`InvalidDataset`]: if examples have no answer.
@@ -104,8 +105,8 @@ def pairs_of(dataset: Dataset) -> Dataset:
     else:
         raise InvalidDataset(
             f"no pairs can be made of the columns {sorted(columns)}.",
-            why=["wanted: 'chosen' and 'rejected', 'prompt' and 'completion', or 'messages'"],
-            do="Bring preference pairs, or examples with an answer.",
+            why=["expected: 'chosen' and 'rejected', 'prompt' and 'completion', or 'messages'"],
+            do="Pass preference pairs, or examples with an answer.",
         )
     rows = [
         {"prompt": prompt, "chosen": own, "rejected": other}
@@ -115,7 +116,7 @@ def pairs_of(dataset: Dataset) -> Dataset:
 
 
 def _answered(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]] | None:
-    """What stands before the last answer, and the answer."""
+    """Return the messages before the last answer, and the answer; `None` if there is no answer."""
     last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
     return (messages[:last], [messages[last]]) if last else None
 
@@ -123,7 +124,7 @@ def _answered(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], lis
 def tokenized(
     parts: dict[str, Dataset], trainer: str, tokenizer: PreTrainedTokenizerBase, args: PackedSFTConfig
 ) -> dict[str, Dataset]:
-    """Pairs of text or messages as TRL's trainer tokenizes them, cut to `max_length` as its collator does."""
+    """Tokenize pairs of text or messages with TRL's trainer, and cut them to `max_length` as its collator does."""
     wanted = PREFERENCES[trainer]
     cls: Any = LlamaForSequenceClassification if trainer == "reward" else LlamaForCausalLM
     shape: Any = {**_SMALL, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "num_labels": 1}
@@ -145,7 +146,7 @@ def tokenized(
 
 
 def _cut(dataset: Dataset, max_length: int | None) -> Dataset:
-    """Answers cut where their row is full."""
+    """Cut the answers so that each row has at most `max_length` tokens."""
     if max_length is None:
         return dataset
 
@@ -158,7 +159,7 @@ def _cut(dataset: Dataset, max_length: int | None) -> Dataset:
 
 
 def random_pairs(lengths: list[int], trainer: str, *, vocab_size: int, first: int, seed: int) -> Dataset:
-    """Pairs of random tokens: two of these lengths are the rows of a pair, which shares half of the shorter one."""
+    """Make pairs of random tokens: two lengths are the rows of a pair; half of the shorter row is their prompt."""
     rng = np.random.default_rng(seed)
 
     def draw(count: int) -> list[int]:
@@ -188,14 +189,14 @@ def build_preference_trainer(
     evaluation: Dataset | None,
     **overrides: Any,
 ) -> Any:
-    """The trainer of a side, on pairs that are tokenized and cut already.
+    """Build the trainer of a side, on pairs that are already tokenized and cut.
 
     Raises:
-        [`InvalidConfig`]: for arguments that these trainers do not have.
+        [`InvalidConfig`]: for `use_liger_kernel`, which these trainers cannot use here.
     """
     wanted = PREFERENCES[side.trainer]
     if args.use_liger_kernel:
-        raise InvalidConfig("use_liger_kernel=True: its fused losses compute every position.", do="Drop it.")
+        raise InvalidConfig("use_liger_kernel=True: its fused losses compute every position.", do="Remove it.")
     known = {f.name for f in fields(wanted.config) if f.init} & {f.name for f in fields(PackedSFTConfig) if f.init}
     given = {name: getattr(args, name) for name in known - set(_OTHERWISE)}
     given |= {**wanted.options, "eval_strategy": "no", "load_best_model_at_end": False, "push_to_hub": False}
@@ -209,9 +210,9 @@ def build_preference_trainer(
     if packs:
         options |= {"attention_backend": side.backend}
         options |= {name: getattr(args, name) for name in ("max_tokens_per_microbatch", "fused_lora", "fused_kernels")}
-        # What loads the model here is given by the adapter and the quantization below.
+        # The model is loaded with the adapter and the quantization that are passed below.
         options |= {"use_peft": False, "dtype": args.dtype, "check_packing": args.check_packing}
-    # Seeds where TRL does, so that a classifier's new head is the same on every side.
+    # TRL's constructor seeds, so a classifier's new head has the same weights on every side.
     made = as_prepared(wanted.packed if packs else wanted.trainer)(
         model,
         args=(wanted.packed_config if packs else wanted.config)(**{**given, **overrides, **options}),
@@ -228,7 +229,7 @@ def build_preference_trainer(
 
 
 def as_prepared(cls: type) -> Callable[..., Any]:
-    """A trainer of TRL's that takes its dataset as it is: tokenized."""
+    """Return a subclass of one of TRL's trainers that uses a tokenized dataset unchanged."""
 
     def prepared(self: Any, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         return dataset

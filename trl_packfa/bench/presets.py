@@ -1,6 +1,7 @@
-"""Models with random weights in the shapes that the paper and this project measure: speed needs no training.
+"""Models with random weights in the shapes that the paper and this project measure.
 
-Shapes are those of the published configs; rotary scaling, which costs nothing, is left out.
+Speed does not depend on trained weights. Shapes are those of the published configs. Rotary scaling costs nothing, so
+it is left out.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from transformers import (
 
 from ..errors import InvalidConfig, PackingError
 
-# Name: model type, then hidden size, intermediate size, layers, heads, key/value heads, vocabulary, tied embeddings.
+# By name: model type, hidden size, intermediate size, layers, heads, key/value heads, vocabulary, tied embeddings.
 _SHAPES = {
     "tiny": ("llama", 64, 128, 2, 4, 2, 512, False),
     "cpu-reference": ("llama", 512, 1408, 8, 8, 8, 16_384, False),
@@ -39,7 +40,7 @@ _POSITIONS = 131_072
 
 
 def preset_config(name: str, *, vocab_size: int = 0) -> PreTrainedConfig:
-    """The config of a preset, its vocabulary grown to `vocab_size` if that is larger."""
+    """Return the config of a preset; its vocabulary grows to `vocab_size` if that is larger."""
     model_type, hidden, intermediate, layers, heads, key_value_heads, vocabulary, tied = _SHAPES[name]
     special = {"sliding_window": None} if model_type == "mistral" else {}
     return AutoConfig.for_model(
@@ -60,7 +61,7 @@ def preset_config(name: str, *, vocab_size: int = 0) -> PreTrainedConfig:
 
 
 def save_preset(name: str, folder: str | Path, *, dtype: str, tokenizer: str | None = None, seed: int = 0) -> None:
-    """Write a preset with random weights and its tokenizer, for every side to load as it would load a real model.
+    """Save a preset with random weights and its tokenizer; every side loads it like a real model.
 
     Raises:
         [`InvalidConfig`]: if there is no such preset.
@@ -78,10 +79,10 @@ def save_preset(name: str, folder: str | Path, *, dtype: str, tokenizer: str | N
 
 
 def save_preset_apart(name: str, folder: Path, **options: Any) -> None:
-    """[`save_preset`] in a process of its own, so that this one takes no memory of a GPU.
+    """Run [`save_preset`] in a separate process, so that this process uses no GPU memory.
 
     Raises:
-        [`PackingError`]: if that process fails, with its last line.
+        [`PackingError`]: if that process fails, with the last line of its stderr.
     """
     what = json.dumps({"name": name, "folder": str(folder), **options})
     command = [sys.executable, "-m", "trl_packfa.bench.presets", what]
@@ -92,7 +93,7 @@ def save_preset_apart(name: str, folder: Path, **options: Any) -> None:
 
 
 def _placeholder() -> PreTrainedTokenizerBase:
-    """A tokenizer for data that has token ids already: it only knows how to pad."""
+    """Return a tokenizer for data that already has token ids: it can only pad."""
     core = Tokenizer(models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(

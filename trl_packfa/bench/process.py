@@ -1,4 +1,4 @@
-"""A worker process as the one who measures sees it: started, told, listened to, and read when it dies."""
+"""Control of a worker process: start it, send commands, receive events, and read its log if it dies."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 
 from .worker import FINISH, STEP, TRACE
 
-# Large tensors from the heap, where they are reused, on every side: else page faults drown the arithmetic of a CPU.
+# Every side allocates large tensors on the heap, which reuses memory. Otherwise page faults dominate CPU time.
 HEAP = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "68719476736"}
 _LAST_LINES = 5
 
 
 class SideFailed(Exception):
-    """A side that cannot be measured; its message is the reason."""
+    """Error for a side that cannot be measured; its message is the reason."""
 
 
 class SideProcess:
-    """One side's worker.
+    """Worker process of one side.
 
     Args:
-        spec (`dict`): what the worker reads.
-        folder (`Path`): where the spec and the worker's output go.
-        number (`int`): tells the files of the sides apart.
+        spec (`dict`): specification that the worker reads.
+        folder (`Path`): folder for the spec and the worker's output.
+        number (`int`): number in the file names of this side.
     """
 
     def __init__(self, spec: dict[str, Any], folder: Path, number: int) -> None:
@@ -43,28 +43,28 @@ class SideProcess:
             )
 
     def ready(self) -> dict[str, Any]:
-        """Wait until it is built."""
+        """Wait until the trainer is built and return its facts."""
         return self._receive()
 
     def step(self) -> dict[str, Any] | None:
-        """Run one optimizer step; `None` when its epochs are over."""
+        """Run one optimizer step and return its figures; `None` if its epochs are over."""
         self._send(STEP)
         event = self._receive()
         return None if event["event"] == "ended" else event
 
     def trace(self) -> dict[str, Any]:
-        """Run one optimizer step under the profiler; empty when its epochs are over."""
+        """Run one optimizer step under the profiler and return the summary; empty if its epochs are over."""
         self._send(TRACE)
         event = self._receive()
         return {} if event["event"] == "ended" else event
 
     def finish(self) -> dict[str, Any]:
-        """Evaluate and end."""
+        """Let the worker evaluate and end, and return its last figures."""
         self._send(FINISH)
         return self._receive()
 
     def close(self) -> None:
-        """End it, however it is."""
+        """End the process in any state."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
@@ -91,7 +91,7 @@ class SideProcess:
         return event
 
     def _epitaph(self) -> str:
-        """Why a process is gone that said nothing."""
+        """Return the reason why a process ended without an event."""
         code = self._process.wait()
         if code in (-9, 137):
             return "killed by the system, most likely for its memory"

@@ -1,4 +1,4 @@
-"""The arithmetic bound of a step: the matrix products that it needs, at their shapes' speed, and nothing else."""
+"""Arithmetic bound of a step: only its matrix products, at the speed of their shapes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from ..kernels.lm_head.chunks import positions_per_chunk
 from ..runtime.zero3 import whole_shape
 from ..training.flops import attention_heads, compute_dtype
 
-# Tokens of the forward that shows which products there are.
+# Number of tokens in the forward that records the products.
 _PROBED = 8
-# Elements of the scores that are computed at a time.
+# Number of attention scores that are computed at a time.
 _LARGEST = 16 * 1024**2
 
 
 class Product(NamedTuple):
-    """`calls` times `copies` of `(rows, inner) @ (inner, columns)`; `transposed`: which operands lie the other way."""
+    """`calls` times `copies` of the matrix product `(rows, inner) @ (inner, columns)`.
+
+    `transposed` names the operands that are stored transposed: `"left"` or `"right"`.
+    """
 
     calls: int
     copies: int
@@ -32,18 +35,18 @@ class Product(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Floating point operations of all of it."""
+        """Floating point operations of all calls and copies."""
         return 2 * self.calls * self.copies * self.rows * self.inner * self.columns
 
 
 class Linear(NamedTuple):
-    """A layer as it multiplies.
+    """Matrix products of one linear layer.
 
     Args:
-        inputs, outputs (`int`): its features.
-        share (`float`): of the tokens that it sees.
-        is_head (`bool`): it sees trained positions only.
-        of_input, of_weight (`bool`): which gradients it has in the backward.
+        inputs, outputs (`int`): input and output features.
+        share (`float`): share of the tokens that go through the layer.
+        is_head (`bool`): the layer is the LM head, which gets trained positions only.
+        of_input, of_weight (`bool`): the backward computes the gradient of the input, of the weight.
     """
 
     inputs: int
@@ -54,9 +57,9 @@ class Linear(NamedTuple):
     of_weight: bool
 
     def products(self, tokens: int, trained: int, dtype: torch.dtype) -> Iterator[Product]:
-        """Forward, the gradient of the input, that of the weight."""
+        """Yield the products of the forward, the gradient of the input and the gradient of the weight."""
         count = trained if self.is_head else round(tokens * self.share)
-        # The LM head takes some positions at a time: all their logits would not fit.
+        # The LM head runs in chunks of positions, because all logits together would not fit.
         rows = min(count, positions_per_chunk(dtype, self.outputs)) if self.is_head else count
         if not rows:
             return
@@ -70,14 +73,14 @@ class Linear(NamedTuple):
 
 
 def linears(model: Any) -> list[Linear]:
-    """How the layers of a model multiply, found by a forward of its own code.
+    """Find the linear layers of a model and their products with one forward of its own code.
 
     Args:
         model (`torch.nn.Module`):
             A causal LM, bare or with an adapter, on its device, not patched.
 
     Raises:
-        [`InvalidConfig`]: if it multiplies with weights that are not a `torch.nn.Linear`'s (stacked experts, say).
+        [`InvalidConfig`]: if it multiplies with weights outside `torch.nn.Linear`, for example stacked experts.
     """
     _refuse_others(model)
     head, found = model.get_output_embeddings(), []
@@ -103,7 +106,7 @@ def _refuse_others(model: nn.Module) -> None:
     other = [name for name, p in model.named_parameters() if len(whole_shape(p)) > 1 and id(p) not in known]
     if other:
         raise InvalidConfig(
-            f"the arithmetic bound does not know how '{other[0]}' multiplies: it is no torch.nn.Linear's weight.",
+            f"the arithmetic bound does not know how '{other[0]}' multiplies: its weight is not in a torch.nn.Linear.",
             do="Leave the bound out of --strategies.",
         )
 
@@ -111,14 +114,14 @@ def _refuse_others(model: nn.Module) -> None:
 def needed_products(
     layers: Sequence[Linear], config: Any, *, lengths: Sequence[int], trained: int, dtype: torch.dtype
 ) -> list[Product]:
-    """The products of a micro-batch.
+    """Return the matrix products of a micro-batch.
 
     Args:
-        layers (`Sequence[Linear]`): of [`linears`].
-        config (`PreTrainedConfig`): of the model's text part.
+        layers (`Sequence[Linear]`): layers from [`linears`].
+        config (`PreTrainedConfig`): config of the model's text part.
         lengths (`Sequence[int]`): tokens of each document.
-        trained (`int`): trained positions.
-        dtype (`torch.dtype`): what they run in.
+        trained (`int`): number of trained positions.
+        dtype (`torch.dtype`): dtype of the products.
     """
     tokens = sum(lengths)
     found = [product for layer in layers for product in layer.products(tokens, trained, dtype)]
@@ -132,30 +135,30 @@ def needed_products(
 
 
 def _attention(heads: int, head_dim: int, seen: int, tokens: int) -> Iterator[Product]:
-    """Scores and values, forward and backward, of the half that is not masked: so of half the heads."""
+    """Yield the products of scores and values, forward and backward, for the unmasked half: with half the heads."""
     rows = max(tokens * heads // 2, 1)
     copies = -(-rows // min(seen, max(_LARGEST // seen, 1)))
     calls = -(-copies * min(seen, rows) * seen // _LARGEST)
     together = -(-copies // calls)
     rows = max(round(rows / (calls * together)), 1)
-    # Scores, and the gradient of the probabilities; values, and the gradient of queries; those of keys and values.
+    # Scores and gradient of the probabilities; values and gradient of the queries; gradients of keys and values.
     yield Product(calls * 2, together, rows, head_dim, seen, "right")
     yield Product(calls * 2, together, rows, seen, head_dim)
     yield Product(calls * 2, together, rows, seen, head_dim, "left")
 
 
 class ProductsOnly:
-    """Runs the products of a micro-batch in place of its training.
+    """Replacement of a training step that runs only the products of a micro-batch.
 
     Args:
-        trainer (`PackedSFTTrainer`): its model is no longer patched afterwards, and not trained.
+        trainer (`PackedSFTTrainer`): the trainer; its model is unpatched and not trained.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._layers, self._room = trainer, None, [torch.empty(0)] * 3
 
     def __call__(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        """A training step whose loss is zero."""
+        """Run the products of a micro-batch and return a loss of zero."""
         args, bare = self._trainer.args, self._trainer.model
         dtype = compute_dtype(args)
         if self._layers is None:
@@ -187,7 +190,7 @@ class ProductsOnly:
     def _operand(
         self, place: int, shape: tuple[int, int, int], flip: bool, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Random numbers, or room for results, in memory that is made once."""
+        """Return an operand of random numbers, or room for results, in memory that is allocated once."""
         copies, rows, columns = shape
         size = copies * rows * columns
         if self._room[place].numel() < size:

@@ -1,4 +1,4 @@
-"""`trl-packfa bench check`: what the exactness check costs, beside one optimizer step of the same training."""
+"""`trl-packfa bench check`: cost of the exactness check, compared with one optimizer step of the same training."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ _STEPS, _RUN = 4, 500
 
 
 class _Clock(TrainerCallback):
-    """When each step was over."""
+    """Callback that records when each optimizer step ends."""
 
     def __init__(self) -> None:
         self.marks: list[float] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """One more."""
+        """Record the time."""
         self.marks.append(time.perf_counter())
 
 
 def bench_check(argv: list[str]) -> list[dict[str, Any]]:
-    """Seconds of the check and of a step, and their share of a run; takes the arguments of `trl-packfa bench`.
+    """Measure the seconds of the check and of a step, and their share of a run.
+
+    The arguments are those of `trl-packfa bench`.
 
     Raises:
-        [`ContaminationError`]: if the model is not exact.
+        [`ContaminationError`]: if packing is not exact on the model.
     """
     setup = read_arguments(argv)
     documents = read_documents(setup)
@@ -55,7 +57,7 @@ def bench_check(argv: list[str]) -> list[dict[str, Any]]:
         )
         seconds = trainer.prove().seconds
         clock = _Clock()
-        trainer.remove_callback(PrinterCallback)  # what is printed is the table
+        trainer.remove_callback(PrinterCallback)  # only the table is printed
         trainer.add_callback(clock)
         trainer.train()
     step = statistics.median(b - a for a, b in zip(clock.marks, clock.marks[1:], strict=False))

@@ -1,4 +1,4 @@
-"""The benchmark: one process per side, stepped in turn, so that whatever the machine does meets all of them."""
+"""The benchmark: one process per side, stepped in turn, so that changes of the machine's load hit all sides."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _PEAK_SECONDS = 0.1
 
 
 def run_bench(argv: list[str], tell: Tell = lambda text: None) -> dict[str, Any]:
-    """Measure what the arguments ask for; returns all of it, ready for JSON.
+    """Run the benchmark of the arguments and return all figures, ready for JSON.
 
     Raises:
-        [`PackingError`]: for arguments and data that cannot be compared; a side that fails is a row of the result.
+        [`PackingError`]: for arguments and data that cannot be compared. A failed side is only a row of the result.
     """
     setup = read_arguments(argv)
     documents = read_documents(setup)
@@ -49,7 +49,7 @@ def run_bench(argv: list[str], tell: Tell = lambda text: None) -> dict[str, Any]
         for group in [results] if setup.bench.interleave else [[result] for result in results]:
             _measure(group, setup, spec, folder, peak, tell)
         require_equal_work(results)
-        # Where every side failed, the adapter may be why: it could not be planned either.
+        # If every side failed, the adapter may be the reason; then the plan of its operations would fail too.
         counted = setup.bench.trainer == "sft" and not all(result.failure for result in results)
         flops = _flops_per_token(config, setup, data) if counted else 0.0
     return {
@@ -69,8 +69,11 @@ def _flops_per_token(config: PreTrainedConfig, setup: Setup, data: Facts) -> flo
 
 
 class Peak:
-    """What MFU is a share of: `peak_tflops`, the device's data sheet, or the best rate of the model's own matrix
-    product in a run, measured again and again: a machine that others use too is not as fast in every minute."""
+    """Peak rate that MFU is a share of.
+
+    It is `peak_tflops`, the device's data sheet, or the best measured rate of the model's own matrix product. The
+    measurement is repeated during the run, because the speed of a shared machine varies.
+    """
 
     def __init__(self, config: PreTrainedConfig, args: PackedSFTConfig) -> None:
         self._config, self._args = config, args
@@ -78,14 +81,14 @@ class Peak:
         self.best = self._rate()
 
     def measure(self) -> None:
-        """Once more, in a fraction of a step; nothing where the peak is known."""
+        """Measure the peak once more, in a fraction of a step; do nothing if the peak is known."""
         if known_peak(self._args) is None:
             self.best = max(self.best, self._rate(seconds=_PEAK_SECONDS))
 
     def _rate(self, **options: Any) -> float:
         rate = peak_flops(self._config, self._args, **options)
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # the sides need what the product has taken
+            torch.cuda.empty_cache()  # give the memory of the product back to the sides
         return rate
 
 
@@ -96,13 +99,13 @@ def _source_of_peak(args: PackedSFTConfig) -> str:
 
 
 def model_path(setup: Setup, folder: Path, tell: Tell = lambda text: None) -> str:
-    """The model as its sides load it: its name, or where a preset was written."""
+    """Return the name or path of the model; save a preset with random weights first."""
     name = setup.bench.model or setup.args.model_name_or_path or ""
     if name not in PRESETS:
         return name
     tell(f"making {name} with random weights ...")
     path = folder / "model"
-    # A process of its own: what it takes of a GPU, its context included, is free again for the sides.
+    # A separate process, so that its GPU memory, with the CUDA context, is free again for the sides.
     save_preset_apart(
         name, path, dtype=setup.args.dtype or "float32", tokenizer=setup.bench.tokenizer, seed=setup.args.seed
     )
@@ -110,7 +113,7 @@ def model_path(setup: Setup, folder: Path, tell: Tell = lambda text: None) -> st
 
 
 def _measure(results: list[Result], setup: Setup, spec: dict[str, Any], folder: Path, peak: Peak, tell: Tell) -> None:
-    """Build all sides, one after the other, then step them in turn until each has had its steps."""
+    """Build all sides one after the other, then step them in turn until each has finished its steps."""
     with ExitStack() as stack:
         processes: dict[Side, SideProcess] = {}
         for result in results:
@@ -141,7 +144,7 @@ def _take_turns(
 
 
 def _guarded(result: Result, act: Callable[[], None]) -> None:
-    """A side that fails is a row with its reason; the others go on."""
+    """Run an action of a side; record the reason if it fails, so that the other sides go on."""
     try:
         act()
     except SideFailed as error:
@@ -149,5 +152,5 @@ def _guarded(result: Result, act: Callable[[], None]) -> None:
 
 
 def save(report: dict[str, Any], path: str) -> None:
-    """Write the JSON file."""
+    """Write the report to a JSON file."""
     Path(path).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The sides of a comparison: what each is called, and the trainer that it is."""
+"""Sides of a comparison: their names and their trainers."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from .upstream import require_implementation, upstream_attention
 
 
 class Kind(NamedTuple):
-    """One trainer to compare.
+    """A kind of trainer to compare.
 
     Attributes:
-        strategy (`Strategy`): how it makes batches; where it `fills_rows`, a step takes other examples than the other
-            sides' steps, and as many over the epoch.
-        ours (`bool`): `PackedSFTTrainer` runs it, else TRL's own `SFTTrainer`, unmodified.
-        options (`dict`): the arguments that make it.
-        reorders (`bool`): whether it takes the examples in another order than the padded run.
-        contaminated (`bool`): whether its name says that documents see each other.
-        bound (`bool`): whether only the matrix products of its steps run, and nothing is trained.
+        strategy (`Strategy`): strategy that makes the batches. If it `fills_rows`, its steps hold other examples than
+            the steps of other sides; an epoch holds as many.
+        ours (`bool`): `PackedSFTTrainer` runs it; `False`: TRL's own unmodified `SFTTrainer`.
+        options (`dict`): config arguments of this kind.
+        reorders (`bool`): it takes the examples in another order than the padded run.
+        contaminated (`bool`): documents see each other by design, so no permission is needed to measure it.
+        bound (`bool`): only the matrix products of its steps run; nothing is trained.
     """
 
     strategy: Strategy
@@ -42,7 +42,7 @@ class Kind(NamedTuple):
 
     @property
     def in_order(self) -> bool:
-        """Whether a step holds the examples of the padded run's."""
+        """`True` if each step holds the same examples as in the padded run."""
         return not (self.reorders or self.strategy.fills_rows)
 
 
@@ -62,8 +62,8 @@ KINDS = {
     "bfd-bound": Kind(BFD, bound=True),
     "step-bound": Kind(STEP, bound=True),
 }
-# The same trainer padded, without its pads, also with shared prefixes computed once, and with its steps re-cut; what
-# it trains is TRL's in all.
+# One trainer four times: padded, without pad tokens, also with shared prefixes computed once, and with re-cut steps.
+# All of them train what TRL's trainer trains.
 _OF_OTHERS = {
     "padding": Kind(PADDED, ours=False),
     "padding_free": Kind(PADDED),
@@ -76,15 +76,15 @@ _NAME = re.compile(r"(?P<strategy>[^@/]+)(@(?P<row>\d+)(x(?P<rows>\d+))?)?(/(?P<
 
 @dataclass(frozen=True)
 class Side:
-    """A kind of trainer with what was asked of it.
+    """One side of a comparison: a kind of trainer with the options of the user.
 
     Args:
-        strategy (`str`): a name among the kinds of its trainer, see [`TRAINERS`].
+        strategy (`str`): name of a kind of its trainer, see [`TRAINERS`].
         row (`int`, *optional*): tokens of a row, instead of `max_length`.
         rows (`int`, *optional*): rows of a micro-batch, instead of `per_device_train_batch_size`.
-        backend (`str`): attention backend of our strategies, transformers' attention of TRL's; `"auto"` for the best.
-        allowed (`bool`): whether it may run contaminated.
-        trainer (`str`): a name in [`TRAINERS`].
+        backend (`str`): our attention backend or, for TRL's trainers, transformers' attention; `"auto"`: the best.
+        allowed (`bool`): it may run even if documents see each other.
+        trainer (`str`): name in [`TRAINERS`].
     """
 
     strategy: str
@@ -100,7 +100,7 @@ class Side:
 
     @property
     def name(self) -> str:
-        """As the user would write it."""
+        """Name of the side, as a user writes it."""
         row = f"@{self.row}" if self.row else ""
         rows = f"x{self.rows}" if self.rows else ""
         return self.strategy + row + rows + (f"/{self.backend}" if self.backend != "auto" else "")
@@ -109,12 +109,12 @@ class Side:
 def parse_sides(
     strategies: str, *, backends: str = "auto", contaminated: str = "", trainer: str = "sft"
 ) -> list[Side]:
-    """`padding/sdpa,trl-bfd@2048x1,step/varlen`: strategies, perhaps with rows and an attention.
+    """Parse sides such as `padding/sdpa,trl-bfd@2048x1,step/varlen`: strategies with optional rows and attention.
 
-    Ours without a backend of their own are taken once for each of `backends`.
+    Our strategies without a named backend become one side for each of `backends`.
 
     Raises:
-        [`InvalidConfig`]: for names that do not exist, rows where there are none, and sides named twice.
+        [`InvalidConfig`]: for unknown names, rows of a strategy without rows, and sides that are named twice.
     """
     if trainer not in TRAINERS:
         raise InvalidConfig(f"there is no trainer '{trainer}'.", do=f"Choose from {', '.join(TRAINERS)}.")
@@ -164,14 +164,14 @@ def build_trainer(
     evaluation: Dataset | None,
     **overrides: Any,
 ) -> SFTTrainer:
-    """The trainer of a side, on documents that are tokenized and cut already.
+    """Build the trainer of a side, on documents that are already tokenized and cut.
 
     Raises:
-        [`InvalidConfig`]: if its rows have no room for the longest document.
+        [`InvalidConfig`]: if its rows are too short for the longest document.
     """
     data = {"train_dataset": train, "eval_dataset": evaluation, "processing_class": tokenizer}
     options = {**side.kind.options, **overrides, **_row_options(side, args, train)}
-    # Labels are made and documents cut: what would do so again is off.
+    # The documents have labels and are cut already, so options that would do this again are off.
     options |= {"assistant_only_loss": False, "completion_only_loss": None}
     options |= {"eval_strategy": "no", "load_best_model_at_end": False, "push_to_hub": False}
     if side.kind.ours:
@@ -195,18 +195,18 @@ def build_trainer(
 
 
 def upstream_kwargs(side: Side, model: str, args: PackedSFTConfig) -> dict[str, Any]:
-    """`from_pretrained` arguments of a side that is TRL's own trainer, its attention among them."""
+    """Return the `from_pretrained` arguments of a side with TRL's own trainer, including its attention."""
     return {**init_kwargs(args), "attn_implementation": upstream_attention(model, args, named=side.backend).name}
 
 
 def _fields(args: PackedSFTConfig, cls: type) -> dict[str, Any]:
-    """What was given, without the strategy, which is a side's own."""
+    """Return the given config fields without the strategy, because each side has its own."""
     names = {f.name for f in fields(cls) if f.init} - {"packing_strategy"}
     return {name: getattr(args, name) for name in names}
 
 
 def _row_options(side: Side, args: PackedSFTConfig, train: Dataset) -> dict[str, Any]:
-    """Length and number of rows, where there are rows; no limit where there are none: documents are cut already."""
+    """Return length and number of rows; no limit for a side without rows, because documents are cut already."""
     if not side.kind.strategy.fills_rows:
         return {"max_length": None}
     from ..training.dataset import read_lengths
@@ -221,5 +221,5 @@ def _row_options(side: Side, args: PackedSFTConfig, train: Dataset) -> dict[str,
 
 
 def as_json(side: Side) -> dict[str, Any]:
-    """A side as a worker process is told."""
+    """Return a side as JSON for its worker process."""
     return {name: value for name, value in asdict(side).items() if name != "kind"}

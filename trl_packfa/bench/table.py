@@ -1,4 +1,4 @@
-"""The result as tables: speed, then what was trained, then what cannot be concluded."""
+"""Tables of a benchmark result: speed, training, and remarks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Rows = list[dict[str, str]]
 
 
 def speed_rows(report: dict[str, Any]) -> Rows:
-    """How fast and how large each side is; sides that failed have no figures."""
+    """Return speed and memory of each side as rows; failed sides have no figures."""
     return [_speed(side) for side in report["sides"]]
 
 
@@ -37,7 +37,7 @@ def _times(ratio: dict[str, Any]) -> str:
 
 
 def training_rows(report: dict[str, Any]) -> Rows:
-    """What each side trained, and what it cost besides arithmetic."""
+    """Return the training figures of each side as rows: steps, losses, recompiles and host waits."""
     rows = []
     for side in report["sides"]:
         if "failed" in side or side["trainer"] == "none":
@@ -63,7 +63,7 @@ def training_rows(report: dict[str, Any]) -> Rows:
 
 
 def remarks(report: dict[str, Any]) -> list[str]:
-    """Why a side has no figures, and which ratios conclude nothing."""
+    """Return remarks: why sides failed, which ratios allow no conclusion, and which sides mix documents."""
     said = []
     for side in report["sides"]:
         if "failed" in side:
@@ -78,7 +78,7 @@ def remarks(report: dict[str, Any]) -> list[str]:
 
 
 def heading(report: dict[str, Any]) -> str:
-    """Data, machine and versions in two lines."""
+    """Return two lines with data, machine and versions."""
     data, place = report["data"], report["environment"]
     device = ", ".join(place["gpus"]) or f"{place['processor']}, {place['cpus']} CPUs, {place['threads']} threads"
     known = place["versions"]
@@ -93,12 +93,12 @@ def heading(report: dict[str, Any]) -> str:
 
 
 def _operations(report: dict[str, Any]) -> str:
-    if not report["model_flops_per_token"]:  # of a trainer whose operations are not counted
+    if not report["model_flops_per_token"]:  # this trainer's operations are not counted
         return "MFU not counted"
     peak = f"peak {report['peak_flops'] / 1e9:,.0f} GFLOP/s ({report['peak_source']})"
     return f"{report['model_flops_per_token'] / 1e6:,.1f} MFLOPs a true token, {peak}"
 
 
 def operation_rows(side: dict[str, Any]) -> list[dict[str, Any]]:
-    """A side's operations by their own time, in one step."""
+    """Return the operations of one step of a side as rows, with their own time."""
     return [{"operation": name, "calls": calls, "own ms": ms} for name, calls, ms in side.get("operations", [])]

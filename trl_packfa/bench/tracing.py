@@ -1,4 +1,4 @@
-"""What a step does besides arithmetic: waits for the device, graphs compiled anew, and the operations by time."""
+"""Trace of one step: host waits for the device, recompiled graphs, and operations by time."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-# What makes the host wait for a device: by name of the operation, and of CUDA's own calls.
+# Operations that make the host wait for a device, then CUDA's own calls that do so.
 WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim")
 _CUDA_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 _LISTED = 15
 
 
 def compiled_graphs() -> int:
-    """Graphs that torch.compile has made in this process."""
+    """Return the number of graphs that torch.compile has made in this process."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
 
 
 class Trace:
-    """One step under torch's profiler."""
+    """Profile of one step by torch's profiler."""
 
     def __init__(self) -> None:
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         self._profile = profile(activities=kinds, acc_events=True)
 
     def start(self) -> Trace:
-        """Watch."""
+        """Start the profiler and return the trace."""
         self._profile.start()
         return self
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Stop the profiler."""
         self._profile.stop()
 
     def summary(self) -> dict[str, Any]:
-        """Host waits and aten calls of the step, and its operations by their own time, in milliseconds."""
+        """Return host waits and aten calls of the step, and its operations by their own time in milliseconds."""
         events: Any = self._profile.key_averages()
         counts = {event.key: event.count for event in events}
         waits = _CUDA_WAITS if torch.cuda.is_available() else WAITS

@@ -1,5 +1,7 @@
-"""Which attention a side runs: TRL's own trainers are compared with FlashAttention, as a user of a GPU would run them,
-wherever it can be had."""
+"""Choice of the attention of a side with TRL's own trainer.
+
+On a GPU it is FlashAttention wherever that is available, because GPU users train with it.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,16 @@ from ..training.flops import compute_dtype
 from ..training.model_loading import init_kwargs
 
 FLASH = "flash_attention_2"
-# transformers' names, as `--attn_implementation` takes them; kernels of the Hub are named by their repository.
+# transformers' names for `--attn_implementation`. Kernels of the Hub have the name of their repository.
 IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", FLASH, "flash_attention_3", "flash_attention_4")
 
 
 class Attention(NamedTuple):
-    """What a trainer attends with.
+    """Attention implementation of a trainer.
 
     Attributes:
-        name (`str`, *optional*): transformers' name, `None` for the model's default.
-        remark (`str`): on a GPU, why it is not FlashAttention; empty if it is, or if the user chose it.
+        name (`str`, *optional*): transformers' name; `None` for the model's default.
+        remark (`str`): on a GPU, the reason why it is not FlashAttention; empty if it is, or if the user chose it.
     """
 
     name: str | None
@@ -37,7 +39,7 @@ def require_implementation(name: str, *, text: str) -> None:
     """Refuse an attention that transformers does not have.
 
     Raises:
-        [`InvalidConfig`]: for our own backends too, with the strategy `text` that named it.
+        [`InvalidConfig`]: for an unknown name or one of our own backends, with the strategy `text` that has it.
     """
     if name not in IMPLEMENTATIONS and "/" not in name:
         raise InvalidConfig(
@@ -47,13 +49,15 @@ def require_implementation(name: str, *, text: str) -> None:
 
 
 def upstream_attention(model: str, args: PackedSFTConfig, *, named: str = "auto") -> Attention:
-    """What TRL's own trainer attends with: what the side or `attn_implementation` names, else FlashAttention where the
-    machine, the dtype and the model have it.
+    """Return the attention of TRL's own trainer.
+
+    It is the one that the side or `attn_implementation` names, else FlashAttention if the machine, the dtype and the
+    model support it.
 
     Args:
         model (`str`): name or path of the model.
-        args ([`PackedSFTConfig`]): of the run.
-        named (`str`): what the side names; `"auto"` for nothing.
+        args ([`PackedSFTConfig`]): arguments of the run.
+        named (`str`): attention that the side names; `"auto"` for none.
     """
     chosen = init_kwargs(args).get("attn_implementation") if named == "auto" else named
     if chosen or args.device.type != "cuda":
@@ -63,11 +67,11 @@ def upstream_attention(model: str, args: PackedSFTConfig, *, named: str = "auto"
 
 
 def _why_not_flash(model: str, args: PackedSFTConfig) -> str:
-    """Why FlashAttention cannot be had; empty if it can."""
+    """Return the reason why FlashAttention is not available; an empty string if it is."""
     dtype = compute_dtype(args)
     if dtype not in HALF:
         return f"FlashAttention takes half precision, this runs in {str(dtype).removeprefix('torch.')}"
-    # Asked first: where it is missing, transformers would download a kernel from the Hub in its place.
+    # This check comes first: without flash-attn, transformers would download a kernel from the Hub instead.
     if not is_flash_attn_2_available():
         return "flash-attn is not installed"
     trusted = {"trust_remote_code": args.trust_remote_code}
@@ -81,7 +85,7 @@ def _why_not_flash(model: str, args: PackedSFTConfig) -> str:
 
 
 def attention_of(trainer: Any) -> str:
-    """What a trainer that has run attends with, as a table names it: our backends, else transformers' attention."""
+    """Return the attention of a trainer that has run, for the table: our backends, else transformers' attention."""
     state = find_state(trainer.model)
     if state is not None and state.backends.resolved:
         return ", ".join(sorted(set(state.backends.resolved.values())))

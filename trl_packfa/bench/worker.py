@@ -1,7 +1,7 @@
-"""One side in a process of its own: builds its trainer, then runs one optimizer step whenever it is told to.
+"""Worker process of one side: it builds the trainer, then runs one optimizer step per command.
 
-Talks in JSON lines: commands come on stdin, events go out on what was stdout; everything that libraries print goes to
-stderr. Run as `python -m trl_packfa.bench.worker SPEC.json`.
+Commands arrive on stdin, events leave as JSON lines on the original stdout. The output of libraries goes to stderr.
+Run it as `python -m trl_packfa.bench.worker SPEC.json`.
 """
 
 from __future__ import annotations
@@ -31,25 +31,27 @@ STEP, TRACE, FINISH = "step", "trace", "finish"
 
 
 class Channel:
-    """The two lines to the process that measures."""
+    """Connection to the measuring process: commands on stdin, events on the original stdout."""
 
     def __init__(self) -> None:
         self._out: TextIO = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
 
     def send(self, event: str, **facts: Any) -> None:
-        """Tell."""
+        """Send one event as a JSON line."""
         self._out.write(json.dumps({"event": event, **facts}) + "\n")
         self._out.flush()
 
     def receive(self) -> str:
-        """Wait for a command; a closed line ends the run."""
+        """Wait for a command; return `FINISH` if stdin is closed."""
         return sys.stdin.readline().strip() or FINISH
 
 
 class StepLoss:
-    """Adds up what a trainer's `training_step` returns, so that a step's loss is known without logging it: logging
-    each step would make those sides compute entropy and accuracy in all of them that otherwise do so when they log."""
+    """Sum of the losses that a trainer's `training_step` returns, so that a step's loss is known without logging.
+
+    Logging each step would be unfair: some trainers compute entropy and accuracy only in the steps that they log.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self._inner, self._losses = trainer.training_step, []
@@ -61,14 +63,14 @@ class StepLoss:
         return loss
 
     def take(self) -> float:
-        """Of the step that was heard last."""
+        """Return the loss of the last step and forget it."""
         total = sum(float(loss) for loss in self._losses)
         self._losses = []
         return total
 
 
 class Pacer(TrainerCallback):
-    """Holds the training still between two steps."""
+    """Callback that pauses the training between two steps until the next command."""
 
     def __init__(self, channel: Channel, counter: StepCounter, loss: StepLoss, memory: PeakMemory) -> None:
         self.channel, self.counter, self.loss, self.memory = channel, counter, loss, memory
@@ -76,12 +78,12 @@ class Pacer(TrainerCallback):
         self.trace: Trace | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The model is built, patched and proven: from here on it is the steps' memory."""
+        """Reset the peak memory, because the model is built, patched and proven; then wait for a command."""
         self.memory.reset()
         self._wait(control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A step is over."""
+        """Send the figures of the finished step, then wait for the next command."""
         if self.finished:
             return
         _synchronize()
@@ -95,7 +97,7 @@ class Pacer(TrainerCallback):
             work = self.counter.take()._asdict()
             graphs = compiled_graphs() - self.graphs
             self.channel.send("step", seconds=seconds, cpu_seconds=cpu_seconds, loss=loss, compiled=graphs, **work)
-        if state.global_step < state.max_steps:  # no step is left that could answer a command
+        if state.global_step < state.max_steps:  # after the last step, no step could answer a command
             self._wait(control)
 
     def _wait(self, control: Any) -> None:
@@ -110,7 +112,7 @@ class Pacer(TrainerCallback):
 
 
 def run(spec: dict[str, Any], channel: Channel) -> None:
-    """Build the side, train as told, evaluate."""
+    """Build the side, train on command, evaluate, and send the final figures."""
     setup, side, folder = read_arguments(spec["argv"]), Side(**spec["side"]), Path(spec["folder"])
     train, evaluation = _load(folder / "train"), _load(folder / "eval") if (folder / "eval").exists() else None
     steps = {} if setup.args.max_steps < 0 else {"max_steps": setup.args.max_steps + setup.bench.untimed_steps + 1}
@@ -155,12 +157,12 @@ def _load(path: Path) -> Dataset:
 
 
 def _facts(trainer: Any, side: Side) -> dict[str, Any]:
-    """What must be equal on all sides, and what is told of one."""
+    """Return the facts that must be equal on all sides, the steps of an epoch, and whether documents leak."""
     model, optimizer = trainer.model, trainer.args.optim
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     batches = len(trainer.get_train_dataloader())
-    # Every row of another trainer is one document; `padding_free` has proven what it does.
+    # Rows of the other trainers are one document each, and `padding_free` has its own proof.
     leaking = side.trainer == "sft" and leaks(trainer, side)
     equal = {
         "device": str(trainer.args.device),
@@ -179,7 +181,7 @@ def _facts(trainer: Any, side: Side) -> dict[str, Any]:
     return {"equal": equal, "steps_per_epoch": steps, "leaks": leaking}
 
 
-# Environment variables that change how memory is found, and with it speed.
+# Environment variables that change memory allocation and so speed.
 ALLOCATOR = (
     "MALLOC_MMAP_THRESHOLD_",
     "MALLOC_TRIM_THRESHOLD_",
@@ -196,7 +198,7 @@ def _synchronize() -> None:
 
 
 def main(path: str) -> None:
-    """Run a side; what goes wrong is an event too."""
+    """Run a side; send an event for an error too."""
     channel = Channel()
     spec = json.loads(Path(path).read_text(encoding="utf-8"))
     try:

@@ -1,6 +1,6 @@
-"""The commands of `trl-packfa`: a file each, with `add`, which declares it on argparse, and what it runs.
+"""The commands of `trl-packfa`, one file each. `add` declares a command on argparse, `run` executes it.
 
-Nothing heavy is imported before a command runs, so that `--help` is instant.
+Heavy imports wait until a command runs, so `--help` is instant.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import argparse
 from ..versions import __version__
 from . import backends, bench, check, completion, demo, env, merge, models, plan, recipes, train
 
-# In the order of `--help`; a new command is a file with `add(commands)` and a name here.
+# `--help` lists them in this order. To add a command, write a file with `add(commands)` and name it here.
 COMMANDS = (train, plan, demo, check, bench, merge, models, backends, recipes, env, completion)
 
-# Commands whose flags, training arguments among them, are read by TRL's parser.
+# TRL's parser reads the flags of these commands, because they take training arguments.
 OWN_PARSERS = {"train": train.run, "plan": plan.run, "bench": bench.run}
 
 __all__ = ["COMMANDS", "OWN_PARSERS", "build_parser"]
@@ -22,7 +22,12 @@ _EXIT_CODES = "exit codes: 0 done, 1 refused or failed, 2 wrong usage, 3 packing
 
 
 def build_parser(*, train: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
-    """The parser of all commands; with `train`, that command's flags too, which take long to load."""
+    """Return the parser of all commands.
+
+    Args:
+        train (`argparse.ArgumentParser`, *optional*):
+            Parser of the `train` command. Its flags are added; they take long to load.
+    """
     parser = argparse.ArgumentParser(
         prog="trl-packfa", description="Exact sequence packing for TRL.", epilog=_EXIT_CODES
     )

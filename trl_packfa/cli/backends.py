@@ -1,4 +1,4 @@
-"""`trl-packfa backends`: the attention backends, and what this machine lacks for each."""
+"""`trl-packfa backends`: the attention backends, and what is missing for each on this machine."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ if TYPE_CHECKING:
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Declare the command."""
-    text = "list the attention backends and what this machine lacks for each"
+    text = "list the attention backends and what is missing for each on this machine"
     backends = commands.add_parser("backends", help=text)
     add_json(backends)
-    backends.add_argument("--head_dim", type=int, help="features of a head (default: 128)")
-    backends.add_argument("--value_dim", type=int, help="features of a value's head, where they are others")
-    backends.add_argument("--sliding_window", type=int, help="keys that a query may see")
-    backends.add_argument("--softcap", type=float, help="bound of the scores, as in Gemma-2")
+    backends.add_argument("--head_dim", type=int, help="size of an attention head (default: 128)")
+    backends.add_argument("--value_dim", type=int, help="size of a value head, if it differs from --head_dim")
+    backends.add_argument("--sliding_window", type=int, help="number of keys that a query may attend to")
+    backends.add_argument("--softcap", type=float, help="soft cap of the attention scores, as in Gemma-2")
     backends.add_argument("--sinks", action="store_true", default=None, help="attention sinks, as in gpt-oss")
     dtypes = ("bfloat16", "float16", "float32", "float64")
-    backends.add_argument("--dtype", choices=dtypes, help="of the model (default: bfloat16 on a GPU)")
+    backends.add_argument("--dtype", choices=dtypes, help="model dtype (default: bfloat16 on a GPU, else float32)")
     backends.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask every backend about a request of this machine: a usual one, or what the arguments say."""
+    """Print for each backend whether it can serve a request on this machine.
+
+    The arguments change the usual request of an 8 B model.
+    """
     import torch
 
     from ..attention import BACKENDS
@@ -44,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def usual_request() -> AttentionRequest:
-    """What a model of 8 B parameters would ask this machine's backends."""
+    """Return the attention request of an 8 B parameter model on this machine."""
     import torch
 
     from ..attention import AttentionRequest

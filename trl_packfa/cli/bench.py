@@ -1,4 +1,4 @@
-"""`trl-packfa bench`: everything after the name is read by TRL's own parser, see `bench/command.py`."""
+"""`trl-packfa bench`: TRL's own parser reads everything after the name, see `bench/command.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(argv: list[str]) -> int:
-    """Measure with these flags."""
+    """Run the benchmark with these flags and return its exit code."""
     require_versions()
     from ..bench.command import bench
 

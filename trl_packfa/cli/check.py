@@ -1,4 +1,4 @@
-"""`trl-packfa check`: the proof, on a model of yours."""
+"""`trl-packfa check`: prove that packing is exact on a given model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..errors import ContaminationError
 from ..versions import require_versions
 from .output import add_json, print_rows
 
-# Not 1, which says that the command could not be carried out.
+# Not 1: that code means that the command could not run.
 NOT_EXACT = 3
 
 
@@ -17,12 +17,14 @@ def add(commands: argparse._SubParsersAction) -> None:
     """Declare the command."""
     check = commands.add_parser("check", help="prove that packing is exact on a model")
     check.add_argument("model", help="name or path of a causal LM")
-    check.add_argument("--adapter", help="name or path of a PEFT adapter to put on it")
+    check.add_argument("--adapter", help="name or path of a PEFT adapter to load onto the model")
     check.add_argument("--backend", default="auto", help="attention backend (default: auto)")
     check.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
-    check.add_argument("--unpad", action="store_true", help="padded batches without their pads as well")
+    check.add_argument("--unpad", action="store_true", help="also check padded batches that run without pad tokens")
     check.add_argument(
-        "--share-prefixes", action="store_true", help="with --unpad: rows that begin alike, with their prefix once"
+        "--share-prefixes",
+        action="store_true",
+        help="with --unpad: also check rows with a common prefix, which is computed once",
     )
     check.add_argument("--seed", type=int, default=0, help="seed of the random tokens")
     add_json(check)
@@ -30,7 +32,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; 0 if packing is exact."""
+    """Check the model and print the report; return 0 if packing is exact, else 3."""
     require_versions(training=False)
     from ..api import patch
     from ..exactness import check
@@ -49,6 +51,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"{report}\n{report.seconds:.1f} s")
         try:
             report.require_exact()
-        except ContaminationError as error:  # as the trainer says it: the module, and what to do
+        except ContaminationError as error:  # the same message as in the trainer: it names the module and what to do
             print(error)
     return 0 if report.is_exact else NOT_EXACT

@@ -1,4 +1,4 @@
-"""`trl-packfa completion`: a completion script for your shell, made by shtab from the parsers themselves."""
+"""`trl-packfa completion`: a shell completion script, which shtab makes from the parsers."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ def add(commands: argparse._SubParsersAction) -> None:
     """Declare the command."""
     completion = commands.add_parser("completion", help="print a completion script for your shell")
     completion.add_argument("shell", choices=["bash", "zsh", "fish"])
-    completion.set_defaults(run=run)  # and `build_parser`, which knows all commands
+    completion.set_defaults(run=run)  # `cli.build_parser` also sets `build_parser` here
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the script.
+    """Print the completion script.
 
     Raises:
-        [`VersionTooOld`]: without shtab.
+        [`VersionTooOld`]: if shtab is not installed.
     """
     try:
         import shtab  # type: ignore[import-not-found]  # optional
     except ImportError as error:
         raise VersionTooOld(
-            "completion scripts are made by shtab, which is not installed.", do="pip install 'trl-packfa[completion]'"
+            "completion scripts need shtab, which is not installed.", do="pip install 'trl-packfa[completion]'"
         ) from error
     from ..training.script import train_parser
 

@@ -1,4 +1,4 @@
-"""`trl-packfa env`: what a bug report needs."""
+"""`trl-packfa env`: the facts about this machine that a bug report needs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _PACKAGES = (
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Declare the command."""
-    env = commands.add_parser("env", help="print what a bug report needs")
+    env = commands.add_parser("env", help="print the facts about this machine that a bug report needs")
     add_json(env)
     env.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print machine, packages and backends, a row each."""
+    """Print machine, package versions and attention backends, one row for each fact."""
     facts = {**_machine(), **_versions(), **_backends(), **_tables()}
     return print_rows([{"what": name, "version": value} for name, value in facts.items()], as_json=args.json)
 
@@ -62,7 +62,7 @@ def _versions() -> dict[str, str]:
 
 
 def _tables() -> dict[str, str]:
-    """The versions with which the tables of exact model types and adapters were measured."""
+    """Return the versions that the tables of model types and of adapters were measured with."""
     from ..adapters import table
     from ..patches.measured import measured_with
 
@@ -73,7 +73,7 @@ def _tables() -> dict[str, str]:
 
 
 def _backends() -> dict[str, str]:
-    """The backends that would serve a usual request, best first."""
+    """Return the backends that can serve a usual request here, best first."""
     from ..attention import BACKENDS
 
     request = usual_request()

@@ -1,7 +1,7 @@
-"""`trl-packfa`: the command line. The commands are in the files beside this one.
+"""Entry point of the command line `trl-packfa`. Each command has its own file in this folder.
 
-Exit codes: 0 done; 1 refused, or failed, with a message on stderr; 2 wrong usage; 3 packing is not exact on this
-model; 130 interrupted.
+Exit codes: 0 done; 1 refused or failed, with a message on stderr; 2 wrong usage; 3 packing is not exact on this model;
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .check import NOT_EXACT
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    # bitsandbytes announces at import that an optional Hub kernel is missing; nothing here needs it.
+    # At import, bitsandbytes reports a missing optional Hub kernel. Nothing here needs that kernel.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    # What PEFT and TRL call by transformers' old names is not the user's to mend; their own arguments' names are.
+    # PEFT and TRL still use old names of transformers. Users cannot fix that. Warnings about their own arguments stay.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.modeling_utils")
     _bars_as_lines()
     argv, debug = _split_debug(argv)
@@ -34,10 +34,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _bars_as_lines() -> None:
-    """In a pipe or a file, let what takes long write a line now and then, in the place of a bar.
+    """Replace progress bars by an occasional line if stderr is a pipe or a file.
 
-    tqdm, which draws the bars of datasets and transformers, reads its defaults from the environment when it is
-    imported.
+    tqdm draws the bars of datasets and transformers. It reads its defaults from the environment at import.
     """
     if not sys.stderr.isatty() and "tqdm" not in sys.modules:
         for name, value in BARS_AS_LINES.items():
@@ -45,19 +44,22 @@ def _bars_as_lines() -> None:
 
 
 def _split_debug(argv: list[str]) -> tuple[list[str], bool]:
-    """The arguments without our `--debug`, and whether it was there; one with a value is the Trainer's."""
+    """Remove our `--debug` flag; return the other arguments and whether the flag was there.
+
+    A `--debug` with a value belongs to the Trainer and stays.
+    """
     followers = [*argv[1:], "--"]
     ours = {at for at, word in enumerate(argv) if word == "--debug" and (at == 0 or followers[at].startswith("-"))}
     return [word for at, word in enumerate(argv) if at not in ours], bool(ours)
 
 
 def _guarded(command: Callable[[], int], *, debug: bool) -> int:
-    """Run a command; what a user can act on becomes one message."""
+    """Run a command and return its exit code; print errors that a user can act on as one message."""
     try:
         code = command()
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # `trl-packfa models | head`: the reader has had enough
+    except BrokenPipeError:  # the reader closed the pipe, as in `trl-packfa models | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except PackingError as error:
@@ -78,14 +80,16 @@ def _guarded(command: Callable[[], int], *, debug: bool) -> int:
         return 1
 
 
-# Libraries that check what a user passes, and raise with what to do about it.
+# These libraries check a user's input and raise errors that say what to do.
 _LIBRARIES = {"accelerate", "bitsandbytes", "datasets", "huggingface_hub", "peft", "tokenizers", "transformers", "trl"}
 _LOOK = "`trl-packfa --debug COMMAND ...` shows where."
 
 
 def _refused_by(error: Exception) -> str | None:
-    """Name the library whose own check raised an error; `None` for an error that may be a fault of the code, of which
-    the whole traceback is wanted."""
+    """Return the library whose own check raised an error.
+
+    `None` means that the error may be a fault of the code, so the user needs the traceback.
+    """
     if not isinstance(error, (ValueError, OSError, ImportError)):
         return None
     innermost = error.__traceback__

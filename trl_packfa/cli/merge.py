@@ -1,4 +1,4 @@
-"""`trl-packfa merge`: a trained adapter put into the weights of its base."""
+"""`trl-packfa merge`: merge a trained adapter into the weights of its base model."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from ..versions import require_versions
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Declare the command."""
-    merge = commands.add_parser("merge", help="put a trained adapter into its base model's weights, and save that")
+    merge = commands.add_parser("merge", help="merge a trained adapter into its base model and save the result")
     merge.add_argument("adapter", help="folder or Hub name of the adapter")
-    merge.add_argument("output", type=Path, help="folder of the merged model; must be empty or new")
-    merge.add_argument("--base", help="base model instead of the one that the adapter names")
+    merge.add_argument("output", type=Path, help="folder for the merged model; must be empty or new")
+    merge.add_argument("--base", help="base model to use instead of the one named in the adapter")
     merge.add_argument(
         "--dtype",
         default="auto",
         choices=["auto", "bfloat16", "float16", "float32"],
-        help="of the merged weights; auto: what the base was saved in",
+        help="dtype of the merged weights; auto: the dtype that the base was saved in",
     )
-    merge.add_argument("--push-to-hub", metavar="REPO", help="push the merged model there as well")
+    merge.add_argument("--push-to-hub", metavar="REPO", help="also push the merged model to this Hub repository")
     merge.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Merge, save, say where."""
+    """Merge the adapter, save the model and print its folder."""
     require_versions(training=False)
     from ..terminal.progress import a_line_per_thing
     from ..training.merging import merge_adapter

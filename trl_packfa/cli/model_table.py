@@ -1,4 +1,4 @@
-"""The table of model types: which level serves each, as lines and as the documentation's page has it."""
+"""Table of model types and their patch level, as rows for the terminal and as Markdown for the documentation."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from ..patches.registry import registered_patches
 
 
 def rows(types: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
-    """A line for each type: what unpatched TRL comes to, and the level on a CPU and on CUDA; then what third parties
-    registered."""
+    """Return one row for each model type: the result of unpatched TRL, and the level on a CPU and on CUDA.
+
+    Patches that third parties registered come last.
+    """
     lines = [
         {
             "model_type": name,
@@ -35,7 +37,7 @@ _WITH_KERNELS = {"module": "native where proven, else module"}
 
 
 def markdown(types: Mapping[str, Mapping[str, Any]]) -> str:
-    """The documentation's support table: levels, what they do, and their types."""
+    """Return the support table of the documentation: each level, what it runs, and its model types."""
     lines = ["| level | types | what runs | which |", "|---|---|---|---|"]
     for level, what in _LEVELS.items():
         names = [

@@ -1,4 +1,4 @@
-"""`trl-packfa models`: what packing does on every causal-LM type of transformers, and under every tuner of PEFT."""
+"""`trl-packfa models`: the measured result of packing on every causal-LM type of transformers and every PEFT tuner."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from .output import add_json, described, print_rows
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Declare the command."""
-    text = "list every causal-LM type of transformers and what packing does there"
+    text = "list every causal-LM type of transformers with the measured result of packing"
     models = commands.add_parser("models", help=text)
-    models.add_argument("--adapters", action="store_true", help="PEFT's tuners instead of model types")
-    models.add_argument("--markdown", action="store_true", help="print the table of the documentation")
+    models.add_argument("--adapters", action="store_true", help="list PEFT's tuners instead of model types")
+    models.add_argument("--markdown", action="store_true", help="print the table as in the documentation")
     add_json(models)
     models.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was measured."""
+    """Print the measured results."""
     if args.adapters:
         from ..adapters import table
 
@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measured(versions: Mapping[str, str]) -> str:
-    """Say with which versions a table was measured, and which of them are others here."""
+    """Return a line with the versions that a table was measured with, and the installed ones that differ."""
     here = {name: installed_version(name) for name in versions}
     others = {name: version for name, version in here.items() if version not in versions[name].split(", ")}
-    told = f"; here: {described(others)}, code that differs is checked on your model" if others else ""
+    told = f"; here: {described(others)}; where the code differs, your model is checked" if others else ""
     return f"measured with {described(versions)}{told}"

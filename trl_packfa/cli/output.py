@@ -1,4 +1,4 @@
-"""What commands print: a table for people, JSON for programs."""
+"""Output of the commands: a table for people or JSON for programs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ..terminal.tables import print_table
 
 
 def add_json(command: argparse.ArgumentParser) -> None:
-    """The `--json` switch, the same for every command that has one."""
+    """Declare the `--json` flag on a command."""
     command.add_argument("--json", action="store_true", help="machine-readable output")
 
 
 def print_rows(rows: Sequence[Mapping[str, object]], *, as_json: bool) -> int:
-    """Print rows that share their keys; returns the exit code of a command that is done."""
+    """Print rows that have the same keys; return exit code 0."""
     if as_json:
         print(json.dumps(rows, indent=2))
         return 0
@@ -24,5 +24,5 @@ def print_rows(rows: Sequence[Mapping[str, object]], *, as_json: bool) -> int:
 
 
 def described(versions: Mapping[str, object]) -> str:
-    """Packages and their versions in one line."""
+    """Return packages and their versions as one line."""
     return ", ".join(f"{name} {version}" for name, version in versions.items())

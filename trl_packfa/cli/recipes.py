@@ -1,4 +1,4 @@
-"""`trl-packfa recipes`: the recipes that come with the package, and copies of them to change."""
+"""`trl-packfa recipes`: list the recipes of the package, or copy one to change it."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def add(commands: argparse._SubParsersAction) -> None:
     actions = recipes.add_subparsers(metavar="ACTION")
     copy = actions.add_parser("cp", help="copy a recipe out of the package; never overwrites")
     copy.add_argument("name", help="name as listed, e.g. qlora_llama3.yaml or launch/ddp_8gpu.yaml")
-    copy.add_argument("folder", nargs="?", type=Path, default=Path("."), help="where to (default: here)")
+    copy.add_argument("folder", nargs="?", type=Path, default=Path("."), help="target folder (default: this one)")
     copy.set_defaults(run=run_copy)
 
 
 def run(args: argparse.Namespace) -> int:
-    """List them with their first comment line."""
+    """Print every recipe with its first comment line."""
     rows = [{"recipe": name, "what": _summary(path)} for name, path in sorted(_all().items())]
     return print_rows(rows, as_json=args.json)
 
 
 def run_copy(args: argparse.Namespace) -> int:
-    """Copy one, and say how to run it."""
+    """Copy one recipe and print the command that runs it."""
     target = copy_recipe(args.name, args.folder)
     runs = {".yaml": f"trl-packfa train --config {target}", ".py": f"python {target}"}
     if args.name.startswith("launch/"):
@@ -41,10 +41,10 @@ def run_copy(args: argparse.Namespace) -> int:
 
 
 def copy_recipe(name: str, folder: Path) -> Path:
-    """Copy a recipe into a folder; returns the new file.
+    """Copy a recipe into a folder and return the path of the new file.
 
     Raises:
-        [`InvalidConfig`]: if there is no such recipe, or such a file already.
+        [`InvalidConfig`]: if there is no such recipe, or the file already exists.
     """
     recipes = _all()
     found = [known for known in (name, f"{name}.yaml", f"{name}.py") if known in recipes]
@@ -52,14 +52,14 @@ def copy_recipe(name: str, folder: Path) -> Path:
         raise InvalidConfig(f"there is no recipe '{name}'.", do=f"Name one of {', '.join(sorted(recipes))}.")
     target = folder / Path(found[0]).name
     if target.exists():
-        raise InvalidConfig(f"{target} is there already.", do="Remove it, or name another folder.")
+        raise InvalidConfig(f"{target} already exists.", do="Remove it, or name another folder.")
     folder.mkdir(parents=True, exist_ok=True)
     target.write_text(recipes[found[0]].read_text(encoding="utf-8"), encoding="utf-8")
     return target
 
 
 def _all() -> dict[str, Path]:
-    """Every recipe that came with the package, by its path inside the folder."""
+    """Return every recipe of the package, keyed by its path inside the recipes folder."""
     found = [path for path in _FOLDER.rglob("*") if path.suffix in _KINDS and not path.name.startswith("__")]
     return {path.relative_to(_FOLDER).as_posix(): path for path in found}
 

@@ -1,4 +1,4 @@
-"""`trl-packfa train`: everything after the name is read by TRL's own parser, see `training/script.py`."""
+"""`trl-packfa train`: TRL's own parser reads everything after the name, see `training/script.py`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 # The packed trainers that `--trainer` may name besides SFT.
 _PACKED = {"dpo": "PackedDPO", "reward": "PackedReward", "kto": "PackedKTO"}
-# TRL's own, which run without pads.
+# TRL's own trainers, run padding-free.
 _ONLINE = {"grpo": "GRPO", "rloo": "RLOO"}
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Declare the command; its flags are those of a trainer's config, too heavy to load for `--help`."""
-    text = "packed fine-tune, DPO, KTO, reward model, GRPO or RLOO from YAML or flags (see: trl-packfa train --help)"
+    """Declare the command without its flags, because a trainer's config is too slow to load for `--help`."""
+    text = "train with SFT, DPO, KTO, reward modeling, GRPO or RLOO from YAML or flags (see: trl-packfa train --help)"
     commands.add_parser("train", help=text, add_help=False)
 
 
 def run(argv: list[str]) -> int:
-    """Train with these flags; `--trainer` says which of our trainers reads them."""
+    """Train with these flags and return the exit code; `--trainer` selects the trainer."""
     require_versions()
     from ..training.script import train
 
@@ -32,11 +32,11 @@ def run(argv: list[str]) -> int:
 
 
 def kind_of(argv: list[str]) -> Kind:
-    """The trainer that flags or a YAML file name, and its config."""
+    """Return the trainer that the flags or the YAML file select, with its config class."""
     from ..training.parsing import asked_trainer
     from ..training.script import SFT, Kind
 
-    # TRL's other trainers take seconds to import: by name, so that only the one that is asked for is.
+    # TRL's other trainers take seconds to import, so only the selected one is imported.
     asked = asked_trainer(argv)
     if asked in _PACKED:
         import trl_packfa

@@ -1,7 +1,7 @@
-"""`trl-packfa demo`: the main job from nothing, with the public classes a user would take.
+"""`trl-packfa demo`: a complete packed QLoRA fine-tune with the public classes that a user would take.
 
-No hub, no network, no file outside: the text is the running Python's own documentation, the tokenizer is trained on
-it, the model is built from a real config.
+It needs no network and no file from outside. The text is the documentation of the running Python, the tokenizer is
+trained on this text, and the model is built from a real config class.
 """
 
 from .run import DemoOptions, run_demo

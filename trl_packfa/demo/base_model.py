@@ -11,7 +11,7 @@ _EOS, _PAD = "<|eos|>", "<|pad|>"
 
 
 def train_tokenizer(dataset: Dataset) -> PreTrainedTokenizerFast:
-    """Byte-level BPE over prompts and completions."""
+    """Train a byte-level BPE tokenizer on prompts and completions."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -27,7 +27,7 @@ def train_tokenizer(dataset: Dataset) -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) -> LlamaForCausalLM:
-    """About 19 M parameters: 8 layers, hidden 384, grouped-query attention, untied LM head."""
+    """Build a Llama of about 19 M parameters: 8 layers, hidden size 384, grouped-query attention, untied LM head."""
     set_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),

@@ -1,7 +1,7 @@
-"""Questions and answers out of the docstrings of the running Python's standard library.
+"""Questions and answers from the docstrings of the running Python's standard library.
 
-Real text that every machine has, short and very uneven in length, as instruction data is. Sources are parsed with
-`ast`; nothing is imported or executed.
+Every machine has this text. Like instruction data, it is real, short and very uneven in length. Sources are parsed
+with `ast`; nothing is imported or executed.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 
 from datasets import Dataset, DatasetDict
 
-# Generated, vendored or about testing Python itself: not documentation that anybody asks for.
+# These are generated, vendored or test Python itself. Nobody asks for their documentation.
 _SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "__pycache__", "pydoc_data", "turtledemo"}
 _DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def docstring_dataset(*, test_share: float = 0.05, seed: int = 0, limit: int | None = None) -> DatasetDict:
-    """Prompt-completion pairs, shuffled, with splits `train` and `test`; `limit` keeps the first so many pairs."""
+    """Return shuffled prompt-completion pairs, split into `train` and `test`; `limit` keeps only the first pairs."""
     pairs = [_pair(*found) for found in _docstrings(Path(sysconfig.get_path("stdlib")))]
     dataset = Dataset.from_list(pairs).shuffle(seed=seed)
     if limit is not None:
@@ -28,7 +28,7 @@ def docstring_dataset(*, test_share: float = 0.05, seed: int = 0, limit: int | N
 
 
 def _docstrings(root: Path) -> Iterator[tuple[str, str, str, str]]:
-    """(kind, qualified name, module, docstring) of every documented definition below `root`, each text once."""
+    """Yield (kind, qualified name, module, docstring) of every documented definition below `root`, each text once."""
     seen: set[str] = set()
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
@@ -43,7 +43,11 @@ def _docstrings(root: Path) -> Iterator[tuple[str, str, str, str]]:
 def _in_file(path: Path) -> Iterator[tuple[str, str, str]]:
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (SyntaxError, UnicodeDecodeError, ValueError):  # templates and test data that are no Python of this version
+    except (
+        SyntaxError,
+        UnicodeDecodeError,
+        ValueError,
+    ):  # some templates and test data are not valid Python
         return
     yield from _in_node(tree, "")
 

@@ -1,4 +1,4 @@
-"""The demo's story: a base model, its 4-bit QLoRA fine-tune, the proof, the adapter, the padded comparison."""
+"""The steps of the demo: base model, 4-bit QLoRA fine-tune, proof, saved adapter, comparison with padded training."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from ..training.trainer import PackedSFTTrainer
 from .base_model import build_model, train_tokenizer
 from .corpus import docstring_dataset
 
-# Padded and packed runs are compared on the same few steps; the first is not timed.
+# Padded and packed training are compared on the same few steps. The first step is not timed.
 _COMPARED_STEPS = 4
-# Documents whose loss is measured three times over: more would take longer than the training.
+# The loss of these held-out documents is measured three times. More documents would take longer than the training.
 _HELD_OUT = 64
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What the command line can change.
+    """Options of the demo that the command line can change.
 
     Args:
         model (`str`, *optional*): name or path of a base model instead of the built-in one.
         dataset (`str`, *optional*): file or name of a dataset instead of the docstrings.
-        output_dir (`Path`): where base, adapter and reports go.
+        output_dir (`Path`): folder for the base model, the adapter and the reports.
         base_steps (`int`), steps (`int`): optimizer steps of the base model and of the QLoRA fine-tune.
         batch_size (`int`): examples per micro-batch.
-        max_length (`int`): longest document in tokens.
+        max_length (`int`): maximum document length in tokens.
     """
 
     model: str | None = None
@@ -51,7 +51,7 @@ class DemoOptions:
 
 
 def run_demo(options: DemoOptions, console: Console | None = None) -> dict[str, float]:
-    """Run it and return the figures that it printed: held-out losses, true tokens per second packed and padded."""
+    """Run the demo and return its figures: held-out losses, and true tokens per second packed and padded."""
     with quiet():
         return _story(options, console or Console())
 
@@ -60,9 +60,9 @@ def _story(options: DemoOptions, console: Console) -> dict[str, float]:
     dataset = _dataset(options, console)
     base, tokenizer = _base(options, dataset, console)
     trainer = _qlora_trainer(base, tokenizer, dataset, options)
-    _part(console, 3, "the 4-bit model with its LoRA adapter is proven: no document may see another")
+    _part(console, 3, "exactness proof of the 4-bit model with its LoRA adapter: no document may see another")
     console.print(packing_table(trainer.packing_reports))
-    # Tokenized once: the trainers after this one take the datasets as the first has prepared them.
+    # Tokenization runs once: the later trainers take the datasets that this trainer has prepared.
     prepared = {"train": trainer.train_dataset, "test": trainer.eval_dataset}
     console.print(f"exactness check: {trainer.prove()}", highlight=False, markup=False)
     _part(console, 4, f"QLoRA fine-tune: {options.steps} optimizer steps of packed rows, a minute or less")
@@ -71,11 +71,9 @@ def _story(options: DemoOptions, console: Console) -> dict[str, float]:
     trainer.train()
     after = trainer.evaluate()["eval_loss"]
     console.print(f"held-out loss: {before:.3f} before, {after:.3f} after {options.steps} steps")
-    _part(console, 5, "the adapter is saved, and loaded back onto a fresh 4-bit base")
+    _part(console, 5, "save the adapter and load it onto a fresh 4-bit base")
     loaded = _save_and_load_back(trainer, tokenizer, prepared, options, console)
-    _part(
-        console, 6, f"the same {_COMPARED_STEPS} steps once more, packed and by TRL's padded trainer, for their speed"
-    )
+    _part(console, 6, f"speed: the same {_COMPARED_STEPS} steps, packed and with TRL's padded trainer")
     packed, padded = _compare(base, tokenizer, prepared, options)
     console.print(
         f"padded (TRL's SFTTrainer) {padded:,.0f} true tokens/s, packed {packed:,.0f} true tokens/s: "
@@ -91,7 +89,7 @@ def _part(console: Console, number: int, what: str) -> None:
 
 def _dataset(options: DemoOptions, console: Console) -> DatasetDict:
     dataset: Any
-    source = options.dataset or "questions and answers out of the docstrings of this Python's standard library"
+    source = options.dataset or "questions and answers from the docstrings of Python's standard library"
     _part(console, 1, f"data: {source}")
     if options.dataset is None:
         dataset = docstring_dataset()
@@ -105,7 +103,7 @@ def _dataset(options: DemoOptions, console: Console) -> DatasetDict:
 
 
 def _arguments(options: DemoOptions, **others: Any) -> dict[str, Any]:
-    """Arguments of every run of the demo, packed or padded."""
+    """Return the arguments that every trainer of the demo has, packed or padded."""
     return {
         "output_dir": str(options.output_dir),
         "per_device_train_batch_size": options.batch_size,
@@ -124,16 +122,16 @@ def _arguments(options: DemoOptions, **others: Any) -> dict[str, Any]:
 
 
 def _base(options: DemoOptions, dataset: DatasetDict, console: Console) -> tuple[str, PreTrainedTokenizerBase]:
-    """Name or path of the base model, and its tokenizer; the built-in one is trained for a minute, packed too."""
-    _part(console, 2, f"base model: {options.model or 'a small one from nothing'}")
+    """Return the name or path of the base model, and its tokenizer; train the built-in model first, also packed."""
+    _part(console, 2, f"base model: {options.model or 'a small one, built here'}")
     if options.model is not None:
         return options.model, AutoTokenizer.from_pretrained(options.model)
     tokenizer = train_tokenizer(dataset["train"])
     model = build_model(tokenizer)
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
     console.print(
-        f"a Llama of {parameters:.1f} M random weights and a tokenizer of {len(tokenizer):,} tokens. LoRA on noise "
-        f"learns little, so all its weights are trained first, packed: {options.base_steps} steps, a minute or less"
+        f"a Llama of {parameters:.1f} M random weights and a tokenizer of {len(tokenizer):,} tokens. LoRA on random "
+        f"weights learns little, so all weights are trained first, packed: {options.base_steps} steps, about a minute"
     )
     shape = {"per_device_train_batch_size": 1, "max_steps": options.base_steps, "learning_rate": 1e-3}
     args = PackedSFTConfig(**_arguments(options, **shape), use_peft=False, packing_strategy="bfd")
@@ -148,7 +146,7 @@ def _base(options: DemoOptions, dataset: DatasetDict, console: Console) -> tuple
 def _qlora_trainer(
     base: str, tokenizer: PreTrainedTokenizerBase, dataset: DatasetDict, options: DemoOptions
 ) -> PackedSFTTrainer:
-    # The check runs on its own line, not inside train().
+    # The demo runs the check itself, in its own part, not inside train().
     args = PackedSFTConfig(**_arguments(options, max_steps=options.steps), load_in_4bit=True, check_packing=False)
     return PackedSFTTrainer(
         base, args, train_dataset=dataset["train"], eval_dataset=dataset["test"], processing_class=tokenizer
@@ -162,7 +160,7 @@ def _save_and_load_back(
     options: DemoOptions,
     console: Console,
 ) -> float:
-    """Save adapter and reports, load them onto a fresh 4-bit base, and return that model's held-out loss."""
+    """Save adapter and reports, load the adapter onto a fresh 4-bit base, and return its held-out loss."""
     path = options.output_dir / "adapter"
     trainer.save_model(str(path))
     trainer.save_reports(path)
@@ -185,7 +183,7 @@ def _save_and_load_back(
 def _compare(
     base: str, tokenizer: PreTrainedTokenizerBase, dataset: dict[str, Any], options: DemoOptions
 ) -> tuple[float, float]:
-    """True tokens per second of the same few steps: packed, and by TRL's own padded trainer."""
+    """Return the true tokens per second of the same few steps: packed, and with TRL's own padded trainer."""
     common = _arguments(options, max_steps=_COMPARED_STEPS, logging_steps=1)
     args = PackedSFTConfig(**common, load_in_4bit=True, check_packing=False)
     data = {"train_dataset": dataset["train"], "processing_class": tokenizer}
@@ -201,13 +199,13 @@ def _compare(
 
 
 class _Stopwatch(TrainerCallback):
-    """The time and the true tokens seen at every step."""
+    """Callback that records the time and the true tokens seen at every optimizer step."""
 
     def __init__(self) -> None:
         self.marks: list[tuple[float, float]] = []
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        """One mark per optimizer step."""
+        """Record one mark for each optimizer step."""
         if logs and "loss" in logs:
             self.marks.append((time.perf_counter(), logs["num_tokens"]))
 

@@ -1,11 +1,13 @@
-"""The proof: on the user's own model, does any document see another, and is packing what training alone would be?
+"""The proof on the user's own model: no document sees another, and packed training computes what separate training
+does.
 
-Measurements on a few documents, short ones and long, each with its number, and a control that must fail: with the
-boundaries removed the same measurement has to show a leak, otherwise they prove nothing.
+It measures a few documents, short and long, and gives a number for each measurement. A control must fail: with the
+boundaries removed, the same measurement must show a leak, or it proves nothing.
 
-`documents` says what is packed, `probe` runs it, `scoring` its LM head, `following` holds layers to the same input,
-`rounding` makes the noise, `parity` and `isolation` measure, `report` judges, `first_batch` does it again on what is
-trained, and `head` compares the LM head there. `unpadding` compares padded batches with and without their pads.
+`documents` draws the documents, `probe` runs them, `scoring` runs the LM head, and `following` gives layers the same
+input. `rounding` makes the noise, `parity` and `isolation` measure, and `report` gives the verdict. `first_batch`
+repeats the comparison on the first training batch, and `head` compares the LM head there. `unpadding` compares padded
+batches with and without their pads.
 """
 
 from .first_batch import BatchProof, check_batch

@@ -1,6 +1,6 @@
-"""How far two runs are apart, and how far they may be: statistics that do not grow with vocabulary or length.
+"""Differences between two runs, and the differences allowed; these statistics do not grow with vocabulary or length.
 
-Shape letters: S documents, n tokens of one, D features.
+Shape letters: S documents, n tokens of one, D features, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import torch
 
 from .following import Key, Trace
 
-# What is no difference whatever the noise: float32's packed and padded runs of 181 architectures differ by less than
-# a third of it, and what is wrong by more than a hundred times as much. In half precision, two last places.
+# Differences up to here are always allowed. In float32 packed and padded runs of 181 architectures differ by less than
+# a third of it, and faults by more than a hundred times as much. In half precision it is two last places.
 FLOORS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 1.6e-2}
-# Gradients of matrices are products, summed up in float32. Those of norms and biases are sums over tokens, which
-# torch's kernels take in half precision: of 570 tokens they are off by up to a sixth.
+# Gradients of matrices are products, which are summed in float32. Gradients of norms and biases are sums over tokens,
+# and torch's kernels sum them in half precision: over 570 tokens they are off by up to a sixth.
 _VECTOR_FLOOR = 0.25
 GRADIENT_FLOORS = {torch.float64: 3e-4, torch.float32: 3e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}
-# Rounding may differ by that many times what it was measured to be: a layer's, which is a sum over thousands of
-# numbers, by less than a parameter's gradient, of which there are few in a bias.
+# A difference may be this many times the measured rounding. A layer's output has thousands of numbers, so its rounding
+# varies less than that of a parameter's gradient: a bias has only few numbers.
 NOISE_FACTOR, _GRADIENT_NOISE_FACTOR = 4.0, 6.0
-# Tokens and parameters with next to nothing are measured against this share of the usual.
+# Very small tokens and gradients are compared with this share of the usual size instead of their own.
 _SMALL, _SMALL_GRADIENT = 1e-1, 1e-2
 
 
 class Finding(NamedTuple):
-    """The difference that comes nearest to what it may be, or goes furthest beyond.
+    """The difference that comes nearest to its limit, or exceeds it most.
 
     Attributes:
         where (`str`): the module, or the parameter.
@@ -43,17 +43,18 @@ class Finding(NamedTuple):
 
     @property
     def excess(self) -> float:
-        """The difference as a share of what is allowed."""
+        """The difference as a share of its limit."""
         return self.difference / self.allowed
 
 
 def relative_difference(actual: torch.Tensor, expected: torch.Tensor, *, typical: bool = False) -> float:
-    """`|actual - expected| / |expected|` of `(n, ...)`, token by token: the root of their mean square, or the
-    median if the `typical` token is asked for; infinite where one of them is not finite."""
+    """Return `|actual - expected| / |expected|` over the tokens of `(n, ...)`.
+
+    It is the root mean square over the tokens, or the median if `typical`; infinite if a value is not finite.
+    """
     actual_nD, expected_nD = actual.flatten(1).float(), expected.flatten(1).float()
     sizes_n = expected_nD.square().sum(1)
-    # A token with next to nothing is measured against a tenth of the mean size; `tiny` is for references that are all
-    # 0.
+    # A very small token is compared with a tenth of the mean size; `tiny` is for references that are all 0.
     sizes_n = torch.maximum(sizes_n, _SMALL**2 * sizes_n.mean()).clamp(min=torch.finfo(torch.float32).tiny)
     squares_n = (actual_nD - expected_nD).square().sum(1) / sizes_n
     if not bool(squares_n.isfinite().all()):
@@ -62,7 +63,7 @@ def relative_difference(actual: torch.Tensor, expected: torch.Tensor, *, typical
 
 
 def relative_logits(actual: torch.Tensor, expected: torch.Tensor, *, typical: bool = False) -> float:
-    """The same of logits `(n, V)`, less what all of a token's have in common: softmax does not see it."""
+    """Return [`relative_difference`] of logits `(n, V)`, each token's mean subtracted: softmax ignores it."""
     actual_nV, expected_nV = (x.float() - x.float().mean(-1, keepdim=True) for x in (actual, expected))
     return relative_difference(actual_nV, expected_nV, typical=typical)
 
@@ -70,11 +71,11 @@ def relative_logits(actual: torch.Tensor, expected: torch.Tensor, *, typical: bo
 def differences(
     actual: Mapping[int, Trace], expected: Mapping[int, Trace], *, typical: bool = False
 ) -> dict[tuple[Key, int], float]:
-    """The relative difference of each tensor that both runs have followed, by key and document.
+    """Return the relative difference of each tensor that both runs have traced, by key and document.
 
     Args:
         actual (`Mapping[int, Trace]`), expected (`Mapping[int, Trace]`):
-            What went through the layers, a trace for each document by number.
+            Tensors at the layers, one trace for each document by number.
         typical (`bool`, *optional*, defaults to `False`):
             Take the median token of a document, not the root mean square over its tokens.
     """
@@ -93,25 +94,26 @@ def _has_like(trace: Trace, key: Key, value: torch.Tensor) -> bool:
 def worst(
     found: dict[tuple[Key, int], float], noise: dict[tuple[Key, int], float], dtype: torch.dtype
 ) -> tuple[Finding, str | None]:
-    """The worst difference, and the first module in the order of the forward whose difference is not allowed."""
-    # Noise is one draw of rounding. Where it came out small by luck, what is usual for this model is allowed.
+    """Return the worst difference, and the first module in forward order whose difference is not allowed."""
+    # Noise is one random draw of rounding. If it is small by chance, the model's median noise is used.
     usual = median(noise.values()) if noise else 0.0
     findings = []
     for (key, document), difference in found.items():
         own = max(noise.get((key, document), 0.0), usual)
         findings.append((document, Finding(key.module, difference, max(NOISE_FACTOR * own, FLOORS[dtype]), own)))
-    # `not ... <= 1`, as NaN is neither above nor below: it must count as beyond.
+    # `not ... <= 1`, because NaN is neither above nor below 1, and must count as too large.
     beyond = [finding for _, finding in findings if not finding.excess <= 1]
     return max((f for _, f in findings), key=lambda f: f.excess), beyond[0].where if beyond else None
 
 
 def relative_gradients(found: Sequence[float], norms: Sequence[float]) -> list[float]:
-    """Norms of the differences of gradients, `found`, relative to the gradients' own `norms`; a value a parameter."""
+    """Divide `found`, the norms of gradient differences, by the gradients' own `norms`; one value for each
+    parameter."""
     total = sum(norm**2 for norm in norms) ** 0.5
-    if not math.isfinite(total):  # an overflow, of which any difference would be no share
+    if not math.isfinite(total):  # after an overflow no difference has a meaning
         return [math.inf] * len(norms)
-    # A hundredth of the root mean square of all norms. A bias in front of a softmax, say, has no gradient but
-    # rounding, which would be off by 100 %.
+    # A hundredth of the root mean square of all norms. The gradient of a bias in front of a softmax, for example, is
+    # only rounding, and would be off by 100 %.
     small = max(_SMALL_GRADIENT * total / len(norms) ** 0.5, torch.finfo(torch.float32).tiny)
     return [difference / max(norm, small) for difference, norm in zip(found, norms, strict=True)]
 
@@ -119,8 +121,11 @@ def relative_gradients(found: Sequence[float], norms: Sequence[float]) -> list[f
 def worst_gradient(
     parameters: Mapping[str, int], found: Sequence[float], noise: Sequence[float], dtype: torch.dtype
 ) -> Finding:
-    """The parameter whose gradient is off worst; of each its name and number of dimensions, and, relative, what was
-    found and what rounding makes."""
+    """Return the parameter with the worst gradient.
+
+    `parameters` maps names to numbers of dimensions. `found` are the relative differences, `noise` those that rounding
+    makes.
+    """
     usual, findings, floor = median(noise), [], GRADIENT_FLOORS[dtype]
     for (name, dimensions), difference, own in zip(parameters.items(), found, noise, strict=True):
         own, difference = _finite(max(own, usual), difference)
@@ -130,13 +135,15 @@ def worst_gradient(
 
 
 def _finite(noise: float, difference: float) -> tuple[float, float]:
-    """Noise and difference; no noise and an infinite difference where either is not finite."""
+    """Return noise and difference; no noise and an infinite difference if one of them is not finite."""
     return (noise, difference) if math.isfinite(noise) and math.isfinite(difference) else (0.0, math.inf)
 
 
 def worst_inputs(found: Mapping[int, float], noise: Mapping[int, float], dtype: torch.dtype) -> Finding:
-    """The document whose embeddings' gradient is off worst; of each, relative, what was found and what rounding
-    makes."""
+    """Return the document whose embeddings have the worst gradient.
+
+    `found` are the documents' relative differences, `noise` those that rounding makes.
+    """
     usual, findings = median(noise.values()) if noise else 0.0, []
     for document, difference in found.items():
         own, difference = _finite(max(noise.get(document, 0.0), usual), difference)
@@ -146,14 +153,14 @@ def worst_inputs(found: Mapping[int, float], noise: Mapping[int, float], dtype: 
 
 
 def largest(left: Iterable[torch.Tensor], right: Iterable[torch.Tensor]) -> float:
-    """Largest absolute difference over pairs of tensors; infinite if either is not finite."""
-    pairs = ((a, b) for a, b in zip(left, right, strict=True) if not torch.equal(a, b))  # equal: not copied to float
+    """Return the largest absolute difference over pairs of tensors; infinite if one of them is not finite."""
+    pairs = ((a, b) for a, b in zip(left, right, strict=True) if not torch.equal(a, b))  # do not copy equal ones
     found = max((float((a.float() - b.float()).abs().max()) for a, b in pairs), default=0.0)
     return found if found == found else float("inf")
 
 
 def share(found: float, size: float) -> float:
-    """`found` in units of `size`; nothing is no share of nothing, anything of nothing is infinite."""
+    """Return `found` in units of `size`; with a size of 0 it is 0 for nothing, and infinite for anything else."""
     if size == 0:
         return 0.0 if found == 0 else float("inf")
     return found / size

@@ -1,8 +1,8 @@
-"""Which layers of a model have to run for what is measured in many arrangements.
+"""Choose the layers that run in measurements of many arrangements.
 
-Whether layers keep documents apart is a matter of their code and settings, and a model repeats few of them. On a CPU a
-large model runs one layer of each kind there, where the others hand on what they get; a few documents run through all
-of them.
+Code and settings of a layer decide whether it keeps documents apart, and a model repeats few kinds of layers. On a CPU
+a large model runs one layer of each kind in these measurements, and the other layers return their input. A few
+documents run through all layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from ..patching.apply import PatchState
 from ..runtime.zero3 import is_partitioned, whole_size
 
-# Layers of so many parameters run the some ten thousand tokens of all arrangements in a few seconds on one core.
+# Layers with this many parameters run all arrangements, about ten thousand tokens, in a few seconds on one core.
 CHEAP = 4_000_000
 _PLAIN = (int, float, str, bool, type(None), torch.dtype)
 
@@ -25,8 +25,9 @@ _PLAIN = (int, float, str, bool, type(None), torch.dtype)
 def layers_to_skip(
     model: nn.Module, state: PatchState, layers: dict[str, nn.Module], run: Callable[[], object]
 ) -> dict[str, tuple[nn.Module, bool]]:
-    """The layers that repeat the kind of another one, by name, each with whether it returns a tuple; none where the
-    model is cheap to run or its layers cannot be left out.
+    """Return the layers that repeat the kind of another one, by name, each with whether it returns a tuple.
+
+    The result is empty if the model is cheap to run, or its layers cannot be left out.
 
     Args:
         model (`torch.nn.Module`), state ([`PatchState`]):
@@ -48,13 +49,13 @@ def layers_to_skip(
         with skipping(skipped):
             run()
     except (RuntimeError, ValueError, LookupError, AttributeError, TypeError):
-        return {}  # a later layer reads what an earlier one keeps: shared keys, say
+        return {}  # a later layer needs something from an earlier one, for example shared keys
     return skipped
 
 
 @contextmanager
 def skipping(layers: dict[str, tuple[nn.Module, bool]]) -> Iterator[None]:
-    """In a `with` block these layers return what they get."""
+    """Make these layers return their input inside a `with` block."""
     before = [(layer, vars(layer).get("forward")) for layer, _ in layers.values()]
     try:
         for layer, returns_tuple in layers.values():
@@ -77,7 +78,10 @@ def _pass_tuple(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple
 
 
 def _returned(layers: dict[str, nn.Module], run: Callable[[], object]) -> dict[str, bool]:
-    """Of each layer that is called once and returns its hidden states, whether it does so in a tuple."""
+    """Tell for each layer whether it returns its hidden states in a tuple.
+
+    Only layers that are called once and return hidden states alone are in the result.
+    """
     calls: dict[str, list[bool | None]] = {name: [] for name in layers}
 
     def watch(name: str) -> Callable[..., None]:
@@ -100,11 +104,11 @@ def _returned(layers: dict[str, nn.Module], run: Callable[[], object]) -> dict[s
 
 
 def _kinds(layers: dict[str, nn.Module], state: PatchState) -> dict[str, str]:
-    """What tells layers apart, in words: classes, forwards, hooks, settings, parameters and windows."""
+    """Describe the kind of each layer as text: classes, forwards, hooks, settings, parameters and windows."""
     windows = {id(module): window for module, window in zip(state.attention.values(), state.windows, strict=False)}
     facts = {name: dict(_facts(layer, windows)) for name, layer in layers.items()}
     order = list(enumerate(facts.values()))
-    # A number that counts layers is no setting.
+    # A number that equals the layer's index is not a setting.
     shared = set.intersection(*(set(found) for found in facts.values()))
     counting = {key for key in shared if all(type(found[key]) is int and found[key] == i for i, found in order)}
     return {name: str([item for item in found.items() if item[0] not in counting]) for name, found in facts.items()}
@@ -125,6 +129,6 @@ def _facts(layer: nn.Module, windows: dict[int, int | None]) -> Iterable[tuple[t
 
 
 def _code(function: Any) -> str:
-    """Where a function's code is, or the class of what is called."""
+    """Return where a function's code is, or the class of a callable object."""
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     return f"{type(function).__qualname__} {'' if code is None else (code.co_filename, code.co_firstlineno)}"

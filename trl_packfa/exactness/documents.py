@@ -1,4 +1,4 @@
-"""The documents that a check packs: how long they are, what stands in them, which are replaced or have a loss."""
+"""The documents that a check packs: their lengths and tokens, and which are replaced or have a loss."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .text import TEXT
 
 Documents: TypeAlias = list[torch.Tensor]
 
-# Lengths that find faults: one token and two, equal lengths, multiples of 16, powers of two, some past 64 and 128
-# tokens (what kernels tile by); twenty of them, in one row of more than 1,024 tokens and in three.
+# Lengths that find faults: one token and two, equal lengths, multiples of 16, powers of two, and some above 64 and 128
+# tokens (the tile sizes of kernels). The twenty documents run in one row of more than 1,024 tokens and in three rows.
 LONG = (11, 24, 150, 1, 24, 66, 37, 5, 130, 24, 19, 66, 2, 16, 64, 16, 128, 16, 256, 16)
 LONG_ROWS = ((0, 2, 18), (8, 6, 10, 16, 12, 13), (3, 4, 5, 7, 9, 11, 14, 15, 17, 19, 1))
-# Three of them for what runs through a whole model, however large.
+# Three of them, for runs through all layers of a model of any size.
 SHORT: tuple[int, ...] = (0, 3, 10)
-# Arrangements, by documents of `LONG`, in which code may take another path. A shorter row ends in padding.
+# Arrangements of documents of `LONG` in which code may take another path. Shorter rows end in padding.
 SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
     "one document": ((6,),),
     "two documents, ascending": ((7, 10),),
@@ -31,18 +31,21 @@ SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
 }
 SEVERAL_ROWS = "four rows of one document"
 _LONGEST = LONG.index(max(LONG))
-# Of these some are longer where kernels work in tiles of up to 128 tokens: documents of one, of two and of
-# more than three tiles, whose blocks of keys are whole, partial and, under a window, skipped. By place in `LONG`.
+# Some documents, by place in `LONG`, are longer if kernels work in tiles of up to 128 tokens. They then have one, two
+# and more than three tiles, whose blocks of keys are whole, partial and, with a window, skipped.
 _TILED = {2: 400, 6: 380, 10: 140}
-# Sliding windows up to this many tokens are outgrown by the longest document.
+# The longest document exceeds sliding windows of up to this many tokens.
 _WIDEST = 512
-# Of a replaced document at least this share of the tokens is another.
+# The least share of a replaced document's tokens that must change.
 _OTHERS = 0.5
 
 
 def long_lengths(windows: Sequence[int | None], max_positions: int | None, *, tiled: bool = False) -> tuple[int, ...]:
-    """`LONG` for a model: its longest document outgrows every window that can be outgrown cheaply, and none is longer
-    than a table of learned positions; `tiled` for kernels that work in tiles."""
+    """Return the lengths `LONG`, adapted to a model.
+
+    The longest document exceeds every sliding window that is not too wide. No document is longer than a table of
+    learned positions. `tiled` is for kernels that work in tiles.
+    """
     outgrown = [window + 3 for window in windows if window and window < _WIDEST]
     wanted = [_TILED.get(i, length) if tiled else length for i, length in enumerate(LONG)]
     lengths = tuple(max([length, *outgrown]) if i == _LONGEST else length for i, length in enumerate(wanted))
@@ -50,33 +53,37 @@ def long_lengths(windows: Sequence[int | None], max_positions: int | None, *, ti
 
 
 def replacements(documents: int) -> list[tuple[bool, ...]]:
-    """Which documents each of a few runs replaces, none in the first, such that for every two documents two runs have
-    the same second one and another first one.
+    """Return for each of a few runs the documents that it replaces; the first run replaces none.
 
-    Each document is replaced in its own set of the later runs: for 5 documents in 4 runs {1}, {2}, {3}, {1, 2} and
-    {1, 3}. Two of these sets never part the runs alike, so where the second stays, the first is replaced once.
+    For every two documents there are two runs with the same second document, but another first one.
+
+    Each document is replaced in its own set of the later runs: for 5 documents in 4 runs {1}, {2}, {3}, {1, 2} and {1,
+    3}. No two of these sets divide the runs in the same way. So among the runs that keep the second document
+    unchanged, at least one replaces the first.
     """
-    # 5 documents: 2 ** 3 > 5, so 4 runs, the first of which replaces nothing.
+    # For 5 documents 2 ** 3 > 5, so there are 4 runs, and the first one replaces nothing.
     runs = next(n for n in count(2) if 2 ** (n - 1) > documents)
     sets = [set(members) for size in range(1, runs) for members in combinations(range(1, runs), size)]
     return [tuple(run in members for members in sets[:documents]) for run in range(runs)]
 
 
 def alternating(documents: int) -> list[tuple[bool, ...]]:
-    """Which documents each of three runs replaces: none, those at even places, those at odd ones. What crosses a
-    boundary to a neighbour is seen."""
+    """Return for each of three runs the documents that it replaces: none, those at even places, those at odd places.
+
+    This finds leaks across a boundary between neighbours.
+    """
     even = tuple(place % 2 == 0 for place in range(documents))
     return [(False,) * documents, even, tuple(not replaced for replaced in even)]
 
 
 def losses(documents: int, runs: int) -> list[list[int]]:
-    """Which documents have a loss in each of the runs, such that for every two documents some run has a loss of the
-    first and none of the second.
+    """Return for each run the documents that have a loss.
 
-    Each document has one in its own half of the runs; no such set contains another (Sperner).
+    For every two documents some run has a loss of the first and none of the second. Each document has a loss in its
+    own half of the runs; no such half contains another (Sperner).
     """
-    # 4 runs have 6 halves. Documents 0, 1, 2 get {0, 1}, {0, 2}, {0, 3}: run 1 has a loss of 0 and none of 1, run 2
-    # the reverse.
+    # 4 runs have 6 halves. Documents 0, 1, 2 get {0, 1}, {0, 2}, {0, 3}. Run 1 has a loss of document 0 and none of 1,
+    # run 2 the reverse.
     sets = list(islice(combinations(range(runs), runs // 2), documents))
     if len(sets) < documents:
         raise ValueError(f"{runs} runs tell {len(sets)} documents apart, not {documents}.")
@@ -84,8 +91,10 @@ def losses(documents: int, runs: int) -> list[list[int]]:
 
 
 def known_tokens(documents: Sequence[Sequence[int]] | None, processing_class: Any, vocabulary: int) -> torch.Tensor:
-    """Token ids `(n,)` that the model has likely been trained on: of the user's documents, or of a text in the
-    tokenizer's tokens; empty without either."""
+    """Return token ids `(n,)` that the model was probably trained on; empty without documents and tokenizer.
+
+    They come from the user's documents, or from a text in the tokenizer's tokens.
+    """
     if documents is None and processing_class is not None:
         tokenizer = getattr(processing_class, "tokenizer", processing_class)
         documents = [tokenizer(TEXT, add_special_tokens=False)["input_ids"]]
@@ -97,15 +106,17 @@ def known_tokens(documents: Sequence[Sequence[int]] | None, processing_class: An
 def draw_documents(
     lengths: Sequence[int], known: torch.Tensor, vocabulary: int, seed: int
 ) -> tuple[Documents, Documents]:
-    """Documents of these lengths and what replaces each: one after the other out of the known tokens, from the start
-    again where they end; random ones where there are none, or where that would replace tokens by themselves."""
+    """Return documents of these lengths, and a replacement for each.
+
+    They are cut one after the other from the known tokens, which are repeated if they are too few. They are random if
+    there are no known tokens, or if replacements would equal their documents too often.
+    """
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)
-    # From 1 on: 0 is the padding token of many models, which some embed as zeros.
+    # Ids begin at 1: 0 is the padding token of many models, and some embed it as zeros.
     random = torch.randint(1, vocabulary, (2, total), generator=generator)
     if len(known):
-        # A short text is repeated. With a period that divides the total, replacements would be the documents
-        # themselves.
+        # A short text is repeated. If its length divides the total, each replacement would equal its document.
         places = torch.arange(2 * total).add(seed) % len(known)
         found = known[places].view(2, total)
         if float((found[0] != found[1]).float().mean()) >= _OTHERS:
@@ -113,7 +124,7 @@ def draw_documents(
     tokens, others = (list(ids.split(list(lengths))) for ids in random)
     for ids, other in zip(tokens, others, strict=True):
         if float((ids != other).float().mean()) < _OTHERS:
-            # Of 4 tokens in the place of token 2: drawn from 0, 1, 2, and 2 becomes 3.
+            # With a vocabulary of 4 and token 2: draw from 0, 1, 2, then 2 becomes 3. So every token changes.
             other.copy_(torch.randint(0, vocabulary - 1, ids.shape, generator=generator))
-            other += (other >= ids).long()  # every token another
+            other += (other >= ids).long()
     return tokens, others

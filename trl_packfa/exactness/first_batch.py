@@ -1,5 +1,6 @@
-"""The first batch of a training, packed against its documents alone: data, collator, template, adapter and kernel as
-they are, where the check before had documents of its own.
+"""Compare the first training batch, packed, with its documents alone.
+
+It uses the training's own data, collator, template, adapter and kernel. The check before used documents of its own.
 
 Shape letters: B rows, L row length, n tokens of a document.
 """
@@ -27,22 +28,22 @@ from .quiet import quiet
 from .rounding import last_places_off
 from .subject import rounding_dtype
 
-# As many on every rank: where ranks hold parts of a model, they run its forwards together. What rounding makes is
-# measured of the first few of them.
+# Every rank compares the same number of documents: ranks that hold parts of a model run its forwards together.
+# Rounding is measured on the first few documents.
 _DOCUMENTS, _ROUNDED = 8, 3
-# A document with fewer trained tokens has no typical one.
+# A document with fewer trained tokens has no meaningful median.
 _FEW = 8
-# Log-probabilities that differ by less, in nats, train the same; two last places of a logit of eight.
+# Smaller differences of log-probabilities, in nats, do not matter: two last places of a logit of eight.
 _FLOOR = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 1.6e-2, torch.bfloat16: 1.25e-1}
 
 
 class BatchProof(NamedTuple):
-    """How far the trained tokens' log-probabilities, packed, are from those of the documents alone.
+    """Difference between the trained tokens' log-probabilities, packed, and those of the documents alone.
 
     Attributes:
-        difference (`float`), allowed (`float`): in nats, of the typical token of the worst document.
-        tokens (`int`): of that document, 0 if all were taken together.
-        head ([`HeadProof`] or `None`): the LM head that trains, on the whole batch.
+        difference (`float`), allowed (`float`): in nats, of the median token of the worst document.
+        tokens (`int`): length of that document, 0 if all documents were taken together.
+        head ([`HeadProof`] or `None`): proof of the LM head that trains, on the whole batch.
     """
 
     difference: float
@@ -64,8 +65,8 @@ class BatchProof(NamedTuple):
         raise ContaminationError(
             f"packing is not exact on the first training batch: the log-probabilities of {which} are off by "
             f"{self.difference:.2e} nats for the median token (allowed {self.allowed:.2e}).",
-            why=["the check before, on documents cut out of the data, found packing exact: something in these "
-                 "documents, or in what the collator sends with them, matters across boundaries"],
+            why=["the earlier check, on documents cut out of the data, found packing exact: so something in these "
+                 "documents, or in the collator's arguments for them, acts across boundaries"],
             do="Train padded with packing=False, and please report it. check_packing=False trains without this proof.",
         )  # fmt: skip
 
@@ -74,19 +75,19 @@ class BatchProof(NamedTuple):
 def check_batch(model: nn.Module, batch: Mapping[str, Any]) -> BatchProof | None:
     """Compare a packed training batch with some of its documents, each alone; `None` if it trains no token.
 
-    Runs the batch forward once, eight of its documents alone, and three of these with everything off by a last place;
-    and the LM head forward and backward ([`~head.check_head`]).
+    It runs the batch forward once, eight of its documents alone, and three of these with random rounding. The LM head
+    runs forward and backward ([`~head.check_head`]).
 
     Args:
         model (`torch.nn.Module`):
-            The patched model as it trains, wrapped or not, that answers `fused_lm_head=True`.
+            The patched model as it trains, wrapped or not. It must accept `fused_lm_head=True`.
         batch (`Mapping[str, Any]`):
             The collator's batch, on the model's device.
     """
     layout = batch.get("packed_layout") or layout_of(dict(batch))
     if layout is None:
         return None
-    # Without the first label, which no token precedes.
+    # The first label does not count, as no token precedes it.
     trained = [document != -100 for document in layout.split(batch["labels"])]
     chosen = _choose([int(mask[1:].sum()) for mask in trained])
     batch = {name: value for name, value in batch.items() if name != "loss"}
@@ -94,8 +95,8 @@ def check_batch(model: nn.Module, batch: Mapping[str, Any]) -> BatchProof | None
         with kept_outputs(model) as outputs:
             packed = _log_probs(model, batch)
         head = check_head(model, batch, outputs[0]) if outputs else None
-        # TRL's log-probabilities `(B, L - 1)` begin with the second token. One more column in front, and place i is
-        # token i.
+        # TRL's log-probabilities `(B, L - 1)` begin with the second token. One column is added in front, so that place
+        # i is token i.
         pieces = layout.split(nn.functional.pad(packed, (1, 0)))
         alone = [_alone(model, batch, layout, i) for i in chosen]
         rounded = [_alone(model, batch, layout, i, off=True) for i in chosen[:_ROUNDED]]
@@ -107,8 +108,10 @@ def check_batch(model: nn.Module, batch: Mapping[str, Any]) -> BatchProof | None
 
 
 def _choose(trained: Sequence[int]) -> list[int]:
-    """The longest document that trains, the first, the last, the shortest, and some between; again where there are
-    fewer."""
+    """Return the documents to compare: the longest that trains, the first, the last, the shortest, and some between.
+
+    Documents are repeated if there are too few.
+    """
     training = [i for i, count in enumerate(trained) if count] or [0]
     by_length = sorted(training, key=lambda i: trained[i])
     apart = [training[i * len(training) // _DOCUMENTS] for i in range(_DOCUMENTS)]
@@ -119,7 +122,7 @@ def _choose(trained: Sequence[int]) -> list[int]:
 def _alone(
     model: nn.Module, batch: Mapping[str, Any], layout: PackedLayout, document: int, *, off: bool = False
 ) -> torch.Tensor:
-    """Log-probabilities `(n - 1,)` of a document's labels by itself."""
+    """Return the log-probabilities `(n - 1,)` of a document's labels, from a run of this document alone."""
     start = sum(layout.lengths[:document])
     stop = start + layout.lengths[document]
     call = {
@@ -127,24 +130,26 @@ def _alone(
         for name, value in batch.items()
         if isinstance(value, torch.Tensor) and value.shape[:2] == batch["input_ids"].shape[:2]
     }
-    # Alone, the model counts positions from 0 by itself, as it would in padded training.
+    # Without positions the model counts them from 0, as in padded training.
     call = {name: value for name, value in call.items() if name not in (*BOUNDARIES, "position_ids")}
     with last_places_off(model) if off else nullcontext():
         return _log_probs(model, call)[0]
 
 
 def _log_probs(model: nn.Module, call: Mapping[str, Any]) -> torch.Tensor:
-    """`(B, L - 1)`, zero where nothing is trained."""
+    """Return the log-probabilities `(B, L - 1)`, zero at tokens that are not trained."""
     options = router_loss.without(inner_model(model).config.get_text_config())  # TRL's computation fails on some types
-    # As TRL trains it. Logits `(B, L, V)` of a whole batch may not fit beside the training.
+    # The same call as in TRL's training. Logits `(B, L, V)` of a whole batch may not fit into memory.
     return model(**call, fused_lm_head=True, use_cache=False, **options).log_probs
 
 
 def _worst(
     found: Sequence[torch.Tensor], noise: Sequence[torch.Tensor], lengths: Sequence[int], floor: float
 ) -> BatchProof | None:
-    """The document whose typical token is off most, and all of them taken together; of those without a noise of their
-    own the usual one is taken."""
+    """Return the proof with the largest share of its limit: of a document's median token, or of all tokens together.
+
+    A document without a measured noise uses the usual noise.
+    """
     together, usual_noise = torch.cat(list(found)), torch.cat(list(noise))
     if not len(together):
         return None
@@ -152,7 +157,7 @@ def _worst(
     own = [float(each.median()) if len(each) else usual for each in noise] + [usual] * (len(found) - len(noise))
     proofs = []
     for difference, rounding, tokens in [(together, usual, 0), *zip(found, own, lengths, strict=True)]:
-        # Short ones still count in the tokens of all documents together.
+        # Short documents still count in the tokens of all documents together.
         if tokens and len(difference) < _FEW:
             continue
         middle = float(difference.median())

@@ -1,9 +1,9 @@
-"""Following documents through a model, layer by layer, and holding every layer to the same input.
+"""Trace documents through a model, layer by layer, and give every layer the same input as in another run.
 
-Rounding differs between a document alone and the same document packed, and a deep model in half precision amplifies
-that: after thirty layers two exact runs may share little more than their meaning. So each layer is measured by itself:
-packed, it is handed what went into it when the document ran alone, and what comes out differs by the rounding of one
-layer. Gradients flow on as if nothing had been handed over.
+A document alone and the same document packed are rounded differently, and a deep model in half precision amplifies the
+difference. After thirty layers the hidden states of two exact runs may differ widely. So each layer is measured by
+itself. In the packed run a layer gets the input that it had when the document ran alone, and its output differs by the
+rounding of one layer. Gradients flow as if no input had been replaced.
 
 Shape letters: B rows, L row length, S documents, n tokens of one of them.
 """
@@ -28,8 +28,12 @@ _ROUTER_NAMES = ("gate", "router", "wg", "gate_network")
 
 
 class Key(NamedTuple):
-    """What is followed: what `entered` a layer or a router, `left` a token mixer or was `routed` by a router; the
-    module's name, the number of its call in this forward, and which of its tensors."""
+    """Name of a traced tensor.
+
+    The kind is `entered` for the input of a layer or router, `left` for the output of a token mixer, and `routed` for
+    the output of a router. The others are the module's name, the number of its call in this forward, and the index of
+    its tensor.
+    """
 
     kind: str
     module: str
@@ -41,20 +45,20 @@ Trace: TypeAlias = "dict[Key, torch.Tensor]"
 
 
 class Parts(NamedTuple):
-    """The modules of a model that are followed, by name."""
+    """The modules of a model that are traced, by name."""
 
     layers: dict[str, nn.Module]
     mixers: dict[str, nn.Module]
     routers: dict[str, nn.Module]
 
     def without(self, names: Iterable[str]) -> Parts:
-        """The parts that are no layer of these names and lie in none."""
+        """Return the parts without the layers of these names and all modules in them."""
         out = tuple(f"{name}." for name in names)
         return Parts(*({n: m for n, m in part.items() if not f"{n}.".startswith(out)} for part in self))
 
 
 def find_parts(model: nn.Module, state: PatchState) -> Parts:
-    """Decoder layers, token mixers and routers of a patched model."""
+    """Return decoder layers, token mixers and routers of a patched model."""
     mixing = {id(module) for module in (*state.attention.values(), *state.mixers.values())}
     named = dict(model.named_modules())
     layers: dict[str, nn.Module] = {
@@ -77,7 +81,7 @@ def _is_router(name: str, module: nn.Module) -> bool:
 
 
 class _HandOver(Function):
-    """Another value, through which gradients flow as through the one that it takes the place of."""
+    """Replacement of a tensor by another value; gradients flow to the replaced tensor."""
 
     @staticmethod
     def forward(ctx: Any, natural: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -89,7 +93,7 @@ class _HandOver(Function):
 
 
 class Following:
-    """One forward whose documents are followed.
+    """One forward whose documents are traced.
 
     Args:
         places (`Sequence[torch.Tensor]`):
@@ -97,11 +101,11 @@ class Following:
         shape (`tuple[int, int]`):
             `(B, L)`.
         handed (`Sequence[Trace | None]`, *optional*):
-            For each document what its layers and routers are handed, `None` for those left as they come.
+            For each document the inputs that replace those of its layers and routers, `None` to replace none.
 
     Attributes:
-        traces (`list[Trace]`): for each document what came to each layer by itself, and what left mixers and routers.
-        held (`set[Key]`): what was handed over.
+        traces (`list[Trace]`): for each document the layers' own inputs, and the outputs of mixers and routers.
+        held (`set[Key]`): keys of the tensors that were replaced.
     """
 
     def __init__(
@@ -115,12 +119,12 @@ class Following:
 
     @contextmanager
     def attached(self, parts: Parts) -> Iterator[Following]:
-        """Follow the forwards in a `with` block; there may be one."""
+        """Trace the forward in a `with` block; it may run only one."""
         handles = []
-        # A router that gets the same input takes the same decision: without that, rounding sends single tokens to
-        # another expert, whose gradients are then off by whole units.
-        # What mixes and routes in a checkpointed layer runs again in the backward. It is a second call by its key,
-        # alone just as packed, so that the recomputation is handed the same as the first.
+        # A router with the same input makes the same choice. Else rounding would send single tokens to other experts,
+        # and their gradients would be completely different.
+        # Mixers and routers in a checkpointed layer run again in the backward. Their keys count that as a second call,
+        # packed and alone, so the recomputation gets the same inputs as well.
         for name, module in {**parts.layers, **parts.routers}.items():
             handles.append(module.register_forward_pre_hook(self._enter(name), with_kwargs=True))
         for name, module in {**parts.routers, **parts.mixers}.items():
@@ -169,14 +173,14 @@ class Following:
         return value.shape[:2] == self.shape or value.shape[0] == rows * length
 
     def _pass(self, key: Key, tensor: torch.Tensor) -> torch.Tensor:
-        """Note each document's part of a tensor `(B, L, ...)` or `(B * L, ...)`; returns it with what is handed over
-        in place."""
+        """Store each document's part of a tensor `(B, L, ...)` or `(B * L, ...)`; return the tensor with the replaced
+        inputs."""
         flat = tensor.flatten(0, 1) if tensor.shape[:2] == self.shape else tensor
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         for place, trace, given in zip(self.places, self.traces, self.handed, strict=True):
-            # Indexing copies, so that a trace keeps no whole batch alive.
+            # Indexing makes a copy, so a trace does not keep the whole batch in memory.
             trace[key] = flat.detach()[place]
-            # What left a mixer is compared, never handed over: the next entry would hide it.
+            # A mixer's output is only compared, never replaced: a replaced output would hide its error.
             value = None if given is None or key.kind == "left" else given.get(key)
             if value is not None and value.shape == trace[key].shape:
                 found.append((place, value.to(flat.dtype)))
@@ -184,8 +188,8 @@ class Following:
             return tensor
         self.held.add(key)
         values = flat.detach().clone()
-        for place, value in found:  # not joined first: autocast on a CPU joins no float16
+        for place, value in found:  # one by one, as autocast on a CPU cannot concatenate float16
             values[place] = value
         values = values.view(tensor.shape)
-        # Not `values` alone: that would cut the graph at each layer, and gradients would end there.
+        # Returning `values` alone would cut the graph, and gradients would end at each layer.
         return _HandOver.apply(tensor, values) if tensor.requires_grad else values  # type: ignore[return-value]

@@ -1,9 +1,9 @@
-"""The LM head that trains, on the first batch: its loss and gradients against the model's own logits.
+"""Compare the LM head that trains with the model's own logits on the first batch: its loss and gradients.
 
-The rest of the proof takes its gradients from the input of the head on. What scores the labels in training, here or in
-TRL, is measured where it is used: on the hidden states and labels of the first batch, all of them at once. A head
-treats every token by itself, so log-probability and gradient of a few positions are compared; and the gradient of its
-weights, if they train, which all positions add up to.
+The rest of the proof takes gradients from the head's input on. This module measures the code that scores labels in
+training, ours or TRL's, where it is used: on all hidden states and labels of the first batch. A head treats every
+token by itself, so log-probability and gradient of a few positions are compared. If the head's weights train, their
+gradient is compared, too: it is a sum over all positions.
 
 Shape letters: B rows, L row length, P trained positions, D model dim, V vocabulary.
 """
@@ -26,17 +26,17 @@ from .compare import GRADIENT_FLOORS, relative_difference
 from .scoring import Scorer
 from .subject import rounding_dtype
 
-# Positions that are compared, and of how many the logits are held at a time.
+# Number of compared positions, and number of positions whose logits are in memory at a time.
 _SAMPLES, _CHUNK = 16, 64
 
 
 class HeadProof(NamedTuple):
-    """How far the head that trains is from the model's own logits.
+    """Difference between the LM head that trains and the model's own logits.
 
     Attributes:
-        difference (`float`), allowed (`float`): relative, of the gradient that is off worst.
-        what (`str`): which that is.
-        positions (`int`): that were trained.
+        difference (`float`), allowed (`float`): relative, of the worst quantity.
+        what (`str`): name of this quantity.
+        positions (`int`): number of trained positions.
     """
 
     difference: float
@@ -55,30 +55,31 @@ class HeadProof(NamedTuple):
         raise ContaminationError(
             f"the LM head that trains is not exact on the first training batch: {self.what} of {self.positions} "
             f"trained positions is off by {self.difference:.2e} (allowed {self.allowed:.2e}).",
-            why=["it scores trained positions with its own forward and backward, here compared with the model's own "
-                 "logits and torch's cross-entropy"],
+            why=["the head scores trained positions with its own forward and backward; they differ from the model's "
+                 "own logits with torch's cross-entropy"],
             do="Please report it. check_packing=False trains without this proof.",
         )  # fmt: skip
 
 
 @contextmanager
 def kept_outputs(model: nn.Module) -> Iterator[list[Any]]:
-    """What the backbone gives in a `with` block."""
+    """Keep the outputs of the backbone in a `with` block."""
     with _outputs_of(inner_model(model).base_model) as outputs:
         yield outputs
 
 
 def check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Any) -> HeadProof | None:
-    """Compare the head that trains with the model's own logits; `None` where that cannot be told: a head in parts, or
-    one that is no module.
+    """Compare the head that trains with the model's own logits.
+
+    It returns `None` if they cannot be compared: the head's weights are split over ranks, or it is not a module.
 
     Args:
         model (`torch.nn.Module`):
-            That answers `fused_lm_head=True`, in the mode in which it is compared.
+            The model in the mode in which it is compared. It must accept `fused_lm_head=True`.
         batch (`Mapping[str, Any]`):
             The packed batch.
         outputs (`ModelOutput`):
-            What the backbone gave for it.
+            The backbone's outputs for it.
     """
     inner = inner_model(model)
     scorer, states = Scorer(model), getattr(outputs, "last_hidden_state", None)
@@ -87,7 +88,7 @@ def check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Any) -> Head
         return None
     if any(isinstance(weight, DTensor) or is_in_parts(weight) for weight in weights):
         return None
-    labels = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)  # of the token that predicts
+    labels = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)  # at the token that predicts them
     trained = (labels.flatten() != -100).nonzero()[:, 0]
     if not len(trained):
         return None
@@ -103,7 +104,7 @@ def check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Any) -> Head
         found = model(**batch, fused_lm_head=True, **options)
         by_head = _gradients(found.loss, params)
         samples = trained[torch.linspace(0, len(trained) - 1, _SAMPLES, device=trained.device).long().unique()]
-        # The gradient of weights is a sum over all positions; without it a few are enough.
+        # The gradient of the weights is a sum over all positions. If they do not train, a few positions are enough.
         parts = trained.split(_CHUNK) if len(params) > 1 else [samples]
         call = {name: value for name, value in batch.items() if name != "labels"}
         expected: list[torch.Tensor] = [torch.zeros_like(param, dtype=torch.float32) for param in params]
@@ -127,7 +128,7 @@ def check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Any) -> Head
         "the loss": abs(float(found.loss) + float(scored[trained].mean())) / max(abs(float(found.loss)), 1.0),
     }
     what = max(differences, key=lambda name: differences[name])
-    # Under autocast, accelerate's wrapper casts what a model gives: the head tells in which dtype it multiplies.
+    # Under autocast accelerate's wrapper casts the model's outputs, so the dtype is read from the head's output.
     allowed = GRADIENT_FLOORS[rounding_dtype(model, outcome[-1].dtype)]
     return HeadProof(differences[what], allowed, what, len(trained))
 
@@ -148,20 +149,20 @@ def _outputs_of(module: nn.Module) -> Iterator[list[Any]]:
 
 
 def _gradients(loss: torch.Tensor, params: list[torch.Tensor]) -> list[torch.Tensor]:
-    # Asked for by name: nothing is added to a parameter, and no hook of a wrapper is told.
+    # `torch.autograd.grad` adds nothing to a parameter's `.grad` and calls no hook of a wrapper.
     with torch.autocast(loss.device.type, enabled=False):
         return [gradient.float() for gradient in torch.autograd.grad(loss, params)]
 
 
 def _off(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The norm of the difference, relative; infinite where one is not finite."""
+    """Return the norm of the difference, relative; infinite if a value is not finite."""
     found = float((actual.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30))
     return found if found == found else float("inf")
 
 
 @contextmanager
 def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """In a `with` block a module's forward is another one."""
+    """Replace a module's forward inside a `with` block."""
     before = vars(module).get("forward")
     module.forward = forward
     try:

@@ -1,7 +1,8 @@
-"""Does any document see another? Some are replaced, the others must not move by one bit; some have a loss, the others
-must get no gradient at all.
+"""Measure whether a document sees another one.
 
-Every two documents are told apart by two runs ([`replacements`]) and by one loss ([`losses`]), in either direction.
+In the forward pass some documents are replaced, and the others must not change by one bit. In the backward pass some
+documents have a loss, and the others must get no gradient at all. Two runs ([`replacements`]) and one loss
+([`losses`]) tell every two documents apart, in both directions.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ Replaced: TypeAlias = "tuple[tuple[bool, ...], tuple[bool, ...]]"
 
 
 class Isolation(NamedTuple):
-    """What moved though it must not.
+    """Changes that must not happen.
 
     Attributes:
-        forward (`float`): of what goes into the LM head for documents that stay, in `scale`; with experts, what
-            regrouping does not explain.
-        regrouped (`float`): what grouping tokens by expert moved, as that rounds sums otherwise.
-        gradients (`float` or `None`): of embeddings without a loss, in standard deviations of those with one.
-        which (`tuple`): the documents that were replaced in the two runs between which most moved.
-        where ([`Arrangement`]): in which they were packed.
+        forward (`float`): change of the LM head's input for documents that stay, in units of `scale`; with experts,
+        the part that regrouping does not explain.
+        regrouped (`float`): change from grouping tokens by expert, which rounds sums in another way.
+        gradients (`float` or `None`): gradient of embeddings without a loss, in standard deviations of those with one.
+        which (`tuple`): the documents that were replaced in the two runs with the largest change between them.
+        where ([`Arrangement`]): the arrangement in which they were packed.
     """
 
     forward: float
@@ -55,9 +56,9 @@ def measure_isolation(
 
     Args:
         subject ([`Subject`]), probe ([`Probe`]), arrangement ([`Arrangement`]):
-            The model, its documents, and where they lie.
+            The model, its documents, and their places.
         noise (`dict`), scale (`float`):
-            What rounding makes of every layer, and the standard deviation of what goes into the LM head.
+            Rounding of every layer, and the standard deviation of the LM head's input.
         backward (`bool`):
             Whether gradients are measured.
         pairs (`bool`, *optional*, defaults to `True`):
@@ -67,13 +68,13 @@ def measure_isolation(
     everything = range(len(documents))
     runs = replacements(len(documents)) if pairs else alternating(len(documents))
     trained = losses(len(documents), len(runs)) if backward else [[]] * len(runs)
-    # What each document gave when it, or what replaces it, was first met, and in which run.
+    # The first output of each document, and of its replacement, with the number of that run.
     met: dict[tuple[int, bool], tuple[torch.Tensor, int]] = {}
     regrouping = _Regrouping(subject, probe, arrangement, noise) if subject.regroups else None
     worst_moved, regrouped, leaked, worst_runs = 0.0, 0.0, None, (runs[0], runs[-1])
     for number, which in enumerate(runs):
         states, _, gradients = _run(subject, probe, arrangement, which, trained[number], backward=backward)
-        # Met before with the same tokens, while others in the row were replaced: it must give the same bits.
+        # These documents ran before with the same tokens, while others were replaced. They must give the same bits.
         stay = [i for i in everything if (i, which[i]) in met]
         off = [(share(largest([states[i]], [met[i, which[i]][0]]), scale), met[i, which[i]][1]) for i in stay]
         moved, since = max(off, default=(0.0, 0))
@@ -82,15 +83,15 @@ def measure_isolation(
         if regrouping is not None:
             unexplained = regrouping.measure(which)
             regrouped = max(regrouped, moved)
-            # Asked of all ranks together, as each must call `anywhere` as often as the others.
+            # Each rank must call `anywhere` equally often, so all of them ask together.
             moved = unexplained if subject.anywhere(moved > 0) else moved
-        # True for NaN as well.
+        # Written so that it is true for NaN as well.
         if not moved <= worst_moved:
             worst_moved, worst_runs = moved, (runs[since], which)
         if gradients is not None:
             usual = float(torch.cat([gradients[i].float() for i in trained[number]]).std())
             others = [gradients[i] for i in everything if i not in trained[number]]
-            # Times 0, not zeros: NaN stays NaN, and counts as infinite.
+            # Multiplied by 0 instead of zeros, so that NaN stays NaN and counts as infinite.
             leaked = max(leaked or 0.0, share(largest(others, (gradient * 0 for gradient in others)), usual))
     return Isolation(worst_moved, regrouped, leaked, worst_runs, arrangement)
 
@@ -104,8 +105,11 @@ def _run(
     *,
     backward: bool,
 ) -> Outputs:
-    """One run with some documents replaced; with `backward`, the gradients of the embeddings where only the `trained`
-    ones, by their place among the documents, have a loss."""
+    """Run the documents once, some of them replaced.
+
+    With `backward` only the `trained` documents, by place, have a loss, and the outputs hold the embeddings'
+    gradients.
+    """
     tokens, documents = probe.replaced(arrangement.documents, which), arrangement.documents
     if not backward:
         with torch.no_grad():
@@ -118,10 +122,10 @@ def _run(
 
 
 class _Regrouping:
-    """What moves though tokens are not merely regrouped, by expert as a rule.
+    """Search for changes that regrouping tokens does not explain, usually grouping by expert.
 
-    Each layer of a document that was met before is handed what it got then. Its token mixer, which comes before the
-    experts, must give the same bits again; what leaves the layer may differ by rounding.
+    Each layer gets the same input as in an earlier run of the document. Its token mixer, which comes before the
+    experts, must give the same bits again. The layer's output may differ by rounding.
     """
 
     def __init__(self, subject: Subject, probe: Probe, arrangement: Arrangement, noise: Differences) -> None:
@@ -130,7 +134,7 @@ class _Regrouping:
 
     @torch.no_grad()
     def measure(self, which: Sequence[bool]) -> float:
-        """What moved beyond rounding in this run, 0 where nothing did."""
+        """Return the change beyond rounding in this run, 0 if there is none."""
         documents = self.arrangement.documents
         numbered = list(zip(documents, which, strict=True))
         before = {i: self.met[i, replaced] for i, replaced in numbered if (i, replaced) in self.met}
@@ -159,10 +163,10 @@ class _Regrouping:
 
 @torch.no_grad()
 def measure_control(probe: Probe, *, told: Sequence[str] = ()) -> float:
-    """Measure how far logits of documents move, in their standard deviations, when others are replaced and no
-    boundaries are told.
+    """Measure how far the logits of documents move when others are replaced and the call has no boundaries.
 
-    They must move. Positions that restart would tell boundaries too, as transformers makes boundaries of them.
+    They must move. The unit is the logits' standard deviation. `told` names the arguments that the call keeps;
+    positions that restart are left out by default, as transformers reads boundaries from them.
     """
     which = replacements(len(probe.lengths))[1]
     before, after = (
@@ -176,7 +180,8 @@ def measure_control(probe: Probe, *, told: Sequence[str] = ()) -> float:
 
 @torch.no_grad()
 def first_leak(probe: Probe, leak: Isolation) -> str | None:
-    """Name of the first module whose output for a document moves between two runs that have it alike."""
+    """Return the name of the first module whose output for an unchanged document moves between the two runs of the
+    leak."""
     before, after = (
         probe.outputs_packed(leak.where, probe.replaced(leak.where.documents, replaced)) for replaced in leak.which
     )

@@ -1,4 +1,4 @@
-"""The check: which documents are run, in which modes, and what the report says of them."""
+"""The check: run the documents in each mode, and make the report."""
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ def check(
 ) -> ExactnessReport:
     """Measure whether packing is exact on this model, as it is now: backend, dtype, quantization, adapter.
 
-    The model must be patched, or loaded with `attn_implementation="packfa"`, which is then trusted in this process if
-    it is exact. It is measured in training mode, without dropout, and in evaluation mode where that
-    computes something else. Runs some six thousand tokens forwards; modes, gradients, caches and random state are left
-    as they were. Run it under the autocast that training will use.
+    The model must be patched, or loaded with `attn_implementation="packfa"`. A model of the second kind that is exact
+    is then trusted in this process. The check runs in training mode without dropout. If evaluation mode computes
+    something else, it runs in evaluation mode, too. It runs about six thousand tokens forwards. Modes, gradients,
+    caches and random state are left as they were. Run it under the autocast that training will use.
 
     Args:
         model (`torch.nn.Module`):
-            Such a causal LM, bare or wrapped; under DeepSpeed ZeRO-3 its engine, between two steps.
+            Such a causal LM, bare or wrapped. Under DeepSpeed ZeRO-3 its engine, between two steps.
         collator (`Callable`, *optional*):
-            What makes the batches of the training, [`DataCollatorForPacking`] by default.
+            The collator of the training, [`DataCollatorForPacking`] by default.
         documents (`Sequence[Sequence[int]]`, *optional*):
-            Token ids that the model knows, best of the training data: the check cuts its documents out of them.
+            Token ids that the model knows, best from the training data. The check cuts its documents out of them.
         processing_class (`PreTrainedTokenizerBase`, *optional*):
-            The tokenizer, where there are no documents: the check takes a text in its tokens. Random ids without both.
+            The tokenizer. Without documents the check tokenizes a text with it. Without both it draws random ids.
         seed (`int`, *optional*, defaults to `0`):
-            Of what the check draws.
+            Seed of the check's random numbers.
         progress (`Callable`, *optional*):
-            Called with what is measured next and the share of the work that is done.
+            Called with the name of the next measurement and the share of the work that is done.
 
     Raises:
-        [`UnsupportedModel`]: if the model is neither, or in parts without ZeRO-3's engine.
+        [`UnsupportedModel`]: if the model is of neither kind, or its weights are split without ZeRO-3's engine.
     """
     state = find_state(model)
     collator = collator or DataCollatorForPacking()
@@ -86,8 +86,10 @@ def check(
 
 
 def _told_in_part(model: nn.Module, state: PatchState, collator: Collator, report: ExactnessReport) -> ExactnessReport:
-    """The report of a model that runs by name: each way to tell of documents has to reach its attention by itself, as
-    a model hands on what it knows and drops the rest without a word."""
+    """Check that each way to send boundaries reaches the attention of a model that runs by name; return the report.
+
+    A model may pass on some arguments and drop others without an error, so each way is tried by itself.
+    """
     probe, _ = _probes(model, state, collator, torch.empty(0, dtype=torch.long), report.seed)
     for told in (("position_ids",), ("cu_seq_lens_q", "cu_seq_lens_k")):
         with quiet(model):
@@ -96,9 +98,9 @@ def _told_in_part(model: nn.Module, state: PatchState, collator: Collator, repor
             except PackingError:
                 if told == ("position_ids",):
                     raise
-                continue  # refused where positions have to restart, not ignored
+                continue  # a model whose positions must restart refuses these: they are not ignored
             whole = measure_control(probe)
-        # Ignored, they move as much as without boundaries; heeded, no more than rounding.
+        # If the boundaries are ignored, documents move as much as without them; else only by rounding.
         if not moved < 0.1 * whole:
             return replace(report, isolation=moved, first_leak=f"the attention, which {told[0]} do not reach")
     return report
@@ -113,16 +115,16 @@ def _check(
     seed: int,
     progress: Callable[[str, float], None] | None,
 ) -> ExactnessReport:
-    """[`check`] of a model whose attention is known."""
+    """Run [`check`] for a model whose attention is known."""
     if isinstance(model, DistributedDataParallel):
-        model = model.module  # the same on every rank; gradients need not be shared here
+        model = model.module  # it is the same on every rank, and gradients need not be shared here
     started = time.perf_counter()
     known = known_tokens(documents, processing_class, vocabulary_of(model))
     measured: list[ExactnessReport] = []
     with gradients_taken(model) as gradient_parts, torch.enable_grad():
         short, long = _probes(model, state, collator, known, seed)
         whole = Subject(model, state, gradient_parts, progress)
-        # First as it trains: some models run other kernels in training mode, and checkpointing is on there only.
+        # Training mode first: some models run other kernels there, and only there activation checkpointing is on.
         with quiet(model, training=True), fast_half_products(model):
             draws = _draws_random_numbers(whole, short)
             skipped = layers_to_skip(model, state, whole.parts.layers, lambda: _run_alone(short))
@@ -131,10 +133,10 @@ def _check(
                 trained = _run(short)
                 measured.append(_measure(whole, kinds, short, long, skipped, mode="training"))
         with quiet(model), fast_half_products(model):
-            # To the bit: where both modes give the same, the second measurement would only repeat the first.
+            # If both modes give the same bits, the second measurement would only repeat the first.
             if draws or whole.anywhere(largest(trained, _run(short)) != 0):
                 measured.append(_measure(whole, kinds, short, long, skipped, mode="evaluation"))
-    # The mode that fails speaks for both.
+    # A mode that fails decides the verdict.
     report = next((report for report in measured if not report.is_exact), measured[0])
     if not report.has_power:
         report = replace(report, no_weight=_zeros(model))
@@ -156,7 +158,7 @@ def _check(
 def _probes(
     model: nn.Module, state: PatchState, collator: Collator, known: torch.Tensor, seed: int
 ) -> tuple[Probe, Probe]:
-    """A few documents for the whole model, and many for every arrangement."""
+    """Return a probe with a few documents for the whole model, and one with many documents for every arrangement."""
     vocabulary, most = vocabulary_of(model), max_positions(find_backbone(model, state.patch))
     lengths = long_lengths(state.windows, most, tiled=_has_tiles(device_of(model)))
     tokens, others = draw_documents(lengths, known, vocabulary, seed)
@@ -165,17 +167,19 @@ def _probes(
 
 
 def _has_tiles(device: torch.device) -> bool:
-    """Whether attention runs there in tiles of 64 to 128 tokens, as the kernels of accelerators do."""
+    """Tell whether attention runs in tiles of 64 to 128 tokens on a device, as the kernels of accelerators do."""
     return device.type != "cpu"
 
 
 def _measure(
     whole: Subject, kinds: Subject, short: Probe, long: Probe, skipped: dict[str, Any], *, mode: str
 ) -> ExactnessReport:
-    """Everything that is measured of a model in one mode: a few documents through all of it, many documents in many
-    arrangements through one layer of each kind."""
+    """Measure a model in one mode, and return the report.
+
+    A few documents run through all layers. Many documents in many arrangements run through one layer of each kind.
+    """
     shapes = [long.arranged(rows) for rows in SHAPES.values()]
-    with uncompiled(whole.model):  # compiled, a model would not see what follows its layers
+    with uncompiled(whole.model):  # compiled graphs would not call the hooks on the layers
         few = measure_parity(whole, short, [short.row])
         with skipping(skipped):
             many = measure_parity(kinds, long, [long.row, long.arranged(LONG_ROWS)], shapes)
@@ -183,9 +187,10 @@ def _measure(
     whole.begin("whether documents see each other", 0.1)
     isolations = [(measure_isolation(whole, short, short.row, few.noise, scale, backward=True), short, {})]
     with skipping(skipped):
-        # Gradients of one row were measured above, those of several rows here; those of the other arrangements were
-        # compared with the gradients of the documents alone. With experts, whose sums move with the tokens beside, a
-        # run needs a second one that explains it: there that comparison has to do for most arrangements.
+        # Gradients of one row were measured above, those of several rows are measured here. For the other arrangements
+        # they were compared with the gradients of the documents alone. With experts, other tokens change how sums are
+        # rounded, and each run needs a second one to explain this. So most arrangements are only compared, not
+        # measured here.
         neighbours = [shape for shape in shapes if len(shape.documents) > 1 and not kinds.regroups]
         rows = long.arranged(SHAPES[SEVERAL_ROWS])
         for shape in (*neighbours, rows, long.row):
@@ -199,7 +204,7 @@ def _measure(
     leaked = [found.gradients for found, *_ in isolations if found.gradients is not None]
     first = None
     for parity, probe, out in ((few, short, {}), (many, long, skipped)):
-        # Ranks that hold parts of the model must run the same forwards, whatever each of them found.
+        # Ranks that hold parts of the model must all run the same forwards, whatever each of them has found.
         if whole.anywhere(not parity.forward.excess <= 1):
             with skipping(out):
                 first = first_difference(probe, parity.where, parity.forward.allowed) or parity.first
@@ -236,15 +241,16 @@ def _measure(
 
 
 def _zeros(model: nn.Module) -> str:
-    """The names of some matrices of zeros, and how many there are."""
+    """Return the names of some matrices of zeros, and how many more there are."""
     names = [name for name, p in model.named_parameters() if p.dim() > 1 and p.numel() and not bool(p.any())]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 @torch.no_grad()
 def _draws_random_numbers(subject: Subject, probe: Probe) -> bool:
-    """Whether a document alone draws from torch's random state: some models do for their gradients only."""
-    # Two packed runs that draw anew differ without any leak, so such a model is measured in evaluation mode.
+    """Tell whether running a document alone draws from torch's random state: some models do so for their gradients
+    only."""
+    # Two packed runs of such a model differ without any leak, so it is measured in evaluation mode.
     devices = devices_of(subject.model)
     before = random_states(devices)
     probe.alone(0)
@@ -254,7 +260,7 @@ def _draws_random_numbers(subject: Subject, probe: Probe) -> bool:
 
 @torch.no_grad()
 def _run(probe: Probe) -> Documents:
-    """What goes into the LM head of the packed documents, and some of their logits."""
+    """Return the LM head's input for the packed documents, and some of their logits."""
     outputs = probe.packed(probe.row)
     return [*outputs.states, *outputs.logits]
 
@@ -265,13 +271,13 @@ def _run_alone(probe: Probe) -> None:
 
 
 def _dtype_name(model: nn.Module, logits: torch.dtype) -> str:
-    """The dtype that the model computes in, in words."""
+    """Return the name of the dtype that the model computes in."""
     found = [dtype(model, logits) for dtype in (compute_dtype, rounding_dtype)]
     return str(found[0]).removeprefix("torch.") + (" with TF32 products" if found[0] is not found[1] else "")
 
 
 def _training(model: nn.Module) -> str:
-    """What trains and how, in words."""
+    """Return in words which parameters train, and how."""
     trained = sum(whole_size(p) for p in model.parameters() if p.requires_grad)
     every = sum(map(whole_size, model.parameters()))
     adapters = sorted({config.peft_type.value for config in getattr(model, "peft_config", {}).values()})

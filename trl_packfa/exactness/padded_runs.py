@@ -1,4 +1,4 @@
-"""A few padded rows, the ways to run them, and how far two of these are apart.
+"""Run a few padded rows in several ways, and compare two of these runs.
 
 Shape letters: B rows, L row length, T tokens of a row without pads, n tokens of a document, V vocabulary or labels.
 """
@@ -26,14 +26,18 @@ from .rounding import last_places_off
 from .scoring import Scorer
 from .subject import Subject, rounding_dtype
 
-# Columns of pads even beside the longest row.
+# Columns of pads that even the longest row has.
 _EXTRA = 3
 _OUTPUT, _LOGITS = Key("states", "the output", 0), Key("logits", "the LM head", 0)
 
 
 class Run(NamedTuple):
-    """Outputs of each document, `(n, D)` of what goes into an LM head, `(n, V)` or `(V,)` without one; logits `(1, V)`
-    of the last document's last position, if there is such a head; and what went through the layers."""
+    """Results of one run.
+
+    Outputs of each document: the LM head's input `(n, D)`, or, for a model without such a head, its result `(n, V)` or
+    `(V,)`. Logits `(1, V)` of the last document's last position, if there is such a head. A trace of each document's
+    layers.
+    """
 
     outputs: Documents
     logits: Documents
@@ -41,7 +45,7 @@ class Run(NamedTuple):
 
 
 class Comparison:
-    """A few padded rows, of these documents, and the ways to run them."""
+    """A few padded rows of these documents, and the ways to run them."""
 
     def __init__(self, subject: Subject, state: PatchState, tokens: Documents, seed: int) -> None:
         self.subject, self.model, self.tokens, self.seed = subject, subject.model, tokens, seed
@@ -52,7 +56,7 @@ class Comparison:
         pad = getattr(inner.config.get_text_config(), "pad_token_id", None)
         if pad is None and type(inner).__name__.endswith("ForSequenceClassification"):
             raise UnsupportedModel(
-                f"{type(inner).__name__} has no pad_token_id: it finds the last token of a padded row by it.",
+                f"{type(inner).__name__} has no pad_token_id, which it needs to find the last token of a padded row.",
                 do="Set model.config.pad_token_id to the tokenizer's.",
             )
         self.pad = 0 if pad is None else int(pad)
@@ -60,15 +64,15 @@ class Comparison:
         self.width = width if most is None else min(width, most)
         self.positions = forward_takes(inner, "position_ids")
         self.score = Scorer(self.model)
-        with torch.no_grad():  # before anything is followed: it may run a model twice to know how
+        with torch.no_grad():  # before any trace: the first call may run the model twice to find out how to score
             self.score({"input_ids": tokens[0][None].to(self.device)}, (1, len(tokens[0])), torch.tensor([0]))
 
     def rows(self, *, left: bool) -> PaddedRows:
-        """Where the documents lie, padded on the `left` or on the right."""
+        """Return the places of the documents, padded on the `left` or on the right."""
         return rows_of_lengths([len(ids) for ids in self.tokens], self.width, left=left)
 
     def batch(self, rows: PaddedRows, *, masked: bool = True) -> dict[str, Any]:
-        """The padded batch, as a collator makes it."""
+        """Return the padded batch, as a collator makes it."""
         ids = torch.full(rows.shape, self.pad)
         mask = torch.zeros(rows.shape, dtype=torch.long)
         for i, (start, tokens) in enumerate(zip(rows.starts, self.tokens, strict=True)):
@@ -87,13 +91,17 @@ class Comparison:
         sign: float | None = None,
         off: bool = False,
     ) -> Run:
-        """The documents of one call, without its pads, and with what they begin with `shared`; with `sign` their
-        gradients are added."""
+        """Run the documents in one call, with or without its pads; with `sign` add their gradients.
+
+        With `shared` rows compute common prefixes once. With `off` every module is off by rounding. `handed` replaces
+        inputs.
+        """
         padded = [
             torch.arange(start, start + length) + row * rows.shape[1]
             for row, (start, length) in enumerate(zip(rows.starts, rows.lengths, strict=True))
         ]
-        # Lengths (2, 1) in rows of 3, padded on the left: places [1, 2] and [5]; without pads [0, 1] and [2].
+        # For lengths (2, 1) in rows of 3, padded on the left, the places are [1, 2] and [5]; without pads [0, 1] and
+        # [2].
         places, shape = padded, rows.shape
         if unpad:
             known = share(rows, call["input_ids"]) if shared else None
@@ -110,7 +118,7 @@ class Comparison:
         return _detached(outputs, scored, following.traces)
 
     def alone(self, *, sign: float | None = None, off: bool = False, handed: Sequence[Trace] | None = None) -> Run:
-        """Each document by itself."""
+        """Run each document by itself, with the options of [`Comparison.run`]."""
         runs = []
         for i, tokens in enumerate(self.tokens):
             following = Following([torch.arange(len(tokens))], (1, len(tokens)), handed and [handed[i]])
@@ -126,12 +134,12 @@ class Comparison:
         return Run(*(list(chain(*parts)) for parts in zip(*runs, strict=True)))
 
     def _scored(self, logits: torch.Tensor) -> Documents:
-        # A head treats every token by itself: one position tells all.
+        # A head treats every token by itself, so one position is enough.
         return [] if self.score.head is None else [logits]
 
     def documents_of(self, output: torch.Tensor, padded: list[torch.Tensor], shape: Sequence[int]) -> Documents:
-        """Each document's part of `(B, L, V)`, or its row of `(B, V)`."""
-        # A sequence classifier has one output a row, `(B, V)`.
+        """Return each document's part of `(B, L, V)`, or its row of `(B, V)`."""
+        # A sequence classifier has one output for each row, `(B, V)`.
         if output.shape[:2] == shape:
             flat = output.flatten(0, 1)
             return [flat[place] for place in padded]
@@ -139,7 +147,7 @@ class Comparison:
 
     def _backward(self, outputs: Documents, scored: Documents, sign: float, first: int = 0) -> None:
         losses = []
-        # The one position that is scored weighs as much as all tokens.
+        # The single scored position gets the weight of all tokens.
         scores = [(len(self.tokens), output.float() * sum(map(len, self.tokens))) for output in scored]
         for i, output in [*enumerate(outputs, first), *scores]:
             generator = torch.Generator().manual_seed(self.seed + 1 + i)
@@ -154,7 +162,8 @@ def _detached(outputs: Documents, logits: Documents, traces: list[Trace]) -> Run
 
 
 class Found(NamedTuple):
-    """How far two runs are apart: the worst output or layer, the first module beyond, the worst gradient."""
+    """Differences between two runs: the worst output or layer, the first module beyond its limit, the worst
+    gradient."""
 
     forward: Finding
     first: str | None
@@ -162,7 +171,7 @@ class Found(NamedTuple):
 
     @property
     def excess(self) -> float:
-        """The worst difference as a share of what is allowed."""
+        """The worst difference as a share of its limit."""
         return max(self.forward.excess, 0.0 if self.gradients is None else self.gradients.excess)
 
 
@@ -171,7 +180,7 @@ def compare_runs(
     reference: Callable[[float | None, bool, Sequence[Trace] | None], Run],
     other: Callable[[float | None, Sequence[Trace] | None], Run],
 ) -> Found:
-    """How far one way to run the rows is from the reference, against what rounding makes of the reference."""
+    """Compare another way to run the rows with the reference; the rounding of the reference gives the limits."""
     return subject.finite(lambda: _compare_once(subject, reference, other), lambda found: found.gradients)
 
 
@@ -181,7 +190,7 @@ def _compare_once(
     other: Callable[[float | None, Sequence[Trace] | None], Run],
 ) -> Found:
     subject.clear()
-    # As in `parity.py`: what one way adds to the gradients the other takes away, and the difference is left.
+    # As in `parity.py`: one run adds its gradients, the other subtracts its own, and the difference remains.
     expected, norms = reference(1.0, False, None), subject.norms()
     dtype, typical = rounding_dtype(subject.model, (expected.logits or expected.outputs)[0].dtype), subject.chooses
     copied = subject.copied()
@@ -215,6 +224,6 @@ def _compare_once(
 
 
 def apart(run: Run, expected: Run) -> float:
-    """The largest difference of a document's output, relative."""
+    """Return the largest relative difference of a document's output."""
     pairs = zip(run.outputs, expected.outputs, strict=True)
     return max(relative_difference(one, two) for one, two in pairs)

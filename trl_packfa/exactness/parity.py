@@ -1,4 +1,6 @@
-"""Is a document packed what it is alone? Layer by layer forwards, parameter by parameter backwards, against rounding.
+"""Compare packed documents with the same documents alone: each layer forwards, each parameter backwards.
+
+The limits come from rounding.
 
 Shape letters: n tokens of a document, D features, V vocabulary.
 """
@@ -32,7 +34,7 @@ STATES, LOGITS = Key("states", "the LM head's input", 0), Key("logits", "the LM 
 
 
 class Followed(NamedTuple):
-    """What a run gives of each document, by number: outputs, and what went through the layers."""
+    """Results of a run for each document, by number: outputs, gradients of the embeddings and traces of the layers."""
 
     states: dict[int, torch.Tensor]
     logits: dict[int, torch.Tensor]
@@ -41,20 +43,20 @@ class Followed(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the logits, where there are some, or of what goes into the LM head."""
+        """The dtype of the logits, or of the LM head's input if there are no logits."""
         return next(values.dtype for found in (self.logits, self.states) for values in found.values())
 
 
 class Parity(NamedTuple):
-    """How far the packed documents are from the same documents alone.
+    """Differences between the packed documents and the same documents alone.
 
     Attributes:
         alone ([`Followed`]): the documents alone.
-        noise (`dict`): what rounding makes of every layer and document.
+        noise (`dict`): rounding of every layer and document.
         forward ([`Finding`]): the worst layer.
-        first (`str` or `None`): the first module beyond what is allowed.
+        first (`str` or `None`): the first module beyond its limit.
         gradients ([`Finding`] or `None`): the worst parameter, or the embeddings; `None` if nothing trains.
-        where ([`Arrangement`]): in which the worst layer was found.
+        where ([`Arrangement`]): the arrangement of the worst layer.
     """
 
     alone: Followed
@@ -68,8 +70,11 @@ class Parity(NamedTuple):
 def measure_parity(
     subject: Subject, probe: Probe, trained: Sequence[Arrangement], others: Iterable[Arrangement] = ()
 ) -> Parity:
-    """Parity of the documents in some arrangements: in those that are `trained`, which hold all documents, with the
-    gradient of every parameter; in the others with the embeddings' only."""
+    """Measure the parity of the documents in some arrangements.
+
+    Those in `trained` hold all documents, and the gradient of every parameter is compared. In the others only the
+    gradients of the embeddings are compared.
+    """
     others = list(others)
     return subject.finite(lambda: _measure(subject, probe, trained, others), lambda found: found.gradients)
 
@@ -77,8 +82,8 @@ def measure_parity(
 def _measure(subject: Subject, probe: Probe, trained: Sequence[Arrangement], others: Sequence[Arrangement]) -> Parity:
     subject.begin(f"each of {len(probe.lengths)} documents alone", 0.4)
     subject.clear()
-    # The documents' own gradients are added (sign 1), then the packed one is taken away (-1): what is left in `.grad`
-    # is the difference.
+    # The documents' own gradients are added (sign 1), then the packed one is subtracted (-1), so that `.grad` holds
+    # the difference.
     alone, norms = _run_alone(subject, probe, sign=1.0), subject.sizes()
     copied = subject.copied()
     dtype = rounding_dtype(subject.model, alone.dtype)
@@ -86,14 +91,14 @@ def _measure(subject: Subject, probe: Probe, trained: Sequence[Arrangement], oth
     as_it_is = alone
     for number, arrangement in enumerate(trained):
         subject.begin("the same documents packed", 0.25 / len(trained))
-        if number:  # again, for the next one: an adapter's are copied, those of a large model made anew
+        if number:  # start again: an adapter's gradients are copied, those of a large model are computed again
             subject.clear()
             _run_alone(subject, probe, sign=1.0) if copied is None else subject.put_back(copied)
         as_it_is = run_packed(subject, probe, arrangement, alone.traces, sign=-1.0)
         found.append(_apart(subject, as_it_is, alone))
         by_packing = list(map(max, by_packing, subject.norms()))
     subject.begin("what rounding alone changes", 0.15)
-    # Packed, not alone: one run instead of one for each document, and what is off by a last place is off by as much.
+    # Rounding is measured packed, not alone: it needs one run instead of one for each document, and is of equal size.
     if copied is None:
         subject.clear()
         run_packed(subject, probe, trained[-1], alone.traces, sign=-1.0)
@@ -107,7 +112,7 @@ def _measure(subject: Subject, probe: Probe, trained: Sequence[Arrangement], oth
     for arrangement in others:
         run = run_packed(subject, probe, arrangement, alone.traces, sign=-1.0, frozen=True)
         found.append(_apart(subject, run, alone))
-    # Each arrangement by itself, as the same document and layer may be off in one of them only.
+    # Each arrangement is judged by itself, as a document and layer may be wrong in only one of them.
     judged = [(*worst(apart.layers, noise.layers, dtype), where)
               for apart, where in zip(found, [*trained, *others], strict=True)]  # fmt: skip
     forward, first, where = max(judged, key=lambda item: item[0].excess)
@@ -129,8 +134,10 @@ def run_packed(
     sign: float | None = None,
     frozen: bool = False,
 ) -> Followed:
-    """Run documents packed, their layers handed what is given; with `sign`, their gradients are added, if `frozen`
-    those of the embeddings only."""
+    """Run documents packed, with the inputs in `handed` for their layers; with `sign` add their gradients.
+
+    If `frozen`, only the embeddings get gradients.
+    """
     following = Following(arrangement.places, arrangement.shape, [handed.get(i) for i in arrangement.documents])
     with subject.frozen() if frozen else nullcontext(), following.attached(subject.parts):
         outputs = _run(subject, probe, arrangement, lambda: probe.packed(arrangement, tokens), sign)
@@ -138,7 +145,7 @@ def run_packed(
 
 
 def _run_alone(subject: Subject, probe: Probe, *, sign: float) -> Followed:
-    """Every document by itself; its gradients are added."""
+    """Run every document by itself and add its gradients."""
     found = Followed({}, {}, {}, {})
     for document, length in enumerate(probe.lengths):
         arrangement = Arrangement.of_rows(probe.lengths, ((document,),), torch.device("cpu"))
@@ -157,7 +164,7 @@ def _run_alone(subject: Subject, probe: Probe, *, sign: float) -> Followed:
 def _run(
     subject: Subject, probe: Probe, arrangement: Arrangement, call: Callable[[], Outputs], sign: float | None
 ) -> Outputs:
-    # Without gradients where none are taken: PEFT's activated LoRA allows one forward for each backward.
+    # No graph is built if no gradients are taken: PEFT's activated LoRA allows one forward for each backward.
     gradients = torch.set_grad_enabled(sign is not None)
     with gradients, nullcontext([]) if subject.whole or sign is None else probe.embedded() as embedded:
         outputs = call()
@@ -181,7 +188,7 @@ def _followed(documents: Sequence[int], outputs: Outputs, following: Following) 
 
 
 class _Apart(NamedTuple):
-    """Relative differences between two runs: of everything followed, and of the embeddings' gradients by document."""
+    """Relative differences between two runs: of all traced tensors, and of each document's embeddings' gradients."""
 
     layers: Differences
     inputs: dict[int, float]
@@ -205,8 +212,9 @@ def _apart(subject: Subject, run: Followed, expected: Followed) -> _Apart:
 
 @torch.no_grad()
 def first_difference(probe: Probe, arrangement: Arrangement, allowed: float) -> str | None:
-    """Name of the first module whose packed output for a document is not that of the document alone."""
-    # Nothing is handed over here, so differences grow from layer to layer, and the first is where they begin.
+    """Return the name of the first module whose packed output for a document differs from that of the document
+    alone."""
+    # No inputs are replaced here, so differences grow from layer to layer, and the first shows where they begin.
     packed = probe.outputs_packed(arrangement)
     alone = [probe.outputs_alone(i) for i in arrangement.documents]
     for name, outputs in packed.items():

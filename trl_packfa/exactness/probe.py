@@ -25,13 +25,13 @@ Rows: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class Outputs(NamedTuple):
-    """What a run gives of each document.
+    """Results of a run for each document.
 
     Attributes:
-        states (`list[torch.Tensor]`): what goes into the LM head, `(n, D)`.
-        logits (`list[torch.Tensor]`): of the positions that were scored, `(k, V)`; `k` is 0 where none are.
+        states (`list[torch.Tensor]`): the LM head's input, `(n, D)`.
+        logits (`list[torch.Tensor]`): logits of the scored positions, `(k, V)`; `k` is 0 if none are scored.
         inputs (`list[torch.Tensor]` or `None`):
-            The gradients `(n, D)` of its embeddings after a backward; `None` where the model embeds otherwise.
+            Gradients `(n, D)` of its embeddings after a backward; `None` if the model embeds otherwise.
     """
 
     states: Documents
@@ -40,7 +40,7 @@ class Outputs(NamedTuple):
 
 
 class Probe:
-    """Documents, what replaces each, and the ways to run them.
+    """A few documents, a replacement for each, and the ways to run them.
 
     Args:
         model (`torch.nn.Module`):
@@ -48,18 +48,18 @@ class Probe:
         collator (`Callable`):
             Makes the batch of `row`.
         tokens (`list[torch.Tensor]`), others (`list[torch.Tensor]`):
-            Token ids `(n,)` of each document, and of what may replace it.
+            Token ids `(n,)` of each document, and of its replacement.
         seed (`int`):
-            Of the weights of a loss.
+            Seed of the random weights of a loss.
         scored (`bool`, *optional*, defaults to `True`):
-            Whether the LM head runs, on a few positions of each document. It treats every token by itself and takes
-            most of the time where the vocabulary is large, so few runs need it.
+            Whether the LM head runs on a few positions of each document. A head treats every token by itself, and
+            takes most of the time if the vocabulary is large, so few runs need it.
 
     Attributes:
         row ([`Arrangement`]): all documents in one row, as the collator packs them.
 
     Raises:
-        [`InvalidLayout`]: if the collator's batch tells no boundaries.
+        [`InvalidLayout`]: if the collator's batch has no boundaries.
     """
 
     def __init__(
@@ -76,37 +76,37 @@ class Probe:
         self.device, self._score = device_of(model), Scorer(model)
         self.tokens, self.others = tokens, others
         self.lengths = tuple(map(len, tokens))
-        # The collator may pad: one more document.
+        # The collator may add padding, which is one more document.
         layout = layout_of(collator(_examples(tokens)))
         if layout is None:
             raise InvalidLayout(
-                f"{type(collator).__name__} packs {len(tokens)} documents into a batch that tells no boundaries.",
+                f"{type(collator).__name__} packs {len(tokens)} documents into a batch without boundaries.",
                 do="Let it send position_ids that restart, cu_seq_lens_q or packed_layout, and no padding mask.",
             )
         self.row = Arrangement.of_row(layout, len(tokens))
 
     def arranged(self, rows: Rows) -> Arrangement:
-        """These documents in rows; shorter ones end in padding."""
+        """Arrange these documents in rows; shorter rows end in padding."""
         return Arrangement.of_rows(self.lengths, rows, self.device)
 
     def replaced(self, documents: Sequence[int], which: Sequence[bool]) -> Documents:
-        """These documents, some of them replaced."""
+        """Return the tokens of these documents, some of them replaced."""
         pairs = ((self.tokens[i], self.others[i]) for i in documents)
         return [b if other else a for (a, b), other in zip(pairs, which, strict=True)]
 
     def packed(
         self, arrangement: Arrangement, tokens: Documents | None = None, *, told: Sequence[str] | None = None
     ) -> Outputs:
-        """Run the arrangement's documents, or these in their places, packed; with `told` the call is told nothing but
-        these of its keys."""
+        """Run the arrangement's documents packed, or `tokens` in their places; `told` names the only arguments to
+        keep."""
         tokens = [self.tokens[i] for i in arrangement.documents] if tokens is None else tokens
         if arrangement is self.row:
             batch = self.collator(_examples(tokens))
-            # With them the model would compute a loss, which nobody reads.
+            # With labels the model would compute a loss, which nobody reads.
             del batch["labels"]
             batch = {k: v.to(self.device) if hasattr(v, "to") else v for k, v in batch.items()}
         else:
-            # Not by the collator, which makes one row.
+            # The collator makes only one row, so this batch is made here.
             ids = torch.zeros(arrangement.layout.num_tokens, dtype=torch.long)
             for place, document in zip(arrangement.places, tokens, strict=True):
                 ids[place] = document
@@ -123,14 +123,14 @@ class Probe:
         return Outputs(arrangement.split(found.states), list(found.logits.split([len(own) for own in scored])))
 
     def alone(self, document: int) -> Outputs:
-        """One document by itself."""
+        """Run one document by itself."""
         ids = self.tokens[document][None].to(self.device)
-        with as_sdpa():  # a model that runs by name: under a mask, which knows windows that its attention is not told
+        with as_sdpa():  # a model that runs by name gets a mask, which may hold windows that its attention ignores
             found = self._score({"input_ids": ids}, (1, ids.shape[1]), self._scored(ids.shape[1]))
         return Outputs([found.states[0]], [found.logits])
 
     def _scored(self, length: int) -> torch.Tensor:
-        """The positions of a document that are scored: its middle and its last, or none."""
+        """Return the positions of a document that are scored: its middle and its last, or none."""
         return torch.tensor([length // 2, length - 1][-min(length, 2) :] if self.scored else [], dtype=torch.long)
 
     def backward(
@@ -142,19 +142,22 @@ class Probe:
         scale: float,
         head: bool = False,
     ) -> None:
-        """Add `scale` times the gradient of a fixed random weighting of the states, and of the logits with `head`, of
-        those of the documents that are among the losses."""
+        """Add `scale` times the gradient of a fixed random weighting of the states, and with `head` of the logits,
+        too.
+
+        Only the documents in `losses` count.
+        """
         terms = []
         for document, states_nD, logits_kV in zip(documents, outputs.states, outputs.logits, strict=True):
             if document not in losses:
                 continue
-            # By document, so that it is weighed alike alone, packed, and among others.
+            # Each document has its own seed, so it gets the same weights alone, packed, and among others.
             generator = torch.Generator().manual_seed(self.seed + 1 + document)
             for values in (states_nD, logits_kV) if head else (states_nD,):
                 if len(values) == 0 or not values.requires_grad:
                     continue
                 by_feature = torch.randn(values.shape[-1], generator=generator) / values.shape[-1] ** 0.5
-                # Each token its own: a sum of equal terms would stand still in half precision.
+                # Each token gets its own weight: a sum of equal terms stops growing in half precision.
                 by_token = torch.randn(len(values), generator=generator)
                 terms.append(by_token.to(values.device) @ (values.float() @ by_feature.to(values.device)))
         if terms:
@@ -163,11 +166,14 @@ class Probe:
 
     @torch.no_grad()
     def loss_difference(self) -> float:
-        """How far the mean loss under the labels that the collator makes is from that of each document's own next
-        tokens, of the same logits."""
+        """Return the difference between the mean losses under the collator's labels and under the documents' own next
+        tokens.
+
+        Both are computed from the same logits.
+        """
         batch = self.collator(_examples(self.tokens))
-        # Places leave a collator's padding out. The label behind a document's last token is the next one's first,
-        # -100.
+        # The places leave out a collator's padding. After a document's last token comes the first label of the next
+        # document, which is -100.
         labels = batch["labels"].flatten()[torch.cat(self.row.places)][1:]
         own = torch.cat([nn.functional.pad(ids[1:], (0, 1), value=-100) for ids in self.tokens])[:-1]
         if torch.equal(labels, own):
@@ -179,11 +185,14 @@ class Probe:
 
     @contextmanager
     def embedded(self) -> Iterator[list[torch.Tensor]]:
-        """Outputs of the input embeddings in a `with` block, with gradients, which the embeddings get none of."""
+        """Collect the outputs of the input embeddings in a `with` block, as leaves with gradients.
+
+        The embeddings themselves get no gradient.
+        """
         outputs: list[torch.Tensor] = []
 
         def hook(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-            # A leaf of its own: nothing before the embeddings is asked for. Models add to what they get in place.
+            # A new leaf, so the backward stops here. A clone is returned, as models add to the embeddings in place.
             outputs.append(output.detach().requires_grad_(True))
             return outputs[-1].clone()
 
@@ -194,12 +203,12 @@ class Probe:
             handle.remove()
 
     def outputs_packed(self, arrangement: Arrangement, tokens: Documents | None = None) -> dict[str, Documents]:
-        """Every module's per-token output, by document, in the order in which modules finish."""
+        """Return every module's per-token output, by document, in the order in which modules finish."""
         found = self._outputs(lambda: self.packed(arrangement, tokens), arrangement.shape)
         return {name: arrangement.split(output) for name, output in found}
 
     def outputs_alone(self, document: int) -> dict[str, torch.Tensor]:
-        """The same of one document by itself."""
+        """Return every module's per-token output for one document by itself, in the order in which modules finish."""
         shape = (1, self.lengths[document])
         return {name: output[0] for name, output in self._outputs(lambda: self.alone(document), shape)}
 
@@ -224,7 +233,7 @@ class Probe:
 
 
 class Arrangement:
-    """Where each document's tokens lie in a batch.
+    """The places of each document's tokens in a batch.
 
     Attributes:
         documents (`tuple[int, ...]`): the numbers of the documents, ascending.
@@ -244,14 +253,14 @@ class Arrangement:
 
     @classmethod
     def of_row(cls, layout: PackedLayout, documents: int) -> Arrangement:
-        """One row, in the documents' order; what comes after them is padding."""
+        """Arrange the documents in one row, in their order; everything after them is padding."""
         return cls(layout, [i if i < documents else None for i in range(layout.num_documents)])
 
     @classmethod
     def of_rows(cls, lengths: Sequence[int], rows: Rows, device: torch.device) -> Arrangement:
-        """Several rows, as long as the longest, padded by a document each."""
-        # Lengths (11, 24, 150) in rows ((0, 2), (1,)): packed [11, 150, 24, 137], order [0, 2, 1, None], of 161 tokens
-        # each.
+        """Arrange the documents in several rows of equal length, each padded by one more document."""
+        # Lengths (11, 24, 150) in rows ((0, 2), (1,)) give rows of 161 tokens: packed [11, 150, 24, 137], order
+        # [0, 2, 1, None].
         longest = max(sum(lengths[i] for i in row) for row in rows)
         packed: list[int] = []
         order: list[int | None] = []
@@ -263,29 +272,30 @@ class Arrangement:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """`(B, L)`."""
+        """Shape of the batch, `(B, L)`."""
         return self.layout.rows, self.layout.row_length
 
     def split(self, tensor: torch.Tensor) -> Documents:
-        """Each document's part `(n, ...)` of a tensor `(B, L, ...)`."""
+        """Return each document's part `(n, ...)` of a tensor `(B, L, ...)`."""
         flat = tensor.flatten(0, 1)
         return [flat[place] for place in self.places]
 
     def gradients(self, embedded: Sequence[torch.Tensor]) -> Documents | None:
-        """Each document's part of the gradient of the embeddings; `None` where the model embeds otherwise."""
-        # A backbone that runs document by document embeds each group in a call of its own.
+        """Return each document's part of the gradient of the embeddings; `None` if the model embeds otherwise."""
+        # A backbone that runs document by document embeds each group in its own call.
         if len(embedded) != 1 or embedded[0].shape[:2] != self.shape or embedded[0].grad is None:
             return None
         return self.split(embedded[0].grad)
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model's first weights are; offloaded ones are nowhere until they are used."""
+    """Return the device of the model's first weights that are loaded: offloaded weights are on no device until they
+    are used."""
     return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 
 
 def vocabulary_of(model: Any) -> int:
-    """How many tokens the model both reads and predicts."""
+    """Return the number of tokens that the model can both read and predict."""
     head = model.get_output_embeddings()
     sizes = [
         whole_shape(layer.weight)[0] for layer in (model.get_input_embeddings(), head) if hasattr(layer, "weight")
@@ -300,7 +310,7 @@ def _examples(documents: Documents) -> list[dict[str, Any]]:
 
 
 def _mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    """Summed in float64: the same losses in another order are the same mean, however large."""
+    """Return the mean loss, summed in float64, so that another order of the same losses gives the same mean."""
     losses = nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
-    # On the host, as Apple's devices know no float64.
+    # On the host, as Apple's devices have no float64.
     return float(losses[labels != -100].cpu().double().mean())

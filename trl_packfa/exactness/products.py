@@ -1,7 +1,7 @@
-"""Half-precision products of the proof on a CPU that has no instructions for them: in float32, rounded once.
+"""Half-precision products of the proof, on a CPU without instructions for them: computed in float32 and rounded once.
 
-torch multiplies half precision there up to a hundred times as slowly as float32, and a proof would take minutes. Such
-products treat every token by itself. All other code runs as it trains.
+There torch multiplies half precision up to a hundred times more slowly than float32, and a proof would take minutes.
+These products treat every token by itself. All other code runs as in training.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class _InFloat32(TorchDispatchMode):
         kwargs = kwargs or {}
         if func not in _PRODUCTS or args[-1].dtype not in HALF or has_half_products(args[-1].dtype, "cpu"):
             return func(*args, **kwargs)
-        if not args[-2].numel():  # no tokens: the LM head is not converted for them
+        if not args[-2].numel():  # without tokens, do not convert the LM head
             return func(*args, **kwargs)
         wide = [arg.float() if isinstance(arg, torch.Tensor) else arg for arg in args]
         return func(*wide, **kwargs).to(args[-1].dtype)
 
 
 def fast_half_products(model: nn.Module) -> AbstractContextManager[Any]:
-    """Multiply half precision in float32 in a `with` block, where a large model lies on a CPU that emulates it."""
+    """Multiply half precision in float32 inside a `with` block, if a large model lies on a CPU that emulates it."""
     parameters = list(model.parameters())
     on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
     large = sum(whole_size(parameter) for parameter in parameters) > CHEAP
     dtypes = {parameter.dtype for parameter in parameters}
     if torch.is_autocast_enabled("cpu"):
         dtypes.add(torch.get_autocast_dtype("cpu"))
-    # Every operator passes through the mode, which costs more than the products of a small model.
+    # The mode sees every operator, which costs more than the products of a small model.
     emulated = any(dtype in HALF and not has_half_products(dtype, "cpu") for dtype in dtypes)
     return _InFloat32() if on_cpu and large and emulated else nullcontext()

@@ -1,4 +1,4 @@
-"""Running a model as it trains, with nothing drawn at random, and leaving it as it was."""
+"""Run a model as it trains, without random numbers, and restore its state afterwards."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from ..patching.rotary import fresh_frequencies
 from ..runtime.bitsandbytes import unconverted
 from ..runtime.random_states import devices_of, random_states_kept
 
-# What draws random numbers while a model trains: dropout, layers left out, jitter of routers, noise on embeddings.
+# Names of rates at which random numbers are drawn in training: dropout, dropped layers, router jitter, noise.
 _DRAWS = re.compile(r"drop|jitter|noise|neftune")
 
 
 @contextmanager
 def quiet(model: nn.Module, *, training: bool = False) -> Iterator[None]:
-    """No dropout, no call that remembers another's length, and afterwards every module's mode, gradient, 4-bit layer,
-    shard, rotary frequencies and the random state as before.
+    """Run a model without random numbers inside a `with` block, and restore its state afterwards.
 
-    With `training`, the model is in training mode, in which some run other kernels and layers are checkpointed, and
-    whatever draws random numbers there is set to none.
+    Calls in the block do not depend on the lengths of earlier calls. Afterwards every module's mode, gradient, 4-bit
+    layer, shard and rotary frequencies and the random state are as before.
+
+    With `training`, the model is in training mode, where some models run other kernels and layers are checkpointed.
+    Every rate at which random numbers are drawn is set to 0.
     """
-    # Module by module: `model.train()` would set them all alike, and adapters or frozen parts may be in another mode.
+    # Kept for each module: adapters or frozen parts may be in another mode than the model.
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     silenced: list[tuple[Any, str, Any]] = []
@@ -44,15 +46,15 @@ def quiet(model: nn.Module, *, training: bool = False) -> Iterator[None]:
             module.training = mode
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        # After a forward without a backward FSDP2 keeps its root's weights whole: a resumed run would not be bit for
-        # bit the one that was not interrupted.
+        # After a forward without a backward FSDP2 keeps its root's weights whole. Then a resumed run would not be
+        # bit for bit the same as an uninterrupted one.
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
 
 def _name_outputs(model: nn.Module, changed: list[tuple[Any, str, Any]]) -> None:
-    """Let every part return its outputs by name, whatever `return_dict` its config has, and note what it was."""
+    """Make every part return its outputs by name, whatever `return_dict` its config has, and note the old value."""
     for module in model.modules():
         config: Any = vars(module).get("config")
         if getattr(config, "return_dict", None) is False:
@@ -61,17 +63,17 @@ def _name_outputs(model: nn.Module, changed: list[tuple[Any, str, Any]]) -> None
 
 
 def _silence(model: nn.Module, silenced: list[tuple[Any, str, Any]]) -> None:
-    """Set every rate at which a model draws random numbers to 0, and note what it was."""
+    """Set every rate at which a model draws random numbers to 0, and note the old value."""
     owners: dict[int, Any] = {}
     for name, module in model.named_modules():
         if "drop" in type(module).__name__.lower():
             module.training = False
-            # A LoRA layer with dropout is computed in another way, now as in training: its rate stays.
+            # A LoRA layer with dropout runs other code, and the check must run it as well, so its rate stays.
             if "lora_dropout" not in name and isinstance(getattr(module, "p", None), float):
                 silenced.append((module, "p", module.p))
                 setattr(module, "p", 0.0)  # noqa: B010  # what a module's attributes are, a type checker cannot know
         if isinstance(module, nn.Embedding):
-            module.training = False  # hooks that add noise (NEFTune) ask for it
+            module.training = False  # hooks that add noise (NEFTune) read this flag
         owners[id(module)] = module
         config: Any = vars(module).get("config")
         if config is not None:

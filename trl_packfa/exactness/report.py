@@ -1,4 +1,4 @@
-"""What the check measured, and its verdict."""
+"""The report of the check: measurements and verdict."""
 
 from __future__ import annotations
 
@@ -9,72 +9,74 @@ from ..errors import ContaminationError
 from ..patches.measured import results
 from .unpadding_report import UnpaddingReport
 
-# The least that removing the boundaries must move, or the model mixes no tokens and nothing can be told.
+# Removing the boundaries must move documents by more than this. Else the model mixes no tokens, and the check has no
+# power.
 _VISIBLE = 1e-4
-# Two sums of the same losses.
+# Limit for the difference between two sums of the same losses.
 _SAME_LOSS = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExactnessReport:
-    """What the check measured, and its verdict.
+    """Result of the check: measurements and verdict.
 
     Args:
         model_type (`str`), level (`str`), backend (`str`), dtype (`str`):
-            What was checked.
+            The model type, the patch's level, the attention backend and the dtype that were checked.
         training (`str`), mode (`str`), tokens (`str`):
-            What trains and how: adapter, quantization, gradient checkpointing; whether it was measured in training
-            mode, in evaluation mode, or in both as they differ; whether the model knows the documents' tokens.
+            How the model trains: adapter, quantization, gradient checkpointing. The measured mode: training,
+            evaluation, or both if they differ. Whether the model knows the documents' tokens.
         lengths (`tuple[int, ...]`), seed (`int`):
-            The documents in tokens, and the seed of what was drawn.
+            Lengths of the documents in tokens, and the seed of the random numbers.
         layers (`str`):
-            How many layers ran the many arrangements of documents, of how many that the model has.
+            How many layers ran the many arrangements of documents, out of the model's layers.
         isolation (`float`):
             Largest change of any document's logits when others are replaced, in standard deviations of the logits.
-            Must be 0. Of a model with experts, what remains when every layer is handed the same input.
+            Must be 0. With experts, the rest of the change if every layer gets the same input.
         regrouped (`float`):
-            The same of a model with experts before that: others' tokens change which tokens are multiplied together,
-            and so how sums are rounded.
+            With experts, the whole change. Other documents' tokens change which tokens are multiplied together, and so
+            how sums are rounded.
         input_gradients (`float` or `None`):
-            Largest gradient of the embeddings of documents that have no loss, in standard deviations of that of those
-            which have one. Must be 0. `None` where the backbone embeds each document by itself.
+            Largest gradient of the embeddings of documents without a loss, in standard deviations of the gradient of
+            documents with a loss. Must be 0. `None` if the backbone embeds each document by itself.
         parity (`float`):
-            Largest difference between a document packed, in one row or in several, and the same document alone: of
-            what comes out of one layer, token mixer or LM head that was handed the same input, relative to its size.
+            Largest relative difference between a document packed, in one row or in several, and the same document
+            alone. It compares the output of a layer, token mixer or LM head with the same input.
         threshold (`float`), noise (`float`):
-            What parity may be, and what rounding alone makes there: the document again, everything off by up to a last
-            place.
+            Limit of parity, and the difference from rounding alone: the document runs again with every value changed
+            by up to a last place.
         loss (`float`):
-            Difference between the mean loss under the collator's labels and under each document's own next tokens.
+            Difference between the mean losses under the collator's labels and under each document's own next tokens.
         gradients (`float` or `None`):
-            Worst difference, over the parameters that train, between the packed gradient and the sum of the documents'
-            own, relative to its norm. `None` if nothing trains.
+            Worst relative difference between the packed gradient of a trained parameter and the sum of the documents'
+            own gradients. `None` if nothing trains.
         gradient_threshold (`float` or `None`), gradient_noise (`float` or `None`):
-            What gradients may differ by, and what rounding alone makes there.
+            Limit of gradients, and the difference from rounding alone.
         control (`float`):
-            Isolation with the boundaries removed. A check that cannot see this has no power.
+            Isolation with the boundaries removed. A check that does not see this change has no power.
         first_leak (`str` or `None`), first_difference (`str` or `None`), first_gradient (`str` or `None`):
-            First module whose output moved for another document; that differs from the document alone; the parameter
-            whose gradient is off worst.
+            First module whose output changes with another document; first module that differs from the document alone;
+            parameter with the worst gradient.
         is_finite (`bool`):
             Whether the logits of the documents alone are finite.
         first_batch (`float` or `None`), first_batch_allowed (`float` or `None`):
-            The trainer's first batch, packed against documents of it alone: difference of the log-probability of the
-            typical token of the worst document, in nats, and what rounding may make of it; once training has begun.
+            Difference between the trainer's first batch, packed, and some of its documents alone, with its limit from
+            rounding. It is that of the log-probability of the median token of the worst document, in nats. It is known
+            once training has begun.
         head (`float` or `None`), head_allowed (`float` or `None`):
-            The LM head that trains, on that batch: its worst gradient against the one through the model's own logits.
+            Worst difference of the LM head that trains, on that batch, from the model's own logits; and its limit.
         no_weight (`str`):
-            Matrices that are zero, where the control could not see a leak.
+            Matrices of zeros, which may hide a leak from the control.
         unpadding ([`UnpaddingReport`] or `None`):
-            Padded batches without their pads against the same with them, of a model patched with `unpad=True`.
+            Padded batches with and without their pads, for a model patched with `unpad=True`.
         seconds (`float`):
-            What the check took.
+            Duration of the check.
         identity (`str`):
-            Hash of what was proven, by which a run that resumes knows that it is the same; empty without a trainer.
+            Hash of everything that was proven; a resumed run compares it with its own. Empty without a trainer.
         taken_from (`str`):
-            The checkpoint that this proof was taken from by a run that resumed there; empty if it was made anew.
+            Checkpoint from which a resumed run took this proof; empty if the proof is new.
         versions (`dict[str, str]`):
-            Of the libraries.
+            Versions of the libraries.
     """
 
     model_type: str = ""
@@ -115,41 +117,41 @@ class ExactnessReport:
 
     @property
     def is_isolated(self) -> bool:
-        """No document saw another, forwards or backwards."""
+        """True if no document saw another, forwards or backwards."""
         return self.isolation == 0 and not self.input_gradients
 
     @property
     def has_power(self) -> bool:
-        """Whether the control leaked where it had to."""
+        """True if the control leaked, as it must."""
         return self.control > _VISIBLE
 
     @property
     def has_parity(self) -> bool:
-        """Whether the packed logits are those of the documents alone."""
+        """True if the packed outputs equal those of the documents alone."""
         return self.parity <= self.threshold
 
     @property
     def has_loss(self) -> bool:
-        """Whether the packed labels make the loss of the documents alone."""
+        """True if the packed labels give the loss of the documents alone."""
         return self.loss <= _SAME_LOSS
 
     @property
     def has_gradients(self) -> bool:
-        """Whether the packed gradient is the sum of the documents' own."""
+        """True if the packed gradient is the sum of the documents' own."""
         return self.gradients is None or self.gradients <= (self.gradient_threshold or 0.0)
 
     @property
     def is_exact(self) -> bool:
-        """Isolated, equal to alone, and shown by a test that could have failed."""
+        """True if documents are isolated and equal to themselves alone, shown by a test that could have failed."""
         return self.verdict == "exact"
 
     @property
     def verdict(self) -> str:
-        """`exact`, `leak`, `differs`, `no power` or `not finite`."""
-        # First, as numbers that are not finite make every other measurement meaningless.
+        """The verdict: `exact`, `leak`, `differs`, `no power` or `not finite`."""
+        # This comes first: numbers that are not finite make every other measurement meaningless.
         if not self.is_finite:
             return "not finite"
-        # Before parity: a check that cannot see a leak where there must be one says nothing of its absence.
+        # This comes before parity: a check that misses the control's leak cannot prove that there is none.
         if not self.has_power:
             return "no power" if self.isolation == 0 else "leak"
         if not self.is_isolated:
@@ -158,11 +160,11 @@ class ExactnessReport:
         return "exact" if self.has_parity and self.has_loss and self.has_gradients and unpadded else "differs"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, the verdict included."""
+        """Return the report as a dictionary for JSON, with the verdict."""
         return {"verdict": self.verdict, **asdict(self)}
 
     def rows(self) -> list[dict[str, str]]:
-        """For a terminal: each measurement with what it may be."""
+        """Return the rows of a table for the terminal: each measurement with its limit."""
         forward, gradients = f"{self.threshold:.1e}", _number(self.gradient_threshold)
         isolated, unlinked = self.isolation == 0, not self.input_gradients
         lines = [
@@ -171,7 +173,7 @@ class ExactnessReport:
             ("parity", "worst layer, packed against alone", self.parity, forward, self.has_parity),
             ("", "mean loss under the collator's labels", self.loss, f"{_SAME_LOSS:.0e}", self.has_loss),
             ("gradients", "worst parameter, packed against alone", self.gradients, gradients, self.has_gradients),
-            ("control", "isolation without boundaries: must show", self.control, f"> {_VISIBLE:.0e}", self.has_power),
+            ("control", "isolation without boundaries: not 0", self.control, f"> {_VISIBLE:.0e}", self.has_power),
         ]
         if (pads := self.unpadding) is not None:
             against, allowed = f"padded batches without pads, against {pads.against}", f"{pads.allowed:.1e}"
@@ -186,7 +188,7 @@ class ExactnessReport:
         return [
             {"verdict": name, "what": what, "measured": _number(value), "allowed": allowed, "": "yes" if ok else "NO"}
             for name, what, value, allowed, ok in lines
-            if value is not None  # nothing trains: there is no gradient
+            if value is not None  # there is no gradient if nothing trains
         ]
 
     def __str__(self) -> str:
@@ -221,15 +223,15 @@ class ExactnessReport:
         )
         if self.verdict == "no power":
             do = (
-                "A model from scratch: give matrices that are zero small random values (torch.nn.init.normal_ with "
-                "std=1e-3) before it is patched, or train its first steps padded with packing=False. "
+                "If the model is new, fill its matrices of zeros with small random values (torch.nn.init.normal_ with "
+                "std=1e-3) before patching, or train its first steps padded with packing=False. "
                 "check_packing=False trains without this proof."
             )
         raise ContaminationError(f"packing is not exact on this model: {self}", why=reasons, do=do)
 
     def _reasons(self) -> list[str]:
         if self.verdict == "not finite":
-            return [f"the model's own logits are not finite in {self.dtype}, for documents alone: nothing can be told"]
+            return [f"the model's own logits are not finite in {self.dtype}, even for documents alone"]
         if self.verdict == "no power":
             why = ["removing the boundaries changed nothing: this model mixes no tokens, or its weights are zero"]
             return [*why, f"matrices of zeros: {self.no_weight}"] if self.no_weight else why
@@ -241,12 +243,12 @@ class ExactnessReport:
         if self.unpadding is not None and self.unpadding.verdict != "exact":
             reasons.append(f"padded batches without their pads: {self.unpadding}")
         elif self.unpadding is not None and not self.unpadding.is_exact:
-            reasons.append(f"rows that share what they begin with: {self.unpadding.sharing}")
+            reasons.append(f"rows that share a prefix: {self.unpadding.sharing}")
         if not self.has_parity:
             where = f"; first in module '{self.first_difference}'" if self.first_difference else ""
             reasons.append(f"a packed document differs from the same document alone{where}")
         if self.has_parity and not self.has_loss:
-            reasons.append("the collator's labels do not make the documents' own loss: a boundary is not masked")
+            reasons.append("the collator's labels do not give the documents' own loss: a boundary is not masked")
         if not self.has_gradients:
             reasons.append(
                 f"the packed gradient is not the sum of the documents' own; worst in parameter '{self.first_gradient}'"

@@ -1,4 +1,4 @@
-"""A proof that a checkpoint keeps, taken again for a run that is the same in everything that the proof depends on."""
+"""Reuse the proof in a checkpoint, for a run that is the same in everything that the proof depends on."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ from .probe import device_of
 from .report import ExactnessReport
 
 _PACKAGES = ("trl-packfa", *MINIMUM_VERSIONS, "bitsandbytes", "flash-attn", "liger-kernel", "kernels", "deepspeed")
-# What choose kernels besides the code.
+# Environment variables that also choose kernels.
 _ENVIRONMENT = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
-# What says nothing about how a model computes.
+# Config fields that do not affect the computation.
 _NAMES = ("_name_or_path", "transformers_version", "base_model_name_or_path", "revision")
 
 
 def proof_identity(model: nn.Module, **facts: Any) -> str:
-    """Hash of all that a proof depends on but the values of the weights: versions, code of ours and of the model,
-    config, modules, forwards, implementations, parameters with their dtypes and what trains of them, adapters, device
-    and autocast.
+    """Return a hash of everything that a proof depends on, except the values of the weights.
+
+    That is: versions, our code and the model's, config, modules, forwards, implementations, parameters with dtypes and
+    which of them train, adapters, device and autocast.
 
     Args:
         model (`torch.nn.Module`):
             A patched model, as it is to be proven.
         facts:
-            What else its calls depend on: collator, engine.
+            Other facts that its calls depend on: collator, engine.
     """
     device = device_of(model)
     cuda = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -57,14 +58,15 @@ def proof_identity(model: nn.Module, **facts: Any) -> str:
 
 
 def reusable_proof(checkpoint: str | Path, identity: str) -> ExactnessReport | None:
-    """The report beside a checkpoint, if it says that a model of this identity was proven exact."""
+    """Return the report beside a checkpoint, if it says that a model of this identity was proven exact; else
+    `None`."""
     try:
         saved = json.loads((Path(checkpoint) / "exactness_report.json").read_text(encoding="utf-8"))
-        # JSON of another version may have more fields or fewer; tuples come back as lists.
+        # JSON of another version may have more or fewer fields, and tuples are lists there.
         known = {field.name for field in dataclasses.fields(ExactnessReport)}
         values = {name: value for name, value in saved.items() if name in known}
         report = ExactnessReport(**{**values, "lengths": tuple(values["lengths"]), "unpadding": None})
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # of another version, or none
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # no report, or one of another version
         return None
     if report.identity != identity or not report.is_exact:
         return None
@@ -74,13 +76,16 @@ def reusable_proof(checkpoint: str | Path, identity: str) -> ExactnessReport | N
 
 
 def _inside(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules inside the transformers model: what stands around it, and its LM head's forward in training, which
-    the first batch proves, are no part of a proof."""
+    """Return the modules inside the transformers model.
+
+    Wrappers around it, and its LM head's forward in training, are not part of a proof: the first batch proves them.
+    """
     return [(name, module) for name, module in inner_model(model).named_modules() if name]
 
 
 def _settings(module: nn.Module) -> list[str]:
-    """What a module runs by and no config's dictionary tells: which implementations, and what is recomputed how."""
+    """Return settings of a module that its config's dictionary lacks: implementations, and activation
+    checkpointing."""
     config: Any = vars(module).get("config")
     config = vars(config).get("trl_packfa_source", config) if config is not None else None
     chosen = [str(getattr(config, name, "")) for name in ("_attn_implementation", "_experts_implementation")]
@@ -95,7 +100,7 @@ def _told(config: Any) -> dict[str, str]:
 
 
 def _in_order(value: Any) -> Any:
-    """A set, as PEFT makes of target modules, has another order in every process."""
+    """Sort a set, such as PEFT's target modules: its order differs from process to process."""
     return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else value
 
 
@@ -117,7 +122,7 @@ def _patched(model: nn.Module) -> list[Any]:
 
 
 def _forward(module: nn.Module) -> str:
-    # Who computes a module in packed calls: our overrides by name, or none.
+    # The class of our override that computes the module in packed calls, empty if there is none.
     forward = override_in(module) or vars(module).get("forward")
     return "" if forward is None else type(forward).__qualname__
 
@@ -128,8 +133,9 @@ def _own_code() -> str:
 
 
 def code_digest(root: Path) -> str:
-    """Hash of every Python file below a folder, links to folders followed: `patches` is one in a clone."""
-    # `**` of `Path.glob` follows no links; `os.walk` does if told to.
+    """Return a hash of every Python file in a folder; links to folders are followed, as `patches` is one in a
+    clone."""
+    # `**` of `Path.glob` does not follow links, `os.walk` can.
     folders = os.walk(root, followlinks=True)
     files = sorted(Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py"))
     digest = hashlib.sha256()

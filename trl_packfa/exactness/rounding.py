@@ -1,4 +1,4 @@
-"""How far rounding alone moves a model: the same run again, everything off by a last place."""
+"""Measure how far rounding alone moves a model: run it again with every value changed by up to a last place."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from torch import nn
 
 from ..runtime.autocast import multiplies_in_tf32
 
-# Modules whose result is their input.
+# Modules that return their input.
 _KEEP = (nn.Identity, nn.Dropout)
 
 
 @contextmanager
 def last_places_off(model: nn.Module) -> Iterator[None]:
-    """In a `with` block, what every module of a model computes by itself is off by up to a last place, at random.
+    """Change the output of every module by up to a last place, at random, inside a `with` block.
 
-    That is what another kernel, another batch shape or another order of a sum may do to it. It is the last place of
-    the dtype that the module computes in: a 4-bit layer multiplies in half precision, whatever it returns.
+    Another kernel, batch shape or order of a sum may change it by as much. Modules that only call other modules are
+    left alone. The last place is that of the dtype that the module computes in: a 4-bit layer multiplies in half
+    precision, whatever dtype it returns.
     """
     handles = [module.register_forward_hook(_move) for module in model.modules() if _computes(module)]
     try:
@@ -31,7 +32,7 @@ def last_places_off(model: nn.Module) -> Iterator[None]:
 
 
 def _computes(module: nn.Module) -> bool:
-    """Whether a module computes something itself, rather than calling others only."""
+    """Tell whether a module computes something itself, and does not only call other modules."""
     is_smallest = next(module.children(), None) is None
     return (is_smallest or next(module.parameters(recurse=False), None) is not None) and not isinstance(module, _KEEP)
 
@@ -41,13 +42,13 @@ def _move(module: nn.Module, args: Any, output: Any) -> Any:
     if not isinstance(first, torch.Tensor) or not first.is_floating_point():
         return None
     place = _last_place(module, first)
-    # x + x * u, with u within a last place. Detached: the noise moves values, and leaves the gradient that of x.
+    # x + x * u, with u within a last place. Detached, so that the noise changes values, but not the gradient of x.
     moved = torch.addcmul(first, first.detach(), torch.empty_like(first).uniform_(-place, place))
     return (moved, *output[1:]) if isinstance(output, tuple) else moved
 
 
 def _last_place(module: nn.Module, output: torch.Tensor) -> float:
-    """Relative distance of one number from the next, in the coarsest dtype that the module computes in."""
+    """Return the relative distance of one number from the next, in the coarsest dtype that the module computes in."""
     dtypes = {output.dtype, *(p.dtype for p in module.parameters(recurse=False) if p.is_floating_point())}
     computes_in = getattr(module, "compute_dtype", None)
     if isinstance(computes_in, torch.dtype) and computes_in.is_floating_point:
@@ -61,5 +62,5 @@ def _last_place(module: nn.Module, output: torch.Tensor) -> float:
 
 
 def _multiplies(module: nn.Module) -> bool:
-    """Whether a module multiplies matrices."""
+    """Tell whether a module multiplies matrices."""
     return not isinstance(module, nn.Embedding) and any(p.dim() > 1 for p in module.parameters(recurse=False))

@@ -1,7 +1,7 @@
-"""Running a model for the input of its LM head, all positions, and for the logits of a few of them.
+"""Run a model and get the input of its LM head at all positions, and the logits of a few positions.
 
-A head treats every token by itself. Logits of a few positions tell as much of it as all of them, which at 262,144
-words take a thousand times the time and memory of the rest of a small model.
+A head treats every token by itself, so the logits of a few positions test it as well as all logits do. With 262,144
+words, all logits take a thousand times the time and memory of the rest of a small model.
 
 Shape letters: B rows, L row length, K scored positions, D model dim, V vocabulary.
 """
@@ -26,29 +26,29 @@ class Scores(NamedTuple):
 
 
 class Scorer:
-    """Runs a causal LM and lets its head see a few positions only.
+    """A causal LM whose head sees only a few positions.
 
-    Where a model calls no head module, or cannot go on with fewer positions, the states are its logits.
+    If a model calls no head module, or fails with fewer positions, the states are its logits.
 
     Args:
         model (`torch.nn.Module`):
-            The causal LM, bare or wrapped; or a classifier or a backbone, whose outputs are few.
+            The causal LM, bare or wrapped; or a classifier or a backbone, which have small outputs.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         inner: Any = inner_model(model)
-        # A classifier answers `None`, some backbones have no such method.
+        # A classifier returns `None`, and some backbones have no such method.
         get = getattr(inner, "get_output_embeddings", None)
-        # A compiled graph was made without the hook, and would keep it.
+        # A compiled graph was made without the hook, and would not call it.
         self.head: nn.Module | None = None if get is None or runs_compiled(model) else get()
 
     def __call__(self, call: dict[str, Any], shape: tuple[int, int], places: torch.Tensor) -> Scores:
-        """Run a call on ids of this shape `(B, L)`; score these of its `B * L` positions."""
+        """Run a call on ids of this shape `(B, L)`, and score the `places` among its `B * L` positions."""
         if self.head is not None:
             try:
                 found = self._run_sampled(call, shape, places)
-            # Whatever a model's own code raises after its head, where it counts tokens.
+            # A model's own code after the head may count tokens, and raise any of these.
             except (RuntimeError, ValueError, IndexError) as error:
                 if is_out_of_memory(error):
                     raise
@@ -82,7 +82,7 @@ class Scorer:
 
 
 def output_of(model: nn.Module, call: dict[str, Any]) -> torch.Tensor:
-    """Logits or hidden states of a call; of a wrapper that returns something else, those of the model inside."""
+    """Return the logits or hidden states of a call, of the model inside if a wrapper returns something else."""
     outputs = model(**call, use_cache=False)
     for name in ("logits", "last_hidden_state"):
         if getattr(outputs, name, None) is not None:

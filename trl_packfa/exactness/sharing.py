@@ -1,7 +1,6 @@
-"""The proof of `share_prefixes=True`: rows that begin alike, with their prefix once and with it in each of them.
+"""The proof of `share_prefixes=True`: compare rows whose common prefix runs once with rows that each hold it.
 
-Both run without pads, which `unpadding.py` has proven. The control is what sharing would be if branches saw each
-other.
+Both run without pads, which `unpadding.py` has proven. The control is a run in which one branch sees another.
 """
 
 from __future__ import annotations
@@ -17,13 +16,12 @@ from .padded_runs import Comparison, compare_runs
 from .subject import Subject
 from .unpadding_report import SharingReport
 
-# What rows begin with, and what three of them go on with, in tokens; two of them also share the first of these. The
-# last row shares nothing.
+# Lengths in tokens: the common prefix, the three branches after it, and one more row that shares nothing.
 _PREFIX, _BRANCHES, _OTHER = SHORTEST + 4, (11, 1, 24), 13
 
 
 def measure_sharing(subject: Subject, state: PatchState, known: torch.Tensor, seed: int) -> SharingReport | None:
-    """How far rows that share their prefix are from the same rows by themselves; `None` where none are shared.
+    """Compare rows that share their prefix with the same rows run separately; `None` if no rows are shared.
 
     Args:
         subject ([`Subject`]), state ([`PatchState`]):
@@ -31,7 +29,7 @@ def measure_sharing(subject: Subject, state: PatchState, known: torch.Tensor, se
         known (`torch.Tensor`):
             Token ids that it knows.
         seed (`int`):
-            Of what is drawn.
+            Seed of the documents.
     """
     assert state.unpadding is not None
     most = max_positions(find_backbone(subject.model, state.patch))
@@ -50,7 +48,7 @@ def measure_sharing(subject: Subject, state: PatchState, known: torch.Tensor, se
         lambda sign, handed: comparison.run(call, rows, unpad=True, shared=True, sign=sign, handed=handed),
     )
     alone, first = comparison.run(call, rows, unpad=True), rest[0]
-    # One document of all three, in which the last branch sees the one before it, from later positions on.
+    # The control: one document of prefix, first and last branch, in which the last branch sees the first.
     tokens = torch.cat([prefix, first, rest[-1]])[None].to(comparison.device)
     own = torch.cat([torch.arange(len(prefix)), torch.arange(len(prefix) + len(first), tokens.shape[1])])
     with torch.no_grad(), state.unpadding.unshared():

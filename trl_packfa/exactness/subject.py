@@ -1,4 +1,4 @@
-"""The model under the check: what of it is followed, whose gradients are compared, and what its ranks agree on."""
+"""The model under the check: its traced parts, its trained parameters, and the agreement of its ranks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .probe import device_of
 
 _Measured = TypeVar("_Measured")
 
-# Types without experts that group tokens by content: BLT's patches, padded to the most that a document has.
+# Types without experts that group tokens by content: BLT makes patches, padded to the largest number of a document.
 _REGROUPING = ("blt",)
-# Gradients of at most this share of the parameters, or so many numbers, are copied rather than computed again.
+# Gradients of at most this share of the parameters, or this many numbers, are copied instead of computed again.
 _FEW, _FEW_NUMBERS = 0.1, 2**28
-# By how much losses are scaled down where gradients overflow, a power of two so that nothing else is rounded, and how
-# often. float16 ends at 65,504; what 2**-24 of it loses at the other end is a millionth of the gradients that fit.
+# Losses are scaled down by this factor if gradients overflow, down to the least scale. Powers of two round nothing.
+# float16 ends at 65,504; with a scale of 2**-24 it loses only a millionth of the gradients that fit.
 _SCALED_DOWN, _LEAST_SCALE = 2.0**-8, 2.0**-24
-# Logits in these dtypes may have been cast up from what computed them.
+# Logits in these dtypes may have been cast up from the dtype of the computation.
 _WIDE = (torch.float32, torch.float64)
 
 
@@ -38,23 +38,23 @@ class Subject:
 
     Args:
         model (`torch.nn.Module`), state ([`PatchState`]):
-            The model and what was done to it.
+            The model and the record of its patch.
         gradient_parts ([`GradientParts`] or `None`):
-            Where gradients go under ZeRO-3.
+            Collects the gradients under ZeRO-3.
         progress (`Callable` or `None`):
-            Told of each part and the share of the work that is done.
+            Called with the name of each part and the share of the work that is done.
         skipped (`dict`, *optional*):
-            Layers that are left out, as [`~depth.layers_to_skip`] found them; `None` for the whole model, whose
-            embeddings and LM head are measured too.
+            Layers to leave out, from [`~depth.layers_to_skip`]. `None` measures the whole model, with its embeddings
+            and LM head.
 
     Attributes:
         whole (`bool`): whether all layers, the embeddings and the LM head are measured.
         trained (`list[torch.nn.Parameter]`): the parameters that train.
-        dimensions (`dict[str, int]`): how many dimensions each of them has, by name.
-        chooses (`bool`): whether tokens choose which others they see (sparse attention): rounding then makes single
-            tokens choose otherwise, and what counts is the typical token.
-        regroups (`bool`): whether tokens are grouped by what they are: others then change how sums are rounded.
-        loss_scale (`float`): what every loss is multiplied by, so that gradients are finite.
+        dimensions (`dict[str, int]`): number of dimensions of each of them, by name.
+        chooses (`bool`): whether tokens choose the tokens that they see (sparse attention). Rounding then changes the
+            choice of single tokens, so the median token is compared.
+        regroups (`bool`): whether tokens are grouped by content. Other tokens then change how sums are rounded.
+        loss_scale (`float`): factor of every loss, so that gradients are finite.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class Subject:
         self.loss_scale = 1.0
         self.dimensions = {name: len(whole_shape(p)) for name, p in trained.items()}
         self.chooses = any("Indexer" in type(module).__name__ for module in model.modules())
-        # Experts multiply the tokens that chose them together: another document's tokens change the shape of that
-        # product, and so how its sums are rounded.
+        # An expert multiplies all its tokens together. Another document's tokens change the shape of that product,
+        # and so how its sums are rounded.
         self.regroups = _has_experts(model) or model_type(model) in _REGROUPING
         self._progress, self._done = progress, 0.0
         self.clear()
@@ -86,18 +86,22 @@ class Subject:
         self._done += share
 
     def anywhere(self, found: bool) -> bool:
-        """Whether `found` is true on any rank that holds a part of this model, as those run its forwards together."""
+        """Tell whether `found` is true on any rank that holds a part of this model; these ranks run its forwards
+        together."""
         model = self.model
         if not is_partitioned(model) and not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             return found
-        # With the weights in parts, a forward that one rank runs alone would wait for the others for ever.
+        # If the weights are split, a forward that one rank runs alone would wait for the others for ever.
         everywhere: list[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(everywhere, found)
         return any(everywhere)
 
     def finite(self, measure: Callable[[], _Measured], gradients: Callable[[_Measured], Finding | None]) -> _Measured:
-        """A measurement whose gradients are finite, taken again with smaller losses where they overflow, as mixed
-        precision training in float16 does; the last one if nothing helps."""
+        """Repeat a measurement with smaller losses while its gradients overflow, as mixed precision training in
+        float16 does.
+
+        If that does not help, the last measurement is returned.
+        """
         while True:
             found = measure()
             finding = gradients(found)
@@ -116,7 +120,7 @@ class Subject:
             parameter.grad = None
 
     def copied(self) -> list[torch.Tensor | None] | None:
-        """A copy of the gradients where it is small beside the model, as an adapter's; `None` where it is not."""
+        """Return a copy of the gradients if it is small compared with the model, as an adapter's is; else `None`."""
         trained = sum(map(whole_size, self.trained))
         few = trained <= _FEW * sum(map(whole_size, self.model.parameters())) or trained <= _FEW_NUMBERS
         if self.gradient_parts is not None or not few:
@@ -124,20 +128,20 @@ class Subject:
         return [None if p.grad is None else p.grad.clone() for p in self.trained]
 
     def put_back(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Set the gradients to what was copied."""
+        """Set the gradients to those that were copied."""
         for parameter, gradient in zip(self.trained, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.clone()
 
     @torch.no_grad()
     def take_away(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Subtract what was copied."""
+        """Subtract the gradients that were copied."""
         for parameter, gradient in zip(self.trained, gradients, strict=True):
             if gradient is not None and parameter.grad is not None:
                 parameter.grad -= gradient
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """No parameter gets a gradient in a `with` block: those of weights cost time and memory."""
+        """Keep all parameters from getting gradients inside a `with` block, which saves time and memory."""
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         for parameter in trained:
             parameter.requires_grad_(False)
@@ -148,11 +152,11 @@ class Subject:
                 parameter.requires_grad_(True)
 
     def note_gain(self) -> None:
-        """Note what the gradients of vectors and scalars have gained since the last time: a document's part."""
+        """Note how much the gradients of vectors and scalars have grown since the last call: one document's part."""
         if self.gradient_parts is not None:
             return
         for i, (parameter, dimensions) in enumerate(zip(self.trained, self.dimensions.values(), strict=True)):
-            # Matrices' parts rarely cancel, and a copy of each would be a second model in memory.
+            # The parts of matrices rarely cancel, and copies of them would be a second model in memory.
             if dimensions < 2 and parameter.grad is not None:
                 now = parameter.grad.detach().clone()
                 gained = now.float() - self._before[i].float() if i in self._before else now
@@ -160,19 +164,22 @@ class Subject:
                 self._before[i] = now
 
     def sizes(self) -> list[float]:
-        """What the gradient of each trained parameter is measured against: its norm, or that of the documents' parts,
-        which may cancel. Of a scalar's sum next to nothing may be left, and any rounding would be large beside it."""
+        """Return the reference size of each trained parameter's gradient.
+
+        It is the gradient's norm, or that of the documents' parts if it is larger. The parts may cancel: almost
+        nothing may be left of a scalar's sum, and any rounding would look large beside it.
+        """
         return [max(norm, gained**0.5) for norm, gained in zip(self.norms(), self._gained, strict=True)]
 
     def norms(self) -> list[float]:
-        """L2 norm of each trained parameter's gradient."""
+        """Return the L2 norm of each trained parameter's gradient."""
         if self.gradient_parts is not None:
             return self.gradient_parts.norms()
         return [0.0 if p.grad is None else _norm(p.grad) for p in self.trained]
 
 
 def _norm(gradient: torch.Tensor) -> float:
-    # FSDP2's gradients are sharded; the norm of a `DTensor` is put together over ranks.
+    # FSDP2's gradients are sharded, and `full_tensor` puts the norm together over ranks.
     norm = gradient.float().norm()
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
@@ -184,9 +191,10 @@ def _has_experts(model: nn.Module) -> bool:
 
 
 def compute_dtype(model: nn.Module, logits: torch.dtype = torch.float32) -> torch.dtype:
-    """The dtype whose rounding shows: that of most weights, or autocast's; logits may be cast up from it."""
+    """Return the dtype that decides the rounding: that of most weights, or autocast's; logits may be cast up from
+    it."""
     device = device_of(model).type
-    # Half-precision logits name the dtype themselves. float32 ones may be upcast by the model's last line.
+    # Half-precision logits show the dtype. float32 logits may have been cast up at the end of the model.
     if logits not in _WIDE:
         return logits
     if torch.is_autocast_enabled(device):
@@ -199,6 +207,6 @@ def compute_dtype(model: nn.Module, logits: torch.dtype = torch.float32) -> torc
 
 
 def rounding_dtype(model: nn.Module, logits: torch.dtype = torch.float32) -> torch.dtype:
-    """The dtype that rounds as coarsely as the model's products: [`compute_dtype`], or float16 for TF32."""
+    """Return the dtype that rounds as coarsely as the model's products: [`compute_dtype`], or float16 for TF32."""
     dtype = compute_dtype(model, logits)
     return torch.float16 if dtype is torch.float32 and multiplies_in_tf32(device_of(model)) else dtype

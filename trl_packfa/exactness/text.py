@@ -1,4 +1,4 @@
-"""A text for checks of models that come with a tokenizer but without documents: plain English of several kinds."""
+"""A text for checks of models with a tokenizer but without documents: plain English of several kinds."""
 
 TEXT = """\
 A bakery on the corner opens at six in the morning. The first customers are nurses who come from the night shift, and

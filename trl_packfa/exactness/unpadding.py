@@ -1,10 +1,10 @@
-"""The proof of `unpad=True`: padded batches with and without their pads, forwards and backwards, on the model at hand.
+"""The proof of `unpad=True`: padded batches with and without their pads, forwards and backwards, on this model.
 
-The same batch runs twice through the patched model: with its pads, as it would without a patch, and without them. Each
-layer is handed the same input, as in the proof of packing, and what remains is held against what rounding makes. Rows
-are padded on the right and on the left. Where a model's padded rows are not their documents alone (recurrent state
-that runs through pads, frequencies of the longest row), the rows without pads must be: they are compared with each
-document by itself, and the report says so.
+The same batch runs twice through the patched model: with its pads, as without a patch, and without them. Each layer
+gets the same input, as in the proof of packing, and rounding gives the limit for the difference. Rows are padded on
+the right and on the left. Some models compute padded rows that differ from their documents alone: recurrent state runs
+through pads, or frequencies depend on the longest row. Then the rows without pads are compared with each document by
+itself, and the report says so.
 
 Shape letters: B rows, L row length, T true tokens, n tokens of a document, V vocabulary or labels.
 """
@@ -31,7 +31,7 @@ from .sharing import measure_sharing
 from .subject import Subject, compute_dtype
 from .unpadding_report import UnpaddingReport
 
-# Rows in tokens: unequal, one of them one token.
+# Lengths of the rows in tokens: unequal, and one row of a single token.
 _LENGTHS = (11, 1, 37, 24)
 
 
@@ -42,22 +42,22 @@ def check_unpadding(
     processing_class: Any = None,
     seed: int = 0,
 ) -> UnpaddingReport:
-    """Measure whether padded batches without their pads are what they are with them, on this model as it is now.
+    """Measure whether padded batches give the same results with and without their pads, on this model as it is now.
 
-    It runs some thousand tokens forwards and backwards; modes, gradients and random state are left as they were.
+    It runs about a thousand tokens forwards and backwards. Modes, gradients and random state are left as they were.
 
     Args:
         model (`torch.nn.Module`):
-            Patched with `unpad=True`: a causal LM, a sequence or token classifier, a backbone; bare or wrapped.
+            A model patched with `unpad=True`: causal LM, sequence or token classifier, or backbone; bare or wrapped.
         documents (`Sequence[Sequence[int]]`, *optional*):
-            Token ids that the model knows; random ones without.
+            Token ids that the model knows.
         processing_class (`PreTrainedTokenizerBase`, *optional*):
-            The tokenizer, where there are no documents.
+            The tokenizer. Without documents a text is tokenized with it. Without both, ids are random.
         seed (`int`, *optional*, defaults to `0`):
-            Of what is drawn.
+            Seed of the random numbers.
 
     Raises:
-        [`UnsupportedModel`]: if the model is not patched with `unpad=True`, or hands its backbone no mask.
+        [`UnsupportedModel`]: if the model is not patched with `unpad=True`, or passes its backbone no mask.
     """
     state = find_state(model)
     if state is None or state.unpadding is None:
@@ -67,7 +67,7 @@ def check_unpadding(
     if isinstance(model, DistributedDataParallel):
         model = model.module
     started = time.perf_counter()
-    # Its counters tell the user what training saved; the check's own calls must not count, nor leave it switched.
+    # Its counters tell the user what training saved, so the check's own calls must not count. They are restored.
     counted = vars(state.unpadding).copy()
     known = known_tokens(documents, processing_class, known_ids(inner_model(model)))
     try:
@@ -85,11 +85,11 @@ def check_unpadding(
 def _measure(comparison: Comparison) -> dict[str, Any]:
     subject = comparison.subject
     sides = [_compare_side(comparison, left=False), _compare_side(comparison, left=True)]
-    if sides[1].excess > 1 and comparison.positions:  # positions are the model's own business: some begin at 2
+    if sides[1].excess > 1 and comparison.positions:  # let the model make its own positions: some begin at 2
         sides[1] = _compare_side(comparison, left=True, positions=False)
     if not comparison.unpadding.calls:
         raise UnsupportedModel(
-            f"{type(inner_model(subject.model)).__name__} hands its backbone no attention_mask.",
+            f"{type(inner_model(subject.model)).__name__} passes its backbone no attention_mask.",
             why=["a padded batch without its mask cannot be told from one without pads"],
             do="Train it padded, or pack it: trl_packfa.patch(model) without unpad.",
         )
@@ -97,7 +97,7 @@ def _measure(comparison: Comparison) -> dict[str, Any]:
     call = comparison.batch(rows)
     against, seen = "padded", 0.0
     found = max(sides, key=lambda side: side.excess)
-    # The model's own padded rows may be wrong: state that runs through pads, frequencies of the longest row.
+    # The model's own padded rows may be wrong: state may run through pads, or frequencies depend on the longest row.
     if subject.anywhere(not found.excess <= 1):
         alone = compare_runs(
             subject,
@@ -125,8 +125,10 @@ def _measure(comparison: Comparison) -> dict[str, Any]:
 
 
 def _compare_side(comparison: Comparison, *, left: bool, positions: bool = True) -> Found:
-    """Rows padded on one side, with their pads and without; positions of the first count from each row's first
-    token, where the model takes them."""
+    """Compare rows padded on one side, with their pads and without.
+
+    Left-padded rows with pads get positions that count from each row's first token, if the model takes positions.
+    """
     rows = comparison.rows(left=left)
     call = comparison.batch(rows)
     reference = dict(call)

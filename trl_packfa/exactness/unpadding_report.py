@@ -1,4 +1,4 @@
-"""What the proof of `unpad=True` has measured, and its verdict."""
+"""The report of the proof of `unpad=True`: measurements and verdict."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any
 
 from ..errors import ContaminationError
 
-# The least that pads seen by the model must move, or the comparison has no power.
+# The control must be larger than this, or the comparison has no power.
 _VISIBLE = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharingReport:
-    """What rows are that compute once what they begin with, against the same rows by themselves.
+    """Result of comparing rows that compute a common prefix once with the same rows run separately.
 
     Args:
         difference (`float`), allowed (`float`):
-            Worst layer or output, relative; and what rounding may make there.
+            Worst relative difference of a layer or output, and its limit from rounding.
         gradients (`float` or `None`), gradients_allowed (`float` or `None`):
-            The same of the worst parameter that trains; `None` if nothing trains.
+            Worst relative difference of a trained parameter's gradient, and its limit; `None` if nothing trains.
         control (`float`):
-            The same comparison with a branch that sees the one before it, which must show.
+            Difference when a branch sees the one before it, which must be large enough to see.
         first (`str` or `None`), first_gradient (`str` or `None`):
-            The first module, and the worst parameter, beyond what is allowed.
+            The first module, and the worst parameter, beyond its limit.
     """
 
     difference: float
@@ -36,7 +36,7 @@ class SharingReport:
 
     @property
     def verdict(self) -> str:
-        """`exact`, `differs` or `no power`."""
+        """The verdict: `exact`, `differs` or `no power`."""
         return _verdict(self)
 
     def __str__(self) -> str:
@@ -48,29 +48,28 @@ class SharingReport:
 
 @dataclass(frozen=True, kw_only=True)
 class UnpaddingReport:
-    """What padded rows are without their pads.
+    """Result of comparing padded rows with and without their pads.
 
     Args:
         difference (`float`), allowed (`float`):
-            Worst layer or output, with pads against without, relative; and what rounding may make there.
+            Worst relative difference of a layer or output, with pads against without, and its limit from rounding.
         gradients (`float` or `None`), gradients_allowed (`float` or `None`):
-            The same of the worst parameter that trains; `None` if nothing trains.
+            Worst relative difference of a trained parameter's gradient, and its limit; `None` if nothing trains.
         against (`str`):
-            What the rows were compared with: `padded` rows, or, where the model's own padded rows see their pads, each
-            document `alone`.
+            The reference: `padded` rows, or, if the model's own padded rows see their pads, each document `alone`.
         pads_seen (`float`):
-            In the second case, how far padded rows are from their documents alone; 0 in the first.
+            With the reference `alone`, the difference of padded rows from their documents alone; else 0.
         unshifted (`float`):
-            How far left-padded rows are whose positions the model counts from the pads on, as it does when it is
-            called without `position_ids`; large for learned positions.
+            Difference of left-padded rows whose positions count from the pads on. The model counts so if it is called
+            without `position_ids`. It is large for learned positions.
         control (`float`):
-            The same comparison with the pads left visible, which must show.
+            Difference when the pads are left visible, which must be large enough to see.
         first (`str` or `None`), first_gradient (`str` or `None`):
-            The first module, and the worst parameter, beyond what is allowed.
+            The first module, and the worst parameter, beyond its limit.
         dtype (`str`), seconds (`float`):
-            What was measured, and how long it took.
+            The dtype of the measurement, and its duration.
         sharing ([`SharingReport`] or `None`):
-            Rows that begin alike, of a model patched with `share_prefixes=True` whose rows share what they begin with.
+            Result for rows with a common prefix, if the model is patched with `share_prefixes=True` and can share.
     """
 
     difference: float
@@ -89,16 +88,16 @@ class UnpaddingReport:
 
     @property
     def verdict(self) -> str:
-        """`exact`, `differs` or `no power`, of the rows without pads, each by itself."""
+        """The verdict for rows without pads, each by itself: `exact`, `differs` or `no power`."""
         return _verdict(self)
 
     @property
     def is_exact(self) -> bool:
-        """Whether rows without pads are what they are with them, and what they are if they share their prefixes."""
+        """True if rows give the same results without their pads, and with shared prefixes if they share them."""
         return self.verdict == "exact" and (self.sharing is None or self.sharing.verdict == "exact")
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, the verdict included."""
+        """Return the report as a dictionary for JSON, with the verdict."""
         shared = None if self.sharing is None else {"verdict": self.sharing.verdict, **asdict(self.sharing)}
         return {"verdict": self.verdict, **asdict(self), "sharing": shared}
 
@@ -133,17 +132,17 @@ class UnpaddingReport:
         why += [f"worst in the gradient of '{measured.first_gradient}'"] if measured.first_gradient else []
         if of_sharing:
             raise ContaminationError(
-                f"rows that share what they begin with are not exact on this model: {measured}",
-                why=why or ["a branch that sees another changes nothing: this model mixes no tokens"],
+                f"rows that share a prefix are not exact on this model: {measured}",
+                why=why or ["letting a branch see another changes nothing: this model mixes no tokens"],
                 do="Patch it with share_prefixes=False, or with another backend, and please report it.",
             )
         raise ContaminationError(
             f"padded batches without their pads are not exact on this model: {self}",
-            why=why or ["visible pads change nothing: this model mixes no tokens, or its weights are zero"],
+            why=why or ["making pads visible changes nothing: this model mixes no tokens, or its weights are zero"],
             do="Patch it with unpad=False, or with another backend, and please report it."
             if self.verdict != "no power"
-            else "A model from scratch: give matrices that are zero small random values (torch.nn.init.normal_ with "
-            "std=1e-3) before it is patched, or train its first steps padded.",
+            else "If the model is new, fill its matrices of zeros with small random values (torch.nn.init.normal_, "
+            "std=1e-3) before patching, or train its first steps padded.",
         )
 
 

@@ -1,4 +1,4 @@
-"""Hooks for trainers that are not TRL's, one file each: Axolotl, ms-swift, LLaMA-Factory and transformers' `Trainer`.
+"""Hooks for other trainers, one file each: Axolotl, ms-swift, LLaMA-Factory and transformers' `Trainer`.
 
-None of them is a dependency, and none of their code is imported before it is there.
+None of these frameworks is a dependency. Their code is imported only if they are installed.
 """

@@ -1,14 +1,14 @@
-"""Axolotl: a plugin that packs its rows exactly on any device.
+"""Axolotl plugin that makes sample packing exact on any device.
 
 ```yaml
-attn_implementation: sdpa          # Axolotl knows no other name; the plugin takes its place
+attn_implementation: sdpa          # Axolotl accepts no other name here; the plugin replaces it
 sample_packing: true
 plugins:
   - trl_packfa.frameworks.axolotl_plugin.PackfaPlugin
 ```
 
-Axolotl takes any class with the methods of its plugins. This one is written from how they are called (0.19.0) and
-imports nothing of Axolotl's.
+Axolotl accepts any class with the methods of its plugins. This class follows the calls of Axolotl 0.19.0 and imports
+nothing from Axolotl.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from typing import Any
 from ..errors import InvalidConfig
 from .packing import packed_row, prove, run_by_name
 
-# What hooks return of which more than `None` is expected.
+# Hooks that must return a list; `None` is not enough.
 _LISTS = ("get_adapter_capabilities", "add_callbacks_pre_trainer", "add_callbacks_post_trainer")
 
 
 class PackfaCollator:
-    """Rows of Axolotl's sampler, each a list of documents, as one packed row.
+    """Collator that joins the rows of Axolotl's sampler, each a list of documents, into one packed row.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`):
-            Whose pad token fills the row.
+            Tokenizer with the pad token that fills the row.
         pad_to_multiple_of (`int`, *optional*):
-            Pad the row, by one more document, to a multiple of this.
+            Pad the row to a multiple of this number. The padding is one more document.
         options (`Any`):
-            What else Axolotl hands its collators; nothing of it is needed without padding.
+            Other options that Axolotl passes to its collators. They are about padding, so they are ignored.
     """
 
     def __init__(self, tokenizer: Any, pad_to_multiple_of: int | None = None, **options: Any) -> None:
@@ -41,49 +41,50 @@ class PackfaCollator:
         self.pad_to_multiple_of = pad_to_multiple_of
 
     def __call__(self, features: list[Any], return_tensors: str = "pt") -> dict[str, Any]:
-        """Collate what the sampler has chosen, documents or lists of them."""
+        """Collate the sampled features, which are documents or lists of documents."""
         rows = features if isinstance(features[0], list) else [features]
         options = {"pad_token_id": self.pad_token_id, "pad_to_multiple_of": self.pad_to_multiple_of}
         return packed_row(list(chain.from_iterable(rows)), **options)
 
 
 class PackfaPlugin:
-    """Axolotl's hooks, of which three do something: before a model is loaded, after, and for the collator."""
+    """Plugin with Axolotl's hooks. Three hooks act: before the model is loaded, after it, and for the collator."""
 
     def register(self, cfg: Any) -> None:
-        """Refuse a config whose rows would be built or attended otherwise.
+        """Refuse a config that would build other rows or use another attention.
 
         Raises:
-            [`InvalidConfig`]: naming the field.
+            [`InvalidConfig`]: with the name of the field.
         """
         if not cfg.get("sample_packing"):
             raise InvalidConfig(
-                "PackfaPlugin without sample_packing: there is nothing to keep apart.", do="Set sample_packing: true."
+                "PackfaPlugin needs sample_packing: without it, no row holds several documents.",
+                do="Set sample_packing: true.",
             )
         if cfg.get("attn_implementation") not in (None, "sdpa"):
             raise InvalidConfig(
-                f"PackfaPlugin with attn_implementation: {cfg.get('attn_implementation')}, which would run in its "
-                "place or need a kernel for nothing.",
+                f"PackfaPlugin does not work with attn_implementation: {cfg.get('attn_implementation')}. It would run "
+                "in its place, or need a kernel that nothing uses.",
                 do="Set attn_implementation: sdpa.",
             )
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
-        """Put the loaded model, with its adapter, on `packfa`, and prove it.
+        """Switch the loaded model, with its adapter, to `packfa` and prove that packing is exact on it.
 
         Raises:
-            [`PackingError`]: if its type is not served, or packing is not exact on it.
+            [`PackingError`]: if the model type is not supported, or packing is not exact on the model.
         """
         run_by_name(model)
         prove(model)
 
     def get_collator_cls_and_kwargs(self, cfg: Any, is_eval: bool = False) -> tuple[type, dict[str, Any]] | None:
-        """The collator of packed rows; of evaluation that is not packed, Axolotl's own."""
+        """Return the collator of packed rows; return `None`, for Axolotl's own, if evaluation is not packed."""
         if is_eval and cfg.get("eval_sample_packing") is False:
             return None
         return PackfaCollator, {}
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Any other hook, of this version or a later one: it does nothing."""
+        """Return a hook that does nothing, for every other hook of this or a later version."""
         if name.startswith("_"):
             raise AttributeError(name)
         return lambda *args, **kwargs: {} if name == "get_lora_config_kwargs" else [] if name in _LISTS else None

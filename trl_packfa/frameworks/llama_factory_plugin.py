@@ -1,13 +1,14 @@
-"""LLaMA-Factory v1: a batching strategy and a kernel, both named `packfa`.
+"""LLaMA-Factory v1 plugin: a batching strategy and a kernel, both named `packfa`.
 
 ```yaml
-flash_attn: sdpa                   # LLaMA-Factory knows no other name; the kernel takes its place
+flash_attn: sdpa                   # LLaMA-Factory accepts no other name here; the kernel replaces it
 kernel_config: {name: packfa}
 batching_strategy: packfa
 ```
 
-`python -m trl_packfa.frameworks.llama_factory_plugin config.yaml` trains with it, `torchrun -m ...` on several
-devices: v1 has no field that imports a plugin. An optimizer step has the examples of `batching_strategy: normal`.
+`python -m trl_packfa.frameworks.llama_factory_plugin config.yaml` trains with both, `torchrun -m ...` on several
+devices. This command is needed because v1 has no config field that imports a plugin. An optimizer step has the same
+examples as with `batching_strategy: normal`.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from .packing import packed_row, prove, run_by_name
 
 
 def examples_of_a_step(batch_info: dict[str, Any]) -> int:
-    """Count the examples of an optimizer step on a rank."""
+    """Return the number of examples in an optimizer step on one rank."""
     return batch_info["micro_batch_size"] * batch_info["num_micro_batch"]
 
 
 def compute_length(data_provider: Any, batch_info: dict[str, Any]) -> int:
-    """Count the steps of an epoch; the provider's batches are those of a step."""
+    """Return the number of optimizer steps in an epoch; each batch of the provider is one step."""
     return len(data_provider)
 
 
 def fill_buffer(buffer: Any, batch_info: dict[str, Any], next_samples: Callable[[bool], list[Any] | None]) -> None:
-    """Fetch the examples of a step."""
+    """Fetch samples until the buffer holds the examples of one optimizer step."""
     while len(buffer) < examples_of_a_step(batch_info):
         samples = next_samples(False)
         if samples is None:
@@ -41,7 +42,7 @@ def fill_buffer(buffer: Any, batch_info: dict[str, Any], next_samples: Callable[
 
 
 def generate_batch(buffer: Any, batch_info: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """The micro-batches of a step, each one packed row; `None` at the end."""
+    """Return the micro-batches of an optimizer step, each as one packed row; `None` if too few examples are left."""
     count, size = examples_of_a_step(batch_info), batch_info["micro_batch_size"]
     if len(buffer) < count:
         return None
@@ -56,17 +57,17 @@ def _row(samples: list[dict[str, Any]], cutoff: int) -> dict[str, Any]:
     ]
     row = packed_row([sample for sample in cut if sample["input_ids"]])
     if all("loss_weights" in sample for sample in cut):
-        # As the labels: nothing predicts a document's first token.
+        # The first weight is 0, as the first label is masked: nothing predicts a document's first token.
         weights = [weight for sample in cut if sample["input_ids"] for weight in (0.0, *sample["loss_weights"][1:])]
         row["loss_weights"] = torch.tensor([weights])
     return row
 
 
 def apply(model: Any, include_kernels: Any = None) -> Any:
-    """Put the loaded model on `packfa` and prove it; returns the same model.
+    """Switch the loaded model to `packfa`, prove that packing is exact, and return the same model.
 
     Raises:
-        [`PackingError`]: if its type is not served, or packing is not exact on it.
+        [`PackingError`]: if the model type is not supported, or packing is not exact on the model.
     """
     run_by_name(model)
     prove(model)
@@ -74,10 +75,10 @@ def apply(model: Any, include_kernels: Any = None) -> Any:
 
 
 def register() -> None:
-    """Register strategy and kernel with LLaMA-Factory.
+    """Register the batching strategy and the kernel with LLaMA-Factory.
 
     Raises:
-        [`VersionTooOld`]: if it has no v1, or another one.
+        [`VersionTooOld`]: if the installed LLaMA-Factory has no v1, or a different v1.
     """
     try:
         from llamafactory.v1.plugins.model_plugins.kernels.interface import (  # type: ignore[import-not-found]
@@ -101,7 +102,7 @@ def register() -> None:
 
 
 def main() -> None:
-    """Register both, and train as the config says."""
+    """Register strategy and kernel, then train with the config."""
     register()
     from llamafactory.v1.trainers.sft_trainer import run_sft  # type: ignore[import-not-found]  # no dependency
 

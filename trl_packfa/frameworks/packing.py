@@ -1,4 +1,4 @@
-"""The work of every hook: put a loaded model on `attn_implementation="packfa"`, prove it, make rows of documents."""
+"""Shared work of the hooks: switch a loaded model to `attn_implementation="packfa"`, prove it, and pack rows."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ logger = logging.getLogger(__name__)
 
 
 def run_by_name(model: nn.Module) -> None:
-    """Switch a loaded model to `attn_implementation="packfa"` by transformers' own method.
+    """Switch a loaded model to `attn_implementation="packfa"` with transformers' own method.
 
-    Frameworks that check an attention's name against a list of theirs load the model with `sdpa`.
+    Frameworks that accept only attention names from their own list load the model with `sdpa`.
 
     Raises:
-        [`UnsupportedModel`]: by name, if its type is not served.
-        [`InvalidConfig`]: if the model is patched, or does not take the name.
+        [`UnsupportedModel`]: if the model type is not supported.
+        [`InvalidConfig`]: if the model is patched already, or does not accept the name.
     """
     if find_state(model) is not None:
         raise InvalidConfig(
-            "the model is patched: its layers are told of documents without a name.",
-            do="Drop this hook, or trl_packfa.patch().",
+            "the model is already patched with trl_packfa.patch(), so it needs no attention name.",
+            do="Remove this hook, or the call of trl_packfa.patch().",
         )
     register_name()
     require_served(model)
@@ -40,17 +40,17 @@ def run_by_name(model: nn.Module) -> None:
         inner.set_attn_implementation(NAME)
     if not runs_by_name(model):
         raise InvalidConfig(
-            f"{type(inner).__name__} does not take attn_implementation='{NAME}' once it is loaded.",
-            do="Pass it to trl_packfa.patch(model).",
+            f"{type(inner).__name__} does not accept attn_implementation='{NAME}' after loading.",
+            do="Call trl_packfa.patch(model) instead.",
         )
     logger.info("trl-packfa: %s runs with attn_implementation='%s'.", type(inner).__name__, NAME)
 
 
 def prove(model: nn.Module) -> None:
-    """Require that packing is exact on a model as it is now: adapter, dtype, quantization.
+    """Check that packing is exact on a model with its current adapter, dtype and quantization.
 
     Raises:
-        [`ContaminationError`]: if it is not.
+        [`ContaminationError`]: if packing is not exact.
     """
     report = check(model)
     report.require_exact()
@@ -58,14 +58,15 @@ def prove(model: nn.Module) -> None:
 
 
 def packed_row(documents: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
-    """Documents as one row: `input_ids`, `labels`, `position_ids` and `cu_seq_lens_*`, in the types that any trainer
-    moves to a device, and without a mask.
+    """Pack documents into one row: `input_ids`, `labels`, `position_ids`, `cu_seq_lens_*`, without an attention mask.
+
+    All values have types that any trainer can move to a device.
 
     Args:
         documents (`Sequence[Mapping[str, Any]]`):
-            With `input_ids` and, optionally, `labels`.
+            Documents with `input_ids` and, optionally, `labels`.
         options (`Any`):
-            Of [`DataCollatorForPacking`].
+            Arguments of [`DataCollatorForPacking`].
     """
     kept = [{name: row[name] for name in ("input_ids", "labels") if name in row} for row in documents]
     batch = DataCollatorForPacking(**options)(kept)

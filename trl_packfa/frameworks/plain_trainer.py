@@ -1,4 +1,4 @@
-"""transformers' own `Trainer`: a callback that puts the model on `attn_implementation="packfa"` and proves it."""
+"""Callback for transformers' own `Trainer`: it switches the model to `attn_implementation="packfa"` and proves it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .packing import prove, run_by_name
 
 
 class PackfaCallback(TrainerCallback):
-    """Trains on no model that is not proven to keep documents apart.
+    """Callback that stops training unless the model is proven to keep documents apart.
 
     ```python
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
@@ -19,7 +19,7 @@ class PackfaCallback(TrainerCallback):
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """See [`PackfaCallback`].
+        """Switch the model to `packfa` and prove that packing is exact on it.
 
         Raises:
             [`ContaminationError`]: if packing is not exact on the model.

@@ -1,1 +1,1 @@
-"""Optional speed: packing is exact without it."""
+"""Optional faster kernels. Packing is exact without them."""

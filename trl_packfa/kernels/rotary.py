@@ -1,4 +1,4 @@
-"""Rotary embeddings of queries and keys, by whatever is fastest where they lie.
+"""Rotary embeddings of queries and keys, with the fastest kernel of their device.
 
 Shape letters: B rows, L row length, H head dim, R rotated part of it.
 """
@@ -23,12 +23,12 @@ _IS_PLAIN: ContextVar[bool] = ContextVar("trl_packfa_plain_rotation", default=Fa
 def rotate(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Llama's rotation of `query` and `key` `(B, L, heads, H)` by `cos` and `sin` `(B or 1, L, R)`; the rest of wider
-    heads is handed on (partial rotary).
+    """Rotate `query` and `key` `(B, L, heads, H)` by `cos` and `sin` `(B or 1, L, R)`, as Llama does.
 
-    The same as transformers' `apply_rotary_pos_emb`, which runs in compiled graphs and where nothing is faster: on a
-    CPU that is `cpu/rotary.py`, on CUDA Liger's kernel, which takes the second half of `cos` and `sin` for a copy of
-    the first, as in Llama's tables.
+    Features after the first R stay as they are (partial rotary). The result is that of transformers'
+    `apply_rotary_pos_emb`. A CPU uses `cpu/rotary.py`. CUDA uses Liger's kernel, which assumes that the second half of
+    `cos` and `sin` is a copy of the first, as in Llama's tables. Compiled graphs and all other cases use transformers'
+    function.
     """
     if torch.compiler.is_compiling() or _IS_PLAIN.get() or cos.requires_grad or sin.requires_grad:
         return _rotate_by_transformers(query, key, cos, sin)
@@ -48,14 +48,14 @@ def rotates(function: Callable[..., Any]) -> bool:
 
 
 class PlainRotation:
-    """A patch's function from hidden states to query, key and value, for which [`rotate`] is transformers' own."""
+    """A patch's function from hidden states to query, key and value, with [`rotate`] set to transformers' function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 
     def __call__(self, *args: Any) -> Any:
-        """The function's result."""
-        if torch.compiler.is_compiling():  # graphs know no context variables, and rotate by that as it is
+        """Call the function and return its result."""
+        if torch.compiler.is_compiling():  # graphs have no context variables, and use transformers' function anyway
             return self.function(*args)
         token = _IS_PLAIN.set(True)
         try:

@@ -1,4 +1,4 @@
-"""Lengths to plans: pure functions on numpy arrays. Knows no model, no transformers and no trl."""
+"""From lengths to plans: pure functions on numpy arrays, without any model, transformers or trl."""
 
 from .best_fit import best_fit_decreasing
 from .buffer import BufferedRows, pack_buffer

@@ -1,10 +1,10 @@
-"""Deals rows to ranks, so that rows which run at the same time are of similar cost and no rank waits long."""
+"""Deal rows to ranks so that rows which run at the same time cost about the same, and no rank waits long."""
 
 from __future__ import annotations
 
 import numpy as np
 
-# Rounds whose rows are sorted by cost together: enough to find rows alike, few enough to stay a shuffle.
+# Rounds whose rows are sorted by cost together: enough to find similar rows, few enough to keep the order random.
 _LEVELLED_ROUNDS = 128
 
 
@@ -17,29 +17,30 @@ def levelled_rounds(
     rng: np.random.Generator,
     shuffle: bool = True,
 ) -> list[list[np.ndarray]]:
-    """The rows that all ranks run at the same time, round by round.
+    """Return the rows that all ranks run at the same time, round by round.
 
-    On several ranks they are of similar cost among some hundred rounds' rows, and dealt so that no rank gets the
-    costliest of every round; a round's rows come rank by rank. Only the last round may have too few.
+    With several ranks, the rows of a round have similar costs: rows are sorted by cost within some hundred rounds.
+    They are dealt so that no rank gets the costliest row of every round. A round's rows come rank by rank. Only the
+    last round may have too few rows.
 
     Args:
         rows (`list[np.ndarray]`):
             Indices of the documents of each row.
         cost (`np.ndarray`):
-            Of each document, shape `(S,)`.
+            Cost of each document, shape `(S,)`.
         rows_per_batch (`int`), world_size (`int`):
             Rows of one rank's micro-batch, number of ranks.
         rng (`np.random.Generator`), shuffle (`bool`):
-            Order of the rounds.
+            Source of the random order of the rounds, and whether they are shuffled.
     """
     per_round = rows_per_batch * world_size
-    # One rank waits for nobody: rows stay in the order that was drawn.
+    # A single rank waits for nobody, so rows keep their order.
     if world_size == 1:
         return [rows[start : start + per_round] for start in range(0, len(rows), per_round)]
     rounds: list[list[np.ndarray]] = []
     for start in range(0, len(rows), _LEVELLED_ROUNDS * per_round):
         stretch = rows[start : start + _LEVELLED_ROUNDS * per_round]
-        # Taken off before sorting, so that a round that lacks rows is the last one and not the cheapest.
+        # The incomplete round is taken off before sorting: it must be the last one, not the cheapest.
         tail = len(stretch) % per_round
         whole = sorted(stretch[: len(stretch) - tail], key=lambda row: -cost[row].sum())
         levelled = [whole[i : i + per_round] for i in range(0, len(whole), per_round)]
@@ -50,7 +51,8 @@ def levelled_rounds(
 
 
 def _dealt(rows: list[np.ndarray], cost: np.ndarray, rows_per_batch: int, world_size: int) -> list[np.ndarray]:
-    """The rows of a round, rank by rank: the costliest left goes to the rank with the least so far."""
+    """Return a round's rows rank by rank: each time the costliest row left goes to the rank with the least cost so
+    far."""
     # Rows of cost 5, 4, 3, 2 for 2 ranks of 2 rows: 5 and 2 go to rank 0, 4 and 3 to rank 1.
     ranks: list[list[np.ndarray]] = [[] for _ in range(world_size)]
     done = np.zeros(world_size)

@@ -1,8 +1,8 @@
-"""Best-fit decreasing: documents into as few bins as possible, by index.
+"""Best-fit decreasing: pack documents into as few bins as possible, by index.
 
-Each document, longest first, goes into the fullest bin that still has room; within 11/9 of the optimum
-(Johnson, 1973). Documents of one length are placed together: a bin with space r takes r // length of them before
-another is touched, so the work is per pair of distinct length and space, not per document.
+Each document, the longest first, goes into the fullest bin that still has room. The number of bins is within 11/9 of
+the optimum (Johnson, 1973). Documents of one length are placed together: a bin with space r takes r // length of them
+before the next bin is used. So the work grows with the pairs of distinct lengths and spaces, not with the documents.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 def best_fit_decreasing(lengths: np.ndarray, capacity: int, rng: np.random.Generator) -> list[np.ndarray]:
     """Pack documents of `lengths` (tokens, all between 1 and `capacity`) into bins of `capacity` tokens.
 
-    `rng` decides which of the documents of equal length goes where: another draw mixes them anew, into the same
-    number of bins. Returns one int64 array of document indices per bin.
+    `rng` decides which of the documents of equal length goes where: another draw gives other bins, but the same number
+    of them. Returns one int64 array of document indices for each bin.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if not len(lengths):
@@ -34,24 +34,24 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int, rng: np.random.Gener
 
 
 class _OpenBins:
-    """Bins by the space they have left."""
+    """Bins, grouped by the space that they have left."""
 
     def __init__(self, capacity: int) -> None:
-        # `count[s]` bins have s tokens left, `stacks[s]` holds their numbers: one numpy call over the counts finds all
-        # spaces that a length fits, without a look at single bins.
+        # `count[s]` bins have s tokens left, and `stacks[s]` holds their numbers. One numpy call over the counts finds
+        # all spaces that fit a length, without reading single bins.
         self.capacity, self.num_bins = capacity, 0
         self.stacks: dict[int, list[np.ndarray]] = {}
         self.count = np.zeros(capacity + 1, dtype=np.int64)
 
     def place(self, length: int, documents: int) -> np.ndarray:
-        """Place so many documents of one length; returns the bin of each."""
+        """Place this many documents of one length; return the bin of each."""
         placed = []
-        # The smallest space first, which is the fullest bin. Length 3 and bins with 4 and 7 tokens left: the one takes
-        # one document, the other two.
+        # The smallest space first: that is the fullest bin. With length 3 and bins with 4 and 7 tokens left, the first
+        # takes one document, the second two.
         for space in (np.flatnonzero(self.count[length:]) + length).tolist():
             if documents == 0:
                 break
-            # -(-a // b) is a / b rounded up: as many bins as these documents fill.
+            # -(-a // b) is a / b rounded up: the number of bins that these documents fill.
             bins = self._take(space, -(-documents // (space // length)))
             placed.append(self._fill(bins, space, length, documents))
             documents -= len(placed[-1])
@@ -62,9 +62,9 @@ class _OpenBins:
         return np.concatenate(placed)
 
     def _fill(self, bins: np.ndarray, space: int, length: int, documents: int) -> np.ndarray:
-        """Put documents into these bins, each to the brim but perhaps the last, and file the bins anew."""
+        """Put documents into these bins, fill all but perhaps the last, and file the bins by the space left."""
         each = space // length
-        # Bins [4, 5] that take 2 each, 3 documents: [4, 4, 5], one of them in the last.
+        # Bins [4, 5] take 2 documents each. For 3 documents the result is [4, 4, 5], with one in the last bin.
         where = np.repeat(bins, each)[:documents]
         in_last = len(where) - each * (len(bins) - 1)
         self._file(bins[:-1], space - each * length)

@@ -1,4 +1,4 @@
-"""Rows out of a bounded buffer of a stream's documents, and what is carried over to the next."""
+"""Pack rows from a bounded buffer of a stream's documents, and carry the remaining documents over."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from .balance import levelled_rounds
 from .best_fit import best_fit_decreasing
 from .microbatches import document_cost
 
-# Rows that are fuller need not wait for better company.
+# Rows that are at least this full are not held back for a better fit.
 _FULL = 0.95
-# Times that a document may be carried over: no document waits for long.
+# How often a document may be carried over, so that none waits long.
 PATIENCE = 2
 
 
 class BufferedRows(NamedTuple):
-    """Rounds of rows, each an array of document indices; the indices of the documents that are carried over."""
+    """Rounds of rows, each row an array of document indices; and the indices of the documents that are carried
+    over."""
 
     rounds: list[list[np.ndarray]]
     carried: np.ndarray
@@ -33,28 +34,28 @@ def pack_buffer(
     quadratic: float,
     rng: np.random.Generator,
 ) -> BufferedRows:
-    """Best-fit decreasing over the buffer; whole rounds of the fullest rows go out, levelled over the ranks.
+    """Pack the buffer by best-fit decreasing and send out whole rounds of the fullest rows, levelled over the ranks.
 
     Args:
         lengths (`np.ndarray`):
             Tokens of each document in the buffer, shape `(S,)`, none above `capacity`; enough of them for two rounds.
         carried_before (`np.ndarray`):
-            How often each was carried over already, shape `(S,)`: after `PATIENCE` times its row goes out first.
+            How often each document was carried over, shape `(S,)`. After `PATIENCE` times its row goes out first.
         capacity (`int`):
             Tokens of a row.
         rows_per_batch (`int`), world_size (`int`), quadratic (`float`), rng (`np.random.Generator`):
-            As [`PackedBatchSampler`] takes them.
+            See [`PackedBatchSampler`].
     """
     per_round = rows_per_batch * world_size
     rows = best_fit_decreasing(lengths, capacity, rng)
     fill = np.array([lengths[row].sum() / capacity for row in rows])
     late = np.array([carried_before[row].max() >= PATIENCE for row in rows])
-    # The last key is the first to sort by: rows with a document that waited long enough, then the fullest.
+    # `lexsort` sorts by its last key first: rows with a document that waited long enough come first, then the fullest.
     order = np.lexsort((-fill, ~late))
-    # At most a quarter waits: else the buffer would fill with rows that never get full, and new documents could not
-    # come in.
+    # At most a quarter of the rows waits. Else rows that never get full would fill the buffer, with no room for new
+    # documents.
     waiting = min(int(((fill < _FULL) & ~late).sum()), len(rows) // 4)
-    # Whole rounds only, as every rank takes part in each; one at least, or the stream would stand still.
+    # Whole rounds only, as every rank takes part in each round. At least one, or the stream would stop.
     out = max((len(rows) - waiting) // per_round, 1) * per_round
     sent, kept = order[:out], order[out:]
     rounds = levelled_rounds(
@@ -64,6 +65,6 @@ def pack_buffer(
         world_size=world_size,
         rng=rng,
     )
-    # In the order in which they came: a resumed run fills its buffer with them in that order.
+    # In their order of arrival, in which a resumed run puts them into its buffer.
     carried = np.concatenate([np.zeros(0, dtype=np.int64), *(rows[i] for i in kept)])
     return BufferedRows(rounds, np.sort(carried))

@@ -1,7 +1,7 @@
-"""The examples of one optimizer step, cut into as few and as equal micro-batches as a token budget allows.
+"""Cut the examples of one optimizer step into micro-batches: as few and as equal as a token budget allows.
 
-The cost of a micro-batch is `sum(L) + quadratic * sum(L^2)` over its documents: matrix products grow with the
-tokens, attention with the squares of the documents' lengths.
+The cost of a micro-batch is `sum(L) + quadratic * sum(L^2)` over its documents. Matrix products grow with the number
+of tokens, attention grows with the square of each document's length.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import numpy as np
 
 from .best_fit import best_fit_decreasing
 
-# Exchanges between parts that are tried; a step's few hundred documents are level long before. Level is what costs at
-# most a thousandth of the step's time, or what its longest document allows.
+# The most exchanges that are tried. A step's few hundred documents are level long before. Parts count as level if the
+# costliest is within a thousandth of the mean, or is as cheap as the longest document allows.
 _EXCHANGES = 200
 _LEVEL = 1.001
 
 
 def fewest_micro_batches(lengths: np.ndarray, budget: int) -> int:
-    """How many micro-batches of at most `budget` tokens these documents need.
+    """Return the number of micro-batches of at most `budget` tokens that these documents need.
 
     A document longer than the budget is a micro-batch of its own.
     """
@@ -27,16 +27,16 @@ def fewest_micro_batches(lengths: np.ndarray, budget: int) -> int:
 
 
 def document_cost(lengths: np.ndarray, quadratic: float) -> np.ndarray:
-    """Cost of each document, in units of the cost of a token."""
+    """Return the cost of each document, in units of the cost of a token."""
     lengths = np.asarray(lengths, dtype=np.float64)
     return lengths + quadratic * lengths**2
 
 
 def recut(lengths: np.ndarray, *, budget: int, num_micro_batches: int, quadratic: float = 0.0) -> list[list[int]]:
-    """Deal documents of `lengths` (tokens) to micro-batches, level in cost, none above `budget` tokens.
+    """Cut documents of `lengths` (tokens) into micro-batches of equal cost, none above `budget` tokens.
 
-    `num_micro_batches` is at least [`fewest_micro_batches`] and at most the number of documents. Returns document
-    indices, each list in the documents' own order.
+    `num_micro_batches` is at least [`fewest_micro_batches`] and at most the number of documents. A document longer
+    than the budget is alone. Returns document indices, each list in the documents' own order.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     return _recut(lengths, document_cost(lengths, quadratic), budget, num_micro_batches)
@@ -50,11 +50,13 @@ def recut_over_ranks(
     quadratic: float = 0.0,
     groups: np.ndarray | None = None,
 ) -> list[list[list[int]]]:
-    """The same for several ranks: for each rank its micro-batches, equally many on all, level in each round and in
-    total. A rank that has fewer than the others has empty ones at the end.
+    """Cut documents of `lengths` (tokens) into micro-batches for several ranks, level in each round and in total.
 
-    With `groups`, the number of each document's group, a group's documents all run in the same round, on whichever
-    ranks; no group may be longer than the budget.
+    Returns for each rank its micro-batches of document indices. All ranks have the same number of them: a rank that
+    needs fewer gets empty ones at the end.
+
+    With `groups`, the number of each document's group, all documents of a group run in the same round, on any of the
+    ranks. No group may be longer than the budget.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     cost = document_cost(lengths, quadratic)
@@ -62,7 +64,7 @@ def recut_over_ranks(
         return _dealt(_rounds(lengths, cost, budget, world_size), cost)
     members = [np.flatnonzero(groups == group) for group in np.unique(groups)]
     tokens, costs = (np.array([of[documents].sum() for documents in members]) for of in (lengths, cost))
-    # A group counts as one document, as long and as dear as its members together.
+    # A group counts as one document, with the length and cost of its members together.
     rounds = [
         [[document for group in part for document in members[group].tolist()] for part in parts]
         for parts in _rounds(tokens, costs, budget, world_size)
@@ -75,7 +77,7 @@ def _recut(lengths: np.ndarray, cost: np.ndarray, budget: int, num_micro_batches
     # A document longer than the budget is alone.
     parts = _level(_longest_first(cost, num_micro_batches), cost, lengths, budget)
     if any(len(part) > 1 and lengths[part].sum() > budget for part in parts):
-        # Level in cost, but too full: best fit is not as level, but fits.
+        # The parts are level in cost, but one is too full. Best fit is less level, but fits.
         parts = [part.tolist() for part in _within_budget(lengths, budget)]
         while len(parts) < num_micro_batches:
             widest = max(range(len(parts)), key=lambda i: len(parts[i]))
@@ -86,8 +88,9 @@ def _recut(lengths: np.ndarray, cost: np.ndarray, budget: int, num_micro_batches
 
 
 def _rounds(lengths: np.ndarray, cost: np.ndarray, budget: int, world_size: int) -> list[list[list[int]]]:
-    """What runs at the same time, round by round, a part for each rank: parts alike, the costliest first."""
-    # 5 micro-batches at the least on 2 ranks: 3 rounds, so 6 parts. Cut into 6, not into 5 and an idle one.
+    """Return the parts that run at the same time, round by round, one for each rank: similar costs, the costliest
+    first."""
+    # If 2 ranks need at least 5 micro-batches, there are 3 rounds of 2. Cut into 6 parts, so that no rank is idle.
     rounds = -(-fewest_micro_batches(lengths, budget) // world_size)
     parts = _recut(lengths, cost, budget, min(rounds * world_size, len(lengths)))
     parts = sorted(parts, key=lambda part: -cost[part].sum()) + [[]] * (rounds * world_size - len(parts))
@@ -95,7 +98,8 @@ def _rounds(lengths: np.ndarray, cost: np.ndarray, budget: int, world_size: int)
 
 
 def _spread(parts: list[list[int]], lengths: np.ndarray, cost: np.ndarray, budget: int) -> list[list[int]]:
-    """The documents of a round, levelled over as many parts if they fit, each in the documents' own order."""
+    """Level the documents of a round over the same number of parts if they fit, each part in the documents' own
+    order."""
     documents = np.sort(np.concatenate([np.array(part, dtype=np.int64) for part in parts]))
     wanted = min(len(parts), len(documents))
     if len(parts) == 1 or fewest_micro_batches(lengths[documents], budget) > wanted:
@@ -105,7 +109,7 @@ def _spread(parts: list[list[int]], lengths: np.ndarray, cost: np.ndarray, budge
 
 
 def _dealt(rounds: list[list[list[int]]], cost: np.ndarray) -> list[list[list[int]]]:
-    """For each rank its parts: in every round the rank that has done least so far gets the costliest."""
+    """Return for each rank its parts: in every round the rank with the least cost so far gets the costliest part."""
     dealt: list[list[list[int]]] = [[] for _ in rounds[0]]
     done = np.zeros(len(dealt))
     for parts in rounds:
@@ -117,8 +121,9 @@ def _dealt(rounds: list[list[list[int]]], cost: np.ndarray) -> list[list[list[in
 
 
 def imbalance(dealt: list[list[list[int]]], lengths: np.ndarray, quadratic: float = 0.0) -> float:
-    """How much longer a step takes than if all ranks were always busy, at least 1: ranks wait for each other in every
-    round of micro-batches.
+    """Return the time of a step relative to ranks that are always busy, at least 1.
+
+    Ranks wait for each other in every round of micro-batches.
 
     Args:
         dealt (`list[list[list[int]]]`):
@@ -126,10 +131,10 @@ def imbalance(dealt: list[list[list[int]]], lengths: np.ndarray, quadratic: floa
         lengths (`np.ndarray`):
             Tokens of each document.
         quadratic (`float`, *optional*, defaults to `0.0`):
-            Cost of a token attending to a token in units of the cost of a token.
+            Cost of one token attending to one token, in units of the cost of a token.
     """
     cost = document_cost(lengths, quadratic)
-    # Costs [[4, 2], [2, 2]] of 2 ranks in 2 rounds: they take 4 + 2, and 3 + 2 if always busy, which is 1.2.
+    # With costs [[4, 2], [2, 2]] of 2 ranks in 2 rounds, a step takes 4 + 2, and 3 + 2 if all were busy: 1.2.
     costs = np.array([[cost[part].sum() for part in rank] for rank in dealt])
     return float(costs.max(axis=0).sum() / costs.mean(axis=0).sum())
 
@@ -137,13 +142,14 @@ def imbalance(dealt: list[list[list[int]]], lengths: np.ndarray, quadratic: floa
 def _within_budget(lengths: np.ndarray, budget: int) -> list[np.ndarray]:
     own = np.flatnonzero(lengths > budget)
     shared = np.flatnonzero(lengths <= budget)
-    # Which of the documents of equal length goes where does not matter here: always the same draw.
+    # The order of documents of equal length does not matter here, so the seed is fixed.
     bins = best_fit_decreasing(lengths[shared], budget, np.random.default_rng(0))
     return [shared[documents] for documents in bins] + [own[i : i + 1] for i in range(len(own))]
 
 
 def _longest_first(cost: np.ndarray, parts: int) -> list[list[int]]:
-    """Longest processing time first (Graham, 1969): the costliest document goes first, to the part with the least."""
+    """Deal documents longest processing time first (Graham, 1969): each time the costliest left goes to the cheapest
+    part."""
     heap = [(0.0, i) for i in range(parts)]
     dealt: list[list[int]] = [[] for _ in range(parts)]
     for document in np.argsort(-cost, kind="stable").tolist():
@@ -154,10 +160,11 @@ def _longest_first(cost: np.ndarray, parts: int) -> list[list[int]]:
 
 
 def _level(parts: list[list[int]], cost: np.ndarray, lengths: np.ndarray, limit: int) -> list[list[int]]:
-    """Exchange documents between the costliest part and others while that makes it cheaper and nothing too full."""
+    """Exchange documents between the costliest part and others, as long as it gets cheaper and no part gets too
+    full."""
     totals = np.array([cost[part].sum() for part in parts])
     tokens = np.array([lengths[part].sum() for part in parts])
-    # No exchange makes the costliest part cheaper than its dearest document.
+    # No exchange makes the costliest part cheaper than the costliest document.
     reachable = max(totals.mean() * _LEVEL, cost.max())
     for _ in range(_EXCHANGES if len(parts) > 1 else 0):
         top = int(totals.argmax())
@@ -186,25 +193,27 @@ def _best_exchange(
     lengths: np.ndarray,
     limit: int,
 ) -> tuple[int, int, int] | None:
-    """The part, the document that goes to it and the one that comes back (-1 for none) with which the costlier of the
-    two parts is cheapest; `None` if nothing helps."""
-    # A column for each document that may come back, and one for none: for parts [[0, 1], [2]] and top 0, part_of is
-    # [1, 1] and comes [2, -1].
+    """Return the exchange after which the costlier of the two parts is cheapest; `None` if no exchange helps.
+
+    It is the other part, the document that goes to it, and the document that comes back (-1 for none).
+    """
+    # One column for each document that may come back, and one for none. For parts [[0, 1], [2]] and top 0, part_of is
+    # [1, 1] and comes is [2, -1].
     part_of = np.concatenate([np.full(len(part) + 1, i) for i, part in enumerate(parts) if i != top])
     comes = np.concatenate([[*part, -1] for i, part in enumerate(parts) if i != top]).astype(np.int64)
     back = np.where(comes >= 0, cost[comes], 0.0)
     back_tokens = np.where(comes >= 0, lengths[comes], 0)
     leaves = np.array(parts[top])
-    # moved[i, j]: the cost that goes over if document i of the costliest part leaves for document j.
+    # moved[i, j] is the cost that moves if document i of the costliest part is exchanged for document j.
     moved = cost[leaves][:, None] - back[None]
     worse = np.maximum(totals[top] - moved, totals[part_of][None] + moved)
     moved_tokens = lengths[leaves][:, None] - back_tokens[None]
     full = (tokens[part_of][None] + moved_tokens > limit) | (tokens[top] - moved_tokens > limit)
-    # Every part keeps a document: there are as many micro-batches as were planned.
+    # Every part keeps at least one document, or there would be fewer micro-batches than planned.
     empties = (comes[None] < 0) & (len(leaves) == 1)
     worse = np.where(full | empties, np.inf, worse)
     i, j = np.unravel_index(int(worse.argmin()), worse.shape)
-    # By more than rounding of sums: two equal documents would else be exchanged back and forth.
+    # The gain must exceed rounding of sums, or two equal documents would be exchanged back and forth.
     if not worse[i, j] < totals[top] * (1 - 1e-9):
         return None
     return int(part_of[j]), int(leaves[i]), int(comes[j])

@@ -1,8 +1,8 @@
-"""What happens to documents longer than `max_length`, and the count of everything that is lost.
+"""Handle documents longer than `max_length`, and count every dropped token.
 
-Works on document spans, `(document, start, stop)` in tokens: a kept document is one span, a truncated one a shorter
-span, a split one several. Spans without a trained token are dropped, unless batches are to hold what TRL's padded run
-holds; the first token of a span is never trained, because nothing precedes it.
+The functions work on document spans, `(document, start, stop)` in tokens. A kept document is one span, a truncated one
+a shorter span, a split one several. Spans without a trained token are dropped, unless batches must hold the examples
+of TRL's padded run. The first token of a span is never trained, because no token precedes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..errors import InvalidConfig, InvalidDataset
 from .trained import TrainedTokens
 
 OVERFLOW_POLICIES = ("truncate", "split", "drop", "error")
-# Cut wherever a row of `max_length` tokens is full, whatever the document: the strategy `wrapped`, no policy.
+# Cut documents wherever a row of `max_length` tokens is full. Users cannot choose it: the strategy `wrapped` sets it.
 WRAP = "cut at rows"
 
 
@@ -30,7 +30,7 @@ class Spans(NamedTuple):
 
 @dataclass(frozen=True)
 class PackingReport:
-    """Documents and tokens in and out of a dataset, and where the difference went."""
+    """Counts of documents and tokens before and after packing, and of those that were dropped."""
 
     documents: int
     tokens: int
@@ -45,17 +45,17 @@ class PackingReport:
     trained_tokens: int
 
     def to_dict(self) -> dict[str, int]:
-        """For JSON."""
+        """Return the counts as a dictionary, for JSON."""
         return asdict(self)
 
     def lines(self) -> list[tuple[str, str]]:
-        """Label and value of each count that a reader needs, zeros left out."""
+        """Return label and value of each count that a reader needs, without zeros."""
         always = ("documents", "tokens", "packed_documents", "packed_tokens", "trained_tokens")
         shown = [f.name for f in fields(self) if f.name in always or getattr(self, f.name)]
         return [(name.replace("_", " "), f"{getattr(self, name):,}{self._share(name)}") for name in shown]
 
     def _share(self, name: str) -> str:
-        """Of the tokens that are lost, which a count alone does not tell."""
+        """Return the share of lost tokens as text, for the count of lost tokens only."""
         return f" ({self.tokens_lost / self.tokens:.1%})" if name == "tokens_lost" and self.tokens else ""
 
 
@@ -79,16 +79,17 @@ def plan_overflow(
         policy (`str`):
             One of `OVERFLOW_POLICIES`.
         as_padded (`bool`, *optional*, defaults to `False`):
-            Keep the untrained documents that TRL keeps, so that batches hold the examples of its padded run: those
-            with a label within `max_length`, their first token's included; without `max_length` all that have a token.
-            Parts of a split document, which TRL does not have, are dropped if they train nothing.
+            Keep the untrained documents that TRL keeps, so that batches hold the examples of its padded run. TRL keeps
+            a document with a label within `max_length`, even if only the first token has one. Without `max_length` it
+            keeps every document that has a token. TRL does not split documents: parts of a split document are dropped
+            if they train nothing.
 
     Raises:
-        [`InvalidDataset`]: with policy `"error"`, naming the first document that is too long; or if nothing is left.
+        [`InvalidDataset`]: with policy `"error"` if a document is too long; or if no document is left.
     """
     if policy != WRAP:
         require_policy(policy)
-    # Runs take a few numbers a document, where a mask takes a byte a token of the whole dataset.
+    # Runs take a few numbers for each document, a mask takes one byte for each token of the dataset.
     trained = TrainedTokens.from_masks([trained]) if isinstance(trained, np.ndarray) else trained
     limit = max_length if max_length is not None else int(lengths.max(initial=1))
     too_long = lengths > limit
@@ -103,7 +104,7 @@ def plan_overflow(
     counts = _trained_in(spans, lengths, trained)
     stays = counts > 0
     if policy == WRAP:
-        # A wrapped row stays whole: its untrained parts are context for nobody, and cost nothing to keep in place.
+        # Wrapped rows stay whole: untrained parts are kept in place, which costs nothing.
         stays = np.ones_like(stays)
     elif as_padded and policy != "split":
         stays = (spans.stop > spans.start) if max_length is None else _labelled_in(spans, lengths, trained) > 0
@@ -111,7 +112,7 @@ def plan_overflow(
     if not stays.any() or not (as_padded or counts.any()):
         raise nothing_trains(len(lengths), max_length=max_length, policy=policy)
     packed_tokens = int((kept.stop - kept.start).sum())
-    # Wrapped, a short document is cut as well where a row ends: those that have several spans.
+    # With WRAP a short document is cut, too, if a row ends inside it. Cut documents have several spans.
     cut = int(too_long.sum()) if policy == "split" else int((np.bincount(kept.document) > 1).sum())
     report = PackingReport(
         documents=len(lengths),
@@ -130,7 +131,7 @@ def plan_overflow(
 
 
 def nothing_trains(documents: int, *, max_length: int | None, policy: str) -> InvalidDataset:
-    """The error that none of so many documents has a token to train on."""
+    """Return the error for a dataset of this many documents, none of which has a token to train on."""
     return InvalidDataset(
         f"no document has a token to train on: {documents} documents, max_length={max_length}, overflow='{policy}'.",
         why=["labels are all -100 within max_length, or documents are shorter than two tokens"],
@@ -148,19 +149,19 @@ def _cut(lengths: np.ndarray, limit: int, policy: str) -> Spans:
     documents = np.arange(len(lengths))
     if policy == "drop":
         documents = documents[lengths <= limit]
-    # Rounded up: 9 tokens in pieces of 4 are 3.
+    # Rounded up: 9 tokens make 3 pieces of at most 4.
     pieces = -(-lengths // limit) if policy == "split" else np.ones_like(lengths)
     document = np.repeat(documents, np.maximum(pieces[documents], 1))
-    # Of the piece in its document: for documents [0, 1, 1, 1, 2] the numbers are [0, 0, 1, 2, 0].
+    # The number of each piece in its document: for documents [0, 1, 1, 1, 2] it is [0, 0, 1, 2, 0].
     number = np.arange(len(document)) - np.searchsorted(document, document)
     start = number * limit
     return Spans(document, start, np.minimum(start + limit, lengths[document]))
 
 
 def _wrap(lengths: np.ndarray, trained: TrainedTokens, limit: int) -> Spans:
-    """Trained documents one after the other, cut at every multiple of `limit` tokens."""
+    """Join the trained documents end to end, and cut them at every multiple of `limit` tokens."""
     every = np.arange(len(lengths))
-    # Documents without a trained token are left out before rows are cut, or they would fill rows.
+    # Documents without a trained token are left out before rows are cut, or they would take up space in rows.
     whole = Spans(every, np.zeros_like(every), lengths)
     documents = every[_trained_in(whole, lengths, trained) > 0]
     ends = np.cumsum(lengths[documents])
@@ -174,13 +175,13 @@ def _wrap(lengths: np.ndarray, trained: TrainedTokens, limit: int) -> Spans:
 
 
 def _trained_in(spans: Spans, lengths: np.ndarray, trained: TrainedTokens) -> np.ndarray:
-    """Trained tokens of each span, its first token not counted."""
-    # A span [start, stop) trains what lies after its first token.
+    """Count the trained tokens of each span, without its first token."""
+    # A span [start, stop) trains the tokens after its first one.
     return _labelled_in(spans._replace(start=np.minimum(spans.start + 1, spans.stop)), lengths, trained)
 
 
 def _labelled_in(spans: Spans, lengths: np.ndarray, trained: TrainedTokens) -> np.ndarray:
-    """Tokens of each span that have a label."""
-    # Where each span's document begins in the flat array.
+    """Count the tokens of each span that have a label."""
+    # The start of each span's document in the flat array.
     offset = (np.cumsum(lengths) - lengths)[spans.document]
     return trained.before(offset + spans.stop) - trained.before(offset + spans.start)

@@ -1,7 +1,7 @@
 """Batches of document indices, packed over the whole dataset and dealt to the ranks.
 
-A plan follows from lengths, seed, epoch and rank alone: every rank computes its own part of the same plan, and all
-have the same number of batches. A new epoch mixes documents of equal length anew.
+A plan depends only on lengths, seed, epoch and rank. Every rank computes its own part of the same plan, and all ranks
+have the same number of batches. Each epoch mixes documents of equal length anew.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from .microbatches import document_cost
 
 
 def consecutive_rows(lengths: np.ndarray, capacity: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Rows of documents as they come, each row full but the last: documents are cut where a row is
-    ([`plan_overflow`] with `WRAP`)."""
-    # Lengths [4, 1, 3] and rows of 4: the last tokens are 3, 4, 7, in the rows [0, 1, 1]: documents [0], [1, 2].
+    """Return rows of consecutive documents; each row but the last is full.
+
+    The documents were cut before at the ends of rows ([`plan_overflow`] with `WRAP`).
+    """
+    # For lengths [4, 1, 3] and rows of 4, the documents' last tokens are 3, 4 and 7, in rows 0, 1 and 1. So the rows
+    # hold the documents [0] and [1, 2].
     row_of = (np.cumsum(lengths) - 1) // capacity
     return np.split(np.arange(len(lengths)), np.flatnonzero(np.diff(row_of)) + 1)
 
 
 class PackedBatchSampler:
-    """Yields the documents of one micro-batch at a time, for one rank.
+    """A batch sampler that yields the documents of one micro-batch at a time, for one rank.
 
     Args:
         lengths (`np.ndarray`):
@@ -34,14 +37,14 @@ class PackedBatchSampler:
         rows_per_batch (`int`):
             Rows of a micro-batch (`per_device_train_batch_size`).
         seed (`int`), rank (`int`), world_size (`int`):
-            As the Trainer has them.
+            The Trainer's values.
         shuffle (`bool`, *optional*, defaults to `True`):
-            Whether the rows come in random order.
+            Whether rows come in random order.
         wrapped (`bool`, *optional*, defaults to `False`):
-            Rows of consecutive documents, which were cut to fill them, instead of best fit.
+            Make rows of consecutive documents, which were cut to fill them, instead of best fit.
         quadratic (`float`, *optional*, defaults to `0.0`):
-            Cost of a token attending to a token in units of the cost of a token: rows of similar cost run at the same
-            time on all ranks.
+            Cost of one token attending to one token, in units of the cost of a token. Rows of similar cost run at the
+            same time on all ranks.
     """
 
     def __init__(
@@ -62,11 +65,11 @@ class PackedBatchSampler:
         self.pack = consecutive_rows if wrapped else best_fit_decreasing
         self.cost = document_cost(self.lengths, quadratic)
         self.epoch = 0
-        # The number of bins depends on the lengths only, not on who is mixed with whom.
+        # The number of bins depends on the lengths only, not on the random mix.
         self.num_rows = len(self.pack(self.lengths, capacity, np.random.default_rng(seed)))
 
     def set_epoch(self, epoch: int) -> None:
-        """Which epoch the next iteration packs."""
+        """Set the epoch that the next iteration packs."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -77,8 +80,9 @@ class PackedBatchSampler:
             yield self.share(round_, self.rank)
 
     def rounds(self) -> list[list[np.ndarray]]:
-        """The rows that all ranks run at the same time, round by round; [`~PackedBatchSampler.share`] deals them."""
-        # The seed and the epoch alone, no state: every rank draws the same, and a resumed run what the first one drew.
+        """Return the rows that all ranks run at the same time, round by round; [`~PackedBatchSampler.share`] deals
+        them."""
+        # The random numbers depend on seed and epoch alone, so all ranks and a resumed run draw the same.
         rng = np.random.default_rng([self.seed, self.epoch])
         rows = self.pack(self.lengths, self.capacity, rng)
         if self.shuffle:
@@ -93,13 +97,14 @@ class PackedBatchSampler:
         )
 
     def share(self, rows: list[np.ndarray], rank: int) -> list[int]:
-        """A rank's documents of one round; in a last round with fewer rows than ranks, rows are cut in halves."""
+        """Return a rank's documents of one round; in a last round with fewer rows than ranks, rows are cut in
+        halves."""
         rows = list(rows)
         while len(rows) < self.world_size:
             largest = max(range(len(rows)), key=lambda i: len(rows[i]))
             documents = rows.pop(largest)
             half = len(documents) // 2
-            # Every rank must take part in the step: a single document is repeated, as accelerate does.
+            # Every rank must take part in the step, so a single document is repeated, as accelerate does.
             rows += [documents[:half], documents[half:]] if half else [documents, documents]
         # 3 rows on 2 ranks: row 0 for rank 0, rows 1 and 2 for rank 1.
         first, last = (len(rows) * (rank + i) // self.world_size for i in (0, 1))
@@ -107,5 +112,5 @@ class PackedBatchSampler:
 
     @property
     def fill(self) -> float:
-        """True tokens over row capacity, of the whole plan."""
+        """Number of true tokens divided by the capacity of all rows, for the whole plan."""
         return float(self.lengths.sum()) / (self.num_rows * self.capacity)

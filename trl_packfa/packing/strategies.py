@@ -1,4 +1,4 @@
-"""The ways to make batches of documents, each as a value: code asks what a strategy does, never what it is called."""
+"""The ways to make batches of documents, each as a value: code reads what a strategy does, never its name."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Strategy:
             Whether the documents of an optimizer step are cut anew into micro-batches.
         fills_rows (`bool`, *optional*, defaults to `False`):
             Whether rows of `max_length` tokens are filled over the whole dataset. An optimizer step then holds other
-            documents than the padded run's.
+            documents than in the padded run.
         overflow (`str`, *optional*):
-            What it does with documents longer than `max_length`; by default the user's `overflow` says so.
+            Its policy for documents longer than `max_length`; by default the user's `overflow`.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Strategy:
 
     @property
     def wraps(self) -> bool:
-        """Whether documents are cut wherever a row is full."""
+        """True if documents are cut wherever a row is full."""
         return self.overflow == WRAP
 
     def __str__(self) -> str:

@@ -1,1 +1,1 @@
-"""The transformers side: finds what a patch names in a model, puts the forwards in place, and takes them back."""
+"""The transformers side: find what a patch names in a model, put the forwards in place, and take them back."""

@@ -1,8 +1,8 @@
 """Applying a patch to one model instance and taking it back.
 
-The only code that sets attributes on models: an instance's own `forward`, for the backbone, each attention module,
-mixers, rotary embeddings, norms, LoRA layers, and one switch of 4-bit layers. Never classes, module globals or
-functions.
+This is the only code that sets attributes on models. It sets an instance's own `forward` (backbone, attention modules,
+mixers, rotary embeddings, norms, LoRA layers) and one switch of 4-bit layers. It never changes classes, module globals
+or functions.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ _STATE = "_trl_packfa"
 
 @dataclass
 class PatchState:
-    """What was done to one model, kept on its backbone so that it travels with copies of the model."""
+    """Record of what was done to one model. It is kept on the model's backbone, so that copies of the model carry
+    it."""
 
     patch: Patch
     backends: BackendChoice
@@ -66,14 +67,14 @@ class PatchState:
     adapter_kinds: tuple[str, ...] = ()
     invocations: dict[str, tuple[int, ...]] = field(default_factory=dict)
     unpadding: Unpadding | None = None
-    # What the proof of `unpad=True` has measured, an `UnpaddingReport`.
+    # Result of the proof of `unpad=True`: an `UnpaddingReport`.
     unpadding_report: Any = None
-    # Of the proof of packing, where `patch` had to make one: an `ExactnessReport` with what was proven.
+    # Result of the proof of packing, if `patch` had to make one: an `ExactnessReport`.
     report: Any = None
 
 
 def find_state(model: nn.Module) -> PatchState | None:
-    """The state of a patched model, `None` if it is not patched."""
+    """Return the state of a patched model, `None` if it is not patched."""
     return next((vars(module)[_STATE] for module in model.modules() if _STATE in vars(module)), None)
 
 
@@ -87,8 +88,10 @@ def apply_patch(
     unpad: bool = False,
     share_prefixes: bool = False,
 ) -> PatchState:
-    """Patch this instance in place, `unpad` for padded batches too, whose rows with `share_prefixes` compute once what
-    they begin with. Every edit is resolved before any is made.
+    """Patch this model instance in place.
+
+    With `unpad` padded batches run without their pads, too. With `share_prefixes` the rows of such a batch compute a
+    common prefix once. Every edit is prepared before any is made.
 
     Raises:
         [`UnsupportedModel`]: if the modules that the patch names are not there, or attend in both directions.
@@ -103,14 +106,14 @@ def apply_patch(
     windows, lora = windows_of(patch, backbone, attention), adapted_layers(model)
     fused: dict[str, bool] = {"fused_lora": fused_lora, "fused_kernels": fused_kernels}
     state = PatchState(patch, backends, attention, windows, mixers, adapted=lora, **fused)  # type: ignore[arg-type]
-    # Read from the `PeftModel` now: below it, where the adapters run, nobody knows their configs.
+    # Read from the `PeftModel` now: the modules below it, where the adapters run, do not know the adapters' configs.
     state.invocations = invocations_of(model)
     if unpad:
         generates = inner_model(model).get_output_embeddings() is not None
         state.unpadding = Unpadding(_sharing(backbone, state) if share_prefixes else None, generates=generates)
     for module in (backbone, *mixers.values()):
         require_in_packed_rows(module, by_document=patch.rebatch or module is not backbone)
-    # All that may be refused happens up to the loop that sets the edits: a model is patched whole or not at all.
+    # Every refusal happens before the loop that sets the edits, so that a model is never patched in part.
     planned = _plan_attention(state)
     if patch.makes_mask:
         planned.append((backbone, "config", interface_config(_config(backbone), backends)))
@@ -118,7 +121,7 @@ def apply_patch(
     for override in (*_plan_outside(model, backbone, state), *_plan_inside(backbone, state)):
         planned.append((override.module, _forward_slot(override.module), override.as_forward()))
     for module, slot, value in planned:
-        # What stands on the instance itself. `None` means that the class's own was in use, so undoing deletes.
+        # Keep the instance's own value. `None` means that the class's value was in use, so undoing deletes ours.
         state.edits.append((module, slot, vars(module).get(slot)))
         setattr(module, slot, value)
     setattr(backbone, _STATE, state)
@@ -133,10 +136,10 @@ def _sharing(backbone: nn.Module, state: PatchState) -> Sharing:
 
 
 def compile_layers(model: nn.Module, **options: Any) -> int:
-    """Compile the layers of a patched model, each by itself, in place; returns how many there are.
+    """Compile each layer of a patched model by itself, in place, and return the number of layers.
 
-    Layers of one kind share their graphs, so that compiling takes as long for 32 layers as for one. `undo_patch` takes
-    it back.
+    Layers of one kind share their graphs, so compiling 32 layers takes as long as compiling one. `undo_patch` undoes
+    it.
 
     Args:
         model (`torch.nn.Module`):
@@ -154,17 +157,17 @@ def compile_layers(model: nn.Module, **options: Any) -> int:
 
 
 def _outermost_layers(backbone: nn.Module) -> list[nn.Module]:
-    """The layers of a backbone, none of them inside another."""
+    """Return the layers of a backbone that are not inside another layer."""
     layers = {name: m for name, m in backbone.named_modules() if isinstance(m, GradientCheckpointingLayer)}
     return [m for name, m in layers.items() if not any(name.startswith(f"{other}.") for other in layers)]
 
 
 def undo_patch(model: nn.Module) -> None:
-    """Take back every edit, last first; a model that is not patched stays as it is."""
+    """Take back every edit, the last one first; leave a model that is not patched as it is."""
     state = find_state(model)
     if state is None:
         return
-    # Backwards, as one slot may be edited twice: a causal LM's forward, for its head and for its arguments.
+    # Backwards, because one slot may be edited twice: a causal LM's forward is, for its head and for its arguments.
     for module, slot, before in reversed(state.edits):
         if before is None:
             delattr(module, slot)
@@ -176,11 +179,11 @@ def undo_patch(model: nn.Module) -> None:
 
 @contextmanager
 def all_or_none(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Leave each of these models patched as it was before, or not at all, where a `with` block raises."""
+    """Restore how each of these models was patched before, if a `with` block raises."""
     before = [(model, find_state(model)) for model in models]
     try:
         yield
-    # KeyboardInterrupt, too: a notebook goes on after it, with the same model.
+    # Also after KeyboardInterrupt: a notebook goes on with the same model.
     except BaseException:
         for model, state in before:
             if find_state(model) is not state:
@@ -190,7 +193,7 @@ def all_or_none(models: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _apply_again(model: nn.Module, state: PatchState | None) -> None:
-    """Patch a model as it was patched before, which was proven then."""
+    """Patch a model as it was patched before; that patch was proven then."""
     if state is None:
         return
     shares = state.unpadding is not None and state.unpadding.sharing is not None
@@ -205,13 +208,13 @@ def _require_own_attention(patch: Patch, backend: str) -> None:
     if backend != "auto":
         raise NoBackend(
             f"attention backend '{backend}' cannot serve {', '.join(patch.model_types[:3])}, ... (level rebatch).",
-            why=["the backbone runs document by document, with the model's own attention"],
+            why=["such a model's backbone runs document by document, with the model's own attention"],
             do="Pass attention_backend='auto', and choose the model's attn_implementation.",
         )
 
 
 def _plan_attention(state: PatchState) -> list[tuple[nn.Module, str, Any]]:
-    """The edits of the attention modules."""
+    """Return the edits of the attention modules."""
     patch, backends, planned = state.patch, state.backends, []
     for module in state.attention.values():
         names = class_names(module)
@@ -224,18 +227,21 @@ def _plan_attention(state: PatchState) -> list[tuple[nn.Module, str, Any]]:
             function = next(patch.functions[name] for name in names if name in patch.functions)
             planned.append((module, function, FunctionOverride(module, function, patch.arguments, backends)))
         else:
-            # A config of its own for each attention module. The model's config keeps the user's `attn_implementation`,
-            # which calls without documents, masks and saved checkpoints go by.
+            # Each attention module gets a config of its own. The model's config keeps the user's
+            # `attn_implementation`: calls without documents, masks and saved checkpoints use it.
             planned.append((module, "config", interface_config(_config(module), backends, patch.window)))
     return planned
 
 
 def _plan_outside(model: nn.Module, backbone: nn.Module, state: PatchState) -> list[Override]:
-    """Who finds the boundaries: the backbone, and the causal LM around it where that may keep them to itself."""
+    """Return the overrides of the modules that find the boundaries.
+
+    These are the backbone and, if it does not pass all its arguments on to the backbone, the causal LM around it.
+    """
     patch = state.patch
     backbone_override = RebatchOverride if patch.rebatch else BackboneOverride
-    # Where documents run by themselves, or frequencies follow a document's length, positions are counted anew: a
-    # caller's positions that begin elsewhere would be ignored, so they are refused.
+    # Where documents run by themselves, or rotary frequencies depend on a document's length, positions are counted
+    # from 0. Other positions of the caller would be ignored, so they are refused.
     counts = patch.rebatch or patch.beside or any(depends_on_length(module) for module in backbone.modules())
     options = {
         "makes_mask": patch.makes_mask,
@@ -249,11 +255,11 @@ def _plan_outside(model: nn.Module, backbone: nn.Module, state: PatchState) -> l
     inner = inner_model(model)
     own = _own_forward(inner)
     head = trl_options(inner) if state.unpadding is not None else None
-    # TRL's fused head would score every position of the padded batch, pads too; this one scores the labelled ones.
+    # TRL's fused head would score every position of the padded batch, pads too. This one scores labelled tokens only.
     if own is not None and head is not None:
         overrides.append(own := LabelledHead(inner, own, head))
-    # Causal LMs of these levels hand further keywords on to the backbone, which finds `packed_layout` among them.
-    # Others drop or refuse what they do not know: they get an override that reads it first.
+    # Causal LMs of these levels pass further keywords on to the backbone, which finds `packed_layout` among them.
+    # Others drop or refuse unknown keywords, so they get an override that reads `packed_layout` first.
     told = patch.attention or (patch.level == "interface" and not patch.beside and not patch.functions)
     if inner is not backbone and (patch.makes_mask or not told):
         overrides.append(CausalLMOverride(inner, own))
@@ -261,7 +267,7 @@ def _plan_outside(model: nn.Module, backbone: nn.Module, state: PatchState) -> l
 
 
 def _plan_inside(backbone: nn.Module, state: PatchState) -> list[Override]:
-    """What needs the layout inside the backbone without being attention."""
+    """Return the overrides of modules inside the backbone, other than attention."""
     if state.patch.rebatch:
         return []
     rotary = [module for module in backbone.modules() if depends_on_length(module)]
@@ -271,8 +277,8 @@ def _plan_inside(backbone: nn.Module, state: PatchState) -> list[Override]:
     when_packed: list[Override] = lora_overrides(backbone, _own_forward, **options)
     if state.fused_kernels:
         when_packed += kernel_overrides(backbone, taken={id(override.module) for override in when_packed})
-    # These modules are handed neither keyword nor mask and ask the context variable. The backward of a checkpointed
-    # layer recomputes it outside of the backbone's call, so the layer sets the variable itself.
+    # These modules get neither the keyword nor the mask, so they read the context variable. With activation
+    # checkpointing the backward pass recomputes a layer outside of the backbone's call: the layer sets the variable.
     if state.mixers or state.patch.functions or state.patch.makes_mask or when_packed:
         layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
         overrides += [LayerOverride(layer, _own_forward(layer)) for layer in layers]
@@ -284,7 +290,7 @@ def _mixer_override(module: nn.Module, state: PatchState) -> Override:
     beside = not names.isdisjoint(patch.beside)
     masked = not names.isdisjoint((*patch.beside, *patch.masked_mixers))
     config = getattr(module, "config", None)
-    # RecurrentGemma's attention has no `sliding_window` of its own: its config says `attention_window_size`.
+    # RecurrentGemma's attention has no `sliding_window`: the window is its config's `attention_window_size`.
     window: Any = getattr(module, "sliding_window", None) or getattr(config, "attention_window_size", None)
     return MixerOverride(
         module, _own_forward(module), native=state.native, masked=masked, beside=beside, window=window
@@ -296,10 +302,10 @@ def _config(module: Any) -> PreTrainedConfig:
 
 
 def _forward_slot(module: nn.Module) -> str:
-    """The attribute that holds the real forward: accelerate's device hooks move it to `_old_forward`."""
+    """Return the attribute that holds the real forward: accelerate's device hooks move it to `_old_forward`."""
     return "_old_forward" if "_hf_hook" in vars(module) else "forward"
 
 
 def _own_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """A forward set on the instance before us, `None` if it has its class's."""
+    """Return a forward that was set on the instance before ours, `None` if it has its class's."""
     return vars(module).get(_forward_slot(module))

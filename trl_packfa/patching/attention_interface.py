@@ -1,4 +1,4 @@
-"""Where packed attention meets transformers: its attention interface.
+"""Packed attention for transformers' attention interface.
 
 Shape letters: B rows, L row length, T packed tokens (B * L), N query heads, K key/value heads, H head dim.
 """
@@ -23,19 +23,20 @@ from ..runtime.compile import outside_of_graphs
 from ..runtime.context import current_layout, empty_mask, find_layout
 from .inspect import is_causal
 
-# The name under which transformers' attention interface knows us; chosen per module, never for a whole model.
+# Our name in transformers' attention interface. It is set on single modules, never on a whole model.
 INTERFACE = "trl_packfa"
 
 
 def interface_config(
     config: PreTrainedConfig, backends: BackendChoice, window: Callable[[Any], int | None] | None = None
 ) -> PreTrainedConfig:
-    """A copy of an attention module's config that sends its attention here, and elsewhere what is not packed.
+    """Return a copy of an attention module's config that sends its attention to our function.
 
-    `window` reads the sliding window off the module, where its call does not say it.
+    Our function sends calls that are not packed back to the model's own attention. `window` reads the sliding window
+    from the module, for models that do not pass it in the call.
     """
-    # Shallow, and past the setter of `_attn_implementation`, which would also set the configs inside this one; these
-    # are shared with the model's own config.
+    # A shallow copy, without the setter of `_attn_implementation`: the setter would also change the configs inside
+    # this one, which the model's own config shares.
     ours = copy.copy(config)
     vars(ours).update(_attn_implementation_internal=INTERFACE, trl_packfa_source=config, trl_packfa_backends=backends)
     ours.trl_packfa_window = window
@@ -56,7 +57,8 @@ def packed_attention_forward(
     indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """transformers' attention interface: `query` `(B, N, L, H)`, `key` and `value` `(B, K, L, H)` to `(B, L, N, H)`.
+    """Implement transformers' attention interface: `query` `(B, N, L, H)`, `key` and `value` `(B, K, L, H)` to `(B, L,
+    N, H)`.
 
     Without a layout ([`find_layout`]) the model's own attention function runs. `indices` `(B, L, K)` are the keys
     inside the document that an indexer chose for each query (DeepSeek sparse attention), -1 for none.
@@ -64,7 +66,7 @@ def packed_attention_forward(
     layout = find_layout((attention_mask,), kwargs)
     kwargs.pop("packed_layout", None)
     options = {"scaling": scaling, "dropout": dropout}
-    # Only what the call brought: the model's own attention function may not take the others.
+    # Only what the call has: the model's own attention function may not take the others.
     optional = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
     options |= {name: option for name, option in optional.items() if option is not None}
     if layout is None and indices is not None:
@@ -72,7 +74,7 @@ def packed_attention_forward(
     if layout is None:
         return _own_attention(module)(module, query, key, value, attention_mask, **options, **kwargs)
     require_known(module, kwargs)
-    # Models that put the window into the mask only do not say it in the call, and packing has no mask.
+    # Some models apply the window in their mask only. Packing uses no mask, so it is read from the module.
     if module.config.trl_packfa_window is not None:
         sliding_window = module.config.trl_packfa_window(module)
     arguments = AttentionArguments(
@@ -94,9 +96,12 @@ def attend_packed(
     arguments: AttentionArguments,
     indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Packed attention in the shapes of transformers' interface: `query` `(B, N, L, H)`, `key` and `value`
-    `(B, K, L, H)` to `(B, L, N, H)`; `indices` as [`packed_attention_forward`] takes them."""
-    # Rows of equal length, end to end, are one packed batch: documents never cross the end of a row.
+    """Run packed attention in the shapes of transformers' interface.
+
+    `query` `(B, N, L, H)`, `key` and `value` `(B, K, L, H)` to `(B, L, N, H)`; `indices` as in
+    [`packed_attention_forward`].
+    """
+    # Rows of equal length are joined to one packed row: documents never cross the end of a row.
     q_TNH, k_TKH, v_TKH = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     if indices is None:
         out_TNH = backends.attend(q_TNH, k_TKH, v_TKH, layout, arguments)
@@ -105,7 +110,7 @@ def attend_packed(
     return out_TNH.view(query.shape[0], query.shape[2], *out_TNH.shape[1:])
 
 
-# What was chosen is put in terms of this batch's documents.
+# Outside of graphs, as the bias depends on this batch's documents.
 @outside_of_graphs
 def _attend_to_chosen(
     backends: BackendChoice,
@@ -116,7 +121,7 @@ def _attend_to_chosen(
     layout: PackedLayout,
     arguments: AttentionArguments,
 ) -> torch.Tensor:
-    """Attention to the keys in `indices` `(B, L, K)`; documents no longer than K see all of theirs."""
+    """Attend to the keys in `indices` `(B, L, K)`; documents of at most K tokens see all of their keys."""
     if layout.max_seqlen > indices.shape[-1]:
         arguments = replace(arguments, bias=chosen_keys(indices, layout))
     return backends.attend(query, key, value, layout, arguments)
@@ -125,8 +130,10 @@ def _attend_to_chosen(
 def _masked_by_choice(
     attention_mask: torch.Tensor | None, indices: torch.Tensor, query: torch.Tensor, key: torch.Tensor
 ) -> torch.Tensor:
-    """The mask of an unpacked call with the keys that an indexer did not choose hidden: models do it themselves, but
-    not for an attention function of another name than `eager` and `sdpa`."""
+    """Return the mask of an unpacked call, with the keys hidden that an indexer did not choose.
+
+    Models hide them by themselves only for the attention functions `eager` and `sdpa`.
+    """
     hidden = indices.new_ones((*indices.shape[:2], key.shape[2]), dtype=torch.bool)
     hidden = hidden.scatter(-1, indices.long(), False).unsqueeze(1)
     if attention_mask is None:  # transformers leaves a plain causal mask to the attention function
@@ -137,12 +144,12 @@ def _masked_by_choice(
     return attention_mask.masked_fill(hidden, torch.finfo(query.dtype).min)
 
 
-# What some models add to the scores or choose keys by, which packed attention would have to know of.
+# Arguments by which some models add to the scores or choose keys; packed attention does not compute them.
 _UNKNOWN = ("position_bias", "sinks", "block_indices", "alibi")
 
 
 def require_known(module: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse what a module asks of its attention that packed attention does not compute.
+    """Refuse attention arguments that packed attention does not compute.
 
     Raises:
         [`PackingError`]: naming it.
@@ -152,26 +159,26 @@ def require_known(module: Any, kwargs: dict[str, Any]) -> None:
     unknown = [name for name in _UNKNOWN if kwargs.get(name) is not None]
     if unknown:
         raise PackingError(
-            f"{type(module).__name__} hands its attention {', '.join(unknown)}, which packed attention does not know.",
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention; packed attention lacks them.",
             do="Declare its class in a trl_packfa.Patch's masked_mixers, which run document by document.",
         )
 
 
 def _own_attention(module: Any) -> Callable[..., Any]:
-    """The attention function that the module would call unpatched."""
-    # Every modelling file has an eager attention of its own, which is in no table of transformers'.
+    """Return the attention function that the module would call unpatched."""
+    # Every modelling file has its own eager attention, which no table of transformers lists.
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     name = module.config.trl_packfa_source._attn_implementation
     return AttentionInterface().get_interface(name, eager)  # type: ignore[arg-type]
 
 
 def empty_packed_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """transformers' mask interface: a packed call's empty mask; without boundaries, the mask of the model's own
-    attention."""
-    # The mask interface is handed neither the call's keywords nor its mask: only the context variable is left.
+    """Implement transformers' mask interface: return the empty mask for a packed call, else the mask of the model's
+    own attention."""
+    # The mask interface gets neither the call's keywords nor its mask, so the layout comes from the context variable.
     layout = current_layout()
     if layout is not None:
-        # Bool, as transformers' own mask for SDPA is: models that work on the mask branch on its dtype (Doge, Falcon).
+        # Bool, as transformers' own mask for SDPA is: some models branch on the mask's dtype (Doge, Falcon).
         return empty_mask(layout, layout.cu_seqlens.device, dtype=torch.bool)
     config = kwargs["config"]
     return AttentionMaskInterface()[config.trl_packfa_source._attn_implementation](*args, **kwargs)

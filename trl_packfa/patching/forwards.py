@@ -1,6 +1,6 @@
 """The `forward`s that a patch puts on one model instance: causal LM, backbone, attention.
 
-Each goes to the original unless the call is packed.
+Each calls the original forward unless the call is packed.
 
 Shape letters: B rows, L row length, T packed tokens (B * L), N heads, H head dim.
 """
@@ -34,9 +34,11 @@ from .unpadding import Unpadding
 
 
 class BackboneOverride(Override):
-    """Finds the boundaries once, hands them to every layer, and keeps any T x T mask from being built."""
+    """Forward of a backbone that finds the document boundaries once, hands them to every layer, and avoids any T x T
+    mask."""
 
-    # Whether token types of any kind may come: documents run under the backbone's own masks, or it looks itself.
+    # True in subclasses that allow any token types: their documents run under the backbone's own masks, or the
+    # backbone checks the types itself.
     any_token_types = False
 
     def __init__(
@@ -65,7 +67,7 @@ class BackboneOverride(Override):
 
     @around_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The backbone's forward."""
+        """Run the backbone's forward."""
         call = {**dict(zip(self.names, args, strict=False)), **kwargs}  # layouts are looked for by name
         layout = self.find_layout(call)
         if layout is not None:
@@ -78,33 +80,34 @@ class BackboneOverride(Override):
 
     @around_graphs
     def run_unpacked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The original forward."""
+        """Run the original forward."""
         return router_loss.told(self.call_original(*args, **router_loss.asked(kwargs)))
 
     @outside_of_graphs
     def find_layout(self, call: dict[str, Any]) -> PackedLayout | None:
-        """From the call, or as the causal LM around it has found it; `None` if it is not packed."""
+        """Return the layout from the call, or the one that the causal LM around it has found; `None` if the call is
+        not packed."""
         layout = layout_of(call, ignores_position_ids=self.ignores_position_ids, max_positions=self.max_positions)
-        layout = current_layout() if layout is None else layout  # of a causal LM that keeps its arguments
+        layout = current_layout() if layout is None else layout  # set by a causal LM that passes no boundaries on
         if layout is not None:
             self._require_packable(call, layout)
         return layout
 
     @outside_of_graphs
     def find_rows(self, call: dict[str, Any]) -> PaddedRows | None:
-        """The rows of a padded call that runs without its pads, `None` if it is left alone."""
+        """Return the rows of a padded call that runs without its pads, `None` if it runs as it is."""
         rows = None if self.unpadding is None else self.unpadding.rows_of(call, self.module)
         if rows is not None:
             self._require_packable(call, rows.layout(torch.device("cpu")))
         return rows
 
     def _require_packable(self, call: dict[str, Any], layout: PackedLayout) -> None:
-        """What no row of several documents can answer is refused.
+        """Refuse arguments that a packed row cannot support.
 
         Raises:
             [`PackingError`]: naming the argument.
         """
-        if self.look is not None:  # once, at the first packed call: what was put into the model since it was patched
+        if self.look is not None:  # once, at the first packed call: modules added since the model was patched
             self.look(self.module)
             self.look = None
         if self.max_positions is not None:
@@ -129,20 +132,20 @@ class BackboneOverride(Override):
     def _require_positions(self, layout: PackedLayout, most: int) -> None:
         if layout.max_seqlen > most:
             raise PackingError(
-                f"a document of {layout.max_seqlen} tokens, the model has {most} positions.",
+                f"a document has {layout.max_seqlen} tokens, the model has {most} positions.",
                 do=f"Pass max_length={most} or less, or cut the document.",
             )
 
     @around_graphs
     def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
-        """The original forward, its layers told of the layout."""
+        """Run the original forward and give its layers the layout."""
         call, layout = self._packed_call(call, layout)
         with packed_call(layout):
             return router_loss.told(self.call_original(**call))
 
     @around_graphs
     def run_without_pads(self, call: dict[str, Any], rows: PaddedRows) -> Any:
-        """A padded call as one row of its true tokens, its outputs put back into the padded batch's shape."""
+        """Run a padded call as one row of its true tokens, and put the outputs back into the padded batch's shape."""
         taken, layout = self._taken(call, rows)
         with self.unpadding.noise_as_padded(self.module, rows, call["attention_mask"].device):  # type: ignore[union-attr]
             outputs = self.run_packed(taken, layout)
@@ -161,13 +164,13 @@ class BackboneOverride(Override):
     @outside_of_graphs
     def _packed_call(self, call: dict[str, Any], layout: PackedLayout) -> tuple[dict[str, Any], PackedLayout]:
         if self.keeps_ids and call.get("input_ids") is not None:
-            layout = replace(layout, memo={INPUT_IDS: call["input_ids"]})  # of its own: another call has other tokens
+            layout = replace(layout, memo={INPUT_IDS: call["input_ids"]})  # a new memo: each call has its own tokens
         call = _packed_call(call, layout)
         if "token_type_ids" in self.names and call.get("token_type_ids") is None:
             call["token_type_ids"] = types_of_long_rows(self.module, layout)
         if self.makes_mask:
-            call["attention_mask"] = None  # transformers' mask interface makes the empty one
-        # Where the forward takes no further arguments, the layout rides on the mask, see `runtime/context.py`.
+            call["attention_mask"] = None  # transformers' mask interface makes the empty mask
+        # If the forward takes no further arguments, the mask carries the layout, see `runtime/context.py`.
         return self._accepted(router_loss.asked(call)), call["packed_layout"]
 
     @outside_of_graphs
@@ -176,53 +179,53 @@ class BackboneOverride(Override):
 
 
 def _packed_call(call: dict[str, Any], layout: PackedLayout) -> dict[str, Any]:
-    """The arguments of a packed call: positions for certain, no cache, no mask to build."""
+    """Return the arguments of a packed call: always with positions, without a cache, without a mask to build."""
     device = next(call[name] for name in ("inputs_embeds", "input_ids") if call.get(name) is not None).device
-    layout = layout.to(device)  # a caller's may lie on the host
+    layout = layout.to(device)  # a caller's layout may lie on the host
     as_rows(call, (layout.rows, layout.row_length))
     if call.get("position_ids") is None:
         call["position_ids"] = layout.position_ids()
     if call["position_ids"].dtype not in (torch.int32, torch.int64):  # tables of learned positions take no others
         call["position_ids"] = call["position_ids"].long()
-    mask = empty_mask(layout, device)  # transformers would build a T x T mask in the place of `None`
+    mask = empty_mask(layout, device)  # for `None` transformers would build a T x T mask
     batch = (call.get(name) for name in ("input_ids", "inputs_embeds", "position_ids"))
     mark_dynamic(tensor for tensor in (*batch, layout.cu_seqlens, *layout.sizes) if tensor is not None)
-    # Filled caches were refused, and an empty one would only be filled for nothing.
+    # Filled caches were refused before, and filling an empty one would be wasted work.
     return {**without_caches(call), "attention_mask": mask, "use_cache": False, "packed_layout": layout}
 
 
 class RebatchOverride(BackboneOverride):
-    """Runs the whole backbone document by document: exact for every causal one, without touching its inside."""
+    """Forward of a backbone that runs as a whole, document by document: exact for every causal backbone."""
 
     any_token_types = True
 
     @around_graphs
     def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
-        """See [`run_backbone_by_document`]."""
+        """Run the backbone document by document, see [`run_backbone_by_document`]."""
         if call.get("use_cache") is not None or "use_cache" in self.names:
             call["use_cache"] = False
-        with packed_call(None):  # the documents by themselves are not packed
+        with packed_call(None):  # the calls for single documents are not packed
             call = self._accepted(router_loss.asked(without_caches(call)))
             return router_loss.told(run_backbone_by_document(self.call_original, call, layout))
 
 
 class CausalLMOverride(BackboneOverride):
-    """Finds the boundaries for a causal LM that does not hand all its arguments to its backbone."""
+    """Forward of a causal LM that does not pass all its arguments to its backbone; it finds the boundaries first."""
 
     any_token_types = True
 
     def __init__(self, module: nn.Module, original: Callable[..., Any] | None) -> None:
-        super().__init__(module, original, ignores_position_ids=True)  # it hands none on
+        super().__init__(module, original, ignores_position_ids=True)  # it passes no positions on
         self.__signature__ = forward_signature(module)  # `generate()` and the Trainer read it
 
     @around_graphs
     def run_unpacked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The original forward; its backbone says what the routers chose."""
+        """Run the original forward; router logits are collected by its backbone's override."""
         return self.call_original(*args, **kwargs)
 
     @around_graphs
     def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
-        """The original forward without the boundaries, which its backbone finds in the context."""
+        """Run the original forward without the boundaries, which its backbone finds in the context."""
         for name in (*BOUNDARIES, *FOUND_BY_ITSELF):
             call.pop(name, None)
         with packed_call(layout):
@@ -230,7 +233,7 @@ class CausalLMOverride(BackboneOverride):
 
 
 class AttentionOverride(Override):
-    """The attention of one layer on `(T, N, H)`: no transposes, no mask, no key/value expansion."""
+    """Forward of one layer's attention on `(T, N, H)`: without transposes, mask or key/value expansion."""
 
     def __init__(
         self,
@@ -245,7 +248,8 @@ class AttentionOverride(Override):
         self.patch, self.qkv, self.backends = patch, qkv, backends
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The attention module's forward: output `(B, L, D)` and, as no T x T matrix exists, no weights."""
+        """Run the attention module's forward: return the output `(B, L, D)` and no weights, as no T x T matrix
+        exists."""
         layout = find_layout(args, kwargs)
         kwargs.pop("packed_layout", None)
         if layout is None:
@@ -254,7 +258,7 @@ class AttentionOverride(Override):
         query, key, value = (t.flatten(0, 1) for t in self.qkv(self.module, hidden_states, position_embeddings))
         arguments = self.patch.arguments(self.module)
         if not self.module.training:
-            arguments = replace(arguments, dropout=0.0)  # modules store the rate of training
+            arguments = replace(arguments, dropout=0.0)  # modules store the rate for training
         attend = self.backends.attend if self.patch.bias is None else self._attend_with_bias
         out_TNH = attend(query, key, value, layout, arguments)
         attended = out_TNH.reshape(*hidden_states.shape[:-1], -1)  # (T, N, H) to (B, L, N * H)
@@ -262,7 +266,7 @@ class AttentionOverride(Override):
             return self.patch.finish(self.module, attended, args)
         return getattr(self.module, self.patch.output)(attended), None
 
-    # A bias is made of this batch's documents.
+    # Outside of graphs, as the bias depends on this batch's documents.
     @outside_of_graphs
     def _attend_with_bias(
         self,
@@ -273,7 +277,7 @@ class AttentionOverride(Override):
         arguments: AttentionArguments,
     ) -> torch.Tensor:
         assert self.patch.bias is not None
-        if isinstance(layout, BranchedLayout):  # a bias knows documents, not pieces of them
+        if isinstance(layout, BranchedLayout):  # a bias is computed for whole documents, not for segments of them
             query, key, value = (spread(tensor, layout) for tensor in (query, key, value))
             return collect(self._attend_with_bias(query, key, value, layout.paths, arguments), layout)
         arguments = replace(arguments, bias=self.patch.bias(self.module, value, layout))

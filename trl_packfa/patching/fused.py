@@ -1,5 +1,5 @@
-"""What lies between a layer's matrix products: which norms, rotations and gated MLPs run in fewer passes over memory,
-and by what."""
+"""Faster kernels for norms, rotary embeddings and gated MLPs: choose the modules that use them, and describe the
+choice."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ from .forwards import AttentionOverride
 
 
 def kernel_overrides(backbone: nn.Module, *, taken: set[int]) -> list[Override]:
-    """Overrides of norms and gated MLPs that lie where something is faster than their own forwards; `taken` are the
-    ids of modules that have one already."""
+    """Return overrides of the norms and gated MLPs for whose device a faster kernel exists.
+
+    `taken` holds the ids of modules that have an override already.
+    """
     left = [module for module in backbone.modules() if id(module) not in taken]
     overrides: list[Override] = [RMSNormOverride(module, None) for module in left if is_rms_norm_on_cpu(module)]
     overrides += [LigerRMSNormOverride(module, None) for module in left if is_rms_norm_on_cuda(module)]
@@ -35,8 +37,10 @@ def kernel_overrides(backbone: nn.Module, *, taken: set[int]) -> list[Override]:
 
 
 def describe_kernels(state: Any) -> list[str]:
-    """What of a `PatchState`'s model is computed by which kernel, one line a kind; nothing of what runs the model's
-    own code, but for why Liger does not run on CUDA."""
+    """List which kernel runs each kind of module of a `PatchState`'s model, one line a kind.
+
+    Modules that run the model's own code are not listed. If Liger cannot run on CUDA, a line gives the reason.
+    """
     overrides = [override for module, slot, _ in state.edits if (override := override_in(module, slot)) is not None]
     if not state.fused_kernels:
         return ["norms, rotation and SwiGLU: the model's own code (fused_kernels=False)"]
@@ -50,7 +54,7 @@ def describe_kernels(state: Any) -> list[str]:
 
 
 def _kinds(override: Override) -> Iterator[tuple[str, str]]:
-    """What an override computes by a kernel, and by which."""
+    """Yield each kind of module that an override computes by a kernel, with the kernel's name."""
     kernels, weight = liger_kernels(), next(override.module.parameters(), None)
     by_liger = "" if kernels is None else f"liger-kernel {kernels.version}"
     on_cuda = kernels is not None and weight is not None and lies_on_cuda(weight)

@@ -1,4 +1,4 @@
-"""Finding what a patch names in a model: backbone, attention modules, windows, learned positions. Changes nothing."""
+"""Find what a patch names in a model: backbone, attention modules, windows, learned positions. Nothing is changed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..patches.registry import get_patch_for_type
 
 
 def model_type(model: nn.Module) -> str:
-    """`config.model_type` of the outermost transformers model in `model`.
+    """Return `config.model_type` of the outermost transformers model in `model`.
 
     Raises:
         [`UnsupportedModel`]: if there is none.
@@ -29,7 +29,7 @@ def model_type(model: nn.Module) -> str:
 
 
 def model_config(model: nn.Module) -> PreTrainedConfig:
-    """`config` of the outermost transformers model in `model`.
+    """Return the `config` of the outermost transformers model in `model`.
 
     Raises:
         [`UnsupportedModel`]: if there is none.
@@ -38,7 +38,7 @@ def model_config(model: nn.Module) -> PreTrainedConfig:
 
 
 def inner_model(model: nn.Module) -> PreTrainedModel:
-    """The outermost transformers model in `model`.
+    """Return the outermost transformers model in `model`.
 
     Raises:
         [`UnsupportedModel`]: if there is none.
@@ -53,17 +53,17 @@ def inner_model(model: nn.Module) -> PreTrainedModel:
 
 
 def get_patch(model: nn.Module) -> Patch:
-    """The patch for a model, looked up by the `config.model_type` of the outermost transformers model in it.
+    """Return the patch for a model, by the `config.model_type` of the outermost transformers model in it.
 
     Raises:
-        [`UnsupportedModel`]: with the nearest names.
+        [`UnsupportedModel`]: if there is none; the message names the most similar model types.
     """
     patch = get_patch_for_type(model_type(model))
-    # Falcon, say: rotary models by one patch, ALiBi models by another.
+    # One type may need two patches: Falcon has rotary models and ALiBi models.
     while patch.serves is not None and not patch.serves(model_config(model)):
         if patch.otherwise is None:
             raise UnsupportedModel(
-                f"the patch for model type '{model_type(model)}' is not for a config like this one.",
+                f"the patch for model type '{model_type(model)}' does not support this config.",
                 do=f"{TRAIN_PADDED[0].upper()}{TRAIN_PADDED[1:]}.",
             )
         patch = patch.otherwise
@@ -71,34 +71,34 @@ def get_patch(model: nn.Module) -> Patch:
 
 
 def known_ids(model: Any) -> int:
-    """How many numbers of tokens a model can read."""
-    # The table's own size: a number beyond it is an index error, whatever the config says of the vocabulary.
+    """Return the size of the vocabulary that a model can read."""
+    # The size of the embedding table: a larger id is an index error, whatever vocabulary the config states.
     table = model.get_input_embeddings()
     return getattr(table, "num_embeddings", None) or model_config(model).get_text_config().vocab_size
 
 
 def known_labels(model: Any) -> int:
-    """How many numbers of tokens a model can predict."""
+    """Return the size of the vocabulary that a model can predict."""
     return getattr(model.get_output_embeddings(), "out_features", None) or known_ids(model)
 
 
 def forward_takes(module: nn.Module, name: str) -> bool:
-    """Whether a module's own forward names an argument."""
+    """Tell whether the forward of a module's class has an argument of this name."""
     return name in inspect.signature(type(module).forward).parameters
 
 
 def find_backbone(model: nn.Module, patch: Patch) -> nn.Module:
-    """The module that runs the decoder stack.
+    """Return the module that runs the decoder stack.
 
     Raises:
-        [`UnsupportedModel`]: if the class that the patch names is not there, or several times.
+        [`UnsupportedModel`]: if the class that the patch names is missing, or there are several modules of it.
     """
     if patch.backbone is None:
         inner: Any = inner_model(model)
         base: Any = inner.base_model
         if base is inner:  # a causal LM whose prefix names something else (llama4_text)
             base = getattr(inner, "model", inner)
-        # Causal LMs call past a base model that only wraps a decoder (OPT, those of encoder-decoders).
+        # Some base models only wrap a decoder, and the causal LM calls the decoder itself (OPT, encoder-decoders).
         return base.decoder if hasattr(base, "decoder") and not hasattr(base, "encoder") else base
     found = [module for module in model.modules() if patch.backbone in class_names(module)]
     if len(found) != 1:
@@ -117,21 +117,21 @@ def uses_interface(module: nn.Module) -> bool:
 
 @cache
 def _reads_interface(forward: Callable[..., Any]) -> bool:
-    """Tell whether a forward reads a global that is an `AttentionInterface` (modelling files call it
-    `ALL_ATTENTION_FUNCTIONS`)."""
-    function = inspect.unwrap(forward)  # decorators, as transformers' own for renamed arguments
+    """Tell whether a forward reads a global that is an `AttentionInterface` (`ALL_ATTENTION_FUNCTIONS` in modelling
+    files)."""
+    function = inspect.unwrap(forward)  # transformers decorates forwards whose arguments were renamed
     if not inspect.isfunction(function):  # compiled to C: nothing can be read
         return False
     return any(isinstance(value, AttentionInterface) for value in inspect.getclosurevars(function).globals.values())
 
 
 def is_causal(module: Any) -> bool:
-    """Whether a module attends backwards only, by itself or, as a decoder's, through its mask."""
+    """Tell whether a module attends backwards only, by itself or, in a decoder, through its mask."""
     return getattr(module, "is_causal", True) is not False or bool(getattr(module, "is_decoder", False))
 
 
 def tells_window(module: nn.Module) -> bool:
-    """Tell whether a module passes `sliding_window` to its attention function, so that not only the mask knows it."""
+    """Tell whether a module passes `sliding_window` to its attention function, and not to its mask alone."""
     return "sliding_window" in _keywords_passed(type(module).forward)
 
 
@@ -147,13 +147,14 @@ def _keywords_passed(forward: Callable[..., Any]) -> frozenset[str]:
 
 
 def masks_windows(backbone: nn.Module) -> bool:
-    """Whether the code around a backbone builds masks of sliding windows; without, a config's window means nothing."""
+    """Tell whether the code around a backbone builds masks of sliding windows; if not, a config's window has no
+    effect."""
     names = vars(sys.modules[type(backbone).__module__])
     return "create_sliding_window_causal_mask" in names or "create_masks_for_generate" in names
 
 
 def find_attention(backbone: nn.Module, patch: Patch) -> dict[str, nn.Module]:
-    """The attention modules by name, all causal."""
+    """Return the attention modules by name, all of them causal."""
     if patch.rebatch:
         return {}
     if patch.attention:
@@ -164,13 +165,13 @@ def find_attention(backbone: nn.Module, patch: Patch) -> dict[str, nn.Module]:
 
 
 def find_by_class(backbone: nn.Module, classes: Iterable[str]) -> dict[str, nn.Module]:
-    """The modules of these classes by name."""
+    """Return the modules of these classes by name."""
     names = set(classes)
     return {name: module for name, module in backbone.named_modules() if names.intersection(class_names(module))}
 
 
 def _find_rewritten(backbone: nn.Module, patch: Patch) -> dict[str, nn.Module]:
-    """The attention modules that the patch rewrites: one per layer."""
+    """Return the attention modules that the patch rewrites: one for each layer."""
     attention = find_by_class(backbone, patch.attention)
     layers = backbone.config.num_hidden_layers  # type: ignore[union-attr]
     if len(attention) != layers:
@@ -183,11 +184,11 @@ def _find_rewritten(backbone: nn.Module, patch: Patch) -> dict[str, nn.Module]:
 
 
 def _find_interface(backbone: nn.Module, patch: Patch) -> dict[str, nn.Module]:
-    """The modules that compute attention through transformers' interface: at least one, all causal."""
-    # Of a model with images the text decoder only: its encoders attend in both directions, outside of the row.
+    """Return the modules that compute attention through transformers' interface: at least one, all causal."""
+    # In a model with images only the text decoder: encoders attend in both directions, outside of the packed row.
     decoder: Any = getattr(backbone, "language_model", backbone)
     found = find_by_class(backbone, (*patch.mixers, *patch.masked_mixers))
-    # What runs document by document does so with the model's own attention, inside as well.
+    # Modules that run document by document keep the model's own attention inside them.
     inside = [id(module) for mixer in found.values() for module in mixer.modules()]
     over_layers = find_by_class(decoder, patch.over_layers)
     attention = {
@@ -213,15 +214,17 @@ _ELSEWHERE = re.compile(
 
 
 def _is_elsewhere(name: str, module: nn.Module) -> bool:
-    """Attention to an encoder, which packed calls are refused with, or inside the encoder of another modality."""
+    """Tell whether a module attends to an encoder, or is inside the encoder of another modality."""
     return bool(_ELSEWHERE.search(f"{name} {type(module).__name__}"))
 
 
 def windows_of(patch: Patch, backbone: nn.Module, attention: dict[str, nn.Module]) -> tuple[int | None, ...]:
-    """The sliding window of each attention module; under the interface, where calls say it, the config's.
+    """Return the sliding window of each attention module.
+
+    Models on transformers' interface that pass the window in their calls have their config's.
 
     Raises:
-        [`UnsupportedModel`]: if a window reaches the attention in the mask alone, which packing does without.
+        [`UnsupportedModel`]: if a window reaches the attention through the mask alone; packing uses no mask.
     """
     if patch.rebatch:
         return ()
@@ -235,12 +238,12 @@ def windows_of(patch: Patch, backbone: nn.Module, attention: dict[str, nn.Module
     # Some configs carry a window that their model's code never reads.
     if not masks_windows(backbone):
         window = None
-    # A window that only the mask knows would be lost without an error: every token would see its whole document.
+    # A window that only the mask applies would be lost without an error: a token would see its whole document.
     told = all(tells_window(module) for module in attention.values())
     if chunk or (window and not told):
         raise UnsupportedModel(
             f"{type(backbone).__name__} limits attention to {chunk or window} tokens through its mask alone.",
-            why=["packed attention has no mask, and is not told of the limit"],
+            why=["packed attention uses no mask, so it would ignore the limit"],
             do="Declare a trl_packfa.Patch that rewrites its attention (documentation, 'Writing a patch').",
         )
     return (window or None,) * len(attention)
@@ -258,7 +261,7 @@ def _require_causal(attention: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def class_names(module: nn.Module) -> list[str]:
-    """Names of the module's class and its bases: wrappers such as FSDP2 subclass on the fly."""
+    """Return the names of the module's class and its bases: wrappers such as FSDP2 make subclasses at run time."""
     return [cls.__name__ for cls in type(module).__mro__]
 
 
@@ -267,15 +270,17 @@ _POSITIONS = re.compile(r"wpe|pos(ition)?s?_emb|embed_positions", re.IGNORECASE)
 
 
 def max_positions(backbone: nn.Module) -> int | None:
-    """How many positions the smallest table of learned ones holds for a document, `None` without a table. Looking up
-    more is an index error on a CPU and the end of the process's device on CUDA."""
+    """Return the number of positions in the smallest table of learned positions, `None` without a table.
+
+    A position beyond it is an index error on a CPU. On CUDA it makes the device unusable for the process.
+    """
     sizes = []
     for name, table in backbone.named_modules():
         own_name = name.rpartition(".")[2]
         elsewhere = _ELSEWHERE.search(name)
         if isinstance(table, nn.Embedding) and _POSITIONS.search(own_name) and "rel" not in own_name and not elsewhere:
-            # Rows that no position uses: OPT and BART add an `offset` of 2, RoBERTa begins behind its padding index
-            # (514 rows, padding index 1: 512 positions).
+            # Some rows are for no position: OPT and BART add an `offset` of 2, RoBERTa's positions begin after its
+            # padding index (514 rows, padding index 1: 512 positions).
             before = getattr(table, "offset", 0) + (0 if table.padding_idx is None else table.padding_idx + 1)
             sizes.append(table.num_embeddings - before)
     return min(sizes, default=None)

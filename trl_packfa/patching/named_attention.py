@@ -1,9 +1,8 @@
-"""The two functions that `attn_implementation="packfa"` names: transformers' attention and mask interface of a model
-that no patch prepared.
+"""The two functions behind `attn_implementation="packfa"`: attention and mask interface of a model without a patch.
 
-A packed call gets no mask and runs by the backends. Any other is what `sdpa` makes of it, with the softcap and sinks
-that `sdpa` lacks: padded rows and generation with a cache under its mask, rows without pads by the backends where a
-window, softcap or sinks are asked for.
+A packed call uses no mask and runs by the backends. Other calls run as with `sdpa`, plus the softcap and sinks that
+`sdpa` lacks. Padded rows and generation with a cache use its mask. Rows without pads run by the backends if the model
+asks for a window, softcap or sinks.
 
 Shape letters: B rows, L row length, M keys of a row, N query heads, K key/value heads, H head dim.
 """
@@ -31,7 +30,7 @@ from .named_boundaries import PADDING, layout_of_attention, sees_ahead, starts_i
 from .named_models import CHOSEN, NAME, refuse_at_load, require_positions, runs_as_sdpa, served_patch
 
 
-# The documents of a call are read on the host.
+# Outside of graphs, as the documents of a call are read on the host.
 @outside_of_graphs
 def named_attention_forward(
     module: Any,
@@ -46,7 +45,8 @@ def named_attention_forward(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """transformers' attention interface: `query` `(B, N, L, H)`, `key` and `value` `(B, K, M, H)` to `(B, L, N, H)`.
+    """Implement transformers' attention interface: `query` `(B, N, L, H)`, `key` and `value` `(B, K, M, H)` to `(B, L,
+    N, H)`.
 
     Raises:
         [`PackingError`]: if the type is not served, or the call's boundaries cannot be honoured.
@@ -94,27 +94,29 @@ def _unpacked(
         options = {"scaling": arguments.scaling, "dropout": arguments.dropout, "is_causal": causal}
         return sdpa(module, query, key, value, mask, **options, **kwargs)[0]
     if whole:
-        # Keys beyond the queries are room in a static cache that is still empty.
+        # Keys after the last query are the part of a static cache that is still empty.
         key, value = key[:, :, :length], value[:, :, :length]
         layout = _one_a_row(rows, length, query.device)
         return attend_packed(CHOSEN.backends, query, key, value, layout, arguments)
     if mask is None:
         mask = torch.ones((1, 1, length, key.shape[2]), dtype=torch.bool, device=query.device)
     bias = None
-    if mask.dtype != torch.bool:  # a caller's own, which is added to the scores
+    if mask.dtype != torch.bool:  # a caller's own mask, which is added to the scores
         mask, bias = torch.ones_like(mask, dtype=torch.bool), mask
-    mask = mask | ~mask.any(dim=-1, keepdim=True)  # pads, which see nothing: anything but NaN
+    mask = mask | ~mask.any(dim=-1, keepdim=True)  # pads see no key; let them see all, or they would become NaN
     return dense_attention(query, key, value, mask, arguments, bias).transpose(1, 2)
 
 
-@lru_cache(maxsize=4)  # the layers of a forward share what backends derive from it
+@lru_cache(maxsize=4)  # so that the layers of a forward share what backends derive from the layout
 def _one_a_row(rows: int, length: int, device: torch.device) -> PackedLayout:
     return PackedLayout.from_lengths([length] * rows, rows=rows, device=device)
 
 
 def named_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """transformers' mask interface: no mask for a call without pads and cache, an empty one for one whose positions
-    restart, and `sdpa`'s for any other.
+    """Implement transformers' mask interface.
+
+    A call without pads and cache gets no mask, one whose positions restart gets an empty mask, and any other gets
+    `sdpa`'s.
 
     Raises:
         [`PackingError`]: if the type is not served.
@@ -146,19 +148,19 @@ def _make_mask(
         "local_size": local_size, "allow_is_causal_skip": allow_is_causal_skip, "use_vmap": use_vmap, "config": config,
     }  # fmt: skip
     sdpa_mask = AttentionMaskInterface()["sdpa"]
-    if "allow_is_bidirectional_skip" in kwargs:  # an encoder's, or that of attention to one
+    if "allow_is_bidirectional_skip" in kwargs:  # the mask of an encoder, or of attention to one
         return sdpa_mask(**options)
     served_patch(config)
     if runs_as_sdpa():
         return sdpa_mask(**{**options, "allow_is_causal_skip": False})
     padded = attention_mask is not None and not bool(attention_mask.all())
-    # Read where the lengths agree only: a static cache's offset is a tensor.
+    # The offset is read only where the lengths agree: a static cache's offset is a tensor.
     if padded or q_length != kv_length or int(q_offset) or use_vmap:
         mask = sdpa_mask(**options)
         if mask is not None:
             setattr(mask, PADDING, attention_mask)
         return mask
-    # Without one of these the rule is "what came before", and there is nothing to read off it.
+    # In these cases the rule is a plain causal one, and there are no boundaries to read off it.
     if (allow_is_causal_skip and local_size is None) or q_length == 1:
         return None
     shape, device = (batch_size, q_length), kwargs["device"]
@@ -167,12 +169,12 @@ def _make_mask(
     layout = starts_in_rule(mask_function, shape, device)
     if layout is not None:
         return empty_mask(layout, torch.device(device), dtype=torch.bool)
-    # A model that asks for a mask in any case gets it. In a graph, transformers never allows to leave it out.
+    # Some models always need a mask, and get one. In a graph transformers always asks for one, so that tells nothing.
     return None if allow_is_causal_skip or traced else sdpa_mask(**options)
 
 
 def register_name() -> None:
-    """Register both functions with transformers, and refuse from now on to make models that they cannot serve.
+    """Register both functions with transformers, and from then on refuse to build models that they cannot serve.
 
     Raises:
         [`InvalidConfig`]: if another package has registered the name.
@@ -186,7 +188,7 @@ def register_name() -> None:
         _WATCHED.append(register_module_module_registration_hook(refuse_at_load))
 
 
-# The hook that sees models being made; there is one, however often the name is registered.
+# The hook that sees each model as it is built. There is only one, however often the name is registered.
 _WATCHED: list[Any] = []
 
 

@@ -1,8 +1,8 @@
-"""Boundaries of a call of a model that no patch prepared, read where transformers' two registries are called.
+"""Boundaries of a call of a model without a patch, read in the two functions that transformers' registries call.
 
-The mask function runs once for a kind of mask and sees the mask of padding, the cache's lengths and, in the rule that
-it is handed, positions that restart. The attention function runs in every layer and sees the call's keywords. Neither
-sees all, so what both see must agree, and a call that only one of them can see is refused.
+The mask function runs once for each kind of mask. It sees the mask of padding, the cache's lengths and, in its mask
+rule, positions that restart. The attention function runs in every layer and sees the call's keywords. Neither sees
+everything, so both must agree. A call that only one of them can see is refused.
 
 Shape letters: B rows, L row length, N query heads, H head dim.
 """
@@ -23,22 +23,22 @@ from ..runtime.per_document import FLASH_KEYS
 from ..runtime.validate import host_positions, refuse_beside_cache, refuse_restarts_under_padding
 
 _EXPLICIT = ("packed_layout", *FLASH_KEYS)
-# Where a mask of ours carries the mask of padding `(B, L)` that it was made of, or `None`; callers' own carry nothing.
+# Attribute of our masks: the mask of padding `(B, L)` that a mask was made of, or `None`. Callers' masks have none.
 PADDING = "trl_packfa_padding"
 
 
 def starts_in_rule(rule: Callable[..., torch.Tensor], shape: tuple[int, int], device: Any) -> PackedLayout | None:
-    """Read documents off transformers' rule of who attends to whom, without making a mask of it.
+    """Read documents off transformers' rule of who attends to whom, without building a mask from it.
 
     A token that does not attend to the one before it begins a document.
 
     Args:
         rule (`Callable`):
-            `(batch, head, query, key)`, numbers of tokens that broadcast, to bool.
+            Maps indices `(batch, head, query, key)`, which broadcast, to bool.
         shape (`tuple[int, int]`):
             `(B, L)`.
         device (`torch.device`):
-            Where the rule's tensors lie.
+            Device of the rule's tensors.
 
     Returns:
         [`PackedLayout`] or `None`: `None` for one document a row.
@@ -62,15 +62,15 @@ def sees_ahead(rule: Callable[..., torch.Tensor], shape: tuple[int, int], device
 
 
 def layout_of_attention(query: torch.Tensor, keys: int, mask: Any, kwargs: Mapping[str, Any]) -> PackedLayout | None:
-    """The documents of an attention call: `None` if it is not packed.
+    """Return the documents of an attention call, `None` if it is not packed.
 
     Args:
         query (`torch.Tensor`):
             Of shape `(B, N, L, H)`.
         keys (`int`):
-            How many keys a row has, those of a cache included.
+            Number of keys of a row, including those of a cache.
         mask (`torch.Tensor` or `None`):
-            What the mask function has made.
+            The result of the mask function.
         kwargs (`Mapping[str, Any]`):
             The keywords that reached the attention function.
 
@@ -91,8 +91,8 @@ def layout_of_attention(query: torch.Tensor, keys: int, mask: Any, kwargs: Mappi
     if told is None:
         raise InvalidLayout(
             "position_ids restart, but nothing about documents reached the attention.",
-            why=["this model does not hand position_ids and cu_seq_lens_q on to its attention"],
-            do="Use trl_packfa.patch(model), which tells every layer.",
+            why=["this model does not pass position_ids and cu_seq_lens_q on to its attention"],
+            do="Use trl_packfa.patch(model), which passes boundaries to every layer.",
         )
     if seen is not None and seen.lengths != told.lengths:
         raise InvalidLayout(
@@ -103,8 +103,8 @@ def layout_of_attention(query: torch.Tensor, keys: int, mask: Any, kwargs: Mappi
 
 
 class _LastCall(threading.local):
-    """The layout of the call that was read last in this thread: the layers of one forward share it, and with it what
-    backends derive from it."""
+    """The layout of the call that this thread read last; the layers of one forward share it and what backends derive
+    from it."""
 
     _FOUND_BY = (*_EXPLICIT, "position_ids")
 
@@ -116,14 +116,14 @@ class _LastCall(threading.local):
     def __call__(self, query: torch.Tensor, kwargs: Mapping[str, Any]) -> PackedLayout | None:
         call = {name: kwargs[name] for name in self._FOUND_BY if kwargs.get(name) is not None}
         shape = (query.shape[0], query.shape[2])
-        # By identity, while a reference keeps the identity taken, and by version, as a buffer may be filled anew.
+        # Compared by identity, which the kept reference makes safe, and by version, as a buffer may be written again.
         seen = [(name, value, _version(value)) for name, value in call.items()]
         if self.seen is None or self.shape != shape or not _same(self.seen, seen):
             layout = layout_of({**call, "inputs_embeds": query[:, 0]})  # (B, L, H)
             self.layout = layout if layout is None else layout.to(query.device)
             self.seen, self.shape = seen, shape
         elif self.layout is not None and self.layout.cu_seqlens.device != query.device:
-            self.layout = self.layout.to(query.device)  # layers on several devices
+            self.layout = self.layout.to(query.device)  # the model's layers lie on several devices
         return self.layout
 
 
@@ -135,7 +135,7 @@ def _version(value: Any) -> int:
 
 def _same(before: list[tuple[str, Any, int]], now: list[tuple[str, Any, int]]) -> bool:
     pairs = zip(before, now, strict=False)
-    # Tensors of inference mode count no versions (-1): they are read every time.
+    # Tensors of inference mode count no versions (-1), so they are read every time.
     return len(before) == len(now) and all(n == m and a is b and v == w != -1 for (n, a, v), (m, b, w) in pairs)
 
 
@@ -143,17 +143,17 @@ _READ = _LastCall()
 
 
 def _refuse_continued(shape: tuple[int, int], mask: Any, kwargs: Mapping[str, Any]) -> None:
-    """Documents beside a filled cache: each of them would see what is cached."""
+    """Refuse documents beside a filled cache: each of them would see the cached tokens."""
     if shape[1] < 2:
         return
     call = dict(kwargs)
-    if mask is not None and not hasattr(mask, PADDING):  # a caller's own, who says what tokens see
+    if mask is not None and not hasattr(mask, PADDING):  # a caller's own mask decides what tokens see
         call.pop("position_ids", None)
     refuse_beside_cache({**call, "attention_mask": getattr(mask, PADDING, None)}, shape, "cache")
 
 
 def _refuse_padded(shape: tuple[int, int], mask: torch.Tensor, kwargs: Mapping[str, Any]) -> None:
-    """Boundaries beside a mask with elements, which hides pads or is the caller's own."""
+    """Refuse boundaries beside a mask with elements, which hides pads or is the caller's own."""
     explicit = {name: kwargs[name] for name in ("packed_layout", "cu_seq_lens_q") if kwargs.get(name) is not None}
     layout = layout_of({**explicit, "inputs_embeds": torch.empty((*shape, 0), device="cpu")}) if explicit else None
     if layout is not None and layout.num_documents > shape[0]:

@@ -1,8 +1,8 @@
-"""Models that run packed by a name, `attn_implementation="packfa"`, without a patch: which of them may.
+"""Decide which models may run packed by a name, `attn_implementation="packfa"`, without a patch.
 
-transformers checks that the name is registered, nothing else. What a model does besides attention (recurrent state,
-convolutions, attention of its own) no registry is told, so the types that are served are those whose patch does no
-more than attention, and any other is refused at its first call, packed or not, until `check` has proven it.
+transformers checks only that the name is registered. No registry sees what a model does besides attention (recurrent
+state, convolutions, attention of its own). So only types whose patch changes attention alone are served. Any other
+type is refused at its first call, packed or not, until `check` has proven it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .rotary import LENGTH_DEPENDENT
 
 NAME = "packfa"
 
-# Types whose patch does no more than attention, and which these registries cannot serve all the same, with what a
-# small model of each was seen to do (`tests/whole/test_by_name.py` tries every type).
-_NO_POSITIONS = "it does not hand position_ids on to its attention: documents told by them would see each other"
-_NO_OFFSETS = "it does not hand cu_seq_lens_q on to its attention: documents told by them would see each other"
+# Types whose patch changes attention alone, but which these registries still cannot serve. The reasons were seen in a
+# small model of each type (`tests/whole/test_by_name.py` tries every type).
+_NO_POSITIONS = "it does not pass position_ids on to its attention: documents given by them would see each other"
+_NO_OFFSETS = "it does not pass cu_seq_lens_q on to its attention: documents given by it would see each other"
 _OWN_ATTENTION = "its attention does not go through transformers' attention interface"
 _NOT_BY_NAME: dict[str, str] = {
     **dict.fromkeys(
@@ -39,21 +39,21 @@ _NOT_BY_NAME: dict[str, str] = {
     ),
     **dict.fromkeys(("nemotron", "stablelm"), _NO_OFFSETS),
     **dict.fromkeys(("git", "xglm"), _OWN_ATTENTION),
-    # On the interface from transformers 5.24 on.
+    # They use the attention interface from transformers 5.24 on.
     **dict.fromkeys(("codegen", "dory", "gptj"), "it was not found exact by name"),
-    "gemma4_unified": "it always makes a mask, for images",
+    "gemma4_unified": "it always builds a mask, for images",
 }
 
-# Whether `check` is measuring in this context, and the configs that it has proven in this process, as text.
+# True while `check` measures in this context; and the configs that it has proven in this process, as text.
 _MEASURED: ContextVar[bool] = ContextVar("trl_packfa_measured", default=False)
 _PROVEN: set[str] = set()
 
-# Rotary types that compute with more than differences of positions.
+# Types with rotary embeddings whose results depend on more than differences of positions.
 _POSITION_BOUND = ("beam", "hunyuan_v1_dense", "hunyuan_v1_moe")
 
 
 def served_patch(config: Any) -> Patch | None:
-    """The patch of a type that is served by name; `None` where `check` is measuring the model, or has proven it.
+    """Return the patch of a type that is served by name; `None` if `check` is measuring the model, or has proven it.
 
     Raises:
         [`UnsupportedModel`]: by name, for any other.
@@ -67,9 +67,9 @@ def served_patch(config: Any) -> Patch | None:
 
 
 def refuse_at_load(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    """Refuse a causal LM of a type that is not served while it is made: some never call one of the two functions.
+    """Refuse a causal LM of a type that is not served while it is built: some never call one of the two functions.
 
-    torch calls this whenever a module gets a part (`register_module_module_registration_hook`).
+    torch calls this whenever a module gets a submodule (`register_module_module_registration_hook`).
 
     Raises:
         [`UnsupportedModel`]: by name.
@@ -89,7 +89,7 @@ def refuse_at_load(module: nn.Module, name: str, submodule: nn.Module | None) ->
 
 
 def require_served(model: nn.Module) -> None:
-    """Refuse a loaded model whose type is not served. One that nobody has measured passes: `check` decides.
+    """Refuse a loaded model whose type is not served. A type that was never measured passes: `check` decides.
 
     Raises:
         [`UnsupportedModel`]: by name.
@@ -125,22 +125,22 @@ def _is_attention_alone(patch: Patch) -> bool:
 
 def _beyond_attention(patch: Patch) -> str:
     if patch.level == "rebatch":
-        return "its documents run one by one: it mixes tokens in ways that no single module contains"
+        return "its documents must run one by one: it mixes tokens in ways that no single module contains"
     if patch.mixers or patch.masked_mixers:
-        return "it has more than attention that mixes tokens: recurrent state, convolutions, attention of its own"
+        return "not only attention mixes its tokens: it has recurrent state, convolutions or attention of its own"
     if patch.beside:
-        return "more than its attention has to know where documents begin: positions that it counts, indexers"
+        return "not only its attention needs the boundaries: it counts positions itself, or has indexers"
     return _OWN_ATTENTION
 
 
 def _identity(config: Any) -> str:
-    # The text names the class's type, not that of the instance.
+    # The config's text has the type of its class, so the instance's type is added.
     return f"{config.model_type} {config.to_json_string(use_diff=False)}"
 
 
 @contextmanager
 def any_type_served() -> Iterator[None]:
-    """For the length of a `with` block a model runs by name whatever its type, as `check` is finding out."""
+    """Let a model of any type run by name inside a `with` block, while `check` measures it."""
     token = _MEASURED.set(True)
     try:
         yield
@@ -149,7 +149,7 @@ def any_type_served() -> Iterator[None]:
 
 
 def trust(model: nn.Module) -> None:
-    """Serve models of the config of one that `check` has proven."""
+    """Serve models that have the config of this model, which `check` has proven."""
     config: Any = inner_model(model).config
     _PROVEN.update((_identity(config), _identity(config.get_text_config())))
 
@@ -161,10 +161,10 @@ def runs_by_name(model: nn.Module) -> bool:
 
 
 def named_state(model: nn.Module) -> PatchState:
-    """Find what the check reads of a model that runs by name; nothing was done to it.
+    """Return the state that the check reads, for a model that runs by name; the model is not changed.
 
     Raises:
-        [`UnsupportedModel`]: if none of its attention asks transformers' interface, or is told of its windows.
+        [`UnsupportedModel`]: if no attention module uses transformers' interface, or windows do not reach them.
     """
     name = model_type(model)
     patch = find_patch_for_type(name)
@@ -175,7 +175,7 @@ def named_state(model: nn.Module) -> PatchState:
         windows = windows_of(asked, backbone, attention)
     except UnsupportedModel as error:
         raise UnsupportedModel(
-            f"attn_implementation='{NAME}' never reaches all of a model of type '{name}'.",
+            f"attn_implementation='{NAME}' does not reach all attention of a model of type '{name}'.",
             why=[error.what],
             do="Load it with attn_implementation='sdpa' and pass it to trl_packfa.patch(model).",
         ) from error
@@ -183,7 +183,7 @@ def named_state(model: nn.Module) -> PatchState:
 
 
 class _Chosen:
-    """The backends of all models that run by name."""
+    """Holder of the attention backends of all models that run by name."""
 
     def __init__(self) -> None:
         self.backends = BackendChoice("auto")
@@ -193,18 +193,20 @@ CHOSEN = _Chosen()
 
 
 def use_backend(name: str) -> None:
-    """Choose the attention backend of all models that run by name: `"auto"`, the default, or one of
-    `trl-packfa backends`.
+    """Choose the attention backend of all models that run by name: `"auto"`, the default, or one of `trl-packfa
+    backends`.
 
     Raises:
-        [`NoBackend`]: if there is none of that name.
+        [`NoBackend`]: if there is no backend of that name.
     """
     CHOSEN.backends = BackendChoice(name)
 
 
 def require_positions(config: Any, layout: PackedLayout, positions: Any) -> None:
-    """Refuse positions that run on over documents where a model's arithmetic depends on where they begin, and
-    documents so long that the frequencies of all others change with them.
+    """Refuse a packed call whose positions or document lengths would change a model's results.
+
+    Positions must restart where a model's arithmetic depends on where they begin. A document must not be so long that
+    the rotary frequencies of all others change with it.
 
     Raises:
         [`PackingError`]: saying what to send.
@@ -214,7 +216,7 @@ def require_positions(config: Any, layout: PackedLayout, positions: Any) -> None
     if most is not None and layout.max_seqlen > most:
         raise PackingError(
             f"a document of {layout.max_seqlen} tokens changes the rotary frequencies of all others in its batch: "
-            f"they follow the longest one beyond {most} tokens.",
+            f"beyond {most} tokens they depend on the longest document.",
             do=f"Cut documents to {most} tokens, or load the model with attn_implementation='sdpa' and pass it to "
             "trl_packfa.patch(model), which computes each document's own.",
         )
@@ -223,8 +225,8 @@ def require_positions(config: Any, layout: PackedLayout, positions: Any) -> None
     host = host_positions(positions, (layout.rows, layout.row_length)) if positions is not None else None
     if host is None or not _restart(host, layout):
         raise PackingError(
-            f"boundaries came without position_ids that restart: a {config.model_type} model computes with where a "
-            "document begins.",
+            f"boundaries came without position_ids that restart: a {config.model_type} model's results depend on "
+            "where a document begins.",
             do="Send position_ids together with cu_seq_lens_q, each document's from 0.",
         )
 
@@ -235,7 +237,7 @@ def _restart(host: torch.Tensor, layout: PackedLayout) -> bool:
 
 
 def _rotary_kinds(config: Any) -> list[dict[str, Any]]:
-    """The parameters of a config's rotary embeddings: one for all layers, or one for each kind of them."""
+    """Return the parameters of a config's rotary embeddings: one for all layers, or one for each kind of layers."""
     parameters = getattr(config, "rope_parameters", None) or {}
     return [parameters] if "rope_type" in parameters else [kind for kind in parameters.values() if kind]
 
@@ -244,13 +246,13 @@ def _unscaled(config: Any, kind: dict[str, Any]) -> int:
     return kind.get("original_max_position_embeddings") or config.max_position_embeddings
 
 
-# Whether calls run as `sdpa` runs them, under its mask whatever it hides: what the check compares with.
+# True while calls always run under `sdpa`'s mask: the check uses this as its reference.
 _AS_SDPA: ContextVar[bool] = ContextVar("trl_packfa_as_sdpa", default=False)
 
 
 @contextmanager
 def as_sdpa() -> Iterator[None]:
-    """For the length of a `with` block models that run by name build `sdpa`'s mask for every call."""
+    """Make models that run by name build `sdpa`'s mask for every call, inside a `with` block."""
     token = _AS_SDPA.set(True)
     try:
         yield

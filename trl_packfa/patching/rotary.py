@@ -1,4 +1,4 @@
-"""The `forward` that a patch puts on rotary embeddings whose frequencies follow the length of a sequence.
+"""The `forward` for rotary embeddings whose frequencies depend on the length of a sequence.
 
 Shape letters: B rows, L row length, R rotated features.
 """
@@ -16,28 +16,28 @@ from ..runtime.compile import outside_of_graphs
 from ..runtime.context import current_layout
 from ..runtime.override import Override
 
-# Kinds of rotary embeddings whose frequencies follow the longest sequence of the batch.
+# Kinds of rotary embeddings whose frequencies depend on the longest sequence of the batch.
 LENGTH_DEPENDENT = ("longrope", "dynamic")
 
 
 class RotaryOverride(Override):
-    """Rotary embeddings whose frequencies depend on the longest sequence of the batch, document by document.
+    """Forward of a rotary embedding whose frequencies depend on the longest sequence; it runs document by document.
 
-    transformers picks long rope's factors, and dynamic NTK's base, from the largest position it is handed: in a
-    packed row one long document would change the frequencies of all others.
+    transformers picks long rope's factors, and dynamic NTK's base, by the largest position in the call. In a packed
+    row one long document would change the frequencies of all others.
     """
 
-    # Once per call, and another code for every longest document.
+    # It runs once per call, and the longest document decides what it does.
     @outside_of_graphs
     def __call__(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
-        """The rotary embedding's forward: cos and sin of shape `(B, L, R)`."""
+        """Return cos and sin, each of shape `(B, L, R)`."""
         options = {} if layer_type is None else {"layer_type": layer_type}
         layout = current_layout()
         if layout is None or layout.max_seqlen < self._fixed_up_to(layer_type):
             return self.call_original(x, position_ids, **options)
         start = torch.zeros_like(position_ids[:, :1])  # one token at position 0
-        self.call_original(x, start, **options)  # a position of 0 puts a base that had grown back
-        short = position_ids.clamp(max=self._fixed_up_to(layer_type) - 1)  # the tables of short documents
+        self.call_original(x, start, **options)  # a call at position 0 resets a base that had grown
+        short = position_ids.clamp(max=self._fixed_up_to(layer_type) - 1)  # for the tables of short documents
         cos, sin = (table.flatten(0, 1).clone() for table in self.call_original(x, short, **options))
         offset = 0
         for positions in layout.split(position_ids.expand(layout.rows, -1)):
@@ -53,7 +53,7 @@ class RotaryOverride(Override):
         return cos.view(shape), sin.view(shape)
 
     def _fixed_up_to(self, layer_type: str | None) -> int:
-        """The sequence length in tokens up to which the frequencies are fixed."""
+        """Return the sequence length in tokens up to which the frequencies are fixed."""
         rotary: Any = self.module
         parameters = rotary.config.rope_parameters
         parameters = parameters if layer_type is None else parameters[layer_type]
@@ -62,10 +62,10 @@ class RotaryOverride(Override):
 
 @contextmanager
 def fresh_frequencies(model: nn.Module) -> Iterator[None]:
-    """Let every call of a rotary embedding in a `with` block begin with the frequencies of a model just built.
+    """Make every call of a rotary embedding begin with the frequencies of a new model, inside a `with` block.
 
-    A base of dynamic NTK that has grown for one sequence stays for the next ones, unless these are short: the result
-    of a call would depend on those before it. Afterwards the frequencies are what they were.
+    A base of dynamic NTK that has grown for one sequence stays for later ones, unless these are short. A call's result
+    would then depend on the calls before it. After the block the frequencies are restored.
     """
     rotary = [module for module in model.modules() if depends_on_length(module)]
     kept = [_frequencies_of(module) for module in rotary]
@@ -81,14 +81,15 @@ def fresh_frequencies(model: nn.Module) -> Iterator[None]:
 
 
 def _frequencies_of(module: nn.Module) -> tuple[dict[str, torch.Tensor | None], dict[str, Any]]:
-    """Copies of the buffers, which some update in place, and whatever else has been set on the module itself."""
+    """Return copies of the buffers, which some modules update in place, and frequencies set as attributes of the
+    module."""
     buffers = {name: None if value is None else value.clone() for name, value in module._buffers.items()}
     values = {name: value for name, value in vars(module).items() if name.endswith(("_freq", "_cached", "_scaling"))}
     return buffers, values
 
 
 def _forget(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Put a grown base back, by the module's own code: a call with one token at position 0 does."""
+    """Reset a grown base by the module's own code: a call with one token at position 0 resets it."""
     start = torch.zeros_like(kwargs["position_ids"] if "position_ids" in kwargs else args[1])[..., :1]
     if "position_ids" in kwargs:
         kwargs = {**kwargs, "position_ids": start}
@@ -99,7 +100,7 @@ def _forget(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def depends_on_length(module: nn.Module) -> bool:
-    """Whether a module is a rotary embedding of a length-dependent kind (long rope, dynamic NTK)."""
+    """Tell whether a module is a rotary embedding of a length-dependent kind (long rope, dynamic NTK)."""
     rope_type = getattr(module, "rope_type", None)
     kinds = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
     return any(kind in LENGTH_DEPENDENT for kind in kinds)

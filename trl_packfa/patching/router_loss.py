@@ -1,12 +1,12 @@
-"""The routers' auxiliary loss, of the micro-batches that the padded run would have.
+"""The routers' auxiliary loss, computed for the micro-batches of the padded run.
 
-Switch Transformers' loss (arXiv 2101.03961) is, over the experts, the share of tokens that an expert is given times
-its mean probability: a product of two means over a padded micro-batch, so not that of other micro-batches. Within one
-it is linear in the probabilities once the shares are known, so that an example's part of it can be computed wherever
-the example runs, as long as all of its padded micro-batch run at the same time.
+Switch Transformers' loss (arXiv 2101.03961) is a sum over the experts: the share of tokens that go to an expert, times
+its mean probability. It is a product of two means over a padded micro-batch, so other micro-batches give another loss.
+Once the shares are known, it is linear in the probabilities. An example's part of it can then be computed wherever the
+example runs, if all examples of its padded micro-batch run at the same time.
 
-Backbones say here what their routers chose, see `forwards.py`; TRL's own computation, which counts every token of a
-row, pads included, is not asked for.
+Backbones hand their router logits to this module, see `forwards.py`. TRL's own computation is switched off: it counts
+every token of a row, pads included.
 
 Shape letters: T tokens, G padded micro-batches, X experts, K experts of a token.
 """
@@ -23,13 +23,13 @@ import torch
 from ..errors import UnsupportedModel
 
 _ASKED = "output_router_logits"
-# Backbones are deep inside wrappers (PEFT, DDP, TRL's head) that hand no list down, so it goes by the thread.
+# Wrappers around the backbone (PEFT, DDP, TRL's head) pass no list down to it, so a context variable holds the list.
 _COLLECTED: ContextVar[list[torch.Tensor] | None] = ContextVar("trl_packfa_router_logits", default=None)
 
 
 @contextmanager
 def collecting() -> Iterator[list[torch.Tensor]]:
-    """For the length of a `with` block, patched backbones put their router logits here, layer by layer."""
+    """Collect the router logits of patched backbones in a list, layer by layer, inside a `with` block."""
     found: list[torch.Tensor] = []
     token = _COLLECTED.set(found)
     try:
@@ -39,12 +39,12 @@ def collecting() -> Iterator[list[torch.Tensor]]:
 
 
 def asked(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A backbone's arguments, with `output_router_logits=True` inside of [`collecting`]."""
+    """Return a backbone's arguments, with `output_router_logits=True` inside of [`collecting`]."""
     return kwargs if _COLLECTED.get() is None else {**kwargs, _ASKED: True}
 
 
 def told(outputs: Any) -> Any:
-    """A backbone's outputs as they are; inside of [`collecting`] their router logits are noted."""
+    """Return a backbone's outputs unchanged, after adding their router logits to the list of [`collecting`]."""
     found, logits = _COLLECTED.get(), getattr(outputs, "router_logits", None)
     if found is not None and logits is not None:
         found += logits
@@ -52,28 +52,29 @@ def told(outputs: Any) -> Any:
 
 
 def without(text_config: Any) -> dict[str, bool]:
-    """Arguments for a call that leaves the auxiliary loss out, for a model of this text config."""
+    """Return arguments that leave the auxiliary loss out of a call, for a model of this text config."""
     return {_ASKED: False} if hasattr(text_config, _ASKED) else {}
 
 
 def balances_experts(text_config: Any, coefficient: float | None) -> bool:
-    """Whether TRL trains the routers' auxiliary loss of a model of this text config, with `router_aux_loss_coef`."""
+    """Tell whether TRL trains the routers' auxiliary loss of a model of this text config, with
+    `router_aux_loss_coef`."""
     coefficient = getattr(text_config, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient
     return hasattr(text_config, _ASKED) and coefficient != 0.0
 
 
 class BalancedModel:
-    """A patched model of experts whose auxiliary loss is the padded micro-batches'.
+    """A patched mixture-of-experts model whose auxiliary loss is that of the padded micro-batches.
 
     Args:
         model (`torch.nn.Module`):
-            Called as TRL calls it.
+            The model that TRL calls.
         groups (`torch.Tensor`):
             For each token the number of its padded micro-batch, G for padding, `(T,)`.
         tokens (`Sequence[int]` or `torch.Tensor`):
             True tokens of each of the G padded micro-batches, on all ranks together.
         share (`float`):
-            What the sum over the G losses is multiplied with.
+            Factor of the sum over the G losses.
         reduce (`Callable`, *optional*):
             Sums a tensor over the ranks, where they share padded micro-batches.
 
@@ -97,9 +98,9 @@ class BalancedModel:
         self.experts_per_token, self.share, self.reduce = experts_per_token, share, reduce
 
     def __call__(self, **inputs: Any) -> Any:
-        """The model's forward."""
+        """Run the model's forward and set its `aux_loss`."""
         if inputs.get("fused_lm_head"):
-            # TRL's head and the model would compute the loss of the packed row; `asked` asks the backbone alone.
+            # TRL's head and the model would compute the loss of the packed row. `asked` sets it for the backbone only.
             inputs[_ASKED] = False
         with collecting() as logits:
             outputs = self.model(**inputs)
@@ -119,41 +120,41 @@ def balancing_loss(
     experts_per_token: int,
     reduce: Callable[[torch.Tensor], Any] | None = None,
 ) -> torch.Tensor:
-    """The sum over padded micro-batches of what transformers' `load_balancing_loss_func` makes of each.
+    """Return transformers' `load_balancing_loss_func` of each padded micro-batch, summed over them.
 
     Args:
         router_logits (`Sequence[torch.Tensor]`):
-            Of each layer, `(T, X)`.
+            Logits of each layer, `(T, X)`.
         groups (`torch.Tensor`):
             For each token the number of its padded micro-batch, G for padding, `(T,)`.
         tokens (`Sequence[int]` or `torch.Tensor`):
             True tokens of each of the G padded micro-batches.
         experts_per_token (`int`):
-            K.
+            Number of experts that each token uses, K.
         reduce (`Callable`, *optional*):
             Sums a tensor over the ranks that hold other tokens of the same padded micro-batches.
 
     Raises:
-        [`UnsupportedModel`]: if these are no logits of every token for every expert.
+        [`UnsupportedModel`]: if a layer's logits do not have a row for each token and a column for each expert.
     """
     experts, device = router_logits[0].shape[-1], router_logits[0].device
     groups, tokens_G = groups.to(device), torch.as_tensor(tokens, device=device)
-    # A row for each padded micro-batch, and one more for padding, which is dropped at the end.
+    # One row for each padded micro-batch, and one more for padding, which is dropped at the end.
     given = torch.zeros(len(tokens_G) + 1, experts, device=device)
     likely = torch.zeros_like(given)
     for logits in router_logits:
         if logits.dim() != 2 or logits.shape != (len(groups), experts):
             raise UnsupportedModel(
                 f"router logits of shape {tuple(logits.shape)} for {len(groups)} tokens and {experts} experts.",
-                why=["the auxiliary loss needs what each layer's router made of every token"],
+                why=["the auxiliary loss needs the logits of each layer's router for every token"],
                 do="Set router_aux_loss_coef=0.0 to train without it.",
             )
         likely_TX = torch.softmax(logits.to(device).float(), dim=-1)
         chosen_TK = likely_TX.detach().topk(experts_per_token, dim=-1).indices
-        # Shares are counts: no gradient flows through them, in transformers neither.
+        # Shares are counts: no gradient flows through them, just as in transformers.
         given.index_add_(0, groups, torch.zeros_like(likely_TX).scatter_(1, chosen_TK, 1.0).detach())
         likely = likely.index_add(0, groups, likely_TX)
-    # Only the shares: the loss is linear in the probabilities, so that the ranks' parts of it add up by themselves.
+    # Only the shares are reduced: the loss is linear in the probabilities, so the ranks' parts of it add up.
     if reduce is not None:
         given = reduce(given)
     # Means over tokens and layers together, as in transformers. `clamp`: a padded micro-batch may have no token.

@@ -1,4 +1,4 @@
-"""Which rows of a padded batch share what they begin with, and why others do not.
+"""Decide which rows of a padded batch share a common prefix, and say why others do not.
 
 Shape letters: B rows, L row length.
 """
@@ -20,7 +20,7 @@ from .inspect import inner_model
 
 logger = logging.getLogger(__name__)
 
-# What a call may say of each token where prefixes are compared by their ids alone.
+# Arguments per token that a call may have if prefixes are to be compared by their ids alone.
 _COMPARED = ("input_ids", "attention_mask", "labels")
 # Rates at which a module draws random numbers while it trains.
 _DRAWS = re.compile(r"drop|jitter|noise")
@@ -28,10 +28,10 @@ _NEFTUNE = "neftune_noise_alpha"
 
 
 class Sharing:
-    """Decides, for one backbone, which calls compute once what rows begin with.
+    """Policy for one backbone: which of its calls compute common prefixes once.
 
     Attributes:
-        refusal (`str` or `None`): why no call of this model does.
+        refusal (`str` or `None`): why no call of this model does so.
     """
 
     def __init__(self, backbone: nn.Module, refusal: str | None) -> None:
@@ -41,7 +41,7 @@ class Sharing:
         self._told = False
 
     def rows_of(self, call: Mapping[str, Any], rows: PaddedRows, module: nn.Module) -> SharedRows | None:
-        """The rows of a padded call with what they begin with once; `None` where nothing is shared."""
+        """Return the rows of a padded call with each common prefix once; `None` if nothing is shared."""
         ids = call.get("input_ids")
         if self.refusal or not isinstance(ids, torch.Tensor) or not self._are_all_known(call, rows):
             return None
@@ -54,14 +54,14 @@ class Sharing:
         """Log why no call of this model shares anything, if none does."""
         if self.refusal:
             logger.warning(
-                "trl-packfa: rows of %s share no prefixes: %s. Each runs by itself.",
+                "trl-packfa: rows of %s share no prefixes: %s. Each row is computed separately.",
                 type(inner_model(model)).__name__,
                 self.refusal,
             )
 
     def _are_all_known(self, call: Mapping[str, Any], rows: PaddedRows) -> bool:
-        """Whether ids say all that a call says of a token: positions, kinds and embeddings may differ where these do
-        not."""
+        """Tell whether equal ids mean equal tokens in this call: no positions, kinds or embeddings come with the
+        ids."""
         return not any(
             isinstance(value, torch.Tensor) and rows.shape in (value.shape[:2], value.shape[1:])
             for name, value in call.items()
@@ -69,7 +69,7 @@ class Sharing:
         )
 
     def _draws(self) -> str | None:
-        """The name of a rate at which the model draws random numbers now, which each row would have of its own."""
+        """Return the name of a rate at which the model draws random numbers now: each row would draw its own."""
         modules = list(self.backbone.modules())
         if len(modules) != self._modules:  # an adapter has come, with dropout of its own
             self._modules, self._rates = len(modules), _rates_of(modules)
@@ -80,7 +80,7 @@ class Sharing:
         if not self._told:
             self._told = True
             logger.warning(
-                "trl-packfa: rows of %s share no prefixes while %s is not 0: each draws random numbers of its own. "
+                "trl-packfa: rows of %s share no prefixes while %s is not 0: each row draws its own random numbers. "
                 "Set it to 0 to share them.",
                 type(module).__name__,
                 drawing,
@@ -88,7 +88,7 @@ class Sharing:
 
 
 def _rates_of(modules: Iterable[nn.Module]) -> list[tuple[Any, str]]:
-    """Where the rates are that a module draws random numbers at, 0 or not."""
+    """Return the modules and attribute names of all rates at which random numbers are drawn, 0 or not."""
     rates: list[tuple[Any, str]] = []
     for module in modules:
         if isinstance(module, nn.Embedding):
@@ -103,22 +103,22 @@ def _rates_of(modules: Iterable[nn.Module]) -> list[tuple[Any, str]]:
 def sharing_refusal(
     patch: Patch, mixers: Iterable[nn.Module], *, follows_length: bool, has_invocations: bool
 ) -> str | None:
-    """Why rows of a model cannot share what they begin with, `None` if they can.
+    """Return why rows of a model cannot share a common prefix, `None` if they can.
 
     Args:
         patch ([`Patch`]):
-            Of its architecture.
+            The patch of its architecture.
         mixers (`Iterable[torch.nn.Module]`):
-            What runs document by document in it.
+            Its modules that run document by document.
         follows_length (`bool`):
-            Whether its rotary embedding's frequencies follow the length of a document.
+            Whether its rotary embedding's frequencies depend on the length of a document.
         has_invocations (`bool`):
             Whether an adapter is activated by tokens.
     """
     if patch.rebatch:
         return "the backbone runs document by document"
     if names := sorted({type(module).__name__ for module in mixers}):
-        return f"document by document runs {', '.join(names)}"
+        return f"documents run one by one in {', '.join(names)}"
     if follows_length:
-        return "the rotary embedding's frequencies follow the length of a document"
+        return "the rotary embedding's frequencies depend on the length of a document"
     return "activated LoRA begins at the last invocation of a document" if has_invocations else None

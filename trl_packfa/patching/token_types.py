@@ -1,5 +1,8 @@
-"""Kinds of tokens that a packed call names: what a backbone looks up in a table is its own business; what it makes its
-mask of cannot be packed, as packing does without the mask."""
+"""Kinds of tokens that a packed call names.
+
+A backbone that looks token types up in a table may get any. A backbone that builds its mask from them cannot be
+packed, as packing uses no mask.
+"""
 
 from __future__ import annotations
 
@@ -18,43 +21,44 @@ _AMONG_WORDS = ("codegen", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "gptj")
 
 
 def embeds_token_types(backbone: Any) -> bool:
-    """Whether token types are looked up in a table: any may come in a packed row."""
+    """Tell whether token types are looked up in a table, so that a packed row may have any."""
     if getattr(getattr(backbone, "config", None), "model_type", None) in _AMONG_WORDS:
         return True
     return any(isinstance(module, nn.Embedding) and "token_type" in name for name, module in backbone.named_modules())
 
 
 def refuse_token_types(call: dict[str, Any], parameters: Iterable[str]) -> None:
-    """Tokens of a prefix or an image, which such a backbone lets see each other in both directions.
+    """Refuse token types of a prefix or an image: this kind of backbone lets such tokens see each other in both
+    directions.
 
     Args:
         call (`dict[str, Any]`):
             Names and values of the call's arguments.
         parameters (`Iterable[str]`):
-            Names that the backbone's forward declares; others it ignores.
+            Names of the forward's parameters; the backbone ignores other arguments.
 
     Raises:
         [`PackingError`]: naming the argument.
     """
     for name in set(parameters).intersection(_NAMES):
         types = call.get(name)
-        # All 0 is what tokenizers return for plain text: it changes no mask.
+        # Tokenizers return all 0 for plain text, which does not change the mask.
         if isinstance(types, torch.Tensor) and bool((types != 0).any()):
             raise PackingError(
                 f"{name} are not all 0 in a packed batch.",
                 why=[
                     "this model's mask lets tokens of a prefix or an image attend to each other in both directions",
-                    "packed attention has no mask, and is causal inside each document",
+                    "packed attention uses no mask, and is causal inside each document",
                 ],
                 do=f"Drop {name}, or pass the documents as a padded batch.",
             )
 
 
 def types_of_long_rows(backbone: Any, layout: PackedLayout) -> torch.Tensor | None:
-    """Token types `(B, L)` in the place of a backbone's own (BigBird's), which are as many as it has positions, where
-    a row is longer."""
-    # The model would take the first L of its own buffer, which is as long as its table of positions; a packed row may
-    # be longer, as only its documents must fit the table.
+    """Return token types `(B, L)` for a row that is longer than the backbone's own buffer of them; `None` if none is
+    needed."""
+    # The model (BigBird) would take the first L of its own buffer, which is as long as its table of positions. A
+    # packed row may be longer: only its documents must fit the table.
     own = getattr(getattr(backbone, "embeddings", None), "token_type_ids", None)
     if not isinstance(own, torch.Tensor) or layout.row_length <= own.shape[-1]:
         return None

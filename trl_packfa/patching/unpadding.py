@@ -1,4 +1,4 @@
-"""Which padded calls of a patched backbone run without their pads, and what that saved.
+"""Decide which padded calls of a patched backbone run without their pads, and count the tokens that this saves.
 
 Shape letters: B rows, L row length, T true tokens.
 """
@@ -22,30 +22,30 @@ from .sharing import Sharing
 
 logger = logging.getLogger(__name__)
 
-# Arguments that bring another modality, whose places in the row the model finds by itself.
+# Arguments of other modalities. The model itself finds their places in the row.
 _MODALITIES = re.compile(r"pixel|image|video|audio|speech|vision|input_features")
 
-# What looks at a call: the backbone's unpatched forward, the call's arguments, its rows and its outputs.
+# Gets the backbone's unpatched forward, the call's arguments, its rows and its outputs.
 Watch: TypeAlias = "Callable[[Callable[..., Any], dict[str, Any], PaddedRows, Any], None]"
 
 
 class Unpadding:
-    """Decides, for one backbone, which padded calls run as one row of their true tokens, and counts.
+    """Policy for one backbone: which of its padded calls run as one row of their true tokens. It also counts them.
 
     Attributes:
-        is_on (`bool`): whether it does; off while padded calls are measured.
+        is_on (`bool`): whether calls run without pads; off while padded calls are measured.
         calls (`int`): calls that ran without their pads so far.
         tokens, pads, documents (`int`): true tokens, pads and rows with tokens of all masks so far.
         trained, trained_documents (`int`): true tokens and rows of calls with gradients.
-        shared (`int`): of the true tokens, those that were computed in another row.
-        watch (`Callable` or `None`): told of every call that runs without its pads, see [`Watch`].
+        shared (`int`): true tokens that were not computed, because another row has the same prefix.
+        watch (`Callable` or `None`): called for every call that runs without its pads, see [`Watch`].
 
     Args:
         sharing ([`Sharing`], *optional*):
-            Says which rows share what they begin with.
+            The policy that decides which rows share a prefix.
         generates (`bool`, *optional*, defaults to `True`):
-            Whether the model may be decoded with: a call without gradients whose config asks for a cache then gets it,
-            and runs with its pads.
+            Whether the model may be used for decoding. If so, a call without gradients whose config asks for a cache
+            gets the cache and runs with its pads.
     """
 
     def __init__(self, sharing: Sharing | None = None, *, generates: bool = True) -> None:
@@ -57,8 +57,9 @@ class Unpadding:
         self._told = False
 
     def rows_of(self, call: dict[str, Any], module: nn.Module) -> PaddedRows | None:
-        """The rows of a call that runs without its pads, `None` if it is left alone: it has none and its rows share
-        nothing, it goes on from a cache or asks for one.
+        """Return the rows of a call that runs without its pads, `None` if it runs as it is.
+
+        A call runs as it is if it has no pads and its rows share nothing, or if it uses or asks for a cache.
 
         Raises:
             [`PackingError`]: if the call brings images or other modalities.
@@ -85,10 +86,10 @@ class Unpadding:
         if shared is not None:
             self.shared += shared.num_tokens - shared.num_packed
             return shared
-        # Without pads, too, where a re-cut step's rows have other lengths than in the padded run.
+        # A batch without pads counts as well, if a re-cut step's rows have other lengths than in the padded run.
         if not rows.num_tokens or not (rows.num_pads or rows.widths):
             return None
-        # After the rows: a batch of images without pads is left as it is, and runs.
+        # Checked last: a batch of images without pads runs as it is.
         if brought:
             raise PackingError(
                 f"a padded batch with {', '.join(brought)} cannot run without its pads.",
@@ -100,7 +101,7 @@ class Unpadding:
     def noise_as_padded(
         self, module: nn.Module, rows: PaddedRows, device: torch.device
     ) -> AbstractContextManager[None]:
-        """In a `with` block NEFTune's noise is as strong as in these padded rows."""
+        """Make NEFTune's noise as strong as in these padded rows, inside a `with` block."""
         if not module.training:
             return nullcontext()
         return noise_of_padded_rows(module, self.noise, rows.padded_lengths(device))
@@ -120,7 +121,7 @@ class Unpadding:
         if module.training and torch.is_grad_enabled() and not self._told:
             self._told = True
             logger.warning(
-                "trl-packfa: padded calls of %s ask for a cache (use_cache=True): they run with their pads. "
+                "trl-packfa: padded calls of %s ask for a cache (use_cache=True), so they run with their pads. "
                 "Set use_cache=False to train without them.",
                 type(module).__name__,
             )
@@ -135,14 +136,15 @@ class Unpadding:
             self.trained_documents += documents
 
     def note(self, forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows, outputs: Any) -> None:
-        """A call that ran without its pads; `forward` is the backbone's with them."""
+        """Count a call that ran without its pads and pass it to `watch`; `forward` is the backbone's unpatched
+        forward."""
         self.calls += 1
         if self.watch is not None:
             self.watch(forward, call, rows, outputs)
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """In a `with` block padded calls run with their pads."""
+        """Make padded calls run with their pads, inside a `with` block."""
         before, self.is_on = self.is_on, False
         try:
             yield
@@ -151,7 +153,7 @@ class Unpadding:
 
     @contextmanager
     def unshared(self) -> Iterator[None]:
-        """In a `with` block rows share nothing."""
+        """Make rows share no prefixes, inside a `with` block."""
         before, self.sharing = self.sharing, None
         try:
             yield
@@ -160,10 +162,10 @@ class Unpadding:
 
 
 def _refuse_missing_cache(mask: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Refuse a call that goes on from a cache which a call without pads did not return."""
+    """Refuse a call that continues from a cache which an earlier call without pads did not return."""
     if mask.shape[0] == tokens.shape[0] and mask.shape[1] > tokens.shape[1]:
         raise InvalidLayout(
             f"an attention_mask of {mask.shape[1]} columns came with {tokens.shape[1]} tokens and no cache.",
-            why=["a padded call that ran without its pads returned none: what it read would be forgotten"],
+            why=["an earlier padded call ran without its pads and returned no cache: its tokens would be ignored"],
             do="Decode under torch.no_grad(), or pass use_cache=True in the first call.",
         )

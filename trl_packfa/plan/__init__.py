@@ -1,5 +1,5 @@
-"""`trl-packfa plan`: what packing will do to a dataset, from its lengths and a config, before GPUs are rented.
+"""`trl-packfa plan`: predict the effect of packing on a dataset from its lengths and a config, before GPUs are rented.
 
-`gather` reads lengths, `compare` puts every strategy beside the padded run, `memory` estimates what a GPU must hold,
-`advise` says what follows; `terminal` and `page` show it.
+`gather` reads the document lengths, `compare` compares every strategy with the padded run, `training/memory.py`
+estimates the memory of a GPU, `advise` writes the advice, and `terminal` and `page` show the plan.
 """

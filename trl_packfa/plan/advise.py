@@ -1,4 +1,4 @@
-"""What follows from the figures, in words, each with its reason."""
+"""Advice from the figures of a plan: sentences, each with its reason."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..training.what_fits import operations
 from .compare import total_steps
 from .report import Plan
 
-# Memory of GPUs that can be rented, in GB of 10^9 bytes.
+# Memory sizes of GPUs for rent, in GB of 10^9 bytes.
 _CARDS = (4, 6, 8, 12, 16, 24, 40, 48, 80, 96, 141, 180)
-# Fewer optimizer steps than this share of the padded run's are worth a word; so are runs of few steps at all.
+# Warn if a strategy takes fewer optimizer steps than this share of the padded run's, or if the whole run is short.
 _FEWER, _FEW_STEPS = 0.67, 200
-# Below this share of pads there is little to gain; above this share of lost tokens there is much to lose.
+# Packing gains little below this share of pads. Warn about lost tokens above this share.
 _LITTLE_PADDING, _MUCH_LOST = 0.10, 0.01
 _UNEVEN, _WAITING = 4.0, 1.1
-# A token budget that is used less than this can be smaller; so much above the mean a micro-batch may have.
+# A token budget with a fill below the first number can be smaller; the second is its room above the mean micro-batch.
 _HALF_EMPTY, _ROOM = 0.5, 1.3
 PAPER = (
     "The paper (arXiv 2407.09105, Table 2: Mistral-7B, 20k FLAN examples, one epoch) measured a validation loss of "
@@ -31,7 +31,7 @@ PAPER = (
 
 
 def advise(plan: Plan) -> tuple[str, ...]:
-    """Sentences, the recommendation first."""
+    """Return the advice as sentences, the recommendation first."""
     parts = (_recommend, _steps, _few, _lost, _outlier, _budget, _waiting, _untrained, _fits, _checkpointing)
     return tuple(sentence for part in parts for sentence in part(plan))
 
@@ -70,7 +70,7 @@ def _micro_batches(epoch: EpochPlan) -> str:
 
 
 def _steps(plan: Plan) -> Iterator[str]:
-    """Rows over the whole dataset take fewer, larger steps."""
+    """Warn if rows that are packed over the whole dataset take far fewer, larger steps."""
     padded = plan.padded.epoch()
     strategy = plan.chosen.strategy if plan.chosen.strategy.fills_rows else BFD
     if strategy.name not in plan.outcomes:
@@ -118,28 +118,28 @@ def _lost(plan: Plan) -> Iterator[str]:
 
 
 def _outlier(plan: Plan) -> Iterator[str]:
-    """One long document decides the memory of every micro-batch."""
+    """Warn if one long document sets the memory of every micro-batch."""
     lengths = plan.chosen.lengths
     longest, usual = int(lengths.max()), float(np.percentile(lengths, 99))
     is_budget_default = plan.chosen.strategy.recuts_steps and plan.args.max_tokens_per_microbatch is None
     if is_budget_default and longest > _UNEVEN * usual:
         size = plan.args.per_device_train_batch_size
         yield (
-            f"The longest document ({longest:,} tokens) is {longest / usual:.0f} times as long as 99 % of them are at "
-            f"most ({usual:.0f}), and a micro-batch must be able to hold {size} such: a lower max_length saves memory."
+            f"The longest document ({longest:,} tokens) is {longest / usual:.0f} times as long as the 99th percentile "
+            f"({usual:.0f}). A micro-batch must have room for {size} of that length: a lower max_length saves memory."
         )
 
 
 def _budget(plan: Plan) -> Iterator[str]:
-    """A token budget made for the longest documents, which most steps do not need."""
+    """Suggest a smaller token budget if the default, made for the longest documents, is mostly empty."""
     epoch, args = plan.chosen.epoch(), plan.args
     if not plan.chosen.strategy.recuts_steps or args.max_tokens_per_microbatch is not None:
         return
     if (epoch.fill or 1) > _HALF_EMPTY:
         return
-    if plan.shape is not None and plan.shape.cut != FREE:  # whole padded micro-batches must fit
+    if plan.shape is not None and plan.shape.cut != FREE:  # the budget must hold whole padded micro-batches
         return
-    # Room for the documents of a step in as many micro-batches, and for the longest.
+    # The budget has room for an average micro-batch of the step and for the longest document.
     budget = max(int(epoch.tokens_per_micro_batch * _ROOM), int(plan.chosen.lengths.max()))
     if budget >= epoch.largest_micro_batch:
         return
@@ -161,11 +161,11 @@ def _waiting(plan: Plan) -> Iterator[str]:
     for ranks, epoch in plan.chosen.epochs.items():
         if epoch.imbalance > _WAITING:
             yield (
-                f"On {ranks} ranks a step takes {epoch.imbalance:.2f} times what it would if all were always busy: "
+                f"On {ranks} ranks a step takes {epoch.imbalance:.2f} times as long as if no rank had to wait: "
                 + (
-                    "the longest document of a step alone takes that long. More examples a step level it."
+                    "the longest document of a step alone takes that long. More examples per step reduce this."
                     if plan.chosen.strategy.recuts_steps
-                    else "packing_strategy='step' deals the examples of a step anew to all ranks."
+                    else "packing_strategy='step' spreads the examples of each step evenly over all ranks."
                 )
             )
             return
@@ -176,18 +176,18 @@ def _untrained(plan: Plan) -> Iterator[str]:
     if dropped:
         yield (
             f"{dropped:,} {'documents have' if dropped > 1 else 'document has'} no token to train on within "
-            "max_length: dropped. The prompt fills it, or nothing has a label."
+            "max_length and will be dropped: the prompt fills it, or no token has a label."
         )
 
 
 def _smaller(plan: Plan) -> str:
-    """What takes less memory and is not done yet."""
+    """Return the ways to save memory that the arguments do not use yet, as text."""
     args = plan.args
     ways = ["lower per_device_train_batch_size or max_length"]
     ways += [] if args.gradient_checkpointing else ["gradient_checkpointing"]
     ways += [] if args.use_peft else ["use_peft"]
     ways += [] if args.load_in_4bit or not args.use_peft else ["load_in_4bit"]
-    return ", ".join([*ways, "or share it out with FSDP"])
+    return ", ".join([*ways, "or shard the model with FSDP"])
 
 
 def _is_frozen_in_float32(plan: Plan) -> bool:
@@ -220,12 +220,12 @@ def _fits(plan: Plan) -> Iterator[str]:
 
 
 def _card(memory: Memory) -> int | None:
-    """The smallest GPU that holds it, in GB."""
+    """Return the memory in GB of the smallest GPU that holds it; `None` if no GPU does."""
     return next((size for size in _CARDS if size * 1e9 >= memory.needed), None)
 
 
 def _checkpointing(plan: Plan) -> Iterator[str]:
-    """What runs faster if it fits."""
+    """Say that gradient checkpointing can be off, which is faster, if the memory then fits on a GPU."""
     memory = plan.without_checkpointing
     card = None if memory is None else _card(memory)
     if memory is None or card is None or plan.shape is None:

@@ -1,4 +1,4 @@
-"""Every strategy beside the padded run, on the same documents: what is cut, what is computed, how long it takes."""
+"""Comparison of every strategy with the padded run on the same documents: cuts, computed tokens and cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..training.step_packing import require_budget, require_whole
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one strategy makes of the documents: the account of what was cut, and the epoch on each number of ranks."""
+    """Result of one strategy: the report of cut documents, their lengths, and the epoch by number of ranks."""
 
     strategy: Strategy
     report: PackingReport
@@ -26,14 +26,16 @@ class Outcome:
     epochs: dict[int, EpochPlan]
 
     def epoch(self) -> EpochPlan:
-        """On the first number of ranks."""
+        """Return the epoch on the first number of ranks."""
         return next(iter(self.epochs.values()))
 
 
 def compare(
     tokens: Tokens, args: PackedSFTConfig, ranks: Sequence[int], quadratic: float, cut: str = FREE
 ) -> dict[str, Outcome]:
-    """By strategy, the padded run first. Strategies that the arguments rule out are left out; the chosen one raises.
+    """Return the outcome of every strategy by name, the padded run first.
+
+    Strategies that the arguments rule out are left out, unless the arguments chose this strategy: then it raises.
 
     Raises:
         [`InvalidConfig`]: if a document is longer than `max_tokens_per_microbatch`.
@@ -69,17 +71,17 @@ def _outcome(
 
 
 def policy_of(strategy: Strategy, args: PackedSFTConfig) -> str:
-    """What a strategy does with documents that are too long; TRL's padded run cuts them."""
-    # Under a chosen strategy that has a policy of its own, `overflow` is not the user's word.
+    """Return the `overflow` policy of a strategy for documents that are too long; TRL's padded run truncates them."""
+    # If the chosen strategy has its own policy, the user did not choose `overflow`: compare with truncation.
     return strategy.overflow or (args.overflow if args.strategy.overflow is None else "truncate")
 
 
 def speed_up(outcome: Outcome, padded: Outcome, world_size: int) -> float:
-    """True tokens per unit of cost over the padded run's; ranks wait for the slowest in both."""
+    """Return the true tokens per unit of cost, divided by the padded run's; ranks wait for the slowest in both."""
     ours, theirs = outcome.epochs[world_size], padded.epochs[world_size]
     return (ours.tokens / ours.cost) / (theirs.tokens / theirs.cost) if ours.cost and theirs.cost else 1.0
 
 
 def total_steps(epoch: EpochPlan, args: PackedSFTConfig) -> int:
-    """Optimizer steps of the whole run, as the Trainer counts them."""
+    """Return the optimizer steps of the whole run, counted as in the Trainer."""
     return args.max_steps if args.max_steps > 0 else int(np.ceil(args.num_train_epochs * epoch.steps))

@@ -1,4 +1,4 @@
-"""The plan's plots, as SVG that stands in a page by itself."""
+"""Plots of a plan, as SVG to embed in the HTML page."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BINS = 60
 
 
 def figures(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Caption and SVG of each plot.
+    """Yield the caption and the SVG of each plot.
 
     Raises:
         [`MissingPackage`]: if matplotlib is not installed.
@@ -46,8 +46,8 @@ def figures(plan: Plan) -> Iterator[tuple[str, str]]:
     with matplotlib.rc_context(style):
         yield "Documents by length, before anything is cut.", _svg(_lengths(plan))
         yield "What an epoch computes: true tokens and pads.", _svg(_tokens(plan))
-        yield "Optimizer steps of an epoch: fewer steps are another training.", _svg(_steps(plan))
-        yield "Waiting of ranks for each other: 1 is none.", _svg(_waiting(plan))
+        yield "Optimizer steps of an epoch. Fewer steps change the training.", _svg(_steps(plan))
+        yield "How long ranks wait for each other: 1 means no waiting.", _svg(_waiting(plan))
         if plan.memory:
             yield "Memory of one GPU at the largest micro-batch, an estimate.", _svg(_memory(plan))
         yield _row_caption(plan), _svg(_row(plan))
@@ -58,7 +58,7 @@ def _svg(figure: Figure) -> str:
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :]
-    # Its own size in points would not shrink with the window; `viewBox` keeps the proportions.
+    # A fixed size in points would not shrink with the window. `viewBox` keeps the proportions.
     return re.sub(r' (?:width|height)="[^"]*pt"', "", svg, count=2)
 
 
@@ -160,16 +160,16 @@ def _row(plan: Plan) -> Figure:
 
 
 def _row_caption(plan: Plan) -> str:
-    return f"One packed micro-batch of '{_packing(plan)}', drawn from these documents: who may attend to whom."
+    return f"One packed micro-batch of '{_packing(plan)}', drawn from your documents: which token may attend to which."
 
 
 def _packing(plan: Plan) -> Strategy:
-    """The chosen strategy; `step` for a padded run."""
+    """Return the chosen strategy; `step` for a padded run."""
     return plan.chosen.strategy if plan.chosen.strategy.packs else STEP
 
 
 def row_of(plan: Plan) -> list[int]:
-    """Document lengths of one packed micro-batch, as the chosen strategy (`step` for a padded run) makes it."""
+    """Return the document lengths of one packed micro-batch of the chosen strategy (`step` for a padded run)."""
     outcome = plan.outcomes[_packing(plan).name]
     q, cut = (plan.shape.quadratic, plan.shape.cut) if plan.shape else (0.0, FREE)
     batching = Batching.of(plan.args, strategy=outcome.strategy, world_size=plan.world_size, quadratic=q, cut=cut)

@@ -1,4 +1,4 @@
-"""Lengths and labels of every document, through the trainer's own tokenization, or out of a file."""
+"""Lengths and labels of every document, from the trainer's own tokenization or from a file."""
 
 from __future__ import annotations
 
@@ -25,8 +25,13 @@ from ..training.preflight import load_tokenizer, require_tokenizer
 
 @dataclass(frozen=True)
 class Source:
-    """Documents before anything is cut: where they come from, their tokens, which have a label, and what was seen on
-    the way that a user should know."""
+    """Documents before anything is cut.
+
+    Attributes:
+        name (`str`): name of the dataset or file.
+        tokens (`Tokens`): length of each document and its trained tokens.
+        remarks (`tuple[str, ...]`): facts about the data that the user should know.
+    """
 
     name: str
     tokens: Tokens
@@ -34,10 +39,10 @@ class Source:
 
 
 def lengths_from_file(path: str) -> Source:
-    """A JSON list of document lengths in tokens; every token counts as trained.
+    """Read document lengths in tokens from a JSON list; every token counts as trained.
 
     Raises:
-        [`InvalidDataset`]: if the file is not that.
+        [`InvalidDataset`]: if the file is not a list of positive whole numbers.
     """
     try:
         numbers = json.loads(Path(path).read_text())
@@ -48,8 +53,8 @@ def lengths_from_file(path: str) -> Source:
     lengths = np.array(numbers) if isinstance(numbers, list) and numbers else np.zeros(1)
     if lengths.ndim != 1 or lengths.dtype.kind != "i" or lengths.min() < 1:
         raise InvalidDataset(
-            f"{path} is no list of document lengths.",
-            why=["wanted: a JSON list of whole numbers of tokens, each 1 or more, such as [163, 485, 71]"],
+            f"{path} is not a list of document lengths.",
+            why=["expected: a JSON list of whole numbers of tokens, each 1 or more, such as [163, 485, 71]"],
             do="Write one number of tokens for each document.",
         )
     lengths = lengths.astype(np.int64)
@@ -57,11 +62,11 @@ def lengths_from_file(path: str) -> Source:
 
 
 def read_documents(name: str, dataset: Any, tokenizer: str, args: PackedSFTConfig) -> Source:
-    """Tokenize and label a dataset as [`PackedSFTTrainer`] would, with the tokenizer of that name.
+    """Tokenize and label a dataset with the named tokenizer, as [`PackedSFTTrainer`] does.
 
     Raises:
-        [`InvalidDataset`]: if it is a stream, packed already, of no TRL format, or TRL refuses it.
-        [`InvalidConfig`]: if there is no such tokenizer, or its template does not tell what the arguments train.
+        [`InvalidDataset`]: if the dataset is a stream, already packed, in no TRL format, or refused by TRL.
+        [`InvalidConfig`]: if there is no such tokenizer, or its template does not mark the tokens to train.
     """
     if not isinstance(dataset, Dataset):
         raise InvalidDataset(
@@ -89,7 +94,7 @@ def read_documents(name: str, dataset: Any, tokenizer: str, args: PackedSFTConfi
 
 
 def _prepared(dataset: Dataset, tokenizer: Any, args: PackedSFTConfig) -> _Tokenized:
-    """What TRL's trainer makes of the dataset, which it is asked for with a model of a few weights."""
+    """Let TRL's trainer prepare the dataset, with a model of a few weights, and return the result."""
     args = copy.copy(args)
     args.packing, args.packing_strategy, args.padding_free, args.max_length = False, "bfd", False, None
     args.model_init_kwargs, args.gradient_checkpointing = None, False
@@ -97,7 +102,7 @@ def _prepared(dataset: Dataset, tokenizer: Any, args: PackedSFTConfig) -> _Token
         trainer = _Tokenizing(_few_weights(), args=args, train_dataset=dataset, processing_class=tokenizer)
     except _Tokenized as tokenized:
         return tokenized
-    return _Tokenized(trainer.train_dataset)  # type: ignore[arg-type]  # dataset_kwargs said to skip the preparation
+    return _Tokenized(trainer.train_dataset)  # type: ignore[arg-type]  # if dataset_kwargs skips the preparation
 
 
 def _few_weights() -> LlamaForCausalLM:
@@ -106,8 +111,10 @@ def _few_weights() -> LlamaForCausalLM:
 
 
 class _Tokenized(Exception):
-    """Carries the prepared dataset out of TRL's constructor, and what its chat template left out: a trainer is not
-    wanted."""
+    """Exception that carries the prepared dataset and the template's remarks out of TRL's constructor.
+
+    It stops the constructor, because no trainer is needed.
+    """
 
     def __init__(self, dataset: Dataset, remarks: Sequence[str] = ()) -> None:
         super().__init__()
@@ -115,7 +122,7 @@ class _Tokenized(Exception):
 
 
 class _Tokenizing(SFTTrainer):
-    """Settles templates, special tokens and loss masks as any trainer does, and stops when the data is ready."""
+    """Trainer that prepares templates, special tokens and loss masks as usual, and stops when the data is ready."""
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, *args: Any, **kwargs: Any) -> Any:
         remarks = left_out_by_template(dataset, processing_class, self.chat_template)

@@ -1,4 +1,4 @@
-"""The plan as one HTML page that needs nothing beside it: style, tables and plots inside."""
+"""The plan as one self-contained HTML page with style, tables and plots."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CHOSEN = ' class="chosen"'
 
 
 def render(plan: Plan) -> str:
-    """The page's HTML.
+    """Return the HTML of the page.
 
     Raises:
         [`MissingPackage`]: if matplotlib is not installed.

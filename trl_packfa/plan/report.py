@@ -1,4 +1,4 @@
-"""One plan with all its figures: what `--json` prints, and what terminal and page show."""
+"""A plan with all its figures, for `--json`, the terminal and the page."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from .gather import Source
 
 _PERCENTILES = (50, 90, 99)
 BASIS = (
-    "work per true token, pads included, against the padded run: a token costs 1, a token that it attends to q; ranks "
-    "wait for the slowest. An arithmetic ratio, not a timing: it takes the GPU to be as busy in small micro-batches "
-    "as in large ones"
+    "work per true token, pads included, compared with the padded run: a token costs 1, each token that it attends to "
+    "costs q; ranks wait for the slowest. It is an arithmetic ratio, not a timing: it assumes that small "
+    "micro-batches use the GPU as well as large ones"
 )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Documents, strategies and advice; `shape` and `memory` (by strategy) only if there is a model, and
-    `without_checkpointing`, the chosen strategy's memory, only if the arguments checkpoint."""
+    """A plan: documents, outcomes of the strategies, and advice.
+
+    `shape` and `memory` (by strategy) exist only if a model is given. `without_checkpointing` is the memory of the
+    chosen strategy without gradient checkpointing; it exists only if the arguments use checkpointing.
+    """
 
     source: Source
     args: PackedSFTConfig
@@ -37,37 +40,37 @@ class Plan:
 
     @property
     def chosen(self) -> Outcome:
-        """The strategy that the arguments name."""
+        """Outcome of the strategy that the arguments name."""
         return self.outcomes[self.args.strategy.name]
 
     @property
     def padded(self) -> Outcome:
-        """TRL without packing."""
+        """Outcome of TRL's padded run, without packing."""
         return self.outcomes[PADDED.name]
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the main tables, the first that was asked for."""
+        """Number of ranks for the main tables: the first requested number."""
         return self.chosen.epoch().world_size
 
     @property
     def basis(self) -> str:
-        """What the predicted speed-up rests on."""
-        q = f"q = {self.shape.quadratic:.2e}" if self.shape else "q = 0 without a model: attention's cost is left out"
+        """Explanation of the predicted speed-up, as text."""
+        q = f"q = {self.shape.quadratic:.2e}" if self.shape else "q = 0 without a model: attention costs nothing"
         return f"{BASIS} ({q})."
 
     def speed_up(self, outcome: Outcome, world_size: int | None = None) -> float:
-        """Over the padded run."""
+        """Return the predicted speed-up of an outcome over the padded run."""
         return speed_up(outcome, self.padded, world_size or self.world_size)
 
     def lengths(self) -> dict[str, float]:
-        """Tokens of the documents before anything is cut."""
+        """Return mean, percentiles and maximum of the document lengths in tokens, before anything is cut."""
         lengths = self.source.tokens.lengths
         marks = {f"p{p}": float(np.percentile(lengths, p)) for p in _PERCENTILES}
         return {"mean": float(lengths.mean()), **marks, "longest": float(lengths.max())}
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the plan as a dictionary for JSON."""
         q = self.shape.quadratic if self.shape else 0.0
         return {
             "source": self.source.name,

@@ -1,4 +1,4 @@
-"""The command: arguments to a plan, and the plan to terminal, page or JSON."""
+"""The command `trl-packfa plan`: it parses arguments, makes a plan, and shows it as tables, page or JSON."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from .terminal import show
 
 @dataclass
 class PlanArguments(ColumnChoice):
-    """What `trl-packfa plan` takes beside the arguments of `trl-packfa train`."""
+    """Arguments of `trl-packfa plan`, in addition to those of `trl-packfa train`."""
 
     tokenizer: str | None = field(
-        default=None, metadata={"help": "Tokenizer by name or path; by default the model's. Enough without a model."}
+        default=None, metadata={"help": "Name or path of a tokenizer (default: the model's). Enough without a model."}
     )
     lengths: str | None = field(
         default=None, metadata={"help": "JSON list of document lengths in tokens, instead of a dataset."}
     )
-    ranks: str = field(default="1,2,8", metadata={"help": "Numbers of GPUs; the tables are for the first."})
+    ranks: str = field(default="1,2,8", metadata={"help": "Numbers of GPUs; the main tables show the first."})
     html: str | None = field(default=None, metadata={"help": "Write one self-contained page with plots to this file."})
     json: bool = field(default=False, metadata={"help": "Print everything as JSON instead of tables."})
 
 
 @a_line_per_thing()
 def plan(argv: list[str]) -> int:
-    """Parse flags and `--config FILE.yaml`, read lengths, show the plan. Returns 0: what is planned can be trained."""
-    # A plan for a GPU is made where there is none: what only a GPU has is not asked for here.
+    """Parse flags and `--config FILE.yaml`, read lengths, and show the plan. Return 0: the planned run can train."""
+    # Users plan on machines without a GPU, so arguments that require one are turned off here.
     classes = (ScriptArguments, PackedSFTConfig, DatasetMixtureConfig, PlanArguments)
     given = ["--use_cpu", "true", *argv, "--tf32", "false"]
     script, args, mixture, wanted = parse(classes, given, prog="trl-packfa plan")
     ranks = _ranks(wanted.ranks)
     if wanted.html:
-        require_matplotlib("--html")  # before minutes of tokenizing
+        require_matplotlib("--html")  # fail before tokenizing, which can take minutes
         _require_writable(wanted.html)
     shape = read_shape(args) if args.model_name_or_path else None
     source = _source(script, args, mixture, wanted)
@@ -68,10 +68,10 @@ def plan(argv: list[str]) -> int:
 
 
 def make_plan(source: Source, args: PackedSFTConfig, ranks: list[int], shape: Any = None) -> Plan:
-    """All figures and the advice that follows from them.
+    """Return the plan with all figures and the advice.
 
     Raises:
-        [`PackingError`]: where `trl-packfa train` would raise it for these documents.
+        [`PackingError`]: if `trl-packfa train` would raise it for these documents.
     """
     quadratic, cut = (shape.quadratic, shape.cut) if shape else (0.0, FREE)
     outcomes = compare(source.tokens, args, ranks, quadratic, cut)
@@ -105,7 +105,7 @@ def _ranks(text: str) -> list[int]:
             raise ValueError
     except ValueError as error:
         raise InvalidConfig(
-            f"--ranks {text} is no list of numbers of GPUs.", do="Write for example --ranks 1,2,8."
+            f"--ranks {text} is not a list of GPU counts.", do="Write for example --ranks 1,2,8."
         ) from error
     return ranks
 

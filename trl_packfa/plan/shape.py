@@ -1,4 +1,4 @@
-"""The shape of a model that is named, from its config alone: built on the meta device, so without weights."""
+"""Shape of a named model, from its config alone: it is built on the meta device, without weights."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..training.validation import refuse_model
 
 
 def read_shape(args: PackedSFTConfig) -> ModelShape:
-    """The shape of `args.model_name_or_path` with the adapter that the arguments ask for.
+    """Return the shape of `args.model_name_or_path` with the adapter of the arguments.
 
     Raises:
-        [`InvalidConfig`]: if there is no such model, or its adapter cannot be put on it.
+        [`InvalidConfig`]: if there is no such model, or the adapter does not fit it.
         [`UnsupportedModel`]: if its type cannot be packed.
     """
     name = args.model_name_or_path
@@ -36,5 +36,5 @@ def read_shape(args: PackedSFTConfig) -> ModelShape:
         raise InvalidConfig(
             f"cannot make the model '{name}' from its config.",
             why=[str(error)],
-            do="Check the name, or pass --tokenizer without a model: memory and attention's cost are then left out.",
+            do="Check the name, or pass --tokenizer without a model, for a plan without memory and attention cost.",
         ) from error

@@ -1,4 +1,4 @@
-"""The plan on a terminal, in tables."""
+"""Tables and notes that show a plan on the terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Rows = tuple[list[str], list[list[str]]]
 
 
 def show(plan: Plan, console: Console | None = None) -> None:
-    """Print everything; in a pipe there is no width to fit into."""
+    """Print the whole plan; a pipe has no width, so it gets a fixed one."""
     console = console or Console(width=None if sys.stdout.isatty() else 150)
     console.print(heading(plan), highlight=False, markup=False)
     console.print("\n".join(_histogram(plan.source.tokens.lengths, plan.args.max_length)), highlight=False)
@@ -36,14 +36,14 @@ def show(plan: Plan, console: Console | None = None) -> None:
 
 
 def heading(plan: Plan) -> str:
-    """Where the documents come from, and how long they are."""
+    """Return a line with the source of the documents and their lengths."""
     lengths, marks = plan.source.tokens.lengths, plan.lengths()
     shown = ", ".join(f"{name} {value:,.0f}" for name, value in marks.items())
     return f"{plan.source.name}: {len(lengths):,} documents, {int(lengths.sum()):,} tokens ({shown})"
 
 
 def tables(plan: Plan) -> Iterator[tuple[str, Rows]]:
-    """Title, columns and rows of each table; the page shows the same."""
+    """Yield the title, the columns and the rows of each table; the page shows the same tables."""
     world = plan.world_size
     on = f"{world} GPU{'s' if world > 1 else ''}"
     size, steps = plan.args.per_device_train_batch_size, plan.args.gradient_accumulation_steps
@@ -55,17 +55,17 @@ def tables(plan: Plan) -> Iterator[tuple[str, Rows]]:
 
 
 def notes(plan: Plan) -> list[str]:
-    """What the tables' figures rest on."""
+    """Return the notes that explain the figures of the tables."""
     lines = [
-        "fill: true tokens over what rows could hold (the padded batch, the token budget, max_length).",
+        "fill: true tokens divided by the room in the rows (the padded batch, the token budget, max_length).",
         f"predicted: {plan.basis}",
-        "waiting: what the epoch takes over what it would take if all ranks were always busy.",
+        "waiting: duration of the epoch, divided by its duration if no rank had to wait.",
     ]
     if plan.args.max_length is None:
-        lines.append("bfd, bfd_split and wrapped: left out, they fill rows of max_length tokens, which is None.")
+        lines.append("bfd, bfd_split and wrapped: left out: they fill rows of max_length tokens, which is None.")
     if plan.memory:
         return [*lines, f"memory: {FORMULA}. CUDA's own context and fragmentation come on top."]
-    return [*lines, "memory: left out, for want of a model (--model_name_or_path; its config is enough)."]
+    return [*lines, "memory: left out, because no model is given (--model_name_or_path; its config is enough)."]
 
 
 def _strategies(plan: Plan) -> Rows:
@@ -101,7 +101,7 @@ def _cuts(plan: Plan) -> Rows:
 
 
 def _ranks(plan: Plan) -> Rows:
-    """Steps, waiting and predicted speed-up of every strategy on each number of ranks."""
+    """Return steps, waiting and predicted speed-up of every strategy for each number of ranks."""
     columns = ["strategy"]
     for ranks in plan.chosen.epochs:
         columns += [f"{ranks} GPU{'s' if ranks > 1 else ''}: steps", "waiting", "predicted"]
@@ -136,7 +136,7 @@ def _short(number: float) -> str:
 
 
 def histogram_bins(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Documents by length: counts, and edges in tokens, evenly spaced on a logarithmic scale."""
+    """Count documents by length; return the counts and the bin edges in tokens, evenly spaced on a log scale."""
     low, high = max(int(lengths.min()), 1), int(lengths.max()) + 1
     edges = np.unique(np.geomspace(low, high, _BINS + 1).round().astype(int))
     counts, edges = np.histogram(lengths, bins=edges if len(edges) > 1 else np.array([low, high]))

@@ -1,1 +1,2 @@
-"""What the model side stands on: documents of a call, graphs, autocast, quantized and sharded weights; no patch."""
+"""Basics of the model side: documents of a call, graphs, autocast, quantized and sharded weights. It holds no
+patch."""

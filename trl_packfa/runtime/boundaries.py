@@ -1,25 +1,26 @@
-"""Which documents a forward call holds, read from the arguments that transformers and TRL send.
+"""Find the documents of a forward call in the arguments that transformers and TRL send.
 
-Three sources, in this order: our collator's `packed_layout` (nothing to compute), FlashAttention's `cu_seq_lens_*`,
-`position_ids`. A batch without boundaries, a padded batch, a KV cache in use and continuous batching give `None`: they
-are not ours.
-Boundaries beside a filled cache, and a mask of padding that numbers documents, would be ignored: refused.
+There are three sources, in this order: our collator's `packed_layout` (nothing to compute), FlashAttention's
+`cu_seq_lens_*`, `position_ids`. The result is `None` for a batch without boundaries, a padded batch, a KV cache in use
+and continuous batching: such calls are not packed. Boundaries beside a filled cache, and a mask of padding that
+numbers documents, would be ignored by the model, so they are refused.
 
-What positions mean. transformers 5.23 has two rules for a row without a mask: its masks begin a document wherever a
-position is not its predecessor plus one, its FlashAttention wherever a position equals the row's smallest. TRL's
-collators send positions that restart at 0, for which both say the same. So:
+Positions need some care. transformers 5.23 has two rules for a row without a mask. Its masks begin a document wherever
+a position is not its predecessor plus one. Its FlashAttention begins one wherever a position equals the row's
+smallest. TRL's collators send positions that restart at 0, for which both rules agree. So:
 
 - Positions alone are boundaries if every document begins at the same position (0, or RoBERTa's 2) and counts by one.
-  A document that skips positions, is numbered from its middle on, or goes back half way is read differently by the two
-  rules, and its boundaries cannot be told from positions: refused, with the advice to send `cu_seq_lens_q`.
+  The two rules disagree about a document that skips positions, begins at another position, or goes back half way.
+  Positions do not tell its boundaries, so it is refused, with the advice to send `cu_seq_lens_q`.
 - With explicit boundaries, positions count by one inside each document and may begin anywhere (a document whose
-  beginning was cut off); they are what the model sees. Where the model counts positions by itself, only those from 0.
-- One document per row is not packed: any positions are the model's own business.
-- With a mask of padding transformers ignores positions. Restarts among the tokens that count would let documents see
-  each other: refused. A mask of four dimensions is its author's own, and the call is left alone.
+  beginning was cut off). The model uses them as they are. If the model counts positions by itself, they must begin at
+  0.
+- A row with a single document is not packed, and any positions are allowed.
+- With a mask of padding transformers ignores positions. Restarts among the tokens under the mask would let documents
+  see each other, so they are refused. A mask of four dimensions belongs to the caller, and the call is left alone.
 
-On an accelerator `packed_layout` is believed without reading tensors back, so that no forward waits for the device;
-everything else is compared with it where it lies on the host.
+On an accelerator `packed_layout` is trusted without reading tensors back, so that no forward waits for the device.
+Arguments that lie on the host are compared with it.
 
 Shape letters: B rows, L row length.
 """
@@ -48,29 +49,29 @@ from .validate import (
 def layout_of(
     call: dict[str, Any], *, ignores_position_ids: bool = False, max_positions: int | None = None
 ) -> PackedLayout | None:
-    """The documents of a forward call, `None` if it is not a packed batch.
+    """Return the documents of a forward call, `None` if it is not a packed batch.
 
-    `call` maps argument names to values. An all-ones `attention_mask` and `use_cache=True` do not switch packing
-    off, as they do in transformers. `ignores_position_ids` says that the model will not use the call's `position_ids`,
-    but count each document from 0, `max_positions` how many it knows.
+    `call` maps argument names to values. An all-ones `attention_mask` and `use_cache=True` do not switch packing off;
+    in transformers they do. `ignores_position_ids` means that the model ignores the call's `position_ids` and counts
+    each document from 0. `max_positions` is the number of positions that the model has learned.
 
     Raises:
         [`InvalidLayout`]: if the sources contradict each other or the batch.
     """
-    # `inputs_embeds` wins, as in transformers: prompt tuning and models with images embed tokens before the backbone.
+    # `inputs_embeds` comes first, as in transformers: prompt tuning and image models embed tokens before the backbone.
     embedded = call.get("inputs_embeds")
     tokens = call.get("input_ids") if embedded is None else embedded
     if tokens is None or tokens.dim() < 2 or is_continuous_batching(call):
         return None
     shape = (tokens.shape[0], tokens.shape[1])
-    # Before the boundaries are read: a filled cache means generation, where each call holds the next tokens of one
-    # document.
+    # A filled cache means generation, where each call holds the next tokens of one document. So it is checked before
+    # the boundaries.
     if cache := filled_cache(call):
         refuse_beside_cache(call, shape, cache)
         return None
-    # Whatever else the call says: such a mask is wrong beside every source of boundaries.
+    # Such a mask is wrong beside every source of boundaries.
     refuse_numbered_mask(call.get("attention_mask"))
-    # The order is by cost. `packed_layout` knows its lengths on the host; the two others are tensors that are copied
+    # Cheap sources come first. `packed_layout` has its lengths on the host. The two others are tensors that are copied
     # from the device, which makes the host wait.
     layout = call.get("packed_layout")
     if layout is None and call.get("cu_seq_lens_q") is not None:
@@ -88,9 +89,9 @@ def layout_of(
 
 
 def _from_flash_kwargs(call: dict[str, Any]) -> PackedLayout:
-    """Layout from `cu_seq_lens_q`, which must equal `cu_seq_lens_k`."""
+    """Make a layout from `cu_seq_lens_q`, which must equal `cu_seq_lens_k`."""
     offsets_q, offsets_k = require_offsets(call, "cu_seq_lens_q"), call.get("cu_seq_lens_k")
-    # Collators send one tensor under both names: comparing it with itself would wait for the device twice.
+    # Collators send one tensor under both names. Comparing it with itself would wait for the device twice.
     if offsets_k is not None and offsets_k is not offsets_q:
         offsets_k = require_offsets(call, "cu_seq_lens_k")
         if not torch.equal(offsets_q, offsets_k.to(offsets_q)):
@@ -103,7 +104,7 @@ def _from_flash_kwargs(call: dict[str, Any]) -> PackedLayout:
 
 
 def _require_fit(layout: Any, shape: tuple[int, int]) -> PackedLayout:
-    """Explicit boundaries must describe exactly this batch."""
+    """Refuse explicit boundaries that do not describe this batch; return them with the batch's number of rows."""
     if not isinstance(layout, PackedLayout):
         raise InvalidLayout(
             f"packed_layout is a {type(layout).__name__}, not a PackedLayout.",
@@ -114,15 +115,15 @@ def _require_fit(layout: Any, shape: tuple[int, int]) -> PackedLayout:
             f"the boundaries describe {layout.num_tokens} tokens, the batch has {shape[0]} x {shape[1]}.",
             do="Send boundaries of the same batch.",
         )
-    # FlashAttention's offsets do not say how the tokens are laid out in rows. The new layout requires that no document
-    # crosses the end of one.
+    # FlashAttention's offsets do not tell the rows of the batch. The new layout refuses documents that cross the end
+    # of a row.
     if layout.rows != shape[0]:
         layout = PackedLayout(layout.cu_seqlens, layout.lengths, rows=shape[0])
     return layout
 
 
 def _from_position_ids(call: dict[str, Any], shape: tuple[int, int]) -> PackedLayout | None:
-    """Layout from `position_ids` alone; one document per row, or padding, is no packed batch."""
+    """Make a layout from `position_ids` alone; `None` for padding or one document in each row."""
     position_ids, mask = call.get("position_ids"), call.get("attention_mask")
     if position_ids is None or not shape[1]:
         return None
@@ -132,20 +133,20 @@ def _from_position_ids(call: dict[str, Any], shape: tuple[int, int]) -> PackedLa
     starts = torch.ones(shape, dtype=torch.bool)
     # For positions [0, 1, 2, 0, 1] the tokens 0 and 3 begin a document: starts [1, 0, 0, 1, 0].
     starts[:, 1:] = host[:, 1:] != host[:, :-1] + 1
-    # One document a row: no boundary to honour, and positions may begin anywhere, as when `generate()` goes on.
+    # One document in each row has no boundary, and positions may begin anywhere, as when `generate()` continues.
     if int(starts.sum()) == shape[0]:
         return None
     if mask is not None and not is_ones(mask):
         refuse_restarts_under_padding(host, mask)
         return None
-    # A mask without zeros is what tokenizers return for a single text. It hides nothing, so positions decide.
+    # Tokenizers return a mask without zeros for a single text. It hides nothing, so positions decide.
     layout = PackedLayout.from_position_ids(host)
     _require_common_start(host, starts)
     return layout.to(position_ids.device)
 
 
 def _require_common_start(host: torch.Tensor, starts: torch.Tensor) -> None:
-    """Only then do transformers' two rules agree on where documents begin."""
+    """Refuse documents that begin at different positions: transformers' two rules disagree about their boundaries."""
     first = host[starts]
     odd = (first != first[0]).nonzero().flatten()
     if len(odd):

@@ -1,18 +1,19 @@
-"""Caches in a forward call: their names, which of them is filled, and how to drop them.
+"""Find and drop caches in a forward call.
 
-The one place that knows what transformers calls a cache: 5.24 renamed `past_key_values` and `cache_params` to `cache`.
+This module alone knows the names that transformers gives a cache: 5.24 renamed `past_key_values` and `cache_params` to
+`cache`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-# `cache` since transformers 5.24; of keys and values, of states, RWKV's list of states before.
+# `cache` since transformers 5.24; before it keys and values, states, and RWKV's list of states.
 CACHES = ("cache", "past_key_values", "cache_params", "state")
 
 
 def has_cache(call: dict[str, Any]) -> bool:
-    """Tell whether a call is handed a cache, filled or empty."""
+    """Tell whether a call has a cache, filled or empty."""
     return any(call.get(name) is not None for name in CACHES)
 
 

@@ -1,6 +1,6 @@
-"""What accelerators multiply at most, as their makers' data sheets say: half precision, dense, no boost by sparsity.
+"""Peak rates of accelerators from their makers' data sheets: dense half-precision products, without sparsity.
 
-Where a data sheet gives figures "with sparsity", half of them stand here.
+If a data sheet gives figures "with sparsity", half of them stand here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 
 from .autocast import HALF
 
-# Parts of a device's name, lower case, and TFLOP/s; the first entry all of whose parts are in the name counts.
+# Parts of a device's name in lower case, and TFLOP/s. The first entry counts whose parts are all in the name.
 _PEAKS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("b200",), 2250.0),
     (("h200", "nvl"), 835.0),
@@ -24,20 +24,22 @@ _PEAKS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("a10g",), 70.0),
     (("mi300x",), 1307.4),
 )
-# A device of such a name is a slice of one, or another one.
+# A device with such a word in its name is a slice of the listed device, or another device.
 _OTHERS = ("mig", "max-q", "laptop")
 
 
 def datasheet_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Operations per second of `device` in `dtype` at most, by its name; `None` where no data sheet is known here, and
-    in float32 and float64, whose rate depends on switches (tf32)."""
+    """Return the peak operations per second of `device` in `dtype`, by the device's name.
+
+    It is `None` if no data sheet is listed here, and for float32 and float64, whose rate depends on switches (tf32).
+    """
     if device.type != "cuda" or dtype not in HALF:
         return None
     return named_flops(torch.cuda.get_device_name(device))
 
 
 def named_flops(name: str) -> float | None:
-    """The same by a name as `torch.cuda.get_device_name` gives it.
+    """Return the peak operations per second in half precision of a device with this `torch.cuda.get_device_name`.
 
     ```python
     >>> named_flops("NVIDIA H100 80GB HBM3") / 1e12
@@ -54,5 +56,5 @@ def named_flops(name: str) -> float | None:
 
 
 def _has(words: list[str], part: str) -> bool:
-    """`A100-SXM4-80GB` is an A100, and an L40 no L4."""
+    """Tell whether a device's name has this part as a word: `A100-SXM4-80GB` is an A100, but an L40 is not an L4."""
     return any(word == part or word.startswith(part + "-") or word.endswith("-" + part) for word in words)

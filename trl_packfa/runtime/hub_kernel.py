@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 def hub_flash_attn_varlen_func() -> Callable[..., torch.Tensor] | None:
-    """`flash_attn_varlen_func` of the Hub kernel that transformers loads for `flash_attention_2`, if it loads."""
+    """Return `flash_attn_varlen_func` of the Hub kernel for `flash_attention_2`, `None` if it does not load."""
     from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
 
     try:
@@ -19,5 +19,5 @@ def hub_flash_attn_varlen_func() -> Callable[..., torch.Tensor] | None:
     except (ImportError, OSError, ValueError, RuntimeError) as error:  # no network, no build for this machine
         logger.info("trl-packfa: the Hub's FlashAttention kernel did not load: %s", error)
         return None
-    # Of flash, varlen, with a KV cache, pad, unpad.
+    # The functions are: flash, varlen, with a KV cache, pad, unpad.
     return functions[1]

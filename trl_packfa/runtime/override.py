@@ -1,6 +1,6 @@
-"""A `forward` put on one module instance in the place of its class's, and the way back.
+"""Put a `forward` on one module instance in the place of its class's, and take it back.
 
-Plain objects instead of closures, so that a patched model can be deep-copied and pickled.
+Overrides are plain objects, not closures, so that a patched model can be deep-copied and pickled.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 
 class Override:
-    """A `forward` of one instance and the way back to what it replaced."""
+    """A `forward` of one instance, with the forward that it replaced."""
 
     __call__: Callable[..., Any]
 
@@ -23,33 +23,35 @@ class Override:
         self.module, self.original = module, original
 
     def call_original(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the replaced forward; the class's own is looked up now, as FSDP2 exchanges an instance's class."""
+        """Run the replaced forward; the class's own is looked up at each call, as FSDP2 exchanges an instance's
+        class."""
         if self.original is None:
             return type(self.module).forward(self.module, *args, **kwargs)
         return self.original(*args, **kwargs)
 
     def as_forward(self) -> Callable[..., Any]:
-        """What stands in the module's slot: this override's bound `__call__`, or itself where it has a signature."""
-        # torch.compile guards an instance's forward by identity, but a bound method by its code: so the layers of a
-        # model share one graph, where each override object would ask for one of its own. A signature of its own is
-        # read from the object, and only a whole model's forward has one.
+        """Return the value for the module's slot: the override's bound `__call__`, or the override if it has a
+        signature."""
+        # torch.compile guards an instance's forward by identity, but a bound method by its code. With bound methods
+        # the layers of a model share one graph, while each override object would need its own. A signature is read
+        # from the object itself, and only a whole model's forward has one.
         return self if hasattr(self, "__signature__") else self.__call__
 
 
 def override_in(module: nn.Module, slot: str = "forward") -> Override | None:
-    """The override in a module's slot, `None` if its forward is another."""
+    """Return the override in a module's slot, `None` if the slot holds none of ours."""
     forward = vars(module).get(slot)
     owner = forward.__self__ if type(forward) is MethodType else forward
     return owner if isinstance(owner, Override) else None
 
 
 def runs_own_forward(module: nn.Module) -> bool:
-    """Check that a call of a module runs its class's forward, or an override of ours in its place, and nothing else.
+    """Tell whether a call of a module runs only its class's forward, or our override in its place.
 
-    Hooks, a `forward` that somebody has set on the instance, before our override or over it, and a compiled call of
-    its own are other code: whoever computes a module's result from its weights alone would skip them.
+    Hooks, a `forward` that others have set on the instance before or after ours, and a compiled call are other code.
+    Code that computes a module's result from its weights alone would skip them.
     """
-    # Read for each layer and call, so in one expression on the instance's own namespace.
+    # This runs for each layer and call, so it is one fast expression on the instance's own namespace.
     own = vars(module)
     return not (
         own["_forward_hooks"]
@@ -63,17 +65,17 @@ def runs_own_forward(module: nn.Module) -> bool:
 
 
 def _is_foreign(module: nn.Module, forward: Any) -> bool:
-    """Check whether what stands in an instance's `forward` is neither an override of the class's nor the class's."""
+    """Tell whether an instance's `forward` is neither an override of the class's forward nor the class's forward."""
     override = override_in(module)
     if override is not None:
         forward = override.original
-    # accelerate leaves the class's own behind, bound, where it takes its hook off a module.
+    # When accelerate takes its hook off a module, it leaves the class's own forward there as a bound method.
     is_own = getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
     return forward is not None and not is_own
 
 
 def has_library_forward(module: nn.Module) -> bool:
-    """Check that the forward of a module's class is the one of its file: nobody has put another on the class."""
+    """Tell whether the forward of a module's class is the one in its file, and nobody has set another on the class."""
     forward = type(module).forward
     return (
         isinstance(forward, FunctionType)
@@ -83,9 +85,11 @@ def has_library_forward(module: nn.Module) -> bool:
 
 
 def computes_as(module: nn.Module, forward: Callable[..., Any]) -> bool:
-    """Whether a module computes what the function `forward` does: the forward of its class has the same bytecode, and
-    the instance has none of its own. Copies of one forward in many architectures are found so."""
-    # By bytecode, not by class: transformers copies a norm or an MLP into each architecture under another name.
+    """Tell whether a module computes the function `forward`: its class's forward has the same bytecode.
+
+    The instance must have no forward of its own. This finds copies of one forward in many architectures.
+    """
+    # Classes do not tell: transformers copies a norm or an MLP into each architecture under another name.
     code = getattr(type(module).forward, "__code__", None)
     return (
         code is not None and "forward" not in vars(module) and _instructions(code) == _instructions(forward.__code__)
@@ -93,15 +97,15 @@ def computes_as(module: nn.Module, forward: Callable[..., Any]) -> bool:
 
 
 def _instructions(code: CodeType) -> tuple[Any, ...]:
-    """Bytecode, names and constants of a function, strings left out."""
-    # Docstrings are among a function's constants, and copies differ in them.
+    """Return bytecode, names and constants of a function, without strings."""
+    # Strings are left out because docstrings are constants, too, and copies have other docstrings.
     return code.co_code, code.co_names, tuple(value for value in code.co_consts if not isinstance(value, str))
 
 
 def forward_signature(module: nn.Module) -> inspect.Signature:
-    """The signature of the forward of a module's class, without `self`.
+    """Return the signature of the forward of a module's class, without `self`.
 
     An override carries it as `__signature__`, as `generate()` reads which parameters a model's forward takes.
     """
-    # Without `self`: what is set on an instance is called without it.
+    # A function that is set on an instance is called without `self`.
     return inspect.Signature(list(inspect.signature(type(module).forward).parameters.values())[1:])

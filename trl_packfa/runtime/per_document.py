@@ -1,9 +1,9 @@
-"""Any causal module, document by document: exact for all that mixes tokens in ways no attention call shows.
+"""Run any causal module document by document, which is exact for every way of mixing tokens.
 
-The packed row is taken apart, documents of similar length run together as a right-padded batch, and the outputs are
-put back in place. Causal modules never see what comes after a token, so the padding (copies of a document's last
-token) needs no mask: not for attention, not for recurrent state, short convolutions or position biases. It costs the
-padding inside a group.
+The packed row is split into documents. Documents of similar length run together as a right-padded batch, and the
+outputs are put back in place. A causal module never sees what comes after a token. So the padding (copies of a
+document's last token) needs no mask: not for attention, recurrent state, short convolutions or position biases. The
+cost is the padding inside a group.
 
 Shape letters: B rows, L row length, T packed tokens (B * L), G documents of a group, M their longest length.
 """
@@ -23,13 +23,13 @@ from .compile import around_graphs, outside_of_graphs
 from .context import is_empty_mask
 from .length_groups import group_by_length
 
-# What says where documents are, which the separate documents need no more.
+# Arguments with the boundaries, which separate documents do not need.
 FLASH_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 BOUNDARIES = ("packed_layout", *FLASH_KEYS)
-# Arguments `(L, L)` that hold each query's distance to each key, which are the same in every document (Inkling 2 since
-# transformers 5.24, whose backbone makes them for the whole row).
+# Arguments `(L, L)` with each query's distance to each key, which is the same in every document. Since transformers
+# 5.24 Inkling 2's backbone makes them for the whole row.
 _DISTANCES = ("relative_distance",)
-# What a backbone finds by itself for documents that are no longer packed.
+# Arguments that a backbone finds by itself for separate documents.
 FOUND_BY_ITSELF = ("attention_mask", "position_ids")
 
 
@@ -42,10 +42,10 @@ def run_by_document(
     *,
     sliding_window: int | None = None,
 ) -> Any:
-    """Run `forward` on the documents of a packed call; returns what it returns, with the packed tokens in place.
+    """Run `forward` on the documents of a packed call; return its outputs with the packed tokens in place.
 
-    Every argument of shape `(B, L, ...)` is taken apart, inside tuples too; the packed call's empty mask becomes a
-    causal one of the group's size. Of the outputs, what is per token is put back together, the rest is dropped.
+    Every argument of shape `(B, L, ...)` is split by group, inside tuples too. The packed call's empty mask becomes a
+    causal mask of the group's size. Outputs per token are put back together, the others are dropped.
 
     Args:
         forward (`Callable`):
@@ -53,13 +53,13 @@ def run_by_document(
         args (`Sequence`), kwargs (`dict[str, Any]`):
             Its arguments, boundaries included.
         layout ([`PackedLayout`]):
-            Where the documents are.
+            The documents of the call.
         sliding_window (`int`, *optional*):
-            Tokens that a query sees under the mask that takes the empty one's place.
+            Number of tokens that a query sees under the causal mask.
     """
     calls, shapes, place = _take_apart(args, kwargs, layout, sliding_window)
     outputs = []
-    for positional, named in calls:  # a comprehension is a function of its own, which would be compiled, whole
+    for positional, named in calls:  # not a comprehension: torch would compile that as a function of its own
         outputs.append(forward(*positional, **named))
     return _put_back(outputs, shapes, place, layout)
 
@@ -68,10 +68,10 @@ def run_by_document(
 def _take_apart(
     args: Sequence[Any], kwargs: dict[str, Any], layout: PackedLayout, sliding_window: int | None
 ) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[tuple[int, ...]], torch.Tensor]:
-    """The arguments of each group, its shape `(G, M)`, and for each packed token its place in the groups."""
+    """Return the arguments of each group, the groups' shapes `(G, M)`, and each packed token's place in the groups."""
     kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-    # The packed call's own mask is float too, but has no elements, and not always the dtype of the scores.
+    # The packed call's mask is skipped: it has no elements, and may have another dtype than the scores.
     dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point() and tensor.numel()), torch.float32)
     groups, place = _groups(layout, tensors[0].device)
     calls = []
@@ -87,11 +87,11 @@ def _take_apart(
 
 @around_graphs
 def run_backbone_by_document(forward: Callable[..., Any], call: dict[str, Any], layout: PackedLayout) -> Any:
-    """[`run_by_document`] for a whole backbone, which finds positions and masks by itself.
+    """Run a whole backbone with [`run_by_document`]; the backbone finds positions and masks by itself.
 
     Raises:
         [`InvalidLayout`]: if `position_ids` are not those of documents that each start at 0.
-        [`PackingError`]: if hidden states of every layer are asked for.
+        [`PackingError`]: if the call asks for hidden states of every layer.
     """
     _require_plain(call, layout)
     for name in FOUND_BY_ITSELF:
@@ -100,11 +100,13 @@ def run_backbone_by_document(forward: Callable[..., Any], call: dict[str, Any], 
 
 
 def _groups(layout: PackedLayout, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Token numbers `(G, M)` of each group, and for each packed token its place in the groups, one after the other."""
-    # The same for every layer of a call: computed on the host once, and copied to the device once.
+    """Return the token numbers `(G, M)` of each group, and each packed token's place in the groups joined end to
+    end."""
+    # All layers of a call need the same: it is computed on the host once, and copied to the device once.
     if ("groups", device) not in layout.memo:
-        # Lengths [1, 3] in one group, the longest first: indices [[1, 2, 3], [0, 0, 0]], of which real are [[1, 1, 1],
-        # [1, 0, 0]]; so the packed tokens 0, 1, 2, 3 lie at the places [3, 0, 1, 2] of the group.
+        # Example: lengths [1, 3] in one group, the longest first. The indices are [[1, 2, 3], [0, 0, 0]], and
+        # [[1, 1, 1], [1, 0, 0]] of them are real. So the packed tokens 0, 1, 2, 3 lie at the group's places
+        # [3, 0, 1, 2].
         starts = torch.tensor(layout.lengths).cumsum(0) - torch.tensor(layout.lengths)
         groups, place, filled = [], torch.empty(layout.num_tokens, dtype=torch.long), 0
         for group in group_by_length(layout.lengths, device):
@@ -122,8 +124,10 @@ def _groups(layout: PackedLayout, device: torch.device) -> tuple[list[torch.Tens
 
 @dataclass(frozen=True)
 class _CausalMask:
-    """What is added to the scores of a group's documents: quadratic in their length, so made only where a call has an
-    empty mask whose place it takes."""
+    """The causal mask that is added to the scores of a group's documents.
+
+    Its size is quadratic in their length, so it is made only if a call has an empty mask to replace.
+    """
 
     length: int
     sliding_window: int | None
@@ -132,17 +136,17 @@ class _CausalMask:
 
     @cached_property
     def tensor(self) -> torch.Tensor:
-        """`(length, length)`."""
+        """The mask, of shape `(length, length)`."""
         # The dtype's lowest number, not -inf, as in transformers' own masks.
         shape, lowest = (self.length, self.length), torch.finfo(self.dtype).min
         hidden = torch.full(shape, lowest, dtype=self.dtype, device=self.device)
         window = self.sliding_window
-        # With a window of 2 `tril(-2)` hides keys 0 and 1 from query 3, which sees 2 and 3.
+        # With a window of 2, `tril(-2)` hides keys 0 and 1 from query 3, so it sees keys 2 and 3.
         return hidden.triu(1) if window is None else hidden.triu(1) + hidden.tril(-window)
 
 
 def _take(value: Any, index_GM: torch.Tensor, layout: PackedLayout, mask: _CausalMask) -> Any:
-    """A group's part of an argument."""
+    """Return a group's part of an argument."""
     if isinstance(value, (tuple, list)):
         return type(value)(_take(item, index_GM, layout, mask) for item in value)
     if is_empty_mask(value):
@@ -152,7 +156,7 @@ def _take(value: Any, index_GM: torch.Tensor, layout: PackedLayout, mask: _Causa
         return value
     if value.shape[0] not in (1, layout.rows):
         return value
-    # transformers makes positions and rotary tables of one row and lets them broadcast over the batch.
+    # transformers makes positions and rotary tables with one row, which broadcasts over the batch.
     rows = value.expand(layout.rows, *value.shape[1:])
     return rows.flatten(0, 1).index_select(0, index_GM.flatten()).view(*index_GM.shape, *value.shape[2:])
 
@@ -161,7 +165,7 @@ def _take(value: Any, index_GM: torch.Tensor, layout: PackedLayout, mask: _Causa
 def _put_back(
     outputs: Sequence[Any], shapes: Sequence[tuple[int, ...]], place: torch.Tensor, layout: PackedLayout
 ) -> Any:
-    """The groups' outputs as one: tensors per token, inside tuples and transformers' outputs."""
+    """Join the groups' outputs: tensors per token, inside tuples and transformers' outputs."""
     first = outputs[0]
     # transformers' `ModelOutput` is a dict whose class takes the fields by name.
     if isinstance(first, dict):
@@ -178,12 +182,13 @@ def _put_back(
             layout.rows, layout.row_length, *first.shape[2:-1], -1
         )
     if all(output.shape[:1] == (g * m,) for output, (g, m) in zip(outputs, shapes, strict=True)):
-        return _joined(list(outputs), place)  # router logits: one row a token
+        return _joined(list(outputs), place)  # router logits have one row for each token
     return None
 
 
 def _joined(flat: list[torch.Tensor], place: torch.Tensor) -> torch.Tensor:
-    """Rows of all groups in the packed order; a narrower last dim (top-k of a short document) is filled with -1."""
+    """Return the rows of all groups in packed order; a narrower last dim (top-k of a short document) is filled with
+    -1."""
     widest = max(tensor.shape[-1] for tensor in flat)
     flat = [
         torch.nn.functional.pad(t, (0, widest - t.shape[-1]), value=-1) if t.shape[-1] < widest else t for t in flat
@@ -201,6 +206,6 @@ def _require_plain(call: dict[str, Any], layout: PackedLayout) -> None:
     positions = call.get("position_ids")
     if positions is not None and not torch.equal(positions.expand(layout.rows, -1), layout.position_ids()):
         raise InvalidLayout(
-            "position_ids do not count each document from 0, which running it by itself would.",
+            "position_ids do not count each document from 0, but this model runs each document by itself, from 0.",
             do="Let positions restart at 0 at each boundary.",
         )

@@ -1,4 +1,4 @@
-"""The states of torch's random generators, of the host and of any kind of accelerator."""
+"""Save and restore the states of torch's random generators, on the host and on any kind of accelerator."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import nn
 
 
 def devices_of(module: nn.Module) -> list[torch.device]:
-    """The accelerators that a module's parameters lie on."""
+    """Return the accelerators that hold a module's parameters."""
     devices = {parameter.device for parameter in module.parameters()}
     return sorted((device for device in devices if device.type not in ("cpu", "meta")), key=str)
 
 
 def random_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
-    """The host's state, then those of the devices."""
+    """Return the host's state, then those of the devices."""
     return [torch.get_rng_state(), *(_module(d).get_rng_state(*_index(d)) for d in devices)]
 
 
 @contextmanager
 def random_states_kept(devices: Iterable[torch.device]) -> Iterator[None]:
-    """After a `with` block the host and the devices draw what they would have drawn without it."""
-    # `torch.random.fork_rng` does so for one kind of device that numbers its states, which Apple's does not.
+    """Restore the random states of host and devices after a `with` block, so that they draw as if it had not run."""
+    # `torch.random.fork_rng` serves one kind of device only, and needs device numbers, which Apple's devices lack.
     devices = list(devices)
     host, *others = random_states(devices)
     try:
@@ -36,10 +36,10 @@ def random_states_kept(devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 def _module(device: torch.device) -> Any:
-    """`torch.cuda`, `torch.xpu`, `torch.mps`, ..."""
+    """Return the module of a kind of device: `torch.cuda`, `torch.xpu`, `torch.mps`, ..."""
     return torch.get_device_module(device)
 
 
 def _index(device: torch.device) -> tuple[torch.device, ...]:
-    """What says which device: nothing where there is one only."""
+    """Return the arguments that name the device; none for Apple's, which have only one."""
     return () if device.type == "mps" else (device,)

@@ -1,4 +1,4 @@
-"""Rows of a padded batch that begin with the same tokens, and the row without pads that holds these once.
+"""Find the rows of a padded batch with a common prefix, and build the row without pads that holds the prefix once.
 
 Shape letters: B rows, L row length, T tokens of the row without pads, P true tokens of the batch.
 """
@@ -16,18 +16,18 @@ from ..branches import BranchedLayout
 from .padded_rows import PaddedRows, remember, remembered
 from .spread import spread
 
-# Prefixes of fewer tokens are computed in each row: a piece more is a call of the attention more in every layer, and
-# what all rows begin with, a token or a short header, is not worth it.
+# Shorter prefixes are computed in each row. Every further segment needs one more attention call in every layer, which
+# is not worth it for a short header that all rows begin with.
 SHORTEST = 16
-# What input ids carry once it is known where their rows are alike: no later call compares them again.
+# Attribute of input ids whose rows were compared, so that no later call compares them again.
 _KNOWN = "_trl_packfa_shared"
 
 
 @dataclass(frozen=True, eq=False)
 class SharedRows(PaddedRows):
-    """[`PaddedRows`] whose row without pads holds the tokens that rows begin with once.
+    """[`PaddedRows`] whose row without pads holds each common prefix once.
 
-    Rows [5, 6, 7, 8] and [5, 6, 7, 9, 9], where three tokens are worth it:
+    An example with the rows [5, 6, 7, 8] and [5, 6, 7, 9, 9], if a prefix of three tokens is enough:
 
     ```python
     >>> rows = PaddedRows((2, 5), (0, 0), (4, 5))
@@ -40,7 +40,7 @@ class SharedRows(PaddedRows):
 
     Args:
         pieces (`tuple[int, ...]`), documents (`tuple[tuple[int, ...], ...]`):
-            As of a [`BranchedLayout`]; a document for each row that has tokens.
+            See [`BranchedLayout`]; there is a document for each row that has tokens.
     """
 
     pieces: tuple[int, ...] = ()
@@ -48,23 +48,23 @@ class SharedRows(PaddedRows):
 
     @property
     def num_packed(self) -> int:
-        """T."""
+        """Number of tokens in the row without pads, T."""
         return sum(self.pieces)
 
     def own_tokens(self, row: int) -> int:
-        """How many tokens at its end a row has to itself."""
+        """Return the number of tokens at the end of a row that no other row shares."""
         document = sum(length > 0 for length in self.lengths[:row])
         return self.pieces[self.documents[document][-1]] if self.lengths[row] else 0
 
     def layout(self, device: torch.device) -> BranchedLayout:  # type: ignore[override]
-        """The row without pads, `(1, T)`."""
+        """Return the layout of the row without pads, `(1, T)`."""
         key = ("branches", device, torch.is_inference_mode_enabled())
         if key not in self.memo:
             self.memo[key] = BranchedLayout.from_lengths(self.pieces, documents=self.documents, device=device)
         return self.memo[key]
 
     def packed_index(self, device: torch.device) -> torch.Tensor:
-        """The number of each of the row's tokens among the `B * L` places, int64, `(T,)`."""
+        """Return the place of each of the row's tokens among the `B * L`, int64, `(T,)`."""
         return self.index(device).index_select(0, self.layout(device).places)
 
     def _put_back(self, flat: torch.Tensor) -> torch.Tensor:
@@ -72,7 +72,8 @@ class SharedRows(PaddedRows):
 
 
 def shared_rows_of(rows: PaddedRows, input_ids: torch.Tensor) -> SharedRows | None:
-    """[`share`], compared once for each tensor of ids: the policy's call and its reference's share it."""
+    """Return [`share`], compared once for each tensor of ids: the calls of policy and reference model share the
+    result."""
     known = remembered(input_ids, _KNOWN)
     if known is None or known[0] != (rows.starts, rows.lengths):
         known = (rows.starts, rows.lengths), share(rows, input_ids)
@@ -81,35 +82,41 @@ def shared_rows_of(rows: PaddedRows, input_ids: torch.Tensor) -> SharedRows | No
 
 
 def tell_shared(input_ids: torch.Tensor, rows: PaddedRows) -> None:
-    """Let it be known which rows of these ids begin alike, as their collator has compared them on the host: those of
-    [`SharedRows`], none of other rows."""
+    """Attach to these ids which of their rows share a prefix: their collator has compared them on the host.
+
+    Rows other than [`SharedRows`] share nothing.
+    """
     shared = rows if isinstance(rows, SharedRows) else None
     remember(input_ids, _KNOWN, ((rows.starts, rows.lengths), shared))
 
 
 def share(rows: PaddedRows, input_ids: torch.Tensor, *, shortest: int = SHORTEST) -> SharedRows | None:
-    """The rows of `input_ids` `(B, L)` with what they begin with once, `None` if no two of them share `shortest`
-    tokens; copies the ids to the host."""
+    """Find the common prefixes of the rows of `input_ids` `(B, L)`; `None` if no two rows share `shortest` tokens.
+
+    It copies the ids to the host.
+    """
     if sum(length >= shortest for length in rows.lengths) < 2:
         return None
     host = input_ids.detach().cpu().numpy()
     tokens = [host[i, start : start + n] for i, (start, n) in enumerate(zip(rows.starts, rows.lengths, strict=True))]
     pieces, documents = _branches([ids for ids in tokens if len(ids)], shortest)
-    if len(pieces) == len(documents) == sum(map(len, documents)):  # a piece each: nothing is shared
+    if len(pieces) == len(documents) == sum(map(len, documents)):  # one segment for each row: nothing is shared
         return None
     return SharedRows(rows.shape, rows.starts, rows.lengths, rows.widths, pieces=pieces, documents=documents)
 
 
 def _branches(rows: Sequence[np.ndarray], shortest: int) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Lengths of pieces, and which of them each row is made of: whatever two or more rows begin with is one piece, and
-    so is what some of these go on with."""
-    # In alphabetical order rows that begin alike are neighbours. [5, 6, 7], [5, 6, 8], [9]: neighbours share 2 and 0.
+    """Return the lengths of the segments, and the segments that each row is made of.
+
+    A prefix of two or more rows is one segment, and so is a common continuation of some of these rows.
+    """
+    # In sorted order rows with a common prefix are neighbours. In [5, 6, 7], [5, 6, 8], [9] they share 2 and 0 tokens.
     order = sorted(range(len(rows)), key=lambda i: rows[i].tolist())
     alike = [_alike(rows[a], rows[b]) for a, b in itertools.pairwise(order)]
     pieces: list[int] = []
     documents: list[tuple[int, ...]] = [()] * len(rows)
-    # Neighbours from `first` up to `stop` whose first `depth` tokens are in the pieces `before`; the last is looked at
-    # next, so that a prefix lies beside what goes on from it.
+    # Each entry: neighbours from `first` up to `stop`, whose first `depth` tokens are in the segments `before`. The
+    # last entry comes next, so that a prefix lies beside its continuations.
     waiting: list[tuple[int, int, int, tuple[int, ...]]] = [(0, len(order), 0, ())]
     while waiting:
         first, stop, depth, before = waiting.pop()
@@ -128,7 +135,7 @@ def _branches(rows: Sequence[np.ndarray], shortest: int) -> tuple[tuple[int, ...
 
 
 def _alike(one: np.ndarray, other: np.ndarray) -> int:
-    """How many tokens two rows begin with alike."""
+    """Count the tokens that two rows have in common at their beginning."""
     length = min(len(one), len(other))
     different = one[:length] != other[:length]
     return int(different.argmax()) if different.any() else length

@@ -1,6 +1,6 @@
-"""Packed tokens of documents that share their prefixes, laid out as the documents are, and the way back.
+"""Convert packed tokens of documents that share prefixes to whole documents, and back.
 
-Shape letters: T packed tokens, P tokens of all documents, a shared one counted in each of them, M keys of all pieces.
+Shape letters: T packed tokens, P tokens of all documents (a shared one counts in each), M keys of all segments.
 """
 
 from __future__ import annotations
@@ -15,29 +15,31 @@ from ..branches import BranchedLayout, Copies, Run
 
 
 def spread(packed: torch.Tensor, layout: BranchedLayout) -> torch.Tensor:
-    """Each document's tokens `(P, ...)` of packed tokens `(T, ...)`; a shared token's gradients are added."""
+    """Return each document's tokens `(P, ...)` from packed tokens `(T, ...)`; gradients of a shared token are
+    added."""
     if _by_number(packed):
         return packed.index_select(0, layout.along)
     return _Spread.apply(packed, layout.copies)  # type: ignore[return-value]
 
 
 def spread_keys(packed: torch.Tensor, layout: BranchedLayout) -> torch.Tensor:
-    """For each piece the keys that its tokens may attend to, `(M, ...)`, of packed tokens `(T, ...)`."""
+    """Return for each segment the keys that its tokens may attend to, `(M, ...)`, from packed tokens `(T, ...)`."""
     if _by_number(packed):
         return packed.index_select(0, layout.key_tokens)
     return _Spread.apply(packed, layout.key_copies)  # type: ignore[return-value]
 
 
 def collect(documents: torch.Tensor, layout: BranchedLayout) -> torch.Tensor:
-    """Packed tokens `(T, ...)` of each document's `(P, ...)`; of a shared token its first document's."""
+    """Return packed tokens `(T, ...)` from the documents' tokens `(P, ...)`; a shared token comes from its first
+    document."""
     if _by_number(documents):
         return documents.index_select(0, layout.places)
     return _Collect.apply(documents, layout.copies)  # type: ignore[return-value]
 
 
 def _by_number(tensor: torch.Tensor) -> bool:
-    """Whether tokens are copied by their numbers, as on accelerators, in one launch; on a CPU run by run."""
-    # On a CPU adding up gradients of 4,096 tokens of 576 features takes hundreds of times as long by number as by run.
+    """Tell whether to copy tokens by index, in one launch on accelerators; on a CPU they are copied run by run."""
+    # On a CPU adding the gradients of 4,096 tokens with 576 features takes hundreds of times longer by index.
     return tensor.device.type != "cpu" or torch.compiler.is_compiling()
 
 
@@ -79,7 +81,7 @@ class _Collect(torch.autograd.Function):
 
 
 def _first_of_each(spread: torch.Tensor, copies: Copies) -> torch.Tensor:
-    """Packed tokens `(T, ...)`, each its first copy: every token has one, so all are written."""
+    """Return packed tokens `(T, ...)`, each from its first copy: every token has one, so all are written."""
     packed = spread.new_empty(copies.num_tokens, *spread.shape[1:])
     for tokens, places in _pairs(packed, spread, copies.first):
         tokens.copy_(places)
@@ -89,6 +91,6 @@ def _first_of_each(spread: torch.Tensor, copies: Copies) -> torch.Tensor:
 def _pairs(
     packed: torch.Tensor, spread: torch.Tensor, runs: Sequence[Run]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Of each run its tokens in the row and its places among the copies, as views."""
+    """Yield for each run its tokens in the row and its places among the copies, as views."""
     for start, place, length in runs:
         yield packed[start : start + length], spread[place : place + length]

@@ -1,4 +1,4 @@
-"""Where a call's other arguments say something else than its boundaries: refused by name, never guessed.
+"""Refuse call arguments that contradict the document boundaries, by name and without guessing.
 
 Shape letters: B rows, L row length, S documents.
 """
@@ -13,15 +13,15 @@ import torch
 from ..errors import InvalidLayout
 from ..layout import PackedLayout
 
-# Text, time, height, width: what transformers' multimodal decoders take for packed text.
+# Text, time, height, width: the axes that transformers' multimodal decoders take for packed text.
 _MULTIMODAL_AXES = 4
 
 
 def require_offsets(call: dict[str, Any], name: str) -> torch.Tensor:
-    """FlashAttention's offsets of this name: integers of a tensor that holds values.
+    """Return FlashAttention's offsets of this name, which must be an integer tensor with values.
 
     Raises:
-        [`InvalidLayout`]: if they are not.
+        [`InvalidLayout`]: if they are no such tensor.
     """
     offsets = call[name]
     if not isinstance(offsets, torch.Tensor):
@@ -32,12 +32,13 @@ def require_offsets(call: dict[str, Any], name: str) -> torch.Tensor:
 
 
 def host_positions(position_ids: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor | None:
-    """`position_ids` as int64 of shape `(B, L)` on the host.
+    """Return `position_ids` as int64 of shape `(B, L)` on the host.
 
-    Of four multimodal axes (text, time, height, width) the text's; `None` for three, which do not count tokens.
+    With four multimodal axes (text, time, height, width) it returns the text's. Three axes do not count tokens, so it
+    returns `None`.
 
     Raises:
-        [`InvalidLayout`]: if they are no positions of a batch of this shape.
+        [`InvalidLayout`]: if they are not positions of a batch of this shape.
     """
     if position_ids.dim() == 3 and position_ids.shape[0] != _MULTIMODAL_AXES:
         return None
@@ -47,7 +48,7 @@ def host_positions(position_ids: torch.Tensor, shape: tuple[int, int]) -> torch.
     text = text[None] if text.dim() == 1 else text
     if text.dim() != 2 or text.shape[0] not in (1, shape[0]) or text.shape[1] != shape[1]:
         raise InvalidLayout(
-            f"position_ids of shape {tuple(position_ids.shape)} with a batch of {shape[0]} x {shape[1]} tokens.",
+            f"position_ids have shape {tuple(position_ids.shape)}, the batch has {shape[0]} x {shape[1]} tokens.",
             do="Send one position for each token.",
         )
     # In int64, so that "predecessor plus one" does not overflow in the caller's dtype.
@@ -57,17 +58,17 @@ def host_positions(position_ids: torch.Tensor, shape: tuple[int, int]) -> torch.
 def refuse_contradictions(
     layout: PackedLayout, call: dict[str, Any], *, ignores_position_ids: bool, max_positions: int | None
 ) -> None:
-    """Whatever else the call says about documents must agree with its layout.
+    """Refuse arguments that contradict the layout of their call.
 
     Args:
         layout ([`PackedLayout`]):
-            What the call's leading source says.
+            The boundaries from the call's first source.
         call (`dict[str, Any]`):
             Names and values of the call's arguments.
         ignores_position_ids (`bool`):
-            Whether the model counts each document from 0, whatever `position_ids` say.
+            Whether the model ignores `position_ids` and counts each document from 0.
         max_positions (`int` or `None`):
-            How many positions the model has learned.
+            Number of positions that the model has learned.
 
     Raises:
         [`InvalidLayout`]: naming the argument that disagrees.
@@ -89,12 +90,12 @@ def refuse_contradictions(
 
 
 def refuse_incomplete(call: dict[str, Any]) -> None:
-    """Boundaries that are not told by what leads, and would be ignored.
+    """Refuse boundaries that come without the main argument: the model would ignore them.
 
     Raises:
         [`InvalidLayout`]: naming them.
     """
-    # TRL sends `seq_idx` with every row. Where all of a row's numbers are equal it holds one document, and nothing is
+    # TRL sends `seq_idx` with every row. If all numbers of a row are equal, it holds one document, and no boundary is
     # lost.
     seq_idx = call.get("seq_idx")
     if isinstance(seq_idx, torch.Tensor) and seq_idx.dim() == 2 and seq_idx.device.type != "meta":
@@ -109,10 +110,11 @@ def refuse_incomplete(call: dict[str, Any]) -> None:
 
 
 def refuse_restarts_under_padding(host: torch.Tensor, mask: Any) -> None:
-    """Documents that would see each other: transformers ignores positions where there is a mask of padding.
+    """Refuse positions that restart under a mask of padding: transformers ignores them, and documents would see each
+    other.
 
     Raises:
-        [`InvalidLayout`]: naming the first.
+        [`InvalidLayout`]: naming the first restart.
     """
     if not isinstance(mask, torch.Tensor) or mask.shape != host.shape or mask.device.type == "meta":
         return
@@ -125,7 +127,7 @@ def refuse_restarts_under_padding(host: torch.Tensor, mask: Any) -> None:
 
 
 def refuse_beside_cache(call: dict[str, Any], shape: tuple[int, int], cache: str) -> None:
-    """Documents of a call that goes on from a cache, which each of them would see: several in a row.
+    """Refuse several documents in a row of a call with a filled cache: each of them would see the cached tokens.
 
     Args:
         call (`dict[str, Any]`):
@@ -133,12 +135,12 @@ def refuse_beside_cache(call: dict[str, Any], shape: tuple[int, int], cache: str
         shape (`tuple[int, int]`):
             B and L of its tokens.
         cache (`str`):
-            Name of the argument that holds what earlier calls have left.
+            Name of the argument with the cache of earlier calls.
 
     Raises:
-        [`InvalidLayout`]: naming what tells of them.
+        [`InvalidLayout`]: naming the argument with the boundaries.
     """
-    if shape[1] < 2:  # as `generate()` calls, token by token: nothing to read back
+    if shape[1] < 2:  # `generate()` calls token by token: do not read tensors back from the device
         return
     offsets, layout = call.get("cu_seq_lens_q"), call.get("packed_layout")
     if getattr(layout, "num_documents", 0) > shape[0]:
@@ -151,13 +153,13 @@ def refuse_beside_cache(call: dict[str, Any], shape: tuple[int, int], cache: str
         return
     raise InvalidLayout(
         f"{told} came with a filled {cache}.",
-        why=["every document of the row would see what is cached"],
+        why=["every document of the row would see the cached tokens"],
         do=f"Drop {cache} (prefix tuning and cartridges fill it), or pass the documents as a padded batch.",
     )
 
 
 def _restarts(positions: Any, mask: Any, shape: tuple[int, int]) -> bool:
-    """Whether positions go back where the mask, which covers what is cached too, has tokens."""
+    """Tell whether positions go back among the tokens of the mask, which covers cached tokens, too."""
     if not isinstance(positions, torch.Tensor) or positions.shape[-1:] != shape[1:] or positions.is_floating_point():
         return False
     host = None if positions.device.type == "meta" else host_positions(positions, shape)
@@ -169,7 +171,7 @@ def _restarts(positions: Any, mask: Any, shape: tuple[int, int]) -> bool:
 
 
 def _first_restart(host: torch.Tensor, mask: torch.Tensor) -> tuple[int, int] | None:
-    """Row and token of the first position that goes back among the tokens of a mask."""
+    """Return row and token of the first position that goes back among the tokens of a mask."""
     for row, (positions, real) in enumerate(zip(host, mask.cpu().bool(), strict=True)):
         columns = real.nonzero().flatten()
         back = (positions[columns].diff() <= 0).nonzero().flatten()
@@ -179,28 +181,28 @@ def _first_restart(host: torch.Tensor, mask: torch.Tensor) -> tuple[int, int] | 
 
 
 def refuse_numbered_mask(mask: Any) -> None:
-    """A mask of padding that holds the number of each token's document: transformers takes every number for a one.
+    """Refuse a mask of padding that holds document numbers: transformers would read every number as a one.
 
     Raises:
-        [`InvalidLayout`]: saying what to send in its place.
+        [`InvalidLayout`]: saying what to send instead.
     """
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.dtype == torch.bool or not mask.numel():
         return
     if mask.device.type != "meta" and mask.shape[1] > 1 and (largest := mask.max().item()) > 1:
         raise InvalidLayout(
             f"the attention_mask holds values up to {largest:g}, which look like numbers of documents.",
-            why=["transformers takes every one but 0 for a token to attend to: documents would see each other"],
+            why=["transformers attends to every token whose value is not 0: documents would see each other"],
             do="Send position_ids that restart at 0, cu_seq_lens_q or packed_layout, and no attention_mask.",
         )
 
 
 def is_ones(mask: Any) -> bool:
-    """Whether a mask of padding hides nothing."""
+    """Tell whether a mask of padding hides nothing."""
     return isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all())
 
 
 def _left_on_device(tensor: torch.Tensor, trusted: bool) -> bool:
-    """Whether reading a tensor would make the host wait for boundaries that are known."""
+    """Tell whether to skip reading a tensor: boundaries are known, and the host would have to wait for the device."""
     return trusted and tensor.device.type != "cpu"
 
 
@@ -218,15 +220,14 @@ def _require_integers(tensor: torch.Tensor, name: str) -> None:
 
 
 def _refuse_other_offsets(layout: PackedLayout, call: dict[str, Any], trusted: bool) -> None:
-    """`cu_seq_lens_*` beside a `packed_layout`; alone they are where the layout is from."""
+    """Refuse `cu_seq_lens_*` that contradict a `packed_layout`; without one they are the source of the layout."""
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         offsets = call.get(name)
         if not trusted or offsets is None or offsets is layout.cu_seqlens:
             continue
         if isinstance(offsets, torch.Tensor) and _left_on_device(offsets, trusted):
             continue
-        # Lengths are compared, not offsets: repeated offsets, which pad `cu_seq_lens_*` to a fixed size, mean the
-        # same.
+        # Lengths are compared, not offsets: some collators pad `cu_seq_lens_*` to a fixed size by repeated offsets.
         told = PackedLayout.from_cu_seqlens(require_offsets(call, name)).lengths
         if told != layout.lengths:
             raise InvalidLayout(
@@ -236,7 +237,7 @@ def _refuse_other_offsets(layout: PackedLayout, call: dict[str, Any], trusted: b
 
 
 def _refuse_short_maximum(layout: PackedLayout, call: dict[str, Any]) -> None:
-    """A kernel would leave out what lies beyond; longer than needed is harmless."""
+    """Refuse a `max_length_*` that is too short: a kernel would leave out tokens. A longer one is harmless."""
     for name in ("max_length_q", "max_length_k"):
         longest = call.get(name)
         if isinstance(longest, torch.Tensor):
@@ -266,7 +267,7 @@ def _refuse_positions(
             f"position_ids hold {int(host.max())}, the model has {max_positions} positions.",
             do=f"Cut documents to {max_positions} tokens, or let each count from 0.",
         )
-    # Lengths [2, 3] begin at tokens 0 and 2: inside is [0, 1, 0, 1, 1].
+    # Documents of lengths [2, 3] begin at tokens 0 and 2, so inside is [0, 1, 0, 1, 1].
     inside = np.ones(layout.num_tokens, dtype=bool)
     inside[np.cumsum((0, *layout.lengths[:-1]))] = False
     wrong = np.flatnonzero(inside[1:] & (host[1:] != host[:-1] + 1))
@@ -292,11 +293,11 @@ def _refuse_other_numbers(layout: PackedLayout, seq_idx: torch.Tensor) -> None:
     shape = (layout.rows, layout.row_length)
     if seq_idx.shape != shape:
         raise InvalidLayout(
-            f"seq_idx of shape {tuple(seq_idx.shape)} with a batch of {shape[0]} x {shape[1]} tokens.",
+            f"seq_idx has shape {tuple(seq_idx.shape)}, the batch has {shape[0]} x {shape[1]} tokens.",
             do="Send one number for each token, or leave it out.",
         )
     ours = layout.document_ids().cpu()
-    # Where numbers change is compared, not the numbers: other packers count from 1, or anew in each row.
+    # The places of changes are compared, not the numbers: other packers count from 1, or anew in each row.
     changes, expected = seq_idx.cpu().diff(dim=1) != 0, ours.diff(dim=1) != 0
     if not torch.equal(changes, expected):
         row, column = (changes != expected).nonzero()[0].tolist()
@@ -308,5 +309,5 @@ def _refuse_other_numbers(layout: PackedLayout, seq_idx: torch.Tensor) -> None:
 
 
 def _shown(lengths: tuple[int, ...]) -> str:
-    """Lengths as an error shows them, not thousands of them."""
+    """Return the lengths as text for an error message, at most eight of them."""
     return f"[{', '.join(map(str, lengths[:8]))}{', ...' if len(lengths) > 8 else ''}]"

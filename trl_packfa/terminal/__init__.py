@@ -1,6 +1,6 @@
-"""What a run shows on a terminal or in a pipe."""
+"""Output of a run on a terminal or in a pipe."""
 
-# Defaults of tqdm for a pipe: nothing of what takes less than five seconds, then a line every half minute.
+# Defaults of tqdm in a pipe: no bar for work of less than five seconds, then one line every half minute.
 BARS_AS_LINES = {
     "TQDM_DELAY": "5",
     "TQDM_MININTERVAL": "30",

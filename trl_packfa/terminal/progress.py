@@ -1,4 +1,4 @@
-"""A training run on the terminal: one progress bar with the loss and the true tokens per second that are logged."""
+"""Progress of a training run on the terminal: one bar with the logged loss and true tokens per second."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from transformers.utils import logging as transformers_logging
 from ..packing import PackingReport
 from . import BARS_AS_LINES
 
-# Seconds between the lines of a check in a pipe, and the share of it from which the rest can be estimated.
+# Seconds between two lines of a check in a pipe, and the finished share from which the time left is estimated.
 _EVERY, _ENOUGH = 30.0, 0.05
 
 
 @contextmanager
 def proving(text: str, *, shown: bool = True) -> Iterator[Callable[[str, float], None]]:
-    """Shows what the check measures and how long it has yet to run: on a terminal in place, in a pipe a line at the
-    start and one for every minute or so.
+    """Show the part that the exactness check measures and its time left.
 
-    Yields what [`check`] takes as `progress`.
+    A terminal shows one status line. A pipe gets a line at the start and then at most one every 30 seconds.
+    The context manager yields the function for the argument `progress` of [`check`].
     """
     console, started, last = Console(stderr=True), time.perf_counter(), [float("-inf")]
     status = console.status(f"{text} ...") if shown and console.is_terminal else None
@@ -60,8 +60,10 @@ def proving(text: str, *, shown: bool = True) -> Iterator[Callable[[str, float],
 
 @contextmanager
 def a_line_per_thing() -> Iterator[None]:
-    """Where there is no terminal, and bars were not made lines ([`BARS_AS_LINES`]), the bars of transformers and
-    datasets are off: each refresh would be a line."""
+    """Turn off the bars of transformers and datasets if there is no terminal, because each refresh would be a line.
+
+    They stay on if [`BARS_AS_LINES`] is in the environment, which makes them print a line only now and then.
+    """
     bars, dataset_bars = transformers_logging.is_progress_bar_enabled(), is_progress_bar_enabled()
     if not sys.stderr.isatty() and not BARS_AS_LINES.keys() <= os.environ.keys():
         transformers_logging.disable_progress_bar()
@@ -76,8 +78,10 @@ def a_line_per_thing() -> Iterator[None]:
 
 
 class RichProgressCallback(TrainerCallback):
-    """Shows `title`, steps, loss, fill and tokens per second, evaluations with their loss; where there is no terminal,
-    a line per log. The first and the last step are always logged."""
+    """Callback that shows `title`, steps, loss, fill, tokens per second, and evaluations with their loss.
+
+    Without a terminal it prints a line for each log. The first and the last step are always logged.
+    """
 
     def __init__(self, title: str, console: Console | None = None) -> None:
         self.title, self.console = title, console or Console()
@@ -85,12 +89,12 @@ class RichProgressCallback(TrainerCallback):
         self.task: TaskID | None = None
         self.shown, self.evaluated = "", 0
         self.began: tuple[float, int] = (0.0, 0)
-        # By name of the dataset: step and loss of every evaluation.
+        # Step and loss of every evaluation, by name of the dataset.
         self.eval_losses: dict[str, list[tuple[int, float]]] = {}
 
     @classmethod
     def attach(cls, trainer: Trainer, title: str, console: Console | None = None) -> RichProgressCallback:
-        """Put it in the place of the Trainer's own progress bar and printer."""
+        """Replace the Trainer's own progress bar and printer by this callback and return it."""
         trainer.remove_callback(ProgressCallback)
         trainer.remove_callback(PrinterCallback)
         if trainer.args.logging_strategy == "steps":
@@ -125,7 +129,7 @@ class RichProgressCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """One optimizer step further; the last is logged whatever `logging_steps` says."""
+        """Advance the bar by one optimizer step; log the last step, whatever `logging_steps` says."""
         if args.logging_strategy == "steps" and state.global_step >= state.max_steps:
             control.should_log = True
         if self.progress is not None and self.task is not None:
@@ -139,20 +143,20 @@ class RichProgressCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Show what was logged."""
+        """Show the logged values."""
         if self.progress is None or not logs or "loss" not in logs:
             return
         self.shown = "  ".join(_described(logs, _IN_BAR))
         self._show(self.shown)
         line = [f"{self.title}  step {state.global_step}/{state.max_steps}", *_described(logs, _IN_LINE)]
         if not self.console.is_terminal:
-            line.append(self._times(state))  # which the bar shows
+            line.append(self._times(state))  # on a terminal, the bar shows them
         self._say("  ".join(line))
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """One batch of an evaluation further."""
+        """Show the number of evaluated batches."""
         self.evaluated += 1
         loader = kwargs.get("eval_dataloader")
         of = f"/{len(loader)}" if isinstance(loader, Sized) and has_length(loader) else ""  # type: ignore[arg-type]
@@ -166,7 +170,7 @@ class RichProgressCallback(TrainerCallback):
         metrics: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Print the loss of an evaluation, with its step."""
+        """Print the loss of an evaluation with its step."""
         self.evaluated = 0
         self._show(self.shown)
         for key, loss in (metrics or {}).items():
@@ -179,7 +183,7 @@ class RichProgressCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Close the bar; the first and the last evaluation, of several."""
+        """Print the first and the last evaluation loss if there are several, then close the bar."""
         if self.progress is None:
             return
         for name, losses in self.eval_losses.items():
@@ -189,7 +193,7 @@ class RichProgressCallback(TrainerCallback):
         self.close()
 
     def close(self) -> None:
-        """Close the bar, of a run that was stopped too."""
+        """Close the bar, also after a run that was interrupted."""
         if self.progress is not None:
             self.progress.stop()
         self.progress = None
@@ -199,7 +203,7 @@ class RichProgressCallback(TrainerCallback):
             self.progress.update(self.task, shown=text, refresh=at_once)
 
     def _times(self, state: TrainerState) -> str:
-        """Since training began, and what is left at that pace; steps before a resumption took none of it."""
+        """Return the elapsed time and the time left at that pace; steps before a resumption do not count."""
         elapsed, done = time.perf_counter() - self.began[0], state.global_step - self.began[1]
         left = elapsed / max(done, 1) * (state.max_steps - state.global_step)
         return f"{timedelta(seconds=round(elapsed))} elapsed, {timedelta(seconds=round(left))} to go"
@@ -208,7 +212,7 @@ class RichProgressCallback(TrainerCallback):
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-# What is shown of a log, in this order, by TRL's names; the bar has room for a few.
+# Logged values that are shown, in this order, by TRL's names. The bar has room for a few only.
 _IN_BAR = {"loss": "loss {:.3f}", "fill": "fill {:.0%}", "tokens_per_second": "{:,.0f} tokens/s"}
 _IN_LINE = {
     "loss": "loss {:.3f}",
@@ -231,7 +235,7 @@ def _described(logs: Mapping[str, float], formats: Mapping[str, str]) -> list[st
     return [text.format(logs[name]) for name, text in formats.items() if name in logs]
 
 
-# The Trainer's name for the loss of an evaluation, with the dataset's where there are several.
+# The Trainer's name for an evaluation loss. With several datasets it holds the dataset's name.
 _EVAL_LOSS = re.compile(r"eval_((?P<name>.+)_)?loss")
 
 
@@ -240,7 +244,7 @@ def _titled(name: str) -> str:
 
 
 def packing_table(reports: Mapping[str, PackingReport]) -> Table:
-    """What packing does to each dataset: documents and tokens in, lost and out."""
+    """Return a table of the documents and tokens that each dataset has before packing, loses and keeps."""
     columns = {name: dict(report.lines()) for name, report in reports.items()}
     table = Table("", *columns, title="what packing does to the data")
     for label in dict.fromkeys(label for column in columns.values() for label in column):
@@ -249,11 +253,11 @@ def packing_table(reports: Mapping[str, PackingReport]) -> Table:
 
 
 def plan_table(plan: Mapping[str, float]) -> Table:
-    """What an epoch comes to."""
+    """Return a table of an epoch's figures, such as its optimizer steps and the fill of its rows."""
     table = Table("", "an epoch", title="what packing makes of it")
     for name, value in plan.items():
         if name.startswith("imbalance") and value == 1:
-            continue  # one process waits for nobody
+            continue  # a single process never waits
         if name in _SHARES:
             table.add_row(_SHARES[name], f"{value:.1%}")
         else:
@@ -262,5 +266,5 @@ def plan_table(plan: Mapping[str, float]) -> Table:
     return table
 
 
-# Shares of all tokens that are computed, and what they are called.
+# Figures that are shares of all computed tokens, and their labels in the table.
 _SHARES = {"padding_without_packing": "padding that a padded run would compute", "fill": "fill of the rows"}

@@ -1,4 +1,4 @@
-"""Upstream's progress bars, deprecations and log lines, kept out of commands that tell a story of their own."""
+"""Context manager that hides progress bars, deprecations and log lines of the libraries in commands like the demo."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Errors only, no bars; every level is put back afterwards, as the process may have other work to tell of."""
+    """Show errors only and no bars; restore every level afterwards, because the process may have other work to log."""
     own = logging.getLogger("trl_packfa")
     level, verbosity = own.level, transformers_logging.get_verbosity()
     bars, dataset_bars = transformers_logging.is_progress_bar_enabled(), is_progress_bar_enabled()

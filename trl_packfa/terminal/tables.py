@@ -8,12 +8,12 @@ from typing import Any
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows, of which there is at least one and which share their keys."""
-    from rich.console import Console  # `--help` does without
+    """Print one or more rows that all have the same keys."""
+    from rich.console import Console  # lazy: `--help` does not need it
     from rich.table import Table
 
     table = Table(*rows[0])
     for row in rows:
         table.add_row(*map(str, row.values()))
-    # In a pipe there is no width to fit into.
+    # A pipe has no width to fit into.
     Console(width=None if sys.stdout.isatty() else 200).print(table)

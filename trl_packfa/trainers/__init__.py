@@ -1,6 +1,7 @@
-"""TRL's trainers without padding: `padding_free` for any of them, and thin subclasses of three that re-cut a step too.
+"""TRL's trainers without padding: `padding_free` for any of them, and subclasses of three that also re-cut steps.
 
-`models` finds what a trainer runs, `padding_free` patches it, `run` reports, `first_call` proves on the first batch,
-`collating` counts rows on the host. `dpo`, `reward` and `kto` are the packed trainers and their configs, `packed` what
-they share; `cutting` deals pairs to micro-batches, `recutting` runs them, `replaying` shows TRL's loss what came out.
+`models` finds the models of a trainer, `padding_free` patches them, `run` reports, `first_call` checks the first
+batch, `collating` counts rows on the host. `dpo`, `reward` and `kto` hold the packed trainers and their configs, and
+`packed` their common base. `cutting` deals pairs to micro-batches, `recutting` runs them, `replaying` passes the
+model's recorded outputs to TRL's loss for its metrics.
 """

@@ -1,4 +1,4 @@
-"""A trainer whose loss sees one rank for a while: where ranks hold other numbers of pairs, nothing can be gathered."""
+"""`alone`: make a trainer's accelerator gather from this rank only, for ranks with different numbers of pairs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 
 class _Alone:
-    """An `Accelerator` that gathers what it is given from this rank only; all else is its own."""
+    """A wrapper of an `Accelerator` that gathers from this rank only. All else is the wrapped accelerator's."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
 
     def gather(self, tensor: Any) -> Any:
-        """As of one rank."""
+        """Return the tensor as it is, like a run with one rank."""
         return tensor
 
     def gather_for_metrics(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """As of one rank."""
+        """Return the tensor as it is, like a run with one rank."""
         return tensor
 
     def __getattr__(self, name: str) -> Any:
@@ -27,7 +27,7 @@ class _Alone:
 
 @contextmanager
 def alone(trainer: Any) -> Iterator[None]:
-    """For the length of a `with` block `trainer.accelerator` gathers nothing."""
+    """Let `trainer.accelerator` gather from this rank only inside a `with` block."""
     own = trainer.accelerator
     trainer.accelerator = _Alone(own)
     try:

@@ -1,5 +1,8 @@
-"""Rows counted and compared where they lie on the host, so that no forward waits for the device to say what its mask
-holds, or which of its rows begin alike."""
+"""Collation that counts rows and compares their beginnings on the host.
+
+Otherwise each forward would have to wait for the device to learn what its attention mask holds, or which of its rows
+share a prefix.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,16 @@ _MASK, _IDS = "attention_mask", "input_ids"
 
 
 class CountedBatch(dict):
-    """A batch that knows what rows its masks hold, and tells the masks wherever it goes: nothing but the batch's own
-    values are in it.
+    """A batch that knows the rows of its attention masks, and attaches them to the mask tensors.
 
-    It comes through loader workers and pinned memory as it is, and `to` a device. Of what else is made of its values
-    (accelerate's `dispatch_batches`, a dict of a user's own) the masks are read again.
+    As a dict it holds the batch's own values only. It keeps the rows through loader workers, pinned memory and `to` a
+    device. Batches that others make from its values (accelerate's `dispatch_batches`, a user's own dict) lose them;
+    then the masks are read again.
 
     Attributes:
-        rows (`dict[str, PaddedRows]`): by the name of a mask.
-        compared (`dict[str, PaddedRows]`): by the name of the ids that were compared, [`SharedRows`] where some begin
-            alike.
+        rows (`dict[str, PaddedRows]`): rows by the name of their mask.
+        compared (`dict[str, PaddedRows]`): rows by the name of the token ids that were compared; [`SharedRows`] where
+            some rows share a prefix.
     """
 
     def __init__(
@@ -40,27 +43,27 @@ class CountedBatch(dict):
         self.tell()
 
     def tell(self) -> None:
-        """Let the masks and ids carry what is known of them."""
+        """Attach the known rows to the mask and id tensors."""
         for told, tell in ((self.rows, tell_rows), (self.compared, tell_shared)):
             for name, known in told.items():
                 if isinstance(self.get(name), torch.Tensor) and tuple(self[name].shape) == known.shape:
                     tell(self[name], known)
 
     def to(self, device: Any, **options: Any) -> CountedBatch:
-        """The batch on a device, as accelerate asks for it."""
+        """Copy the batch to a device. Accelerate calls this."""
         return CountedBatch(send_to_device(dict(self), device, **options), self.rows, self.compared)
 
 
 class CountingCollator:
-    """A collator whose batches also know what rows their masks hold; whatever is no batch with a mask passes.
+    """A wrapper of a collator that makes each batch a [`CountedBatch`]. Batches without a mask stay as they are.
 
-    It passes for the collator that it wraps: `isinstance`, its attributes, and what is set on it.
+    It looks like the wrapped collator: `isinstance`, reading attributes and setting them work as there.
 
     Args:
         collator (`Callable`):
             The trainer's own.
         share_prefixes (`bool`, *optional*, defaults to `False`):
-            Whether its batches know which rows begin with the same tokens, too.
+            Whether to find rows that begin with the same tokens too.
     """
 
     collator: Callable[..., Any]
@@ -70,7 +73,7 @@ class CountingCollator:
         vars(self).update(collator=collator, share_prefixes=share_prefixes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The own collator's batch."""
+        """Collate with the wrapped collator, and count the rows of each mask."""
         batch = self.collator(*args, **kwargs)
         if not isinstance(batch, dict):
             return batch
@@ -79,12 +82,12 @@ class CountingCollator:
             if name.endswith(_MASK) and isinstance(value, torch.Tensor) and value.dim() == 2:
                 try:
                     rows[name] = rows_of(value)
-                except InvalidLayout:  # whoever calls a model with it is told
+                except InvalidLayout:  # the model's call will refuse this mask
                     continue
         return CountedBatch(batch, rows, self._compared(batch, rows) if self.share_prefixes else {}) if rows else batch
 
     def _compared(self, batch: dict[str, Any], rows: dict[str, PaddedRows]) -> dict[str, PaddedRows]:
-        """By the name of the ids their rows, [`SharedRows`] where some begin alike."""
+        """Compare the rows of each mask's token ids; return rows by the ids' name, [`SharedRows`] where some share."""
         named = {name.removesuffix(_MASK) + _IDS: found for name, found in rows.items()}
         return {name: share(found, batch[name]) or found for name, found in named.items() if name in batch}
 
@@ -96,7 +99,7 @@ class CountingCollator:
         return _counting, (self.collator, self.share_prefixes)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "collator":  # while it is being made
+        if name == "collator":  # not set yet, for example while it is unpickled
             raise AttributeError(name)
         return getattr(self.collator, name)
 

@@ -1,4 +1,4 @@
-"""What the configs of packed preference trainers share: the few fields of `PackedSFTConfig` that apply to pairs."""
+"""Common base of the packed preference trainers' configs: the fields of `PackedSFTConfig` that apply to pairs."""
 
 from __future__ import annotations
 
@@ -17,36 +17,37 @@ from .refusals import refuse_liger
 
 logger = logging.getLogger(__name__)
 
-# By `packing_strategy`. Rows that are filled over the whole dataset would make other steps than the padded run's.
+# Strategies by `packing_strategy`. Those that fill rows over the whole dataset are missing, because their steps would
+# differ from the padded run's.
 _STRATEGIES = {strategy.name: strategy for strategy in (STEP, MINIBATCH)}
 
 
 @dataclass
 class PreferenceConfig(CommonConfig):
-    """Fields of a packed preference trainer beside those of TRL's config and `ModelConfig`."""
+    """Fields of a packed preference trainer's config, in addition to those of TRL's config and `ModelConfig`."""
 
     packing_strategy: str = field(
         default=STEP.name,
         metadata={
-            "help": "`'step'`: an optimizer step sees the pairs of the padded run, re-cut into as few and as equal "
-            "micro-batches as the token budget allows, where the loss is a mean over pairs; a pair is never parted. "
-            "`'minibatch'`: each micro-batch holds the pairs that it would hold padded.",
+            "help": "`'step'`: each optimizer step has the pairs of the padded run. If the loss is a mean over pairs, "
+            "they are re-cut into as few and as equal micro-batches as the token budget allows; a pair is never "
+            "split. `'minibatch'`: each micro-batch has the pairs of the padded run's micro-batch.",
             "choices": list(_STRATEGIES),
         },
     )
     max_tokens_per_microbatch: int | None = field(
         default=None,
         metadata={
-            "help": "Token budget of a micro-batch under `packing_strategy='step'`, both answers of a pair with their "
-            "prompts counted. Default: what the padded run would hold at its worst."
+            "help": "Token budget of a micro-batch under `packing_strategy='step'`. Both answers of a pair count, "
+            "with their prompts. Default: the size of the padded run's largest micro-batch."
         },
     )
     overflow: str = field(
         default="truncate",
         metadata={
-            "help": "What happens to pairs with a row longer than `max_length`: `'truncate'`, TRL's, which cuts the "
-            "end of the answer and drops a pair whose prompt leaves it no room, `'drop'`, or `'error'`. All is "
-            "counted and reported.",
+            "help": "What happens to pairs with a row longer than `max_length`: `'truncate'`, `'drop'`, or `'error'`. "
+            "`'truncate'` is TRL's: it cuts the end of the answer, and drops a pair whose prompt leaves no room for "
+            "an answer. The report counts them.",
             "choices": ["truncate", "drop", "error"],
         },
     )
@@ -54,13 +55,14 @@ class PreferenceConfig(CommonConfig):
     share_prefixes: bool = field(
         default=False,
         metadata={
-            "help": "Compute what rows of a micro-batch begin with, a pair's prompt, once: it has to be 16 tokens or "
-            "more. Models in which more than attention mixes tokens run each row by itself, and a warning says so."
+            "help": "Compute a prefix that several rows of a micro-batch share, such as a pair's prompt, only once. A "
+            "shared prefix needs 16 tokens or more. Models that mix tokens outside of attention run each row by "
+            "itself, and a warning says so."
         },
     )
 
     def __post_init__(self) -> None:
-        # As PackedSFTConfig does, by name: neither calls the other's.
+        # Call both by name, because neither calls the other.
         ModelConfig.__post_init__(self)
         settle_precision(self)
         refuse_liger(self, type(self).__name__)
@@ -71,7 +73,7 @@ class PreferenceConfig(CommonConfig):
 
     @classmethod
     def _trl_config(cls) -> Any:
-        """TRL's own config among the bases."""
+        """Return TRL's own config class among the base classes."""
         return next(base for base in cls.__mro__ if base.__module__.startswith("trl.") and base is not ModelConfig)
 
     def _settle_packing(self) -> None:
@@ -80,22 +82,25 @@ class PreferenceConfig(CommonConfig):
         for name in ("packing_strategy", "overflow"):
             if getattr(self, name) not in choices[name]:
                 raise InvalidConfig(
-                    f"{name}='{getattr(self, name)}' is none of {type(self).__name__}'s.",
-                    why=["a part of an answer is no answer that was preferred"] if self.overflow == "split" else [],
+                    f"{name}='{getattr(self, name)}' is not supported by {type(self).__name__}.",
+                    why=["splitting an answer would invalidate its preference label"]
+                    if self.overflow == "split"
+                    else [],
                     do=f"Choose one of {choices[name]}.",
                 )
         if getattr(args, "truncation_mode", "keep_start") != "keep_start" and args.max_length is not None:
             raise InvalidConfig(
                 f"truncation_mode='{args.truncation_mode}' with packing: answers are cut at their end only.",
-                why=["TRL has deprecated it"],
+                why=["TRL has deprecated truncation_mode"],
                 do="Drop it, or cut the data yourself.",
             )
         if getattr(args, "padding_free", False):
             trl = installed_version("trl")
             logger.warning(
-                "trl-packfa: padding_free=True does what it says here; TRL %s's own trainer would warn and pad.", trl
+                "trl-packfa: padding_free=True trains without padding here; TRL %s's own trainer would warn and pad.",
+                trl,
             )
-            args.padding_free = False  # TRL's trainer says that it is off, of its own batches
+            args.padding_free = False  # otherwise TRL's trainer would warn that it ignores the field
         budget = self.max_tokens_per_microbatch
         if budget is not None and not self.strategy.recuts_steps:
             raise InvalidConfig(
@@ -111,17 +116,17 @@ class PreferenceConfig(CommonConfig):
 
     @property
     def strategy(self) -> Strategy:
-        """What `packing_strategy` stands for."""
+        """The strategy that `packing_strategy` names."""
         return _STRATEGIES[self.packing_strategy]
 
     @property
     def patch_options(self) -> dict[str, Any]:
-        """What [`patch`] is called with."""
+        """Keyword arguments for [`patch`]."""
         return {**super().patch_options, "share_prefixes": self.share_prefixes}
 
     @classmethod
     def from_args(cls, args: TrainingArguments, **changes: Any) -> Any:
-        """TRL's or transformers' arguments as a config of this class; one that is already comes back as it is."""
+        """Convert TRL's or transformers' arguments to a config of this class; return one of this class unchanged."""
         if isinstance(args, cls):
             return args
         # `TrainingArguments` computes some of its fields: those cannot be passed.

@@ -1,4 +1,4 @@
-"""`PackedDPOTrainer`: TRL's `DPOTrainer` without pads, its steps re-cut."""
+"""`PackedDPOTrainer`: TRL's `DPOTrainer` without padding, with re-cut steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trl import DPOConfig, DPOTrainer
 from .config import PreferenceConfig
 from .packed import PackedPreference
 
-# Of TRL 1.16's loss types those of which a pair's loss is its own ...
+# TRL 1.16's loss types in which each pair has a loss of its own ...
 _BY_PAIR = {
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
     "discopop", "sigmoid_norm",
@@ -27,17 +27,17 @@ class PackedDPOConfig(PreferenceConfig, DPOConfig):
     """Arguments of [`PackedDPOTrainer`]: all fields of TRL's `DPOConfig` and `ModelConfig`, and eight of our own.
 
     Ours are `packing_strategy` (`"step"` or `"minibatch"`), `max_tokens_per_microbatch`, `overflow`, `check_packing`,
-    `attention_backend`, `fused_lora`, `fused_kernels` and `share_prefixes`. `padding_free=True` does what it says,
-    where TRL 1.16 warns and pads.
+    `attention_backend`, `fused_lora`, `fused_kernels` and `share_prefixes`. `padding_free=True` trains without
+    padding, while TRL 1.16 warns and pads.
 
     > [!NOTE]
-    > These fields have other defaults than TRL's: `use_peft=True`, `lora_target_modules=["all-linear"]`, and `dtype`,
-    > which is `"bfloat16"` for a quantized model trained in bf16 and `"float32"` otherwise.
+    > These fields have other defaults than TRL's: `use_peft=True`, `lora_target_modules=["all-linear"]` and `dtype`.
+    > The default `dtype` is `"bfloat16"` for a quantized model trained in bf16, and `"float32"` otherwise.
     """
 
 
 class PackedDPOTrainer(PackedPreference, DPOTrainer):
-    """Swap it for `DPOTrainer`: the same arguments, no pads, the same losses.
+    """TRL's `DPOTrainer` without padding. It takes the same arguments and has the same losses.
 
     ```python
     from datasets import load_dataset
@@ -51,16 +51,16 @@ class PackedDPOTrainer(PackedPreference, DPOTrainer):
     trainer.train()
     ```
 
-    All arguments are TRL's. A plain `DPOConfig` or `TrainingArguments` is taken as a [`PackedDPOConfig`]. A model
-    given by name is loaded with the config's `dtype`, `attn_implementation` and quantization; an adapter is added
-    unless the model has one, `peft_config` says which, or `use_peft=False`.
+    All arguments are TRL's. A plain `DPOConfig` or `TrainingArguments` is read as a [`PackedDPOConfig`]. A model given
+    by name is loaded with the config's `dtype`, `attn_implementation` and quantization. The trainer adds a LoRA
+    adapter, except if the model already has one, if `peft_config` is given, or with `use_peft=False`.
 
     Attributes:
-        packing_reports (`dict[str, PackingReport]`): by dataset name, rows and tokens in and out, and what was lost.
-        cut_reason (`str`): why steps are not re-cut; empty if they are.
+        packing_reports (`dict[str, PackingReport]`): by dataset name, rows and tokens in, out and lost.
+        cut_reason (`str`): the reason why steps are not re-cut; empty if they are.
 
     Raises:
-        [`PackingError`]: at construction, if arguments, models or data cannot be trained without pads.
+        [`PackingError`]: at construction, if arguments, models or data cannot be trained without padding.
     """
 
     _tag_names = ["trl", "dpo", "trl-packfa"]
@@ -69,7 +69,7 @@ class PackedDPOTrainer(PackedPreference, DPOTrainer):
     _reference_keys = ("ref_chosen_logps", "ref_rejected_logps")
 
     def _why_not_cut(self) -> str:
-        """Losses that are no mean over single pairs; what is not known here is not cut."""
+        """Name the loss types that are not known to be a mean over single pairs; `""` if all are."""
         why = [
             f"loss_type '{name}' {_BY_BATCH.get(name, 'is not known to be a mean over pairs')}"
             for name in self.loss_types

@@ -1,4 +1,4 @@
-"""`PackedKTOTrainer`: TRL's `KTOTrainer` without pads; its steps are re-cut where the loss estimates no KL."""
+"""`PackedKTOTrainer`: TRL's `KTOTrainer` without padding. Its steps are re-cut if the loss estimates no KL."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class PackedKTOConfig(PreferenceConfig, KTOConfig):
     Ours are those of [`PackedDPOConfig`].
 
     > [!NOTE]
-    > These fields have other defaults than TRL's: `use_peft=True`, `lora_target_modules=["all-linear"]`, and `dtype`,
-    > which is `"bfloat16"` for a quantized model trained in bf16 and `"float32"` otherwise.
+    > These fields have other defaults than TRL's: `use_peft=True`, `lora_target_modules=["all-linear"]` and `dtype`.
+    > The default `dtype` is `"bfloat16"` for a quantized model trained in bf16, and `"float32"` otherwise.
     """
 
 
 class PackedKTOTrainer(PackedPreference, KTOTrainer):
-    """Swap it for `KTOTrainer`: the same arguments, no pads, the same losses.
+    """TRL's `KTOTrainer` without padding. It takes the same arguments and has the same losses.
 
     ```python
     from datasets import load_dataset
@@ -42,16 +42,16 @@ class PackedKTOTrainer(PackedPreference, KTOTrainer):
     trainer.train()
     ```
 
-    All arguments are TRL's; see [`PackedDPOTrainer`]. With `loss_type="kto"` padded micro-batches stay as they are:
-    each has one KL estimate, of its own mismatched rows, and the loss of its examples is measured against it. With
-    `"apo_zero_unpaired"`, which estimates none, steps are re-cut.
+    All arguments are TRL's; see [`PackedDPOTrainer`]. With `loss_type="kto"` the padded run's micro-batches are kept:
+    each has one KL estimate, made from its own mismatched rows, and the loss of its examples depends on it.
+    `"apo_zero_unpaired"` estimates no KL, so its steps are re-cut.
 
     Attributes:
-        packing_reports (`dict[str, PackingReport]`): by dataset name, rows and tokens in and out, and what was lost.
-        cut_reason (`str`): why steps are not re-cut; empty if they are.
+        packing_reports (`dict[str, PackingReport]`): by dataset name, rows and tokens in, out and lost.
+        cut_reason (`str`): the reason why steps are not re-cut; empty if they are.
 
     Raises:
-        [`PackingError`]: at construction, if arguments, models or data cannot be trained without pads.
+        [`PackingError`]: at construction, if arguments, models or data cannot be trained without padding.
     """
 
     _tag_names = ["trl", "kto", "trl-packfa"]
@@ -62,19 +62,19 @@ class PackedKTOTrainer(PackedPreference, KTOTrainer):
     _label = "label"
 
     def _why_not_cut(self) -> str:
-        """The KL estimate, which is one number for each padded micro-batch of all ranks."""
+        """Name the KL estimate (one number for each padded micro-batch of all ranks), or an unknown loss type."""
         if self.calculate_KL:
             return f"loss_type '{self.loss_type}' estimates the KL over the rows of each padded micro-batch"
         known = self.loss_type == "apo_zero_unpaired"
         return "" if known else f"loss_type '{self.loss_type}' is not known to be a mean over examples"
 
     def _select(self, dataset: Dataset, kept: Any, prepare: Callable[[Dataset], Dataset]) -> Dataset:
-        """Examples are paired with their neighbours' answers once it is known who stays."""
+        """Return the kept examples. If the loss estimates a KL, let TRL mismatch their answers anew among them."""
         rest = super()._select(dataset, kept, prepare)
         if not self.calculate_KL:
             return rest
         return prepare(rest.remove_columns([column for column in rest.column_names if column.endswith("_ids")]))
 
     def _answers_beside(self) -> tuple[str, ...]:
-        """The mismatched answers of the KL estimate."""
+        """Return the column of mismatched answers, if the loss estimates a KL."""
         return (_OTHER_ANSWER,) if self.calculate_KL else ()

@@ -1,7 +1,7 @@
-"""What `PackedDPOTrainer`, `PackedRewardTrainer` and `PackedKTOTrainer` add to TRL's trainers.
+"""Common base of `PackedDPOTrainer`, `PackedRewardTrainer` and `PackedKTOTrainer`.
 
-Models run without pads by [`padding_free`]'s own machinery, data is cut with every loss counted, and under
-`packing_strategy="step"` steps are re-cut ([`RecutSteps`]) where the loss allows it.
+It patches the trainer's models to run without padding, as [`padding_free`] does. It cuts the data and counts every
+dropped token. Under `packing_strategy="step"` it re-cuts steps ([`RecutSteps`]) if the loss allows it.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ logger = get_logger(__name__)
 
 
 class PackedPreference(RecutSteps):
-    """Stands before TRL's trainer among the bases of a packed one.
+    """Base class of the packed preference trainers. It comes before TRL's trainer in their base classes.
 
     Attributes:
-        packing_reports (`dict[str, PackingReport]`): by dataset name, rows and tokens in and out, and what was lost.
-        cut_reason (`str`): why steps are not re-cut; empty if they are.
+        packing_reports (`dict[str, PackingReport]`): by dataset name, rows and tokens in, out and lost.
+        cut_reason (`str`): the reason why steps are not re-cut; empty if they are.
     """
 
-    # Of each trainer: its config, its adapters' task, and its column that says what an answer trains.
+    # Set by each trainer: its config class, the task type of its adapter, and the label column of its dataset.
     _config: ClassVar[type[PreferenceConfig]]
     _task: ClassVar[str] = "CAUSAL_LM"
     _label: ClassVar[str] = "labels"
-    # The columns of each format that TRL's trainer takes.
+    # The columns of each dataset format that TRL's trainer accepts.
     _columns: ClassVar[tuple[tuple[str, ...], ...]] = (("chosen", "rejected"),)
 
     train_dataset: Any
-    # Whether models run without pads; a plain config that cannot be met trains as TRL would.
+    # Whether models run without padding. With a plain config, a run that cannot do so trains padded, as TRL would.
     _packs = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -67,7 +67,7 @@ class PackedPreference(RecutSteps):
         refuse_untrainable(given["model"], given.get("peft_config"))
         self.packing_reports: dict[str, PackingReport] = {}
         self.cut_reason = ""
-        as_given = AsGiven(given["model"])  # before an adapter is put around it
+        as_given = AsGiven(given["model"])  # before an adapter wraps it
         settled, refusal = self._settle(given)
         if settled is not None:
             try:
@@ -83,19 +83,19 @@ class PackedPreference(RecutSteps):
         self._construct_padded(given)
 
     def _asks_to_pack(self, asked: Any) -> bool:
-        """Whether a run without pads was asked for, by a class or a field, so that padding would be no answer."""
+        """Tell whether the user asked for a run without padding, by the config's class or `padding_free=True`."""
         return isinstance(asked, self._config) or bool(getattr(asked, "padding_free", False))
 
     def _settle(self, given: dict[str, Any]) -> tuple[Any, PackingError | None]:
-        """The config to train with; or none, and why TRL's own training is all that can be done for a plain one.
+        """Return the config to train with; or `None` and the error because of which a plain config trains padded.
 
         Raises:
-            [`PackingError`]: if a run without pads was asked for and cannot be.
+            [`PackingError`]: if the user asked for a run without padding and it is not possible.
         """
         model, asked = given["model"], given.get("args")
         config: Any = self._config
         for name, dataset in named(given.get("train_dataset"), given.get("eval_dataset")):
-            if isinstance(dataset, Dataset) and len(dataset):  # whatever trains, it needs them
+            if isinstance(dataset, Dataset) and len(dataset):  # padded training needs these columns too
                 require_columns(dataset, name=name, trainer=type(self).__name__, formats=self._columns)
         try:
             settled = config(_output_dir(model, self._name())) if asked is None else config.from_args(asked)
@@ -108,7 +108,7 @@ class PackedPreference(RecutSteps):
         return settled, None
 
     def _construct(self, given: dict[str, Any], settled: Any) -> None:
-        """TRL's construction, with the model loaded and adapted as the config says, then without pads."""
+        """Run TRL's `__init__` with the model loaded and adapted as the config says, then patch out the padding."""
         quantization, adapter = load_as_asked(
             given["model"],
             settled,
@@ -132,7 +132,7 @@ class PackedPreference(RecutSteps):
             self._choose_cut(own_collator=given.get("data_collator") is not None)
 
     def _construct_padded(self, given: dict[str, Any]) -> None:
-        """TRL's construction, with TRL's arguments as they were given."""
+        """Run TRL's `__init__` with the user's arguments, for padded training."""
         config: Any = self._config
         self._packs = False
         if given.get("args") is None:
@@ -140,7 +140,7 @@ class PackedPreference(RecutSteps):
         super().__init__(**given)
 
     def _undo(self) -> None:
-        """Take back what a construction has put on models before it was refused."""
+        """Remove the patches and state of a construction that was refused later."""
         run = attached_run(self)
         for model in run.models.values() if run is not None else ():
             unpatch(model)
@@ -151,7 +151,7 @@ class PackedPreference(RecutSteps):
         return type(self).__name__.removeprefix("Packed").removesuffix("Trainer")
 
     def _run_without_pads(self) -> PaddingFreeRun:
-        """Patch every model of the trainer, once."""
+        """Patch every model of the trainer to run without padding."""
         run: PaddingFreeRun = run_without_pads(
             self,
             check_first_batch=self.args.check_packing,
@@ -160,18 +160,22 @@ class PackedPreference(RecutSteps):
         return run
 
     def _choose_cut(self, *, own_collator: bool) -> None:
-        """Re-cut steps where the loss is a mean over pairs; else say why not."""
+        """Prepare to re-cut steps if the loss is a mean over pairs; otherwise log the reason in `cut_reason`.
+
+        Raises:
+            [`InvalidConfig`]: if steps are not re-cut and the user set a token budget.
+        """
         own_loss = type(self).compute_loss is not PackedPreference.compute_loss
         if not isinstance(self.train_dataset, Dataset):
-            self.cut_reason = "the pairs of a stream are not counted before they come"
+            self.cut_reason = "the pairs of a stream are not known before they are read"
         elif own_collator:
-            self.cut_reason = "data_collator makes the batches of the padded run, and may make others of other pairs"
+            self.cut_reason = "data_collator makes the batches, and they may depend on which pairs are together"
         elif own_loss:
             self.cut_reason = f"compute_loss of {type(self).__name__} is not TRL's"
         elif getattr(self, "aux_loss_enabled", False):
-            self.cut_reason = "the routers' auxiliary loss is of each padded micro-batch"
+            self.cut_reason = "the routers' auxiliary loss is computed over each padded micro-batch"
         elif self.neftune_noise_alpha is not None and _runs_by_document(self.model):
-            self.cut_reason = "NEFTune's noise follows the padded row, and the backbone runs document by document"
+            self.cut_reason = "NEFTune's noise depends on the padded row, but the backbone runs document by document"
         else:
             self.cut_reason = self._why_not_cut()
         if not self.cut_reason:
@@ -187,20 +191,20 @@ class PackedPreference(RecutSteps):
             raise InvalidConfig(
                 f"max_tokens_per_microbatch={budget} has no effect: padded micro-batches stay as they are.",
                 why=[self.cut_reason],
-                do="Drop it; lower per_device_train_batch_size and raise gradient_accumulation_steps to save memory.",
+                do="Drop it. To save memory, lower per_device_train_batch_size and raise gradient_accumulation_steps.",
             )
         logger.info("trl-packfa: padded micro-batches stay as they are: %s.", self.cut_reason)
 
     def _why_not_cut(self) -> str:
-        """What of the loss is no mean over single pairs, empty if nothing is."""
+        """Return the reason why the loss is not a mean over single pairs; `""` if it is one."""
         return ""
 
     # Data ------------------------------------------------------------------------------------------------------------
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
-        """Tokenized by TRL, cut by us, so that no pair or token is lost without being counted."""
+        """Let TRL tokenize a dataset, then cut it ourselves to count every dropped pair and token."""
         by_trl: Callable[..., Any] = super()._prepare_dataset  # type: ignore[misc]  # of TRL's trainers
-        if not self._packs or not isinstance(dataset, Dataset):  # a stream is cut by TRL's collator
+        if not self._packs or not isinstance(dataset, Dataset):  # TRL's collator cuts a stream
             return by_trl(dataset, processing_class, args, dataset_name)
         uncut = copy.copy(args)
         uncut.max_length = None
@@ -218,15 +222,15 @@ class PackedPreference(RecutSteps):
         return tokenized
 
     def _select(self, dataset: Dataset, kept: Any, prepare: Callable[[Dataset], Dataset]) -> Dataset:
-        """The pairs that are kept; `prepare` is TRL's preparation, where it depends on their neighbours."""
+        """Return the kept pairs. `prepare` is TRL's preparation, for trainers whose rows depend on each other."""
         return dataset.select(kept)
 
     def _answers_beside(self) -> tuple[str, ...]:
-        """Columns of more answers to a row's prompt that the dataset has."""
+        """Return the dataset's columns with further answers to a row's prompt."""
         return ()
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's, without pads: it runs before construction has ended."""
+        """Patch the models, then precompute as TRL does. TRL calls this before construction has ended."""
         if self._packs:
             self._run_without_pads()
         return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]  # of TRL's trainers
@@ -234,12 +238,11 @@ class PackedPreference(RecutSteps):
     # Runs and checkpoints --------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """TRL's `train`; `resume_from_checkpoint=True` (or `"true"`, `"last"`) takes the last checkpoint that was
-        written whole.
+        """Train as TRL does; `True`, `"true"` and `"last"` resume from the last whole checkpoint.
 
         Raises:
             [`UnsupportedModel`]: if a model of the trainer is no longer patched.
-            [`InvalidConfig`]: if there is no such checkpoint, or it is of a run on other data.
+            [`InvalidConfig`]: if there is no such checkpoint, or it is from a run on other data.
         """
         checkpoint = go_on(self, resume_from_checkpoint, identity=self._identify)
         with alone_in_folder(self.args):
@@ -247,7 +250,7 @@ class PackedPreference(RecutSteps):
 
     @property
     def _identify(self) -> Callable[[], dict[str, str]] | None:
-        """What says which run this is, of one that packs."""
+        """Function that returns the run's identity, for resuming; `None` if the run trains padded."""
         return (lambda: self._identity) if self._packs else None
 
     @cached_property
@@ -256,12 +259,12 @@ class PackedPreference(RecutSteps):
         return identity(self.train_dataset, self.processing_class, columns=columns, labels=self._label)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """TRL's, whole only once every rank has written its part; older checkpoints go after that."""
+        """Save TRL's checkpoint, mark it whole once every rank has written its part, then delete older ones."""
         with whole(self, trial, lambda: self._identity):
             super()._save_checkpoint(model, trial)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """TRL's model card, with a section on what ran without pads and its proof."""
+        """Write TRL's model card, with a section on training without padding and its proof."""
         card: Any = super().create_model_card  # type: ignore[misc]  # of TRL's trainers
         card(*args, **kwargs)
         run = attached_run(self)
@@ -285,12 +288,12 @@ def _runs_by_document(model: Any) -> bool:
 
 
 def _bound(construct: Callable[..., None], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name, as TRL's trainer takes them."""
+    """Map the arguments of TRL's trainer to their names."""
     bound = inspect.signature(construct).bind(*args, **kwargs)
     return dict(bound.arguments)
 
 
 def _output_dir(model: Any, name: str) -> str:
-    """TRL's default output directory."""
+    """Return TRL's default output directory."""
     of = model if isinstance(model, str) else model.config._name_or_path
     return f"{of.rstrip('/').split('/')[-1] or 'model'}-{name}"

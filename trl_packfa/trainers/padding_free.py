@@ -1,4 +1,4 @@
-"""`padding_free(trainer)`: any TRL trainer without padding, its models patched alike, proven, and what it saved."""
+"""`padding_free(trainer)`: patch all models of any TRL trainer to run without padding, and check them."""
 
 from __future__ import annotations
 
@@ -35,37 +35,38 @@ def padding_free(
     leave_padded: Sequence[str] | None = None,
     check_first_batch: bool = True,
 ) -> AnyTrainer:
-    """Make a trainer compute no padding; returns the same trainer. Call it after construction, and again after a
-    change to its models or with other arguments.
+    """Make a trainer compute no padding, and return the same trainer.
 
-    Every model that the trainer runs (policy, reference, teacher, reward and value models) is patched by
-    `patch(model, unpad=True)`, which proves at once that padded batches have the same outputs and gradients without
-    their pads. When training begins, the first real batch of each model is compared with some of its rows alone, and a
-    loss that reads pads is refused.
+    Call it after construction. Call it again after a change to the trainer's models, or to use other arguments.
+
+    Every model that the trainer runs (policy, reference, teacher, reward and value models) is patched with
+    `patch(model, unpad=True)`. This checks at once that a padded batch has the same outputs and gradients without its
+    padding. When training begins, the first real batch of each model is compared with some of its rows run alone, and
+    a loss that reads padding is refused.
 
     Losses, metrics, steps and checkpoints stay the trainer's own. Its logs gain `tokens_per_second` (true tokens that
-    were trained), `padding_saved` (the share of all places that held no token) and `documents` (rows a step).
+    were trained), `padding_saved` (share of all positions that hold no token) and `documents` (rows per step).
 
     Args:
         trainer (`transformers.Trainer`):
-            Any of TRL's, constructed.
+            Any TRL trainer, already constructed.
         backend (`str`, *optional*, defaults to `"auto"`), fused_lora, fused_kernels (`bool`, *optional*, defaults to
         `True`):
-            As of [`patch`].
+            See [`patch`].
         share_prefixes (`bool`, *optional*, defaults to `False`):
-            As of [`patch`]: the prompt of a pair, or of a group of completions, is computed once. The logs gain
+            See [`patch`]: the prompt of a pair, or of a group of completions, is computed once. The logs gain
             `prefixes_shared`, the share of the true tokens that were computed in another row.
         leave_padded (`Sequence[str]`, *optional*):
-            Names of attributes that hold models which stay as they are, such as a reward model that attends in both
-            directions. By default none, or those that were left so by the call before.
+            Names of attributes whose models stay unpatched, such as a reward model with bidirectional attention.
+            Default: those of the previous call, or none.
         check_first_batch (`bool`, *optional*, defaults to `True`):
-            Whether the first real batch is compared.
+            Whether to compare the first real batch.
 
     Raises:
-        [`InvalidConfig`]: if this is no trainer of padded text batches: it packs already, uses Liger kernels, trains
-            on images, holds no model of a name in `leave_padded`, or none besides.
-        [`UnsupportedModel`]: if one of its models cannot run without pads; then none is changed.
-        [`ContaminationError`]: if one of them is not exact without pads; then none is changed.
+        [`InvalidConfig`]: if the trainer packs already, uses Liger kernels or trains on images, or is no trainer with
+            a model; if `leave_padded` has a name that holds no model, or names all models.
+        [`UnsupportedModel`]: if one of its models cannot run without padding. Then no model is changed.
+        [`ContaminationError`]: if one of its models is not exact without padding. Then no model is changed.
     """
     _require_trainer(trainer)
     options = {
@@ -81,10 +82,12 @@ def padding_free(
 def run_without_pads(
     trainer: Any, *, leave_padded: Sequence[str] | None = None, check_first_batch: bool = True, **options: Any
 ) -> PaddingFreeRun:
-    """Patch a trainer's models and attach what reports on them, where it is not; `options` are [`patch`]'s.
+    """Patch a trainer's models and attach a [`PaddingFreeRun`] to it, or update the attached one.
+
+    `options` are keyword arguments of [`patch`].
 
     Raises:
-        As [`padding_free`], of what concerns models.
+        [`InvalidConfig`], [`UnsupportedModel`], [`ContaminationError`]: about models, as in [`padding_free`].
     """
     models, run = models_of(trainer), attached_run(trainer)
     if leave_padded is None:
@@ -92,7 +95,7 @@ def run_without_pads(
     unknown = sorted(set(leave_padded) - models.keys())
     if unknown:
         raise InvalidConfig(
-            f"leave_padded names {', '.join(unknown)}, this {type(trainer).__name__} holds {', '.join(models)}.",
+            f"leave_padded names {', '.join(unknown)}, but this {type(trainer).__name__} holds {', '.join(models)}.",
             do="Name models of this trainer.",
         )
     models = {name: model for name, model in models.items() if name not in leave_padded}
@@ -114,12 +117,16 @@ def run_without_pads(
 
 
 def attached_run(trainer: Any) -> PaddingFreeRun | None:
-    """What reports on a trainer's models, `None` of a trainer that pads."""
+    """Return the run that is attached to a trainer, or `None` if the trainer pads."""
     return getattr(trainer, STATE, None)
 
 
 def _patch_all(trainer: Any, models: dict[str, nn.Module], **options: Any) -> None:
-    """All of them, or none."""
+    """Patch all models; if one is refused, undo the others.
+
+    Raises:
+        [`PackingError`]: of the refused model, with its name.
+    """
     with all_or_none(models.values()):
         for name, model in models.items():
             try:
@@ -132,7 +139,7 @@ def _patch_all(trainer: Any, models: dict[str, nn.Module], **options: Any) -> No
                     why=[str(error)],
                     do=f"Leave it padded with leave_padded=({name!r},), or train padded.",
                 ) from error
-            if name != POLICY:  # a reference, a teacher or a reward model scores
+            if name != POLICY:  # a reference, teacher or reward model only scores
                 _unpadding_of(model).generates = False
 
 
@@ -142,7 +149,7 @@ def _unpadding_of(model: nn.Module) -> Unpadding:
     return state.unpadding
 
 
-# Metrics, not losses, that TRL averages over all positions of a padded batch, pads included.
+# Metrics that TRL averages over all positions of a padded batch, padding included. None of them is a loss.
 _OVER_PADS = {
     "ORPOTrainer": ("logits/chosen", "logits/rejected"),
     "CPOTrainer": ("logits/chosen", "logits/rejected"),
@@ -154,18 +161,18 @@ def _tell_of_metrics(trainer: Any) -> None:
     for cls in type(trainer).__mro__:
         if metrics := _OVER_PADS.get(cls.__name__):
             logger.warning(
-                "trl-packfa: %s averages %s over pads as well, where nothing is computed now: these metrics will "
-                "differ from the padded run's, losses and gradients will not.",
+                "trl-packfa: %s averages %s over padding too, where nothing is computed now. These metrics will "
+                "differ from the padded run's; losses and gradients will not.",
                 cls.__name__,
                 ", ".join(metrics),
             )
 
 
 def _require_trainer(trainer: Any) -> None:
-    """What no patch of its models makes padding-free is refused.
+    """Refuse a trainer that cannot be made padding-free by patching its models.
 
     Raises:
-        [`InvalidConfig`]: naming what.
+        [`InvalidConfig`]: with the reason.
     """
     if not isinstance(trainer, Trainer) or not isinstance(trainer.model, nn.Module):
         raise InvalidConfig(
@@ -178,13 +185,13 @@ def _require_trainer(trainer: Any) -> None:
     refuse_liger(args, name)
     if getattr(trainer, "_is_vision_dataset", False) or _has_images(trainer.train_dataset):
         raise InvalidConfig(
-            f"{name} trains on images, whose places the model finds in padded rows.",
-            do="Train it padded; text alone can be trained without padding.",
+            f"{name} trains on images. The model finds their positions in padded rows.",
+            do="Train it padded. Only text can be trained without padding.",
         )
 
 
 def _has_images(dataset: Any) -> bool:
-    """Whether a dataset has a column that TRL takes images from; GRPO and RLOO look for it when they generate."""
+    """Tell whether a dataset has a column of images for TRL. GRPO and RLOO look for it when they generate."""
     columns = getattr(dataset, "column_names", None)
     if columns is None and isinstance(dataset, IterableDataset):
         columns = list(next(iter(dataset), {}))

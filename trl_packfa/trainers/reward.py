@@ -1,4 +1,4 @@
-"""`PackedRewardTrainer`: TRL's `RewardTrainer` without pads, its steps re-cut."""
+"""`PackedRewardTrainer`: TRL's `RewardTrainer` without padding, with re-cut steps."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from .packed import PackedPreference
 
 @dataclass
 class PackedRewardConfig(PreferenceConfig, RewardConfig):
-    """Arguments of [`PackedRewardTrainer`]: all fields of TRL's `RewardConfig` and `ModelConfig`, and eight of
-    our own.
+    """Arguments of [`PackedRewardTrainer`]: all fields of TRL's `RewardConfig` and `ModelConfig`, and eight of ours.
 
-    Ours are those of [`PackedDPOConfig`]; `overflow` is `"drop"`, TRL's, or `"error"`.
+    Ours are those of [`PackedDPOConfig`]. `overflow` is `"drop"`, as in TRL, or `"error"`.
 
     > [!NOTE]
-    > These fields have other defaults than TRL's: `use_peft=True`, `lora_target_modules=["all-linear"]`, and `dtype`,
-    > which is `"bfloat16"` for a quantized model trained in bf16 and `"float32"` otherwise.
+    > These fields have other defaults than TRL's: `use_peft=True`, `lora_target_modules=["all-linear"]` and `dtype`.
+    > The default `dtype` is `"bfloat16"` for a quantized model trained in bf16, and `"float32"` otherwise.
     """
 
     overflow: str = field(
         default="drop",
         metadata={
-            "help": "What happens to pairs with a row longer than `max_length`: `'drop'`, TRL's, or `'error'`. All is "
-            "counted and reported.",
+            "help": "What happens to pairs with a row longer than `max_length`: `'drop'`, as in TRL, or `'error'`. "
+            "The report counts them.",
             "choices": ["drop", "error"],
         },
     )
@@ -37,15 +36,13 @@ class PackedRewardConfig(PreferenceConfig, RewardConfig):
         if (self.load_in_4bit or self.load_in_8bit) and not self.bf16:
             raise InvalidConfig(
                 "a quantized reward model without bf16=True.",
-                why=[
-                    "TRL keeps what is trained of a quantized model in bfloat16, its head too, which takes no float32"
-                ],
+                why=["TRL keeps the trained parts of a quantized model in bfloat16, and its head accepts no float32"],
                 do="Pass bf16=True, or drop load_in_4bit / load_in_8bit.",
             )
 
 
 class PackedRewardTrainer(PackedPreference, RewardTrainer):
-    """Swap it for `RewardTrainer`: the same arguments, no pads, the same losses.
+    """TRL's `RewardTrainer` without padding. It takes the same arguments and has the same losses.
 
     ```python
     from datasets import load_dataset
@@ -59,15 +56,15 @@ class PackedRewardTrainer(PackedPreference, RewardTrainer):
     trainer.train()
     ```
 
-    All arguments are TRL's; see [`PackedDPOTrainer`]. An adapter that the config asks for is a classifier's, whose new
-    head is trained whole.
+    All arguments are TRL's; see [`PackedDPOTrainer`]. The config's adapter has the task type of a classifier: the new
+    head is trained in full.
 
     Attributes:
-        packing_reports (`dict[str, PackingReport]`): by dataset name, rows and tokens in and out, and what was lost.
-        cut_reason (`str`): why steps are not re-cut; empty if they are.
+        packing_reports (`dict[str, PackingReport]`): by dataset name, rows and tokens in, out and lost.
+        cut_reason (`str`): the reason why steps are not re-cut; empty if they are.
 
     Raises:
-        [`PackingError`]: at construction, if arguments, models or data cannot be trained without pads.
+        [`PackingError`]: at construction, if arguments, models or data cannot be trained without padding.
     """
 
     _tag_names = ["trl", "reward-trainer", "trl-packfa"]

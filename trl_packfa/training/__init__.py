@@ -1,1 +1,1 @@
-"""The trainer, its arguments, and the parts that it delegates to."""
+"""The SFT trainer, its config, and the parts that do its work. The preference trainers use many of these parts too."""

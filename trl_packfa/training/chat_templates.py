@@ -1,7 +1,7 @@
-"""What a chat template leaves out of a conversation: tools and tool calls that the trained text does not hold.
+"""Detection of chat templates that leave tools and tool calls out of the trained text.
 
-TRL hands both to the template and does not look whether they come back. A template that knows neither makes an empty
-turn of an assistant's call.
+TRL passes both to the template and does not check whether they appear in the text. A template that ignores tool calls
+renders an assistant's call as an empty turn.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 from trl import is_conversational, maybe_convert_to_chatml
 
-# Examples that are rendered, spread over a dataset; of a stream, which is read for it, the first ones.
+# Number of examples to render: spread over a dataset, or the first ones of a stream.
 _LOOKED_AT, _LOOKED_AT_OF_STREAM = 200, 16
 
 
 def left_out_by_template(
     dataset: Dataset | IterableDataset, processing_class: Any, chat_template: str | None = None
 ) -> list[str]:
-    """A sentence for each kind of content that the template ignores, with the share of examples; each example is
-    rendered with it and without.
+    """Describe, in a sentence each, the kinds of content that the template ignores, with the share of examples.
+
+    Each example is rendered with the content and without it.
 
     Args:
         dataset (`Dataset` or `IterableDataset`):
-            As the user passed it.
+            The user's dataset.
         processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`):
             Has the chat template.
         chat_template (`str`, *optional*):
-            Another one than its own.
+            A template to use instead.
     """
     looked_at = 0
     left_out = {"tools": 0, "tool calls": 0}
@@ -40,22 +41,22 @@ def left_out_by_template(
             left_out[name] += ignored
     told = {
         "tools": "the tools that it may call",
-        "tool calls": "what the assistant calls, an empty turn in its place",
+        "tool calls": "the assistant's calls and has empty turns instead",
     }
     return [
         f"the chat template ignores {name}: in {count / looked_at:.0%} of the examples ({count} of {looked_at} looked "
-        f"at) the text that is trained lacks {told[name]}. Use the model's own template, or chat_template_path."
+        f"at) the trained text lacks {told[name]}. Use the model's own template, or chat_template_path."
         for name, count in left_out.items()
         if count
     ]
 
 
 def holds_conversations(dataset: Dataset | IterableDataset) -> bool:
-    """Whether a dataset's first example has messages, of which a chat template makes text."""
+    """Tell whether a dataset's first example has messages, which need a chat template."""
     if not isinstance(dataset, Dataset | IterableDataset):
         return False
     example = maybe_convert_to_chatml(dict(next(iter(dataset), {})))
-    if "input_ids" in example or [] in example.values():  # TRL would look at the first message of none
+    if "input_ids" in example or [] in example.values():  # TRL would fail on an empty list of messages
         return False
     return is_conversational(example)
 
@@ -70,7 +71,7 @@ def _some(dataset: Dataset | IterableDataset) -> Iterator[dict[str, Any]]:
 
 
 def _ignored(example: dict[str, Any], processing_class: Any, chat_template: str | None) -> dict[str, bool]:
-    """Whether what an example has of tools, and of calls, changes nothing of its text."""
+    """Tell, for tools and for tool calls, whether the example has them and its text is the same without them."""
     example = maybe_convert_to_chatml(dict(example))
     if "input_ids" in example or not is_conversational(example):
         return {}
@@ -81,10 +82,10 @@ def _ignored(example: dict[str, Any], processing_class: Any, chat_template: str 
     silent = [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
     options = {"chat_template": chat_template, **(example.get("chat_template_kwargs") or {}), "tokenize": False}
     try:
-        # Tools whose schemas differ fit no Arrow type, so datasets hold them as JSON.
+        # Tools with different schemas fit no Arrow type, so datasets store them as JSON.
         tools = json.loads(tools) if isinstance(tools, str) else tools
         whole = processing_class.apply_chat_template(messages, tools=tools, **options)
-    except Exception:  # whatever a template raises, TRL is about to raise it, with the example at hand
+    except Exception:  # a template can raise anything; TRL will raise it soon, with the example
         return {}
     found = {}
     for name, has, other in (("tools", tools, (messages, None)), ("tool calls", calls, (silent, tools))):
@@ -92,6 +93,6 @@ def _ignored(example: dict[str, Any], processing_class: Any, chat_template: str 
             found[name] = (
                 bool(has) and processing_class.apply_chat_template(other[0], tools=other[1], **options) == whole
             )
-        except Exception:  # a template that cannot do without it does not ignore it
+        except Exception:  # a template that fails without the content does not ignore it
             found[name] = False
     return found

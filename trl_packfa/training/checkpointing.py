@@ -1,4 +1,4 @@
-"""What a run says about itself: metrics of each batch, reports beside each checkpoint."""
+"""Metrics of each batch, and files of a checkpoint: reports, manifest, progress and stream state."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from .manifest import MANIFEST, damage, left_out, write_json, write_manifest
 
 logger = logging.getLogger(__name__)
 
-# Written when every rank has written its part; last of all comes the manifest.
+# Written when every rank has written its part. The manifest comes last.
 PACKING_REPORT = "packing_report.json"
 _PROGRESS = "packing_progress.json"
 _LOST = ("truncated", "split", "dropped", "tokens_lost")
 
 
 def count_batch(metrics: Mapping[str, list[float]], inputs: dict[str, Any], *, capacity: int | None) -> None:
-    """Add what a packed batch holds to the Trainer's metrics, and take out of `inputs` what is no model input.
+    """Add the counts of a packed batch to the Trainer's metrics, and remove from `inputs` what is no model input.
 
     Args:
         metrics (`Mapping[str, list[float]]`):
-            TRL's metrics of the current mode; averaged when logged.
+            TRL's metrics of the current mode; TRL averages them when it logs.
         inputs (`dict[str, Any]`):
             The batch.
         capacity (`int` or `None`):
-            Tokens that the batch has room for, where rows have a fixed length; logs `fill`.
+            Tokens that fit into the batch, if rows have a fixed length; then `fill` is logged.
     """
     lost = inputs.pop(LOSSES, None)
     layout = inputs.get("packed_layout")
     if layout is not None:
-        # The last document is padding, which nobody wrote.
+        # If there is padding, it is the layout's last document. It is not counted.
         lengths = layout.lengths[:-1] if layout.padding else layout.lengths
         metrics["documents"].append(len(lengths))
         metrics["longest_document"].append(max(lengths, default=0))
@@ -57,8 +57,10 @@ def count_batch(metrics: Mapping[str, list[float]], inputs: dict[str, Any], *, c
 
 
 def last_whole_checkpoint(folder: str | Path | None) -> str | None:
-    """The newest `checkpoint-*` in a folder that was written whole and still is, which its manifest says; `None` if
-    there is none. Others are named in the log and passed over."""
+    """Find the newest `checkpoint-*` in a folder whose manifest shows that it is whole; `None` if there is none.
+
+    Newer ones that are not whole are skipped, with a warning.
+    """
     found = [
         path for path in Path(folder or ".").glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()
     ]
@@ -66,48 +68,51 @@ def last_whole_checkpoint(folder: str | Path | None) -> str | None:
         wrong = _incomplete(path)
         if wrong is None:
             return str(path)
-        logger.warning("trl-packfa: %s is incomplete (%s): passed over.", path, wrong)
+        logger.warning("trl-packfa: %s is incomplete (%s): skipped.", path, wrong)
     return None
 
 
 def _incomplete(checkpoint: Path) -> str | None:
-    """Say why a checkpoint is not taken, `None` if it is. One of an earlier version has its report and no manifest:
-    it was written whole, and nothing tells whether it still is."""
+    """Return the reason why a checkpoint is not whole, or `None` if it is.
+
+    A checkpoint of an earlier version has a report but no manifest. It is accepted: it was written whole, but nothing
+    shows whether it has changed since.
+    """
     written = (checkpoint / MANIFEST).exists() or (checkpoint / PACKING_REPORT).exists()
     return damage(checkpoint) if written else f"no {PACKING_REPORT}"
 
 
 def require_undamaged(checkpoint: str | Path) -> None:
-    """Refuse a checkpoint whose files are not those that were written; one without a manifest is taken.
+    """Refuse a checkpoint whose files differ from its manifest; accept one without a manifest.
 
     Raises:
-        [`InvalidConfig`]: naming the file.
+        [`InvalidConfig`]: with the file.
     """
     folder = Path(checkpoint)
     wrong = damage(folder)
     if wrong is not None:
         raise InvalidConfig(
             f"the checkpoint {folder} is damaged: it has {wrong}.",
-            why=[f"{MANIFEST} says what was written"],
+            why=[f"{MANIFEST} lists the files as they were written"],
             do="Resume from another one: resume_from_checkpoint='last' takes the newest that is whole.",
         )
 
 
 def tell_left_out(checkpoint: str | Path) -> None:
-    """Name in the log what a checkpoint does not hold, and one whose files nothing vouches for."""
+    """Warn about parts that a checkpoint does not hold, and about a checkpoint whose files cannot be checked."""
     folder = Path(checkpoint)
     if not (folder / MANIFEST).exists():
         logger.warning("trl-packfa: %s has no %s: its files are not checked.", folder, MANIFEST)
     lacks = left_out(folder)
     if lacks is not None:
-        logger.warning("trl-packfa: %s does not hold %s: the run begins anew with them.", folder, lacks)
+        logger.warning("trl-packfa: %s does not hold %s: the resumed run starts with new ones.", folder, lacks)
 
 
 def require_whole_checkpoint(folder: str | Path | None) -> str:
-    """[`last_whole_checkpoint`], which must exist.
+    """Return [`last_whole_checkpoint`], which must exist.
 
     Raises:
-        [`InvalidConfig`]: naming those that were not written whole.
+        [`InvalidConfig`]: with the checkpoints that are not whole.
     """
     found = last_whole_checkpoint(folder)
     if found is None:
@@ -122,17 +127,19 @@ def require_whole_checkpoint(folder: str | Path | None) -> str:
 
 @contextmanager
 def whole_checkpoint(folder: Path, trainer: Any) -> Iterator[None]:
-    """Around the writing of a checkpoint: it has its report and its manifest, which say that it is whole, only once
-    every rank has written its part, and older checkpoints are deleted only after that.
+    """Mark a checkpoint as whole after the `with` block has written it.
+
+    Report and manifest mark it as whole. They are written once every rank has written its part. Only then are older
+    checkpoints deleted.
 
     Args:
         folder (`Path`):
-            Of the checkpoint; one that is written again is taken for half-written meanwhile.
+            The checkpoint's folder. A checkpoint that is written again is not whole in the meantime.
         trainer (`Trainer`):
-            Writes the report with `save_reports`.
+            Writes the report with its `save_reports`.
 
     Raises:
-        [`CheckpointNotWritten`]: if the disk is full, say; what there is of a new one is deleted.
+        [`CheckpointNotWritten`]: for example if the disk is full. The parts of a new checkpoint are deleted.
     """
     is_new = not folder.exists()
     try:
@@ -142,24 +149,24 @@ def whole_checkpoint(folder: Path, trainer: Any) -> Iterator[None]:
         if not is_full_disk(error):
             raise
         free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
-        # Others may be writing still; what is left then has no manifest.
+        # With several ranks, others may still be writing. Then the parts stay, without a manifest.
         if is_new and trainer.accelerator.num_processes == 1:
             shutil.rmtree(folder, ignore_errors=True)
         raise CheckpointNotWritten(
             f"{folder} could not be written: {_first_line(error)}.",
             why=[f"{free / 1e6:,.0f} MB were free there"],
-            do="Make room, lower save_total_limit or name another output_dir; an earlier checkpoint is whole: go on "
-            "from it with resume_from_checkpoint='last'.",
+            do="Free some space, lower save_total_limit or name another output_dir. Earlier checkpoints are whole: "
+            "resume from the last with resume_from_checkpoint='last'.",
         ) from error
 
 
-# What torch's and safetensors' writers say when the operating system takes no more bytes.
+# Words in errors of torch's and safetensors' writers when the operating system accepts no more bytes.
 _FULL = ("no space left", "disk quota exceeded", "file too large", "file write failed", "unexpected pos")
 _FULL_NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether an error says that no more bytes can be written."""
+    """Tell whether an error means that no more bytes can be written."""
     return getattr(error, "errno", None) in _FULL_NUMBERS or any(words in str(error).lower() for words in _FULL)
 
 
@@ -174,8 +181,8 @@ def _marked_whole(folder: Path, trainer: Any) -> Iterator[None]:
         for name in (MANIFEST, PACKING_REPORT):
             (folder / name).unlink(missing_ok=True)
     trainer.accelerator.wait_for_everyone()
-    # The Trainer deletes older checkpoints on rank 0 while others may still write: a run that is killed then would
-    # have no whole checkpoint left. Without a limit it deletes none.
+    # The Trainer would delete older checkpoints on rank 0 while other ranks may still write. A run that is killed then
+    # would have no whole checkpoint left. Without a limit the Trainer deletes none.
     args.save_total_limit = None
     try:
         yield
@@ -185,7 +192,7 @@ def _marked_whole(folder: Path, trainer: Any) -> Iterator[None]:
     if not args.should_save:
         return
     if limit is not None and (folder / TRAINING_ARGS_NAME).exists():
-        torch.save(args, folder / TRAINING_ARGS_NAME)  # the Trainer has saved them without their limit
+        torch.save(args, folder / TRAINING_ARGS_NAME)  # the Trainer has saved them without the limit
     trainer.save_reports(folder)
     write_manifest(folder)
     best = trainer.state.best_model_checkpoint
@@ -193,12 +200,12 @@ def _marked_whole(folder: Path, trainer: Any) -> Iterator[None]:
 
 
 def write_progress(folder: str | Path, progress: dict[str, Any]) -> None:
-    """Write what the Trainer's own state does not hold, for a resumed run to go on from."""
+    """Write the state that a resumed run needs and the Trainer does not save."""
     write_json(Path(folder) / _PROGRESS, progress)
 
 
 def read_progress(folder: str | Path) -> dict[str, Any]:
-    """What [`write_progress`] wrote; nothing for a checkpoint of another trainer.
+    """Read the file of [`write_progress`]; return an empty dict for a checkpoint of another trainer.
 
     Raises:
         [`InvalidConfig`]: if it cannot be read.
@@ -214,8 +221,11 @@ def read_progress(folder: str | Path) -> dict[str, Any]:
 
 
 def write_stream_state(folder: str | Path, args: PackedSFTConfig, state: dict[str, Any]) -> None:
-    """Write where this rank's stream stands; not with loader workers, which have read ahead, nor if its documents hold
-    what JSON does not: a resumed run then reads the stream from its beginning."""
+    """Write the position of this rank's stream.
+
+    Nothing is written with loader workers, because they have read ahead, or if JSON cannot hold the documents. Then a
+    resumed run reads the stream from its beginning.
+    """
     if args.dataloader_num_workers or not state:
         return
     try:
@@ -226,12 +236,12 @@ def write_stream_state(folder: str | Path, args: PackedSFTConfig, state: dict[st
 
 
 def read_stream_state(folder: str | Path, args: PackedSFTConfig) -> dict[str, Any] | None:
-    """What [`write_stream_state`] wrote for this rank, if it was written by a run that packs and deals as this one."""
+    """Read this rank's file of [`write_stream_state`]; return `None` if there is none from a run that packs alike."""
     path = _stream_path(folder, args)
     written = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if not args.dataloader_num_workers and written.get("of") == _stream_identity(args):
         return written["state"]
-    logger.warning("trl-packfa: the stream is read again from its beginning to where %s stands.", folder)
+    logger.warning("trl-packfa: the stream is read again from its beginning to the position of %s.", folder)
     return None
 
 
@@ -240,7 +250,7 @@ def _stream_path(folder: str | Path, args: PackedSFTConfig) -> Path:
 
 
 def _stream_identity(args: PackedSFTConfig) -> dict[str, Any]:
-    """What decides which documents are in which micro-batch of a stream."""
+    """Return the arguments that decide which documents are in which micro-batch of a stream."""
     names = (
         "packing_strategy", "max_length", "overflow", "per_device_train_batch_size", "gradient_accumulation_steps",
         "world_size", "seed", "data_seed",

@@ -1,4 +1,4 @@
-"""Columns of other formats than TRL's, such as Alpaca's, and how TRL's are made of them."""
+"""Making of TRL's columns from the columns of other formats, such as Alpaca's."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any
 
 from ..errors import InvalidConfig
 
-# What other formats call a prompt, with what stands beside it, and an answer to it; the first that is there counts.
+# Names in other formats for a prompt, for more text of the prompt, and for the answer. The first existing one is used.
 _PROMPTS = ("instruction", "question", "query", "problem", "prompt", "input")
 _BESIDE_PROMPTS = ("input", "context")
 _ANSWERS = ("output", "answer", "response", "solution", "completion", "target")
 
 
 def suggested_columns(example: Mapping[str, Any]) -> dict[str, str]:
-    """Templates that make 'prompt' and 'completion' of the columns of another format, such as Alpaca's; empty if the
-    example has no prompt and answer in text.
+    """Suggest templates that make 'prompt' and 'completion' from the columns of another format, such as Alpaca's.
+
+    The result is empty if the example has no prompt and answer in text.
 
     Example: `{"instruction": "Add.", "input": "1 2", "output": "3"}` gives
     `{"prompt": "{instruction}\\n{input}\\n", "completion": "{output}"}`.
@@ -32,7 +33,7 @@ def suggested_columns(example: Mapping[str, Any]) -> dict[str, str]:
 
 
 def columns_advice(templates: Mapping[str, str]) -> str:
-    """Say how columns are made of others, on the command line and in Python; empty without templates."""
+    """Say how to make the columns, on the command line and in Python; return `""` without templates."""
     if not templates:
         return ""
     shown = {name: template.replace("\n", "\\n") for name, template in templates.items()}
@@ -42,17 +43,17 @@ def columns_advice(templates: Mapping[str, str]) -> str:
 
 
 def make_columns(dataset: Any, templates: Sequence[str] | None) -> Any:
-    """Make columns of others, and take away those that were used up.
+    """Make new columns from others, and remove the columns that were used.
 
     Args:
         dataset (`Dataset` or `IterableDataset`):
-            Of any columns.
+            Any dataset.
         templates (`Sequence[str]`, *optional*):
-            Each `NAME=TEMPLATE`, the template with columns in braces and `\\n` for a line break. A column that is
-            `None` is read as an empty string.
+            Each is `NAME=TEMPLATE`; the template has column names in braces and `\\n` for a line break. A value `None`
+            is read as an empty string.
 
     Raises:
-        [`InvalidConfig`]: for what is no template, or names a column that is not there.
+        [`InvalidConfig`]: for an invalid template, or a column that does not exist.
     """
     if not templates:
         return dataset
@@ -66,7 +67,7 @@ def make_columns(dataset: Any, templates: Sequence[str] | None) -> Any:
     unknown = sorted(used - set(there))
     if unknown or not all(made.values()):
         raise InvalidConfig(
-            f"columns={list(templates)} makes no columns of {sorted(there)}.",
+            f"columns={list(templates)} cannot make columns from {sorted(there)}.",
             why=[f"the dataset has no column {name!r}" for name in unknown] or ["a template is NAME=TEMPLATE"],
             do="Write for example --columns 'prompt={question}\\n' 'completion={answer}'.",
         )

@@ -1,4 +1,4 @@
-"""What the configs of all trainers here have in common: how a model is loaded and adapted, what runs its attention."""
+"""Fields that the configs of all our trainers share: loading and adapting a model, and its attention backend."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..errors import InvalidConfig
 
 @dataclass
 class CommonConfig(ModelConfig):
-    """TRL's `ModelConfig` with LoRA on, and the fields of ours that mean the same in every trainer.
+    """TRL's `ModelConfig` with LoRA on, and our fields that mean the same in every trainer.
 
-    Stands before TRL's own config among the bases of a trainer's.
+    It comes before TRL's own config in the base classes of a trainer's config.
     """
 
-    # What the code that loads models asks; a field where a config can switch packing off.
+    # The code that loads models reads it. `PackedSFTConfig` makes it a field, because it can switch packing off.
     packing = True
 
     check_packing: bool = field(
@@ -30,21 +30,22 @@ class CommonConfig(ModelConfig):
     attention_backend: str = field(
         default="auto",
         metadata={
-            "help": "Attention backend: `'auto'`, or a name from `trl-packfa backends`, which then runs or raises."
+            "help": "Attention backend: `'auto'`, or a name from `trl-packfa backends`. A named backend is used, or "
+            "an error says why it cannot be."
         },
     )
     fused_lora: bool = field(
         default=True,
         metadata={
-            "help": "Compute LoRA layers with their base layers in one product, where they allow it, to PEFT's "
-            "result within rounding; `False` leaves them to PEFT."
+            "help": "Compute a LoRA layer and its base layer together where possible. The result is PEFT's within "
+            "rounding. `False` leaves them to PEFT."
         },
     )
     fused_kernels: bool = field(
         default=True,
         metadata={
-            "help": "Compute norms, rotations and SwiGLU in fewer passes over memory: by liger-kernel on CUDA where "
-            "it is installed, in pieces on a CPU; `False` runs the model's own code."
+            "help": "Compute norms, rotary embeddings and SwiGLU in fewer passes over memory: with liger-kernel on "
+            "CUDA if it is installed, in chunks on a CPU. `False` runs the model's own code."
         },
     )
     use_peft: bool = field(
@@ -53,12 +54,12 @@ class CommonConfig(ModelConfig):
     )
     lora_target_modules: list[str] | None = field(
         default_factory=lambda: ["all-linear"],
-        metadata={"help": "LoRA target modules; all linear layers but the LM head by default."},
+        metadata={"help": "LoRA target modules. Default: all linear layers except the LM head."},
     )
     dtype: str | None = field(
         default=None,
         metadata={
-            "help": "Data type to load the model in. Default: `'bfloat16'` for a quantized model trained in bf16, "
+            "help": "Data type of the loaded model. Default: `'bfloat16'` for a quantized model trained in bf16, "
             "else `'float32'`.",
             "choices": ["auto", "bfloat16", "float16", "float32"],
         },
@@ -66,15 +67,16 @@ class CommonConfig(ModelConfig):
 
     @property
     def patch_options(self) -> dict[str, Any]:
-        """What [`patch`] is called with."""
+        """Keyword arguments for [`patch`]."""
         names = ("fused_lora", "fused_kernels")
         return {"backend": self.attention_backend, **{name: getattr(self, name) for name in names}}
 
 
 def settle_precision(args: Any) -> None:
-    """TRL trains in bf16 unless told otherwise and stops where there is none: without a GPU, float32 is meant.
+    """Switch `bf16` off on a machine without an accelerator, if the user has not chosen a precision.
 
-    Called before TRL's own config settles, as transformers raises where a machine has no bf16.
+    TRL's default is bf16, and transformers raises on a machine without it. So call this before TRL's own
+    `__post_init__`.
 
     Raises:
         [`InvalidConfig`]: on an accelerator without bfloat16.
@@ -85,28 +87,31 @@ def settle_precision(args: Any) -> None:
         return
     if torch.accelerator.is_available():
         raise InvalidConfig(
-            f"this {torch.accelerator.current_accelerator()} has no bfloat16, in which TRL trains by default.",
+            f"this {torch.accelerator.current_accelerator()} has no bfloat16, and TRL trains in bfloat16 by default.",
             do="Pass fp16=True, or bf16=False to train in float32.",
         )
     args.bf16 = False
 
 
 def settle_loading(args: Any) -> None:
-    """How batches travel, the dtype to load in, and that a named backend exists; called after TRL's config settled."""
+    """Set how batches are copied and the dtype to load in, and require that a named attention backend exists.
+
+    Call it after TRL's own `__post_init__`.
+    """
     if args.device.type == "cpu":
-        args.dataloader_pin_memory = False  # there is nothing to pin for, of which torch warns in every epoch
+        args.dataloader_pin_memory = False  # pinning has no use on a CPU, and torch would warn in every epoch
     elif args.device.type == "cuda" and args.dataloader_pin_memory:
-        # TRL's config has made an AcceleratorConfig of it; copies from page-locked memory need not wait.
+        # TRL's config has made it an AcceleratorConfig. Copies from page-locked memory need not wait.
         args.accelerator_config.non_blocking = True
     if args.dtype is None:
-        # Quantized weights have their own type: `dtype` is that of norms, embeddings and head.
+        # Quantized weights have their own type. `dtype` is the type of norms, embeddings and LM head.
         quantized = args.load_in_4bit or args.load_in_8bit
         args.dtype = "bfloat16" if quantized and args.bf16 else "float32"
     if args.attention_backend != "auto":
         get_backend(args.attention_backend)
 
 
-# The smallest value of numbers that neither TRL nor transformers looks at before a loop divides by them.
+# Smallest allowed values. Neither TRL nor transformers checks these numbers before a loop divides by them.
 _LEAST = {
     "per_device_train_batch_size": 1,
     "per_device_eval_batch_size": 1,
@@ -120,7 +125,7 @@ def require_trainable(args: Any) -> None:
     """Refuse numbers that are too small, and contradictions between adapters and quantization.
 
     Raises:
-        [`InvalidConfig`]: naming them.
+        [`InvalidConfig`]: with their names.
     """
     for name, least in _LEAST.items():
         if getattr(args, name) < least:
@@ -135,5 +140,5 @@ def require_trainable(args: Any) -> None:
         raise InvalidConfig(
             "lora_target_modules names 'lm_head'.",
             why=["TRL multiplies hidden states with lm_head.weight directly, so its adapter would never be trained"],
-            do="Remove 'lm_head'; to train it in full, name it in lora_modules_to_save.",
+            do="Remove 'lm_head'. To train it in full, name it in lora_modules_to_save.",
         )

@@ -1,4 +1,4 @@
-"""`torch_compile=True`: every layer compiled by itself, so that a model of any depth takes as long as one layer."""
+"""`torch_compile=True`: compile each layer by itself, so that a deep model compiles as fast as a single layer."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ logger = get_logger(__name__)
 
 
 def compile_by_layer(model: Any, args: PackedSFTConfig, accelerator: Accelerator, *, whole: bool) -> None:
-    """Compile the layers of a patched model in place of what accelerate would compile: the whole model.
+    """Compile the layers of a patched model one by one, and stop accelerate from compiling the whole model.
 
-    accelerate's own regional compilation puts copies of modules into the model, which a patch does not know; this one
-    leaves them where they are.
+    accelerate's own regional compilation replaces modules by copies that a patch does not know. This function keeps
+    the modules.
 
     Args:
         model (`PreTrainedModel` or `PeftModel`):
             A patched model.
         args ([`PackedSFTConfig`]), accelerator (`Accelerator`):
-            Of the trainer; backend and mode are those of its `TorchDynamoPlugin`.
+            The trainer's. Backend and mode are those of its `TorchDynamoPlugin`.
         whole (`bool`):
-            Whether the model is left to accelerate, as DeepSpeed's engine is under ZeRO-3.
+            Whether to leave the model to accelerate, as under ZeRO-3.
     """
     if not args.torch_compile or whole:
         return
     plugin: Any = accelerator.state.dynamo_plugin
     layers = compile_layers(model, **plugin.to_kwargs())
-    if not layers:  # of a class of its own
+    if not layers:  # none was found
         return
-    # Without this accelerate compiles the model around its layers when it prepares it.
+    # Otherwise accelerate would also compile the model around its layers when it prepares it.
     plugin.backend = DynamoBackend.NO
-    logger.info("trl-packfa: torch_compile: %d layers, each by itself; those of one kind share graphs.", layers)
+    logger.info("trl-packfa: torch_compile: %d layers, each by itself; layers of one kind share graphs.", layers)
 
 
 def graphs_for_every_layer(model: Any, args: PackedSFTConfig) -> AbstractContextManager[None]:
-    """For the length of a `with` block torch compiles as many graphs as layers that share none need."""
+    """Let torch compile a graph for every layer inside a `with` block, in case layers share none."""
     if not (args.packing and args.torch_compile):
         return nullcontext()
     return allow_graphs_of_layers(model_config(model).get_text_config().num_hidden_layers)

@@ -1,6 +1,6 @@
-"""`PackedSFTConfig`: `SFTConfig` and `ModelConfig` in one, and the little they lack.
+"""`PackedSFTConfig`: TRL's `SFTConfig` and `ModelConfig` in one class, with a few fields of our own.
 
-TRL's own fields keep their names and meaning; what has another default here says so in its help text.
+TRL's fields keep their names and their meaning. The class docstring lists the fields with another default than TRL's.
 """
 
 from __future__ import annotations
@@ -29,66 +29,71 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
 
     > [!NOTE]
     > These fields have other defaults than TRL's: `packing=True`, `use_peft=True`,
-    > `lora_target_modules=["all-linear"]`, `packing_strategy="step"`, and `dtype`, which is `"bfloat16"` for a
-    > quantized model trained in bf16 and TRL's `"float32"` otherwise. On a machine without a GPU `bf16` is off unless
-    > asked for, where TRL raises.
+    > `lora_target_modules=["all-linear"]`, `packing_strategy="step"` and `dtype`. The default `dtype` is `"bfloat16"`
+    > for a quantized model trained in bf16, and TRL's `"float32"` otherwise. On a machine without a GPU, `bf16` is off
+    > by default, where TRL raises an error.
     """
 
     packing: bool = field(
         default=True,
-        metadata={"help": "Pack documents, with boundaries honoured. `False` trains padded, as `SFTTrainer` does."},
+        metadata={
+            "help": "Pack several documents into one row; no document sees another. `False` trains padded, as "
+            "`SFTTrainer` does."
+        },
     )
     packing_strategy: str | None = field(
         default=None,
         metadata={
-            "help": "`'step'`, also if none is named: an optimizer step sees the examples of the padded run, re-cut "
-            "into as few and as equal micro-batches as the token budget allows. "
-            "`'minibatch'`: each micro-batch holds the examples it would hold padded, as one row. "
-            "`'bfd'`: rows of `max_length` tokens, best-fit decreasing over the whole dataset, repacked every epoch. "
-            "`'bfd_split'`: the same with `overflow='split'`. "
-            "`'wrapped'`: documents one after the other, cut wherever a row of `max_length` tokens is full; the parts "
-            "are documents of their own.",
+            "help": "`'step'` (the default): each optimizer step has the examples of the padded run, re-cut into as "
+            "few and as equal micro-batches as the token budget allows. "
+            "`'minibatch'`: each micro-batch has the examples of the padded run's micro-batch, as one row. "
+            "`'bfd'`: fill rows of `max_length` tokens by best-fit decreasing over the whole dataset, anew every "
+            "epoch. "
+            "`'bfd_split'`: `'bfd'` with `overflow='split'`. "
+            "`'wrapped'`: put documents one after the other and cut wherever a row of `max_length` tokens is full; "
+            "each part is then a document of its own.",
             "choices": list(STRATEGIES),
         },
     )
     max_tokens_per_microbatch: int | None = field(
         default=None,
         metadata={
-            "help": "Token budget of a micro-batch under `packing_strategy='step'`. Default: what the padded run "
-            "would hold at its worst, `per_device_train_batch_size` times the longest document."
+            "help": "Token budget of a micro-batch under `packing_strategy='step'`. Default: the size of the padded "
+            "run's largest micro-batch, `per_device_train_batch_size` times the longest document."
         },
     )
     overflow: str = field(
         default="truncate",
         metadata={
-            "help": "What happens to documents longer than `max_length`: `'truncate'`, `'split'` into documents of "
-            "their own, `'drop'`, or `'error'`. All is counted and reported.",
+            "help": "What happens to documents longer than `max_length`: `'truncate'`, `'split'` into several "
+            "documents, `'drop'`, or `'error'`. The report counts them.",
             "choices": list(OVERFLOW_POLICIES),
         },
     )
     loss_weighting: str = field(
         default="token",
         metadata={
-            "help": "What counts in the training loss: `'token'`, every trained token of a step the same (TRL's), or "
-            "`'example'`, every example the same, as unpacked training with one example a micro-batch does.",
+            "help": "How the training loss is weighted: `'token'` gives every trained token of a step the same weight "
+            "(TRL's default); `'example'` gives every example the same weight, like padded training with one example "
+            "per micro-batch.",
             "choices": list(LOSS_WEIGHTINGS),
         },
     )
     loss_by: str | None = field(
         default=None,
-        metadata={"help": "Column that says where an example comes from; the loss of each source is logged."},
+        metadata={"help": "Column with the source of each example. The loss of each source is logged."},
     )
     peak_tflops: float | None = field(
         default=None,
         metadata={
-            "help": "What the logged `mfu` is a share of, in TFLOP/s of a device; default: a GPU's data sheet, by "
-            "its name, else the best matrix product of the model's shape, measured once."
+            "help": "Peak speed of one device in TFLOP/s; the logged `mfu` is a share of it. Default: the GPU's data "
+            "sheet, found by its name, else the fastest matrix product of the model's shape, measured once."
         },
     )
 
     def __post_init__(self) -> None:
-        # Both by name: neither calls the other's. Precision is settled between them, as SFTConfig sets `bf16=True`
-        # where nothing is said and transformers raises where a machine has none.
+        # Call both by name, because neither calls the other. Settle precision before SFTConfig's: it sets `bf16=True`
+        # by default, and transformers raises on a machine without bf16.
         ModelConfig.__post_init__(self)
         settle_precision(self)
         SFTConfig.__post_init__(self)
@@ -99,7 +104,7 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
         require_trainable(self)
 
     def _settle_packing(self) -> None:
-        """One strategy if packing is on, none if it is off."""
+        """Require one valid strategy if packing is on, and none if it is off."""
         if self.max_length is not None and self.max_length < 2:
             raise InvalidConfig(f"max_length={self.max_length}: a document needs two tokens to train on one.")
         if not self.packing:
@@ -122,23 +127,23 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
         if self.truncation_mode != "keep_start" and self.max_length is not None:
             raise InvalidConfig(
                 f"truncation_mode='{self.truncation_mode}' with packing: documents are cut at their end only.",
-                why=["TRL has deprecated it"],
+                why=["TRL has deprecated truncation_mode"],
                 do="Drop it, cut the data yourself, or use overflow='split', which trains every token.",
             )
         if self.strategy.wraps and self.overflow != "truncate":
             raise InvalidConfig(
                 f"overflow='{self.overflow}' has no effect under packing_strategy='{self.packing_strategy}'.",
-                why=["it cuts every document where a row is full"],
+                why=["this strategy cuts every document where a row is full"],
                 do=f"Drop overflow, or use packing_strategy='{BFD}'.",
             )
         if self.strategy.fills_rows:
             self._require_rows()
         self._require_budget()
-        # Packing always is padding-free; TRL's switch of that name is for its own collator.
+        # Packing has no padding anyway. TRL's `padding_free` is a switch for TRL's own collator.
         self.padding_free = False
 
     def _require_budget(self) -> None:
-        """What a token budget may be, and where it means something."""
+        """Refuse a token budget that is too small or has no effect."""
         budget = self.max_tokens_per_microbatch
         if budget is not None and budget < 2:
             raise InvalidConfig(f"max_tokens_per_microbatch={budget}: a document needs two tokens to train on one.")
@@ -155,7 +160,7 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
             )
 
     def _require_rows(self) -> None:
-        """What rows of a fixed capacity need, and what contradicts them."""
+        """Require what rows of a fixed capacity need, and refuse arguments that contradict them."""
         if not TAKES_BATCHES:
             raise VersionTooOld(
                 f"packing_strategy='{self.packing_strategy}' needs transformers >= 5.17, found "
@@ -183,7 +188,7 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
             )
 
     def _require_weighting(self) -> None:
-        """What a weighting of examples contradicts."""
+        """Refuse an unknown `loss_weighting`, and losses that `"example"` weighting does not support."""
         if self.loss_weighting not in LOSS_WEIGHTINGS:
             raise InvalidConfig(
                 f"loss_weighting='{self.loss_weighting}' does not exist.", do=f"Choose one of {list(LOSS_WEIGHTINGS)}."
@@ -198,16 +203,16 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
 
     @property
     def strategy(self) -> Strategy:
-        """What `packing_strategy` stands for; padded with `packing=False`."""
+        """The strategy that `packing_strategy` names; `PADDED` with `packing=False`."""
         return STRATEGIES[self.packing_strategy] if self.packing and self.packing_strategy else PADDED
 
     @classmethod
     def from_args(cls, args: TrainingArguments, **changes: Any) -> PackedSFTConfig:
-        """Any of TRL's or transformers' arguments as a `PackedSFTConfig`; one that is already comes back as it is.
+        """Convert TRL's or transformers' arguments to a `PackedSFTConfig`; return a `PackedSFTConfig` unchanged.
 
-        A plain `SFTConfig` has `packing=False` by default, which cannot be told from a wish: packing, patching and
-        LoRA are on, as in a `PackedSFTConfig`. Its strategy counts if it has `packing=True`. `changes` are fields that
-        are to be others than the arguments' or the defaults.
+        A plain `SFTConfig` has `packing=False` by default, so `False` does not show that the user wants padding.
+        Therefore packing, patching and LoRA are on, as in a `PackedSFTConfig`. Its `packing_strategy` is kept only if
+        it has `packing=True`. `changes` are fields that replace those of `args` and the defaults.
         """
         if isinstance(args, cls):
             return args

@@ -1,4 +1,4 @@
-"""What a trainer is built with: its arguments, settled and refused before any data or weights are read."""
+"""Settle a trainer's arguments, and refuse invalid ones, before any data or weights are read."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def settle_arguments(
     peft_config: PeftConfig | None,
     formatting_func: Callable[..., Any] | None,
 ) -> tuple[PackedSFTConfig, PackingError | None]:
-    """What to train with: packed where that is possible, padded where packing was not asked for and is not.
+    """Return the config to train with: packed if possible, else padded if the user did not ask for packing.
 
     Args:
         model, args, train_dataset, eval_dataset, data_collator, processing_class, compute_loss_func, compute_metrics,
         peft_config, formatting_func:
-            As the trainer takes them.
+            The arguments of the trainer.
 
     Returns:
-        The arguments, and why they are not to pack though packing would be the default, or `None`.
+        The config, and the error that explains why it is padded, or `None` if it is as the user asked.
 
     Raises:
-        [`PackingError`]: if what was asked for cannot be packed, or trained at all.
+        [`PackingError`]: if the user asked for packing and it is not possible, or if the run cannot be trained at all.
     """
 
     def refuse(packed: PackedSFTConfig) -> None:
@@ -56,7 +56,7 @@ def settle_arguments(
         for name, dataset in named(train_dataset, eval_dataset):
             refuse_data(dataset, name=name)
         if packed.strategy.recuts_steps and isinstance(train_dataset, IterableDataset):
-            # For its refusal, before weights are loaded: `StepCutter` asks again.
+            # Called only for its refusal, before weights are loaded. `StepCutter` calls it again.
             longest_of_stream(packed)
         refuse_model(model_type(model, packed) if isinstance(model, str) else model, packed)
         refuse_collator(data_collator)
@@ -75,13 +75,13 @@ def settle_arguments(
 def load_as_asked(
     model: str | PreTrainedModel | PeftModel, args: PackedSFTConfig, *, quantization: Any, adapter: PeftConfig | None
 ) -> tuple[Any, PeftConfig | None]:
-    """The quantization and the adapter for TRL to load the model with; sets `args.model_init_kwargs`.
+    """Return the quantization and the adapter for TRL to load the model with, and set `args.model_init_kwargs`.
 
     Args:
         model, args:
-            A model by name is loaded as the arguments say.
+            A model given by name is loaded as the arguments say.
         quantization (`BitsAndBytesConfig`, *optional*), adapter (`PeftConfig`, *optional*):
-            The user's own, which win.
+            The user's own. They win over the arguments.
     """
     kind = model_type(model, args) if isinstance(model, str) else None
     if kind is not None:

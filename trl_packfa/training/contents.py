@@ -1,6 +1,8 @@
-"""What documents hold, before anything is done with them: no `None`, whole numbers, numbers that the model knows.
+"""Checks of documents' contents: no `None`, whole numbers only, token ids that the model has.
 
-Datasets are read once, column by column, out of Arrow; streams document by document as they come.
+A dataset is read once, column by column, from Arrow. A stream is checked document by document as it is read.
+
+Shape letters: S documents.
 """
 
 from __future__ import annotations
@@ -16,14 +18,19 @@ from datasets import Dataset, IterableDataset
 from ..collator import ROW_LENGTHS
 from ..errors import InvalidDataset
 
-# Columns of tokenized documents: one whole number for each token.
+# Columns of tokenized documents, with one whole number for each token.
 TOKENS = ("input_ids", "labels")
 _IGNORED = -100
 
 
 class Measures(NamedTuple):
-    """Of each document's numbers in one column, int64 `(S,)`: how many, how many of them are `None`, the lowest, the
-    highest, of labels without -100 (0 where there is none); `length` is -1 for a document that is `None` itself."""
+    """Measurements of one column's documents, each field int64 `(S,)`.
+
+    Attributes:
+        length (`np.ndarray`): how many numbers a document has; -1 for a document that is `None` itself.
+        holes (`np.ndarray`): how many of them are `None`.
+        lowest (`np.ndarray`), highest (`np.ndarray`): of its numbers, of labels without -100; 0 if there are none.
+    """
 
     length: np.ndarray
     holes: np.ndarray
@@ -32,7 +39,7 @@ class Measures(NamedTuple):
 
 
 def measure(dataset: Dataset, column: str) -> Measures:
-    """Read a column of lists; `datasets` keeps the result beside the dataset, under its contents' fingerprint."""
+    """Measure a column of lists. `datasets` caches the result by the fingerprint of the dataset's contents."""
     counted = dataset.select_columns([column]).with_format("arrow")
     counted = counted.map(
         _measure,
@@ -50,7 +57,7 @@ def measure(dataset: Dataset, column: str) -> Measures:
 
 
 def _measure(table: Any, column: str) -> Any:
-    # One array in the place of chunks, for numpy.
+    # numpy needs one array instead of chunks.
     lists = table[column].combine_chunks()
     length = pc.call_function("list_value_length", [lists]).cast(pa.int64())
     sizes = length.fill_null(0).to_numpy(zero_copy_only=False)
@@ -61,7 +68,8 @@ def _measure(table: Any, column: str) -> Any:
     found = {
         "length": length.fill_null(-1).to_numpy(zero_copy_only=False),
         "holes": _by_document(np.add, holes.astype(np.int64), sizes),
-        # What does not count is the largest number here and the smallest below, which leaves both reductions alone.
+        # A number that does not count is replaced by the largest int64 here and the smallest below. So it changes
+        # neither the minimum nor the maximum.
         "lowest": _by_document(np.minimum, np.where(counts, numbers, np.iinfo(np.int64).max), sizes),
         "highest": _by_document(np.maximum, np.where(counts, numbers, np.iinfo(np.int64).min), sizes),
     }
@@ -71,9 +79,9 @@ def _measure(table: Any, column: str) -> Any:
 
 
 def _by_document(reduce: np.ufunc, flat: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """A reduction of each document's part of `flat`; 0 for empty ones."""
+    """Reduce each document's part of `flat` to one number; 0 for empty documents."""
     result = np.zeros(len(sizes), dtype=np.int64)
-    # Sizes [2, 0, 3] begin at [0, 2, 2]. For an empty part `reduceat` would return the element that it begins at.
+    # Sizes [2, 0, 3] begin at [0, 2, 2]. For an empty part `reduceat` would return the element at its beginning.
     filled = sizes > 0
     if filled.any():
         result[filled] = reduce.reduceat(flat, (np.cumsum(sizes) - sizes)[filled])
@@ -81,8 +89,10 @@ def _by_document(reduce: np.ufunc, flat: np.ndarray, sizes: np.ndarray) -> np.nd
 
 
 def without_format(dataset: Any) -> Any:
-    """A dataset whose examples are Python's lists, of the columns that its format (`"torch"`, say) shows; one that is
-    transformed on the fly comes back as it is."""
+    """Return a dataset without its format (for example `"torch"`), so that its examples are plain Python lists.
+
+    It keeps the columns that the format shows. A dataset that is transformed on the fly is returned unchanged.
+    """
     if isinstance(dataset, IterableDataset):
         return dataset.with_format(None)
     if not isinstance(dataset, Dataset) or dataset.format["type"] in (None, "custom"):
@@ -92,24 +102,25 @@ def without_format(dataset: Any) -> Any:
 
 
 def require_whole(dataset: Any, *, name: str, columns: tuple[str, ...]) -> Any:
-    """Refuse documents that are `None` or hold `None`, and tokens that are no whole numbers; returns the dataset, of
-    which a stream is looked at as it is read.
+    """Refuse documents that are `None` or hold `None`, and tokens that are no whole numbers; return the dataset.
+
+    A stream is returned with the check added, which runs as it is read.
 
     Args:
         dataset (`Dataset` or `IterableDataset`):
-            As the user passed it.
+            The user's dataset.
         name (`str`):
-            What to call it.
+            Its name in messages.
         columns (`tuple[str, ...]`):
-            Columns that TRL tokenizes, where it has them.
+            Columns that TRL tokenizes; those that the dataset has are checked.
 
     Raises:
-        [`InvalidDataset`]: naming the document, the column and what it holds.
+        [`InvalidDataset`]: with the document, the column and what it holds.
     """
     if isinstance(dataset, IterableDataset):
         return dataset.map(_looked_at, with_indices=True, fn_kwargs={"name": name, "columns": columns})
     for column in columns:
-        # Arrow keeps the count of nulls: a column without any is not read.
+        # Arrow stores the number of nulls, so a column without nulls need not be read.
         if column in dataset.column_names and dataset.data.column(column).null_count:
             for number, missing in enumerate(_missing(dataset, column)):
                 if missing:
@@ -148,7 +159,7 @@ def _require_tokens(dataset: Dataset, name: str, column: str, lengths: np.ndarra
 
 
 def _require_row_lengths(dataset: Dataset, name: str, tokens: np.ndarray) -> None:
-    """Refuse rows that were packed before, of `tokens` each, whose documents' lengths do not make them."""
+    """Refuse rows that were packed before if the lengths of their documents do not sum up to their `tokens`."""
     start = 0
     for table in dataset.select_columns([ROW_LENGTHS]).with_format("arrow").iter(batch_size=10_000):
         for number, lengths in enumerate(table[ROW_LENGTHS].to_pylist(), start=start):  # type: ignore[index]  # a table
@@ -158,7 +169,7 @@ def _require_row_lengths(dataset: Dataset, name: str, tokens: np.ndarray) -> Non
 
 def _require_sum(lengths: Any, tokens: int, name: str, number: int) -> None:
     if not isinstance(lengths, list) or not all(type(length) is int and length > 0 for length in lengths):
-        _refuse(name, number, ROW_LENGTHS, f"is {lengths!r}, no list of the lengths of documents")
+        _refuse(name, number, ROW_LENGTHS, f"is {lengths!r}, not a list of document lengths")
     if sum(lengths) != tokens:
         _refuse(name, number, ROW_LENGTHS, f"sums up to {sum(lengths)} tokens, its input_ids have {tokens}")
 
@@ -176,7 +187,7 @@ def _looked_at(example: dict[str, Any], index: int, name: str, columns: tuple[st
             _refuse(name, index, column, "holds None among its tokens")
         numbers = np.asarray(tokens)
         if numbers.dtype.kind not in "iu" or numbers.ndim != 1:
-            _refuse(name, index, column, f"holds {tokens[0]!r}, which is no whole number")
+            _refuse(name, index, column, f"holds {tokens[0]!r}, which is not a whole number")
         if len(tokens) != len(example["input_ids"]):
             _refuse(name, index, column, f"has {len(tokens)} tokens, its input_ids {len(example['input_ids'])}")
     if "input_ids" in example and ROW_LENGTHS in example:
@@ -186,26 +197,27 @@ def _looked_at(example: dict[str, Any], index: int, name: str, columns: tuple[st
 
 def _refuse(name: str, number: int, column: str, what: str) -> NoReturn:
     raise InvalidDataset(
-        f"document {number} of the {name} dataset: '{column}' {what}.", do="Mend the document, or filter it out."
+        f"document {number} of the {name} dataset: '{column}' {what}.", do="Fix the document, or filter it out."
     )
 
 
 def require_known(dataset: Dataset, *, name: str, ids: int, labels: int) -> None:
-    """Refuse numbers of tokens that a model does not have: an index error on a CPU, the end of the process's device on
-    CUDA.
+    """Refuse token ids that a model does not have.
+
+    On a CPU such an id would raise an index error; on CUDA the process could not use its device any more.
 
     Args:
         dataset (`Dataset`):
-            Tokenized.
+            A tokenized dataset.
         name (`str`):
-            What to call it.
+            Its name in messages.
         ids (`int`):
-            How many tokens the model reads.
+            Number of tokens that the model can read.
         labels (`int`):
-            How many it predicts.
+            Number of tokens that it can predict.
 
     Raises:
-        [`InvalidDataset`]: naming the document and the number.
+        [`InvalidDataset`]: with the document and the token id.
     """
     for column, known in (("input_ids", ids), ("labels", labels)):
         if column not in dataset.column_names:
@@ -217,7 +229,8 @@ def require_known(dataset: Dataset, *, name: str, ids: int, labels: int) -> None
                 raise InvalidDataset(
                     f"document {number} of the {name} dataset: '{column}' holds {values[number]}.",
                     why=[
-                        f"the model has the tokens 0 to {known - 1}" + (", -100 is none" if column == "labels" else "")
+                        f"the model has the tokens 0 to {known - 1}"
+                        + (", and -100 means no label" if column == "labels" else "")
                     ],
                     do="Use the model's own tokenizer, or call model.resize_token_embeddings(len(tokenizer)).",
                 )

@@ -1,8 +1,8 @@
-"""What a packed training is fed with: datasets cut with every loss counted, samplers and loaders of packed batches.
+"""`PackedData`: the datasets of a packed run, cut with every dropped token counted, and its samplers and loaders.
 
-A batch's way: TRL tokenizes, [`PackedData.prepare`] cuts, a sampler or stream says which documents share a
-micro-batch, a collator makes rows of them. Under a strategy that cuts whole steps the loader hands out documents as
-they are ([`Documents`]), and [`StepCutter`] collates them later.
+The way of a batch: TRL tokenizes, [`PackedData.prepare`] cuts, a sampler or stream decides which documents share a
+micro-batch, a collator makes rows of them. Under a strategy that re-cuts whole steps, the loader yields documents that
+are not collated ([`Documents`]), and [`StepCutter`] collates them later.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from .streaming import PackedStream, resumes_by_state, stream_loader
 
 logger = get_logger(__name__)
 
-# The logger that tells what packing does to each dataset; whoever shows it otherwise turns it off.
+# The logger of what packing does to each dataset. Code that shows these counts in another way switches it off.
 COUNTS = "trl_packfa.counts"
 
-# What collators read of an example.
+# Columns of an example that collators read.
 _SEEN = ("input_ids", "labels", "seq_lengths")
 
 
@@ -48,14 +48,15 @@ class PackedData:
 
     Args:
         args ([`PackedSFTConfig`]):
-            Of a run that packs.
+            The run's config.
         packs_eval (`bool`):
-            Whether evaluation batches are packed, too. Metrics need logits example by example, which are padded.
+            Whether evaluation batches are packed too. They are padded for metrics, which need logits per example.
 
     Attributes:
-        reports (`dict[str, PackingReport]`): by dataset name, what went in, what came out and what was lost.
-        sampler ([`PackedBatchSampler`] or `None`): of rows that are filled over the whole dataset, once there is one.
-        columns (`list[str]`): what the collator reads beside TRL's columns.
+        reports (`dict[str, PackingReport]`): by dataset name, documents and tokens in, out and lost.
+        sampler ([`PackedBatchSampler`] or `None`): sampler of rows that are filled over the whole dataset; `None`
+            before the loader has made it.
+        columns (`list[str]`): columns that the collator reads in addition to TRL's.
     """
 
     def __init__(self, args: PackedSFTConfig, *, packs_eval: bool) -> None:
@@ -63,30 +64,30 @@ class PackedData:
         self.reports: dict[str, PackingReport] = {}
         self.sampler: PackedBatchSampler | None = None
         self.columns = [LOSSES, *([args.loss_by] if args.loss_by else [])]
-        # By name, tokenized, until they are compared with the model.
+        # Tokenized datasets by name, kept until `meet` has checked their tokens against the model.
         self._uncut: dict[str, Any] = {}
         self._stream: PackedStream | None = None
         self._quadratic = 0.0
         self._padding_collator: Any = None
 
     def prepare(self, tokenize: Callable[[PackedSFTConfig], AnyDataset], *, name: str) -> AnyDataset:
-        """A dataset cut to documents that fit, so that no token is lost without being counted.
+        """Tokenize a dataset with TRL, then cut its documents to fit, and count every dropped token.
 
         Args:
             tokenize (`Callable`):
-                TRL's preparation, which tokenizes and labels; called with arguments under which it cuts nothing.
+                TRL's preparation, which tokenizes and labels. It is called with arguments under which it cuts nothing.
             name (`str`):
-                `"train"`, or an evaluation dataset's.
+                `"train"`, or the name of an evaluation dataset.
         """
         args = self.args
-        # TRL would truncate without counting, and shuffle before the cut.
+        # TRL would truncate without counting, and would shuffle before the cut.
         uncut = copy.copy(args)
         uncut.max_length, uncut.shuffle_dataset = None, False
         dataset = tokenize(uncut)
         fills_rows = args.strategy.fills_rows and name == "train"
         wraps = fills_rows and args.strategy.wraps
-        # Rows that were packed before are examples of a step as they are; other rows, and padded ones, are made of
-        # their documents.
+        # Rows that were packed before stay whole as examples of a step. For filled rows and padded batches they are
+        # taken apart into documents.
         padded = name != "train" and (not self.packs_eval or isinstance(dataset, IterableDataset))
         if fills_rows or padded:
             dataset = take_apart(dataset, name=name)
@@ -101,19 +102,21 @@ class PackedData:
             self._uncut[name] = dataset
             dataset, self.reports[name] = cut_dataset(dataset, name=name, **limits)
             tell_counts(self.reports[name], name)
-        # After the cut, as TRL does: an order drawn for other documents is another order.
+        # Shuffle after the cut, as TRL does, because the random order depends on the number of documents.
         return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
 
     def meet(self, model: Any, *, pad_token_id: int, padding_collator: Any, collator: Any) -> Any:
-        """What depends on the model, which TRL builds after the datasets: which tokens it knows, what attention costs.
+        """Check the datasets' tokens against the model, measure its cost of attention, and return the collator.
+
+        These steps wait for the model, because TRL builds it after the datasets.
 
         Args:
             model (`torch.nn.Module`):
-                That will train.
+                The model to train.
             pad_token_id (`int`):
-                For rows that are rounded up to `pad_to_multiple_of`.
+                Token for rows that are rounded up to `pad_to_multiple_of`.
             padding_collator (`Callable`):
-                TRL's own, for evaluation batches that are not packed.
+                TRL's own collator, for evaluation batches that are not packed.
             collator (`Callable`, *optional*):
                 The user's own packing collator.
 
@@ -121,13 +124,14 @@ class PackedData:
             The collator of packed rows.
 
         Raises:
-            [`InvalidDataset`]: naming the document with a token that the model does not know.
+            [`InvalidDataset`]: with the document that has a token which the model does not have.
         """
         for name, dataset in self._uncut.items():
             require_known(dataset, name=name, ids=known_ids(model), labels=known_labels(model))
         self._uncut = {}
         self._quadratic = quadratic_weight(model)
-        # TRL's own stays as it is: with `padding_free` it would flatten evaluation batches into one row.
+        # A copy, so that TRL's own stays unchanged. With `padding_free` it would flatten evaluation batches into one
+        # row.
         self._padding_collator = copy.copy(padding_collator)
         self._padding_collator.padding_free = False
         return collator or DataCollatorForPacking(
@@ -140,32 +144,35 @@ class PackedData:
 
     @property
     def batching(self) -> Batching:
-        """How documents become micro-batches."""
+        """The settings that decide how documents become micro-batches."""
         return Batching.of(self.args, quadratic=self._quadratic)
 
     def row_sampler(self, dataset: Any) -> PackedBatchSampler:
-        """This rank's rows of a dataset."""
+        """Build this rank's sampler of rows that are filled over the dataset, and keep it in `sampler`."""
         rank = self.args.process_index
         self.sampler = self.batching.row_sampler(read_lengths(dataset), rank=rank, kind=RankAwareSampler)
         return self.sampler
 
     def training_collator(self, collator: Any) -> Any:
-        """Where a whole step is cut at once, documents are collated after that."""
+        """Return the loader's collator. If whole steps are re-cut, it is `Documents`, which does not collate yet."""
         return Documents if self.args.strategy.recuts_steps else collator
 
     def evaluation_collator(self, collator: Any, *, asked: Any, evaluation: Any) -> Any:
-        """Evaluation batches hold the examples they would hold padded, packed unless metrics need the logits or the
-        dataset is a stream: of those the Trainer counts rows, one a packed batch, and would weigh losses wrongly."""
+        """Return the collator of evaluation batches, which hold the padded run's examples.
+
+        They are packed, unless metrics need their logits or the dataset is a stream. For a stream the Trainer counts
+        rows, and a packed batch has only one, so it would weight the losses wrongly.
+        """
         streamed = isinstance(asked_for(asked, evaluation), IterableDataset)
         return collator if self.packs_eval and not streamed else self._padding_collator
 
     @property
     def prediction_collator(self) -> Any:
-        """Predictions are rows of logits, one an example: never packed."""
+        """TRL's padding collator: predictions need one row of logits per example, so they are never packed."""
         return self._padding_collator
 
     def stream_loader(self, dataset: Any, collator: Callable[[list[Any]], Any], *, resumed_from: Any) -> DataLoader:
-        """The loader of a dataset that is read as it comes, at the place of a checkpoint if there is one."""
+        """Build the loader of a stream, at the position of the checkpoint `resumed_from` if it is given."""
         batching = self.batching
         self._stream = PackedStream(
             dataset,
@@ -182,19 +189,19 @@ class PackedData:
         return stream_loader(self._stream, collator, self.args)
 
     def save_state(self, folder: Any) -> None:
-        """Where a stream has come to, in a checkpoint's folder."""
+        """Write the position of a stream into a checkpoint's folder."""
         if self._stream is not None and resumes_by_state(self._stream.source):
             write_stream_state(folder, self.args, self._stream.state_dict())
 
     def preview(self, dataset: Any, collator: Any, tokenizer: PreTrainedTokenizerBase) -> str:
-        """A packed batch of the first documents as text, see [`PackedSFTTrainer.preview_batch`].
+        """Show a packed batch of the first documents as text; see [`PackedSFTTrainer.preview_batch`].
 
         Raises:
             [`InvalidConfig`]: with `packing=False`.
         """
         if not self.args.packing:
             raise InvalidConfig("packing=False: there is no packed batch.", do="Look at get_train_dataloader().")
-        # A stream's place in its data is kept in the stream itself.
+        # Copy a stream, because reading it would move its position.
         documents = copy.deepcopy(dataset) if isinstance(dataset, IterableDataset) else dataset
         examples = list(islice(iter(documents), self.args.per_device_train_batch_size))
         kept = [{name: example[name] for name in _SEEN if name in example} for example in examples]
@@ -202,8 +209,8 @@ class PackedData:
 
 
 def tell_counts(report: PackingReport, name: str) -> None:
-    """Log what became of a dataset."""
+    """Log the counts of a dataset's documents and tokens: kept, cut and dropped."""
     counts = ", ".join(f"{label} {value}" for label, value in report.lines())
-    # A loss of tokens must reach users who show warnings only.
+    # Users who show only warnings must learn of dropped tokens.
     level = logging.WARNING if report.tokens_lost else logging.INFO
     get_logger(COUNTS).log(level, "trl-packfa: %s: %s", name, counts)

@@ -1,6 +1,8 @@
-"""Reads lengths and labels out of `datasets` for the packers, and cuts documents to the spans that they return.
+"""Functions that read lengths and labels from `datasets` for the packers, and cut documents to the packers' spans.
 
-Expects tokenized datasets with an `input_ids` column and, optionally, `labels` and `seq_lengths`.
+They expect tokenized datasets with a column `input_ids` and, optionally, `labels` and `seq_lengths`.
+
+Shape letters: S documents.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from .config import PackedSFTConfig
 
 logger = logging.getLogger(__name__)
 
-# Documents of a stream that are cut by one call.
+# Number of a stream's documents that one call cuts.
 _CUT_TOGETHER = 100
 
 
@@ -34,14 +36,14 @@ TEXT_COLUMNS = ("messages", "conversations", "prompt", "completion")
 
 
 class Tokens(NamedTuple):
-    """What packing needs to know of a dataset: tokens of each document, int64 `(S,)`, and which have a label."""
+    """The number of tokens of each document, int64 `(S,)`, and which tokens have a label."""
 
     lengths: np.ndarray
     trained: TrainedTokens
 
 
 def read_tokens(dataset: Dataset) -> Tokens:
-    """Lengths and label masks of a tokenized dataset, read from Arrow without Python lists."""
+    """Read the lengths and label masks of a tokenized dataset from Arrow, without Python lists."""
     labels = "labels" if "labels" in dataset.column_names else "input_ids"
     rows = [ROW_LENGTHS] if ROW_LENGTHS in dataset.column_names else []
     masks = (_trained(table, labels) for table in _tables(dataset, labels, *rows))
@@ -49,9 +51,9 @@ def read_tokens(dataset: Dataset) -> Tokens:
 
 
 def read_lengths(dataset: Dataset, column: str = "input_ids") -> np.ndarray:
-    """Tokens of each document of a tokenized dataset, int64, shape `(S,)`; its labels are not read."""
+    """Count the tokens of each document of a tokenized dataset, int64, shape `(S,)`. Labels are not read."""
     counted = dataset.select_columns([column]).with_format("arrow")
-    # `datasets` keeps the result beside the dataset, under the fingerprint of its contents.
+    # `datasets` caches the result by the fingerprint of the dataset's contents.
     counted = counted.map(
         _count, batched=True, batch_size=10_000, remove_columns=[column], fn_kwargs={"column": column},
         desc="Counting tokens",
@@ -61,7 +63,7 @@ def read_lengths(dataset: Dataset, column: str = "input_ids") -> np.ndarray:
 
 
 def count_trained(dataset: Dataset) -> int:
-    """Tokens of a tokenized dataset that have a label."""
+    """Count the tokens of a tokenized dataset that have a label."""
     return sum(int((_flat(table["labels"]) != -100).sum()) for table in _tables(dataset, "labels"))
 
 
@@ -70,8 +72,10 @@ def _count(table: Any, column: str) -> Any:
 
 
 def _trained(table: Any, labels: str) -> np.ndarray:
-    """Which tokens of some documents, one after the other, have a label; in a row that was packed before, no
-    document's first token has one."""
+    """Return a mask over the concatenated documents of a table: which tokens have a label.
+
+    In a row that was packed before, a document's first token counts as without label.
+    """
     mask = _flat(table[labels]) != -100
     if ROW_LENGTHS in table.column_names:
         lengths = _flat(table[ROW_LENGTHS])
@@ -80,18 +84,17 @@ def _trained(table: Any, labels: str) -> np.ndarray:
 
 
 def _tables(dataset: Dataset, *columns: str) -> Iterator[Any]:
-    """Some columns as `pyarrow.Table`s, which `datasets` does not say."""
+    """Yield some columns as `pyarrow.Table`s, a type that `datasets` does not declare."""
     return dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=10_000)
 
 
 def _flat(column: pa.ChunkedArray) -> np.ndarray:
-    # `flatten`, not `values`: of a slice the latter holds what lies outside of it as well.
+    # `flatten`, not `values`: for a slice, `values` also holds the elements outside of it.
     return np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks])
 
 
 def without_our_columns(dataset: AnyDataset) -> AnyDataset:
-    """A dataset as the user passed it, without columns whose names mean something else here: ours, and of documents
-    that are not tokenized yet the lengths of packed rows."""
+    """Drop a user's columns whose names have a meaning here: `LOSSES`, and `ROW_LENGTHS` of an untokenized dataset."""
     columns = dataset.column_names or list(next(iter(dataset), {}))
     ours = {LOSSES} if "input_ids" in columns else {LOSSES, ROW_LENGTHS}
     found = [name for name in columns if name in ours]
@@ -99,7 +102,7 @@ def without_our_columns(dataset: AnyDataset) -> AnyDataset:
 
 
 def take_apart(dataset: AnyDataset, *, name: str) -> AnyDataset:
-    """Rows that were packed before (`seq_lengths`) as the documents in them; other columns repeat for each."""
+    """Split rows that were packed before (`seq_lengths`) into their documents; other columns are repeated for each."""
     columns = dataset.column_names or list(next(iter(dataset), {}))
     if ROW_LENGTHS not in columns:
         return dataset
@@ -112,7 +115,7 @@ def take_apart(dataset: AnyDataset, *, name: str) -> AnyDataset:
 def _documents(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
     documents: dict[str, list[Any]] = {column: [] for column in rows if column != ROW_LENGTHS}
     for i, lengths in enumerate(rows[ROW_LENGTHS]):
-        # Lengths [2, 3] of a row of 5 tokens: stops [2, 5].
+        # Lengths [2, 3] of a row of 5 tokens give stops [2, 5].
         stops = np.cumsum(lengths or [len(rows["input_ids"][i])]).tolist()
         for column, values in documents.items():
             value = rows[column][i]
@@ -126,9 +129,9 @@ def _documents(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
 def cut_dataset(
     dataset: Dataset, *, max_length: int | None, overflow: str, name: str, as_padded: bool = False
 ) -> tuple[Dataset, PackingReport]:
-    """A dataset without documents that are too long or untrained, and the account of what was lost.
+    """Cut or drop documents that are too long, drop those without a trained token, and count what was dropped.
 
-    Rows that were packed before (`seq_lengths`) are taken as they are. `as_padded` as [`plan_overflow`] takes it.
+    Rows that were packed before (`seq_lengths`) are not cut. See [`plan_overflow`] for `as_padded`.
     """
     tokens = read_tokens(dataset)
     limit = None if ROW_LENGTHS in dataset.column_names else max_length
@@ -139,7 +142,7 @@ def cut_dataset(
         raise nothing_trains(len(dataset), max_length=limit, policy=overflow)
     cut = bool((spans.start > 0).any() or (spans.stop < tokens.lengths[spans.document]).any())
     if len(spans.document) != len(dataset) or cut:
-        # A document that is split is selected once for each part: row i of the result is span i.
+        # A split document is selected once for each part, so that row i of the result is span i.
         dataset = dataset.select(spans.document)
     if cut:
         dataset = dataset.map(
@@ -159,9 +162,9 @@ def _slice(example: dict[str, Any], index: int, starts: np.ndarray, stops: np.nd
 def cut_stream(
     dataset: IterableDataset, *, max_length: int | None, overflow: str, as_padded: bool = False
 ) -> IterableDataset:
-    """The same for a stream, some documents at a time; `overflow=WRAP` cuts nothing, the packer does.
+    """Cut the documents of a stream to `max_length`, some at a time. With `overflow=WRAP` the packer cuts them later.
 
-    Documents carry what was lost beside them in the column `LOSSES`: documents truncated, split, dropped, tokens lost.
+    Each document gets a column `LOSSES`: the numbers of documents truncated, split and dropped, and of tokens lost.
     """
     options: dict[str, Any] = (
         {"max_length": None, "overflow": "truncate"}
@@ -169,8 +172,7 @@ def cut_stream(
         else {"max_length": max_length, "overflow": overflow}
     )
     options["as_padded"] = as_padded
-    # A stream may not know its columns before its first example. All are removed, as parts are other rows than
-    # documents.
+    # A stream may not know its columns before its first example. All are removed, because the result has other rows.
     columns = list(next(iter(dataset), {}))
     return dataset.map(_cut_some, batched=True, batch_size=_CUT_TOGETHER, remove_columns=columns, fn_kwargs=options)
 
@@ -187,8 +189,8 @@ def _cut_some(
     except InvalidDataset:
         if overflow == "error" and limit is not None and (lengths > limit).any():
             raise
-        # So many documents without a trainable one are no error in a stream: the next may be. What was dropped travels
-        # with a document that is kept, and here none is.
+        # In a stream, a batch without a trainable document is no error, because the next one may have some. A kept
+        # document carries the counts of dropped ones, and here none is kept.
         logger.warning("trl-packfa: %d documents of the stream train no token and were dropped.", len(lengths))
         return {column: [] for column in (*documents, "labels", LOSSES)}
     losses = [report.truncated, report.split, report.dropped_too_long + report.dropped_untrained, report.tokens_lost]
@@ -197,7 +199,8 @@ def _cut_some(
         **kept,
         "input_ids": _parts(documents["input_ids"], spans),
         "labels": _parts(labels, spans),
-        # The losses of all documents of this call on the first that is kept: they are summed up, wherever it goes.
+        # The first kept document carries the counts of this whole call. They are summed later, so its place does not
+        # matter.
         LOSSES: [losses] + [[0] * len(losses)] * (len(spans.document) - 1),
     }
 
@@ -207,26 +210,26 @@ def _parts(column: list[list[int]], spans: Spans) -> list[list[int]]:
 
 
 def prepares(args: PackedSFTConfig) -> bool:
-    """Whether TRL tokenizes and labels datasets, rather than taking them as they are."""
+    """Tell whether TRL tokenizes and labels datasets; `skip_prepare_dataset` switches it off."""
     kwargs: Any = args.dataset_kwargs or {}
     return not kwargs.get("skip_prepare_dataset", False)
 
 
 def require_usable(dataset: Dataset | IterableDataset, *, name: str, args: PackedSFTConfig, formatted: bool) -> None:
-    """Refuse a dataset that is empty, or whose first example no TRL format describes, before anything is tokenized.
+    """Refuse a dataset that is empty, or whose first example has no TRL format, before anything is tokenized.
 
     Args:
         dataset (`Dataset` or `IterableDataset`):
-            As the user passed it.
+            The user's dataset.
         name (`str`):
-            What to call it.
+            Its name in messages.
         args ([`PackedSFTConfig`]):
-            Says which column holds plain text, and whether only what an assistant says is trained.
+            Says which column holds plain text, and whether only the assistant's text is trained.
         formatted (`bool`):
-            Whether the user's own function makes text of its examples.
+            Whether the user's own function turns examples into text.
 
     Raises:
-        [`InvalidDataset`]: naming the column, its type and what it should be.
+        [`InvalidDataset`]: with the column, its type and the expected type.
     """
     if not isinstance(dataset, Dataset | IterableDataset):
         raise InvalidDataset(
@@ -248,7 +251,7 @@ def require_usable(dataset: Dataset | IterableDataset, *, name: str, args: Packe
             why=[f"its columns are {sorted(example)}, and no message in them has a role"],
             do="Leave assistant_only_loss off, or bring messages with 'role' and 'content'.",
         )
-    if formatted or not (args.packing or prepares(args)):  # else the data collator knows what to make of it
+    if formatted or not (args.packing or prepares(args)):  # the user's function or data collator handles any format
         return
     text_field = args.dataset_text_field
     expected: dict[str, type | tuple[type, ...]] = {
@@ -278,12 +281,12 @@ def require_usable(dataset: Dataset | IterableDataset, *, name: str, args: Packe
 
 def _advice(example: dict[str, Any]) -> str:
     if {"chosen", "rejected"} <= example.keys():
-        return "Pairs train with --trainer dpo or reward: PackedDPOTrainer, PackedRewardTrainer."
+        return "To train on pairs, use --trainer dpo or reward: PackedDPOTrainer, PackedRewardTrainer."
     made = columns_advice(suggested_columns(example))
     return made or "Rename the columns, set dataset_text_field, or pass formatting_func."
 
 
-# Columns that hold messages, where they hold lists.
+# Columns that hold messages if they hold lists.
 _LISTS_OF_MESSAGES = ("messages", "conversations", "prompt", "completion")
 
 
@@ -292,11 +295,11 @@ def hold_out(dataset: Any, size: float, *, seed: int) -> tuple[Dataset, Dataset]
 
     Args:
         dataset (`Dataset`):
-            Whole.
+            The whole dataset.
         size (`float`):
-            Share of the documents that are evaluated, or from 1 on their number.
+            Share of the evaluated documents if below 1, else their number.
         seed (`int`):
-            Of the draw: the same documents for a run that is resumed, and on every rank.
+            Seed of the draw. With it, a resumed run and every rank draw the same documents.
 
     Raises:
         [`InvalidDataset`]: for a stream.
@@ -304,13 +307,13 @@ def hold_out(dataset: Any, size: float, *, seed: int) -> tuple[Dataset, Dataset]
     """
     if not isinstance(dataset, Dataset):
         raise InvalidDataset(
-            f"test_split_size={size} cannot split a stream.", do="Name a split that is there with dataset_test_split."
+            f"test_split_size={size} cannot split a stream.", do="Name an existing split with dataset_test_split."
         )
     try:
         parts = dataset.train_test_split(int(size) if size >= 1 else size, seed=seed)
     except ValueError as error:
         raise InvalidConfig(
-            f"test_split_size={size} cannot split {len(dataset)} documents.", why=[str(error)], do="Choose another."
+            f"test_split_size={size} cannot split {len(dataset)} documents.", why=[str(error)], do="Change the size."
         ) from error
     return parts["train"], parts["test"]
 

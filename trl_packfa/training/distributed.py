@@ -1,4 +1,4 @@
-"""What the processes of a run decide together: one that fails or differs must not leave the others waiting."""
+"""Decisions of all processes together. A process that fails or differs must not leave the others waiting."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ..errors import InvalidDataset, PackingError
 
 Result = TypeVar("Result")
 
-# Failing ranks whose messages are shown; more say the same.
+# Number of failing ranks whose messages are shown. More would repeat them.
 _SHOWN = 2
 
 
 def agree(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
-    """What `work` returns; if it fails on any rank, every rank raises the same error, which names the ranks.
+    """Run `work` and return its result; if it fails on any rank, raise the same error on every rank.
 
     Raises:
-        [`PackingError`]: of the type that the first failing rank raised.
+        [`PackingError`]: of the type that the first failing rank raised, with the failing ranks.
         `RuntimeError`: for any other error of that rank.
     """
     if accelerator.num_processes == 1:
@@ -34,9 +34,9 @@ def agree(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
         result = work()
     except Exception as caught:
         error = caught
-    # Types and texts, not exceptions: some cannot be pickled.
+    # Send types and texts, because some exceptions cannot be pickled.
     mine = None if error is None else (_kind(error), _message(error))
-    # Reached by every rank, whether its work failed or not: a rank that raised before would leave the others waiting.
+    # Every rank reaches this line, even if its work failed. A rank that raised earlier would leave the others waiting.
     told: list[tuple[type[Exception], str] | None] = gather_object([mine])
     kinds = [one[0] for one in told if one is not None]
     if not kinds:
@@ -47,33 +47,33 @@ def agree(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
 
 
 def from_main_rank(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
-    """What `work` returns on the main process, or the error that it raises there, on every rank."""
+    """Run `work` on the main process, and return its result, or raise its error, on every rank."""
     found: list[Any] = [agree(accelerator, lambda: work() if accelerator.is_main_process else None)]
     return found[0] if accelerator.num_processes == 1 else broadcast_object_list(found)[0]
 
 
 def require_same_documents(accelerator: Accelerator, lengths: np.ndarray) -> None:
-    """Every rank plans the steps of all, so every rank needs the same training documents.
+    """Require the same training documents on every rank, because every rank plans the steps of all ranks.
 
     Args:
         accelerator (`Accelerator`):
-            Knows the other ranks.
+            The run's accelerator.
         lengths (`np.ndarray`):
             Tokens of each document, in the dataset's order.
 
     Raises:
-        [`InvalidDataset`]: on every rank, if they differ.
+        [`InvalidDataset`]: on every rank, if the documents differ.
     """
     if accelerator.num_processes == 1:
         return
-    # A checksum, as all lengths of a large dataset are megabytes to send.
+    # Send a checksum, because the lengths of a large dataset would be megabytes.
     found = gather_object([(len(lengths), zlib.crc32(np.ascontiguousarray(lengths).tobytes()))])
     if len(set(found)) > 1:
         counts = ", ".join(f"rank {rank} {count} ({check:08x})" for rank, (count, check) in enumerate(found))
         raise InvalidDataset(
-            f"the ranks do not have the same training documents; number, and checksum of their lengths: {counts}.",
-            why=["every rank plans the steps of all of them"],
-            do="Load and shuffle the dataset alike on every rank; the trainer deals it.",
+            f"the ranks do not have the same training documents; their number and checksum of lengths: {counts}.",
+            why=["every rank plans the steps of all ranks"],
+            do="Load and shuffle the same dataset on every rank. The trainer deals it to the ranks.",
         )
 
 
@@ -86,7 +86,7 @@ def _message(error: Exception) -> str:
 
 
 class TrainBeginCallback(TrainerCallback):
-    """Runs something once the model is wrapped, before the first step."""
+    """A callback that runs functions before the first step, once the model is wrapped."""
 
     def __init__(self, *work: Callable[[], object]) -> None:
         self.work = work
@@ -94,6 +94,6 @@ class TrainBeginCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The Trainer has wrapped the model and loaded its checkpoint."""
+        """Run the functions. By now the Trainer has wrapped the model and loaded its checkpoint."""
         for work in self.work:
             work()

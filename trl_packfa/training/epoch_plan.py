@@ -1,9 +1,9 @@
-"""What a strategy makes of an epoch: steps, micro-batches, pads, balance and cost, from lengths alone.
+"""Plan of an epoch under a strategy: steps, micro-batches, padding, balance and cost, from document lengths alone.
 
-One piece for the trainer's `packing_plan` and for `trl-packfa plan`. Numbers of steps, rows and documents are exact;
-who shares a micro-batch is drawn at random, as the Trainer draws it, but not the same draw.
+The trainer's `packing_plan` and `trl-packfa plan` both use it. Numbers of steps, rows and documents are exact. The
+documents of a micro-batch are drawn at random as the Trainer draws them, but with another draw.
 
-Shape letters: R rounds, in each of which every rank runs a micro-batch, W ranks.
+Shape letters: R rounds (in a round every rank runs one micro-batch), W ranks.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from ..packing import MINIBATCH, PADDED, PackedBatchSampler, Strategy, document_
 from .batching import FREE, Batching
 from .config import PackedSFTConfig
 
-# Of longer epochs so many steps, or rounds of rows, evenly spaced: means over them are within a few per cent.
+# Number of evenly spaced steps, or rounds of rows, that are sampled from a longer epoch. Means over them are within a
+# few per cent.
 _SAMPLED = 100
 
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """An epoch over `documents` of `tokens` true tokens.
+    """The plan of an epoch over `documents` with `tokens` true tokens in total.
 
-    Rows, documents and tokens are those of all ranks, micro-batches a rank's. `padding` is the share of the computed
-    tokens that are pads; `fill` true tokens over what rows could hold (the padded batch, the token budget,
-    `max_length`; `minibatch` has no such limit); `imbalance` what the epoch takes over what it would take if all ranks
-    were always busy; `cost` the busiest rank's, waiting included, in units of the cost of a token.
+    Rows, documents and tokens count all ranks; micro-batches count one rank. `padding` is the share of the computed
+    tokens that are padding. `fill` is the true tokens divided by the capacity of the rows (the padded batch, the token
+    budget, or `max_length`; `minibatch` has no capacity). `imbalance` is the epoch's time divided by its time if all
+    ranks were always busy. `cost` is that of the busiest rank, waiting included, relative to the cost of one token.
     """
 
     strategy: Strategy
@@ -46,19 +47,21 @@ class EpochPlan:
 
     @property
     def examples_per_step(self) -> float:
-        """Documents of a step, of all ranks."""
+        """Mean number of documents in a step, over all ranks."""
         return self.documents / self.steps
 
     @property
     def tokens_per_micro_batch(self) -> float:
-        """True tokens, on average."""
+        """Mean number of true tokens in a micro-batch."""
         return self.tokens / (self.micro_batches * self.world_size)
 
 
 @dataclass(frozen=True)
 class _Rounds:
-    """Sampled micro-batches, each array of shape `(R, W)`: true tokens, computed tokens, cost; `of` how many rounds
-    the epoch has, if not all were sampled."""
+    """Sampled micro-batches: true tokens, computed tokens and cost, each of shape `(R, W)`.
+
+    `of` is the number of rounds in the epoch. It is larger than R if not all rounds were sampled.
+    """
 
     true: np.ndarray
     computed: np.ndarray
@@ -67,7 +70,7 @@ class _Rounds:
 
 
 def plan_epoch(lengths: np.ndarray, batching: Batching) -> EpochPlan:
-    """What an epoch over documents of `lengths` (tokens, int64, at least one) comes to."""
+    """Plan an epoch over documents of `lengths` (tokens, int64, at least one document)."""
     documents, tokens = len(lengths), int(lengths.sum())
     if batching.strategy.fills_rows:
         sampler = batching.row_sampler(lengths)
@@ -91,33 +94,33 @@ def plan_epoch(lengths: np.ndarray, batching: Batching) -> EpochPlan:
         documents=documents,
         tokens=tokens,
         rows=rows,
-        # Rounded up: a last step with fewer micro-batches is a step.
+        # Rounded up, because a last step with fewer micro-batches is a step too.
         steps=max(-int(-slots // batching.accumulation), 1),
         micro_batches=max(rounds.of, 1.0),
         largest_micro_batch=batching.micro_batch_tokens(lengths),
         padding=1 - _ratio(rounds.true.sum(), rounds.computed.sum()),
         fill=fill,
         imbalance=_ratio(waiting, busy),
-        # From the sampled rounds to the epoch, by their share of the tokens.
+        # Scale the sampled rounds' cost to the epoch, by their share of the tokens.
         cost=float(waiting) * _ratio(tokens, rounds.true.sum()),
     )
 
 
 def _as_drawn(drawn: np.ndarray, batching: Batching) -> _Rounds:
-    """Padded, or each micro-batch as one row."""
+    """Measure the micro-batches as they are drawn: padded, or packed into one row each."""
     true = drawn.sum(axis=2)
     if not batching.strategy.packs:
-        # Padded: every row as wide as the widest, and attention over its pads is computed.
+        # Padded: every row is as wide as the widest, and attention over its padding is computed.
         width, rows = batching.padded(drawn.max(axis=2)), (drawn > 0).sum(axis=2)
         return _Rounds(true, width * rows, rows * document_cost(width, batching.quadratic), len(drawn))
     computed = batching.padded(true)
-    # Packed: pads of a row cost a token each, and next to no attention.
+    # Packed: each padding token of a row costs one token, and almost no attention.
     cost = document_cost(drawn, batching.quadratic).sum(axis=2) + computed - true
     return _Rounds(true, computed, cost, len(drawn))
 
 
 def _recut(drawn: np.ndarray, lengths: np.ndarray, batching: Batching) -> _Rounds:
-    """The examples of each step in fewer, fuller micro-batches, over all ranks."""
+    """Measure the steps after the examples of each are re-cut into fewer, fuller micro-batches over all ranks."""
     budget, micro_batches = batching.micro_batch_tokens(lengths), []
     starts = range(0, len(drawn), batching.accumulation)
     sampled = _sample(starts)
@@ -128,14 +131,14 @@ def _recut(drawn: np.ndarray, lengths: np.ndarray, batching: Batching) -> _Round
 
 
 def _of_rows(sampler: PackedBatchSampler, batching: Batching) -> _Rounds:
-    """Rows filled over the whole dataset."""
+    """Measure rows that are filled over the whole dataset."""
     rounds, ranks = sampler.rounds(), range(batching.world_size)
     micro_batches = [[sampler.lengths[sampler.share(round_, rank)] for rank in ranks] for round_ in _sample(rounds)]
     return _measured(micro_batches, batching, of=len(rounds))
 
 
 def _measured(micro_batches: list[list[np.ndarray]], batching: Batching, *, of: float) -> _Rounds:
-    """From the lengths of the documents of every rank's micro-batch, round by round."""
+    """Measure rounds of micro-batches. `micro_batches` has, per round and rank, the lengths of the documents."""
     shape = (len(micro_batches), batching.world_size)
     true = np.array([[part.sum() for part in ranks] for ranks in micro_batches], dtype=np.int64).reshape(shape)
     cost = np.array([[document_cost(part, batching.quadratic).sum() for part in ranks] for ranks in micro_batches])
@@ -156,10 +159,10 @@ def _ratio(part: float, whole: float) -> float:
 def summarize_plan(
     args: PackedSFTConfig, lengths: np.ndarray, *, quadratic: float, cut: str = FREE
 ) -> dict[str, float]:
-    """The figures of a trainer's own strategy that a user needs before the first step, by name.
+    """Return, by name, the figures of an epoch that a user needs before the first step.
 
-    `lengths` (tokens) are the documents' as they are packed, `quadratic` the cost of attention, `cut` how `step` may
-    cut.
+    `lengths` are the tokens of the documents after cutting, `quadratic` is the cost of attention, and `cut` is how
+    `step` may cut.
     """
     batching = Batching.of(args, quadratic=quadratic, cut=cut)
     epoch = plan_epoch(lengths, batching)

@@ -1,7 +1,6 @@
-"""The proof before the first step: the exactness check on the model as it will train, then on the first batch.
+"""The exactness check before the first step: on the model as it will train, then on the first batch.
 
-It knows the run's arguments and processes, and is told model, collator and documents; where those come from is not its
-business.
+It uses the run's config and processes. The caller passes model, collator and documents.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from .step_packing import Slot
 
 logger = get_logger(__name__)
 
-# Of the documents that the check cuts its own out of: twice what these hold.
+# Number of tokens of the run's documents that the check gets: twice as many as its own documents, cut from them, hold.
 _KNOWN_TOKENS = 2048
 
 
 class ExactnessGate:
-    """Lets a run pass once packing is proven exact on its model, on every rank.
+    """The check that lets a run start only if packing is exact on its model, on every rank.
 
     Args:
         args ([`PackedSFTConfig`]):
-            With `check_packing=False` everything passes.
+            The run's config. With `check_packing=False` the first batch is not checked.
         accelerator (`Accelerator`):
-            Knows the other ranks, and the autocast under which the run computes.
+            The run's accelerator, with its processes and its autocast.
 
     Attributes:
         report (`ExactnessReport` or `None`): the proof, once there is one.
@@ -65,20 +64,20 @@ class ExactnessGate:
 
         Args:
             model (`torch.nn.Module`):
-                That trains; says what has to be proven.
+                The model to train.
             engine (`torch.nn.Module`):
-                What runs it, where its weights are in parts; else the model.
+                The engine that runs the model if its weights are sharded; otherwise the model itself.
             collator (`Callable`):
                 Makes the run's packed rows.
             documents (`Dataset`):
-                The run's, from which the check takes tokens that the model knows.
+                The run's documents. The check takes tokens from them, which the model has.
             tokenizer (`PreTrainedTokenizerBase`):
-                Makes some, where the documents are a stream.
+                Makes tokens if the documents are a stream.
             checkpoint (`str`, *optional*):
-                A checkpoint that is resumed from: its proof is taken if all that a proof depends on is the same.
+                The checkpoint to resume from. Its proof is reused if nothing has changed that a proof depends on.
 
         Raises:
-            [`ContaminationError`]: if packing is not exact on this model, on every rank if it is not on one.
+            [`ContaminationError`]: if packing is not exact on this model. If it fails on one rank, all ranks raise.
         """
         args = self.args
         self.switch_checkpointing(model)
@@ -97,7 +96,8 @@ class ExactnessGate:
             return self.report
 
         def proof(progress: Callable[[str, float], None]) -> ExactnessReport:
-            # Under FSDP2 the model is compiled by now. Graphs of the check would take minutes, and none is used again.
+            # Under FSDP2 the model is compiled by now. Compiling graphs for the check would take minutes, and training
+            # would not use them.
             with self.accelerator.autocast(), uncompiled(engine):
                 report = check(
                     engine,
@@ -118,14 +118,14 @@ class ExactnessGate:
         return self.report
 
     def switch_checkpointing(self, model: Any) -> None:
-        """Recompute activations as training will; TRL switches it on later."""
+        """Switch activation checkpointing on as training will, because TRL does so only later."""
         args = self.args
         if args.gradient_checkpointing:
             switch = getattr(model, "activation_checkpointing_enable", None)  # its name since transformers 5.23
             (switch or model.gradient_checkpointing_enable)(args.gradient_checkpointing_kwargs)
 
     def _proven_by_patch(self, model: Any, collator: Any) -> ExactnessReport | None:
-        """The report of `patch`, if it had to check this model and nothing is another since."""
+        """Return the report of `patch`, if `patch` had to check this model and nothing has changed since."""
         state = find_state(model)
         if state is None or state.report is None or type(collator) is not DataCollatorForPacking:
             return None
@@ -134,14 +134,14 @@ class ExactnessGate:
         return state.report if same and not collator.pad_to_multiple_of else None
 
     def _everywhere(self, found: bool) -> bool:
-        """Whether it is so on every rank: those of one run must make the same calls."""
+        """Tell whether `found` holds on every rank, because all ranks must make the same calls."""
         everywhere: Any = self.accelerator.gather(torch.tensor([found], device=self.accelerator.device))
         return bool(everywhere.all())
 
     def _identity(self, model: Any, collator: Any) -> str:
-        """Hash of what would have to be proven, under the autocast of the run."""
+        """Hash everything that the proof depends on."""
         args = self.args
-        # The proof holds for this autocast only, so it is part of the hash.
+        # The proof holds for the run's autocast only, so the autocast is part of the hash.
         with self.accelerator.autocast():
             return proof_identity(
                 model,
@@ -154,11 +154,11 @@ class ExactnessGate:
     def prove_first_batch(
         self, model: Any, inputs: dict[str, Any], prepare: Callable[[dict[str, Any]], dict[str, Any]]
     ) -> None:
-        """Compare the first packed batch with its documents alone, as it comes, before it trains; later ones pass.
+        """Compare the first packed batch, before it trains, with its documents run alone. Later batches pass.
 
         Args:
             model (`torch.nn.Module`):
-                That trains, wrapped.
+                The wrapped model that trains.
             inputs (`dict[str, Any]`):
                 A micro-batch, or the slot of a step.
             prepare (`Callable`):
@@ -172,10 +172,10 @@ class ExactnessGate:
         batches = inputs.micro_batches if isinstance(inputs, Slot) else [inputs]
         if not batches:
             return
-        # On every rank at the same batch, as `agree` below waits for all of them.
+        # All ranks come here with the same batch number, because `agree` below waits for all of them.
         self._has_proven_batch = True
         names = (LOSSES, ORIGINS, SOURCES)
-        # The trainer pops these before it calls the model.
+        # The trainer removes these before it calls the model.
         batch = {name: value for name, value in batches[0].items() if name not in names}
         proof = agree(self.accelerator, lambda: _exact_batch(model, prepare(batch)))
         if proof is not None and self.report is not None:
@@ -193,21 +193,21 @@ def _exact_batch(model: Any, batch: dict[str, Any]) -> Any:
 
 
 def require_engine(engine: Any) -> None:
-    """Under DeepSpeed ZeRO-3 only its engine, which `train` builds, runs the model.
+    """Require DeepSpeed's engine, because under ZeRO-3 only the engine can run the model.
 
     Raises:
-        [`UnsupportedModel`]: if there is none yet.
+        [`UnsupportedModel`]: if there is no engine yet; `train` builds it.
     """
     if engine is None:
         raise UnsupportedModel(
             "DeepSpeed ZeRO-3 has not wrapped the model yet.",
-            why=["its weights are in parts, which only DeepSpeed's engine makes whole where they are used"],
-            do="Call train(): it runs the check on the engine, before the first step.",
+            why=["its weights are sharded, and only DeepSpeed's engine can gather them where they are used"],
+            do="Call train(), which runs the check on the engine before the first step.",
         )
 
 
 def _first_documents(dataset: Any) -> list[Any] | None:
-    """Token ids of a map dataset's first documents, as many as the check can use; a stream is not begun for it."""
+    """Read token ids of a dataset's first documents, as many as the check can use; `None` for a stream."""
     if not isinstance(dataset, Dataset) or "input_ids" not in (dataset.column_names or ()):
         return None
     documents: list[Any] = []

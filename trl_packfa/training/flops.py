@@ -1,6 +1,6 @@
-"""Operations that a model needs for each token that it trains, and how many a device does in a second.
+"""Operations that training a model needs per token, and the operations per second of a device.
 
-Knows no trainer and no data.
+The module uses no trainer and no data.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from ..runtime.datasheet import datasheet_flops
 from ..runtime.zero3 import is_partitioned, whole_shape, whole_size
 from .config import PackedSFTConfig
 
-# Rows of the measured product: what a full micro-batch has. A GPU is not full with those of a CPU.
+# Rows of the measured product, like the tokens of a full micro-batch. A GPU needs more rows than a CPU to be busy.
 _ROWS, _ROWS_ON_GPU = 2048, 8192
 _COPIED_BYTES = 2**28
-# Calls that a GPU is given between two of its events: launching one takes longer than some run.
+# Calls between two events of a GPU. A single short call takes less time than its launch.
 _CALLS_PER_EVENT = 10
 
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Floating point operations that training needs, recomputation not counted.
+    """Floating point operations that training needs, without recomputation.
 
-    2 per weight forward and 2 for the gradient of its input; 2 more for its own gradient where it trains. Attention:
-    per layer and token that a token sees, half of the document on average, 4 times its width, and twice that backward.
+    A weight needs 2 operations in the forward, 2 for the gradient of its input, and 2 more for its own gradient if it
+    trains. Attention needs 4 times its width per layer and visible token, and twice that in the backward. A token sees
+    half of its document on average.
 
     Args:
-        body (`float`): per token, of all matrix products but the LM head's.
-        head (`float`): per token that is trained.
-        attention (`float`): per token, and per token of its document.
+        body (`float`): per token, for all matrix products except the LM head's.
+        head (`float`): per trained token, for the LM head.
+        attention (`float`): per token and per token of its document.
     """
 
     body: float
@@ -46,7 +47,7 @@ class ModelFlops:
 
     @classmethod
     def planned(cls, config: PreTrainedConfig, args: PackedSFTConfig) -> ModelFlops:
-        """Those of a model that is not there yet, with the adapter that the arguments ask for."""
+        """Count the operations of a model that is not loaded yet, with the adapter that the arguments ask for."""
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config)
         adapter: Any = get_peft_config(args)
@@ -54,7 +55,7 @@ class ModelFlops:
 
     @classmethod
     def of(cls, model: Any) -> ModelFlops:
-        """Those of a model or its `PeftModel`, as it is about to train; it may lie on the meta device."""
+        """Count the operations of a model or `PeftModel` as it will train. It may be on the meta device."""
         text, head = model.config.get_text_config(), model.get_output_embeddings()
         heads, head_dim = attention_heads(text)
         linear = {
@@ -62,45 +63,47 @@ class ModelFlops:
             for m in model.modules()
             if isinstance(m, nn.Linear)
         }
-        # The head is counted apart, as it scores trained positions only.
+        # The head is counted separately, because it scores trained positions only.
         of_head = linear.pop(head, None) or _head_flops(head)
         body = sum(linear.values()) + _expert_flops(model, text)
-        # Forward: scores and values, 2 operations a multiplication, half of the document: 2 * 2 * width / 2. Backward
-        # twice.
+        # Forward: scores and values, 2 operations per multiplication, half of the document: 2 * 2 * width / 2. The
+        # backward needs twice as many.
         return cls(body, of_head, 3 * 2 * heads * head_dim * text.num_hidden_layers)
 
     def per_token(self, *, seen: float, trained: float = 1.0) -> float:
-        """Of a true token.
+        """Return the operations for one true token.
 
         Args:
-            seen (`float`): mean over tokens of the length of their document.
+            seen (`float`): the length of a token's document, as a mean over tokens.
             trained (`float`): share of the tokens that the LM head scores.
         """
         return self.body + self.head * trained + self.attention * seen
 
 
 def _flops_per_weight(weight: torch.Tensor) -> int:
-    """Operations per token: the weights' own gradient is only computed where they train."""
+    """Return the operations per token and weight; a weight's own gradient is computed only if it trains."""
     return 6 if weight.requires_grad else 4
 
 
 def _head_flops(head: nn.Module | None) -> float:
-    """Of an LM head that is no `nn.Linear`: one product with its matrix."""
+    """Return the operations of an LM head that is no `nn.Linear`: one product with its matrix."""
     weight = getattr(head, "weight", None)
     return _flops_per_weight(weight) * whole_size(weight) if isinstance(weight, torch.Tensor) else 0
 
 
 def _expert_flops(model: nn.Module, text: Any) -> float:
-    """A token's share of weights that are stacked by expert, in one parameter for all."""
-    # Mixtral's config says `num_local_experts`, Qwen's `num_experts`.
+    """Return a token's operations for expert weights that are stacked in one parameter."""
+    # Mixtral's config has `num_local_experts`, Qwen's has `num_experts`.
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
     stacked = sum(_flops_per_weight(p) * whole_size(p) for p in model.parameters() if len(whole_shape(p)) == 3)
     return stacked * text.num_experts_per_tok / experts if experts and stacked else 0
 
 
 def attention_heads(text: Any) -> tuple[int, int]:
-    """Number and width of the query heads that a text config says, on average where layers differ (Gemma 4); no heads
-    without attention."""
+    """Return number and width of a text config's query heads; 0 heads for a model without attention.
+
+    If layers differ (Gemma 4), the result is their rounded mean.
+    """
     try:
         heads, head_dim = getattr(text, "num_attention_heads", 0) or 0, getattr(text, "head_dim", None)
     except RuntimeError:  # transformers' `AmbiguousGlobalPerLayerAttributeError`
@@ -111,10 +114,13 @@ def attention_heads(text: Any) -> tuple[int, int]:
 
 
 def quadratic_weight(model: Any) -> float:
-    """Cost of a token attending to a token, in units of the cost of a token, of a model or its `PeftModel`.
+    """Return the cost of attention between two tokens, relative to the other cost of one token.
 
     Forward operations per token: 2 per parameter, and 2 * layers * width per token that it attends to (half of the
     document on average, scores and values).
+
+    Args:
+        model (`PreTrainedModel` or `PeftModel`): the model.
     """
     text = model.config.get_text_config()
     heads, head_dim = attention_heads(text)
@@ -123,7 +129,7 @@ def quadratic_weight(model: Any) -> float:
 
 
 def _num_parameters(model: Any) -> int:
-    """Of 4-bit weights, of which two share a byte, transformers knows how many there are."""
+    """Count a model's parameters. transformers counts 4-bit weights right, although two share a byte."""
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     if isinstance(inner, PreTrainedModel) and not is_partitioned(inner):
         return inner.num_parameters()
@@ -131,29 +137,31 @@ def _num_parameters(model: Any) -> int:
 
 
 def peak_flops(config: Any, args: PackedSFTConfig, *, seconds: float = 0.5) -> float:
-    """Operations per second that MFU is a share of: what `peak_tflops` says, else the device's data sheet, else the
-    model's own largest matrix product, timed here."""
+    """Return the peak operations per second; the logged MFU is a share of it.
+
+    It is `peak_tflops` if set, else the device's data sheet, else the speed of the model's largest matrix product,
+    measured here.
+    """
     known = known_peak(args)
     if known is not None:
         return known
     text = config.get_text_config()
     wide = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     wide = max(wide) if isinstance(wide, (list, tuple)) else wide
-    # The shape of the MLP's first product, as a rule the largest of a layer.
+    # The shape of the MLP's first product, usually the largest of a layer.
     rows = _ROWS if args.device.type == "cpu" else _ROWS_ON_GPU
     return matmul_flops(rows, text.hidden_size, wide, dtype=compute_dtype(args), device=args.device, seconds=seconds)
 
 
 def known_peak(args: PackedSFTConfig) -> float | None:
-    """Operations per second that need no measuring: `peak_tflops`, or the data sheet of a device that is known by its
-    name."""
+    """Return the peak operations per second without measuring: `peak_tflops` or the data sheet, else `None`."""
     if args.peak_tflops is not None:
         return args.peak_tflops * 1e12
     return datasheet_flops(args.device, compute_dtype(args))
 
 
 def compute_dtype(args: PackedSFTConfig) -> torch.dtype:
-    """What matrix products run in."""
+    """Return the dtype that matrix products run in."""
     if args.bf16 or args.fp16:
         return torch.bfloat16 if args.bf16 else torch.float16
     return getattr(torch, args.dtype) if args.dtype not in (None, "auto") else torch.float32
@@ -162,8 +170,8 @@ def compute_dtype(args: PackedSFTConfig) -> torch.dtype:
 def matmul_flops(
     rows: int, inner: int, columns: int, *, dtype: torch.dtype, device: torch.device, seconds: float = 0.5
 ) -> float:
-    """The best rate of `(rows, inner) @ (inner, columns)` in so many seconds, in operations per second."""
-    # Of its own: the global one belongs to the training that is measured.
+    """Measure the best rate of `(rows, inner) @ (inner, columns)` for some seconds, in operations per second."""
+    # A generator of its own, because the global one belongs to the training run.
     generator = torch.Generator(device).manual_seed(0)
     a = torch.randn(rows, inner, device=device, dtype=dtype, generator=generator)
     b = torch.randn(inner, columns, device=device, dtype=dtype, generator=generator)
@@ -171,14 +179,14 @@ def matmul_flops(
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes per second that memory reads and writes in a large copy."""
+    """Measure the bytes per second that memory reads and writes in a large copy."""
     source = torch.empty(_COPIED_BYTES // 4, device=device).normal_(generator=torch.Generator(device).manual_seed(0))
     target = torch.empty_like(source)
     return 2 * _COPIED_BYTES / best_seconds(lambda: target.copy_(source), device, 0.5)
 
 
 def best_seconds(act: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """Seconds of the fastest of as many calls as fit, at least three."""
+    """Call `act` for some seconds, at least three times, and return the seconds of the fastest call."""
     times: list[float] = []
     spent = 0.0
     while len(times) < 3 or spent < seconds:
@@ -189,16 +197,16 @@ def best_seconds(act: Callable[[], Any], device: torch.device, seconds: float) -
 
 
 def _on_host(act: Callable[[], Any], device: torch.device) -> tuple[float, int]:
-    """Seconds of one call, until the device has done it."""
+    """Measure the seconds of one call until the device has finished it."""
     start = time.perf_counter()
     act()
-    if device.type != "cpu":  # a call that is queued has returned before it runs
+    if device.type != "cpu":  # a device may run a call only after it has returned
         torch.get_device_module(device).synchronize()
     return time.perf_counter() - start, 1
 
 
 def _on_gpu(act: Callable[[], Any]) -> tuple[float, int]:
-    """Seconds of several calls by the device's own clock: the host's would count launching and waiting."""
+    """Measure the seconds of several calls by the device's own clock. The host's would include launches and waits."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     for _ in range(_CALLS_PER_EVENT):

@@ -1,5 +1,7 @@
-"""What a training run says when it goes wrong: memory that does not suffice, a loss that is no number, a second run in
-its folder. Nothing here costs a wait for the device outside of logging steps."""
+"""Help when a training run goes wrong: out of memory, a loss that is NaN or infinite, a second run in its folder.
+
+Nothing here waits for the device outside of logging steps.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from filelock import FileLock, Timeout
 from ..errors import InvalidConfig, NonFiniteLoss, is_out_of_memory
 from .config import PackedSFTConfig
 
-# Underscored: transformers leaves such files out when it uploads the folder.
+# With an underscore, because transformers leaves such files out when it uploads the folder.
 LOCK = "_training.lock"
 _SHOWN = 8
 _REMEMBERED = 1024
@@ -23,19 +25,19 @@ _REMEMBERED = 1024
 
 @contextmanager
 def memory_advice(args: PackedSFTConfig, inputs: dict[str, Any], *, budget: int | None) -> Iterator[None]:
-    """Adds to an out-of-memory error which argument to lower, and to what. The error keeps its type.
+    """Add advice to an out-of-memory error: the argument to lower, and its new value. The error keeps its type.
 
     Args:
         args ([`PackedSFTConfig`]):
             The run's arguments.
         inputs (`dict[str, Any]`):
-            The micro-batch that runs inside.
+            The micro-batch that runs inside the `with` block.
         budget (`int` or `None`):
-            Tokens that a micro-batch may hold, where one is cut to a budget.
+            Token budget of a micro-batch; `None` if micro-batches have none.
     """
     try:
         yield
-    # torch's own error on accelerators is a RuntimeError, and its CPU allocator raises a plain one.
+    # torch's error on accelerators is a subclass of RuntimeError, and its CPU allocator raises a plain RuntimeError.
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
             _add_note(error, _advice(args, inputs, budget))
@@ -45,11 +47,11 @@ def memory_advice(args: PackedSFTConfig, inputs: dict[str, Any], *, budget: int 
 def _advice(args: PackedSFTConfig, inputs: dict[str, Any], budget: int | None) -> str:
     tokens, layout = inputs["input_ids"].numel(), inputs.get("packed_layout")
     longest = tokens if layout is None else layout.max_seqlen
-    held = f"trl-packfa: memory did not suffice for a micro-batch of {tokens} tokens (longest document {longest})."
-    # Half as many tokens, but no document can be cut.
+    held = f"trl-packfa: out of memory with a micro-batch of {tokens} tokens (longest document {longest})."
+    # Advise half as many tokens, but not fewer than the longest document, which cannot be cut.
     if budget is not None and tokens > longest:
         lower = max(longest, tokens // 2)
-        return f"{held} Lower max_tokens_per_microbatch from {budget} to {lower}: the same examples make each step."
+        return f"{held} Lower max_tokens_per_microbatch from {budget} to {lower}: each step keeps the same examples."
     batch = args.per_device_train_batch_size
     if batch > 1 and tokens > longest:
         accumulation = args.gradient_accumulation_steps
@@ -58,7 +60,7 @@ def _advice(args: PackedSFTConfig, inputs: dict[str, Any], budget: int | None) -
             f"gradient_accumulation_steps from {accumulation} to {math.ceil(accumulation * batch / (batch // 2))}."
         )
     more = "" if args.gradient_checkpointing else ", or set gradient_checkpointing=True"
-    return f"{held} It is one document: lower max_length to {longest // 2}{more}."
+    return f"{held} The micro-batch is one document: lower max_length to {longest // 2}{more}."
 
 
 def _add_note(error: BaseException, note: str) -> None:
@@ -69,33 +71,35 @@ def _add_note(error: BaseException, note: str) -> None:
 
 
 class LossWatch:
-    """Remembers the losses of the micro-batches since the last log, on their device, and what was in them."""
+    """A record of the micro-batches since the last log: their losses, on the device, and their token ids."""
 
     def __init__(self) -> None:
         self.losses: list[torch.Tensor] = []
         self.where: list[tuple[int, dict[str, Any]]] = []
 
     def add(self, step: int, inputs: dict[str, Any], loss: torch.Tensor) -> None:
-        """Remember a micro-batch of this step; keeps its token ids, which are small, alive until the next log."""
+        """Remember a micro-batch of this step. Its token ids, which are small, stay in memory until the next log."""
         self.losses.append(loss.detach())
         self.where.append((step, {name: inputs.get(name) for name in ("input_ids", "packed_layout")}))
 
     @property
     def is_full(self) -> bool:
-        """Whether it is time to look without a log: runs that log rarely or never must not gather losses for ever."""
+        """`True` after many micro-batches without a log. Runs that rarely log must not collect losses without end."""
         return len(self.losses) >= _REMEMBERED
 
     def require_finite(self, tokenizer: Any) -> None:
-        """Called where the host waits for the loss anyway; forgets what it has seen.
+        """Require that all remembered losses are finite, then forget them.
+
+        Call it where the host waits for the loss anyway.
 
         Raises:
-            [`NonFiniteLoss`]: naming the first step whose loss is none, and its documents.
+            [`NonFiniteLoss`]: with the first step whose loss is NaN or infinite, and its documents.
         """
         losses, where = self.losses, self.where
         self.losses, self.where = [], []
         if not losses:
             return
-        # All at once: one wait for the device, where one a micro-batch would slow every step.
+        # Check all at once, with one wait for the device. A wait per micro-batch would slow every step.
         bad = (~torch.isfinite(torch.stack(losses))).nonzero().flatten()
         if not len(bad):
             return
@@ -104,12 +108,12 @@ class LossWatch:
         raise NonFiniteLoss(
             f"the loss is {float(losses[first])} at step {step} (transformers would log the mean of the others).",
             why=_documents(inputs, tokenizer),
-            do="Look at these documents; lower the learning rate or max_grad_norm, or train in bfloat16, not float16.",
+            do="Look at these documents. Lower the learning rate or max_grad_norm, or train in bfloat16, not float16.",
         )
 
 
 def _documents(inputs: dict[str, Any], tokenizer: Any) -> list[str]:
-    """Each document's length and first tokens."""
+    """Describe each document of a micro-batch by its length and first tokens."""
     layout, ids = inputs["packed_layout"], inputs["input_ids"]
     documents = list(layout.split(ids)) if layout is not None else list(ids)
     lines = [
@@ -121,10 +125,10 @@ def _documents(inputs: dict[str, Any], tokenizer: Any) -> list[str]:
 
 @contextmanager
 def only_run_in(folder: str | Path) -> Iterator[None]:
-    """For the length of a `with` block no other process trains into this folder.
+    """Lock a folder inside a `with` block, so that no other process trains into it.
 
     Raises:
-        [`InvalidConfig`]: if one does, or nothing can be written there.
+        [`InvalidConfig`]: if another process does, or the folder cannot be written to.
     """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -144,5 +148,5 @@ def only_run_in(folder: str | Path) -> Iterator[None]:
     try:
         yield
     finally:
-        (Path(folder) / LOCK).unlink(missing_ok=True)  # while it is held, so that nobody has just taken it
+        (Path(folder) / LOCK).unlink(missing_ok=True)  # before the release, so that no other process holds it yet
         lock.release()

@@ -1,4 +1,4 @@
-"""Models and datasets by name or path, through the ordinary loading code."""
+"""Loading of models and datasets by name or path, with errors that say what to change."""
 
 from __future__ import annotations
 
@@ -22,27 +22,29 @@ _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "
 def load_dataset_dict(
     name: str, *, config: str | None = None, streaming: bool = False
 ) -> DatasetDict | IterableDatasetDict:
-    """A dataset of the Hub, a dataset folder, or a JSON, JSON Lines, Parquet, CSV or text file, perhaps gzipped.
+    """Load a dataset of the Hub, a dataset folder, or a JSON, JSON Lines, Parquet, CSV or text file, also gzipped.
 
     A single file becomes the split `train`.
 
     Raises:
-        [`InvalidDataset`]: if a file's type is not known or the name leads nowhere.
+        [`InvalidDataset`]: if a file's type is not known, or if there is no dataset of this name.
     """
     path = Path(name)
     if path.is_file():
         suffix = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
         if suffix not in _BUILDERS:
             raise InvalidDataset(
-                f"cannot tell the format of {name}.", do=f"Use one of {sorted(_BUILDERS)}, perhaps with .gz."
+                f"cannot tell the format of {name}.", do=f"Use one of {sorted(_BUILDERS)}, with or without .gz."
             )
         return _loaded(name, _BUILDERS[suffix], data_files=name, streaming=streaming)
     return _loaded(name, name, name=config, streaming=streaming)
 
 
 def missing_path(name: str) -> list[str]:
-    """Say that a name leads to no file or folder here, and which nearly is one; nothing if it does, or can only be a
-    name of the Hub."""
+    """Say that no file or folder has this name, and suggest a similar one.
+
+    The result is empty if the path exists, or if the name can only be a name on the Hub.
+    """
     path = Path(name).expanduser()
     if path.exists():
         return []
@@ -58,10 +60,10 @@ def missing_path(name: str) -> list[str]:
 
 
 def _loaded(shown: str, *args: Any, **options: Any) -> Any:
-    """`datasets.load_dataset`, whose errors are the user's to mend; an empty file ends in a `StopIteration`."""
+    """Call `datasets.load_dataset`, and turn its errors into [`InvalidDataset`]."""
     try:
         return load_dataset(*args, **options)
-    except StopIteration as error:
+    except StopIteration as error:  # raised for an empty file
         raise InvalidDataset(f"the dataset '{shown}' is empty.", do="Check the file.") from error
     except (OSError, ValueError, DatasetGenerationError) as error:
         raise InvalidDataset(
@@ -73,10 +75,10 @@ def _loaded(shown: str, *args: Any, **options: Any) -> Any:
 
 @contextmanager
 def telling_of_model(name: str) -> Iterator[None]:
-    """What transformers raises where there is no such model, as one message.
+    """Turn transformers' errors about a model that cannot be loaded into one message.
 
     Raises:
-        [`UnsupportedModel`]: if there is none, or of a type that this transformers does not know.
+        [`UnsupportedModel`]: if there is no such model, or this transformers does not know its type.
     """
     try:
         yield
@@ -84,13 +86,13 @@ def telling_of_model(name: str) -> Iterator[None]:
         raise UnsupportedModel(
             f"cannot load the model '{name}'.",
             why=missing_path(name)
-            or [str(error) if Path(name).exists() else f"no folder here, and as a name: {error}"],
+            or [str(error) if Path(name).exists() else f"there is no such folder, and as a name on the Hub: {error}"],
             do="Check the name, or the path of a folder.",
         ) from error
 
 
 def load_causal_lm(name: str, *, dtype: str = "auto", adapter: str | None = None) -> nn.Module:
-    """A causal LM by name or path, perhaps with a PEFT adapter on it.
+    """Load a causal LM by name or path, optionally with a PEFT adapter.
 
     Raises:
         [`UnsupportedModel`]: if there is no such model.
@@ -104,8 +106,8 @@ def load_causal_lm(name: str, *, dtype: str = "auto", adapter: str | None = None
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a model by name or path, `None` where there is none."""
+    """Load the tokenizer of a model by name or path; return `None` if there is none."""
     try:
         return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError):  # what transformers raises for a folder of weights only
+    except (OSError, ValueError, KeyError):  # transformers raises these for a folder that holds only weights
         return None

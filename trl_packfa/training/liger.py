@@ -1,7 +1,7 @@
-"""`use_liger_kernel=True`: Liger's own patch of a model, made before ours.
+"""`use_liger_kernel=True`: apply Liger's own patch to a model before ours.
 
-The Trainer makes it when training starts. By then the exactness check would have proven another model, and Liger would
-put its forwards over those that keep documents apart.
+The Trainer would apply it when training starts. That is too late: the exactness check would have proven another model,
+and Liger's forwards would replace those that keep documents apart.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ logger = get_logger(__name__)
 
 
 def refuse_missing_liger(args: TrainingArguments) -> None:
-    """Liger that is asked for and not there.
+    """Refuse `use_liger_kernel=True` if liger-kernel is not installed.
 
     Raises:
-        [`InvalidConfig`]: before anything is loaded, not when training starts.
+        [`InvalidConfig`]: before anything is loaded, not only when training starts.
     """
     if args.use_liger_kernel and not is_liger_kernel_available():
         raise InvalidConfig(
-            "use_liger_kernel=True, and liger-kernel is not installed.",
-            do="pip install 'trl-packfa[kernels]'. Drop use_liger_kernel then: on CUDA, packed calls use Liger's "
+            "use_liger_kernel=True, but liger-kernel is not installed.",
+            do="pip install 'trl-packfa[kernels]'. Then drop use_liger_kernel: on CUDA, packed calls use Liger's "
             "kernels without it.",
         )
 
 
 def apply_liger(model: Any, args: TrainingArguments) -> None:
-    """Liger's own patch, if the arguments ask for it, as the Trainer would make it."""
+    """Apply Liger's own patch as the Trainer would, if the arguments ask for it."""
     if not args.use_liger_kernel:
         return
     apply_liger_kernel(model, args.liger_kernel_config)
     logger.info(
-        "trl-packfa: use_liger_kernel=True: Liger has patched the model, the exactness check proves it so. Without it "
-        "packed calls on CUDA use the same kernels, and gated MLPs with LoRA run fused."
+        "trl-packfa: use_liger_kernel=True: Liger has patched the model, and the exactness check will check it so. "
+        "Without it, packed calls on CUDA use the same kernels, and gated MLPs with LoRA run fused."
     )
 
 
 @contextmanager
 def already_applied(args: TrainingArguments) -> Iterator[None]:
-    """For the length of a `with` block the Trainer is not asked to patch the model again."""
+    """Switch `use_liger_kernel` off inside a `with` block, so that the Trainer does not patch the model again."""
     # The Trainer reads the argument when it prepares the model for training.
     asked, args.use_liger_kernel = args.use_liger_kernel, args.use_liger_kernel and not getattr(args, "packing", False)
     try:

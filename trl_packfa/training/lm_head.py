@@ -1,9 +1,9 @@
-"""TRL's fused LM head, and a way around it where it does not compute the model's own loss.
+"""Choice of the LM head that computes the loss: TRL's fused head, a cheaper one, or the model's own logits.
 
-TRL multiplies the backbone's output with `lm_head.weight` and knows the scalings of some architectures. A model that
-does something else in between (ModernBERT's prediction head, say) would train on wrong log-probabilities, packed or
-not, and one whose backbone is not where TRL looks for it raises (Llama-4). Their log-probabilities are computed from
-the model's own logits instead.
+TRL multiplies the backbone's output with `lm_head.weight` and handles the scalings of some architectures. A model with
+other operations in between (for example ModernBERT's prediction head) would train on wrong log-probabilities, packed
+or not. A model whose backbone is not where TRL expects it raises (Llama-4). For these models the log-probabilities are
+computed from the model's own logits instead.
 
 Shape letters: B rows, L row length, V vocabulary, P trained positions.
 """
@@ -29,16 +29,18 @@ from .config import PackedSFTConfig
 logger = logging.getLogger(__name__)
 
 _TOKENS = 16
-# Largest difference of a log-probability that rounding explains; wrong heads are off by whole units.
+# Largest difference of a log-probability that rounding explains. Wrong heads differ by whole units.
 _ALLOWED, _ALLOWED_HALF = 1e-3, 0.25
-# Trained positions that are scored at a time: keeps the temporaries of a large vocabulary small.
+# Number of trained positions that are scored at a time, to keep the temporaries of a large vocabulary small.
 _CHUNK = 256
 
 
 def ensure_own_loss(model: Any, *, seed: int) -> TrainedHead | OwnHead | None:
-    """Give a model the cheapest head whose log-probabilities are those of its own logits, on a few random tokens, to
-    within rounding: one that scores trained positions only, where no Triton kernel does; on CUDA one in two products
-    for a head that does not train; TRL's; or the logits' own.
+    """Give a model the cheapest head whose log-probabilities agree with its own logits, within rounding.
+
+    They are compared on a few random tokens. The choices, in order: a head that scores trained positions only (not on
+    CUDA and XPU, where TRL's Triton kernel does); a head with two products instead of three (only there, for a frozen
+    head); TRL's fused head; the model's own logits.
 
     Args:
         model (`torch.nn.Module`):
@@ -50,7 +52,7 @@ def ensure_own_loss(model: Any, *, seed: int) -> TrainedHead | OwnHead | None:
         The head, or `None` for TRL's.
 
     Raises:
-        [`UnsupportedModel`]: if the model itself does not run, in its dtypes and autocast's.
+        [`UnsupportedModel`]: if the model itself does not run with its dtypes and autocast's.
     """
     inner: Any = inner_model(model)
     by_trl, allowed = inner.forward, _allowed(model)
@@ -60,7 +62,7 @@ def ensure_own_loss(model: Any, *, seed: int) -> TrainedHead | OwnHead | None:
         difference = _difference(model, seed)
         if difference is not None and difference <= allowed:
             if kind is FrozenHead:
-                logger.info("trl-packfa: the LM head does not train: two products instead of three, on TRL's kernels.")
+                logger.info("trl-packfa: the LM head is frozen: two products instead of three, with TRL's kernels.")
             return head
         inner.forward = by_trl
     difference = _difference(model, seed)
@@ -72,7 +74,7 @@ def ensure_own_loss(model: Any, *, seed: int) -> TrainedHead | OwnHead | None:
     why = "it raises" if difference is None else f"log-probabilities are off by {difference:.3f}"
     logger.warning(
         "trl-packfa: TRL's fused LM head does not compute the loss of %s (%s): "
-        "the model's own logits are scored, which takes more memory.",
+        "the model's own logits are used, which takes more memory.",
         type(inner).__name__,
         why,
     )
@@ -80,26 +82,26 @@ def ensure_own_loss(model: Any, *, seed: int) -> TrainedHead | OwnHead | None:
 
 
 def _cheapest(model: Any) -> type[TrainedHead] | None:
-    """The head that is cheaper than TRL's where this model lies, if there is one."""
+    """Return the kind of head that is cheaper than TRL's on this model's device, or `None`."""
     if model.get_input_embeddings().weight.device.type not in ("cuda", "xpu"):
         return TrainedHead
-    # There TRL's own scores with a Triton kernel, and stays for a head that trains.
+    # On these devices TRL's head uses a Triton kernel, and is kept if the head trains.
     weight = getattr(model.get_output_embeddings(), "weight", None)
     is_frozen = isinstance(weight, torch.Tensor) and not weight.requires_grad and can_be_frozen(weight)
     return FrozenHead if is_frozen else None
 
 
 class LossHead:
-    """The head of a run: chosen once, and told which steps are logged.
+    """The LM head of a run. It is chosen once, and measures metrics only in logged steps.
 
     Args:
         args ([`PackedSFTConfig`]):
             Says which steps are logged.
         accelerator (`Accelerator`):
-            Has the autocast under which the run computes.
+            Has the run's autocast.
 
     Attributes:
-        module (`TrainedHead`, `OwnHead` or `None`): what [`ensure_own_loss`] found; `None` for TRL's.
+        module (`TrainedHead`, `OwnHead` or `None`): the result of [`ensure_own_loss`]; `None` for TRL's head.
     """
 
     def __init__(self, args: PackedSFTConfig, accelerator: Accelerator) -> None:
@@ -108,7 +110,7 @@ class LossHead:
         self._is_chosen = False
 
     def choose(self, model: Any) -> None:
-        """Give the model its head, unless it has one; bare, or the engine that makes its weights whole."""
+        """Give the model its head, unless it has one. `model` is bare, or the engine that gathers its weights."""
         if self._is_chosen:
             return
         with self.accelerator.autocast():
@@ -116,11 +118,13 @@ class LossHead:
         self._is_chosen = True
 
     def measures(self, state: TrainerState, *, is_training: bool) -> bool:
-        """Whether entropy and accuracy of the next batch will be seen: while training, those of logged steps. Either
-        costs a pass over the logits."""
+        """Tell whether to measure entropy and accuracy of the next batch, and set the head so.
+
+        While training, only logged steps need them, and each costs a pass over the logits.
+        """
         if not isinstance(self.module, TrainedHead):
             return True
-        # The step that runs now: the Trainer counts it when it is done.
+        # The number of the step that runs now. The Trainer counts it only when it is done.
         step, every = state.global_step + 1, max(state.logging_steps, 1)
         by_steps = self.args.logging_strategy == "steps"
         first, last = step == 1 and self.args.logging_first_step, step >= state.max_steps
@@ -129,7 +133,7 @@ class LossHead:
 
 
 def drop_unmeasured(metrics: dict[str, list[float]]) -> None:
-    """Take back the zeros that TRL has noted of a batch whose entropy and accuracy were not measured."""
+    """Remove the zeros that TRL has recorded for a batch whose entropy and accuracy were not measured."""
     for name in ("entropy", "mean_token_accuracy"):
         metrics[name].pop()
         if not metrics[name]:
@@ -143,7 +147,7 @@ def _random_ids(model: Any, seed: int) -> torch.Tensor:
 
 
 def _require_runnable(model: Any, seed: int) -> None:
-    """Refuse a model whose own forward fails, as no head can mend that: on mixed dtypes, say."""
+    """Refuse a model whose own forward fails (for example with mixed dtypes), because no head can fix that."""
     weights = next(p for p in model.parameters() if p.is_floating_point())
     try:
         with quiet(model), torch.no_grad():
@@ -165,7 +169,7 @@ def _named(dtype: torch.dtype) -> str:
 
 def _difference(model: Any, seed: int) -> float | None:
     ids = _random_ids(model, seed)
-    # Log-probabilities are compared, whatever becomes of the routers' auxiliary loss.
+    # Only log-probabilities are compared, so the routers' auxiliary loss is switched off.
     options: dict[str, Any] = {"use_cache": False, **router_loss.without(inner_model(model).config.get_text_config())}
     with quiet(model), torch.no_grad():
         try:
@@ -188,7 +192,7 @@ def _allowed(model: Any) -> float:
 
 
 class OwnHead(Head):
-    """A causal LM's forward that scores its own logits where TRL asks for the fused LM head."""
+    """A causal LM's forward that computes the loss from its own logits if TRL asks for the fused LM head."""
 
     def __call__(
         self,
@@ -199,18 +203,18 @@ class OwnHead(Head):
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The forward: TRL's output type with `fused_lm_head`, the model's own without."""
+        """Run the forward. Return TRL's output type with `fused_lm_head`, otherwise the model's own."""
         if not fused_lm_head:
             given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
             return self.forward(*args, **{k: v for k, v in given.items() if v is not None}, **kwargs)
         output = self.forward(*args, **kwargs)
         logits, aux_loss = output.logits, getattr(output, "aux_loss", None)
         if aux_loss is None and kwargs.get("output_router_logits"):
-            aux_loss = logits.new_zeros(())  # asked for, but this architecture balances no experts (Llama-4)
+            aux_loss = logits.new_zeros(())  # TRL asked for it, but this architecture balances no experts (Llama-4)
         logits_BLV, labels_BL = aligned(logits, labels, shift_labels)
         mask = (labels_BL := labels_BL.to(logits.device)) != -100
         logits_PV, labels_P = logits_BLV[mask], labels_BL[mask]
-        # In chunks, as softmax in float32 of all positions at once would be the largest tensor of the step.
+        # In chunks, because a float32 softmax of all positions at once would be the largest tensor of the step.
         parts = [_score(*part) for part in zip(logits_PV.split(_CHUNK), labels_P.split(_CHUNK), strict=True)]
         return scored(mask, map(torch.cat, zip(*parts, strict=True)), num_items_in_batch, aux_loss=aux_loss)
 

@@ -1,8 +1,8 @@
-"""What an example counts in the loss: as many times as it has tokens, or once; and what each source's loss is.
+"""Weighting of the loss by token or by example, and the mean loss of each source.
 
 TRL sums the log-probabilities of a step's trained tokens and divides by their number. With `loss_weighting="example"`
-each token counts as one of its example's trained tokens and the sum is divided by the number of examples: the mean of
-the examples' own losses, as unpacked training with one example a micro-batch computes it.
+each token is weighted by one over the number of its example's trained tokens, and the sum is divided by the number of
+examples. The result is the mean of the examples' own losses, like padded training with one example per micro-batch.
 
 Shape letters: B rows, L row length, S documents.
 """
@@ -21,48 +21,50 @@ from ..layout import PackedLayout
 
 
 def documents_of_labels(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each next-token label `(B, L - 1)` the number of its document, and whether it is trained; rows that are not
-    packed are a document each."""
+    """Return, for each next-token label `(B, L - 1)`, the number of its document and whether it is trained.
+
+    A row that is not packed is one document.
+    """
     labels = inputs["labels"]
     layout: PackedLayout | None = inputs.get("packed_layout")
     if layout is None:
         documents = torch.arange(len(labels), device=labels.device)[:, None].expand_as(labels)
     else:
         documents = layout.to(labels.device).document_ids().long()
-    # Shifted as TRL shifts: place i is the label that token i predicts, and belongs to token i + 1's document.
+    # Shift as TRL does: position i is the label that token i predicts. It belongs to the document of token i + 1.
     return documents[:, 1:], labels[:, 1:] != -100
 
 
 def count_examples(inputs: Mapping[str, Any]) -> int:
-    """How many documents of a batch train at least one token."""
+    """Count the documents of a batch that train at least one token."""
     documents, trained = documents_of_labels(inputs)
     return int(documents[trained].unique().numel())
 
 
 def as_example_labels(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """A batch with one label for each example that trains, for the Trainer to count."""
-    # Zeros, as the Trainer counts labels that are not -100. `shift_labels` it counts as they are, without shifting.
+    """Make a batch with one label for each trained example, so that the Trainer counts examples."""
+    # The Trainer counts labels that are not -100, so the labels are zeros. It counts `shift_labels` without shifting.
     labels = torch.zeros((1, count_examples(inputs)), dtype=torch.long, device=inputs["labels"].device)
     return {"labels": labels, "shift_labels": labels}
 
 
 def example_weights(inputs: Mapping[str, Any]) -> torch.Tensor:
-    """`(B, L - 1)`: one over the number of trained tokens of each label's document."""
+    """Return, for each label `(B, L - 1)`, one over the number of trained tokens of its document."""
     documents, trained = documents_of_labels(inputs)
-    # 4 trained tokens weigh 1/4 each: the weights of an example add up to 1.
+    # For example 4 trained tokens weigh 1/4 each. The weights of an example add up to 1.
     counts = torch.zeros(int(documents.max()) + 1, device=documents.device)
     counts.index_add_(0, documents[trained], torch.ones_like(documents[trained], dtype=counts.dtype))
     return 1.0 / counts.clamp(min=1)[documents]
 
 
 class WeightedModel:
-    """A model whose log-probabilities are weighted for TRL to sum; keeps them as they were for metrics.
+    """A wrapper of a model that weights the log-probabilities for TRL's sum. It keeps the unweighted ones for metrics.
 
     Args:
         model (`torch.nn.Module`):
             A causal LM with TRL's fused LM head.
         weights (`torch.Tensor` or `None`):
-            `(B, L - 1)`, or none for what TRL computes.
+            Weights `(B, L - 1)`, or `None` for TRL's own loss.
     """
 
     def __init__(self, model: torch.nn.Module, weights: torch.Tensor | None) -> None:
@@ -70,7 +72,7 @@ class WeightedModel:
         self.log_probs: torch.Tensor | None = None
 
     def __call__(self, **inputs: Any) -> Any:
-        """The model's forward."""
+        """Run the model's forward, keep the log-probabilities, and weight them."""
         outputs = self.model(**inputs)
         self.log_probs = outputs.log_probs.detach()
         if self.weights is not None:
@@ -79,7 +81,7 @@ class WeightedModel:
 
 
 def losses_by_source(inputs: Mapping[str, Any], log_probs: torch.Tensor) -> dict[str, tuple[float, int]]:
-    """For each source of a batch, the summed loss of its trained tokens and their number."""
+    """Sum, for each source of a batch, the loss of its trained tokens, and count them."""
     documents, trained = documents_of_labels(inputs)
     size = len(inputs[SOURCES])
     sums = torch.zeros(size, device=log_probs.device, dtype=torch.float32)
@@ -92,10 +94,10 @@ def losses_by_source(inputs: Mapping[str, Any], log_probs: torch.Tensor) -> dict
 
 
 class SourceLosses:
-    """The mean loss of each source since the last log, of training and of evaluation.
+    """The mean loss of each source since the last log, in training and in evaluation.
 
     Args:
-        accelerator (`Accelerator`): knows the other ranks, whose losses count as well.
+        accelerator (`Accelerator`): gathers the losses of all ranks.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -108,7 +110,10 @@ class SourceLosses:
         _add_up(self._sums[mode], losses_by_source(inputs, log_probs))
 
     def read(self, mode: str) -> dict[str, float]:
-        """By `loss/<source>`, `eval_loss/<source>` in evaluation; on every rank, and forgets what it has counted."""
+        """Return the mean losses by `loss/<source>` (`eval_loss/<source>` in evaluation), and reset the counts.
+
+        Call it on every rank.
+        """
         mine, totals = [self._sums[mode]], {}
         for losses in gather_object(mine) if self.accelerator.num_processes > 1 else mine:
             _add_up(totals, losses)

@@ -1,4 +1,7 @@
-"""The files that a checkpoint is made of: written down last, read first, so that none is resumed from by halves."""
+"""The manifest of a checkpoint: sizes and digests of its files. It shows whether a checkpoint is whole.
+
+It is written after all other files and read before them.
+"""
 
 from __future__ import annotations
 
@@ -12,33 +15,37 @@ from typing import Any
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 MANIFEST = "packing_manifest.json"
-# Files up to this size, in bytes, are compared by their contents as well; of larger ones a digest takes seconds.
+# Files up to this size, in bytes, are compared by their contents too. The digest of a larger file takes seconds.
 _DIGESTED = 2**30
-# Read at a time, in bytes.
+# Bytes that are read at a time.
 _CHUNK = 2**22
-# Not read by a resumed run, and a user may edit it.
+# A resumed run does not read it, and a user may edit it.
 _LEFT_OUT = ".md"
 _PARTIAL = ".partial"
 
 
 def write_manifest(folder: Path) -> None:
-    """Write down size and digest of every file of a checkpoint, in its subfolders too (parts of sharded weights and
-    optimizers), once all ranks have written theirs."""
+    """Write the size and digest of every file of a checkpoint, once all ranks have written their files.
+
+    Files in subfolders (parts of sharded weights and optimizers) are included.
+    """
     found = {str(path.relative_to(folder)): _described(path) for path in _files(folder)}
     write_json(folder / MANIFEST, {"files": found})
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file whole or not at all: a run that is killed meanwhile leaves the old one, or none."""
-    # In the same folder, as `os.replace` is atomic within one file system only.
+    """Write a JSON file completely or not at all. A run that is killed meanwhile leaves the old file, or none."""
+    # In the same folder, because `os.replace` is atomic only within one file system.
     partial = path.with_name(path.name + _PARTIAL)
     partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     os.replace(partial, path)
 
 
 def damage(folder: Path) -> str | None:
-    """Say what a checkpoint has that was not written so, or has no more, `None` if its files are as they were. One
-    without a manifest (of an earlier version, or of another trainer) cannot be told."""
+    """Describe the first file of a checkpoint that is missing or has changed; return `None` if there is none.
+
+    A checkpoint without a manifest (from an earlier version, or another trainer) cannot be checked; it gives `None`.
+    """
     path = folder / MANIFEST
     if not path.exists():
         return None
@@ -58,8 +65,10 @@ def damage(folder: Path) -> str | None:
 
 
 def left_out(folder: Path) -> str | None:
-    """Say what a checkpoint does not hold that a run goes on with, `None` if it holds all: the Trainer begins anew
-    with it, and tells nobody."""
+    """Describe state that a checkpoint does not hold and a resumed run needs; return `None` if it holds all.
+
+    The Trainer starts with new state for missing parts, without a warning.
+    """
     names = [path.name for path in folder.iterdir()]
     # DeepSpeed keeps optimizer and schedule together, in a folder by step.
     by_engine = any(name.startswith("global_step") for name in names)

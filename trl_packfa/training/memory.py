@@ -1,6 +1,6 @@
-"""What one GPU must hold while it trains: an estimate from the model's shape, every term by a formula of its own.
+"""Estimate of the memory that one GPU needs for training, from the model's shape, with a formula for each term.
 
-Left out: CUDA's own context (about half a gigabyte), fragmentation, and what DeepSpeed or FSDP share out.
+CUDA's own context (about half a gigabyte), fragmentation, and sharding by DeepSpeed or FSDP are left out.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from ..kernels.lm_head.frozen import positions_per_tile
 from .config import PackedSFTConfig
 from .model_shape import ModelShape
 
-# What CUDA takes for itself, and what fragmentation adds to an estimate.
+# Bytes that CUDA takes for itself, and the factor that fragmentation adds to an estimate.
 RESERVED, SLACK = 1e9, 1.15
-# TRL's fused LM head computes the logits in tiles of so many tokens and vocabulary entries.
+# Tokens and vocabulary entries of a tile in which TRL's fused LM head computes the logits.
 _TILE_TOKENS, _TILE_WORDS = 4096, 32768
-# Bytes of optimizer state per trained parameter: numbers kept, bytes of each (None: those of the parameter).
+# Optimizer state per trained parameter: count of numbers, and bytes of each (None: the bytes of the parameter).
 _STATES: dict[str, tuple[float, int | None]] = {
     "adamw_torch_4bit": (2, 1),
     "adamw_torch_8bit": (2, 1),
@@ -39,7 +39,7 @@ FORMULA = (
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU at the largest micro-batch, by what they are for."""
+    """Bytes on one GPU with the largest micro-batch, by their use."""
 
     weights: float
     adapter: float
@@ -50,23 +50,26 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all terms in bytes."""
         return sum(asdict(self).values())
 
     @property
     def needed(self) -> float:
-        """Bytes that a GPU should have for it, with slack and what CUDA takes."""
+        """Bytes that a GPU should have, with slack and CUDA's own memory."""
         return self.total * SLACK + RESERVED
 
 
 def estimate(shape: ModelShape, args: PackedSFTConfig, tokens: int, *, fused_norms: bool = False) -> Memory:
-    """For a largest micro-batch of so many tokens, pads included; `fused_norms` says that Liger computes RMSNorms."""
+    """Estimate the memory if the largest micro-batch has so many tokens, padding included.
+
+    `fused_norms` means that Liger computes RMSNorms.
+    """
     quantized = args.load_in_4bit or args.load_in_8bit
     mixed = args.bf16 or args.fp16
     parameter = (2 if quantized else 4) if shape.lora_rank else shape.dtype_bytes  # TRL's choice for adapters
     numbers, size = _state(str(args.optim))
     full = 0 if shape.lora_rank else shape.trainable
-    # Autocast keeps a half-precision copy of weights that train, for as long as the forward runs.
+    # Autocast keeps a half-precision copy of trained weights during the forward.
     casts = full * 2 if mixed and shape.dtype_bytes == 4 else 0
     return Memory(
         weights=_weights(shape, args) + casts,
@@ -79,22 +82,24 @@ def estimate(shape: ModelShape, args: PackedSFTConfig, tokens: int, *, fused_nor
 
 
 def without_checkpointing(args: PackedSFTConfig) -> PackedSFTConfig:
-    """The same arguments with `gradient_checkpointing=False`."""
+    """Copy the arguments with `gradient_checkpointing=False`."""
     args = copy.copy(args)
     args.gradient_checkpointing = args.activation_checkpointing = False
     return args
 
 
 def layer_bytes(shape: ModelShape, activation: int, *, fused_mlp: bool = False, fused_norms: bool = False) -> int:
-    """What autograd keeps of one layer for one token: norms in fp32, the inputs of every product, what attention and
-    the gated product need; counted on Llama's layer. Norms by Liger keep their input only, MLPs whose LoRA is fused
-    gate and up only."""
+    """Return the bytes that autograd keeps of one layer for one token, counted on Llama's layer.
+
+    They are norms in fp32, the inputs of every product, and the tensors that attention and the gated product need.
+    Liger's norms keep only their input. MLPs with fused LoRA keep only gate and up.
+    """
     wide = 4 * shape.hidden + 2 * shape.query + 2 * shape.key_value + (2 if fused_mlp else 4) * shape.feed_forward
     return (0 if fused_norms else 8 * shape.hidden) + activation * wide
 
 
 def fuses_mlps(args: PackedSFTConfig) -> bool:
-    """Whether a run's arguments let LoRA fuse whole gated MLPs."""
+    """Tell whether a run's arguments let LoRA fuse whole gated MLPs."""
     everywhere = args.lora_target_modules in (["all-linear"], "all-linear")
     return args.use_peft and args.fused_lora and everywhere and not args.lora_dropout and not args.load_in_8bit
 
@@ -103,7 +108,7 @@ def _logits(shape: ModelShape, tokens: int, activation: int, *, trains: bool) ->
     if trains:
         tile = min(tokens, _TILE_TOKENS) * min(shape.head, _TILE_WORDS)
         return tokens * shape.hidden * 4 + tile * activation + shape.head * shape.hidden * 4
-    # Over the whole vocabulary; weights of another dtype are cast whole.
+    # A tile has the whole vocabulary. Weights of another dtype are cast as a whole.
     tile = min(tokens, positions_per_tile(shape.head)) * shape.head
     cast = shape.head * shape.hidden * activation if activation != shape.dtype_bytes else 0
     return tokens * shape.hidden * activation + tile * activation + cast
@@ -115,7 +120,7 @@ def _activations(
     layer = layer_bytes(shape, activation, fused_mlp=fuses_mlps(args), fused_norms=fused_norms)
     kept = shape.layers * (shape.dtype_bytes * shape.hidden if args.gradient_checkpointing else layer)
     recomputed = layer if args.gradient_checkpointing else 0
-    # A quantized layer is unpacked, one weight at a time, wherever it is used.
+    # A quantized layer is unpacked where it is used, one weight at a time.
     unpacked = shape.largest * activation if args.load_in_4bit or args.load_in_8bit else 0
     return tokens * (kept + recomputed) + unpacked
 
@@ -130,7 +135,7 @@ def _weights(shape: ModelShape, args: PackedSFTConfig) -> float:
 
 
 def _state(optimizer: str) -> tuple[float, int | None]:
-    """Numbers per parameter and their bytes; of an unknown optimizer as Adam's."""
+    """Return the numbers per parameter and their bytes; an unknown optimizer counts as Adam."""
     name = optimizer.removeprefix("OptimizerNames.").lower()
     kept = next((state for known, state in _STATES.items() if known in name), _STATES["adam"])
     return (kept[0], 1) if "8bit" in name else kept

@@ -1,4 +1,4 @@
-"""A trained adapter merged into its base, as PEFT does it."""
+"""Merging of a trained adapter into its base model, with PEFT."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def merge_adapter(
 ) -> tuple[Any, PreTrainedTokenizerBase | None]:
     """Merge an adapter into its base model and save model and tokenizer.
 
-    The base is loaded again, unquantized: what a QLoRA adapter was trained on were that base's weights rounded to
-    4 bits, so the merged model differs from the trained one by that rounding, and is nearer to the original base.
+    The base is loaded again, unquantized. A QLoRA adapter was trained on the base's weights rounded to 4 bits. So the
+    merged model differs from the trained one by that rounding, and is nearer to the original base.
 
     Args:
         adapter (`str`):
@@ -26,15 +26,15 @@ def merge_adapter(
         output (`str` or `Path`):
             Folder to save into, new or empty.
         base (`str`, *optional*):
-            Name or path of the base, where the adapter names one that has moved.
+            Name or path of the base, if it has moved since the adapter was saved.
         dtype (`str`, *optional*, defaults to `"auto"`):
-            Of the merged weights; `"auto"` is what the base was saved in.
+            Dtype of the merged weights. `"auto"` is the dtype that the base was saved in.
 
     Returns:
         The merged `PreTrainedModel`, and its tokenizer if the adapter or the base has one.
 
     Raises:
-        [`InvalidConfig`]: if the folder is not empty, or the adapter is none that can be merged.
+        [`InvalidConfig`]: if the folder is not empty, or the adapter cannot be merged.
         [`UnsupportedModel`]: if adapter or base cannot be loaded.
     """
     output = Path(output)
@@ -42,7 +42,7 @@ def merge_adapter(
         raise InvalidConfig(f"{output} is not empty.", do="Name a new folder.")
     config = _adapter_config(adapter)
     named = config.base_model_name_or_path
-    # The user's name wins: folders move, and adapters remember where the base lay.
+    # The user's name wins, because the base's folder may have moved since the adapter was saved.
     base = base or named
     merged = _adapted(adapter, base, named, dtype).merge_and_unload()
     tokenizer = _tokenizer(adapter, base)
@@ -59,19 +59,21 @@ def _adapter_config(adapter: str) -> Any:
         raise UnsupportedModel(
             f"there is no adapter in '{adapter}'.",
             why=[str(error)],
-            do="Name the output_dir of a run with use_peft=True; a full fine-tune has nothing to merge.",
+            do="Name the output_dir of a run with use_peft=True. A full fine-tune has no adapter to merge.",
         ) from error
     if config.is_prompt_learning:
         raise InvalidConfig(
             f"{config.peft_type.value} has no weights to merge: it adds tokens.",
-            do="Use it beside its base: peft.AutoPeftModelForCausalLM loads both.",
+            do="Use it together with its base: peft.AutoPeftModelForCausalLM loads both.",
         )
     return config
 
 
 def _adapted(adapter: str, base: str | None, named: str | None, dtype: str) -> PeftModel:
-    """The base, the one that the adapter names or another, with the adapter on it; PEFT resizes the embeddings where
-    a chat template added tokens."""
+    """Load the base that the adapter names, or another one, with the adapter on it.
+
+    PEFT resizes the embeddings if a chat template has added tokens.
+    """
     if base is not None and base != named:
         return PeftModel.from_pretrained(load_causal_lm(base, dtype=dtype), adapter)  # type: ignore[arg-type]
     try:
@@ -83,7 +85,7 @@ def _adapted(adapter: str, base: str | None, named: str | None, dtype: str) -> P
 
 
 def _tokenizer(adapter: str, base: str | None) -> PreTrainedTokenizerBase | None:
-    """The one that was saved beside the adapter, else the base's."""
+    """Load the tokenizer that was saved with the adapter, else the base's; `None` if there is none."""
     for name in (adapter, base):
         try:
             return AutoTokenizer.from_pretrained(name)

@@ -1,4 +1,4 @@
-"""What a model card says about packing: strategy, what became of the data, the proof, versions."""
+"""Section of a model card about packing: strategy, counts of the data, the exactness check, versions."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..versions import MINIMUM_VERSIONS, installed_version
 from .config import PackedSFTConfig
 
 _HEADING = "## Packing\n"
-# TRL's template has it after the training procedure.
+# The heading that follows the training procedure in TRL's template.
 _BEFORE = "\n## Citations"
 
 
 def packing_section(
     args: PackedSFTConfig, reports: Mapping[str, PackingReport], exactness: ExactnessReport | None
 ) -> str:
-    """The section in Markdown; says so where nothing was proven."""
+    """Write the section of an SFT run in Markdown. It also says if nothing was checked."""
     settings = (
         f'`packing_strategy="{args.packing_strategy}"`, `max_length={args.max_length}`, `overflow="{args.overflow}"`, '
         f'`loss_weighting="{args.loss_weighting}"`'
@@ -29,8 +29,10 @@ def packing_section(
 def card_section(
     settings: str, reports: Mapping[str, PackingReport], proof: str, *, versions: Mapping[str, str] | None = None
 ) -> str:
-    """The section of any trainer: its settings, what became of the data, what was proven, and under which versions,
-    those that are installed if none are given."""
+    """Write the section of any trainer: settings, counts of the data, the proof, and versions.
+
+    The versions are the installed ones if none are given.
+    """
     lines = [
         _HEADING,
         f"Trained with [trl-packfa](https://arxiv.org/abs/2407.09105): {settings}.",
@@ -43,13 +45,15 @@ def card_section(
     return "\n".join(lines) + "\n"
 
 
-# What TRL's template makes of a model that is no name on the Hub.
+# TRL's template writes this for a model without a name on the Hub.
 _NAMELESS = "[None](https://huggingface.co/None)"
 
 
 def name_base(folder: str | Path | None, base: str) -> None:
-    """Name what TRL calls None in the card that it wrote: the base model, if it is a local folder, and the folder of
-    the run, if it is not pushed to the Hub."""
+    """Replace the names that TRL wrote as None into the model card.
+
+    These are the base model, if it is a local folder, and the run's folder, if it is not pushed to the Hub.
+    """
     path = Path(folder or ".") / "README.md"
     text = path.read_text(encoding="utf-8")
     local = f"`{Path(base).name}`, a local folder" if base else "a model without a name"
@@ -59,15 +63,14 @@ def name_base(folder: str | Path | None, base: str) -> None:
 
 
 def copy_card(folder: str | Path | None, checkpoint: Path) -> None:
-    """A run's card in the place of the empty template that PEFT writes beside an adapter."""
+    """Copy a run's card over the empty template that PEFT writes next to an adapter."""
     card, empty = Path(folder or ".") / "README.md", checkpoint / "README.md"
     if card.exists() and empty.exists():
         empty.write_text(card.read_text(encoding="utf-8"), encoding="utf-8")
 
 
 def add_section(folder: str | Path | None, section: str) -> None:
-    """Put the section into the model card that TRL wrote into a folder, before its citations; one that is there
-    already is replaced."""
+    """Insert the section into TRL's model card in a folder, before the citations; replace an existing one."""
     path = Path(folder or ".") / "README.md"
     text = path.read_text(encoding="utf-8")
     if _HEADING in text:

@@ -1,4 +1,4 @@
-"""What a trainer is built from: which model, which datasets, loaded how."""
+"""Loading of a trainer's model: model type, `from_pretrained` arguments, quantization, adapter; and its datasets."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ logger = logging.getLogger(__name__)
 EvalDataset = AnyDataset | DatasetDict | IterableDatasetDict | dict[str, AnyDataset]
 
 
-# Linear layers of Mamba mixers whose weights their kernels (and partly their plain code) read, instead of calling
-# them: an adapter there has no effect, a quantized weight cannot be read. By model type (transformers 5.23).
+# Linear layers of Mamba mixers, by model type (transformers 5.23). The mixers' kernels, and partly their plain code,
+# read the weights of these layers and never call them. So an adapter there has no effect, and a quantized weight
+# cannot be read.
 READ_DIRECTLY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"), ("out_proj",)),
     **dict.fromkeys(("falcon_mamba", "mamba"), ("out_proj", "x_proj", "dt_proj")),
@@ -37,13 +38,13 @@ READ_DIRECTLY: dict[str, tuple[str, ...]] = {
 
 
 def output_dir(model: str | PreTrainedModel | PeftModel) -> str:
-    """TRL's default output directory for a model."""
+    """Return TRL's default output directory for a model."""
     name = model if isinstance(model, str) else model.config._name_or_path
     return f"{name.rstrip('/').split('/')[-1] or 'model'}-SFT"
 
 
 def named(train: AnyDataset | None, evaluation: EvalDataset | None) -> list[tuple[str, AnyDataset]]:
-    """Every dataset that was given, with the name that TRL gives it."""
+    """List every dataset that was given, with the name that TRL gives it."""
     evaluations: Any = evaluation if isinstance(evaluation, dict) else {"eval": evaluation}
     return [(name, d) for name, d in {"train": train, **evaluations}.items() if d is not None]
 
@@ -51,16 +52,15 @@ def named(train: AnyDataset | None, evaluation: EvalDataset | None) -> list[tupl
 def usable(
     train: AnyDataset | None, evaluation: EvalDataset | None, *, args: PackedSFTConfig, formatted: bool
 ) -> tuple[Any, Any]:
-    """Every dataset that was given, looked at before anything is tokenized; those to be packed with their examples as
-    Python's own types.
+    """Check the training and evaluation datasets before tokenizing; return them, with plain Python values if packed.
 
     Args:
         train, evaluation:
-            As the trainer takes them.
+            The trainer's arguments.
         args ([`PackedSFTConfig`]):
-            Says what is read of their examples, and whether they are packed.
+            Says which columns are read, and whether datasets are packed.
         formatted (`bool`):
-            Whether the user's own function makes text of their examples.
+            Whether the user's own function turns examples into text.
 
     Raises:
         [`InvalidDataset`]: if one cannot be trained on.
@@ -83,12 +83,12 @@ def usable(
 
 
 def asked_for(asked: Any, evaluation: Any) -> Any:
-    """The dataset that `evaluate` was asked for: the trainer's own, one of its names, or another."""
+    """Return the dataset that `evaluate` was asked for: the trainer's own, one of its named ones, or another."""
     return evaluation if asked is None else evaluation[asked] if isinstance(asked, str) else asked
 
 
 def model_type(name: str, args: PackedSFTConfig) -> str:
-    """The `config.model_type` of a model by name, read without its weights.
+    """Read the `config.model_type` of a model by name, without its weights.
 
     Raises:
         [`UnsupportedModel`]: if there is no such model.
@@ -102,22 +102,21 @@ def model_type(name: str, args: PackedSFTConfig) -> str:
 def loading(
     kind: str, args: PackedSFTConfig, quantization: BitsAndBytesConfig | None
 ) -> tuple[dict[str, Any], BitsAndBytesConfig | None]:
-    """How a model of this type is loaded by name: `from_pretrained` arguments, and the quantization, a given one
-    first.
+    """Return the `from_pretrained` arguments and the quantization of a model of this type; a given one wins.
 
     Raises:
-        [`UnsupportedModel`]: for one under which documents of a batch change each other's numbers.
+        [`UnsupportedModel`]: for a quantization that lets documents of a batch change each other's numbers.
     """
     kwargs, chosen = init_kwargs(args), quantization or quantization_of(kind, args)
-    # Padded training has such scales as well, by the user's own choice: only packing promises that documents are
-    # alone.
+    # Padded training may use such a quantization, if the user chooses it. Only packing promises that documents do not
+    # affect each other.
     if args.packing:
         refuse_quantization(chosen or kwargs.get("quantization_config"))
     return kwargs, chosen
 
 
 def init_kwargs(args: PackedSFTConfig) -> dict[str, Any]:
-    """`from_pretrained` arguments as TRL's own script makes them of a `ModelConfig`; the user's win."""
+    """Return `from_pretrained` arguments as TRL's script makes them from a `ModelConfig`; `model_init_kwargs` wins."""
     kwargs = {"revision": args.model_revision, "dtype": args.dtype, "attn_implementation": args.attn_implementation}
     return {**kwargs, **_given_init_kwargs(args)}
 
@@ -127,7 +126,7 @@ def _given_init_kwargs(args: PackedSFTConfig) -> dict[str, Any]:
 
 
 def quantization_of(kind: str, args: PackedSFTConfig) -> BitsAndBytesConfig | None:
-    """The quantization that the arguments ask for, of a model of this type, unless `model_init_kwargs` has its own."""
+    """Return the quantization that the arguments ask for; `None` if `model_init_kwargs` has its own."""
     if "quantization_config" in _given_init_kwargs(args):
         return None
     config = get_quantization_config(args)
@@ -139,11 +138,11 @@ def quantization_of(kind: str, args: PackedSFTConfig) -> BitsAndBytesConfig | No
 
 
 def _keep_tokens_apart(config: BitsAndBytesConfig) -> None:
-    """LLM.int8 without its threshold: columns with an outlier of any document are not taken apart for all of them."""
+    """Set the outlier threshold of LLM.int8 to 0, because an outlier of one document changes the others' numbers."""
     logger.warning(
-        "trl-packfa: load_in_8bit=True loads with llm_int8_threshold=0.0, not bitsandbytes' %s, as outliers of one "
-        "document would change the numbers of others. Columns of outliers are in 8 bits, too, which costs accuracy "
-        "on models that have some; load_in_4bit=True has no such columns.",
+        "trl-packfa: load_in_8bit=True loads with llm_int8_threshold=0.0, not bitsandbytes' %s, because outliers of "
+        "one document would change the numbers of others. Columns with outliers are in 8 bits too, which costs "
+        "accuracy on models that have some; load_in_4bit=True has no such columns.",
         config.llm_int8_threshold,
     )
     config.llm_int8_threshold = 0.0
@@ -151,11 +150,12 @@ def _keep_tokens_apart(config: BitsAndBytesConfig) -> None:
 
 @contextmanager
 def telling_of_targets(model: Any, args: Any) -> Iterator[None]:
-    """Turn what PEFT refuses of the default adapter into the field to change: targets that match no layer, and dropout
-    on the weights of experts.
+    """Turn PEFT's errors about the default adapter into errors that name the field to change.
+
+    They are about targets that match no layer, and dropout on the weights of experts.
 
     Raises:
-        [`InvalidConfig`]: naming it.
+        [`InvalidConfig`]: with the field.
     """
     try:
         yield
@@ -163,7 +163,7 @@ def telling_of_targets(model: Any, args: Any) -> Iterator[None]:
         if "does not work with lora_dropout" in str(error):
             raise InvalidConfig(
                 f"lora_dropout={args.lora_dropout} on a mixture of experts.",
-                why=["PEFT adapts the weights of all experts as one parameter, where it knows no dropout"],
+                why=["PEFT adapts the weights of all experts as one parameter, and supports no dropout there"],
                 do="Set lora_dropout=0, or name only linear layers in lora_target_modules (q_proj, v_proj ...).",
             ) from error
         if "not found in the base model" not in str(error):  # PEFT 0.19 raises a plain ValueError
@@ -177,8 +177,10 @@ def telling_of_targets(model: Any, args: Any) -> Iterator[None]:
 
 
 def _linear_layers(model: Any, args: Any) -> list[str]:
-    """Names of a model's linear layers, without what is above them; none if a model by name cannot be looked at
-    without its weights."""
+    """List the last name parts of a model's linear layers, without the LM head.
+
+    A model given by name is built without weights; if that is not possible, the list is empty.
+    """
     if isinstance(model, str):
         try:
             config = AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code)
@@ -191,8 +193,10 @@ def _linear_layers(model: Any, args: Any) -> list[str]:
 
 
 def default_adapter(kind: str, args: PackedSFTConfig) -> Any:
-    """The LoRA config that the arguments ask for, of a model of this type, `None` for full fine-tuning; `"all-linear"`
-    leaves out layers which are never called, where an adapter would not be trained."""
+    """Return the LoRA config that the arguments ask for, `None` for full fine-tuning.
+
+    `"all-linear"` leaves out the layers in `READ_DIRECTLY`: they are never called, so an adapter would not be trained.
+    """
     config: Any = get_peft_config(args)
     if config is not None and config.target_modules == "all-linear" and kind in READ_DIRECTLY:
         config.exclude_modules = set(READ_DIRECTLY[kind])

@@ -1,4 +1,4 @@
-"""A model's shape: parameters, adapter, widths, from which memory and cost follow."""
+"""A model's shape: parameters, adapter and widths. Estimates of memory and cost use it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .step_packing import how_to_cut
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What memory and cost follow from; numbers of parameters, widths in elements.
+    """The numbers of a model that decide its memory and cost. Parameters are counted; widths are in elements.
 
-    `quantizable` are the weights of linear layers but the LM head, `largest` the largest of them, `feed_forward` the
-    width that a token passes through in one layer (of its experts together), `quadratic` the cost of a token attending
-    to a token in units of the cost of a token, `cut` how `step` may cut.
+    `quantizable` counts the weights of linear layers except the LM head, and `largest` those of the largest layer.
+    `feed_forward` is the width that a token passes in one layer (all its experts together). `quadratic` is the cost of
+    attention between two tokens, relative to the other cost of one token. `cut` is how `step` may cut.
     """
 
     model_type: str
@@ -44,7 +44,7 @@ class ModelShape:
 
 
 def shape_of(model: Any, args: PackedSFTConfig) -> ModelShape:
-    """Of a bare causal LM, without weights or with, and the adapter that the arguments ask for."""
+    """Measure a bare causal LM, with or without loaded weights, and the adapter that the arguments ask for."""
     head = model.get_output_embeddings()
     linear = [m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     parameters, text = model.num_parameters(), model.config.get_text_config()
@@ -64,8 +64,11 @@ def shape_of(model: Any, args: PackedSFTConfig) -> ModelShape:
 
 
 def shape_as_loaded(model: Any) -> ModelShape:
-    """Of a causal LM with its weights, adapters and quantization as they are: `parameters` stand for the bytes that
-    its frozen and trained weights take, of which none is left to quantize."""
+    """Measure a loaded causal LM, with its adapters and quantization as they are.
+
+    `parameters` is the bytes of its weights divided by `dtype_bytes`. `quantizable` is 0, because no weight is left to
+    quantize. If there is an adapter, the trained weights do not count in `parameters`.
+    """
     inner, head = inner_model(model), inner_model(model).get_output_embeddings()
     size = model.get_input_embeddings().weight.element_size()
     linear = [
@@ -101,7 +104,10 @@ def _widths(model: Any, text: Any, head: Any) -> dict[str, Any]:
 
 
 def _feed_forward(text: Any) -> int:
-    """Of the experts that a token goes to, where there are experts; four times the width where a config says none."""
+    """Return the feed-forward width that a token passes: the width of a dense MLP, or of all its experts together.
+
+    It is four times the hidden size if the config has no width.
+    """
     width = getattr(text, "intermediate_size", None) or getattr(text, "ffn_dim", None) or 4 * text.hidden_size
     width = max(width) if isinstance(width, (list, tuple)) else width
     experts = getattr(text, "num_experts_per_tok", None) or 0

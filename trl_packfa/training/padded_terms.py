@@ -1,7 +1,7 @@
-"""What depends on a whole padded micro-batch, not on single tokens: the routers' auxiliary loss and NEFTune's noise.
+"""Terms that depend on a whole padded micro-batch: the routers' auxiliary loss and NEFTune's noise.
 
-A packed micro-batch may hold the examples of several padded ones, or parts of them. Both terms are computed as the
-padded micro-batches would, from where each example comes from ([`Origins`]).
+A packed micro-batch may hold examples of several padded ones. Both terms are computed as in the padded micro-batches,
+from the padded micro-batch of each example ([`Origins`]).
 
 Shape letters: B rows, L row length.
 """
@@ -21,25 +21,25 @@ from ..runtime.neftune import EmbeddingNoise
 from .config import PackedSFTConfig
 from .origins import ORIGINS, Origins
 
-# Of a document on which routers are tried.
+# Tokens of the document on which routers are tried.
 _TRIED_TOKENS = 4
 
 
 class PaddedTerms:
-    """Computes them for the run's micro-batches.
+    """The routers' auxiliary loss and NEFTune's noise of a run's micro-batches, computed as if they were padded.
 
     Args:
         args ([`PackedSFTConfig`]):
-            Of a run that packs.
+            The run's config.
         accelerator (`Accelerator`):
-            Adds up what the ranks hold of the same padded micro-batch.
+            Sums the parts of a padded micro-batch over ranks.
         model (`torch.nn.Module`):
-            That trains.
+            The model that trains.
         balances_experts (`bool`):
             Whether the routers' auxiliary loss is trained, as TRL has decided.
 
     Attributes:
-        noise ([`EmbeddingNoise`] or `None`): NEFTune's, once training has begun.
+        noise ([`EmbeddingNoise`] or `None`): NEFTune's noise, once training has begun.
     """
 
     def __init__(self, args: PackedSFTConfig, accelerator: Accelerator, model: Any, *, balances_experts: bool) -> None:
@@ -49,16 +49,16 @@ class PaddedTerms:
         self._experts_per_token: int | None = None
 
     def wrap(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """The model for this batch, with its terms computed as padded; takes `Origins` out of the batch.
+        """Wrap the model for this batch so that the terms are computed as padded; remove `Origins` from the batch.
 
         Args:
             model (`torch.nn.Module`):
-                As it is called, wrapped or not.
+                The model to call, wrapped or not.
             inputs (`dict[str, Any]`):
-                The batch: `input_ids` of shape `(B, L)`, and an `attention_mask` where it is padded.
+                The batch: `input_ids` of shape `(B, L)`, and an `attention_mask` if it is padded.
 
         Raises:
-            [`UnsupportedModel`]: if the routers' auxiliary loss is trained, and the model does not say how many
+            [`UnsupportedModel`]: if the routers' auxiliary loss is trained, but the model does not say how many
                 experts a token goes to.
         """
         origins: Origins | None = inputs.pop(ORIGINS, None)
@@ -67,7 +67,7 @@ class PaddedTerms:
         ids = inputs["input_ids"]
         if "attention_mask" in inputs:  # padded, for metrics or predictions
             padding = inputs["attention_mask"].flatten() == 0
-            # One padded micro-batch, this one: its tokens are of group 0, its pads of group 1, which is G.
+            # The batch is one padded micro-batch: its tokens are in group 0, its padding in group 1, which is G.
             groups, tokens = padding.long(), (~padding).sum()[None]
             lengths = None
         else:
@@ -89,23 +89,28 @@ class PaddedTerms:
         )
 
     def _padded_lengths(self, origins: Origins, ids: torch.Tensor) -> torch.Tensor:
-        """For each token, `(B, L)`, how long its example's padded row would be; rows that are filled over the whole
-        dataset replace no padded micro-batch: there it is the example's own."""
+        """Return, for each token `(B, L)`, the length that its example's padded row would have.
+
+        Rows that are filled over the whole dataset replace no padded micro-batch. For them it is the example's own
+        length.
+        """
         multiple: Any = self.args.pad_to_multiple_of or 1
         own = self.args.strategy.fills_rows
-        # Documents of 3 and 5 tokens in one padded micro-batch: both rows would be 5 long.
+        # For example both rows of a padded micro-batch with documents of 3 and 5 tokens have length 5.
         rows: Any = origins.sizes if own else [origins.longest[group] for group in origins.groups]
         padded = [-(-row // multiple) * multiple for row in rows]
         return origins.spread(padded, ids.numel(), ids.device, padding=1).view(ids.shape)
 
     def find_routers(self, *, has_own_head: bool) -> bool:
-        """Whether the model says, on a few tokens, what the auxiliary loss is made of: without that there is none,
-        whatever its config says. Nor is there one if TRL's head cannot serve the model and it makes none itself
-        (Llama-4)."""
+        """Tell whether the model can compute the routers' auxiliary loss, by a trial on a few tokens.
+
+        It cannot if no layer returns router logits, whatever the config says, or if TRL's head does not serve the
+        model and the model computes no auxiliary loss itself (Llama-4).
+        """
         weight = self.model.get_input_embeddings().weight
         ids = torch.ones((1, _TRIED_TOKENS), dtype=torch.long, device=weight.device)
         batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-        # With a mask, as a padded batch: this trial is of routers, not of packing.
+        # With a mask, like a padded batch, because this is a trial of routers, not of packing.
         balanced = self.wrap(self.model, batch)
         with quiet(self.model), torch.no_grad(), self.accelerator.autocast():
             balanced(**batch, fused_lm_head=True)
@@ -114,17 +119,17 @@ class PaddedTerms:
         return self.balances_experts
 
     def add_noise(self, handle: Any) -> Any:
-        """Put NEFTune's noise, scaled as padded, in the place of the Trainer's.
+        """Replace the Trainer's NEFTune noise by noise that is scaled as in padded training.
 
         Args:
             handle (`RemovableHandle`):
-                Of the Trainer's hook on the embedding.
+                Handle of the Trainer's hook on the embedding.
 
         Returns:
-            `RemovableHandle`: of ours, for the Trainer to remove when training ends.
+            `RemovableHandle`: handle of our hook. The Trainer removes it when training ends.
         """
         assert self.args.neftune_noise_alpha is not None, "asked for noise"
-        # Else both would add noise. The Trainer removes the handle that it is given back, ours.
+        # Otherwise both hooks would add noise.
         handle.remove()
         self.noise = EmbeddingNoise(self.args.neftune_noise_alpha)
         return inspect.inner_model(self.model).get_input_embeddings().register_forward_hook(self.noise)

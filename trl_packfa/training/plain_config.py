@@ -1,4 +1,4 @@
-"""A config that asks for no packing, TRL's own: packed where it can be, trained as TRL trains it where it cannot."""
+"""Handling of TRL's plain configs, which do not ask for packing: pack if possible, else train padded as TRL does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = get_logger(__name__)
 
 
 def asks_for_packing(args: TrainingArguments | None) -> bool:
-    """Whether rows of several documents were asked for, by a class or a field, so that padding would be no answer."""
+    """Tell whether the user asked for packing, by the config's class or a field. Then padding is no fallback."""
     fields = ("packing", "eval_packing", "padding_free")
     return isinstance(args, PackedSFTConfig) or any(getattr(args, name, False) for name in fields)
 
@@ -26,20 +26,22 @@ def asks_for_packing(args: TrainingArguments | None) -> bool:
 def settle(
     args: TrainingArguments | None, output_dir: str, refuse: Callable[[PackedSFTConfig], None]
 ) -> tuple[PackedSFTConfig, PackingError | None]:
-    """What to train with: packed by the first strategy that `refuse` lets pass, or padded where no packing was asked
-    for and none passes; and what it raised then.
+    """Return the config to train with, and the error that explains a fallback to padding, or `None`.
+
+    The config packs by the first strategy that `refuse` accepts. If it accepts none, and the user did not ask for
+    packing, the config trains padded.
 
     Raises:
-        [`PackingError`]: `refuse`'s, where packing was asked for; where TRL's own trainer refuses its config.
+        [`PackingError`]: from `refuse`, if the user asked for packing, or if TRL itself refuses the config.
     """
     if asks_for_packing(args):
         _refuse_unenforced_length(args)
-        settled = PackedSFTConfig.from_args(args)  # type: ignore[arg-type]  # None asks for nothing
+        settled = PackedSFTConfig.from_args(args)  # type: ignore[arg-type]  # it is not None here
         refuse(settled)
         return settled, None
     refusal: PackingError | None = None
-    # `step` first: the same training as padded. Where it cannot be (a stream whose documents nothing bounds, say),
-    # each micro-batch as a row.
+    # `step` first, because it matches padded training. Where it is not possible (for example a stream of documents
+    # without a length limit), each micro-batch becomes a row.
     for strategy in ("step", "minibatch"):
         try:
             settled = _plain(args, output_dir, packing_strategy=strategy)
@@ -52,19 +54,19 @@ def settle(
 
 
 def _refuse_unenforced_length(args: TrainingArguments | None) -> None:
-    """Refuse TRL's own config where TRL does: `padding_free=True` flattens documents of any length there."""
+    """Refuse a plain `SFTConfig` that TRL refuses too: `padding_free=True` without packing, but with `max_length`."""
     if not isinstance(args, SFTConfig) or isinstance(args, PackedSFTConfig):
         return
     if args.padding_free and not args.packing and args.max_length is not None:
         raise InvalidConfig(
             f"padding_free=True without packing, and max_length={args.max_length}.",
-            why=["TRL does not enforce max_length there, and refuses it"],
+            why=["TRL does not enforce max_length then, and refuses this combination"],
             do="Pass packing=True, max_length=None, or a PackedSFTConfig, which cuts documents and counts it.",
         )
 
 
 def padded(args: TrainingArguments | None, output_dir: str) -> PackedSFTConfig:
-    """What TRL would train with for a config that asks for no packing."""
+    """Return the config of the padded run that TRL would train for these arguments."""
     return _plain(args, output_dir, packing=False, use_peft=False)
 
 
@@ -73,20 +75,21 @@ def _plain(args: TrainingArguments | None, output_dir: str, **changes: Any) -> P
 
 
 def tell_padded(refusal: PackingError, trainer: str = "SFTTrainer") -> None:
-    """Log, in one line, why a run is not packed, but trained as TRL's `trainer` would."""
+    """Log, in one line, why a run is not packed but trained as TRL's `trainer` would."""
     what = refusal.what.removesuffix(".")
     why = f" ({'; '.join(refusal.why)})" if refusal.why else ""
-    logger.warning("trl-packfa: %s%s. Training as %s would: padded, no adapter but a given one.", what, why, trainer)
+    logger.warning("trl-packfa: %s%s. Training as %s would: padded, without a default adapter.", what, why, trainer)
 
 
 def tell_adapter(asked: TrainingArguments | None, settled: TrainingArguments, adapter: Any) -> None:
-    """Log, in one line, that a run trains an adapter which nobody has asked for, and which field turns that off.
+    """Log, in one line, that a run trains an adapter by default, and which field turns it off.
 
     Args:
         asked (`TrainingArguments`, *optional*), settled (`TrainingArguments`):
-            What the trainer was given, and what it trains with: one of ours says `use_peft` itself.
+            The config that the user passed, and the config of the run. Nothing is logged if the user passed one of
+            ours, which has a `use_peft` field.
         adapter (`PeftConfig`, *optional*):
-            That our config has asked for.
+            The adapter that our config adds.
     """
     if adapter is None or isinstance(asked, type(settled)):
         return
@@ -99,10 +102,10 @@ def tell_adapter(asked: TrainingArguments | None, settled: TrainingArguments, ad
 
 
 class AsGiven:
-    """A model as the caller handed it over, for a second construction after a refusal.
+    """A model as the caller passed it, to build the trainer a second time after a refusal.
 
     Args:
-        model (`str` or `torch.nn.Module`): what the trainer is given; a name is loaded again.
+        model (`str` or `torch.nn.Module`): the trainer's argument. A name is loaded again.
     """
 
     def __init__(self, model: Any) -> None:
@@ -111,7 +114,7 @@ class AsGiven:
         self.trained = [(parameter, parameter.requires_grad) for parameter in parameters]
 
     def restore(self, built: Any) -> Any:
-        """The model without the adapter that `built` has around it, its parameters trained as they were."""
+        """Return the model without the adapter that `built` wraps around it, with its first `requires_grad` flags."""
         if isinstance(self.model, nn.Module) and isinstance(built, PeftModel) and built is not self.model:
             built.unload()
         for parameter, trained in self.trained:

@@ -1,5 +1,4 @@
-"""What a run needs besides model and data, asked before either is loaded: a folder, a checkpoint, reporting packages,
-a chat template that says which tokens are the assistant's."""
+"""Checks before model and data are loaded: folder, checkpoint, reporting packages, tokenizer, attention, Hub."""
 
 from __future__ import annotations
 
@@ -26,21 +25,21 @@ from .checkpointing import require_undamaged, require_whole_checkpoint
 from .config import PackedSFTConfig
 from .hub import missing_path
 
-# What `resume_from_checkpoint` may be besides a folder, in any case of letters.
+# Values of `resume_from_checkpoint` besides a folder, in upper or lower case.
 _LAST, _NONE = ("true", "last"), ("", "false", "none")
-# Where transformers' function that looks for an integration has another name.
+# Names of integrations in transformers' `is_NAME_available` functions, where they differ from `report_to`'s.
 _LOOKED_FOR_AS = {"azure_ml": "azureml", "comet_ml": "comet", "flyte": "flytekit"}
 
 
 def require_output_dir(folder: str | Path | None) -> None:
-    """Make the folder that a run writes into, and write there.
+    """Make the folder that a run writes into, and require that it is writable.
 
     Raises:
         [`InvalidConfig`]: if it cannot be made, is a file or cannot be written to.
     """
     try:
         Path(folder or ".").mkdir(parents=True, exist_ok=True)
-        # By writing: permissions say little on network file systems, and nothing to root.
+        # Test by writing, because permissions say little on network file systems, and nothing to root.
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
@@ -48,16 +47,18 @@ def require_output_dir(folder: str | Path | None) -> None:
         raise InvalidConfig(
             f"output_dir {folder} cannot be written to: {error.strerror or error}.",
             why=[f"{is_file} is a file"] if is_file else [],
-            do="Name a folder that can be made and written to.",
+            do="Name another folder that you can create and write to.",
         ) from error
 
 
 def checkpoint_to_resume(asked: str | bool | None, folder: str | Path | None, *, whole: bool = True) -> str | None:
-    """The folder of the checkpoint that `resume_from_checkpoint` asks for: `True`, `"true"` and `"last"` are the last
-    one in `folder` that was written whole, or, of a trainer whose checkpoints do not say so (`whole=False`), the last.
+    """Return the folder of the checkpoint that `resume_from_checkpoint` asks for, or `None` if it asks for none.
+
+    `True`, `"true"` and `"last"` mean the last whole checkpoint in `folder`. With `whole=False`, for a trainer whose
+    checkpoints do not record that they are whole, they mean the last one.
 
     Raises:
-        [`InvalidConfig`]: if there is none there, or its files are not those that were written.
+        [`InvalidConfig`]: if there is no such checkpoint, or its files have changed since they were written.
     """
     word = str(asked or "").lower()
     if word in _NONE:
@@ -70,14 +71,14 @@ def checkpoint_to_resume(asked: str | bool | None, folder: str | Path | None, *,
         raise InvalidConfig(
             f"resume_from_checkpoint={asked}: that is no checkpoint.",
             why=[there],
-            do=f"Name the folder of one, or pass 'last' for the last whole one in {folder}.",
+            do=f"Name the folder of a checkpoint, or pass 'last' for the last whole one in {folder}.",
         )
     require_undamaged(str(asked))
     return str(asked)
 
 
 def resuming_message(checkpoint: str | Path) -> str:
-    """From which checkpoint a run goes on, and at which optimizer step.
+    """Say from which checkpoint and optimizer step a run resumes.
 
     Raises:
         [`InvalidConfig`]: if the checkpoint's state cannot be read.
@@ -91,18 +92,18 @@ def resuming_message(checkpoint: str | Path) -> str:
 
 
 def from_zero_message(folder: str | Path | None) -> str:
-    """Say that a run begins anew though its folder has checkpoints; empty if it has none."""
+    """Say that a run starts from zero though its folder has checkpoints; return `""` if it has none."""
     found = get_last_checkpoint(str(folder)) if Path(folder or ".").is_dir() else None
     if found is None:
         return ""
     return (
-        f"{folder} has checkpoints of an earlier run, the last {Path(found).name}: this run starts from zero and "
-        "writes over them. To go on from there, pass --resume_from_checkpoint last."
+        f"{folder} has checkpoints of an earlier run, the last is {Path(found).name}. This run starts from zero and "
+        "overwrites them. To continue the earlier run, pass --resume_from_checkpoint last."
     )
 
 
 def require_reporters(args: PackedSFTConfig) -> None:
-    """The packages that `report_to` names.
+    """Require the packages that `report_to` names.
 
     Raises:
         [`InvalidConfig`]: if transformers knows no such integration.
@@ -112,7 +113,7 @@ def require_reporters(args: PackedSFTConfig) -> None:
     for name in args.report_to or []:
         if name not in known:
             raise InvalidConfig(
-                f"report_to='{name}' does not exist.", do=f"Choose of {', '.join(known)}, or pass report_to='none'."
+                f"report_to='{name}' does not exist.", do=f"Choose from {', '.join(known)}, or pass report_to='none'."
             )
         look = getattr(integration_utils, f"is_{_LOOKED_FOR_AS.get(name, name)}_available", None)
         if look is not None and not look():
@@ -123,7 +124,7 @@ def require_reporters(args: PackedSFTConfig) -> None:
 
 
 def load_tokenizer(name: str, args: PackedSFTConfig, *, otherwise: str = "") -> Any:
-    """The tokenizer or processor of that name, as TRL loads it beside the model; `otherwise` ends the advice.
+    """Load the tokenizer or processor of a model, as TRL loads it; `otherwise` ends the advice of the error.
 
     Raises:
         [`InvalidConfig`]: if there is none.
@@ -136,35 +137,35 @@ def load_tokenizer(name: str, args: PackedSFTConfig, *, otherwise: str = "") -> 
         raise InvalidConfig(
             f"cannot load a tokenizer or processor from '{name}'.",
             why=missing_path(name) or [str(error)],
-            do="Check the name, or copy the files of one into the folder: for text those of a tokenizer, for a vision "
-            "model those of its processor" + (f", {otherwise}." if otherwise else "."),
+            do="Check the name, or copy the missing files into the folder: the tokenizer's for text, the processor's "
+            "for a vision model" + (f", {otherwise}." if otherwise else "."),
         ) from error
 
 
 def require_tokenizer(
     model: Any, args: Any, *, processing_class: Any, datasets: Iterable[tuple[str, Any]], makes_text: bool = True
 ) -> None:
-    """Load the tokenizer of a model that is given by name, and require of it what the datasets need.
+    """Load the tokenizer of a model given by name, and require the chat template that the datasets need.
 
     Args:
         model (`str` or `torch.nn.Module`):
-            As a trainer takes it.
+            The trainer's `model` argument.
         args (`TrainingArguments`):
-            As they are settled.
+            The settled config.
         processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`, *optional*):
             The user's own.
         datasets (`Iterable`):
             Names and datasets.
         makes_text (`bool`, *optional*, defaults to `True`):
-            Whether the chat template makes text of conversations, rather than a function of the user's.
+            Whether the chat template turns conversations into text. `False` if the user's function does it.
 
     Raises:
-        [`InvalidConfig`]: if there is none, or no chat template for conversations, or one that does not mark what
-            `assistant_only_loss` trains.
+        [`InvalidConfig`]: if there is no tokenizer, no chat template for conversations, or a template that does not
+            mark the tokens that `assistant_only_loss` trains.
     """
     if processing_class is None:
         if not isinstance(model, str):
-            return  # TRL reads the name out of the model
+            return  # TRL finds the tokenizer's name in the model
         processing_class = load_tokenizer(model, args)
     tokenizer = _with_template(processing_class, args)
     if getattr(args, "assistant_only_loss", False):
@@ -174,8 +175,8 @@ def require_tokenizer(
     for name, dataset in datasets:
         if holds_conversations(dataset):
             raise InvalidConfig(
-                f"the {name} dataset holds conversations, and the tokenizer has no chat template.",
-                why=["the template makes text of messages; base models often come without one"],
+                f"the {name} dataset holds conversations, but the tokenizer has no chat template.",
+                why=["a chat template turns messages into text; base models often have none"],
                 do="Pass chat_template_path: a .jinja file, or the name or folder of a model that has one."
                 if hasattr(args, "chat_template_path")
                 else "Set tokenizer.chat_template and pass the tokenizer as processing_class, or save it so.",
@@ -183,7 +184,7 @@ def require_tokenizer(
 
 
 def require_attention(args: Any) -> None:
-    """Require the package of the attention that transformers is to run.
+    """Require the package of the attention that `attn_implementation` names.
 
     Raises:
         [`MissingPackage`]: if flash-attn is not installed, or finds no GPU.
@@ -194,33 +195,33 @@ def require_attention(args: Any) -> None:
     raise MissingPackage(
         "attn_implementation='flash_attention_2' cannot run here.",
         why=["flash-attn is not installed" if find_spec("flash_attn") is None else "flash-attn finds no GPU"],
-        do="Drop it: attention_backend chooses what runs packed attention. Or pip install 'trl-packfa[flash]'.",
+        do="Drop it, because attention_backend chooses the packed attention. Or pip install 'trl-packfa[flash]'.",
     )
 
 
 def require_hub(args: Any) -> None:
-    """Ask the Hub who is logged in, if something is to be pushed there.
+    """Require a login at the Hub if `push_to_hub` is on.
 
     Raises:
-        [`InvalidConfig`]: if the Hub cannot be reached, or knows nobody by the token.
+        [`InvalidConfig`]: if the Hub cannot be reached or does not accept the token.
     """
     if not args.push_to_hub:
         return
     try:
         HfApi().whoami(token=args.hub_token)
-    except Exception as error:  # whatever the network raises: nothing could be pushed
+    except Exception as error:  # any network error means that nothing could be pushed
         raise InvalidConfig(
-            "push_to_hub=True, and the Hub takes nothing from here.",
+            "push_to_hub=True, but nothing can be pushed to the Hub from here.",
             why=[str(error).split("\n", 1)[0]],
             do="Log in with `hf auth login`, or drop push_to_hub: `hf upload REPO FOLDER` pushes after training.",
         ) from error
 
 
 def require_markable(tokenizer: Any) -> None:
-    """Require a chat template that tells the assistant's tokens, as it is or as TRL marks it.
+    """Require a chat template that marks the assistant's tokens, or that TRL can mark.
 
     Raises:
-        [`InvalidConfig`]: naming the templates that TRL can mark.
+        [`InvalidConfig`]: with the names of the templates that TRL can mark.
     """
     template = getattr(tokenizer, "chat_template", None)
     if template is not None:
@@ -235,20 +236,20 @@ def require_markable(tokenizer: Any) -> None:
     suffix = "_training.jinja"
     marked = sorted(file.name.removesuffix(suffix) for file in folder.iterdir() if file.name.endswith(suffix))
     raise InvalidConfig(
-        "assistant_only_loss=True: nothing tells the assistant's tokens.",
+        "assistant_only_loss=True: nothing marks the assistant's tokens.",
         why=[
             "the tokenizer has no chat template"
             if template is None
             else "its chat template has no {% generation %} markers, and TRL cannot add them",
-            f"TRL can mark the templates of {', '.join(marked)}, where they are unchanged",
+            f"TRL can mark the unchanged templates of {', '.join(marked)}",
         ],
-        do="Leave assistant_only_loss off, put {% generation %} and {% endgeneration %} around what the assistant "
-        "says, or name a template that has them: chat_template_path.",
+        do="Leave assistant_only_loss off, put {% generation %} and {% endgeneration %} around the assistant's text, "
+        "or name a template that has them with chat_template_path.",
     )
 
 
 def _with_template(tokenizer: Any, args: Any) -> Any:
-    """Give a tokenizer the chat template that `chat_template_path` names, as TRL reads it."""
+    """Return the tokenizer with the chat template that `chat_template_path` names, as TRL reads it."""
     named = getattr(args, "chat_template_path", None)
     if named is None:
         return tokenizer

@@ -1,4 +1,4 @@
-"""`trl-packfa train`: TRL's parser, one of our configs, its trainer."""
+"""The command `trl-packfa train`: parse flags with TRL's parser, build a trainer, train."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from .trainer import PackedSFTTrainer
 
 
 class Kind(NamedTuple):
-    """A trainer that `train` may run, and the configs which say what flags there are.
+    """A trainer that `train` can run, and the dataclasses that define its flags.
 
     Attributes:
-        trainer: called as a trainer is, with what `options` returns.
-        config: of the trainer.
-        script: TRL's arguments of the script that runs it.
-        options: makes more arguments of the trainer of those.
-        writes_whole: whether its checkpoints say that they are whole.
+        trainer: the trainer class, or a function that is called like one.
+        config: the trainer's config class.
+        script: the script arguments of TRL's own script for this trainer.
+        options: returns more keyword arguments for the trainer, made from the script arguments.
+        writes_whole: whether its checkpoints record that they are complete.
     """
 
     trainer: Any
@@ -59,18 +59,18 @@ SFT = Kind(PackedSFTTrainer, PackedSFTConfig)
 
 
 def _classes(kind: Kind) -> Any:
-    """What `train` takes."""
+    """Return the dataclasses whose fields are the flags of `train`."""
     return (TrainerChoice, kind.script, kind.config, DatasetMixtureConfig)
 
 
 def train_parser(kind: Kind = SFT, **options: Any) -> TrlParser:
-    """The parser of `trl-packfa train`: TRL's, with a trainer's config; `options` are argparse's."""
+    """Build the parser of `trl-packfa train`: TRL's parser with a trainer's config; `options` are argparse's."""
     return make_parser(_classes(kind), prog="trl-packfa train", **options)
 
 
 @a_line_per_thing()
 def train(argv: list[str], kind: Kind = SFT) -> int:
-    """Parse flags and `--config FILE.yaml`, train, save model and reports into `output_dir`."""
+    """Parse flags and `--config FILE.yaml`, train, and save model and reports to `output_dir`. Return exit code 0."""
     choice, script_args, args, mixture = parse(_classes(kind), argv, prog="trl-packfa train")
     if choice.preview:
         _require_preview(kind.trainer)
@@ -87,9 +87,9 @@ def train(argv: list[str], kind: Kind = SFT) -> int:
         _show(trainer)
     if choice.preview and trainer.is_world_process_zero():
         print(trainer.preview_batch())
-    # A trainer of pairs has proven its models when they were patched.
+    # A preference trainer has already proven its models when it patched them.
     if kind is SFT and args.packing and args.check_packing and not trainer.is_proven_wrapped:
-        proof = trainer.prove(args.resume_from_checkpoint)  # on every rank: they wait for each other
+        proof = trainer.prove(args.resume_from_checkpoint)  # on every rank, because ranks wait for each other
         if shown:
             _show_proof(proof)
     try:
@@ -98,9 +98,9 @@ def train(argv: list[str], kind: Kind = SFT) -> int:
         raise KeyboardInterrupt(_how_to_go_on(args)) from None
     finally:
         if shown:
-            progress.close()  # else the terminal would keep the bar's settings after an error
+            progress.close()  # otherwise the terminal keeps the bar's settings after an error
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if plugin is not None:  # of a sharded state dict the Trainer would save nothing, without a word
+    if plugin is not None:  # with a sharded state dict the Trainer would silently save nothing
         plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(args.output_dir)
     if trainer.is_world_process_zero():
@@ -118,7 +118,7 @@ def train(argv: list[str], kind: Kind = SFT) -> int:
 
 @contextmanager
 def _without_counts() -> Iterator[None]:
-    """What packing does to the data is not logged: a table will show it."""
+    """Silence the log of packing's counts inside a `with` block, because a table will show them."""
     counts = logging.getLogger(COUNTS)
     level = counts.level
     counts.setLevel(logging.ERROR)
@@ -129,8 +129,11 @@ def _without_counts() -> Iterator[None]:
 
 
 def _ask_first(args: Any, kind: Kind) -> str | None:
-    """Refuse what would stop the run after minutes, before data and weights are loaded; returns the checkpoint to go
-    on from."""
+    """Refuse problems that would stop the run only after minutes, before data and weights are loaded.
+
+    Returns:
+        The checkpoint to resume from, or `None`.
+    """
     model = _require_model(args)
     require_output_dir(args.output_dir)
     require_reporters(args)
@@ -147,7 +150,7 @@ def _ask_first(args: Any, kind: Kind) -> str | None:
 
 
 def _require_steps(args: Any) -> None:
-    """Refuse a run of no steps, which would save what it has not trained."""
+    """Refuse a run of no steps, which would save an untrained model."""
     if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0):
         raise InvalidConfig(
             f"max_steps={args.max_steps}, num_train_epochs={args.num_train_epochs}: nothing would be trained.",
@@ -156,7 +159,7 @@ def _require_steps(args: Any) -> None:
 
 
 def _how_to_go_on(args: Any) -> str:
-    """Say from which checkpoint an interrupted run can go on."""
+    """Tell the user how to resume an interrupted run from its last checkpoint."""
     found = get_last_checkpoint(args.output_dir)
     if found is None:
         return f"No checkpoint was saved in {args.output_dir} yet. A smaller --save_steps saves more often."
@@ -167,27 +170,27 @@ def _how_to_go_on(args: Any) -> str:
 
 
 def _push(trainer: Any, dataset_name: str | None) -> None:
-    """Push what was trained to the Hub.
+    """Push the trained model to the Hub.
 
     Raises:
-        [`InvalidConfig`]: if it cannot be pushed, with where it is saved.
+        [`InvalidConfig`]: if it cannot be pushed; the message names the folder that holds the model.
     """
     try:
         trainer.push_to_hub(dataset_name=dataset_name)
-    except Exception as error:  # whatever the network raises: the training is done, and must not look lost
+    except Exception as error:  # any network error: the training is done, and must not look lost
         folder = trainer.args.output_dir
         raise InvalidConfig(
-            f"the model is trained and saved in {folder}, and could not be pushed to the Hub.",
+            f"the model is trained and saved in {folder}, but could not be pushed to the Hub.",
             why=[str(error).split("\n", 1)[0]],
             do=f"Push it with `hf upload {trainer.hub_model_id} {folder}`.",
         ) from error
 
 
 def _require_preview(trainer: Any) -> None:
-    """Refuse to show a packed batch of a trainer that packs no documents.
+    """Refuse `--preview` for a trainer that packs no documents.
 
     Raises:
-        [`InvalidConfig`]: naming the one that does.
+        [`InvalidConfig`]: with the name of the trainer that does.
     """
     if not hasattr(trainer, "preview_batch"):
         raise InvalidConfig("--preview shows packed documents, which only --trainer sft has.", do="Drop --preview.")
@@ -202,29 +205,29 @@ def _require_model(args: PackedSFTConfig) -> str:
 
 
 def _tell_where(trainer: PackedSFTTrainer, folder: Path) -> None:
-    """What lies where, and what to do with it."""
+    """Print which files were saved where, and how to merge an adapter."""
     adapter = isinstance(trainer.model, PeftModel)
     reports = sorted(path.name for path in folder.glob("*_report.json"))
     curve = [LOSS_CURVE] if (folder / LOSS_CURVE).exists() else []
     saved = ["adapter" if adapter else "model", "tokenizer", *curve, *reports]
     print(f"{', '.join(saved)}: {folder}")
     if adapter:
-        print(f"one model of base and adapter: trl-packfa merge {folder} FOLDER")
+        print(f"to merge the adapter into the base model: trl-packfa merge {folder} FOLDER")
 
 
 def _show(trainer: PackedSFTTrainer) -> None:
-    """What packing does to the data."""
+    """Print tables of what packing does to the data, and of the epoch's plan."""
     console = Console()
     reports = getattr(trainer, "packing_reports", None)  # TRL's own trainers have none
     if reports:
         console.print(packing_table(reports))
-    plan = getattr(trainer, "packing_plan", None)  # trainers of pairs plan no epoch
+    plan = getattr(trainer, "packing_plan", None)  # preference trainers plan no epoch
     if plan:
         console.print(plan_table(plan))
 
 
 def _show_proof(proof: ExactnessReport) -> None:
-    """The verdict, and what it rests on."""
+    """Print the verdict of the exactness check and its measurements."""
     if proof.taken_from:
         print(
             f"exactness check: {proof.verdict}, proven before {proof.taken_from}; nothing has changed since",
@@ -243,7 +246,7 @@ def build_trainer(
     *,
     columns: Sequence[str] | None = None,
 ) -> Any:
-    """The trainer that the arguments describe."""
+    """Load the data and build the trainer that the arguments describe."""
     options = kind.options(script_args)
     train_split, *test_split = _splits(script_args, args, mixture, columns)
     return kind.trainer(
@@ -262,17 +265,18 @@ def train_dataset(
     *,
     columns: Sequence[str] | None = None,
 ) -> Any:
-    """The training split that the arguments name."""
+    """Load the training split that the arguments name."""
     return _splits(script_args, args, mixture, columns)[0]
 
 
 def _splits(
     script_args: ScriptArguments, args: PackedSFTConfig, mixture: DatasetMixtureConfig, columns: Sequence[str] | None
 ) -> list[Any]:
-    """The training split, and the test split if the arguments evaluate."""
+    """Load the training split, and the test split if the arguments ask for evaluation."""
     if mixture.test_split_size is not None and args.eval_strategy == "no":
         raise InvalidConfig(
-            f"test_split_size={mixture.test_split_size} holds documents out, eval_strategy='no' never evaluates them.",
+            f"test_split_size={mixture.test_split_size} holds documents out, but eval_strategy='no' never evaluates "
+            "them.",
             do="Pass --eval_strategy epoch, or --eval_strategy steps with --eval_steps.",
         )
     train_name, test_name = script_args.dataset_train_split, script_args.dataset_test_split

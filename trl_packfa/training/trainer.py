@@ -1,13 +1,13 @@
-"""`PackedSFTTrainer`: TRL's `SFTTrainer` with packing, patching, proof and LoRA on together.
+"""`PackedSFTTrainer`: TRL's `SFTTrainer` with packing, patching, exactness check and LoRA on by default.
 
-The class is TRL's hooks and nothing else; each hands over to the part that does the work:
+The class only overrides TRL's hooks. Each hook calls the part that does the work:
 
-    construction, validation   arguments, settled and refused before data or weights are read
-    PackedData                 datasets cut with every loss counted; samplers, loaders, collators
-    StepCutter                 the documents of an optimizer step as micro-batches
-    LossHead, PaddedTerms      the loss as the padded run computes it; SourceLosses reports it by source
-    ExactnessGate              the proof before the first step
-    SpeedMeter, LossWatch      tokens a second; a loss that is no number
+    construction, validation   settle arguments and refuse invalid ones before data or weights are read
+    PackedData                 cuts datasets and counts every dropped token; makes samplers, loaders, collators
+    StepCutter                 cuts the documents of an optimizer step into micro-batches
+    LossHead, PaddedTerms      compute the loss as the padded run does; SourceLosses reports it by source
+    ExactnessGate              runs the exactness check before the first step
+    SpeedMeter, LossWatch      measure tokens per second; refuse a loss that is NaN or infinite
 
 Tokenizing, losses, metrics, checkpoints and distribution stay TRL's.
 """
@@ -77,7 +77,7 @@ logger = get_logger(__name__)
 
 
 class PackedSFTTrainer(SFTTrainer):
-    """Swap it for `SFTTrainer`: the same arguments, packed.
+    """TRL's `SFTTrainer` with packing. It takes the same arguments; training matches padded training.
 
     ```python
     from datasets import load_dataset
@@ -91,22 +91,22 @@ class PackedSFTTrainer(SFTTrainer):
     trainer.train()
     ```
 
-    All arguments are TRL's. A plain `SFTConfig` or `TrainingArguments` is taken as a [`PackedSFTConfig`]. A model
-    given by name is loaded with the config's `dtype`, `attn_implementation` and quantization; an adapter is added
-    unless the model has one, `peft_config` says which, or `use_peft=False`.
+    All arguments are TRL's. A plain `SFTConfig` or `TrainingArguments` is read as a [`PackedSFTConfig`]. A model given
+    by name is loaded with the config's `dtype`, `attn_implementation` and quantization. The trainer adds a LoRA
+    adapter, except if the model already has one, if `peft_config` is given, or with `use_peft=False`.
 
     Attributes:
-        packing_reports (`dict[str, PackingReport]`): by dataset name, what went in, what came out and what was lost.
-        packing_plan (`dict[str, float]`): what an epoch comes to: steps, examples a step, micro-batches, fill.
-        exactness (`ExactnessReport` or `None`): the proof, once [`~PackedSFTTrainer.train`] has run it.
+        packing_reports (`dict[str, PackingReport]`): by dataset name, documents and tokens in, out and lost.
+        packing_plan (`dict[str, float]`): numbers of an epoch: steps, examples per step, micro-batches, fill.
+        exactness (`ExactnessReport` or `None`): the exactness check, once [`~PackedSFTTrainer.train`] has run it.
 
     Raises:
-        [`PackingError`]: at construction, if arguments, model or data cannot be packed exactly; the message says why.
+        [`PackingError`]: at construction, if arguments, model or data cannot be packed exactly. The message says why.
     """
 
     _tag_names = ["trl", "sft", "trl-packfa"]
 
-    # What the Trainer declares more loosely.
+    # The Trainer declares these types more loosely.
     args: PackedSFTConfig
     model: Any
     train_dataset: Any
@@ -134,7 +134,7 @@ class PackedSFTTrainer(SFTTrainer):
     ) -> None:
         data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         functions = {"compute_loss_func": compute_loss_func, "compute_metrics": compute_metrics}
-        as_given = AsGiven(model)  # before an adapter is put around it
+        as_given = AsGiven(model)  # before an adapter wraps it
         settled, refusal = settle_arguments(
             model, args, data_collator=data_collator, processing_class=processing_class, peft_config=peft_config,
             formatting_func=formatting_func, **data, **functions,
@@ -177,7 +177,7 @@ class PackedSFTTrainer(SFTTrainer):
         data_collator: Any,
         **options: Any,
     ) -> None:
-        """TRL's construction, with the model loaded and adapted as the arguments say, then packed."""
+        """Run TRL's `__init__` with the model loaded and adapted as the arguments say, then set packing up."""
         own_adapter = options["peft_config"] is None
         options["quantization_config"], options["peft_config"] = load_as_asked(
             model, args, quantization=options["quantization_config"], adapter=options["peft_config"]
@@ -200,7 +200,7 @@ class PackedSFTTrainer(SFTTrainer):
             self._pack(data_collator)
 
     def _pack(self, data_collator: Callable[[list[Any]], dict[str, Any]] | None) -> None:
-        """Patch the model that TRL built and collate documents into rows."""
+        """Patch the model that TRL built, and install packing's collator, loss parts and callbacks."""
         args, model = self.args, self.model
         self.data_collator = self._data.meet(
             model,
@@ -214,11 +214,11 @@ class PackedSFTTrainer(SFTTrainer):
             scales_losses=self.accelerator.scaler is not None,
             own_optimizer=self.optimizer is not None or self.optimizer_cls_and_kwargs is not None,
         )
-        if not self.is_zero3_enabled:  # there only the engine, which `train` builds, runs the model
+        if not self.is_zero3_enabled:  # under ZeRO-3 only the engine runs the model, and `train` builds it
             self._head.choose(model)
-        apply_liger(model, args)  # the Trainer would put its forwards over the patch's, after the proof
+        apply_liger(model, args)  # before the patch: later the Trainer would replace the patch's forwards by Liger's
         self._gate.switch_checkpointing(model)
-        with self.accelerator.autocast():  # where `patch` has to check the model, that is the run's proof
+        with self.accelerator.autocast():  # if `patch` has to check the model, its check is the run's proof
             patch(model, **args.patch_options)
         compile_by_layer(model, args, self.accelerator, whole=self.is_zero3_enabled)
         self._terms = PaddedTerms(args, self.accelerator, model, balances_experts=self.aux_loss_enabled)
@@ -241,11 +241,11 @@ class PackedSFTTrainer(SFTTrainer):
         self.packing_plan = self._plan(cut)
         tell_what_fits(model, args, self.train_dataset, cut=cut)
         self.add_callback(EpochCallback(lambda: self._data.sampler))
-        self.add_callback(TrainBeginCallback(self._require_proof, self._add_noise))  # the model is wrapped then
+        self.add_callback(TrainBeginCallback(self._require_proof, self._add_noise))  # by then the model is wrapped
         logger.info("trl-packfa: patched\n%s", describe(model))
 
     def _how_to_cut(self) -> str:
-        """How `step` may cut so that the loss is the padded run's."""
+        """Choose how `step` cuts so that the loss stays the padded run's, and log the reason of a restriction."""
         cut, why = how_to_cut(
             self.args,
             balances_experts=self.aux_loss_enabled,
@@ -255,11 +255,11 @@ class PackedSFTTrainer(SFTTrainer):
         )
         if self.args.strategy.recuts_steps and cut != FREE:
             kept = "run at the same time" if cut == TOGETHER else "stay one micro-batch"
-            logger.info("trl-packfa: examples of a padded micro-batch %s: %s.", kept, why)
+            logger.info("trl-packfa: the examples of a padded micro-batch %s: %s.", kept, why)
         return cut
 
     def _plan(self, cut: str) -> dict[str, float]:
-        """What an epoch comes to; nothing for a stream, whose length is not known."""
+        """Plan an epoch and log its numbers; return an empty dict for a stream, whose length is not known."""
         if self.train_dataset is None or isinstance(self.train_dataset, IterableDataset):
             return {}
         lengths = read_lengths(self.train_dataset)
@@ -272,12 +272,12 @@ class PackedSFTTrainer(SFTTrainer):
 
     @property
     def packing_reports(self) -> dict[str, PackingReport]:
-        """By dataset name, what went in, what came out and what was lost."""
+        """Packing reports by dataset name: documents and tokens in, out and lost."""
         return self._data.reports
 
     @property
     def packing_sampler(self) -> PackedBatchSampler | None:
-        """The sampler of rows that are filled over the whole dataset, once there is one."""
+        """The sampler of rows that are filled over the whole dataset; `None` before the loader has made it."""
         return self._data.sampler
 
     def _prepare_dataset(
@@ -289,7 +289,7 @@ class PackedSFTTrainer(SFTTrainer):
         formatting_func: Callable[[dict], str] | None,
         dataset_name: str,
     ) -> AnyDataset:
-        """Tokenized and labelled by TRL, cut by us."""
+        """Let TRL tokenize and label a dataset, then cut it ourselves to count every dropped token."""
         for sentence in left_out_by_template(dataset, processing_class, self.chat_template):
             logger.warning("trl-packfa: %s: %s", dataset_name, sentence)
         by_trl = super()._prepare_dataset
@@ -313,7 +313,7 @@ class PackedSFTTrainer(SFTTrainer):
         return rows
 
     def get_train_dataloader(self) -> DataLoader:
-        """Under `step`, the padded run's examples in its order, collated once the step is cut."""
+        """Return the training loader. Under `step` it yields the padded run's examples, collated after the cut."""
         if not self.args.packing:
             return super().get_train_dataloader()
         collator = self._data.training_collator(self.data_collator)
@@ -324,7 +324,7 @@ class PackedSFTTrainer(SFTTrainer):
             return super().get_train_dataloader()
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """Evaluation batches hold the examples they would hold padded; packed, unless metrics need their logits."""
+        """Return the evaluation loader. Batches hold the padded run's examples, packed unless metrics need logits."""
         if not self.args.packing:
             return super().get_eval_dataloader(eval_dataset)
         collator = self._data.evaluation_collator(self.data_collator, asked=eval_dataset, evaluation=self.eval_dataset)
@@ -332,22 +332,22 @@ class PackedSFTTrainer(SFTTrainer):
             return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        """Predictions are never packed."""
+        """Return the prediction loader. Predictions are never packed."""
         with self._collating_with(self._data.prediction_collator if self.args.packing else self.data_collator):
             return super().get_test_dataloader(test_dataset)
 
     @contextmanager
     def _collating_with(self, collator: Any) -> Iterator[None]:
-        packing_collator, self.data_collator = self.data_collator, collator  # loaders read the attribute
+        packing_collator, self.data_collator = self.data_collator, collator  # TRL's loaders read this attribute
         try:
             yield
         finally:
             self.data_collator = packing_collator
 
     def preview_batch(self) -> str:
-        """A packed batch of the first training documents as text: where each begins, and what of it is trained.
+        """Show a packed batch of the first training documents as text, with document starts and trained tokens marked.
 
-        It is made for looking: in the order of the dataset, not the run's, and without a random number.
+        The documents are in the dataset's order, not in the run's, and no random number is used.
 
         Raises:
             [`InvalidConfig`]: with `packing=False`.
@@ -359,7 +359,7 @@ class PackedSFTTrainer(SFTTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], torch.Tensor | int | None]:
-        """The micro-batches of one optimizer step, and the number of tokens that it trains over all ranks."""
+        """Return the micro-batches of one optimizer step, and its number of trained tokens over all ranks."""
         if self._cutter is None:
             found = super().get_batch_samples(epoch_iterator, num_batches, device)
             if self.args.packing:
@@ -382,14 +382,14 @@ class PackedSFTTrainer(SFTTrainer):
     def training_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        """TRL's training step; for the slot that holds a whole optimizer step, one per micro-batch."""
+        """Run TRL's training step; for a slot with a whole optimizer step, run it once per micro-batch."""
         if self.args.packing:
             self._gate.prove_first_batch(model, inputs, self._prepare_inputs)
         self._speed.start(self._total_train_tokens)
         if not isinstance(inputs, Slot):
             return self._run_micro_batch(model, inputs, num_items_in_batch)
         require_aligned(inputs, self.accelerator, self.args.gradient_accumulation_steps)
-        loss = torch.zeros((), device=self.args.device)  # all that an idle slot has
+        loss = torch.zeros((), device=self.args.device)  # an idle slot returns this zero
         self.current_gradient_accumulation_steps = len(inputs.micro_batches)  # TRL divides the auxiliary loss by it
         syncs_itself = self.is_deepspeed_enabled
         for micro_batch in in_turn(inputs, accelerator=self.accelerator, model=model, syncs_itself=syncs_itself):
@@ -406,13 +406,13 @@ class PackedSFTTrainer(SFTTrainer):
     def _run_micro_batch(
         self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None
     ) -> torch.Tensor:
-        """TRL's training step, with what a user needs to know where it fails."""
+        """Run TRL's training step on one micro-batch, with advice on out-of-memory errors and non-finite losses."""
         self._speed.add(inputs)
         with memory_advice(self.args, inputs, budget=self._cutter and self._cutter.free_budget):
             loss = super().training_step(model, inputs, num_items_in_batch)
         if self.args.packing:
             self._loss_watch.add(self.state.global_step + 1, inputs, loss)
-            if self._loss_watch.is_full:  # a run that does not log
+            if self._loss_watch.is_full:  # only in a run that rarely logs
                 self._loss_watch.require_finite(self._tokenizer)
         return loss
 
@@ -423,10 +423,10 @@ class PackedSFTTrainer(SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """TRL's loss, weighted as asked; counts what the batch holds on the way."""
+        """Compute TRL's loss, weighted as `loss_weighting` says, and count the batch for the logged metrics."""
         if self.args.packing:
-            self._head.choose(model)  # evaluated before it is trained
-        is_training = self.model.training  # as TRL tells training from evaluation
+            self._head.choose(model)  # not chosen yet if the model is evaluated before training
+        is_training = self.model.training  # TRL tells training from evaluation in the same way
         mode = "train" if is_training else "eval"
         self._uncount_padding(inputs, mode)
         rows = self.args.per_device_train_batch_size if self.args.strategy.fills_rows and is_training else 0
@@ -434,20 +434,20 @@ class PackedSFTTrainer(SFTTrainer):
         measured = self._head.measures(self.state, is_training=is_training)
         by_example = self.args.loss_weighting == "example" and is_training
         sources = {name: inputs[name] for name in ("labels", "packed_layout", SOURCES) if name in inputs}
-        inputs.pop(SOURCES, None)  # strings, which no model takes
+        inputs.pop(SOURCES, None)  # no model takes strings
         called: Any = model if self._terms is None else self._terms.wrap(model, inputs)
         weighted = None
         if by_example or SOURCES in sources:
             called = weighted = WeightedModel(called, example_weights(inputs) if by_example else None)
         result = super().compute_loss(called, inputs, return_outputs, num_items_in_batch)
-        if not measured:  # zeros would enter the logged mean
+        if not measured:  # otherwise zeros would enter the logged mean
             drop_unmeasured(self._metrics[mode])
         if weighted is not None and SOURCES in sources and weighted.log_probs is not None:
             self._sources.add(mode, sources, weighted.log_probs)
         return result
 
     def _uncount_padding(self, inputs: dict[str, Any], mode: str) -> None:
-        """TRL is about to count every token of the batch, on all ranks."""
+        """Subtract the batch's padding on all ranks from TRL's token count, because TRL adds the whole row."""
         layout = inputs.get("packed_layout")
         if mode != "train" or layout is None:
             return
@@ -455,23 +455,23 @@ class PackedSFTTrainer(SFTTrainer):
         if self.accelerator.num_processes > 1:
             counts: Any = self.accelerator.gather(torch.tensor([padding], device=self.accelerator.device))
             padding = int(counts.sum())
-        self._total_train_tokens -= padding  # TRL adds the whole row afterwards
+        self._total_train_tokens -= padding
 
     def _add_noise(self) -> None:
         if self.neftune_noise_alpha is not None and self._terms is not None:
             self.neftune_hook_handle = self._terms.add_noise(self.neftune_hook_handle)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL's metrics, true tokens a second and MFU, and the mean loss of each source since the last time."""
+        """Log TRL's metrics, true tokens per second, MFU, and the mean loss of each source since the last log."""
         if self.args.loss_by:
             logs.update(self._sources.read("train" if self.model.training else "eval"))
-        if "loss" in logs:  # a log of training, for which the host has waited for the loss
+        if "loss" in logs:  # a training log: the host has already waited for the loss
             self._loss_watch.require_finite(self._tokenizer)
             logs.update(self._speed.read(self._total_train_tokens))
         super().log(logs, start_time)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """TRL's; its time does not count in the logged speed of training."""
+        """Run TRL's `evaluate`. Its time does not count in the logged training speed."""
         with self._speed.paused(), already_applied(self.args), graphs_for_every_layer(self.model, self.args):
             return super().evaluate(*args, **kwargs)
 
@@ -479,18 +479,18 @@ class PackedSFTTrainer(SFTTrainer):
 
     @property
     def exactness(self) -> ExactnessReport | None:
-        """The proof, once [`~PackedSFTTrainer.train`] or [`~PackedSFTTrainer.prove`] has run it."""
+        """The exactness check, once [`~PackedSFTTrainer.train`] or [`~PackedSFTTrainer.prove`] has run it."""
         return self._gate.report
 
     @property
     def is_zero3_enabled(self) -> bool:
-        """Whether DeepSpeed keeps the weights in parts: only its engine, which `train` builds, runs the model."""
+        """`True` if DeepSpeed shards the weights. Then only its engine can run the model, and `train` builds it."""
         plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
         return self.is_deepspeed_enabled and plugin is not None and plugin.zero_stage == 3
 
     @property
     def is_proven_wrapped(self) -> bool:
-        """Whether the exactness check waits for the wrapped model: whole, it may fit no device."""
+        """`True` if the exactness check waits for the wrapped model, because an unsharded one may fit no device."""
         return self.is_fsdp_enabled or self.is_zero3_enabled
 
     def prove(self, checkpoint: str | None = None) -> ExactnessReport:
@@ -498,10 +498,10 @@ class PackedSFTTrainer(SFTTrainer):
 
         Args:
             checkpoint (`str`, *optional*):
-                A checkpoint that is resumed from: its proof is taken if all that a proof depends on is the same.
+                The checkpoint to resume from. Its proof is reused if nothing has changed that a proof depends on.
 
         Raises:
-            [`ContaminationError`]: if packing is not exact on this model, on every rank if it is not on one.
+            [`ContaminationError`]: if packing is not exact on this model. If it fails on one rank, all ranks raise.
             [`UnsupportedModel`]: under DeepSpeed ZeRO-3 before training has begun.
         """
         if self.is_zero3_enabled:
@@ -528,11 +528,11 @@ class PackedSFTTrainer(SFTTrainer):
 
         Raises:
             [`ContaminationError`]: if packing is not exact on this model.
-            [`InvalidConfig`]: if there is no whole checkpoint to resume from, or none in the folder that is named.
+            [`InvalidConfig`]: if there is no whole checkpoint to resume from, or the named folder is no checkpoint.
         """
         named = (lambda: self._identity) if self.args.packing else None
         resume_from_checkpoint = self._resumed_from = go_on(self, resume_from_checkpoint, identity=named)
-        if not self.is_proven_wrapped:  # else once it is wrapped, by the callback
+        if not self.is_proven_wrapped:  # otherwise the callback does it once the model is wrapped
             self._require_proof()
         with alone_in_folder(self.args), already_applied(self.args), graphs_for_every_layer(self.model, self.args):
             return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -543,13 +543,13 @@ class PackedSFTTrainer(SFTTrainer):
         return identity(self.train_dataset, self._tokenizer, trained=report and report.trained_tokens)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """TRL's, whole only once every rank has written its part; older checkpoints go after that."""
+        """Save TRL's checkpoint, mark it whole once every rank has written its part, then delete older ones."""
         with self._speed.paused(), whole(self, trial, lambda: self._identity) as folder:
             super()._save_checkpoint(model, trial)
             self._data.save_state(folder)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """TRL's model card, with a section on packing and its proof."""
+        """Write TRL's model card, with a section on packing and its proof."""
         super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
             name_base(self.args.output_dir, inspect.model_config(self.model)._name_or_path)

@@ -1,4 +1,4 @@
-"""What `PackedSFTTrainer` refuses before any data is touched, and why."""
+"""Checks that refuse invalid arguments, models and datasets before any data is processed, with the reasons."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from .contents import TOKENS
 from .liger import refuse_missing_liger
 from .parallelism import asked_parallelism, refuse_parallelism, refuse_zero3
 
-# Largest relative difference of a loss that rounding explains.
+# Largest relative difference between two losses that rounding can explain.
 _SAME_LOSS = 1e-4
 logger = get_logger(__name__)
 
 
 def refuse_untrainable(model: Any, peft_config: PeftConfig | None) -> None:
-    """What cannot be trained at all, packed or not.
+    """Refuse models and adapters that cannot be trained at all, packed or not.
 
     Raises:
-        [`InvalidConfig`]: for an adapter on the LM head, and weights that are gone in the backward pass.
+        [`InvalidConfig`]: for an adapter on the LM head, and for offloaded weights.
     """
     targets = getattr(peft_config, "target_modules", None) or ()
     if "lm_head" in ([targets] if isinstance(targets, str) else targets):
         raise InvalidConfig(
             "peft_config targets 'lm_head'.",
-            why=["TRL multiplies hidden states with lm_head.weight directly: its adapter would never be trained"],
-            do="Remove 'lm_head' from target_modules; to train it in full, name it in modules_to_save.",
+            why=["TRL multiplies hidden states with lm_head.weight directly, so its adapter would never be trained"],
+            do="Remove 'lm_head' from target_modules. To train it in full, name it in modules_to_save.",
         )
     if getattr(model, "hf_device_map", None) and any(parameter.is_meta for parameter in model.parameters()):
         raise InvalidConfig(
             "device_map has offloaded weights of the model, to a disk or from an accelerator to the CPU.",
-            why=["they are gone when the backward pass needs them: torch cannot train through them"],
-            do="Load the model without device_map, perhaps with load_in_4bit=True, or shard it: fsdp=True.",
+            why=["torch cannot train through them: they are gone when the backward pass needs them"],
+            do="Load the model without device_map, for example with load_in_4bit=True, or shard it: fsdp=True.",
         )
 
 
@@ -60,17 +60,17 @@ def refuse_arguments(
     peft_config: PeftConfig | None,
     compute_loss_func: Callable[..., Any] | None = None,
 ) -> None:
-    """Arguments of the trainer that contradict packing.
+    """Refuse trainer arguments that contradict packing.
 
     Raises:
-        [`InvalidConfig`]: naming them.
+        [`InvalidConfig`]: with their names.
         [`NoBackend`]: if the named attention backend cannot run on this machine.
-        [`VersionTooOld`]: for a DeepSpeed whose ZeRO-3 cannot be proven.
+        [`VersionTooOld`]: for a DeepSpeed version whose ZeRO-3 cannot be proven.
     """
     if args.loss_weighting == "example" and compute_loss_func is not None:
         raise InvalidConfig(
             "compute_loss_func with loss_weighting='example': the function makes the loss itself.",
-            do="Weigh examples in the function, or drop one of the two.",
+            do="Weight the examples in the function, or drop one of the two.",
         )
     if not args.packing:
         return
@@ -78,7 +78,7 @@ def refuse_arguments(
         raise InvalidConfig(
             "compute_metrics with eval_packing=True: metrics are computed example by example.",
             why=["a packed batch has one row of logits for many examples"],
-            do="Leave eval_packing unset; evaluation is then padded, training stays packed.",
+            do="Leave eval_packing unset. Then evaluation is padded and training stays packed.",
         )
     if getattr(args.accelerator_config, "dispatch_batches", None):
         raise InvalidConfig(
@@ -94,7 +94,7 @@ def refuse_arguments(
 
 
 def refuse_adapters_and_backend(args: PackedSFTConfig, peft_config: PeftConfig | None) -> None:
-    """An adapter that mixes documents, and a named backend that cannot run here.
+    """Refuse an adapter that mixes documents, and a named attention backend that cannot run here.
 
     Raises:
         [`UnsupportedModel`]: for the adapter.
@@ -105,11 +105,13 @@ def refuse_adapters_and_backend(args: PackedSFTConfig, peft_config: PeftConfig |
 
 
 def _refuse_backend(args: PackedSFTConfig) -> None:
-    """A named backend that could not serve even the plainest of models here; what it cannot do for this one is known
-    once that has been built."""
+    """Refuse a named backend that cannot serve even the simplest model here.
+
+    Whether it can serve the run's model is known only once the model is built.
+    """
     if args.attention_backend == "auto":
         return
-    # Heads of 64, as many keys as queries, no window, no softcap: what every backend can do where it runs at all.
+    # Head dim 64, as many keys as queries, no window, no softcap: every backend that runs here at all can do this.
     plainest = AttentionRequest(args.device, torch.bfloat16, 64, 8, 8, named=True)
     reasons = get_backend(args.attention_backend).refusals(plainest)
     if reasons:
@@ -121,16 +123,17 @@ def _refuse_backend(args: PackedSFTConfig) -> None:
 
 
 def refuse_model(model: str | PreTrainedModel | PeftModel, args: PackedSFTConfig) -> None:
-    """A model, or a model type, that no patch serves or that cannot take the arguments. What nobody has measured is
-    for [`patch`] to check.
+    """Refuse a model, or a model type, that no patch supports or that contradicts the arguments.
+
+    A type that has not been measured passes here; [`patch`] checks it.
 
     Raises:
-        [`UnsupportedModel`]: with the nearest names; for an adapter or a quantization that mixes documents.
-        [`InvalidConfig`]: if quantization is asked of a model that is loaded already.
+        [`UnsupportedModel`]: with the nearest names; also for an adapter or a quantization that mixes documents.
+        [`InvalidConfig`]: if the arguments ask to quantize a model that is already loaded.
     """
     name = model if isinstance(model, str) else model_type(model)
     if name in results() and results()[name]["verdict"] != "exact":
-        get_patch_for_type(name)  # raises, with the reason
+        get_patch_for_type(name)  # raises with the reason
     if isinstance(model, str):
         return
     native = getattr(model_config(model), "distributed_config", None)
@@ -138,7 +141,7 @@ def refuse_model(model: str | PreTrainedModel | PeftModel, args: PackedSFTConfig
     quantized = getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
     if (args.load_in_4bit or args.load_in_8bit) and not quantized:
         raise InvalidConfig(
-            "load_in_4bit or load_in_8bit is set, but the model is loaded already, unquantized.",
+            "load_in_4bit or load_in_8bit is set, but the model is already loaded, without quantization.",
             do="Pass the model by name, or load it with a BitsAndBytesConfig and drop the argument.",
         )
     refuse_adapters(model)
@@ -152,7 +155,7 @@ _STATE_LIKE_WEIGHTS = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FU
 def refuse_precision(
     model: torch.nn.Module, args: PackedSFTConfig, *, scales_losses: bool, own_optimizer: bool
 ) -> None:
-    """Weights in float16 that are trained themselves, where that goes wrong; `fp16` where it has no effect is said.
+    """Refuse trained float16 weights where training them fails; warn if `fp16` has no effect.
 
     Args:
         model (`torch.nn.Module`):
@@ -162,22 +165,22 @@ def refuse_precision(
         scales_losses (`bool`):
             Whether the loss is scaled for float16, as on an accelerator.
         own_optimizer (`bool`):
-            Whether the user brings an optimizer.
+            Whether the user passes an optimizer.
 
     Raises:
-        [`InvalidConfig`]: if torch refuses their gradients in the first step, or AdamW's state cannot hold them.
+        [`InvalidConfig`]: if torch would refuse their gradients in the first step, or AdamW's state cannot hold them.
     """
     if args.fp16 and args.device.type == "cpu":
         logger.warning("trl-packfa: fp16=True has no effect on a CPU: accelerate computes in the weights' own dtype.")
     halves = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype is torch.float16]
     why = []
     if scales_losses:
-        why += ["fp16=True scales the loss, and torch takes the scale out of float32 gradients only"]
-    # float16's smallest number is 6e-8, the square of 2.4e-4: AdamW would divide by 0 plus epsilon.
+        why += ["fp16=True scales the loss, and torch removes the scale from float32 gradients only"]
+    # float16's smallest number is 6e-8, the square of 2.4e-4. Below it AdamW would divide by 0 plus epsilon.
     if args.optim in _STATE_LIKE_WEIGHTS and not own_optimizer:
         why += [
             f"optim='{OptimizerNames(args.optim).value}' keeps its state in float16, where the square of a gradient "
-            "below 2e-4 is 0: steps of any size, or NaN"
+            "below 2e-4 is 0: steps become too large, or NaN"
         ]
     if halves and why:
         raise InvalidConfig(
@@ -188,14 +191,14 @@ def refuse_precision(
 
 
 def refuse_collator(collator: Callable[[list[Any]], dict[str, Any]] | None) -> None:
-    """A data collator whose batches do not say where documents begin: tried on two small documents.
+    """Refuse a data collator whose batches do not mark where documents begin. It is tried on two small documents.
 
     Raises:
         [`InvalidConfig`]: if it fails on them or loses the boundary.
     """
     if collator is None:
         return
-    why = "it returns no position_ids that restart and no cu_seq_lens_q"
+    why = "it returns neither position_ids that restart nor cu_seq_lens_q"
     try:
         batch = collator([{"input_ids": ids, "labels": list(ids)} for ids in ([1, 2, 3], [4, 5])])
         layout = layout_of(batch)
@@ -212,68 +215,70 @@ def refuse_collator(collator: Callable[[list[Any]], dict[str, Any]] | None) -> N
 
 
 def refuse_loss_function(loss_func: Any, *, vocabulary: int, device: torch.device) -> None:
-    """A `compute_loss_func` that makes another loss of packed documents than of padded ones: tried on random logits of
-    two small documents.
+    """Refuse a `compute_loss_func` whose loss differs between packed and padded documents.
+
+    It is tried on random logits of two small documents.
 
     Args:
         loss_func (`Callable`):
-            Called as TRL calls it: the model's outputs, labels, `num_items_in_batch`.
+            Called as TRL calls it: with the model's outputs, labels, `num_items_in_batch`.
         vocabulary (`int`), device (`torch.device`):
-            Of the logits.
+            Vocabulary size and device of the logits.
 
     Raises:
-        [`InvalidConfig`]: with both losses, or with why it could not be tried.
+        [`InvalidConfig`]: with both losses, or with the reason why it could not be tried.
     """
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn((2, 5, vocabulary), generator=generator).to(device)
     labels = torch.tensor([[2, 1, 0, 1, 2], [1, 2, 1, -100, -100]], device=device)
     packed_logits = torch.cat([logits[:1], logits[1:, :3]], dim=1)
-    packed_labels = torch.tensor([[-100, 1, 0, 1, 2, -100, 2, 1]], device=device)  # as the collator makes them
+    packed_labels = torch.tensor([[-100, 1, 0, 1, 2, -100, 2, 1]], device=device)  # the collator masks first tokens
     batches = ((logits, labels), (packed_logits, packed_labels))
-    # 6 labels are trained. A function that divides by its own number of them agrees at 6 by chance, and not at 60.
+    # 6 labels are trained. A function that divides by its own count of labels agrees at 6 by chance, but not at 60.
     counts = [torch.tensor(count, device=device) for count in (6, 60)]
     why = next(filter(None, (_unlike(loss_func, batches, count) for count in counts)), None)
     if why is not None:
         raise InvalidConfig(
             f"compute_loss_func {getattr(loss_func, '__name__', type(loss_func).__name__)} cannot be packed.",
             why=[why],
-            do="Let it shift the labels, sum over those that are not -100 and divide by num_items_in_batch, or train "
-            "padded with packing=False.",
+            do="Shift the labels, sum the loss over labels that are not -100 and divide by num_items_in_batch, or "
+            "train padded with packing=False.",
         )
 
 
 def _unlike(loss_func: Any, batches: tuple[tuple[torch.Tensor, torch.Tensor], ...], count: torch.Tensor) -> str | None:
-    """How two losses of the same documents differ, `None` if they do not."""
+    """Describe how the padded and the packed loss of the same documents differ; return `None` if they agree."""
     try:
         padded, packed = (
             float(loss_func(CausalLMOutputWithPast(logits=logits), labels.clone(), num_items_in_batch=count))
             for logits, labels in batches
         )
-    except Exception as error:  # whatever a user's code raises, packing it is not known to be right
+    except Exception as error:  # a user's function can raise anything; then nothing shows that packing is right
         return f"it failed on logits and labels of two documents: {error!r}"
     if abs(padded - packed) <= _SAME_LOSS * max(abs(padded), 1.0):
         return None
-    return f"of two documents it makes {padded:.4f} padded, {packed:.4f} packed"
+    return f"its loss of two documents is {padded:.4f} padded, {packed:.4f} packed"
 
 
 def refuse_noise(model: Any) -> None:
-    """NEFTune where a backbone looks documents up in groups of its own: which padded row each would have is not known
-    there.
+    """Refuse NEFTune for a backbone that runs documents in batches of its own.
+
+    NEFTune's noise depends on the length of a document's padded row, which is not known there.
 
     Raises:
-        [`UnsupportedModel`]: naming the type.
+        [`UnsupportedModel`]: with the model type.
     """
     state = find_state(model)
     if state is not None and state.patch.rebatch:
         raise UnsupportedModel(
             f"neftune_noise_alpha with model type '{model_type(model)}', whose backbone runs document by document.",
-            why=["the noise's range follows the length of the padded row, which is not known there"],
+            why=["the range of NEFTune's noise depends on the length of the padded row, which is not known there"],
             do="Drop neftune_noise_alpha, or train padded with packing=False.",
         )
 
 
 def refuse_data(dataset: Dataset | IterableDataset, *, name: str) -> None:
-    """Documents that are not there before they are collated.
+    """Refuse datasets whose documents exist only after collation.
 
     Raises:
         [`InvalidDataset`]: for images, and for a dataset that is transformed on the fly.
@@ -281,23 +286,23 @@ def refuse_data(dataset: Dataset | IterableDataset, *, name: str) -> None:
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise InvalidDataset(
             f"the {name} dataset is transformed on the fly (set_transform or with_transform).",
-            why=["lengths are planned before, and a resumed run must see the same documents"],
+            why=["packing plans with lengths before training, and a resumed run must see the same documents"],
             do="Use dataset.map(...), which is computed once, or reset_format().",
         )
     images = sorted({"image", "images"} & set(next(iter(dataset), {})))
     if images:
         raise InvalidDataset(
             f"the {name} dataset has a column '{images[0]}': a vision dataset cannot be packed.",
-            why=["its processor makes tokens of images while batches are collated: their number is not known before"],
+            why=["its processor tokenizes images during collation, so their number of tokens is not known before"],
             do=f"Drop the column to train on the text alone, or {TRAIN_PADDED}.",
         )
 
 
 def refuse_sources(args: PackedSFTConfig, train_dataset: Dataset | IterableDataset | None) -> None:
-    """Refuse a column of sources that is not there, or that holds tokens.
+    """Refuse a `loss_by` column that does not exist or that holds tokens.
 
     Raises:
-        [`InvalidConfig`]: naming the columns that are.
+        [`InvalidConfig`]: with the columns that exist.
     """
     if args.loss_by is None or train_dataset is None:
         return

@@ -1,8 +1,8 @@
-"""What a layer does besides matrix products, on a CPU: each one autograd function that goes through the tokens in
-pieces which stay in its cache, keeps its inputs only, and computes the rest again in the backward.
+"""Kernels for the parts of a layer between its matrix products, on a CPU.
 
-torch's own operators pass over memory once each, and keep every result between them. Other devices, and compiled
-graphs, which fuse by themselves, run the models' own code.
+Each kernel is one autograd function. It computes pieces of tokens that fit into the cache, saves its inputs only, and
+computes the rest again in the backward. torch's operators each pass over memory once and save all results between
+them. Other devices run the model's own code, and so do compiled graphs, because they fuse these operators themselves.
 """
 
 from __future__ import annotations

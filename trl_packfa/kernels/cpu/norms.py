@@ -1,4 +1,4 @@
-"""RMSNorm, as Llama and what was copied from it computes it.
+"""RMSNorm on a CPU, for Llama's norm and its copies in other architectures.
 
 Shape letter: D normalized features.
 """
@@ -19,15 +19,15 @@ from .pieces import are_worth_it, pieces
 
 
 def is_rms_norm_on_cpu(module: nn.Module) -> bool:
-    """Whether a module's forward is Llama's RMSNorm, as it is in many architectures, and its weight on a CPU."""
+    """Tell whether a module computes Llama's RMSNorm and its weight is on a CPU."""
     return computes_as(module, LlamaRMSNorm.forward) and all(p.device.type == "cpu" for p in module.parameters())
 
 
 class RMSNormOverride(Override):
-    """An RMSNorm of packed calls, in pieces."""
+    """An RMSNorm that packed calls compute in pieces of tokens."""
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The norm's forward, of `(..., D)`."""
+        """Run the norm's forward on `(..., D)`."""
         norm: Any = self.module
         if not are_worth_it(hidden_states) or current_layout() is None:
             return self.call_original(hidden_states)
@@ -35,7 +35,10 @@ class RMSNormOverride(Override):
 
 
 class _RMSNorm(Function):
-    """`x / sqrt(mean(x ** 2) + eps) * weight` of `(..., D)`, in float32 up to the weight; keeps its input."""
+    """Autograd function of `x / sqrt(mean(x ** 2) + eps) * weight` for `(..., D)`.
+
+    It computes in float32 up to the product with the weight, and saves its input only.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Pieces of tokens that stay in a core's second-level cache."""
+"""Pieces of tokens that fit into a core's second-level cache."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from collections.abc import Iterator
 
 import torch
 
-# Elements of a piece: 1 MB of float32. Half of it and twice as much were no faster on CPUs with 2 MB per core.
+# Elements of a piece: 1 MB of float32. Half and twice this size were not faster on CPUs with 2 MB per core.
 _ELEMENTS = 2**18
 
 
 def pieces(*tensors: torch.Tensor, like: torch.Tensor, trailing: int) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The same tokens of each tensor `(..., trailing dimensions)`, as many at a time as make a piece of `like`; the
-    tensors themselves where that is one piece."""
+    """Yield the same tokens of each tensor `(..., trailing dimensions)`, one piece of `like` at a time.
+
+    Yield the tensors themselves if `like` is one piece.
+    """
     if like.numel() <= _ELEMENTS:
         yield tensors
         return
@@ -22,5 +24,5 @@ def pieces(*tensors: torch.Tensor, like: torch.Tensor, trailing: int) -> Iterato
 
 
 def are_worth_it(x: torch.Tensor) -> bool:
-    """Whether a tensor lies where pieces help."""
+    """Tell whether pieces make the computation faster: on a CPU, outside of compiled graphs."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()

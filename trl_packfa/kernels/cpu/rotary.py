@@ -1,7 +1,7 @@
-"""Rotary embeddings of queries and keys.
+"""Rotary embeddings of queries and keys on a CPU.
 
-transformers negates and joins the halves of every head, multiplies twice and adds, and its backward does it again:
-a dozen passes over memory. Here there are three, in cache.
+transformers negates and joins the halves of every head, multiplies twice and adds, and does the same in the backward.
+This takes a dozen passes over memory. Here there are three passes, in cache.
 
 Shape letters: B rows, L row length, H head dim, R rotated part of it.
 """
@@ -21,13 +21,13 @@ from .pieces import pieces
 def rotate_in_pieces(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Llama's rotation of `query` and `key` `(B, L, heads, H)` by `cos` and `sin` `(B or 1, L, R)`."""
+    """Rotate `query` and `key` `(B, L, heads, H)` by `cos` and `sin` `(B or 1, L, R)`, as Llama does."""
     tables = (table.expand(len(query), -1, -1).unsqueeze(2) for table in (cos, sin))
     return _Rotate.apply(query, key, *tables)  # type: ignore[return-value]
 
 
 class _Rotate(Function):
-    """Queries and keys `(B, L, heads, H)` by tables `(B, L, 1, R)`."""
+    """Autograd function that rotates queries and keys `(B, L, heads, H)` by tables `(B, L, 1, R)`."""
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
@@ -43,8 +43,10 @@ class _Rotate(Function):
 def _rotated(
     heads: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, *, forward: bool
 ) -> tuple[torch.Tensor, ...]:
-    """`x cos + rotate_half(x) sin` of each of `heads`; backwards by the transpose of that matrix, in which the
-    sines of the halves change places."""
+    """Compute `x cos + rotate_half(x) sin` for each of `heads`, or the gradient if not `forward`.
+
+    The gradient uses the transpose of the rotation matrix, in which the sines of both halves are swapped.
+    """
     outs = tuple(x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, cos.dtype)) for x in heads)
     for cosines, all_sines, *parts in pieces(cos, sin, *heads, *outs, like=heads[0], trailing=2):
         low, high = all_sines.chunk(2, dim=-1)

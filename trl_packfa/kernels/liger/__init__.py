@@ -1,8 +1,7 @@
-"""Liger's Triton kernels in the place of what a layer does between its matrix products, on CUDA, where liger-kernel is
-installed.
+"""Liger's Triton kernels for the parts of a layer between its matrix products, on CUDA with liger-kernel installed.
 
-torch's own operators pass over memory once each: an RMSNorm of transformers' takes eight such passes, a rotation a
-dozen. Compiled graphs fuse them by themselves, and other devices have no such kernels: both run the models' own code.
+torch's operators each pass over memory once. transformers' RMSNorm takes eight passes, and a rotation takes a dozen.
+Compiled graphs run the model's own code, because they fuse these operators themselves. Other devices run it too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which functions of Liger's can be called: the package, its version, and what its functions take.
+"""Loading of Liger's functions, with checks of the package, its version and the functions' arguments.
 
 https://github.com/linkedin/Liger-Kernel
 """
@@ -17,13 +17,13 @@ from torch.autograd import Function
 
 from ...versions import installed_version
 
-# The oldest version that was read and compiled; rotations of a part of the head came with it.
+# The oldest supported version, which added rotations of a part of the head.
 OLDEST = "0.8.5"
-# What its kernels are compiled for. A row, padded to a power of two, is one block of threads.
+# Dtypes of Liger's kernels, and the largest row. A row, padded to a power of two, is one block of threads.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_FEATURES = 65536
 _MODULE = "liger_kernel.ops"
-# By name, whose arguments are looked at, and the ones that are passed here.
+# Functions by name, with the arguments that are passed here. The installed functions must have these arguments.
 _FUNCTIONS: dict[str, tuple[str, ...]] = {
     "LigerRMSNormFunction": ("X", "W", "eps", "offset", "casting_mode", "in_place"),
     "LigerRopeFunction": ("q", "k", "cos", "sin"),
@@ -33,14 +33,14 @@ _FUNCTIONS: dict[str, tuple[str, ...]] = {
 
 
 class LigerKernels(NamedTuple):
-    """Liger's functions, as `liger_kernel.ops` has them for this machine.
+    """The functions of `liger_kernel.ops` on this machine.
 
     Attributes:
-        version (`str`): of the package.
+        version (`str`): version of the package.
         rms_norm (`type[Function]`): RMSNorm of `(..., D)`.
-        rope (`type[Function]`): rotation of queries and keys `(B, heads, L, H)`, which writes over them.
-        swiglu_forward (`Callable`): `(gate, up)`, `(T, I)` each, to both and `silu(gate) * up`.
-        swiglu_backward (`Callable`): `(gate, up, gradient)` to the gradients, written over `gate` and `up`.
+        rope (`type[Function]`): rotation of queries and keys `(B, heads, L, H)`, which overwrites them.
+        swiglu_forward (`Callable`): maps `(gate, up)`, `(T, I)` each, to both and `silu(gate) * up`.
+        swiglu_backward (`Callable`): maps `(gate, up, gradient)` to the gradients and overwrites `gate` and `up`.
     """
 
     version: str
@@ -51,13 +51,13 @@ class LigerKernels(NamedTuple):
 
 
 def liger_kernels() -> LigerKernels | None:
-    """Liger's functions, `None` where [`liger_unavailable`] says why."""
+    """Return Liger's functions, or `None` if they cannot be used ([`liger_unavailable`] says why)."""
     found = _loaded()
     return None if isinstance(found, str) else found
 
 
 def liger_unavailable() -> str | None:
-    """Why Liger's kernels are not used, `None` if they can be."""
+    """Return the reason why Liger's kernels cannot be used, `None` if they can."""
     found = _loaded()
     return found if isinstance(found, str) else None
 
@@ -76,7 +76,7 @@ def _load() -> LigerKernels | str:
     try:
         ops = import_module(_MODULE)
         functions = {name: getattr(ops, name) for name in _FUNCTIONS}
-    except Exception as error:  # a broken Triton raises what it likes
+    except Exception as error:  # a broken Triton may raise any error
         return f"liger-kernel {version} cannot be imported: {type(error).__name__}: {error}"
     for name, wanted in _FUNCTIONS.items():
         taken = _arguments(functions[name])
@@ -92,16 +92,18 @@ def _arguments(function: Any) -> tuple[str, ...]:
 
 
 def lies_on_cuda(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies where the kernels run."""
+    """Tell whether a tensor is on CUDA, where the kernels run."""
     return tensor.device.type == "cuda"
 
 
 def takes(*tensors: torch.Tensor) -> bool:
-    """Whether Liger's kernels take these tensors together: on CUDA, of one dtype that they have, rows not too wide and
-    without gaps."""
+    """Tell whether Liger's kernels accept these tensors together.
+
+    They must be contiguous, on CUDA, of one supported dtype, and with rows of at most `MOST_FEATURES`.
+    """
     first = tensors[0]
     return first.dtype in DTYPES and all(
-        type(x.data) is torch.Tensor  # no part of one, as DTensor is
+        type(x.data) is torch.Tensor  # a DTensor holds only a part of the data
         and lies_on_cuda(x)
         and x.dtype == first.dtype
         and x.shape[-1] <= MOST_FEATURES

@@ -1,4 +1,4 @@
-"""RMSNorm by Liger, where a model's is Llama's.
+"""RMSNorm by Liger's kernel, for models with Llama's RMSNorm.
 
 Shape letter: D normalized features.
 """
@@ -17,9 +17,9 @@ from .library import lies_on_cuda, liger_kernels, takes
 
 
 def is_rms_norm_on_cuda(module: nn.Module) -> bool:
-    """Whether a module's forward is Llama's RMSNorm, its weight on CUDA, and Liger there to compute it.
+    """Tell whether a module computes Llama's RMSNorm, its weight is on CUDA, and Liger is available.
 
-    Gemma's, which casts elsewhere and adds one to its weight, has another forward and is not taken.
+    Gemma's RMSNorm has another forward, which casts elsewhere and adds one to the weight. It does not count.
     """
     return (
         computes_as(module, LlamaRMSNorm.forward)
@@ -29,18 +29,18 @@ def is_rms_norm_on_cuda(module: nn.Module) -> bool:
 
 
 class LigerRMSNormOverride(Override):
-    """An RMSNorm of packed calls, in one pass over memory forward and one backward."""
+    """An RMSNorm that packed calls compute in one pass over memory forward and one backward."""
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The norm's forward, of `(..., D)`."""
+        """Run the norm's forward on `(..., D)`."""
         if torch.compiler.is_compiling() or current_layout() is None:
             return self.call_original(hidden_states)
         norm: Any = self.module
         kernels = liger_kernels()
-        # Of one dtype: where a weight is wider, Llama's result is as wide as that, and Liger's as its input.
+        # Both must have one dtype. With a wider weight, Llama's result has the weight's dtype, Liger's the input's.
         if kernels is None or not takes(hidden_states, norm.weight):
             return self.call_original(hidden_states)
-        # Cast as Llama's: float32 up to the weight, then the input's dtype. Not in place, which would overwrite the
-        # gradient that comes in, and a residual reads that, too.
+        # "llama" casts as Llama does: float32 up to the weight, then the input's dtype. In place would overwrite the
+        # incoming gradient, which a residual also reads.
         options = (norm.variance_epsilon, 0.0, "llama", False)
         return kernels.rms_norm.apply(hidden_states, norm.weight, *options)  # type: ignore[return-value]

@@ -1,1 +1,1 @@
-"""The LM head where no Triton kernel is: only trained positions are scored, some at a time."""
+"""Faster LM heads, which compute scores of trained positions only, in chunks."""

@@ -1,8 +1,9 @@
-"""The LM head where no Triton kernel is: only trained positions are scored, in chunks, once.
+"""The LM head on devices without a Triton kernel: only trained positions are scored, in chunks, once.
 
-TRL's head scores every position there, prompt tokens and all, and multiplies with the head three times: for the
-logits, for the logits again in the backward, and for the gradient. A frozen head's gradient is linear in that of each
-log-probability, so it is computed with the logits and only scaled later: two products, of trained positions.
+On these devices TRL's head scores every position, also prompt tokens. It multiplies with the head three times: for the
+logits, again for the logits in the backward, and for the gradient. With a frozen head, the gradient of the hidden
+states is linear in the gradient of each log-probability. So it is computed together with the logits and only scaled
+later. That takes two products of trained positions.
 
 Shape letters: B rows, L row length, P trained positions, D model dim, V vocabulary.
 """
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
 
 
 class Head:
-    """A causal LM's forward in the place of another one, which it holds.
+    """A forward of a causal LM that replaces another one and keeps it.
 
     Args:
         module (`PreTrainedModel`):
             The causal LM, with TRL's fused head.
         forward (`Callable`):
-            Its forward before.
+            The forward that is replaced.
     """
 
     def __init__(self, module: PreTrainedModel, forward: Callable[..., Any]) -> None:
@@ -43,23 +44,24 @@ class Head:
 
 
 def undo_head(module: Any) -> None:
-    """Give a causal LM the forward back that it had before it was given a [`Head`]."""
+    """Restore the forward that a causal LM had before it got a [`Head`]."""
     head = vars(module).get("forward")
     if isinstance(head, Head):
         module.forward = head.forward
 
 
 class TrainedHead(Head):
-    """A causal LM's forward that answers `fused_lm_head=True` with scores of the trained positions.
+    """A forward of a causal LM that scores trained positions only in calls with `fused_lm_head=True`.
 
     Args:
         module (`PreTrainedModel`):
             The causal LM, with TRL's fused head.
         forward (`Callable`):
-            Its forward, which serves all other calls, and heads that are sharded, quantized or feed experts' losses.
+            Its forward, which runs all other calls. It also runs if the head is sharded or quantized, or if experts'
+            losses need router logits.
 
     Attributes:
-        measures (`bool`): whether entropy and accuracy are computed; zeros otherwise.
+        measures (`bool`): whether entropy and accuracy are computed; if not, they are zeros.
     """
 
     def __init__(self, module: PreTrainedModel, forward: Callable[..., Any]) -> None:
@@ -68,7 +70,7 @@ class TrainedHead(Head):
 
     @around_graphs
     def __call__(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        """The forward, TRL's output type with `fused_lm_head`."""
+        """Run the forward. With `fused_lm_head`, return TRL's output type."""
         if not fused_lm_head:
             return self.forward(*args, **kwargs)
         if not self._serves(kwargs):
@@ -96,7 +98,7 @@ class TrainedHead(Head):
     def _scores(self, *inputs: Any) -> Any:
         return TrainedLogProbs.apply(*inputs)
 
-    # The number of trained positions is another in every batch.
+    # The number of trained positions differs in every batch, so this runs outside of graphs.
     @outside_of_graphs
     def _score(
         self,
@@ -115,7 +117,10 @@ class TrainedHead(Head):
 def aligned(
     states: torch.Tensor, labels: torch.Tensor | None, shift_labels: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """States `(B, L, ...)` and the labels `(B, L)` that they predict, of which TRL sends one kind or the other."""
+    """Align states `(B, L, ...)` with the labels `(B, L)` that they predict.
+
+    TRL sends either `labels` or `shift_labels`. `labels` are shifted by one here, so L is one less.
+    """
     if shift_labels is not None:
         return states, shift_labels
     assert labels is not None
@@ -129,8 +134,8 @@ def scored(
     *,
     aux_loss: torch.Tensor | None = None,
 ) -> FusedCausalLMOutput:
-    """TRL's output from log-probability, entropy and top-1 `(P,)` of the positions in `mask` `(B, L)`."""
-    # Models are patched and unpatched where TRL is older, or not there: only its own head's callers come here.
+    """Make TRL's output from log-probability, entropy and top-1 `(P,)` of the positions in `mask` `(B, L)`."""
+    # Imported here, because models can be patched without TRL. Callers of this function have TRL's head.
     from trl.trainer.utils import FusedCausalLMOutput
 
     # `masked_scatter` keeps a micro-batch without trained labels connected to the model.
@@ -147,15 +152,16 @@ def scored(
 
 
 class TrainedLogProbs(torch.autograd.Function):
-    """Log-probability `(P,)` of each label, entropy `(P,)` and whether the label is the likeliest `(P,)`, from hidden
-    states `(P, D)`, the head's weight `(V, D)`, its bias `(V,)` or `None`, and labels `(P,)`.
+    """Autograd function that returns log-probabilities `(P,)` of labels, entropies `(P,)` and top-1 flags `(P,)`.
 
-    Logits are multiplied in the hidden states' dtype, or autocast's; their softmax is float32.
+    Inputs are hidden states `(P, D)`, the head's weight `(V, D)`, its bias `(V,)` or `None`, and labels `(P,)`. A
+    top-1 flag says that the label is the most likely token. Logits are computed in the dtype of the hidden states, or
+    in autocast's dtype; their softmax is float32.
     """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Score chunk by chunk; with a frozen head, keep the gradient of each log-probability."""
+        """Compute scores chunk by chunk. With a frozen head, save the gradient of each log-probability."""
         hidden, weight, bias, labels, transform, measures = inputs
         ctx.set_materialize_grads(False)
         head_trains = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
@@ -182,7 +188,7 @@ class TrainedLogProbs(torch.autograd.Function):
     @once_differentiable
     @outside_autocast
     def backward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
-        """Scale the kept gradients, or compute those of hidden states and head chunk by chunk."""
+        """Scale the saved gradients, or compute the gradients of hidden states and head chunk by chunk."""
         if grad is None:
             return (None,) * 6
         if not ctx.head_trains:

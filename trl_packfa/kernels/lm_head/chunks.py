@@ -1,4 +1,4 @@
-"""Logits of an LM head, some positions at a time, and what a loss needs of them.
+"""Logits of an LM head in chunks of positions, and the scores of a chunk.
 
 Shape letters: D model dim, V vocabulary; n positions.
 """
@@ -13,23 +13,26 @@ from transformers import PreTrainedConfig
 
 from ...runtime.autocast import HALF, autocast_dtype
 
-# Logits of a chunk. Products of more positions are the faster, up to these 64 MB of float32, which are made once and
-# used for every chunk; in half precision each chunk needs float32 copies too, which glibc maps afresh above 32 MB.
+# Number of logits of a chunk. Larger products are faster, up to these 64 MB of float32; one buffer serves all chunks.
+# In half precision each chunk also needs float32 copies, and glibc allocates blocks above 32 MB anew each time.
 _TILE, _TILE_IN_HALF = 16 * 1024**2, 4 * 1024**2
-# Positions of a chunk at least: fewer would read the head's weight too often.
+# Smallest number of positions of a chunk; smaller chunks would read the head's weight too often.
 _FEWEST = 128
 
 
 class Transform(NamedTuple):
-    """What a model does to its head's output: multiply, then softly cap."""
+    """The change of a head's output before the softmax: a factor, then a softcap."""
 
     scale: float = 1.0
     softcap: float | None = None
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> Transform:
-        """As transformers' models do by their configs; what a config does not say, the comparison with the model's
-        own logits finds ([`~fused_head.ensure_own_loss`])."""
+        """Read factor and softcap from a config of transformers.
+
+        [`~fused_head.ensure_own_loss`] compares with the model's own logits, and so finds changes that the config
+        does not name.
+        """
         text = config.get_text_config()
         divisor = getattr(text, "logits_scaling", None)
         scale = getattr(text, "logit_scale", None) or getattr(text, "lm_head_multiplier", None)
@@ -37,12 +40,12 @@ class Transform(NamedTuple):
 
 
 def positions_per_chunk(dtype: torch.dtype, words: int) -> int:
-    """Positions whose logits are computed at a time."""
+    """Return the number of positions of a chunk, for logits over `words` tokens of the vocabulary."""
     return max((_TILE_IN_HALF if dtype in HALF else _TILE) // words, _FEWEST)
 
 
 class Chunks:
-    """Logits of some positions at a time, `(slice, (n, V))`; a chunk is valid until the next."""
+    """An iterable over chunks of logits, `(slice, (n, V))`. The next chunk overwrites the last one."""
 
     def __init__(
         self,
@@ -75,9 +78,9 @@ class Chunks:
 
 
 class Chunk:
-    """What one chunk of logits `(n, V)`, with targets `(n, 1)`, comes to; float32 logits are overwritten.
+    """The scores of one chunk of logits `(n, V)` with targets `(n, 1)`. It overwrites float32 logits.
 
-    A pass over a chunk costs 2 to 8 % of its product with a head of 512 features, so there are few.
+    A pass over a chunk costs 2 to 8 % of its product with a head of 512 features, so there are few passes.
 
     Attributes:
         log_prob, entropy, is_top1 (`torch.Tensor`): `(n,)`, the last two if `measures`.
@@ -101,7 +104,7 @@ class Chunk:
             self.entropy = self.total[:, 0].log() - mean
 
     def grad_logits(self) -> torch.Tensor:
-        """Derivative of the target's log-probability by the head's output, `(n, V)`, float32."""
+        """Return the derivative of the target's log-probability by the head's output, `(n, V)`, float32."""
         by = self.exp.mul_(-1 / self.total)
         by.scatter_add_(-1, self.target, torch.ones_like(self.target, dtype=by.dtype))
         if self.curve is not None:
@@ -110,7 +113,10 @@ class Chunk:
 
 
 def _is_first_of(logits: torch.Tensor, target: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-    """Whether `argmax` `(n,)` is the target: a slow pass, so only of rows where the target has the largest logit."""
+    """Tell for each row whether the target is the `argmax`, `(n,)`.
+
+    `argmax` is slow, so it runs only on rows in which the target has the largest logit.
+    """
     found = (logits.gather(-1, target) == top)[:, 0]
     found[found.clone()] = logits[found].argmax(-1) == target[found, 0]
     return found

@@ -1,8 +1,8 @@
-"""A frozen LM head on CUDA in two products instead of three, on TRL's own Triton kernels.
+"""A frozen LM head on CUDA in two products instead of three, with TRL's Triton kernels.
 
-TRL's head computes the logits in its backward again, in tiles of the vocabulary. The gradient of a frozen head's input
-is linear in that of each log-probability, so it can be made while the logits of some positions are there, over the
-whole vocabulary, and only be scaled in the backward: as `chunked.py` does where no Triton kernel is.
+TRL's head computes the logits again in its backward, in tiles of the vocabulary. With a frozen head, the gradient of
+its input is linear in the gradient of each log-probability. So it is computed in the forward, from logits over the
+whole vocabulary, and only scaled in the backward. `chunked.py` does the same on devices without a Triton kernel.
 
 Shape letters: P trained positions, D model dim, V vocabulary; n positions of a tile.
 """
@@ -22,12 +22,13 @@ from ...runtime.autocast import autocast_dtype
 from .chunked import TrainedHead
 from .chunks import Transform
 
-# Logits of a tile, half a gigabyte in half precision, and its most positions: a GPU is full with some thousand.
+# Number of logits of a tile, half a gigabyte in half precision, and its largest number of positions. A few thousand
+# positions keep a GPU busy.
 _ELEMENTS, _MOST, _MULTIPLE = 2**28, 4096, 128
 _TRANSFORM = ("vocab_start", "n_cols", "logit_scale", "softcap", "inv_t", "HAS_SOFTCAP")
 _FOLD = (*_TRANSFORM, "HAS_ENTROPY", "HAS_LOG_SUM_SQ_PROBS", "HAS_MEAN_LOGITS", "HAS_IS_TOP1", "BLOCK_SIZE")
 _SLOPE = (*_TRANSFORM, "HAS_LOGPROB_GRAD", "HAS_ENTROPY_GRAD", "BLOCK_SIZE")
-# What TRL's module is asked for: its arguments from the eleventh or eighth on, which are passed by name here.
+# Functions of TRL's module, with the number of arguments that are passed by position and the names of the others.
 _ASKED = {
     "_forward_kernel": (10, _FOLD),
     "_forward_tile": (10, _FOLD),
@@ -39,10 +40,10 @@ _ASKED = {
 
 
 class ScoringKernels(NamedTuple):
-    """TRL's kernels, each in Triton and in torch: statistics of logits, and logits to gradients in place.
+    """TRL's kernels, each in Triton and in torch: statistics of logits, and gradients in place of logits.
 
-    They are no public part of TRL (`trl/kernels/chunked_logprob.py`, TRL 1.16): where they take other arguments, TRL's
-    own head stays.
+    They are not public in TRL (`trl/kernels/chunked_logprob.py`, TRL 1.16). If they have other arguments, TRL's own
+    head is used.
     """
 
     fold: Any
@@ -56,7 +57,7 @@ class ScoringKernels(NamedTuple):
 
 @cache
 def scoring_kernels() -> ScoringKernels | None:
-    """TRL's kernels, `None` if this TRL has others."""
+    """Return TRL's kernels, `None` if the installed TRL has different ones."""
     found = {name: getattr(chunked_logprob, name, None) for name in _ASKED}
     block = getattr(chunked_logprob, "_BLOCK_SIZE", None)
     if block is None or any(_arguments(found[name])[skip:] != wanted for name, (skip, wanted) in _ASKED.items()):
@@ -67,19 +68,19 @@ def scoring_kernels() -> ScoringKernels | None:
 def _arguments(function: Any) -> tuple[str, ...]:
     if function is None:
         return ()
-    names = getattr(function, "arg_names", None)  # of a function that Triton compiles
+    names = getattr(function, "arg_names", None)  # functions that Triton compiles have this attribute
     return tuple(inspect.signature(function).parameters if names is None else names)
 
 
 def positions_per_tile(words: int) -> int:
-    """Positions whose logits over so many words are held at a time."""
+    """Return the number of positions of a tile, for logits over `words` tokens of the vocabulary."""
     return min(max(_ELEMENTS // words // _MULTIPLE, 1) * _MULTIPLE, _MOST)
 
 
 class FrozenHead(TrainedHead):
-    """A causal LM's forward that answers `fused_lm_head=True` by a frozen head on CUDA in two products.
+    """A forward of a causal LM that computes `fused_lm_head=True` with a frozen head on CUDA in two products.
 
-    Heads that train, are sharded or quantized, or feed experts' losses are TRL's.
+    TRL's head runs if the head trains, is sharded or quantized, or if experts' losses need router logits.
     """
 
     def _scores(self, *inputs: Any) -> Any:
@@ -91,21 +92,21 @@ class FrozenHead(TrainedHead):
 
 
 def can_be_frozen(weight: torch.Tensor) -> bool:
-    """Whether a head's weight lies where [`FrozenLogProbs`] is faster than TRL's, and TRL has the kernels for it."""
+    """Tell whether a head's weight is on CUDA, where [`FrozenLogProbs`] is faster, and TRL has the kernels for it."""
     return weight.device.type == "cuda" and scoring_kernels() is not None
 
 
 class FrozenLogProbs(torch.autograd.Function):
-    """Log-probability `(P,)` of each label, entropy `(P,)` and whether the label is the likeliest `(P,)`, from hidden
-    states `(P, D)`, a frozen head's weight `(V, D)`, its bias `(V,)` or `None`, and labels `(P,)`.
+    """Autograd function that returns log-probabilities `(P,)` of labels, entropies `(P,)` and top-1 flags `(P,)`.
 
-    Logits are multiplied in the hidden states' dtype, or autocast's; all else is float32. The gradient of the hidden
-    states is rounded once, as TRL's.
+    Inputs are hidden states `(P, D)`, a frozen head's weight `(V, D)`, its bias `(V,)` or `None`, and labels `(P,)`. A
+    top-1 flag says that the label is the most likely token. Logits are computed in the dtype of the hidden states, or
+    in autocast's dtype; everything else is float32. The gradient of the hidden states is rounded once, as in TRL.
     """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Score tile by tile; keeps the gradient of each log-probability by its hidden state."""
+        """Compute scores tile by tile, and save the gradient of each log-probability by its hidden state."""
         hidden, weight, bias, labels, transform, measures = inputs
         dtype = autocast_dtype(hidden) or hidden.dtype
         ctx.set_materialize_grads(False)
@@ -127,7 +128,7 @@ class FrozenLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
-        """Scale what was kept, in float32."""
+        """Scale the saved gradients in float32."""
         (slopes,) = ctx.saved_tensors
         if grad is None or slopes is None:
             return (None,) * 6
@@ -135,7 +136,7 @@ class FrozenLogProbs(torch.autograd.Function):
 
 
 class _Scorer:
-    """One tile of positions after the other."""
+    """The computation of one tile of positions after the other."""
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, transform: Transform, *, measures: bool
@@ -161,8 +162,11 @@ class _Scorer:
         scores_3n: torch.Tensor,
         slopes_nD: torch.Tensor | None,
     ) -> None:
-        """Write log-probability, entropy and top-1 to `scores_3n`, and the gradients of the first by the hidden states
-        to `slopes_nD`, if there is one; `logits_nV` is room for the logits."""
+        """Write log-probabilities, entropies and top-1 flags of a tile to `scores_3n`.
+
+        Write the gradients of the log-probabilities by the hidden states to `slopes_nD`, if it is given. `logits_nV`
+        is the buffer for the logits.
+        """
         torch.mm(hidden_nD, self.weight.t(), out=logits_nV)
         if self.bias is not None:
             logits_nV.add_(self.bias)
@@ -184,7 +188,7 @@ class _Scorer:
         self._to_slopes(logits_nV, labels_n, log_total, by_triton)
         if slopes_nD.dtype == logits_nV.dtype:
             torch.mm(logits_nV, self.weight, out=slopes_nD)
-        else:  # autocast's, of float32 hidden states
+        else:  # float32 hidden states under autocast
             self.kernels.add_product(slopes_nD.zero_(), logits_nV, self.weight)
 
     def _to_slopes(
@@ -193,7 +197,7 @@ class _Scorer:
         """Overwrite logits with the derivatives of the label's log-probability by the head's output."""
         grid = (len(labels_n), -(-logits_nV.shape[1] // self.kernels.block))
         slope = self.kernels.slope[grid] if by_triton else self.kernels.slope_in_torch
-        # The entropy's slot and its gradient's are filled, and not read.
+        # The kernel does not read the arguments of the entropy and its gradient, so any tensor will do.
         given = (labels_n, log_total, log_total, torch.ones_like(log_total), log_total)
         asked = {"HAS_LOGPROB_GRAD": True, "HAS_ENTROPY_GRAD": False}
         slope(logits_nV, logits_nV.stride(0), *given, **asked, **self.options)

@@ -1,8 +1,8 @@
-"""TRL's fused LM head, of labelled positions only, on machines where TRL's own scores every position.
+"""TRL's fused LM head for labelled positions only, on devices without a Triton kernel.
 
-Where no Triton kernel runs, TRL's head multiplies pads and prompts with the vocabulary, too, and drops the result.
-This one hands TRL's function the labelled positions: log-probabilities, entropy, mean logits and loss are TRL's, and
-so are their gradients.
+On these devices TRL's head also multiplies padding and prompts with the vocabulary, and drops the result. This head
+passes only the labelled positions to TRL's function. Log-probabilities, entropy, mean logits, loss and their gradients
+are those of TRL.
 
 Shape letters: B rows, L row length, P labelled positions, D model dim.
 """
@@ -26,10 +26,10 @@ from ...runtime.zero3 import is_in_parts
 if TYPE_CHECKING:
     from trl.trainer.utils import FusedCausalLMOutput
 
-# Where accelerate keeps the forward that it has put autocast around.
+# Attribute in which accelerate keeps a forward that it has wrapped in autocast.
 _INSIDE_AUTOCAST = "_original_forward"
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# What TRL's head keeps of its arguments, and what of the config.
+# Options of TRL's head, from its arguments and from the config.
 _OPTIONS = (
     "temperature",
     "cast_lm_head_to_fp32",
@@ -39,14 +39,14 @@ _OPTIONS = (
     "backbone_attr",
 )
 _FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-# Vocabulary entries whose logits TRL's function computes at a time, as TRL calls it.
+# Number of vocabulary entries that TRL's function computes at a time; TRL uses the same number.
 _CHUNK = 32768
 
 
 def trl_options(module: nn.Module) -> dict[str, Any] | None:
-    """The options of TRL's fused head (`add_fused_lm_head`) if a model's forward is one, `None` if it is none.
+    """Return the options of TRL's fused head (`add_fused_lm_head`), `None` if a model has no such head.
 
-    accelerate's autocast may be around it.
+    accelerate may have wrapped the head's forward in autocast.
     """
     forward = vars(module).get(_INSIDE_AUTOCAST, vars(module).get("forward"))
     function: Any = getattr(forward, "__func__", None)
@@ -57,16 +57,16 @@ def trl_options(module: nn.Module) -> dict[str, Any] | None:
 
 
 class LabelledHead(Override):
-    """A causal LM's forward that answers `fused_lm_head=True` with TRL's scores of the labelled positions.
+    """A forward of a causal LM that computes `fused_lm_head=True` with TRL's scores of labelled positions only.
 
     Args:
         module (`torch.nn.Module`):
             The causal LM.
         original (`Callable`):
-            TRL's forward, which serves all other calls, Triton's devices, and heads that are sharded, quantized or
-            feed experts' losses.
+            TRL's forward, which runs all other calls. It also runs on devices with Triton, if the head is sharded or
+            quantized, or if experts' losses need router logits.
         options (`dict[str, Any]`):
-            What [`trl_options`] found.
+            The result of [`trl_options`].
     """
 
     def __init__(self, module: nn.Module, original: Callable[..., Any], options: dict[str, Any]) -> None:
@@ -76,7 +76,7 @@ class LabelledHead(Override):
 
     @around_graphs
     def __call__(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        """The forward, TRL's output type with `fused_lm_head`."""
+        """Run the forward. With `fused_lm_head`, return TRL's output type."""
         if not fused_lm_head:
             return self.call_original(*args, **kwargs)
         if not self._serves(kwargs):
@@ -90,7 +90,7 @@ class LabelledHead(Override):
             return self._score(hidden_BLD, *labels, num_items_in_batch)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        """accelerate's, where it was put around the forward whose place this one takes."""
+        """Return accelerate's autocast if accelerate wrapped the replaced forward in it, else an empty context."""
         if _INSIDE_AUTOCAST not in vars(self.module):
             return nullcontext()
         device, dtype = next(self.module.parameters()).device.type, _DTYPES.get(AcceleratorState().mixed_precision)
@@ -107,7 +107,7 @@ class LabelledHead(Override):
         routed = kwargs.get("output_router_logits", by_config)
         return not (sharded or routed or weight.device.type in ("cuda", "xpu"))
 
-    # The number of labelled positions is another in every batch.
+    # The number of labelled positions differs in every batch, so this runs outside of graphs.
     @outside_of_graphs
     def _score(
         self,
@@ -116,7 +116,7 @@ class LabelledHead(Override):
         shift_labels: torch.Tensor | None,
         num_items_in_batch: torch.Tensor | int | None,
     ) -> FusedCausalLMOutput:
-        # Models are patched where TRL is older, or not there: only its own head's callers come here.
+        # Imported here, because models can be patched without TRL. Callers of this method have TRL's head.
         from trl.kernels import ChunkedLogProbFunction
         from trl.trainer.utils import FusedCausalLMOutput
 

@@ -1,8 +1,8 @@
-"""LoRA layers whose low-rank update rides in the base product, instead of in passes of its own over the activations.
+"""Fused LoRA layers, which compute the low-rank update together with the base product.
 
-`projections.py` reads PEFT's layers and says why one cannot be served, `products.py` holds the forward and backward,
-`overrides.py` the forwards that a patch puts on an instance, `activated.py` those of PEFT's activated LoRA. Parameters
-stay where PEFT has put them.
+This avoids separate passes over the activations. `projections.py` reads PEFT's layers and says why a layer cannot be
+fused. `products.py` has the forward and the backward. `overrides.py` has the forwards that a patch puts on modules,
+and `activated.py` has those of PEFT's activated LoRA. Parameters stay in PEFT's layers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""PEFT's activated LoRA (aLoRA) in packed calls: one place to begin for each document, as each has alone.
+"""PEFT's activated LoRA (aLoRA) in packed calls, with one start per document.
 
-PEFT finds the last invocation of a row and lets the adapter change every token from there on. A packed row has one
-for each of its documents, which PEFT's offsets, one for each row, cannot say. So PEFT's layer runs with no token
-activated, which leaves base layer and other adapters, and the update is added here where a document is active.
+PEFT finds the last invocation in a row, and the adapter changes every token from there on. A packed row needs one
+start per document, but PEFT has one offset per row. So PEFT's layer runs without activated tokens; it computes the
+base layer and the other adapters. Then the update is added here to the activated tokens of each document.
 
 Shape letters: T packed tokens, S documents, P activated tokens, D features.
 """
@@ -30,44 +30,44 @@ Invocations = Mapping[str, tuple[int, ...]]
 
 
 def invocations_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The tokens that activate each activated adapter of a model, by the adapter's name.
+    """Return the invocation tokens of each activated adapter of a model, by the adapter's name.
 
     Raises:
-        [`UnsupportedModel`]: for one that no `PeftModel` is around: PEFT would never activate it.
+        [`UnsupportedModel`]: if an adapter has no `PeftModel` around it, because PEFT would never activate it.
     """
     models = [module for module in model.modules() if isinstance(module, PeftModel)]
     configs: dict[str, Any] = {name: config for found in models for name, config in found.peft_config.items()}
     names = {name for layer in model.modules() for name in _activated(layer)}
     if names - configs.keys():
         raise UnsupportedModel(
-            f"activated LoRA '{min(names - configs.keys())}' on a model without a PeftModel around it.",
-            why=["PEFT finds the invocation tokens in the PeftModel's forward: without one it activates no token"],
+            f"activated LoRA '{min(names - configs.keys())}' is on a model without a PeftModel around it.",
+            why=["PEFT finds the invocation tokens in the PeftModel's forward; without it no token is activated"],
             do="Pass the PeftModel that get_peft_model returns.",
         )
     return {name: tuple(configs[name].alora_invocation_tokens) for name in names}
 
 
 def activated_layers(module: nn.Module) -> list[nn.Module]:
-    """The LoRA layers in a module that have an activated adapter."""
+    """List the LoRA layers in a module that have an activated adapter."""
     return [layer for layer in module.modules() if _activated(layer)]
 
 
 def require_in_packed_rows(module: nn.Module, *, by_document: bool) -> None:
-    """Layers with an activated adapter inside of what runs document by document.
+    """Refuse activated adapters inside a module that runs document by document.
 
     Raises:
-        [`UnsupportedModel`]: PEFT's offsets would be those of the packed row.
+        [`UnsupportedModel`]: if there are some, because PEFT's offsets would be those of the packed row.
     """
     if by_document and activated_layers(module):
         raise UnsupportedModel(
-            f"activated LoRA inside {type(module).__name__}, which runs document by document.",
-            why=["where each document's adapter begins is known for packed rows only"],
+            f"activated LoRA is inside {type(module).__name__}, which runs document by document.",
+            why=["the start of the adapter in each document is known for packed rows only"],
             do=f"Leave its layers out of target_modules, use plain LoRA, or {TRAIN_PADDED}.",
         )
 
 
 def require_patched(module: nn.Module) -> None:
-    """Layers with an activated adapter that came after the patch.
+    """Refuse activated adapters that were added after the patch.
 
     Raises:
         [`PackingError`]: naming one of the adapters.
@@ -84,18 +84,18 @@ def _override_of(layer: nn.Module) -> Override | None:
 def _added_late(name: str) -> PackingError:
     return PackingError(
         f"activated LoRA '{name}' was added after the model was patched.",
-        do="Call trl_packfa.patch(model) again after adding an adapter.",
+        do="Call trl_packfa.patch(model) again after you add an adapter.",
     )
 
 
 def _activated(layer: Any) -> list[str]:
-    """The activated adapters of a module, none if it is no LoRA layer."""
+    """List the activated adapters of a module. The list is empty if it is not a LoRA layer."""
     variants = layer.lora_variant if isinstance(layer, LoraLayer) else {}
     return [name for name, variant in variants.items() if isinstance(variant, ALoraLinearVariant)]
 
 
 class ActivatedLoraOverride(Override):
-    """A LoRA layer whose activated adapters change each document from its own invocation on."""
+    """A LoRA layer whose activated adapters change each document from its last invocation on."""
 
     def __init__(
         self, module: nn.Module, original: Callable[..., Any] | None, *, invocations: Invocations | None = None
@@ -104,7 +104,7 @@ class ActivatedLoraOverride(Override):
         self.invocations = invocations or {}
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """PEFT's layer's forward."""
+        """Run the layer's forward."""
         layer: Any = self.module
         if not layer.lora_variant or layer.disable_adapters or layer.merged:
             return self.call_plain(x, *args, **kwargs)
@@ -112,10 +112,10 @@ class ActivatedLoraOverride(Override):
         return self._run_activated(names, x, args, kwargs) if names else self.call_plain(x, *args, **kwargs)
 
     def call_plain(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The forward of a layer none of whose active adapters waits for an invocation."""
+        """Run the forward of a layer without active activated adapters."""
         return self.call_original(x, *args, **kwargs)
 
-    # What is activated differs in every batch.
+    # The activated tokens differ in every batch, so this runs outside of graphs.
     @outside_of_graphs
     def _run_activated(self, names: list[str], x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layout = current_layout()
@@ -132,12 +132,12 @@ class ActivatedLoraOverride(Override):
             selected_P = self._selected(name, layout)
             x_PD = x.to(lora_A.weight.dtype).flatten(0, -2)[selected_P]
             update_PD = lora_B(lora_A(layer.lora_dropout[name](x_PD))) * layer.scaling[name]
-            # In place, as PEFT does it: the sum is rounded once.
+            # In place, as in PEFT, so that the sum is rounded once.
             result.view(-1, result.shape[-1])[selected_P] += update_PD
         return result
 
     def _selected(self, name: str, layout: PackedLayout) -> torch.Tensor:
-        """Numbers `(P,)` of the tokens that an adapter changes, found once for all layers of a call."""
+        """Return the indices `(P,)` of the tokens that an adapter changes. Find them once for all layers of a call."""
         invocation = self.invocations[name]
         if invocation not in layout.memo:
             layout.memo[invocation] = activated_tokens(layout.memo[INPUT_IDS], layout, invocation)
@@ -147,21 +147,23 @@ class ActivatedLoraOverride(Override):
 def _require_whole(x: torch.Tensor, layout: PackedLayout) -> None:
     if INPUT_IDS not in layout.memo:
         raise PackingError(
-            "activated LoRA in a packed call without input_ids.",
-            why=["the tokens that activate it cannot be seen in embeddings"],
+            "activated LoRA needs input_ids, but a packed call came without input_ids.",
+            why=["embeddings do not show the tokens that activate it"],
             do="Pass input_ids.",
         )
     if x.shape[:-1].numel() != layout.num_tokens:
         raise PackingError(
-            f"activated LoRA on a layer that sees {x.shape[:-1].numel()} of a batch's {layout.num_tokens} tokens.",
-            why=["which of them are activated is not known, as in experts"],
+            f"activated LoRA is on a layer that sees {x.shape[:-1].numel()} of a batch's {layout.num_tokens} tokens.",
+            why=["the layer, for example an expert, does not tell which tokens these are"],
             do="Leave such layers out of target_modules, or use plain LoRA.",
         )
 
 
 def activated_tokens(input_ids: torch.Tensor, layout: PackedLayout, invocation: tuple[int, ...]) -> torch.Tensor:
-    """Numbers `(P,)` of the tokens from the last invocation of their document on, among `(T,)` in order; none of a
-    document that holds no whole invocation."""
+    """Return the indices `(P,)` of all tokens from the last invocation of their document on, in order.
+
+    A document without a complete invocation has no activated tokens.
+    """
     ids_T, documents_T = input_ids.flatten(), layout.document_ids().flatten().long()
     starts = ids_T.new_zeros(len(ids_T), dtype=torch.bool)
     count = len(ids_T) - len(invocation) + 1
@@ -177,10 +179,10 @@ def activated_tokens(input_ids: torch.Tensor, layout: PackedLayout, invocation: 
 
 
 class ActivatedModelOverride(Override):
-    """The forward of a `PeftModel` with activated adapters: packed calls go past PEFT's offsets of rows.
+    """The forward of a `PeftModel` with activated adapters. Packed calls skip PEFT's offsets of rows.
 
-    PEFT hands them on by hooks, of which it allows one set at a time where layers are checkpointed, until a backward
-    pass takes them off: none is made for packed calls, and those of calls without gradients are taken off here.
+    PEFT passes its offsets by hooks. With activation checkpointing it allows one set of hooks until a backward removes
+    them. So packed calls make no hooks, and calls without gradients remove their hooks here.
     """
 
     def __init__(self, module: nn.Module, original: Callable[..., Any] | None) -> None:
@@ -189,7 +191,7 @@ class ActivatedModelOverride(Override):
 
     @around_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """PeftModel's forward."""
+        """Run the PeftModel's forward."""
         if self._is_packed(args, kwargs):
             peft_model: Any = self.module
             return peft_model.base_model(**self._named(args, kwargs))
@@ -219,6 +221,6 @@ def _take_off_hooks(model: nn.Module) -> None:
 
 
 def activated_overrides(model: nn.Module, own_forward: Callable[[nn.Module], Any]) -> list[Override]:
-    """For every `PeftModel` around layers with an activated adapter."""
+    """Make an override for every `PeftModel` that contains layers with an activated adapter."""
     models = [module for module in model.modules() if isinstance(module, PeftModel) and activated_layers(module)]
     return [ActivatedModelOverride(module, own_forward(module)) for module in models]

@@ -1,7 +1,8 @@
-"""Whether a layer can be fused, decided once: a decision stands while all that it was read from is as it was.
+"""Cached decisions on which LoRA layers can be fused.
 
-PEFT's layers answer through properties and module lookups, many for each layer and call. The objects behind the
-answers are compared instead, so adapters may still be switched, merged, disabled, hooked or replaced under the patch.
+A decision is valid while the objects that it depends on do not change. PEFT's properties and module lookups are slow,
+so each call compares these objects instead. Adapters may still be switched, merged, disabled, hooked or replaced under
+the patch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import nn
 from ...runtime.override import runs_own_forward
 from .projections import Projection, is_adapted, read, unsupported_reason
 
-# What `unsupported_reason` and `read` look at in a LoRA layer, and in bitsandbytes' key to a packed weight.
+# Attributes that `unsupported_reason` and `read` use: of a LoRA layer, and of bitsandbytes' quantization state.
 _STATES = (
     "_active_adapter",
     "_disable_adapters",
@@ -27,7 +28,7 @@ _QUANTIZED = ("packing_format_for_cpu", "shape")
 
 
 def decide(module: nn.Module) -> Projection | None:
-    """What a layer computes if it can be fused as it is now, else `None`."""
+    """Return the projection of a layer if it can be fused now, else `None`."""
     decision = _DECISIONS.get(module)
     if decision is not None and decision.stands(module):
         return decision.projection
@@ -39,20 +40,20 @@ def decide(module: nn.Module) -> Projection | None:
 
 
 class Decision:
-    """The decision that a layer can be fused: what it computes, and the objects that were looked at to find out.
+    """The decision that a layer can be fused, with its projection and the objects that the decision depends on.
 
     Args:
-        module (`torch.nn.Module`): a layer that [`unsupported_reason`] has nothing against.
+        module (`torch.nn.Module`): a layer for which [`unsupported_reason`] returns `None`.
 
     Attributes:
-        projection ([`Projection`]): what the layer computes.
+        projection ([`Projection`]): the weights and options of the layer.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.projection = read(module)
-        # A name in a namespace and the object that it has to be; `None` where there is none.
+        # Entries (namespace, name, object that the name must refer to); the object is `None` if the name is missing.
         self._same: list[tuple[Any, str, Any]] = []
-        # The modules inside the layer that it calls, each with its class.
+        # Modules inside the layer that it calls, each with its class.
         self._called: list[tuple[nn.Module, type]] = []
         self._class, self._active, self._active_then, self._merged = type(module), None, None, ()
         base: Any = module
@@ -69,16 +70,17 @@ class Decision:
         self._frozen = [base.weight] if base.bias is None else [base.weight, base.bias]
         for cls in {self._class, *(cls for _, cls in self._called)}:
             self._watch(vars(cls), "forward")
-        # Its own namespace holds the layer, through the forward that stands on it: were it kept, so would they be.
+        # The layer's own dict is not stored: its `forward` refers to the layer, so keeping the dict would keep the
+        # layer alive.
         self._own = [(name, value) for namespace, name, value in self._same if namespace is vars(module)]
         self._same = [watched for watched in self._same if watched[0] is not vars(module)]
         weights = (self.projection.weight, self.projection.lora_A, self.projection.lora_B)
         self._dtypes = [(weight, weight.dtype) for weight in weights if weight is not None]
 
     def stands(self, module: nn.Module) -> bool:
-        """Whether all of those objects are the same still."""
+        """Tell whether all of these objects are unchanged."""
         own = vars(module)
-        # Loops, not `all(...)`: this runs for each layer and call, and a generator costs as much as what it looks at.
+        # Loops instead of `all(...)`, because this runs for each layer and call, and a generator doubles the cost.
         for name, value in self._own:
             if own.get(name) is not value:
                 return False
@@ -115,7 +117,7 @@ class Decision:
 
     def _watch_parameters(self, layer: Any) -> None:
         self._watch(layer._parameters, "weight", "bias")
-        self._watch(vars(layer.weight), "ds_shape")  # DeepSpeed ZeRO-3 takes a weight apart in place
+        self._watch(vars(layer.weight), "ds_shape")  # DeepSpeed ZeRO-3 splits a weight in place
 
     def _watch(self, namespace: Any, *names: str) -> None:
         self._same += [(namespace, name, namespace.get(name)) for name in names]

@@ -1,8 +1,8 @@
-"""Fused LoRA inside of compiled graphs: projections of one input as one operator.
+"""Fused LoRA inside compiled graphs: the projections of one input are one operator.
 
-torch.compile follows neither the pieces in which `products.py` goes through the tokens nor products that write into
-given memory. As an operator a graph holds them without looking inside; norms, rotation and activations around them are
-the compiler's to fuse. 4-bit weights run PEFT's own forward in graphs, as an operator takes tensors only.
+torch.compile cannot trace the chunks of tokens in `products.py`, or products that write into given memory. So a graph
+calls them as one opaque operator. The compiler fuses norms, rotations and activations around it. 4-bit weights run
+PEFT's own forward in graphs, because an operator accepts tensors only.
 
 Shape letters: T tokens, D input features, O output features, R rank.
 """
@@ -17,8 +17,8 @@ import torch
 from .products import project_backward, project_forward
 from .projections import Projection
 
-# Tensors of each layer in turn: weight (O, D), bias (O,), lora_A (R, D), lora_B (O, R). What a layer has not is a
-# tensor without elements, as lists of optional tensors are not differentiated.
+# Tensors of each layer: weight (O, D), bias (O,), lora_A (R, D), lora_B (O, R). A missing one is a tensor without
+# elements, because autograd does not support lists of optional tensors.
 _INPUTS = "Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] lora_As, Tensor[] lora_Bs"
 _OPTIONS = "float[] scalings, ScalarType dtype, ScalarType dtype_out"
 _NUM_OPTIONS = 3
@@ -33,7 +33,7 @@ _Tensors = Sequence[torch.Tensor]
 def project_in_graph(
     x_TD: torch.Tensor, projections: Sequence[Projection], dtype: torch.dtype, dtype_out: torch.dtype
 ) -> list[torch.Tensor]:
-    """The outputs `(T, O)` of layers with one input `(T, D)`, while a graph is traced."""
+    """Compute the outputs `(T, O)` of layers with one input `(T, D)` while a graph is traced."""
     none = x_TD.new_empty(0)
     lists = [
         [none if part is None else part for part in parts]
@@ -73,7 +73,7 @@ def _project_backward(
     dtype_out: torch.dtype,
     input_trains: bool,
 ) -> list[torch.Tensor]:
-    """The gradient of `x`, and of every `lora_A`, then of every `lora_B`; without elements where there is none."""
+    """Return the gradients of `x`, of every `lora_A`, then of every `lora_B`. A missing one has no elements."""
     projections = _projections(weights, biases, lora_As, lora_Bs, scalings)
     with torch.autocast(x_TD.device.type, enabled=False):
         found = project_backward(x_TD, projections, grads, dtype, input_trains=input_trains)

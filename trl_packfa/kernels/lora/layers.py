@@ -1,10 +1,10 @@
-"""Adapted layers that share an input, as their products need them in one forward or backward.
+"""LoRA layers that share an input, prepared for one forward or backward.
 
-In float32 the update is merged into the base weight for the length of one product: `W + s B A` costs a pass over the
-weights, where adding `s B A x` costs several over the activations. Half precision would round the update away, so
-there it is a product of its own, added where the base's result lies.
+In float32 the update is merged into the base weight for one product: `W + s B A` costs one pass over the weights, but
+adding `s B A x` costs several passes over the activations. Half precision would round the merged update away. There
+the update is a separate product that is added to the base result.
 
-Shape letters: T tokens, D input features, O output features, R rank, of all layers together where they are stacked.
+Shape letters: T tokens, D input features, O output features, R rank (of all layers together if they are stacked).
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 from ...runtime.autocast import HALF
 from .projections import Projection
 
-# Tokens of a chunk. On CPUs products of more tokens are the faster, up to 8 % of a step, until temporaries exceed the
-# 32 MB that glibc maps afresh each time; half precision lays its weight out anew for each, which takes as long as some
-# 500 tokens. A GPU is full with no fewer, and its temporaries cost nothing twice.
+# Tokens of a chunk. On CPUs larger products are faster, by up to 8 % of a step, until temporaries exceed 32 MB, which
+# glibc allocates anew each time. In half precision each product also reorders the weight, which takes as long as about
+# 500 tokens. A GPU needs large chunks to be busy, and it reuses the memory of temporaries.
 _FEWEST, _MOST, _ON_GPU = 1024, 4096, 8192
 _ELEMENTS = 8 * 1024**2
 
 
 def _merge(projection: Projection, dtype: torch.dtype) -> torch.Tensor:
-    """`W + s B A` `(O, D)`, in half precision `W`."""
+    """Return `W + s B A` `(O, D)`, or `W` in half precision."""
     weight = projection.base(dtype)
     if dtype in HALF or projection.lora_A is None or projection.lora_B is None:
         return weight
@@ -36,20 +36,22 @@ def _merge(projection: Projection, dtype: torch.dtype) -> torch.Tensor:
 
 
 def chunks(*tensors: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The same tokens of each tensor `(T, ...)`, so many at a time: temporaries stay small."""
+    """Yield the same `size` tokens of each tensor `(T, ...)`, so that temporaries stay small."""
     return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 
 def chunk_size(features: int, device: torch.device, dtype: torch.dtype) -> int:
-    """Tokens at a time for products in `dtype` whose temporaries have that many features."""
+    """Return the number of tokens of a chunk, for products in `dtype` whose temporaries have this many features."""
     if device.type != "cpu":
         return _ON_GPU
     return _MOST if dtype in HALF else min(max(_ELEMENTS // features, _FEWEST), _MOST)
 
 
 def _add_up(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """`total += a.T @ b`, of a narrow `a`; totals of half precision's products are float32, and a CPU is
-    faster with a transposed copy there."""
+    """Compute `total += a.T @ b` for a narrow `a`.
+
+    Totals of half-precision products are float32. On a CPU a transposed copy of `a` is faster for these.
+    """
     if total.dtype == a.dtype:
         total.addmm_(a.T, b)
     else:
@@ -57,7 +59,7 @@ def _add_up(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 class Layers:
-    """Layers with one input, as they are in a forward or a backward, and the gradients of their adapters."""
+    """Layers with one input in a forward or a backward, and the gradients of their adapters."""
 
     def __init__(self, projections: Sequence[Projection], dtype: torch.dtype) -> None:
         self.projections, self.dtype = projections, dtype
@@ -69,15 +71,15 @@ class Layers:
 
     @cached_property
     def As_RD(self) -> torch.Tensor:
-        """`lora_A` of all adapted layers, which is not needed where they are merged and no gradient is asked for."""
+        """`lora_A` of all adapted layers, `(R, D)`. Merged layers need it for gradients only."""
         return torch.cat([self.projections[number].lora_A.to(self.dtype) for number in self.adapted])  # type: ignore[union-attr]
 
     def _by_layer(self, inner_TR: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The ranks of each adapted layer."""
+        """Split `(T, R)` into the ranks of each adapted layer."""
         return inner_TR.split([B.shape[1] for B in self.Bs], dim=1)
 
     def apply(self, x_TD: torch.Tensor, outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Write the outputs `(T, O)` of a chunk; returns them in the widest dtype that they have had."""
+        """Write the outputs `(T, O)` of a chunk to `outs`. Return them in the widest dtype of their computation."""
         x_TD = x_TD.to(self.dtype)
         results = []
         for weight, bias, out in zip(self.weights, self.biases, outs, strict=True):
@@ -86,8 +88,8 @@ class Layers:
                 torch.mm(x_TD, weight.T, out=into) if bias is None else torch.addmm(bias, x_TD, weight.T, out=into)
             )
             results.append(product)
-        # bitsandbytes widens its half-precision product to its input's float32, and PEFT adds the update to that: in
-        # half precision a young adapter's update would be rounded away, token by token.
+        # bitsandbytes converts its half-precision product to the input's float32, and PEFT adds the update to that. In
+        # half precision the small update of a new adapter would be rounded away.
         for number, out in enumerate(outs):
             if out.dtype.itemsize > self.dtype.itemsize:
                 results[number] = out.copy_(results[number])
@@ -107,16 +109,16 @@ class Layers:
                 result.add_(inner @ B.T, alpha=scaling)
 
     def start_backward(self) -> None:
-        """Make room for the adapters' gradients."""
+        """Allocate the adapters' gradients."""
         if not self.adapted:
             return
         total = torch.float32 if self.dtype in HALF else self.dtype
         self.grad_As = torch.zeros_like(self.As_RD, dtype=total)
-        # Transposed: the wide side last is the faster product.
+        # Transposed, because products with the wide dimension last are faster.
         self.grad_Bs_RO = [torch.zeros_like(B.T, dtype=total, memory_format=torch.contiguous_format) for B in self.Bs]
 
     def backward(self, x_TD: torch.Tensor, grads: Sequence[torch.Tensor], out: torch.Tensor | None) -> None:
-        """Add up the gradients of the adapters over a chunk, and write the input's to `out`, if there is one."""
+        """Add a chunk to the gradients of the adapters. Write the gradient of the input to `out` if it is given."""
         x_TD, grads = x_TD.to(self.dtype), [grad.to(self.dtype) for grad in grads]
         outer_TR = self._adapters_backward(x_TD, grads)
         if out is None:
@@ -130,7 +132,10 @@ class Layers:
             out.copy_(grad_x)
 
     def _adapters_backward(self, x_TD: torch.Tensor, grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Of the products with `lora_A` too, which is returned, scaled."""
+        """Add a chunk to the gradients of the adapters.
+
+        Return the scaled gradient `(T, R)` of the products with `lora_A`.
+        """
         if not self.adapted:
             return None
         outer = []
@@ -143,7 +148,7 @@ class Layers:
         return outer_TR
 
     def adapter_gradients(self) -> list[torch.Tensor | None]:
-        """Of `lora_A` and `lora_B` of each layer in turn."""
+        """Return the gradients of `lora_A` and `lora_B` of each layer in turn."""
         found: list[torch.Tensor | None] = [None, None] * len(self.projections)
         if not self.adapted:
             return found

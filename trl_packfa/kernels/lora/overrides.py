@@ -1,7 +1,7 @@
-"""The forwards that fuse LoRA layers: one linear layer, projections of one input, gated MLPs.
+"""Forwards that fuse LoRA layers: one linear layer, projections of one input, gated MLPs.
 
-Only packed calls are fused; all others, and whatever [`unsupported_reason`] names, run PEFT's own forward. What was
-decided stands until something changes ([`decide`]), so adapters may be switched, merged or disabled under the patch.
+Only packed calls are fused. Other calls, and layers with an [`unsupported_reason`], run PEFT's own forward. A decision
+is valid until something changes ([`decide`]), so adapters may be switched, merged or disabled under the patch.
 
 Shape letters: B rows, L row length, D input features.
 """
@@ -29,7 +29,7 @@ from .products import ProjectTogether, gated_mlp
 from .projections import Projection, compute_dtype, is_adapted, output_dtype, read, unsupported_reason
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
-# Hooks that torch calls for every module. The function that asks for them is missing in torch 2.6.
+# Hooks that torch calls for every module. torch 2.6 has no function that returns them.
 _HOOKS_OF_EVERY_MODULE = (
     torch_modules._global_forward_hooks,
     torch_modules._global_forward_pre_hooks,
@@ -39,22 +39,22 @@ _HOOKS_OF_EVERY_MODULE = (
 
 
 class AdaptedLinearOverride(ActivatedLoraOverride):
-    """A LoRA layer: base and update in one product."""
+    """A LoRA layer that computes base and update together."""
 
     def call_plain(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """PEFT's layer's forward."""
+        """Run the layer's forward."""
         outputs = None if args or kwargs else _project((self.module,), x)
         return self.call_original(x, *args, **kwargs) if outputs is None else outputs[0]
 
 
 class GatedMLPOverride(Override):
-    """An MLP with LoRA layers in it, whole.
+    """A gated MLP with LoRA layers, computed as one function.
 
     Args:
         module (`torch.nn.Module`), original (`Callable`, *optional*):
-            The MLP, and the forward that stood on it.
+            The MLP, and the forward that is replaced.
         by_liger (`bool`):
-            Whether Liger's kernels compute what lies between its products, where they can.
+            Whether Liger's kernels compute the activation and the product with it, if they can.
     """
 
     def __init__(self, module: nn.Module, original: Callable[..., Any] | None, *, by_liger: bool = False) -> None:
@@ -62,10 +62,10 @@ class GatedMLPOverride(Override):
         self.by_liger = by_liger
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The MLP's forward."""
+        """Run the MLP's forward."""
         mlp: Any = self.module
         if torch.compiler.is_compiling():
-            # The compiler fuses what lies between the products, and computes it again in the backward.
+            # The compiler fuses the operators between the products, and computes them again in the backward.
             gate, up = project_together(x, mlp.gate_proj, mlp.up_proj)
             return mlp.down_proj(mlp.act_fn(gate) * up)
         projections = _readable([getattr(mlp, name) for name in _GATED])
@@ -82,24 +82,24 @@ class GatedMLPOverride(Override):
         return y.view(*x.shape[:-1], -1)
 
     def _call_in_parts(self, x: torch.Tensor, by_liger: bool) -> torch.Tensor:
-        """Layer by layer, as the MLP's own forward has it."""
+        """Run the MLP layer by layer, as its own forward does."""
         packed = by_liger and current_layout() is not None
         return gated_by_liger(self.module, x) if packed else self.call_original(x)
 
 
 def project_together(x: torch.Tensor, *modules: nn.Module) -> tuple[torch.Tensor, ...]:
-    """The outputs of several layers for one input `(B, L, D)`, at once where they are patched LoRA layers."""
+    """Compute the outputs of several layers for one input `(B, L, D)`, together if they are patched LoRA layers."""
     outputs = _project(modules, x) if any(map(_is_patched, modules)) else None
     return tuple(module(x) for module in modules) if outputs is None else outputs
 
 
 def is_gated_mlp(module: nn.Module) -> bool:
-    """Whether a module's forward is Llama's MLP, as it is in many architectures."""
+    """Tell whether a module computes Llama's MLP, as many architectures do."""
     return computes_as(module, LlamaMLP.forward)
 
 
 def adapted_layers(module: nn.Module) -> list[nn.Module]:
-    """The LoRA layers in a module."""
+    """List the LoRA layers in a module."""
     return [layer for layer in module.modules() if isinstance(layer, LoraLayer)]
 
 
@@ -111,9 +111,12 @@ def lora_overrides(
     by_liger: bool,
     invocations: Invocations,
 ) -> list[Override]:
-    """For every LoRA layer that may be fused, every MLP that holds some, and every layer that has an activated adapter
-    or may be given one; `own_forward` finds what they replace, `by_liger` lets MLPs use Liger's kernels."""
-    # Graphs fuse what is patched, and cannot see another forward on a class: it is looked for here.
+    """Make the overrides of a backbone's LoRA layers and of the MLPs that contain some.
+
+    If not `fused`, only overrides for activated adapters are made, also for layers that may get one later.
+    `own_forward` returns the forward that an override replaces. `by_liger` lets MLPs use Liger's kernels.
+    """
+    # Graphs cannot see that a class has another forward, so it is tested here.
     layers = [
         module
         for module in backbone.modules()
@@ -132,7 +135,7 @@ def lora_overrides(
 
 
 def describe_lora(layers: Sequence[nn.Module], fused: bool) -> list[str]:
-    """Which LoRA layers are fused and why others are not, one line each."""
+    """Describe the LoRA layers that are fused, and why others are not, one line for each case."""
     reasons = Counter(_reason(layer) if fused else "fused_lora=False" for layer in layers)
     how = {why: f"PEFT's own forward ({why})" if why else "fused, in packed calls" for why in reasons}
     return [f"{n} x LoRA: {how[why]}" for why, n in reasons.items()]
@@ -147,7 +150,10 @@ def _is_patched(module: nn.Module) -> bool:
 
 
 def _readable(modules: Sequence[nn.Module]) -> list[Projection] | None:
-    """What the layers compute, if this call is packed, one of them is adapted and none has a reason against it."""
+    """Return the projections of layers that can be fused in this call, else `None`.
+
+    The call must be packed, at least one layer must have an adapter, and no layer may have an unsupported reason.
+    """
     if torch.compiler.is_compiling():
         return _readable_in_graph(modules)
     if current_layout() is None or any(_HOOKS_OF_EVERY_MODULE):
@@ -162,8 +168,12 @@ def _readable(modules: Sequence[nn.Module]) -> list[Projection] | None:
 
 
 def _readable_in_graph(modules: Sequence[nn.Module]) -> list[Projection] | None:
-    """The same while torch.compile traces: every call of a graph is fused, and torch guards what is decided here."""
-    # A graph cannot read the context, so does not know which calls are packed; no call's bits are PEFT's own in one.
+    """Return the projections of layers that a traced graph can fuse, else `None`.
+
+    Every call of the graph is then fused, packed or not. torch guards the decision.
+    """
+    # A graph cannot read the context, so it does not know which calls are packed. Compiled results differ from PEFT's
+    # in the last bits anyway.
     if not any(map(is_adapted, modules)) or any(unsupported_reason(module) for module in modules):
         return None
     found = [read(module) for module in modules]
@@ -189,6 +199,8 @@ def _adapters(projections: Sequence[Projection]) -> list[torch.Tensor | None]:
 
 
 def _can_be_repeated(activation: nn.Module) -> bool:
-    """Check that an activation can be computed chunk by chunk, and again in the backward: it neither trains nor draws,
-    and nobody watches or replaces its forward."""
+    """Tell whether an activation can be computed in chunks, and again in the backward.
+
+    It must have no parameters, and its forward must not be hooked or replaced.
+    """
     return next(activation.parameters(), None) is None and runs_own_forward(activation)

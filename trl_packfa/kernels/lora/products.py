@@ -1,5 +1,6 @@
-"""The products of adapted layers, forward and backward. Nothing is saved but inputs; the backward computes the rest
-again.
+"""The products of LoRA layers, forward and backward.
+
+Only inputs are saved, and in a gated MLP gate and up. The backward computes the rest again.
 
 Shape letters: T tokens, D input features, O output features, I features inside an MLP.
 """
@@ -26,7 +27,7 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Gated:
-    """`activation(gate) * up` of some tokens `(T, I)`, and its gradients."""
+    """`activation(gate) * up` of a chunk of tokens `(T, I)`, and its gradients."""
 
     def __init__(self, activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> None:
         self.gate, self.up = gate.detach().requires_grad_(), up
@@ -35,27 +36,30 @@ class _Gated:
         self.product = self.active.detach() * up
 
     def gradients(self, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of gate and up, given that of the product, which is written over."""
+        """Compute the gradients of gate and up from the gradient of the product, which is overwritten."""
         (grad_gate,) = torch.autograd.grad(self.active, self.gate, self.up * grad)
         return grad_gate, grad.mul_(self.active.detach())
 
 
 class _GatedByLiger:
-    """The same for SiLU, in one pass over memory each; `overwrites` allows to write over gate and up."""
+    """`silu(gate) * up` of a chunk of tokens `(T, I)` by Liger, and its gradients, in one pass over memory each.
+
+    `overwrites` allows to overwrite gate and up.
+    """
 
     def __init__(self, gate: torch.Tensor, up: torch.Tensor, *, overwrites: bool) -> None:
         self.gate, self.up, self.overwrites = gate, up, overwrites
         self.product = swiglu(gate, up)
 
     def gradients(self, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of gate and up, given that of the product."""
+        """Compute the gradients of gate and up from the gradient of the product."""
         return swiglu_gradients(self.gate, self.up, grad, overwrites=self.overwrites)
 
 
 def project_forward(
     x_TD: torch.Tensor, projections: Sequence[Projection], dtype: torch.dtype, dtypes_out: Sequence[torch.dtype]
 ) -> tuple[torch.Tensor, ...]:
-    """The outputs `(T, O)` of layers with one input `(T, D)`, in their dtypes."""
+    """Compute the outputs `(T, O)` of layers with one input `(T, D)`, each in its dtype of `dtypes_out`."""
     layers = Layers(projections, dtype)
     outs = [x_TD.new_empty(len(x_TD), p.features, dtype=out) for p, out in zip(projections, dtypes_out, strict=True)]
     for x, *parts in chunks(x_TD, *outs, size=_size(x_TD, projections, dtype)):
@@ -71,7 +75,7 @@ def project_backward(
     *,
     input_trains: bool,
 ) -> list[torch.Tensor | None]:
-    """The gradients of the input, `None` unless it trains, and of `lora_A` and `lora_B` of each layer in turn."""
+    """Compute the gradients of the input (`None` if not `input_trains`) and of `lora_A`, `lora_B` of each layer."""
     layers = Layers(projections, dtype)
     layers.start_backward()
     grad_x = torch.empty_like(x_TD) if input_trains else None
@@ -86,7 +90,7 @@ def _size(x_TD: torch.Tensor, projections: Sequence[Projection], dtype: torch.dt
 
 
 class ProjectTogether(Function):
-    """Several layers of one input `(T, D)` to their outputs `(T, O)`."""
+    """Autograd function from one input `(T, D)` to the outputs `(T, O)` of several layers."""
 
     @staticmethod
     def forward(
@@ -97,7 +101,7 @@ class ProjectTogether(Function):
         dtypes_out: Sequence[torch.dtype],
         *adapters: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
-        """`adapters` are `lora_A`, `lora_B` of each projection: named so that autograd sees them."""
+        """Compute the outputs. `adapters` are `lora_A`, `lora_B` of each projection, so that autograd sees them."""
         ctx.projections, ctx.dtype = projections, dtype
         ctx.save_for_backward(x_TD, *adapters)
         return project_forward(x_TD, projections, dtype, dtypes_out)
@@ -106,7 +110,7 @@ class ProjectTogether(Function):
     @once_differentiable
     @outside_autocast
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        """Of the input and of every adapter."""
+        """Compute the gradients of the input and of every adapter."""
         x_TD, *_ = ctx.saved_tensors
         trains = ctx.needs_input_grad[0]
         grad_x, *factors = project_backward(x_TD, ctx.projections, grads, ctx.dtype, input_trains=trains)
@@ -114,15 +118,16 @@ class ProjectTogether(Function):
 
 
 class _Keep(Function):
-    """Keeps tensors for a function that runs next, and hands the first one on.
+    """Autograd function that saves tensors for the next function and returns the first one.
 
-    torch takes what an autograd function keeps when its forward has ended, and a checkpoint ends its second forward
-    with the last tensor that was kept: a function that keeps its own would compute its last product there for nothing.
+    torch collects the saved tensors of an autograd function after its forward. Activation checkpointing ends its
+    second forward at the last saved tensor. So a function that saves its own tensors would compute its last product
+    there for nothing.
     """
 
     @staticmethod
     def forward(ctx: Any, x_TD: torch.Tensor, keepers: list[Any], *tensors: torch.Tensor | None) -> torch.Tensor:
-        """`keepers` is told the context that has `saved_tensors`."""
+        """Save the tensors and append the context, which has `saved_tensors`, to `keepers`."""
         ctx.set_materialize_grads(False)
         keepers.append(ctx)
         ctx.save_for_backward(x_TD, *tensors)
@@ -137,7 +142,7 @@ class _Keep(Function):
 
 @dataclass(frozen=True)
 class _Kept:
-    """Gate and up `(T, I)`, the context that keeps them and the input, and whether the input trains."""
+    """Gate and up `(T, I)`, the context that saves them and the input, and whether the input needs a gradient."""
 
     gate: torch.Tensor
     up: torch.Tensor
@@ -154,18 +159,18 @@ def gated_mlp(
     dtype: torch.dtype,
     dtype_out: torch.dtype,
 ) -> torch.Tensor:
-    """Compute `down(activation(gate(x)) * up(x))`: gate and up are kept, everything else is computed again.
+    """Compute `down(activation(gate(x)) * up(x))`. Save gate and up; the backward computes everything else again.
 
     Args:
-        x_TD (`torch.Tensor`): `(T, D)`.
+        x_TD (`torch.Tensor`): input, `(T, D)`.
         projections (`Sequence[Projection]`): gate, up, down.
-        activation (`Callable`): of the gate.
-        by_liger (`bool`): leaves the activation, SiLU, and the product to Liger.
-        dtype, dtype_out (`torch.dtype`): of the products, and of their results.
+        activation (`Callable`): activation of the gate.
+        by_liger (`bool`): whether Liger computes the activation (SiLU) and the product with it.
+        dtype, dtype_out (`torch.dtype`): dtype of the products, and dtype of their results.
     """
     keeps, kept = torch.is_grad_enabled(), None
     adapters = [factor for p in projections for factor in (p.lora_A, p.lora_B)]
-    # Narrower results are rounded when they are kept; what is multiplied further is not.
+    # A narrower `dtype_out` would round gate and up when they are saved, but the forward multiplies them unrounded.
     if keeps and (dtype_out == dtype or dtype_out.itemsize > dtype.itemsize):
         keepers: list[Any] = []
         with torch.no_grad():
@@ -178,7 +183,7 @@ def gated_mlp(
 
 
 class _GatedMLP(Function):
-    """See [`gated_mlp`]."""
+    """Autograd function of [`gated_mlp`]."""
 
     @staticmethod
     def forward(
@@ -193,7 +198,7 @@ class _GatedMLP(Function):
         keeps: bool,
         *adapters: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`kept` are gate and up where they are computed, `keeps` says whether a backward may come."""
+        """Compute the output. `kept` has gate and up if they are known; `keeps` says that a backward may follow."""
         outer = Layers(projections[2:], dtype)
         inner = Layers(projections[:2], dtype) if kept is None else None
         tokens, features = len(x_TD), projections[0].features
@@ -223,7 +228,7 @@ class _GatedMLP(Function):
     @once_differentiable
     @outside_autocast
     def backward(ctx: Any, grad_TD: torch.Tensor) -> tuple[Any, ...]:
-        """Of the input and of every adapter."""
+        """Compute the gradients of the input and of every adapter."""
         x_TD, gate_TI, up_TI, *_ = (ctx if ctx.keeper is None else ctx.keeper).saved_tensors
         inner, outer = Layers(ctx.projections[:2], ctx.dtype), Layers(ctx.projections[2:], ctx.dtype)
         inner.start_backward()

@@ -1,4 +1,4 @@
-"""Reading PEFT's LoRA layers: what they compute, and why one is left to PEFT's own forward.
+"""Reading of PEFT's LoRA layers, and the reasons why a layer runs PEFT's own forward.
 
 Shape letters: O output features, D input features, R rank.
 """
@@ -22,15 +22,15 @@ _PLAIN, _NF4 = "torch.nn.modules.linear.Linear", "bitsandbytes.nn.modules.Linear
 
 @dataclass(frozen=True)
 class Projection:
-    """A frozen linear layer and its low-rank update, as they are in one call.
+    """A frozen linear layer and its low-rank update in one call.
 
     Attributes:
         weight (`torch.Tensor`): `(O, D)`, or bitsandbytes' packed 4-bit form of it.
         bias (`torch.Tensor` or `None`): `(O,)`.
-        quant_state (`Any`): bitsandbytes' key to the packed weight, else `None`.
+        quant_state (`Any`): bitsandbytes' quantization state of a packed weight, else `None`.
         lora_A (`torch.Tensor` or `None`): `(R, D)`; `None` for a layer without an adapter.
         lora_B (`torch.Tensor` or `None`): `(O, R)`.
-        scaling (`float`): what the update is multiplied with.
+        scaling (`float`): factor of the update.
         computes_in (`torch.dtype`): the dtype of the base product.
     """
 
@@ -44,30 +44,30 @@ class Projection:
 
     @property
     def features(self) -> int:
-        """O."""
+        """Number of output features O."""
         return self.weight.shape[0] if self.quant_state is None else self.quant_state.shape[0]
 
     def base(self, dtype: torch.dtype) -> torch.Tensor:
-        """The base weight `(O, D)` in `dtype`."""
+        """Return the base weight `(O, D)` in `dtype`."""
         if self.quant_state is None:
             return self.weight.to(dtype)
-        from bitsandbytes.functional import dequantize_4bit  # only where bitsandbytes has made the layer
+        from bitsandbytes.functional import dequantize_4bit  # optional package, which made this layer
 
         return dequantize_4bit(self.weight.view(-1, 1), self.quant_state).to(dtype)
 
 
 def kind_of(module: nn.Module) -> str:
-    """The class of a module with its home."""
+    """Return the name of a module's class, with its Python module."""
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether a module is a LoRA layer of a kind that may be fused."""
+    """Tell whether a module is a LoRA layer of a kind that may be fused."""
     return kind_of(module) in _LORA
 
 
 def unsupported_reason(module: Any) -> str | None:
-    """Why a layer, as it is now, is left to its own forward; `None` if it can be fused."""
+    """Return the reason why a layer must run its own forward now, `None` if it can be fused."""
     if not is_adapted(module):
         return _why_not_base(module)
     active = [name for name in module.active_adapters if name in module.lora_A]
@@ -118,8 +118,8 @@ def _why_not_base(base: Any) -> str | None:
 
 
 def has_library_forwards(*modules: nn.Module) -> bool:
-    """Check that nobody has put another forward on the modules' classes; a graph is traced as if nobody had."""
-    # Dynamo cannot read a function's globals: `lora_overrides` has looked, when the model was patched.
+    """Tell whether the modules' classes have their library's forward. Return true while a graph is traced."""
+    # Dynamo cannot read a function's globals. `lora_overrides` made this test when the model was patched.
     return torch.compiler.is_compiling() or all(map(has_library_forward, modules))
 
 
@@ -133,7 +133,7 @@ def _why_not_tensor(weight: torch.Tensor) -> str | None:
 
 
 def read(module: Any) -> Projection:
-    """A layer that [`unsupported_reason`] has nothing against."""
+    """Read the projection of a layer. [`unsupported_reason`] must be `None` for it."""
     base, pair, scaling = module, (None, None), 0.0
     if is_adapted(module):
         name = next(name for name in module.active_adapters if name in module.lora_A)
@@ -145,10 +145,10 @@ def read(module: Any) -> Projection:
 
 
 def compute_dtype(x: torch.Tensor, projections: Sequence[Projection]) -> torch.dtype | None:
-    """The dtype to multiply in for this input; `None` where the layers' own forward must run.
+    """Return the dtype of the products for this input, `None` if the layers' own forward must run.
 
-    Half precision only where the device has it and the layers' own products are in it; devices that emulate it are
-    faster and more exact in float32.
+    Half precision is used only if the device supports it and the layers' own products use it. Devices that emulate it
+    are faster and more exact in float32.
     """
     autocast = autocast_dtype(x)
     factors = {p.lora_A.dtype for p in projections if p.lora_A is not None}
@@ -167,11 +167,11 @@ def compute_dtype(x: torch.Tensor, projections: Sequence[Projection]) -> torch.d
     if not native or products == {torch.float32}:
         return torch.float32
     (half, *others) = products
-    # PEFT multiplies float32 factors in float32 without autocast, which float16's range would not hold.
+    # Without autocast, PEFT multiplies float32 factors in float32. Float16 has too small a range for these products.
     too_narrow = half is torch.float16 and autocast is None and factors != {torch.float16}
     return None if others or half not in HALF or too_narrow else half
 
 
 def output_dtype(x: torch.Tensor, projection: Projection) -> torch.dtype:
-    """The dtype of the layer's own output."""
+    """Return the dtype of the layer's own output."""
     return x.dtype if projection.quant_state is not None else autocast_dtype(x) or x.dtype

@@ -1,9 +1,9 @@
 """flash-attn 2's functions on the FlashAttention that torch brings (`torch.nn.attention.varlen.varlen_attn`).
 
-For GPU machines without network, where flash-attn itself, which has no wheel on PyPI, cannot be built: transformers
-and TRL find `flash_attention_2` here and run torch's kernels, which are FlashAttention 2's. Only what training calls:
-the signatures lack softcap, ALiBi and KV cache, so that callers refuse them, and dropout raises. Its version,
-`2.8.3+torch.varlen`, says on every table that it is no flash-attn.
+It serves GPU machines without network: flash-attn has no wheel on PyPI and cannot be built there. transformers and TRL
+find `flash_attention_2` here and run torch's kernels, which are those of FlashAttention 2. Only the functions for
+training exist: softcap, ALiBi and KV cache are not in the signatures, so callers refuse them, and dropout raises. The
+version `2.8.3+torch.varlen` shows on every table that this is not flash-attn.
 
 Shape letters: B rows, L row length, T packed tokens, N query heads, K key/value heads, H head dim, S documents.
 """
@@ -33,8 +33,10 @@ def flash_attn_varlen_func(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
 ) -> torch.Tensor:
-    """Attention inside of documents: `q` `(T, N, H)`, `k` and `v` `(T, K, H)` in half precision, boundaries `(S + 1,)`
-    in int32; returns `(T, N, H)`. `softmax_scale` is `H ** -0.5` by default.
+    """Compute attention inside each document; returns `(T, N, H)`.
+
+    `q` is `(T, N, H)`, `k` and `v` are `(T, K, H)` in half precision, boundaries are `(S + 1,)` in int32.
+    `softmax_scale` is `H ** -0.5` by default.
 
     Raises:
         `ValueError`: for dropout, which torch's function does not have.
@@ -64,7 +66,7 @@ def flash_attn_func(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
 ) -> torch.Tensor:
-    """The same for rows without padding: `q` `(B, L, N, H)`, `k` and `v` `(B, L, K, H)` to `(B, L, N, H)`."""
+    """Compute attention for rows without padding: `q` `(B, L, N, H)`, `k` and `v` `(B, L, K, H)` to `(B, L, N, H)`."""
     rows, length = q.shape[:2]
     assert k.shape[1] == length, "queries and keys of one length: there is no KV cache"
     bounds = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=q.device)
@@ -76,5 +78,5 @@ def flash_attn_func(
 
 
 def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Not there: transformers imports the name, and training never calls it."""
+    """Raise: there is no KV cache; transformers only imports the name, and training never calls it."""
     raise RuntimeError("the stand-in for flash-attn has no KV cache; it is for training")

@@ -1,4 +1,4 @@
-"""What transformers imports from here: its own functions do the same."""
+"""Names that transformers imports from flash-attn; its own functions do the same."""
 
 from transformers.modeling_flash_attention_utils import _pad_input as pad_input
 from transformers.modeling_flash_attention_utils import _unpad_input as unpad_input
