@@ -25,7 +25,7 @@ def run_then_resume(tmp_path, *, change_data=None, change_tokenizer=None, **opti
 
 
 def test_a_dataset_that_changed_since_the_checkpoint_is_refused(tmp_path):
-    with pytest.raises(InvalidConfig, match=r"of a run on other data\.\n  - training documents then: 48 documents"):
+    with pytest.raises(InvalidConfig, match=r"from a run on other data\.\n  - training documents then: 48 documents"):
         run_then_resume(tmp_path, change_data=dataset(40))
 
 

@@ -149,7 +149,7 @@ def test_resuming_is_exact(tmp_path):
     names = ("loss", "num_tokens", "micro_batches", "rewards/margins", "entropy")
     assert [[entry[name] for name in names] for entry in again] == [[entry[name] for name in names] for entry in logs]
     other = build_packed("dpo", tmp_path, data=pairs(20), **saving)
-    with pytest.raises(InvalidConfig, match="the checkpoint is of a run on other data"):
+    with pytest.raises(InvalidConfig, match="the checkpoint is from a run on other data"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     card = (tmp_path / "checkpoint-2" / "README.md").read_text()
     assert "## Packing" in card and "without its pads proven on model" in card
@@ -216,7 +216,7 @@ def test_bad_input_is_refused_before_anything_is_loaded(tmp_path):
     with pytest.raises(InvalidConfig, match="overflow='error' with a stream"):
         PackedDPOTrainer("no such model", args=PackedDPOConfig(str(tmp_path), overflow="error", **small),
                          train_dataset=data.to_iterable_dataset())  # fmt: skip
-    with pytest.raises(InvalidDataset, match="takes a `Dataset` or a stream, train_dataset is list"):
+    with pytest.raises(InvalidDataset, match="takes a `Dataset` or a stream, but train_dataset is list"):
         PackedDPOTrainer("no such model", args=PackedDPOConfig(str(tmp_path), **small), train_dataset=pairs(4))
     with pytest.raises(InvalidDataset, match=r"(?s)has a column 'image': a vision dataset.*by TRL's own trainer"):
         PackedDPOTrainer("no such model", args=PackedDPOConfig(str(tmp_path), **small),

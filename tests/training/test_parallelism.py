@@ -26,7 +26,7 @@ from trl_packfa.training.step_packing import count_every_rank
     ("size", "reason"),
     [
         ("tp_size", "ranks that share a layer need the same rows"),
-        ("cp_size", "attention across the cut knows no document boundaries"),
+        ("cp_size", "attention across the cut has no document boundaries"),
         ("sp_size", "inside the attention that packing replaces"),
     ],
 )
@@ -90,7 +90,7 @@ def test_a_deepspeed_whose_zero3_cannot_be_proven_is_refused(tmp_path, monkeypat
     monkeypatch.setattr("trl_packfa.training.parallelism.installed_version", lambda package: found)
     args = arguments(out=tmp_path)
     args.deepspeed_plugin = SimpleNamespace(zero_stage=3, deepspeed_config={})
-    with pytest.raises(VersionTooOld, match=rf"deepspeed {found or 'is not installed'}, needed >= (.|\n)*FSDP2"):
+    with pytest.raises(VersionTooOld, match=rf"deepspeed {found or 'is not installed'}, but ZeRO-3 needs >= (.|\n)*FSDP2"):
         packed_trainer(args)
 
 

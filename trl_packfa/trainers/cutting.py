@@ -1,9 +1,9 @@
-"""The pairs of an optimizer step, re-cut into micro-batches that are fewer, fuller and level over ranks.
+"""Re-cutting of an optimizer step's pairs into fewer, fuller micro-batches of about equal cost on every rank.
 
-A pair is never parted. Each micro-batch weighs its pairs as the padded run weighs them: its loss is a mean over pairs,
-and the step's a mean over padded micro-batches and ranks.
+A pair is never split. Each micro-batch weights its pairs as the padded run does: a micro-batch's loss is a mean over
+pairs, and the step's loss is a mean over padded micro-batches and ranks.
 
-Shape letters: P pairs of a step, R rows of each.
+Shape letters: P pairs of a step, R rows of each pair.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ..training.flops import quadratic_weight
 from ..training.step_packing import Documents, Slot, of_all_ranks
 from .overflow import Rows, row_lengths
 
-# What a pad costs of a token's memory: a hidden state of zeros where outputs are put back, where a token costs one in
-# every layer and a layer's activations besides.
+# Memory of a padding position as a share of a token's. The position costs one hidden state of zeros when outputs are
+# padded again. A token costs a hidden state in every layer, and one layer's activations.
 _PAD = 1 / 8
-# How much smaller a budget is tried where pads do not fit.
+# Factor for the next budget to try if the padding does not fit.
 _LESS = 0.8
 
 
@@ -32,8 +32,8 @@ class Part(NamedTuple):
     """A micro-batch of a re-cut step.
 
     Attributes:
-        pairs (`tuple[int, ...]`): which of the step's pairs it holds, in its order.
-        weight (`float`): what its mean loss counts, in units of a padded micro-batch's; 0 where a rank has none.
+        pairs (`tuple[int, ...]`): the numbers of its pairs in the step, in its order.
+        weight (`float`): weight of its mean loss, relative to a padded micro-batch's; 0 if the rank has no pairs left.
     """
 
     pairs: tuple[int, ...]
@@ -41,14 +41,14 @@ class Part(NamedTuple):
 
 
 class PairSlot(Slot):
-    """What the Trainer takes for one padded micro-batch: idle, or the whole step, re-cut.
+    """A stand-in for one padded micro-batch of the Trainer: idle, or with the whole re-cut step.
 
     Attributes:
-        parts (`list[Part]`): of each micro-batch, what it holds.
+        parts (`list[Part]`): the pairs and the weight of each micro-batch.
         padded (`list[list[int]]`): the pairs of each padded micro-batch of this rank.
         examples (`Sequence[dict]`): the step's pairs, of all ranks.
         lengths (`np.ndarray`): tokens of their rows, shape `(P, R)`.
-        widths (`np.ndarray`): how long the rows of a pair are in the padded run, shape `(P,)`.
+        widths (`np.ndarray`): length of a pair's rows in the padded run, shape `(P,)`.
     """
 
     def __init__(
@@ -69,23 +69,24 @@ class PairSlot(Slot):
 
 
 class PairCutter:
-    """Cuts the pairs of a step over ranks and micro-batches, level in cost, equally many on every rank.
+    """A cutter of a step's pairs into micro-batches of about equal cost, the same number of them on every rank.
 
     Args:
         args ([`PreferenceConfig`]):
-            Says the token budget: `max_tokens_per_microbatch`, or what the padded run would hold at its worst.
+            Has the token budget `max_tokens_per_microbatch`. Default: the size of the padded run's largest
+            micro-batch.
         rows (`Rows`):
             The columns that make the rows of a pair.
         train_dataset (`Dataset`):
-            Tokenized and cut to `max_length`.
+            The dataset, tokenized and cut to `max_length`.
         model (`torch.nn.Module`):
-            Its shape says how dear attention is beside the matrix products.
+            Its shape decides the cost of attention relative to the matrix products.
         accelerator (`Accelerator`):
-            Knows the other ranks.
+            Gathers the pairs of all ranks.
 
     Attributes:
-        tokens (`np.ndarray`): of each pair of the dataset.
-        budget (`int`): tokens of a micro-batch.
+        tokens (`np.ndarray`): tokens of each pair of the dataset.
+        budget (`int`): token budget of a micro-batch.
 
     Raises:
         [`InvalidConfig`]: if a pair is longer than the budget.
@@ -100,13 +101,14 @@ class PairCutter:
         if self.asked is not None:
             _require_budget(self.asked, self.tokens)
         self.budget = self.asked or args.per_device_train_batch_size * len(rows) * int(lengths.max())
-        # Of pairs, not of rows: the squares of two rows of 3 are 18, half of their sum's, 36.
+        # Lengths are those of pairs here. Two rows of 3 tokens have squares that add up to 18, but the square of their
+        # sum is 36, so divide by the number of rows.
         self.quadratic = quadratic_weight(model) / len(rows)
 
     def cut(
         self, batches: Sequence[Documents], collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
     ) -> list[PairSlot]:
-        """One slot per padded micro-batch, all idle but the last, which holds the step's pairs re-cut."""
+        """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
         rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
         examples, groups = of_all_ranks(batches, self.accelerator)
         lengths = np.array(
@@ -114,9 +116,10 @@ class PairCutter:
             dtype=np.int64,
         )
         dealt = self._deal(lengths, groups)
-        # Where others have a micro-batch more, a rank takes part in their collectives, untrained.
+        # If other ranks have one micro-batch more, this rank runs its shortest pair untrained, to take part in their
+        # collectives.
         idle = (int(lengths.sum(axis=1).argmin()),)
-        # The pairs of a micro-batch are of padded micro-batches of one size.
+        # All pairs of a micro-batch come from padded micro-batches of the same size.
         sizes = np.bincount(groups)[groups]
         parts = [Part(tuple(part), len(part) / sizes[part[0]]) if part else Part(idle, 0.0) for part in dealt[rank]]
         own = [np.flatnonzero(groups == i * world_size + rank).tolist() for i in range(len(batches))]
@@ -128,14 +131,17 @@ class PairCutter:
         return [PairSlot() for _ in batches[:-1]] + [last]
 
     def _widths(self, lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:
-        """How long the rows of each pair are in its padded micro-batch, `(P,)`."""
+        """Return the length of each pair's rows in its padded micro-batch, `(P,)`."""
         longest = np.zeros(groups.max() + 1, dtype=np.int64)
         np.maximum.at(longest, groups, lengths.max(axis=1))
         return -(-longest[groups] // self.multiple) * self.multiple
 
     def _deal(self, lengths: np.ndarray, groups: np.ndarray) -> list[list[list[int]]]:
-        """For each rank the pairs of each of its micro-batches. Pairs of padded micro-batches of another size, as the
-        last of an epoch may be, weigh otherwise and stay among themselves."""
+        """Deal the pairs; return, per rank, the pairs of each of its micro-batches.
+
+        Pairs of padded micro-batches with different sizes have different weights, so they do not share a micro-batch.
+        The last padded micro-batch of an epoch may have another size.
+        """
         dealt: list[list[list[int]]] = [[] for _ in range(self.accelerator.num_processes)]
         sizes = np.bincount(groups)[groups]
         for size in np.unique(sizes):
@@ -160,7 +166,7 @@ class PairCutter:
 
 
 def _footprint(lengths: np.ndarray) -> float:
-    """What a micro-batch of rows `(P, R)` takes of memory, in tokens: its pads come back at the head."""
+    """Return the memory of a micro-batch of rows `(P, R)`, in tokens. Its padding comes back before the LM head."""
     return float(lengths.sum() + _PAD * (lengths.max() * lengths.size - lengths.sum()))
 
 
@@ -170,6 +176,6 @@ def _require_budget(budget: int, tokens: np.ndarray) -> None:
         raise InvalidConfig(
             f"max_tokens_per_microbatch={budget} is smaller than example {longest}, whose rows have "
             f"{tokens[longest]} tokens.",
-            why=["a pair is never parted: its loss is of both answers"],
+            why=["a pair is never split, because its loss needs both answers"],
             do=f"Raise it to {tokens[longest]} or more, or lower max_length.",
         )

@@ -1,9 +1,9 @@
-"""The first real batch of a run, as a model is called with it: its rows without pads against each row alone.
+"""Check of a run's first real batch: compare its rows without padding with each row run alone.
 
-The proof that `patch` makes uses rows of its own. This one uses the run's data, collator and adapters: it runs inside
-the first call that has no pads, whoever makes that call.
+The check of `patch` uses rows of its own. This one uses the run's data, collator and adapters. It runs inside the
+model's first call without padding, whichever code makes that call.
 
-Shape letters: n tokens of a row, D model dim.
+Shape letters: B rows, L row length, n tokens of a row, D model dim.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ..exactness.subject import compute_dtype
 from ..runtime.padded_rows import PaddedRows
 
 _ROWS = 4
-# A typical token of fewer is no typical one.
+# Smallest number of tokens that have a typical token.
 _FEW = 8
 
 
 class FirstCall(NamedTuple):
-    """How far the hidden states of the first batch's rows are from the rows alone.
+    """The difference between hidden states of the first batch's rows and of the rows run alone.
 
     Attributes:
-        difference (`float`), allowed (`float`): relative, of the typical token of the worst row.
-        tokens (`int`): of that row.
+        difference (`float`), allowed (`float`): relative, for the typical token of the worst row.
+        tokens (`int`): number of tokens of that row.
     """
 
     difference: float
@@ -40,37 +40,37 @@ class FirstCall(NamedTuple):
     tokens: int
 
     def require_exact(self, name: str) -> None:
-        """Raise if they are not the same.
+        """Require that the difference is allowed.
 
         Raises:
-            [`ContaminationError`]: naming the model and the numbers.
+            [`ContaminationError`]: with the model and the numbers.
         """
         if self.difference <= self.allowed:
             return
         raise ContaminationError(
             f"{name}: the first batch without its pads is not exact: the typical token of a row of {self.tokens} "
-            f"tokens is off by {self.difference:.2e} (allowed {self.allowed:.2e}).",
+            f"tokens differs by {self.difference:.2e} (allowed {self.allowed:.2e}).",
             why=[
-                "patch(model, unpad=True) found rows without pads exact: something in this batch, or in what the "
-                "trainer sends with it, matters across rows"
+                "patch(model, unpad=True) found rows without pads exact, so something in this batch, or something "
+                "that the trainer passes with it, has an effect across rows"
             ],
             do="Train padded, without padding_free, and please report it.",
         )
 
 
 def refuse_gradients_at_pads(states: torch.Tensor, rows: PaddedRows, name: str) -> None:
-    """Raise in the backward if a loss depends on what a model computes at pads, which without pads are zeros.
+    """Raise in the backward if a loss depends on hidden states at padding, which are zeros without padding.
 
     Args:
         states (`torch.Tensor`):
             The backbone's hidden states `(B, L, D)`, with gradients.
         rows ([`PaddedRows`]):
-            Where its true tokens are.
+            The positions of its true tokens.
         name (`str`):
-            Of the model and its trainer.
+            Name of the model and its trainer.
 
     Raises:
-        [`ContaminationError`]: in the backward, naming the first such place.
+        [`ContaminationError`]: in the backward, with the first such position.
     """
 
     def look(gradient: torch.Tensor) -> None:
@@ -91,17 +91,17 @@ def refuse_gradients_at_pads(states: torch.Tensor, rows: PaddedRows, name: str) 
 def compare_first_call(
     backbone: nn.Module, forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows
 ) -> FirstCall:
-    """Run a padded call again without its pads, and some of its rows alone, without dropout.
+    """Run a padded call again without padding and without dropout, and compare some of its rows with the rows alone.
 
     Args:
         backbone (`torch.nn.Module`):
-            The patched backbone, in a call.
+            The patched backbone, inside a call.
         forward (`Callable`):
             Its unpatched forward.
         call (`dict[str, Any]`):
-            The padded call.
+            The arguments of the padded call.
         rows ([`PaddedRows`]):
-            Its rows.
+            The rows of the call.
     """
     chosen = _choose(rows)
     with quiet(backbone, training=True):
@@ -112,7 +112,7 @@ def compare_first_call(
     for i, own, off in zip(chosen, alone, rounded, strict=True):
         start, length = rows.starts[i], rows.lengths[i]
         found_together = together[i, start : start + length]
-        # Of what follows a prefix that rows share by itself, too: it may be few of a row's tokens.
+        # Compare the tokens after a shared prefix separately too, because they may be few of a row's tokens.
         for last in {length, max(rows.own_tokens(i), min(length, _FEW))}:
             noise = relative_difference(off[-last:], own[-last:], typical=True)
             difference = relative_difference(found_together[-last:], own[-last:], typical=True)
@@ -121,7 +121,7 @@ def compare_first_call(
 
 
 def _choose(rows: PaddedRows) -> list[int]:
-    """The first row, the last, the longest and the shortest; as many on every rank, as ranks run forwards together."""
+    """Choose the first, last, longest and shortest row: four on every rank, because ranks run forwards together."""
     real = [i for i, length in enumerate(rows.lengths) if length]
     by_length = sorted(real, key=lambda i: rows.lengths[i])
     return [real[0], real[-1], by_length[-1], by_length[0]][:_ROWS]
@@ -136,7 +136,7 @@ def _alone(
     *,
     off: bool = False,
 ) -> torch.Tensor:
-    """Hidden states `(n, D)` of one row by itself."""
+    """Run one row alone; return its hidden states `(n, D)`."""
     part = slice(rows.starts[row], rows.starts[row] + rows.lengths[row])
     own = {
         name: value[row : row + 1, part]

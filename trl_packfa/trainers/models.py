@@ -1,4 +1,4 @@
-"""The models that a trainer runs: policy, reference, teacher, reward and value models, under whatever name."""
+"""Search for all models that a trainer holds: policy, reference, teacher, reward and value models."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-# The attribute of a trainer that holds what it trains.
+# The attribute of a trainer that holds the trained model.
 POLICY = "model"
-# Other names of what is found under its own: the policy, wrapped.
+# Attributes that hold the policy again, wrapped.
 _AGAIN = ("model_wrapped", "deepspeed", "accelerator")
 
 
 def models_of(trainer: Any) -> dict[str, nn.Module]:
-    """Every transformers model that a trainer holds, bare or PEFT's, by the attribute that holds it, each once.
+    """Find every transformers model that a trainer holds, bare or PEFT's, by the attribute that holds it, each once.
 
-    Of a list, as GRPO's `reward_funcs`, `name[i]`.
+    A model in a list, such as GRPO's `reward_funcs`, has the name `name[i]`.
     """
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
@@ -30,7 +30,7 @@ def models_of(trainer: Any) -> dict[str, nn.Module]:
 
 
 def _held(trainer: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The policy first."""
+    """Yield the modules in a trainer's attributes with their names, the policy first."""
     attributes = {POLICY: trainer.model, **vars(trainer)}
     for name, value in attributes.items():
         if name in _AGAIN:

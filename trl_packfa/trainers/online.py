@@ -1,4 +1,4 @@
-"""GRPO and RLOO for the command line: TRL's trainers on the configs of the packed ones, their models run without pads.
+"""GRPO and RLOO for the command line: TRL's trainers, with configs like the packed trainers' and without padding.
 
 Generation, rewards, losses, steps and checkpoints are TRL's.
 """
@@ -26,10 +26,10 @@ from .refusals import refuse_before_loading, refuse_liger, require_columns, requ
 
 @dataclass
 class OnlineConfig(CommonConfig):
-    """Stands before TRL's config among the bases of one: how the model is loaded, adapted and run."""
+    """Fields for loading, adapting and running the model. It comes before TRL's config in the base classes."""
 
     def __post_init__(self) -> None:
-        # By name, as PackedSFTConfig does: neither calls the other's.
+        # Call both by name, because neither calls the other.
         ModelConfig.__post_init__(self)
         settle_precision(self)
         refuse_liger(self, type(self).__name__)
@@ -50,12 +50,12 @@ class PaddingFreeRLOOConfig(OnlineConfig, RLOOConfig):
 
 
 def grpo(model: str, **given: Any) -> Any:
-    """TRL's `GRPOTrainer` for these arguments of it, without pads."""
+    """Build TRL's `GRPOTrainer` from its own arguments, without padding."""
     return _without_pads(GRPOTrainer, model, **given)
 
 
 def rloo(model: str, **given: Any) -> Any:
-    """TRL's `RLOOTrainer` for these arguments of it, without pads."""
+    """Build TRL's `RLOOTrainer` from its own arguments, without padding."""
     return _without_pads(RLOOTrainer, model, **given)
 
 
@@ -63,7 +63,7 @@ def _without_pads(trainer: Any, model: str, *, args: Any, **given: Any) -> Any:
     for name, dataset in named(given.get("train_dataset"), given.get("eval_dataset")):
         if not isinstance(dataset, Dataset):
             raise InvalidDataset(
-                f"the {name} dataset is a stream, of which TRL's {trainer.__name__} cannot train.",
+                f"the {name} dataset is a stream. TRL's {trainer.__name__} cannot train on streams.",
                 do="Drop dataset_streaming.",
             )
         require_columns(dataset, name=name, trainer=trainer.__name__, formats=(("prompt",),))
@@ -76,33 +76,34 @@ def _without_pads(trainer: Any, model: str, *, args: Any, **given: Any) -> Any:
 
 
 def reward_options(script_args: Any) -> dict[str, Any]:
-    """What TRL's trainers take of the script's arguments: reward functions, and a reward model.
+    """Return the trainer's `reward_funcs`: the reward functions and the reward model that the script arguments name.
 
     Args:
         script_args (`GRPOScriptArguments` or `RLOOScriptArguments`):
-            Of TRL's own scripts.
+            The arguments of TRL's own scripts.
 
     Raises:
-        [`InvalidConfig`]: if there is none, or one cannot be imported.
+        [`InvalidConfig`]: if there is no reward, or one cannot be imported.
     """
     rewards: list[Any] = [script_args.reward_model_name_or_path] if script_args.reward_model_name_or_path else []
     rewards += [_reward(name) for name in script_args.reward_funcs or ()]
     if not rewards:
         raise InvalidConfig(
-            "there is no reward.",
-            do="Pass --reward_funcs MODULE.FUNCTION (my_rewards.brevity is `brevity` in my_rewards.py, here), or "
-            "--reward_model_name_or_path.",
+            "no reward is named.",
+            do="Pass --reward_funcs MODULE.FUNCTION (my_rewards.brevity is the function `brevity` in my_rewards.py in "
+            "this folder), or --reward_model_name_or_path.",
         )
     return {"reward_funcs": rewards}
 
 
-# As TRL's scripts know them by name; this one makes the function.
+# The reward functions that TRL's scripts accept by name. Those in `_MADE` are called with these arguments to make the
+# function.
 _MADE = {"get_soft_overlong_punishment": {"max_completion_len": 1280, "soft_punish_cache": 256}}
 _BY_NAME = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", *_MADE)
 
 
 def _reward(name: str) -> Callable[..., Any]:
-    """A reward function of TRL's by its name, or any by its dotted path, from the current folder too."""
+    """Import a reward function: TRL's by its name, or any by its dotted path, also from the current folder."""
     if name in _BY_NAME:
         found = getattr(trl_rewards, name)
         return found(**_MADE[name]) if name in _MADE else found

@@ -1,6 +1,6 @@
-"""Preference pairs cut to `max_length`, with every loss counted.
+"""Cutting of preference pairs to `max_length`, with every dropped token counted.
 
-Shape letters: P pairs (or single examples, of a trainer of those), R rows of each.
+Shape letters: P pairs (or single examples, for a trainer of those), R rows of each.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ..errors import InvalidDataset
 from ..packing import PackingReport
 from ..training.dataset import read_lengths
 
-# By trainer: for each row of a pair the columns whose token ids make it, the answer last, after a prompt if there is
-# one.
+# A trainer's rows of a pair. Each row is a tuple of columns whose token ids make it: a prompt, if there is one, then
+# the answer.
 Rows = tuple[tuple[str, ...], ...]
 
 
 def row_lengths(dataset: Dataset, rows: Rows) -> np.ndarray:
-    """Tokens of every row of every pair of a tokenized dataset, int64, shape `(P, R)`."""
+    """Count the tokens of every row of every pair of a tokenized dataset, int64, shape `(P, R)`."""
     lengths = _column_lengths(dataset, rows)
     return np.stack([np.sum([lengths[column] for column in row], axis=0) for row in rows], axis=1)
 
@@ -33,23 +33,23 @@ def _column_lengths(dataset: Dataset, rows: Rows) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class PairReport(PackingReport):
-    """The account of pairs, whose rows are its documents; of single examples with one row each.
+    """The packing report of pairs or single examples. Its documents are their rows.
 
     Attributes:
-        rows_each (`int`): 2 of a pair.
+        rows_each (`int`): rows of an example; 2 for a pair.
     """
 
     rows_each: int = 1
 
     def lines(self) -> list[tuple[str, str]]:
-        """Label and value of each count that a reader needs: pairs, then their rows."""
+        """List label and value of each count: pairs first, then their rows."""
         row = "row" if self.rows_each > 1 else "example"
         counts = [(label.replace("document", row), n) for label, n in super().lines() if label != "rows each"]
         return [("pairs", f"{self.documents // self.rows_each:,}"), *counts] if self.rows_each > 1 else counts
 
 
 class Kept(NamedTuple):
-    """Which pairs are trained, int64 indices, and the account of the others."""
+    """The int64 indices of the pairs to train on, and the report, which also counts the others."""
 
     pairs: np.ndarray
     report: PackingReport
@@ -60,19 +60,19 @@ def plan_pairs(dataset: Dataset, rows: Rows, *, max_length: int | None, policy: 
 
     Args:
         dataset (`Dataset`):
-            Tokenized and not cut.
+            The dataset, tokenized and not cut.
         rows (`Rows`):
             The columns that make its rows.
         max_length (`int` or `None`):
             Longest row in tokens.
         policy (`str`):
-            `"truncate"`: answers are cut, and pairs whose prompt fills a row are dropped, as by TRL. `"drop"`: pairs
-            with a row that is too long are dropped. `"error"`.
+            `"truncate"`: answers are cut, and pairs whose prompt fills a row are dropped, as in TRL. `"drop"`: pairs
+            with a row that is too long are dropped. `"error"`: they are refused.
         name (`str`):
-            What to call it.
+            The dataset's name in messages.
 
     Raises:
-        [`InvalidDataset`]: with policy `"error"`, naming the first pair that is too long; if no pair is left.
+        [`InvalidDataset`]: with policy `"error"`, with the first pair that is too long; also if no pair is left.
     """
     columns = _column_lengths(dataset, rows)
     answer = np.stack([columns[row[-1]] for row in rows], axis=1)
@@ -88,13 +88,13 @@ def plan_pairs(dataset: Dataset, rows: Rows, *, max_length: int | None, policy: 
             why=[f"{int(too_long.any(axis=1).sum())} of {len(lengths)} examples are too long"],
             do="Raise max_length, or choose another overflow.",
         )
-    # An answer that has no room left trains nothing.
+    # If the prompt leaves no room for an answer, there is nothing to train.
     unfit = too_long.any(axis=1) if policy == "drop" else (prompt >= limit).any(axis=1)
     kept = np.flatnonzero(~unfit)
     if not len(kept):
         raise InvalidDataset(
             f"no {name} example fits: {len(lengths)} examples, max_length={max_length}, overflow='{policy}'.",
-            do="Raise max_length, or bring shorter examples.",
+            do="Raise max_length, or use shorter examples.",
         )
     rest = np.minimum(lengths[kept], limit)
     dropped = int(unfit.sum()) * lengths.shape[1]
@@ -116,8 +116,10 @@ def plan_pairs(dataset: Dataset, rows: Rows, *, max_length: int | None, policy: 
 
 
 def cut_answers(dataset: Dataset, rows: Rows, *, max_length: int, also: Sequence[str] = (), name: str) -> Dataset:
-    """Answers of a tokenized dataset cut where their row has `max_length` tokens, as TRL's collators cut them; `also`
-    are columns of more answers to the same prompt."""
+    """Cut the answers of a tokenized dataset so that a row has at most `max_length` tokens, as TRL's collators do.
+
+    `also` are columns with further answers to the same prompt.
+    """
     answers = [*(row[-1] for row in rows), *also]
     prompt = next((row[0] for row in rows if len(row) > 1), None)
 

@@ -1,4 +1,4 @@
-"""Steps that run their pairs in other micro-batches than the padded run, and log what it would have logged."""
+"""`RecutSteps`: run a step's pairs in other micro-batches than the padded run, and log the padded run's metrics."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
 else:
     Base = object
 
-# Under which a micro-batch says what it holds, until it runs.
+# The key of a micro-batch's `Part`. It is removed before the micro-batch runs.
 _PART = "trl_packfa_part"
-# Among a row's outputs, the reference's log-probability of its answer.
+# The key, in a row's outputs, of the reference's log-probability of its answer.
 _REFERENCE = "reference"
-# Largest relative difference that rounding makes of a mean over the same losses, in float32 and below.
+# Largest relative difference that rounding causes between two means over the same losses, in float32 and in 16 bits.
 _SAME_LOSS, _SAME_HALF_LOSS = 1e-4, 2e-2
 
 
 class RecutSteps(Base):
-    """The steps of a trainer of TRL's whose loss is a mean over pairs, where it has a [`PairCutter`]; else TRL's.
+    """A base class that re-cuts a TRL trainer's steps if it has a [`PairCutter`]. The loss must be a mean over pairs.
 
-    Each micro-batch's loss is TRL's, weighted by its pairs; when all have run, TRL's loss runs once more on the padded
-    run's micro-batches and what the model has computed ([`Replay`]), for its metrics.
+    Each micro-batch's loss is TRL's, weighted by its pairs. When all micro-batches have run, TRL's loss runs once more
+    for its metrics, on the padded run's micro-batches and the recorded outputs ([`Replay`]).
     """
 
-    # Of each trainer: the rows of a pair, and the batch keys of the reference's log-probabilities of each row.
+    # Set by each trainer: the rows of a pair, and the batch keys of the reference's log-probabilities for each row.
     _rows: ClassVar[Rows]
     _reference_keys: ClassVar[tuple[str, ...]] = ()
 
-    # What the Trainer declares more loosely, and what TRL's trainers assign.
+    # The Trainer declares these types more loosely, or TRL's trainers assign them without a declaration.
     args: Any
     model: Any
     data_collator: Any
@@ -59,14 +59,14 @@ class RecutSteps(Base):
     _cutter: PairCutter | None = None
     _running: tuple[PairSlot, Part] | None = None
     _has_compared = False
-    # By number of a step's pair, while the step runs: of each of its rows what the model computed.
+    # While a step runs: the model's outputs for each row of a pair, by the pair's number in the step.
     _computed: dict[int, list[RowOutputs]]
 
     def get_train_dataloader(self) -> DataLoader:
-        """Where steps are cut, the padded run's pairs in its order, collated once the step is cut."""
+        """Return the training loader. If steps are re-cut, it yields the padded run's pairs, to be collated later."""
         if self._cutter is None:
             return super().get_train_dataloader()
-        collator, self.data_collator = self.data_collator, Documents  # the loader reads the attribute
+        collator, self.data_collator = self.data_collator, Documents  # TRL's loader reads this attribute
         try:
             return super().get_train_dataloader()
         finally:
@@ -75,7 +75,7 @@ class RecutSteps(Base):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], torch.Tensor | int | None]:
-        """The micro-batches of one optimizer step."""
+        """Return the micro-batches of one optimizer step."""
         if self._cutter is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = list(islice(epoch_iterator, num_batches))  # `Documents`, not collated
@@ -86,11 +86,11 @@ class RecutSteps(Base):
         return slots, None
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """TRL's training step; for the slot that holds a whole optimizer step, one per micro-batch."""
+        """Run TRL's training step; for a slot with a whole optimizer step, run it once per micro-batch."""
         if not isinstance(inputs, PairSlot):
             return super().training_step(model, inputs, num_items_in_batch)
         require_aligned(inputs, self.accelerator, self.args.gradient_accumulation_steps)
-        loss = torch.zeros((), device=self.args.device)  # all that an idle slot has
+        loss = torch.zeros((), device=self.args.device)  # an idle slot returns this zero
         if not inputs.micro_batches:
             return loss
         self._computed, syncs_itself = {}, self.is_deepspeed_enabled
@@ -104,37 +104,37 @@ class RecutSteps(Base):
         return loss
 
     def _prepare_input(self, data: Any) -> Any:
-        # The loader moves the batches that it makes; those of a re-cut step are made here.
+        # The loader moves only the batches that it makes. The batches of a re-cut step are made here.
         return super()._prepare_input(data.to(self.args.device) if isinstance(data, CountedBatch) else data)
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """TRL's loss; of a re-cut micro-batch what it counts of the padded run's."""
+        """Compute TRL's loss; scale a re-cut micro-batch's loss by its share of the step's pairs."""
         if self._running is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         by_trl: Callable[..., torch.Tensor] = super().compute_loss  # type: ignore[assignment]  # no outputs are asked
         slot, part = self._running
-        if self.neftune_noise_alpha is not None:  # whose noise follows the length of a padded row
+        if self.neftune_noise_alpha is not None:  # NEFTune's noise depends on the length of a padded row
             widths = np.tile(slot.widths[list(part.pairs)], len(self._rows))
             mask = inputs["attention_mask"]
             tell_rows(mask, replace(rows_of(mask), widths=tuple(widths.tolist()), memo={}))
         recorder, inputs = Recorder(model), {**inputs, **self._references(inputs)}
         metrics, tokens = self._metrics, self._total_train_tokens
-        # Ranks have other numbers of pairs here, which cannot be gathered, and metrics are those of the padded run's
-        # micro-batches.
+        # Discard the metrics that TRL records here. They are computed later, on the padded run's micro-batches.
+        # `alone` avoids gathering, because ranks have different numbers of pairs here.
         self._metrics = {mode: defaultdict(list) for mode in metrics}
         try:
             with alone(self), self._knowing_references():
                 loss = by_trl(recorder, inputs, False, num_items_in_batch)
         finally:
             self._metrics, self._total_train_tokens = metrics, tokens
-        if part.weight:  # else another rank runs these pairs
+        if part.weight:  # otherwise another rank trains these pairs
             self._keep(recorder, inputs, slot, part)
         return loss * part.weight
 
     def _references(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The reference's log-probabilities as TRL's precomputed ones, `(n,)` of each row of n pairs."""
+        """Compute the reference's log-probabilities as TRL's precomputed ones: `(n,)` for each row of n pairs."""
         trl: Any = self
         if not self._reference_keys or trl.precompute_ref_logps:
             return {}
@@ -143,7 +143,7 @@ class RecutSteps(Base):
 
     @contextmanager
     def _knowing_references(self) -> Iterator[None]:
-        """For the length of a `with` block TRL takes the reference's log-probabilities from the batch."""
+        """Let TRL read the reference's log-probabilities from the batch inside a `with` block."""
         if not self._reference_keys:
             yield
             return
@@ -154,7 +154,7 @@ class RecutSteps(Base):
             self.precompute_ref_logps = before
 
     def _keep(self, recorder: Recorder, inputs: dict[str, Any], slot: PairSlot, part: Part) -> None:
-        """Remember what came out of each row of a micro-batch, whose rows are all first ones, then all second ones."""
+        """Keep the outputs of each row of a micro-batch. It has the first rows of all pairs, then all second rows."""
         pairs, count = list(part.pairs), len(part.pairs)
         rows = recorder.rows(slot.lengths[pairs].T.ravel().tolist())
         for at, pair in enumerate(pairs):
@@ -164,10 +164,10 @@ class RecutSteps(Base):
             self._computed[pair] = of_pair
 
     def _log_as_padded(self, slot: PairSlot, loss: torch.Tensor) -> None:
-        """TRL's metrics of the padded run's micro-batches; the first time, their loss is held against what trained.
+        """Compute TRL's metrics on the padded run's micro-batches. The first time, compare their loss with `loss`.
 
         Raises:
-            [`ContaminationError`]: if they differ.
+            [`ContaminationError`]: if the two losses differ.
         """
         by_trl: Callable[..., torch.Tensor] = super().compute_loss  # type: ignore[assignment]  # no outputs are asked
         computed, as_padded = self._computed_on_all_ranks(), torch.zeros_like(loss)
@@ -201,11 +201,11 @@ class RecutSteps(Base):
         trained, padded = both.tolist()
         whole_precision = self.model.dtype is torch.float32 and not (self.args.bf16 or self.args.fp16)
         allowed = _SAME_LOSS if whole_precision else _SAME_HALF_LOSS
-        # Written so that a loss that is no number passes: it is no matter of the cut.
+        # Written so that a NaN loss passes, because re-cutting does not cause it.
         if abs(trained - padded) > allowed * max(1.0, abs(padded)):
             raise ContaminationError(
                 f"{type(self).__name__}: the first step's loss is {trained:.6f} re-cut and {padded:.6f} in the padded "
                 "run's micro-batches.",
-                why=["this loss is no mean over pairs: re-cut, another one would be trained"],
+                why=["this loss is not a mean over pairs, so re-cut steps would train another loss"],
                 do="Train with packing_strategy='minibatch', and please report it.",
             )

@@ -1,4 +1,7 @@
-"""What trainers without pads refuse, a packed one before data is tokenized and weights are read, and why."""
+"""Checks that refuse arguments, data and models which cannot train without padding, with the reasons.
+
+For a packed trainer they run before data is tokenized and weights are read.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +19,23 @@ from ..training.validation import refuse_adapters_and_backend, refuse_data, refu
 
 
 def refuse_liger(args: Any, name: str) -> None:
-    """Liger kernels and losses, which compute every place of a padded batch.
+    """Refuse Liger kernels and losses, which compute every position of a padded batch.
 
     Args:
         args (`TrainingArguments`):
-            Of a trainer of TRL's.
+            The arguments of a TRL trainer.
         name (`str`):
-            What to call it.
+            The trainer's name in messages.
 
     Raises:
-        [`InvalidConfig`]: naming the argument.
+        [`InvalidConfig`]: with the argument.
     """
     liger = [field for field in ("use_liger_kernel", "use_liger_loss") if getattr(args, field, False)]
     if liger:
         raise InvalidConfig(
             f"{name} with {liger[0]}=True cannot run without its pads.",
-            why=["Liger puts forwards of its own in the place of the model's, which was not measured without pads"],
-            do=f"Set {liger[0]}=False; TRL deprecates it, and the fused LM head is TRL's own.",
+            why=["Liger replaces the model's forwards by its own, which were not measured without pads"],
+            do=f"Set {liger[0]}=False. TRL deprecates it and has a fused LM head of its own.",
         )
 
 
@@ -41,46 +44,46 @@ def require_columns(dataset: Dataset, *, name: str, trainer: str, formats: Seque
 
     Args:
         dataset (`Dataset`):
-            As the user passed it.
+            The user's dataset.
         name (`str`):
-            What to call it.
+            Its name in messages.
         trainer (`str`):
-            What to call the trainer.
+            The trainer's name in messages.
         formats (`Sequence[Sequence[str]]`):
-            The columns of each.
+            The columns of each format.
 
     Raises:
-        [`InvalidDataset`]: naming the columns that are there, and those that are wanted.
+        [`InvalidDataset`]: with the existing and the expected columns.
     """
     there = dataset.column_names
     if any(column.endswith("_ids") for column in there) or any(set(columns) <= set(there) for columns in formats):
         return
     wanted = ", or ".join(" and ".join(repr(column) for column in columns) for columns in formats)
     if "completion" in there:
-        other = "SFT trains on 'prompt' and 'completion': PackedSFTTrainer, or --trainer sft."
+        other = "For 'prompt' and 'completion' use SFT: PackedSFTTrainer, or --trainer sft."
     else:
         other = "Rename the columns, or make them: --columns 'NAME=TEMPLATE' on the command line."
     raise InvalidDataset(
-        f"the {name} dataset has columns {sorted(there)}, of which {trainer} cannot train.",
+        f"the {name} dataset has columns {sorted(there)}; {trainer} cannot train on them.",
         why=[f"wanted: {wanted}"],
         do=other,
     )
 
 
 def refuse_before_loading(trainer: str, given: dict[str, Any], args: Any) -> None:
-    """Arguments, data and a model that cannot run without pads.
+    """Refuse arguments, data and models that cannot train without padding, before data and weights are loaded.
 
     Args:
         trainer (`str`):
-            What to call the trainer.
+            The trainer's name in messages.
         given (`dict[str, Any]`):
             Its arguments, by name.
         args ([`PreferenceConfig`]):
-            As they are settled.
+            The settled config.
 
     Raises:
-        [`InvalidConfig`]: naming the argument.
-        [`InvalidDataset`]: for images, or no data at all.
+        [`InvalidConfig`]: with the argument.
+        [`InvalidDataset`]: for images, or if there is no data.
         [`UnsupportedModel`]: for a model, an adapter or a quantization that mixes documents.
     """
     model, adapter, train = given["model"], given.get("peft_config"), given.get("train_dataset")
@@ -88,7 +91,7 @@ def refuse_before_loading(trainer: str, given: dict[str, Any], args: Any) -> Non
         raise InvalidDataset("the train dataset is empty.", do="Check the split, filters and file names.")
     if not isinstance(train, (Dataset, IterableDataset)):
         raise InvalidDataset(
-            f"{trainer} takes a `Dataset` or a stream, train_dataset is {type(train).__name__}.",
+            f"{trainer} takes a `Dataset` or a stream, but train_dataset is {type(train).__name__}.",
             do="Load it with datasets.load_dataset, or make one: Dataset.from_list(rows).",
         )
     if isinstance(train, IterableDataset):
@@ -107,11 +110,11 @@ def refuse_before_loading(trainer: str, given: dict[str, Any], args: Any) -> Non
 
 
 def require_run(given: dict[str, Any], args: Any) -> None:
-    """Require what a run needs besides model and data, packed or not: reporters, the attention, a tokenizer.
+    """Require the reporters, the attention package and the tokenizer of a run, packed or not.
 
     Raises:
-        [`MissingPackage`]: naming the package.
-        [`InvalidConfig`], [`InvalidDataset`]: naming what the tokenizer lacks.
+        [`MissingPackage`]: with the package.
+        [`InvalidConfig`], [`InvalidDataset`]: with what the tokenizer lacks.
     """
     require_reporters(args)
     require_attention(args)
@@ -120,11 +123,11 @@ def require_run(given: dict[str, Any], args: Any) -> None:
 
 
 def _refuse_policy(args: Any) -> None:
-    """A stream's pairs that are too long by another policy than TRL's: they are cut, or left out, by TRL."""
+    """Refuse an overflow policy other than TRL's for a stream, because TRL itself cuts or drops its long pairs."""
     default = next(f.default for f in fields(args) if f.name == "overflow")
     if args.overflow != default:
         raise InvalidConfig(
             f"overflow='{args.overflow}' with a stream.",
-            why=["its pairs are not known before they come: TRL cuts them, or leaves them out"],
-            do=f"Drop overflow ('{default}'), or load the dataset whole.",
+            why=["its pairs are not known before they are read, so TRL cuts or drops them"],
+            do=f"Drop overflow (the default is '{default}'), or load the whole dataset.",
         )

@@ -1,8 +1,8 @@
-"""What a model computed of each row, kept while a step runs and shown again in the padded run's micro-batches.
+"""`Recorder` keeps a model's outputs for each row, and `Replay` returns them in the padded run's micro-batches.
 
-TRL averages some metrics over a micro-batch's tokens and then over micro-batches: of a step that was cut otherwise
-these would be other numbers. So TRL's own loss runs once more on the padded micro-batches, on what the model has
-computed already, and logs what it would have logged.
+TRL averages some metrics over the tokens of a micro-batch and then over micro-batches. For a re-cut step these
+averages would differ. So TRL's own loss runs once more on the padded micro-batches, with the recorded outputs of the
+model, and logs the padded run's metrics.
 
 Shape letters: B rows of a batch, L row length, n tokens of a row.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-# What TRL's fused LM head computes of each token `(B, L - 1)`, and a classifier of each row `(B, 1)`.
+# Outputs of TRL's fused LM head for each token `(B, L - 1)`, and of a classifier for each row `(B, 1)`.
 _BY_TOKEN = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
 _BY_ROW = ("logits",)
 
@@ -23,10 +23,10 @@ RowOutputs = dict[str, torch.Tensor]
 
 
 class Recorder:
-    """A model that is called as itself and remembers what came out last.
+    """A wrapper of a model that keeps the outputs of the last call.
 
     Args:
-        model (`torch.nn.Module`): the model, wrapped or not, whose attributes are found here too.
+        model (`torch.nn.Module`): the model, wrapped or not. Its attributes can be read here too.
     """
 
     def __init__(self, model: Any) -> None:
@@ -34,7 +34,7 @@ class Recorder:
         self.outputs: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
+        """Run the model's forward and keep its outputs."""
         self.outputs = self.model(*args, **kwargs)
         return self.outputs
 
@@ -42,7 +42,7 @@ class Recorder:
         return getattr(self.model, name)
 
     def rows(self, lengths: Sequence[int]) -> list[RowOutputs]:
-        """Of each row of `lengths` tokens its outputs, apart from the graph, and nothing at pads."""
+        """Return the outputs of each row of `lengths` tokens, detached from the graph and without padding."""
         kept: list[RowOutputs] = []
         for i, length in enumerate(lengths):
             by_row = {name: value[i].detach().clone() for name, value in self._found(_BY_ROW)}
@@ -51,24 +51,24 @@ class Recorder:
         return kept
 
     def _found(self, names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
-        # A fused head's outputs have no logits, and a classifier's nothing by token.
+        # The outputs of a fused head have no logits, and those of a classifier nothing per token.
         values = [(name, getattr(self.outputs, name, None)) for name in names]
         return [(name, value) for name, value in values if isinstance(value, torch.Tensor)]
 
 
 class Replay:
-    """Stands in a model's place and answers with what was recorded of the rows of its next batch.
+    """A stand-in for a model that returns the recorded outputs of the next batch's rows.
 
     Args:
-        rows (`list[RowOutputs]`): of each row of the batch, in its order.
-        device (`torch.device`): where answers lie.
+        rows (`list[RowOutputs]`): recorded outputs of each row of the batch, in its order.
+        device (`torch.device`): device of the returned outputs.
     """
 
     def __init__(self, rows: list[RowOutputs], device: torch.device) -> None:
         self.rows, self.device = rows, device
 
     def __call__(self, input_ids: torch.Tensor, **_: Any) -> SimpleNamespace:
-        """Outputs for `input_ids` `(B, L)`, padded on the right, zeros at pads."""
+        """Return outputs for `input_ids` `(B, L)`, padded with zeros on the right."""
         width = input_ids.shape[1] - 1
         answer: dict[str, Any] = {}
         for name, first in self.rows[0].items():

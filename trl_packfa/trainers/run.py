@@ -1,4 +1,4 @@
-"""What a trainer without padding does beside its own work: the proof on the first batch, and what its logs gain."""
+"""`PaddingFreeRun`: the check of the first batch and the extra log values of a trainer without padding."""
 
 from __future__ import annotations
 
@@ -25,8 +25,15 @@ logger = logging.getLogger(__name__)
 
 
 class Counts(NamedTuple):
-    """What models have run: seconds, true tokens that were trained, true tokens, pads, the policy's documents, and
-    true tokens that were computed in another row."""
+    """Counts of the models' work.
+
+    Attributes:
+        seconds (`float`): time.
+        trained (`float`): true tokens that the policy has trained.
+        tokens (`float`), pads (`float`): true tokens, and padding that was not computed, of all models.
+        documents (`float`): documents that the policy has trained.
+        shared (`float`): true tokens that were computed in another row.
+    """
 
     seconds: float = 0.0
     trained: float = 0
@@ -36,18 +43,18 @@ class Counts(NamedTuple):
     shared: float = 0
 
     def plus(self, counts: Counts, *, minus: Counts) -> Counts:
-        """These and the difference of two others."""
+        """Return these counts plus `counts`, minus `minus`."""
         return Counts(*(a + b - c for a, b, c in zip(self, counts, minus, strict=True)))
 
 
 class PaddingFreeRun:
-    """What a trainer without padding does beside its own work: counts masks' rows, proves the first batch, reports.
+    """The part that is attached to a trainer without padding: it counts rows, checks the first batch, and adds logs.
 
     Attributes:
-        models (`dict[str, nn.Module]`): that run without pads, by the attribute that holds them.
-        left_padded (`tuple[str, ...]`): attributes that hold others.
-        check_first_batch, shares (`bool`): whether the first batch is compared, and rows share what they begin with.
-        first_calls (`dict[str, FirstCall]`): of each model what the comparison of the first batch came to.
+        models (`dict[str, nn.Module]`): models that run without padding, by the attribute that holds them.
+        left_padded (`tuple[str, ...]`): attributes whose models stay padded.
+        check_first_batch, shares (`bool`): whether the first batch is compared, and whether rows share prefixes.
+        first_calls (`dict[str, FirstCall]`): result of the first batch's comparison for each model.
     """
 
     def __init__(
@@ -62,14 +69,14 @@ class PaddingFreeRun:
         self.trainer, self.models, self.left_padded = trainer, models, tuple(left_padded)
         self.check_first_batch, self.shares = check_first_batch, shares
         self.first_calls: dict[str, FirstCall] = {}
-        # What the models had run, and the time, where the part of training began that runs now; what the parts before
-        # it have added up to since the last log.
+        # `_since` holds the counts when the current part of training began; `_trained` the sum of the parts before it,
+        # since the last log.
         self._since: Counts | None = None
         self._trained = Counts()
         self._step = 0
 
     def attach(self) -> None:
-        """Put it on the trainer."""
+        """Attach the run to its trainer: collator, log and callback."""
         trainer = self.trainer
         self.count_rows()
         trainer.log = _Logging(trainer.log, self)
@@ -78,7 +85,7 @@ class PaddingFreeRun:
     def change(
         self, models: dict[str, nn.Module], left_padded: Sequence[str], *, check_first_batch: bool, shares: bool
     ) -> None:
-        """Run these models from now on, and so; those that are left out run as they did before."""
+        """Use these models and settings from now on. Models that are left out are unpatched."""
         for name, model in self.models.items():
             if name not in models:
                 unpatch(model)
@@ -87,7 +94,7 @@ class PaddingFreeRun:
         self.count_rows()
 
     def count_rows(self) -> None:
-        """Let the trainer's collator count rows, and compare them where rows share what they begin with."""
+        """Let the trainer's collator count rows, and compare their beginnings if prefixes are shared."""
         trainer = self.trainer
         if trainer.data_collator is not None and not getattr(trainer, "precompute_ref_logps", False):
             counting = isinstance(trainer.data_collator, CountingCollator)
@@ -95,13 +102,17 @@ class PaddingFreeRun:
             trainer.data_collator = CountingCollator(own, share_prefixes=self.shares)
 
     def begin(self) -> None:
-        """Arm the comparison of the first batch, require that all models are still patched, start the clock."""
+        """Require that all models are still patched, prepare the comparison of the first batch, and start the clock.
+
+        Raises:
+            [`UnsupportedModel`]: if a model is no longer patched.
+        """
         for name, model in self.models.items():
             state = find_state(model)
             if state is None or state.unpadding is None:
                 raise UnsupportedModel(
                     f"{type(self.trainer).__name__}.{name} is no longer patched to run without pads.",
-                    why=["half of a trainer's models without pads is no run that was proven"],
+                    why=["only some of the trainer's models are patched, and that combination was not verified"],
                     do="Call trl_packfa.padding_free(trainer) after the last change to its models.",
                 )
             if self.check_first_batch:
@@ -109,7 +120,7 @@ class PaddingFreeRun:
         self._since, self._trained, self._step = self._counts(), Counts(), self.trainer.state.global_step
 
     def _counts(self) -> Counts:
-        """What the models have run so far, and the time."""
+        """Read the counts of all models so far, and the time."""
         states = {name: find_state(model) for name, model in self.models.items()}
         counted = {name: state.unpadding for name, state in states.items() if state is not None and state.unpadding}
         policy = counted.get(POLICY)
@@ -123,19 +134,18 @@ class PaddingFreeRun:
         )
 
     def end_step(self) -> None:
-        """A part of training has ended: what comes before the next one, a log, an evaluation or a checkpoint, is none
-        of it."""
+        """Add the part of training that has ended. A log, evaluation or checkpoint after it does not count."""
         if self._since is not None:
             self._trained = self._trained.plus(self._counts(), minus=self._since)
             self._since = self._counts()
 
     def go_on(self) -> None:
-        """What was no training has ended."""
+        """Start a new part of training, after a log, evaluation or checkpoint."""
         if self._since is not None:
             self._since = self._counts()
 
     def read(self) -> dict[str, float]:
-        """What the log gains since the last time, over all ranks."""
+        """Return the values to log since the last call, over all ranks."""
         step = self.trainer.state.global_step
         steps, self._step = step - self._step, step
         seconds, *mine = self._trained
@@ -147,13 +157,13 @@ class PaddingFreeRun:
         if not tokens or not seconds:
             return {}
         found = {"padding_saved": pads / (tokens + pads)}
-        if trained:  # else the policy was left padded
+        if trained:  # otherwise the policy is left padded
             found = {"tokens_per_second": trained / seconds, **found, "documents": documents / max(steps, 1)}
         return {**found, "prefixes_shared": shared / tokens} if self.shares else found
 
     @property
     def said(self) -> str:
-        """What was proven, as a sentence of a model card."""
+        """The result of the checks, as a sentence of a model card."""
         first = [
             f"{name} {call.difference:.1e} (allowed {call.allowed:.1e})" for name, call in self.first_calls.items()
         ]
@@ -161,34 +171,34 @@ class PaddingFreeRun:
         return f"without its pads proven on {', '.join(self.models)} before the first step{compared}."
 
     def pause(self, seconds: float) -> None:
-        """What took no part in training takes nothing off its speed."""
+        """Exclude seconds that were not training from the measured speed."""
         if self._since is not None:
             self._since = self._since._replace(seconds=self._since.seconds + seconds)
 
 
 class PaddingFreeCallback(TrainerCallback):
-    """Where a [`PaddingFreeRun`] begins."""
+    """A callback that tells a [`PaddingFreeRun`] when training and its parts begin and end."""
 
     def __init__(self, run: PaddingFreeRun) -> None:
         self.run = run
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Prove on the first batch of each model; see [`PaddingFreeRun.begin`]."""
+        """Prepare the check of each model's first batch; see [`PaddingFreeRun.begin`]."""
         self.run.begin()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Count what the step has trained."""
+        """Count the step that has ended."""
         self.run.end_step()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Count nothing of what ran since the step's end."""
+        """Do not count the time since the step's end."""
         self.run.go_on()
 
     on_evaluate = on_save = on_log
 
 
 class _Logging:
-    """A trainer's `log`, with what padding-free training has saved."""
+    """A trainer's `log` that adds the values of a [`PaddingFreeRun`]."""
 
     def __init__(self, own: Callable[..., Any], run: PaddingFreeRun) -> None:
         self.own, self.run = own, run
@@ -200,8 +210,10 @@ class _Logging:
 
 
 class _Watching:
-    """Compares one model's first call without pads with its rows alone, and requires of the first that trains that its
-    loss reads no pads."""
+    """A check of one model's first calls without padding.
+
+    The first call is compared with its rows alone. In the first call that trains, the loss must not read padding.
+    """
 
     def __init__(self, run: PaddingFreeRun, name: str, model: nn.Module, state: PatchState) -> None:
         self.run, self.name, self.model, self.state = run, name, model, state
@@ -209,10 +221,10 @@ class _Watching:
     def __call__(self, forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows, outputs: Any) -> None:
         unpadding, called = self.state.unpadding, f"{type(self.run.trainer).__name__}.{self.name}"
         assert unpadding is not None
-        unpadding.watch = None  # it is called again below
+        unpadding.watch = None  # because the model is called again below
         if self.name not in self.run.first_calls and _is_whole(self.model, self.state):
             self._compare(forward, call, rows).require_exact(called)
-        # A tuple, where the model's config has return_dict=False: its hidden states come first.
+        # With return_dict=False the outputs are a tuple with the hidden states first.
         last = outputs[0] if isinstance(outputs, tuple) else outputs.last_hidden_state
         states = (last, *(getattr(outputs, "hidden_states", None) or ()))
         for each in states:
@@ -228,14 +240,17 @@ class _Watching:
         self.run.pause(time.perf_counter() - started)
         self.run.first_calls[self.name] = first
         logger.info(
-            "trl-packfa: %s: first batch without pads %.1e from its rows alone (allowed %.1e), %d of %d places saved.",
+            "trl-packfa: %s: first batch differs by %.1e from its rows alone (allowed %.1e), %d of %d places saved.",
             self.name, first.difference, first.allowed, rows.num_pads, rows.num_pads + rows.num_tokens,
         )  # fmt: skip
         return first
 
 
 def _is_whole(model: nn.Module, state: PatchState) -> bool:
-    """Whether a backbone can run again inside its own call: weights in parts are gathered once for each, and activated
-    LoRA finds its invocation outside of it."""
+    """Tell whether a backbone can run again inside its own call.
+
+    It cannot with sharded weights, which are gathered once per call, nor with activated LoRA, which finds its
+    invocation tokens outside of the backbone.
+    """
     sharded = any(hasattr(p, "device_mesh") for p in inner_model(model).parameters())
     return not (sharded or is_partitioned(model) or state.invocations)

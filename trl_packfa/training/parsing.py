@@ -1,4 +1,4 @@
-"""Flags and YAML on TRL's own parser, and what `train` takes beside TRL's arguments."""
+"""Parsing of flags and YAML with TRL's own parser, and the arguments of `train` that are not TRL's."""
 
 from __future__ import annotations
 
@@ -20,39 +20,41 @@ _FLAG, SFT_NAME = "--trainer", "sft"
 
 @dataclass
 class ColumnChoice:
-    """Says what is read of a dataset."""
+    """Arguments that choose the columns of a dataset."""
 
     columns: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Columns to make of the dataset's own, each NAME=TEMPLATE with columns in braces, and `\\n` for a "
-            "line break: `--columns 'prompt={instruction}\\n' 'completion={output}'`."
+            "help": "Columns to make from the dataset's own. Each is NAME=TEMPLATE with column names in braces, and "
+            "`\\n` for a line break: `--columns 'prompt={instruction}\\n' 'completion={output}'`."
         },
     )
 
 
 @dataclass
 class TrainerChoice(ColumnChoice):
-    """Arguments of `train` that are neither TRL's nor a config's: which trainer runs, on what of the dataset."""
+    """Arguments of `train` that belong neither to TRL nor to a config: the trainer, its columns, a preview."""
 
     trainer: str = field(
         default=SFT_NAME,
         metadata={
-            "help": "What is trained: `sft`, or on pairs `dpo`, a model against a reference, `reward`, a reward "
-            "model, or `kto`, on single answers that are good or bad; on prompts `grpo` or `rloo`, against "
-            "`--reward_funcs`. The other arguments are its config's.",
+            "help": "The trainer. `sft` trains on texts. On pairs, `dpo` trains a model against a reference, and "
+            "`reward` a reward model. `kto` trains on single answers that are good or bad. `grpo` and `rloo` train "
+            "on prompts with `--reward_funcs`. The other arguments are those of its config.",
             "choices": ["sft", "dpo", "reward", "kto", "grpo", "rloo"],
         },
     )
     preview: bool = field(
         default=False,
-        metadata={"help": "Print a packed batch before training: its documents, and what of them is trained."},
+        metadata={"help": "Print a packed batch before training: its documents, with the trained tokens marked."},
     )
 
 
 def asked_trainer(argv: list[str]) -> str:
-    """The trainer that flags or the YAML file name, before their parser is built; a wrong name is the parser's to
-    refuse."""
+    """Read the trainer's name from the flags or the YAML file, before the parser is built.
+
+    A wrong name gives `sft` here; the parser refuses it later.
+    """
     names = TrainerChoice.__dataclass_fields__["trainer"].metadata["choices"]
     asked = _value_of(_FLAG, argv)
     config = _value_of("--config", argv)
@@ -61,20 +63,20 @@ def asked_trainer(argv: list[str]) -> str:
             try:
                 content = yaml.safe_load(file)
             except yaml.YAMLError as error:
-                raise InvalidConfig(f"{config} is no YAML: {error}.", do="Mend that line.") from error
+                raise InvalidConfig(f"{config} is no YAML: {error}.", do="Fix that line.") from error
         asked = content.get("trainer") if isinstance(content, dict) else None
     return str(asked) if asked in names else SFT_NAME
 
 
 def _value_of(flag: str, argv: list[str]) -> str | None:
-    """`--flag value` or `--flag=value`, the last one."""
+    """Return the last value of a flag, from `--flag value` or `--flag=value`; `None` if there is none."""
     found = [after for word, after in pairwise(argv) if word == flag]
     found += [word.split("=", 1)[1] for word in argv if word.startswith(f"{flag}=")]
     return found[-1] if found else None
 
 
 def make_parser(classes: Any, *, prog: str, **options: Any) -> TrlParser:
-    """TRL's parser. argparse shows its usage above each error: of 250 arguments it would bury what is wrong."""
+    """Build TRL's parser with a short usage, because argparse prints all 250 arguments above each error otherwise."""
     usage = f"{prog} [--config FILE.yaml] [--ARGUMENT VALUE ...]      {prog} --help lists all arguments"
     return TrlParser(classes, prog=prog, usage=usage, **options)
 
@@ -82,14 +84,16 @@ def make_parser(classes: Any, *, prog: str, **options: Any) -> TrlParser:
 def parse(
     classes: tuple[type, ...], argv: list[str], *, prog: str, defaults: dict[str, Any] | None = None
 ) -> tuple[Any, ...]:
-    """Flags and `--config FILE.yaml` on TRL's own parser, one instance of each class; `defaults` are weaker than both.
+    """Parse flags and `--config FILE.yaml` with TRL's parser into one instance of each class.
+
+    Flags and file win over `defaults`.
 
     Raises:
-        [`InvalidConfig`]: for what TRL or transformers refuse; our own errors pass.
+        [`InvalidConfig`]: for arguments that TRL or transformers refuse. Our own errors are raised unchanged.
     """
     parser = make_parser(classes, prog=prog)
     parser.set_defaults(**(defaults or {}))
-    # TRL's own default of it, which nobody has to answer for.
+    # TRL's own default causes this warning, so the user can do nothing about it.
     warnings.filterwarnings("ignore", message="`gradient_checkpointing` is deprecated", category=FutureWarning)
     try:
         return parser.parse_args_and_config(args=argv, fail_with_unknown_args=True)
@@ -100,7 +104,7 @@ def parse(
 
 
 def _meant(message: str, classes: tuple[type, ...]) -> str:
-    """Arguments that exist, for those that a message quotes and that are nearly one."""
+    """Suggest existing arguments that are similar to the wrong ones in a message; `""` if there are none."""
     known = [f.name for cls in classes for f in fields(cls)]
     named = re.findall(r"'(?:--)?(\w+)'", message)
     close = [match for name in named if name not in known for match in get_close_matches(name, known, n=1)]

@@ -1,4 +1,4 @@
-"""A packed batch as text: where documents begin, and what of them is trained."""
+"""Display of a packed batch as text, with its documents and their trained tokens."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch
 
 from ..runtime.boundaries import layout_of
 
-# Tokens of a document that are shown.
+# Number of tokens shown of a document.
 _SHOWN = 400
 
 
 def describe_batch(batch: Mapping[str, Any], tokenizer: Any) -> str:
-    """Every document of a packed batch on lines of its own, decoded, what is trained in double brackets.
+    """Decode each document of a packed batch on its own line, with trained text in double brackets.
 
     Args:
         batch (`Mapping[str, Any]`):
-            As a packing collator makes it: `input_ids`, `labels` and boundaries.
+            The batch of a packing collator: `input_ids`, `labels` and boundaries.
         tokenizer (`PreTrainedTokenizerBase`):
-            Decodes it.
+            Decodes the tokens.
     """
     layout = layout_of(dict(batch))
-    assert layout is not None, "the trainer has refused collators that do not say where documents begin"
+    assert layout is not None, "the trainer has refused collators that do not mark where documents begin"
     padding = f", the last of them {layout.padding} tokens of padding" if layout.padding else ""
     lines = [f"{layout.num_tokens} tokens, {layout.num_documents} documents{padding}; [[trained]]"]
     documents = zip(layout.split(batch["input_ids"]), layout.split(batch["labels"]), strict=True)
@@ -36,7 +36,7 @@ def describe_batch(batch: Mapping[str, Any], tokenizer: Any) -> str:
 
 
 def _runs(ids: torch.Tensor, labels: torch.Tensor, tokenizer: Any) -> Iterator[str]:
-    """Neighbouring tokens that are trained, or that are not."""
+    """Decode runs of neighbouring tokens that are all trained or all not trained."""
     pairs = zip(ids.tolist(), labels.tolist(), strict=True)
     for trained, run in groupby(pairs, key=lambda pair: pair[1] != -100):
         text = tokenizer.decode([token for token, _ in run])

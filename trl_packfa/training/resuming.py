@@ -1,4 +1,4 @@
-"""What a run is made of, written beside each checkpoint, so that a resumed run is not silently another one."""
+"""Identity of a run, written with each checkpoint, so that resuming on other data or another adapter is refused."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 _SAMPLED = 64
 _NAMES = {"data": "training documents", "labels": "what is trained of them", "tokenizer": "tokenizer"}
-# Fields of an adapter's config that say where it is from, how it began, what a resumed run may change, or in one of
-# several ways which modules it is on.
+# Fields of an adapter's config that are not compared: its origin, its start, settings that a resumed run may change,
+# and its modules, which can be written in several ways.
 _NO_PART = {"auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "peft_version", "revision",
             "task_type", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}  # fmt: skip
-# Modules that are named where they differ.
+# Number of differing modules that a message names.
 _SHOWN = 3
 
 
@@ -34,27 +34,26 @@ def identity(
     labels: str = "labels",
     trained: int | None = None,
 ) -> dict[str, str]:
-    """Hashes of the tokenized documents (every length, some contents and labels; not for streams) and of the
-    vocabulary.
+    """Hash the vocabulary and the tokenized documents (every length, some contents and labels; not for streams).
 
     Args:
         train_dataset (`Dataset` or `IterableDataset`):
-            Tokenized and cut.
+            The tokenized and cut dataset.
         tokenizer (`PreTrainedTokenizerBase`):
-            Of the run.
+            The run's tokenizer.
         columns (`Sequence[str]`, *optional*):
-            That hold token ids; a pair's documents are in several.
+            Columns of token ids. A pair has several.
         labels (`str`, *optional*, defaults to `"labels"`):
-            That says what is trained of a document, where there is such a column.
+            Column of labels. It may be missing.
         trained (`int`, *optional*):
-            Tokens that have a label.
+            Number of tokens that have a label.
     """
     found = {"version": __version__, "tokenizer": _vocabulary_hash(tokenizer)}
     if isinstance(train_dataset, Dataset) and set(columns) <= set(train_dataset.column_names) and len(train_dataset):
         lengths = [read_lengths(train_dataset, column) for column in columns]
         digest = hashlib.sha256(np.ascontiguousarray(np.concatenate(lengths), dtype=np.int64).tobytes())
         labelled = hashlib.sha256()
-        # Lengths tell nearly all other datasets; a few contents tell one whose documents were replaced or reordered.
+        # Lengths differ for nearly all other datasets. A few contents detect replaced or reordered documents.
         for i in np.linspace(0, len(train_dataset) - 1, num=min(_SAMPLED, len(train_dataset)), dtype=int):
             if labels in train_dataset.column_names:
                 labelled.update(np.asarray(train_dataset[int(i)][labels], dtype=np.int64).tobytes())
@@ -69,10 +68,10 @@ def identity(
 
 
 def require_same_run(before: dict[str, Any], now: dict[str, str]) -> None:
-    """Compare what a checkpoint was made with to this run; another version is named in the log.
+    """Require that a checkpoint's run had this run's data; warn if it had another version of this package.
 
     Raises:
-        [`InvalidConfig`]: if the documents or the vocabulary are others: the epoch could not be gone on with.
+        [`InvalidConfig`]: if documents, labels or vocabulary differ, because the epoch could not be continued.
     """
     why = [
         f"{_NAMES[name]} then: {before[name]}; now: {now[name]}"
@@ -81,7 +80,7 @@ def require_same_run(before: dict[str, Any], now: dict[str, str]) -> None:
     ]
     if why:
         raise InvalidConfig(
-            "the checkpoint is of a run on other data.",
+            "the checkpoint is from a run on other data.",
             why=why,
             do="Resume with the same dataset, tokenizer, completion_only_loss and assistant_only_loss, or pass "
             "ignore_data_skip=True to begin a new epoch.",
@@ -95,28 +94,30 @@ def require_same_run(before: dict[str, Any], now: dict[str, str]) -> None:
 
 
 def adapter_of(model: Any) -> dict[str, Any]:
-    """The fields of a model's adapter's config that make its weights and what they do, in JSON's types; nothing for a
-    model that is trained whole."""
-    configs = getattr(model, "peft_config", None)  # of PEFT's models, whatever wraps them
+    """Return the fields of an adapter's config that decide its weights and their effect, in JSON types.
+
+    The result is empty for a model without an adapter.
+    """
+    configs = getattr(model, "peft_config", None)  # PEFT's models have it, also if they are wrapped
     if not isinstance(configs, dict) or not configs:
         return {}
-    active = getattr(model, "active_adapter", None)  # a name; of other tuners' models a function
+    active = getattr(model, "active_adapter", None)  # a name, or a function on models of other tuners
     config = configs[active if isinstance(active, str) and active in configs else next(iter(configs))]
     fields = {name: _plain(value) for name, value in config.to_dict().items() if _counts(name)}
-    # As PEFT has found them: "all-linear" and a list of names may be the same modules.
+    # The modules that PEFT has found, because "all-linear" and a list of names may mean the same modules.
     tuner = getattr(model, "base_model", model)
     fields["modules"] = _plain(set(getattr(tuner, "targeted_module_names", None) or ()))
-    # What is empty is left out: another version of PEFT may have other fields that are not used.
+    # Leave empty fields out, because another version of PEFT may have other unused fields.
     return {name: value for name, value in sorted(fields.items()) if value}
 
 
 def _counts(field: str) -> bool:
-    """Whether a field of an adapter's config outlives its first step: initializations do not."""
+    """Tell whether to compare a field of an adapter's config. Initialization fields have no effect after the start."""
     return field not in _NO_PART and not field.startswith("init") and not field.endswith("_config")
 
 
 def _plain(value: Any) -> Any:
-    """A field's value in JSON's types; the order of names means nothing."""
+    """Convert a field's value to JSON types; sort lists, because the order of names has no meaning."""
     if isinstance(value, set | frozenset | list | tuple):
         return sorted(map(str, value))
     if isinstance(value, dict):
@@ -126,21 +127,22 @@ def _plain(value: Any) -> Any:
 
 
 def require_same_adapter(before: dict[str, Any], model: Any) -> None:
-    """Compare the adapter of a checkpoint to that of this run: PEFT loads what it finds, and what it does not find
-    begins anew.
+    """Require that a checkpoint's adapter is the adapter of this run.
+
+    PEFT would load matching weights and silently start the others anew.
 
     Raises:
-        [`InvalidConfig`]: naming the fields that differ.
+        [`InvalidConfig`]: with the fields that differ.
     """
-    if "adapter" not in before:  # of another trainer, or an earlier version
+    if "adapter" not in before:  # written by another trainer or an earlier version
         return
     then, now = before["adapter"], adapter_of(model)
     differ = [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]
     if differ:
         raise InvalidConfig(
-            "the checkpoint is of a run with another adapter.",
+            "the checkpoint is from a run with another adapter.",
             why=[_difference(name, then.get(name), now.get(name)) for name in differ],
-            do="Resume with the checkpoint's adapter, or begin a run of its own with this one.",
+            do="Resume with the checkpoint's adapter, or start a new run with this one.",
         )
 
 

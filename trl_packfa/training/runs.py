@@ -1,4 +1,4 @@
-"""What every trainer here does around a run: from where it goes on, alone in its folder, with whole checkpoints."""
+"""Steps around a run that all trainers share: resume it, lock its folder, and write whole checkpoints."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ logger = get_logger(__name__)
 
 
 def go_on(trainer: Any, asked: str | bool | None, *, identity: Callable[[], dict[str, str]] | None) -> str | None:
-    """The checkpoint that a run goes on from, `None` for its start; the trainer counts its tokens from there.
+    """Return the checkpoint to resume from, or `None` to start anew; set the trainer's token count to it.
 
     Args:
         trainer (`Trainer`):
-            Of TRL's, about to train.
+            A TRL trainer that is about to train.
         asked (`str` or `bool`, *optional*):
-            `resume_from_checkpoint`: a folder, or `True`, `"true"` or `"last"` for the last one that is whole.
+            `resume_from_checkpoint`: a folder, or `True`, `"true"` or `"last"` for the last whole checkpoint.
         identity (`Callable`, *optional*):
-            What the run is made of, see [`identity`]; without it, it may be another one.
+            Returns the run's [`identity`]. Without it, the checkpoint's data are not compared.
 
     Raises:
-        [`InvalidConfig`]: if there is no such checkpoint, its files are not those that were written, or it is of a run
-            on other data, labels, or with another adapter.
+        [`InvalidConfig`]: if there is no such checkpoint, if its files have changed since they were written, or if it
+            is from a run on other data or labels, or with another adapter.
     """
     folder = trainer.args.output_dir
     checkpoint = from_main_rank(trainer.accelerator, lambda: checkpoint_to_resume(asked, folder))
@@ -44,29 +44,31 @@ def go_on(trainer: Any, asked: str | bool | None, *, identity: Callable[[], dict
         require_same_adapter(progress, trainer.model)
         if identity is not None and not trainer.args.ignore_data_skip:
             require_same_run(progress, identity())
-        # TRL counts from 0 again.
+        # Otherwise TRL would count from 0 again.
         trainer._total_train_tokens = progress.get("num_tokens", 0)
     return checkpoint
 
 
 def alone_in_folder(args: Any) -> AbstractContextManager[Any]:
-    """For the length of a `with` block no other process trains into `output_dir`, where something is saved there."""
-    saves = args.should_save and args.save_strategy != "no"  # else nothing there is at stake
+    """Lock `output_dir` inside a `with` block against other training processes, if this process saves there."""
+    saves = args.should_save and args.save_strategy != "no"  # otherwise no file can be damaged
     return only_run_in(args.output_dir) if saves else nullcontext()
 
 
 @contextmanager
 def whole(trainer: Any, trial: Any, identity: Callable[[], dict[str, str]]) -> Iterator[Path]:
-    """Around a trainer's `_save_checkpoint`: the checkpoint's folder, which is whole only once every rank has written
-    its part, what was trained so far and the run's card; older checkpoints go after that.
+    """Yield a checkpoint's folder for the trainer's `_save_checkpoint`, then complete it and mark it as whole.
+
+    The model card and the run's progress are added. The checkpoint is whole once every rank has written its part;
+    older checkpoints are deleted after that.
 
     Args:
         trainer (`Trainer`):
-            Of TRL's, with `save_reports`.
+            A TRL trainer with `save_reports`.
         trial (`Any`):
-            Of a hyperparameter search.
+            The trial of a hyperparameter search.
         identity (`Callable`):
-            What the run is made of.
+            Returns the run's [`identity`].
     """
     folder = Path(trainer._get_output_dir(trial)) / f"checkpoint-{trainer.state.global_step}"
     with whole_checkpoint(folder, trainer):

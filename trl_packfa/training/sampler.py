@@ -1,4 +1,4 @@
-"""How packed batches reach the Trainer's data loader, and how the sampler learns its epoch."""
+"""A sampler of packed batches that the Trainer's data loader accepts, and a callback that sets its epoch."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ..packing import PackedBatchSampler
 
-# By getattr: transformers 5.16 has none yet, and its Trainer takes no batches from a sampler.
+# With getattr, because transformers 5.16 does not have it; its Trainer takes no batches from a sampler.
 _BatchRebalanceSampler: Any = getattr(trainer_pt_utils, "BatchRebalanceSampler", object)
 TAKES_BATCHES = _BatchRebalanceSampler is not object
 
 
 class RankAwareSampler(PackedBatchSampler, _BatchRebalanceSampler):
-    """The Trainer hands a `BatchRebalanceSampler` to the DataLoader as a batch sampler that knows its rank."""
+    """A packed sampler that the Trainer passes to the DataLoader as a batch sampler with a rank.
+
+    The Trainer does so for a `BatchRebalanceSampler`.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Not the other's, which would plan padded batches.
+        # `BatchRebalanceSampler`'s own `__init__` would plan padded batches.
         PackedBatchSampler.__init__(self, *args, **kwargs)
 
 
 class EpochCallback(TrainerCallback):
-    """Tells the sampler its epoch: accelerate 1.15 does not forward `set_epoch` to a wrapped batch sampler."""
+    """A callback that sets the sampler's epoch, because accelerate 1.15 does not do so for a wrapped batch sampler."""
 
     def __init__(self, sampler: Callable[[], PackedBatchSampler | None]) -> None:
         self.sampler = sampler
@@ -31,7 +34,7 @@ class EpochCallback(TrainerCallback):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The Trainer's own count, which a resumed run restores."""
+        """Set the sampler's epoch to the Trainer's count, which a resumed run restores."""
         sampler = self.sampler()
         if sampler is not None:
             sampler.set_epoch(int(state.epoch or 0))

@@ -1,7 +1,7 @@
-"""Streams: read pass after pass, packed through a bounded buffer, dealt to the ranks, resumable where they stopped.
+"""Packing of streams: read them pass after pass, pack through a bounded buffer, deal to ranks, resume by position.
 
-A stream's length is not known, so its passes follow each other without a short step between: every rank has a
-micro-batch at any time, no document is left out or seen twice in a pass, and resuming is counting.
+A stream's length is not known, so passes follow each other without a short step in between. Every rank always has a
+micro-batch, no document is left out or seen twice in a pass, and a run resumes by counting.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from ..packing import pack_buffer
 
 Document = dict[str, Any]
 MicroBatch = list[Document]
-# Documents that best fit packs together, TRL's own window; more where two rounds of rows hold more.
+# Number of documents that best fit packs together, like TRL's own window. It is more if two rounds of rows hold more.
 STREAM_WINDOW = 1000
-# What stands for a micro-batch that a resumed run skips.
+# A placeholder for each micro-batch that a resumed run skips.
 _SKIPPED: MicroBatch = [{"input_ids": [0, 0], "labels": [-100, -100]}]
 
 
 class PackedStream(TorchIterableDataset):
-    """Yields this rank's micro-batches, lists of documents, without end.
+    """An endless stream of this rank's micro-batches, each a list of documents.
 
-    Every rank reads the same documents and takes its own; where the stream's shards divide evenly, documents that are
-    not packed into rows come from the rank's own shards, as accelerate deals them. Loader workers share the shards.
+    Every rank reads the same documents and takes its own. If the stream's shards divide evenly over ranks and
+    documents are not packed into rows, a rank reads its own shards only, as accelerate deals them. Loader workers
+    share the shards.
 
     Args:
         source (`datasets.IterableDataset`):
@@ -43,11 +44,11 @@ class PackedStream(TorchIterableDataset):
         batch_size (`int`):
             Documents, or rows, of a micro-batch (`per_device_train_batch_size`).
         capacity (`int`, *optional*):
-            Tokens of a row; without it, micro-batches are documents as they come.
+            Tokens of a row. Without it, micro-batches have documents in the stream's order.
         wrapped (`bool`, *optional*, defaults to `False`):
-            Fill rows with documents as they come, cut where a row is full, instead of best fit.
+            Fill rows with documents in the stream's order, cut where a row is full, instead of by best fit.
         rank (`int`), world_size (`int`), seed (`int`), quadratic (`float`):
-            As [`~packing.PackedBatchSampler`] takes them.
+            See [`~packing.PackedBatchSampler`].
         window (`int`, *optional*, defaults to `STREAM_WINDOW`):
             Documents in the buffer of best fit.
     """
@@ -66,7 +67,8 @@ class PackedStream(TorchIterableDataset):
         window: int = STREAM_WINDOW,
     ) -> None:
         if capacity is None and world_size > 1 and source.num_shards % world_size == 0:
-            # Then no rank reads what is another's. Rows are packed from one buffer, which every rank must fill alike.
+            # Then no rank reads another's documents. (Rows need one common buffer, which every rank fills in the same
+            # way.)
             source, rank, world_size = source.shard(num_shards=world_size, index=rank), 0, 1
         self.source, self.batch_size, self.capacity, self.wrapped = source, batch_size, capacity, wrapped
         self.rank, self.world_size, self.seed, self.quadratic, self.window = rank, world_size, seed, quadratic, window
@@ -79,14 +81,14 @@ class PackedStream(TorchIterableDataset):
         if get_worker_info() is not None:
             self.source = _with_own_epoch(self.source)
         yielded = start["yielded"]
-        # The Trainer skips as many batches as were trained; these cost nothing to make.
+        # The Trainer skips as many batches as were trained, so yield placeholders, which cost nothing.
         yield from (_SKIPPED for _ in range(yielded))
         documents = self._documents(start["source"])
         carry, window, done = start["carry"], start["window"], start["rounds"]
         while True:
-            # `datasets` has no state of its own before the first example.
+            # `datasets` has no state before the first example.
             position = start["source"] if window == start["window"] else self.source.state_dict()
-            # Where the window begins, not where it stands: a resumed run fills and packs it again, and leaves out
+            # The position where the window begins. A resumed run fills and packs the window again, and skips its first
             # `rounds`.
             mark = {"pass": self._pass, "source": position, "carry": carry, "window": window}
             rounds, carry = self._rounds(documents, carry, window)
@@ -99,15 +101,15 @@ class PackedStream(TorchIterableDataset):
             window, done = window + 1, 0
 
     def _documents(self, state: dict[str, Any] | None) -> Iterator[Document]:
-        """Every pass over the source, one after the other, the first from `state` on."""
+        """Yield the documents of one pass after the other; the first pass starts at `state`."""
         self.source.set_epoch(self._pass)
-        self.source.load_state_dict(state)  # type: ignore[arg-type]  # None: from the beginning
+        self.source.load_state_dict(state)  # type: ignore[arg-type]  # None means from the beginning
         found = state is not None
         while True:
             for document in self.source:
                 found = True
                 yield document
-            # A whole pass without a document: the next would have none either, without end.
+            # A whole pass had no document, so later ones would have none either.
             if not found:
                 return self._refuse_nothing()
             self._pass, found = self._pass + 1, False
@@ -124,10 +126,14 @@ class PackedStream(TorchIterableDataset):
     def _rounds(
         self, documents: Iterator[Document], carry: list[Any], window: int
     ) -> tuple[list[list[MicroBatch]], list[Any]]:
-        """The next micro-batches of all ranks, round by round; the documents that wait, and how often they did."""
+        """Make the next micro-batches of all ranks, round by round.
+
+        Returns:
+            The rounds, and the documents that wait for the next window, each with how often it has waited.
+        """
         if self.capacity is None:
             batches = [list(islice(documents, self.batch_size)) for _ in range(self.world_size)]
-            # The source is endless, so the last rank's is empty only where this worker has no shard.
+            # The source is endless, so the last rank's micro-batch is empty only if this worker has no shard.
             return ([batches] if batches[-1] else []), []
         per_round = self.batch_size * self.world_size
         if self.wrapped:
@@ -154,20 +160,22 @@ class PackedStream(TorchIterableDataset):
         return rounds, [[buffer[i][0], buffer[i][1] + 1] for i in packed.carried]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands after the last micro-batch that it yielded; plain values, for JSON."""
+        """Return the position after the last micro-batch that was yielded, as plain values for JSON."""
         return dict(self._state)
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """The next iteration goes on from `state`, after as many placeholders as it has yielded micro-batches: the
-        Trainer skips those."""
+        """Let the next iteration continue from `state`.
+
+        It first yields one placeholder for each micro-batch that was already yielded; the Trainer skips them.
+        """
         self._start = dict(state) if state else None
 
 
 def _with_own_epoch(source: IterableDataset) -> IterableDataset:
-    """A stream that passes through its epochs alone.
+    """Copy a stream and give the copy an epoch of its own.
 
-    `datasets` keeps the epoch in memory that loader workers share, and a worker whose epoch another has moved on
-    begins its shards anew: documents were left out and seen twice, by chance.
+    `datasets` keeps the epoch in memory that all loader workers share. If one worker moved it on, another would start
+    its shards anew. Then some documents were left out and others seen twice, by chance.
     """
     source = copy.copy(source)
     if isinstance(getattr(source, "_epoch", None), torch.Tensor):
@@ -176,7 +184,7 @@ def _with_own_epoch(source: IterableDataset) -> IterableDataset:
 
 
 def _fill(documents: Iterator[Document], carry: list[Any], *, at_least: int, tokens: int) -> list[Any]:
-    """A buffer of `[document, times carried over]`: what was carried over, and enough new ones."""
+    """Fill a buffer of `[document, times carried over]` with the carried-over documents and enough new ones."""
     buffer, held = list(carry), sum(len(document["input_ids"]) for document, _ in carry)
     while len(buffer) < at_least or held < tokens:
         document = next(documents, None)
@@ -190,7 +198,7 @@ def _fill(documents: Iterator[Document], carry: list[Any], *, at_least: int, tok
 def _wrap_round(
     documents: Iterator[Document], carry: list[Any], capacity: int, rows: int, world_size: int
 ) -> tuple[list[list[MicroBatch]], list[Any]]:
-    """One round of full rows; the rest of a document that was cut at its end waits."""
+    """Fill one round of rows with documents in order; the rest of a document that is cut at its end waits."""
     batches: list[MicroBatch] = [[] for _ in range(world_size)]
     rest = [document for document, _ in carry]
     for number in range(world_size * rows):
@@ -215,10 +223,10 @@ def _cut_at(document: Document, tokens: int) -> tuple[Document, Document]:
 
 
 def stream_loader(stream: PackedStream, collator: Callable[[MicroBatch], Any], args: TrainingArguments) -> DataLoader:
-    """The Trainer's data loader, for micro-batches that are dealt already: accelerate would deal them again."""
+    """Build a data loader with the Trainer's settings, which accelerate must not deal to ranks again."""
     return DataLoader(
         stream,
-        # The stream yields micro-batches: torch collates each as it is.
+        # The stream already yields micro-batches.
         batch_size=None,
         collate_fn=collator,
         num_workers=args.dataloader_num_workers,
@@ -231,9 +239,10 @@ def stream_loader(stream: PackedStream, collator: Callable[[MicroBatch], Any], a
 
 
 def resumes_by_state(source: IterableDataset) -> bool:
-    """Whether a stream's own state says all of where it stands: the contents of a shuffle buffer are not in it.
+    """Tell whether a stream can resume from its own state, which does not hold the contents of a shuffle buffer.
 
-    `datasets` does not say which streams have one, so its parts are looked at; what cannot be seen counts as shuffled.
+    `datasets` does not say which streams have such a buffer, so the parts of the stream are inspected. A stream whose
+    parts cannot be seen counts as shuffled.
     """
     parts = [getattr(source, "_ex_iterable", None)]
     while parts:

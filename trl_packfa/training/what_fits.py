@@ -1,5 +1,7 @@
-"""What would make a run faster on this GPU, said before it begins and never changed: gradient checkpointing that could
-be off, frozen weights that every pass casts."""
+"""Advice before a run on what would make it faster on this GPU. It changes nothing.
+
+It finds activation checkpointing that could be off, and frozen weights that every pass casts.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from .model_shape import shape_as_loaded
 
 logger = get_logger(__name__)
 
-# Frozen weights below this are not worth a word.
+# Frozen weights of fewer bytes are not mentioned.
 _FEW_BYTES = 100e6
 
 
@@ -27,9 +29,9 @@ def tell_what_fits(model: Any, args: PackedSFTConfig, dataset: Any, *, cut: str 
 
     Args:
         model (`PreTrainedModel` or `PeftModel`), args ([`PackedSFTConfig`]):
-            As they are about to train.
+            The model and config of the run.
         dataset (`Dataset`, `IterableDataset` or `None`):
-            The documents, as they are packed; of a stream, lengths are not known.
+            The cut documents. The lengths of a stream are not known.
         cut (`str`):
             How `step` may cut.
     """
@@ -44,12 +46,12 @@ def tell_what_fits(model: Any, args: PackedSFTConfig, dataset: Any, *, cut: str 
 
 
 def memory_of(device: torch.device) -> int | None:
-    """Bytes of a GPU, `None` of other devices."""
+    """Return the memory of a GPU in bytes, or `None` for other devices."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def frozen_in_float32(model: Any, args: PackedSFTConfig) -> str | None:
-    """What float32 weights that do not train cost under `bf16`, `None` if there are none to speak of."""
+    """Describe the cost of frozen float32 weights under `bf16`; return `None` if there are few or none."""
     frozen = [p for p in model.parameters() if not p.requires_grad and p.dtype is torch.float32]
     size = sum(p.numel() * p.element_size() for p in frozen)
     if not args.bf16 or size < _FEW_BYTES:
@@ -61,14 +63,17 @@ def frozen_in_float32(model: Any, args: PackedSFTConfig) -> str | None:
 
 
 def checkpointing_can_be_off(model: Any, args: PackedSFTConfig, tokens: int, has: float) -> str | None:
-    """That a GPU of so many bytes holds micro-batches of so many tokens without gradient checkpointing, `None` if it
-    is off, does not fit, or cannot be told: DeepSpeed and FSDP share weights out."""
+    """Say that a GPU with `has` bytes can train micro-batches of so many tokens without activation checkpointing.
+
+    The result is `None` if checkpointing is off, if the memory does not suffice, or if that cannot be estimated, as
+    with the sharded weights of DeepSpeed and FSDP.
+    """
     shared = bool(args.deepspeed) or bool(args.fsdp)
     if not args.gradient_checkpointing or shared:
         return None
     try:
         shape = shape_as_loaded(model)
-    except (AttributeError, RuntimeError, TypeError) as error:  # widths that no config says, or each layer's own
+    except (AttributeError, RuntimeError, TypeError) as error:  # the config has no widths, or one for each layer
         logger.debug("trl-packfa: no estimate of memory: %s", error)
         return None
     fused_norms = args.fused_kernels and liger_kernels() is not None
@@ -82,5 +87,5 @@ def checkpointing_can_be_off(model: Any, args: PackedSFTConfig, tokens: int, has
 
 
 def operations(frozen: bool) -> str:
-    """What gradient checkpointing costs, in operations by weight and token: the forward again."""
+    """Describe the operations that training saves without activation checkpointing, which repeats the forward."""
     return "4 operations a weight and token instead of 6" if frozen else "6 operations a weight and token instead of 8"
