@@ -1,4 +1,4 @@
-"""Compare each of TRL's trainers with itself without padding, for the table in `docs/padding_free.md`.
+"""Compare each of TRL's trainers with itself without padding, for the table in `benchmarks/README.md`.
 
     PYTHONPATH=tests/shared:tools python benchmarks/padding_free.py [--steps 50] [--only dpo,packed_kto]
 

@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 _REFERENCE = re.compile(r"\[<code>~?([\w.]+)</code>\]")
 _TYPE = re.compile(r"<code>(\[?`[^<]*)</code>")
+
+_README = Path(__file__).parents[1] / "README.md"
+_FILES = "https://github.com/trl-packfa/trl-packfa/blob/main/"
+
+
+def on_files(files: Any, config: Any, **kwargs: Any) -> Any:
+    """Add README as the site's first page, so that its text stands in one place."""
+    from mkdocs.structure.files import File
+
+    files.append(File.generated(config, "index.md", content=home(_README.read_text())))
+    return files
+
+
+def home(readme: str) -> str:
+    """Return README with its links as the site has them: pages of docs/ beside it, other files on GitHub."""
+    other = re.sub(r"\]\((?!https?://|#|docs/)", f"]({_FILES}", readme)
+    return other.replace("](docs/", "](")
 
 
 def on_page_content(html: str, **kwargs: Any) -> str:

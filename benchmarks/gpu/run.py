@@ -1,4 +1,4 @@
-"""Measure the tables of `docs/gpu.md` on a machine with a GPU, in stages of ten minutes at most.
+"""Measure the tables of `docs/hardware.md` on a machine with a GPU, in stages of ten minutes at most.
 
     python benchmarks/gpu/run.py tests|kernels|train|paper|rest [--out FOLDER] [--limit SECONDS] [--small]
     python benchmarks/gpu/run.py STEP      one of a stage's steps alone: llama3_8b, paper_x16, ...

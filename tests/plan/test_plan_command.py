@@ -130,7 +130,7 @@ def test_planning_grows_with_the_documents_and_no_faster(tmp_path):
 
 
 def test_the_pages_commands_run(saved, tmp_path, capsys, monkeypatch):
-    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text()
     lines = [line.split()[1:] for line in page.splitlines() if line.startswith("trl-packfa plan ")]
     (tmp_path / "lengths.json").write_text("[5, 60, 100, 7]")
     (tmp_path / "run.yaml").write_text(f"dataset_name: {saved['DATA']}\nmodel_name_or_path: {saved['MODEL']}\n")

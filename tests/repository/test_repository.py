@@ -169,7 +169,7 @@ def test_a_page_holds_the_generated_table_of_models():
 def test_a_page_holds_the_generated_table_of_adapters():
     from trl_packfa.adapters import table
 
-    page = (ROOT / "docs" / "adapters.md").read_text()
+    page = (ROOT / "docs" / "models.md").read_text()
     block = page.split("<!-- generated: trl-packfa models --adapters --markdown -->\n")[1].split("\n<!-- end -->")[0]
     assert block == table.markdown(table.results())
 
@@ -179,7 +179,7 @@ def test_a_page_holds_the_generated_table_of_trainers():
 
     from padding_free import RESULTS, markdown
 
-    page = (ROOT / "docs" / "padding_free.md").read_text()
+    page = (ROOT / "benchmarks" / "README.md").read_text()
     block = page.split("<!-- generated: benchmarks/padding_free.py --markdown -->\n")[1].split("\n<!-- end -->")[0]
     assert block == markdown(json.loads(RESULTS.read_text()))
 
@@ -204,8 +204,25 @@ def test_the_results_know_every_type_of_the_installed_transformers():
 
 
 def test_a_page_lists_the_backends():
-    rows = table("backends.md")
+    rows = table("hardware.md")
     assert {name: row[0] for name, row in rows.items()} == {b.name: b.summary for b in BACKENDS}
+
+
+def test_readmes_picture_shows_the_measured_figures(tmp_path):
+    import json
+
+    from draw_table2 import draw, figures
+
+    report = json.loads((ROOT / "benchmarks" / "results" / "table2.json").read_text())
+    padded, packed = figures(report).values()
+    picture = ROOT / "docs" / "images" / "padded_and_packed.svg"
+    for value in (padded["minutes"], packed["minutes"], padded["gigabytes"], packed["gigabytes"]):
+        assert f">{value:.1f}<" in picture.read_text() and f"{value:.1f} " in README
+    assert f"a held-out loss of {padded['loss']:.4f}" in README and padded["loss"] == packed["loss"]
+    assert picture.stat().st_size < 100_000
+    pytest.importorskip("matplotlib")
+    draw(report, tmp_path / "again.svg")
+    assert ">8.4<" in (tmp_path / "again.svg").read_text()
 
 
 def test_readme_is_one_page():

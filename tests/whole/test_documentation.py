@@ -20,6 +20,7 @@ PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "recipes").glob("*.md")),
+    *sorted((ROOT / "benchmarks").rglob("README.md")),
     ROOT / "CONTRIBUTING.md",
 ]
 # Lines for a shell that install or start this very test suite; the Makefile and CI run those.
@@ -145,10 +146,33 @@ def test_every_accelerate_line_names_files_that_are_there():
             assert name.endswith("RECIPE.yaml") or (ROOT / name).exists(), f"{page.name}: {name}"
 
 
+def anchors(page):
+    """The anchors of a page's headings, as the site and GitHub make them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
 def test_links_between_pages_resolve():
     for page in PAGES:
-        for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+        for name, anchor in re.findall(r"\]\((?!https?://)([^)#]*)(?:#([^)]+))?\)", page.read_text()):
+            target = page.parent / name if name else page
+            assert target.exists(), f"{page.name}: {name}"
+            assert not anchor or anchor in anchors(target), f"{page.name}: {name}#{anchor}"
+
+
+def test_links_to_our_files_on_github_resolve():
+    for page in PAGES:
+        for name, anchor in re.findall(r"trl-packfa/blob/main/([^)#\s]+)(?:#([^)]+))?", page.read_text()):
+            assert (ROOT / name).exists(), f"{page.name}: {name}"
+            assert not anchor or anchor in anchors(ROOT / name), f"{page.name}: {name}#{anchor}"
+
+
+def test_no_file_names_a_page_that_is_not_there():
+    folders = ("trl_packfa", "patches", "recipes", "tools", "benchmarks", "tests")
+    for path in [path for folder in folders for path in (ROOT / folder).rglob("*.*")]:
+        if path.suffix in (".py", ".md", ".yaml", ".sh", ".ipynb") and not path.is_symlink():
+            for name in re.findall(r"\bdocs/(\w+\.md)", path.read_text()):
+                assert (ROOT / "docs" / name).exists(), f"{path}: {name}"
 
 
 def test_every_recipe_is_in_the_table():
@@ -163,6 +187,6 @@ def test_every_page_is_on_the_site_and_says_what_it_gives():
     sections = [next(iter(entry.values())) for entry in nav]
     listed = [page for section in sections for page in ([section] if isinstance(section, str) else section)]
     pages = {page.name: page.read_text().splitlines() for page in (ROOT / "docs").glob("*.md")}
-    assert sorted(listed) == sorted(pages)
-    for name in pages.keys() - {"index.md"}:
+    assert sorted(listed) == sorted([*pages, "index.md"])  # README, which tools/docs_hook.py puts there
+    for name in pages:
         assert pages[name][2].startswith("What you get from this page: "), name
