@@ -50,8 +50,9 @@ def padding_free(
     Args:
         trainer (`transformers.Trainer`):
             Any TRL trainer, already constructed.
-        backend (`str`, *optional*, defaults to `"auto"`), fused_lora, fused_kernels (`bool`, *optional*, defaults to
-        `True`):
+        backend (`str`, *optional*, defaults to `"auto"`):
+            See [`patch`].
+        fused_lora (`bool`, *optional*, defaults to `True`), fused_kernels (`bool`, *optional*, defaults to `True`):
             See [`patch`].
         share_prefixes (`bool`, *optional*, defaults to `False`):
             See [`patch`]: the prompt of a pair, or of a group of completions, is computed once. The logs gain

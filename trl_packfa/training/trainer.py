@@ -1,6 +1,7 @@
 """`PackedSFTTrainer`: TRL's `SFTTrainer` with packing, patching, exactness check and LoRA on by default.
 
-The class only overrides TRL's hooks. Each hook calls the part that does the work:
+The class only overrides TRL's hooks: tokenizing, losses, metrics, checkpoints and distribution stay TRL's. Each hook
+calls the part that does the work:
 
     construction, validation   settle arguments and refuse invalid ones before data or weights are read
     PackedData                 cuts datasets and counts every dropped token; makes samplers, loaders, collators
@@ -8,8 +9,6 @@ The class only overrides TRL's hooks. Each hook calls the part that does the wor
     LossHead, PaddedTerms      compute the loss as the padded run does; SourceLosses reports it by source
     ExactnessGate              runs the exactness check before the first step
     SpeedMeter, LossWatch      measure tokens per second; refuse a loss that is NaN or infinite
-
-Tokenizing, losses, metrics, checkpoints and distribution stay TRL's.
 """
 
 from __future__ import annotations
