@@ -1,5 +1,5 @@
 """What GPU kernels ask of their callers, held without a GPU: by stand-ins as strict as the kernels, by refusals of
-devices that are described, and by torch's own questions. `benchmarks/gpu/README.md` says what each would have broken."""
+devices that are described, and by questions of torch. `benchmarks/gpu/README.md` says what each would have broken."""
 
 import sys
 from types import SimpleNamespace
