@@ -15,7 +15,7 @@ _FILES = "https://github.com/trl-packfa/trl-packfa/blob/main/"
 
 def on_files(files: Any, config: Any, **kwargs: Any) -> Any:
     """Add README as the site's first page, so that its text stands in one place."""
-    from mkdocs.structure.files import File
+    from mkdocs.structure.files import File  # pyright: ignore[reportMissingImports]  # in the extra `docs`
 
     files.append(File.generated(config, "index.md", content=home(_README.read_text())))
     return files
