@@ -195,7 +195,7 @@ def test_nothing_is_shared_while_something_is_drawn_at_random(caplog):
     for _ in range(2):
         made.train()(**batch)
     assert counted(made).shared == SHARED
-    told = [r.message for r in caplog.records if "draws random numbers" in r.message]
+    told = [r.message for r in caplog.records if "draws its own random numbers" in r.message]
     assert len(told) == 1 and "LlamaModel share no prefixes while LlamaAttention.attention_dropout" in told[0]
     adapted = get_peft_model(tiny.model(), LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5))
     patch(adapted, unpad=True, share_prefixes=True).train()(**batch)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ContaminationError
 from ..patching import router_loss
@@ -81,6 +82,9 @@ def check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Any) -> Head
         outputs (`ModelOutput`):
             The backbone's outputs for it.
     """
+    if isinstance(model, DistributedDataParallel):
+        # Its forward prepares for one backward over all parameters, which is that of the training step.
+        model = model.module
     inner = inner_model(model)
     scorer, states = Scorer(model), getattr(outputs, "last_hidden_state", None)
     weights = [] if scorer.head is None else list(scorer.head.parameters())

@@ -88,24 +88,20 @@ def _measure(subject: Subject, probe: Probe, trained: Sequence[Arrangement], oth
     copied = subject.copied()
     dtype = rounding_dtype(subject.model, alone.dtype)
     by_packing, found = [0.0] * len(norms), []
-    as_it_is = alone
     for number, arrangement in enumerate(trained):
         subject.begin("the same documents packed", 0.25 / len(trained))
         if number:  # start again: an adapter's gradients are copied, those of a large model are computed again
             subject.clear()
             _run_alone(subject, probe, sign=1.0) if copied is None else subject.put_back(copied)
-        as_it_is = run_packed(subject, probe, arrangement, alone.traces, sign=-1.0)
-        found.append(_apart(subject, as_it_is, alone))
+        found.append(_apart(subject, run_packed(subject, probe, arrangement, alone.traces, sign=-1.0), alone))
         by_packing = list(map(max, by_packing, subject.norms()))
     subject.begin("what rounding alone changes", 0.15)
-    # Rounding is measured packed, not alone: it needs one run instead of one for each document, and is of equal size.
-    if copied is None:
-        subject.clear()
-        run_packed(subject, probe, trained[-1], alone.traces, sign=-1.0)
+    # Rounding is measured packed, not alone: it needs two runs instead of one for each document, and is of equal size.
+    subject.clear()
+    with last_places_off(subject.model, by=0.0):
+        as_it_is = run_packed(subject, probe, trained[-1], alone.traces, sign=-1.0)
     with last_places_off(subject.model):
         rounded = run_packed(subject, probe, trained[-1], alone.traces, sign=1.0)
-    if copied is not None:  # alone - packed + rounded - alone
-        subject.take_away(copied)
     by_rounding, noise = subject.norms(), _apart(subject, rounded, as_it_is)
     subject.clear()
     subject.begin("documents in other arrangements", 0.2)

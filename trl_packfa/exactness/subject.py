@@ -132,13 +132,6 @@ class Subject:
         for parameter, gradient in zip(self.trained, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.clone()
 
-    @torch.no_grad()
-    def take_away(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Subtract the gradients that were copied."""
-        for parameter, gradient in zip(self.trained, gradients, strict=True):
-            if gradient is not None and parameter.grad is not None:
-                parameter.grad -= gradient
-
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Keep all parameters from getting gradients inside a `with` block, which saves time and memory."""
