@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -90,7 +91,9 @@ def check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Any) -> Head
     weights = [] if scorer.head is None else list(scorer.head.parameters())
     if inner.base_model is inner or states is None or not weights:
         return None
-    if any(isinstance(weight, DTensor) or is_in_parts(weight) for weight in weights):
+    # FSDP2's weights are whole tensors between a forward and the next one, so its modules are asked, too.
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    if sharded or any(isinstance(weight, DTensor) or is_in_parts(weight) for weight in weights):
         return None
     labels = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)  # at the token that predicts them
     trained = (labels.flatten() != -100).nonzero()[:, 0]
