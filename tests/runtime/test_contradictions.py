@@ -45,7 +45,7 @@ CONTRADICTIONS = {
         {**FLASH, "seq_idx": PackedLayout.from_lengths([5, 5]).document_ids()},
         "disagree at token 4 of row 0",
     ),
-    "seq_idx of another batch": ({**FLASH, "seq_idx": IDS[:, :9]}, r"seq_idx of shape \(1, 9\)"),
+    "seq_idx of another batch": ({**FLASH, "seq_idx": IDS[:, :9]}, r"seq_idx has shape \(1, 9\)"),
     "seq_idx beside positions": ({"position_ids": NATURAL, "seq_idx": IDS}, "seq_idx and the boundaries disagree"),
     "positions restart elsewhere": (
         {"cu_seq_lens_q": offsets(0, 5, 10), "position_ids": NATURAL},
@@ -57,8 +57,8 @@ CONTRADICTIONS = {
     ),
     "negative positions": ({**FLASH, "position_ids": NATURAL - 1}, "position_ids hold -1"),
     "float positions": ({**FLASH, "position_ids": NATURAL.float()}, "position_ids are torch.float32"),
-    "positions of another batch": ({**FLASH, "position_ids": NATURAL[:, :9]}, r"position_ids of shape \(1, 9\)"),
-    "positions of two rows": ({**FLASH, "position_ids": NATURAL.expand(2, -1)}, r"position_ids of shape \(2, 10\)"),
+    "positions of another batch": ({**FLASH, "position_ids": NATURAL[:, :9]}, r"position_ids have shape \(1, 9\)"),
+    "positions of two rows": ({**FLASH, "position_ids": NATURAL.expand(2, -1)}, r"position_ids have shape \(2, 10\)"),
     "layout against positions": (
         {"packed_layout": PackedLayout.from_lengths([5, 5]), "position_ids": NATURAL},
         "positions restart at token 4",
