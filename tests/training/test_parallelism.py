@@ -98,7 +98,7 @@ def test_weights_in_parts_without_an_engine_are_refused():
     """As DeepSpeed marks them; `check` would run on empty tensors."""
     model = trl_packfa.patch(tiny.model(layers=2))
     next(model.parameters()).ds_shape = torch.Size([97, 64])
-    with pytest.raises(UnsupportedModel, match=r"in parts \(DeepSpeed ZeRO-3\)(.|\n)*trainer.model_wrapped"):
+    with pytest.raises(UnsupportedModel, match=r"split \(DeepSpeed ZeRO-3\)(.|\n)*trainer.model_wrapped"):
         trl_packfa.check(model)
 
 
