@@ -25,8 +25,8 @@ from trl_packfa.errors import InvalidConfig
 from trl_packfa.kernels.cpu import RMSNormOverride
 from trl_packfa.kernels.rotary import rotate
 from trl_packfa.layout import PackedLayout
+from trl_packfa.layout.call_context import packed_call
 from trl_packfa.runtime.autocast import HALF
-from trl_packfa.runtime.context import packed_call
 
 Act = Callable[[], Any]
 DTYPES = ("float32", "bfloat16", "float16")
@@ -97,7 +97,7 @@ def _attention(length: int, dtype: torch.dtype) -> tuple[Act, Act]:
     def run(attend: Act) -> Any:
         return torch.autograd.grad(attend(), qkv, upstream)
 
-    return lambda: run(theirs), lambda: run(lambda: get_backend("sdpa")(q, k, v, layout, arguments))
+    return lambda: run(theirs), lambda: run(lambda: get_backend("sdpa")(q, k, v, arguments.on(layout.attention)))
 
 
 def _in_turn(theirs: Act, ours: Act, repeats: int) -> dict[str, Any]:

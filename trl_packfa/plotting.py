@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import InvalidLayout, MissingPackage
 from .layout import PackedLayout
-from .runtime.boundaries import layout_of
+from .layout.from_call import layout_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

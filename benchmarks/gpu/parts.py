@@ -27,7 +27,7 @@ from trl.trainer.utils import add_fused_lm_head
 from trl_packfa import PackedLayout, patch
 from trl_packfa.bench.mixes import document_lengths
 from trl_packfa.bench.presets import preset_config
-from trl_packfa.runtime.context import packed_call
+from trl_packfa.layout.call_context import packed_call
 from trl_packfa.training.flops import best_seconds
 from trl_packfa.training.lm_head import ensure_own_loss
 

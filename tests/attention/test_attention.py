@@ -46,7 +46,9 @@ def backend_for(name, dtype, case):
 
 
 def packed(backend, layout):
-    return lambda query, key, value, options: backend(query, key, value, layout, AttentionArguments(**options))
+    return lambda query, key, value, options: backend(
+        query, key, value, AttentionArguments(**options).on(layout.attention)
+    )
 
 
 def by_oracle(lengths):
@@ -132,7 +134,7 @@ def test_negative_control_without_boundaries_is_seen():
     lengths = LAYOUTS["mixed"][0]
     tensors = inputs(sum(lengths))
     whole = PackedLayout.from_lengths([sum(lengths)], device=DEVICE)
-    leaking = get_backend("reference")(*tensors[:3], whole, AttentionArguments(scaling=0.3))
+    leaking = get_backend("reference")(*tensors[:3], AttentionArguments(scaling=0.3).on(whole.attention))
     assert differs(leaking, oracle.attention(*tensors[:3], lengths, scaling=0.3))
 
 
@@ -143,7 +145,7 @@ def test_flex_masks_and_scores_on_a_cpu_without_gradients(case):
     layout = PackedLayout.from_lengths(lengths, rows=rows)
     with torch.no_grad():
         query, key, value = (t.detach().cpu() for t in inputs(layout.num_tokens)[:3])
-        out = get_backend("flex")(query, key, value, layout, AttentionArguments(scaling=0.3, **case))
+        out = get_backend("flex")(query, key, value, AttentionArguments(scaling=0.3, **case).on(layout.attention))
     assert_float32(out, oracle.attention(query, key, value, lengths, scaling=0.3, **case))
 
 
@@ -152,7 +154,7 @@ def test_dropout_drops_and_scales():
     query, key = torch.zeros(96, 4, 16), torch.zeros(96, 2, 16)
     value = torch.ones(96, 2, 16)
     for name in ("sdpa", "reference"):
-        out = get_backend(name)(query, key, value, layout, AttentionArguments(scaling=1.0, dropout=0.5))
+        out = get_backend(name)(query, key, value, AttentionArguments(scaling=1.0, dropout=0.5).on(layout.attention))
         assert (out == 0).any(), "first tokens see one key, which is dropped half of the time"
         assert abs(out.mean().item() - 1) < 0.1
 
@@ -178,7 +180,7 @@ def test_memory_of_a_packed_row_grows_with_its_tokens_not_with_their_square():
         for case in ({}, {"sliding_window": 16}, {"softcap": 4.0}):
             with Largest() as seen:
                 get_backend("sdpa")(
-                    query, key, value, layout, AttentionArguments(scaling=0.3, **case)
+                    query, key, value, AttentionArguments(scaling=0.3, **case).on(layout.attention)
                 ).sum().backward()
             largest.setdefault(str(case), []).append(seen.elements / layout.num_tokens)
     for case, (small, large) in largest.items():

@@ -131,7 +131,9 @@ def test_kernel_arguments(backend, monkeypatch):
     layout = PackedLayout.from_lengths([3, 5])
     query, key, value = torch.randn(8, 4, 16), torch.randn(8, 2, 16), torch.randn(8, 2, 16)
     for window, expected in ((None, (-1, 0) if backend == "varlen" else (-1, -1)), (4, (3, 0))):
-        get_backend(backend)(query, key, value, layout, AttentionArguments(scaling=0.3, sliding_window=window))
+        get_backend(backend)(
+            query, key, value, AttentionArguments(scaling=0.3, sliding_window=window).on(layout.attention)
+        )
         assert calls["window_size"] == expected
         assert (calls["softmax_scale"], calls["causal"], calls["max_seqlen_q"]) == (0.3, True, 5)
         assert calls["cu_seqlens_k"] is layout.cu_seqlens

@@ -39,7 +39,7 @@ def as_matrix(numbers, indices):
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_blocks_are_those_of_the_pairs(lengths, window):
     layout = PackedLayout.from_lengths(lengths, rows=2 if lengths == LENGTHS["two rows"] else 1)
-    mask, tokens = module.block_mask(layout, window), layout.num_tokens
+    mask, tokens = module.block_mask(layout.attention, window), layout.num_tokens
     dense = layout.dense_mask(window)
     assert torch.equal(create_mask(mask.mask_mod, 1, 1, tokens, tokens, device="cpu")[0, 0], dense)
     counts = blocks_of(dense, module.BLOCK)
@@ -65,8 +65,8 @@ def largest(make):
 
 def test_nothing_is_quadratic_in_tokens():
     layout = PackedLayout.from_lengths([1000] * 4)
-    ours = module.block_mask(layout, None)
-    assert largest(lambda: module.block_mask(layout, None)) < layout.num_tokens**2 / 100
+    ours = module.block_mask(layout.attention, None)
+    assert largest(lambda: module.block_mask(layout.attention, None)) < layout.num_tokens**2 / 100
     tokens = layout.num_tokens
     theirs = largest(lambda: create_block_mask(ours.mask_mod, None, None, tokens, tokens, device="cpu"))
     assert theirs >= tokens**2, "the control: torch's own"

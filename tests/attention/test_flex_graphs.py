@@ -37,7 +37,7 @@ def attend(lengths, window=None, softcap=None, sinks=False, gradients=True):
     layout = PackedLayout.from_lengths(lengths)
     query, key, value = (torch.randn(1, heads, layout.num_tokens, 16) for heads in (4, 2, 2))
     score_mod = None if softcap is None else flex._capped(softcap)
-    options = {"score_mod": score_mod, "block_mask": flex._block_mask(layout, window), "return_lse": sinks}
+    options = {"score_mod": score_mod, "block_mask": flex._block_mask(layout.attention, window), "return_lse": sinks}
     with torch.set_grad_enabled(gradients):
         return flex._compiled()(query, key, value, scale=0.25, enable_gqa=True, **options)
 

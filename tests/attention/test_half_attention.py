@@ -76,7 +76,7 @@ def test_each_half_runs_in_the_dtype_that_is_faster(machine, computed, autocast,
     layout = PackedLayout.from_lengths(lengths)
     given = torch.randn(3, layout.num_tokens, 2, 64, dtype=FP32 if autocast else BF16).requires_grad_()
     with torch.autocast("cpu", dtype=BF16, enabled=autocast):
-        out = get_backend("sdpa")(*given, layout, PLAIN)
+        out = get_backend("sdpa")(*given, PLAIN.on(layout.attention))
     _grouped.cache_clear()
     halves = lengths[:0] if machine == "emulated" else lengths[:3]
     assert out.dtype == BF16 and computed == {(length, BF16) for length in halves}
@@ -134,9 +134,9 @@ def test_what_the_kernel_lacks_runs_without_it(dtype, value_dim, options, comput
     layout = PackedLayout.from_lengths((12, 9))
     query, key = torch.randn(2, layout.num_tokens, 4, 16, dtype=dtype)
     value = torch.randn(layout.num_tokens, 4, value_dim, dtype=dtype)
-    out = get_backend("sdpa")(query, key, value, layout, AttentionArguments(scaling=0.3, **options))
+    out = get_backend("sdpa")(query, key, value, AttentionArguments(scaling=0.3, **options).on(layout.attention))
     assert out.shape == value.shape and not computed
-    get_backend("sdpa")(*(x.bfloat16() for x in (query, key, key)), layout, PLAIN)
+    get_backend("sdpa")(*(x.bfloat16() for x in (query, key, key)), PLAIN.on(layout.attention))
     assert computed
 
 

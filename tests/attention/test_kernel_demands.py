@@ -47,7 +47,7 @@ def test_flex_runs_the_kernel_that_trains_whatever_the_rows_length(monkeypatch):
     monkeypatch.setattr(flex_module, "flex_attention", flex_attention)
     layout = PackedLayout.from_lengths((11, 1, 37, 5, 19))
     q, k, v = random((73, 4, 16), (73, 2, 16), (73, 2, 16))
-    get_backend("flex")(q, k, v, layout, AttentionArguments(scaling=0.25))
+    get_backend("flex")(q, k, v, AttentionArguments(scaling=0.25).on(layout.attention))
     assert calls == [(1, 4, 73, 16)]
 
 
@@ -71,7 +71,7 @@ def test_a_softcap_is_a_constant_of_flexs_graph(monkeypatch):
         layout = PackedLayout.from_lengths((140, 20))
         q, k, v = (torch.randn(1, heads, 160, 16) for heads in (4, 2, 2))
         for cap in (30.0, 50.0):  # another model of the same process
-            options = {"score_mod": flex_module._capped(cap), "block_mask": flex_module._block_mask(layout, None)}
+            options = {"score_mod": flex_module._capped(cap), "block_mask": flex_module._block_mask(layout.attention, None)}
             with torch.no_grad():
                 flex_module._compiled()(q, k, v, enable_gqa=True, scale=0.25, **options)
     flex_module._compiled.cache_clear()
@@ -89,7 +89,7 @@ def test_flash_attention_takes_values_of_another_width(backend, dims, monkeypatc
     results = []
     for attend in (
         lambda q, k, v: BackendChoice(backend).attend(q, k, v, layout, AttentionArguments(scaling=0.3)),
-        lambda q, k, v: get_backend("reference")(q, k, v, layout, AttentionArguments(scaling=0.3)),
+        lambda q, k, v: get_backend("reference")(q, k, v, AttentionArguments(scaling=0.3).on(layout.attention)),
         lambda q, k, v: oracle.attention(q, k, v, LENGTHS, scaling=0.3),
     ):
         out = attend(query, key, value)
@@ -120,7 +120,8 @@ def test_no_kernel_is_asked_for_values_that_are_too_wide(monkeypatch):
 
 def test_an_attention_call_says_how_wide_its_values_are():
     query, key, value = torch.empty(3, 4, 24), torch.empty(3, 2, 24), torch.empty(3, 2, 16)
-    arguments = AttentionArguments(scaling=1.0)
+    layout = PackedLayout.from_lengths([len(query)])
+    arguments = AttentionArguments(scaling=1.0).on(layout.attention)
     assert AttentionRequest.of(query, key, value, arguments).value_dim == 16
     assert AttentionRequest.of(query, key, key, arguments).value_dim is None
     assert "value_dim=16" in AttentionRequest.of(query, key, value, arguments).describe()
@@ -134,14 +135,14 @@ def test_a_varlen_attn_without_scale_is_given_scaled_queries(scaling, monkeypatc
     def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
         assert is_causal
         arguments = AttentionArguments(scaling=query.shape[-1] ** -0.5)
-        return get_backend("reference")(query, key, value, layout, arguments)
+        return get_backend("reference")(query, key, value, arguments.on(layout.attention))
 
     on_any_device(monkeypatch, varlen.VarlenBackend)
     monkeypatch.setattr(varlen, "_varlen_attn", varlen_attn)
     monkeypatch.setattr(varlen, "_PARAMETERS", frozenset(varlen_attn.__code__.co_varnames))
     tensors = random((tokens, 4, 16), (tokens, 2, 16), (tokens, 2, 16))
-    out = get_backend("varlen")(*tensors, layout, AttentionArguments(scaling=scaling))
-    eager = get_backend("reference")(*tensors, layout, AttentionArguments(scaling=scaling))
+    out = get_backend("varlen")(*tensors, AttentionArguments(scaling=scaling).on(layout.attention))
+    eager = get_backend("reference")(*tensors, AttentionArguments(scaling=scaling).on(layout.attention))
     assert_low_precision(out, eager, oracle.attention(*tensors, LENGTHS, scaling=scaling), factor=2.0)
 
 
@@ -156,7 +157,7 @@ def test_torch_s_own_operator_takes_our_call(dims, heads, window, monkeypatch):
         [(heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])],
     )
     tensors = [torch.randn(sum(LENGTHS), *s, dtype=BF16, device="meta", requires_grad=True) for s in shapes]
-    out = get_backend("varlen")(*tensors, layout, AttentionArguments(scaling=0.3, sliding_window=window))
+    out = get_backend("varlen")(*tensors, AttentionArguments(scaling=0.3, sliding_window=window).on(layout.attention))
     assert out.shape == (sum(LENGTHS), heads[0], dims[1]) and out.dtype is BF16
     grads = torch.autograd.grad(out, tensors, torch.empty_like(out))
     assert [grad.shape for grad in grads] == [tensor.shape for tensor in tensors]
@@ -189,7 +190,7 @@ def test_a_kernel_that_is_no_operator_is_one_inside_of_graphs(is_traceable, monk
         return choice.attend(q, k, v, layout, AttentionArguments(scaling=0.25))
 
     tensors = random(*[(sum(LENGTHS), heads, 16) for heads in (4, 2, 2)])
-    assert layout.sizes  # a patched backbone asks for them before the graph
+    assert layout.graph_tensors  # a patched backbone asks for them before the graph
     out = attend(*tensors, layout)
     assert torch.equal(out, choice.attend(*tensors, layout, AttentionArguments(scaling=0.25)))
     assert any("require_longest" in name for name in names) == is_traceable
@@ -246,7 +247,7 @@ def test_sinks_are_handed_over_in_half_precision(name, monkeypatch):
     layout, sinks = PackedLayout.from_lengths([3, 5]), torch.randn(4, requires_grad=True)
     q, k, v = random((8, 4, 16), (8, 2, 16), (8, 2, 16), dtype=torch.float32)
     with torch.autocast("cpu", BF16):
-        get_backend("flash")(q, k, v, layout, AttentionArguments(scaling=0.3, sinks=sinks))
+        get_backend("flash")(q, k, v, AttentionArguments(scaling=0.3, sinks=sinks).on(layout.attention))
     assert given[name].dtype is BF16 and given[name].requires_grad
 
 
@@ -261,14 +262,14 @@ def test_a_deterministic_run_asks_flash_attn_for_it(monkeypatch):
     monkeypatch.setitem(flash._KERNELS, (8, 0), flash._Kernel(kernel, frozenset(["deterministic"])))
     layout, tensors = PackedLayout.from_lengths([3, 5]), random((8, 4, 16), (8, 2, 16), (8, 2, 16))
     arguments = AttentionArguments(scaling=0.3)
-    get_backend("flash")(*tensors, layout, arguments)
+    get_backend("flash")(*tensors, arguments.on(layout.attention))
     assert "deterministic" not in given
     monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
-    get_backend("flash")(*tensors, layout, arguments)
+    get_backend("flash")(*tensors, arguments.on(layout.attention))
     assert given.pop("deterministic") is True
     monkeypatch.delenv("FLASH_ATTENTION_DETERMINISTIC")
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    get_backend("flash")(*tensors, layout, arguments)
+    get_backend("flash")(*tensors, arguments.on(layout.attention))
     assert given["deterministic"] is True
 
 
@@ -324,7 +325,9 @@ def test_sdpa_never_plans_a_graph_per_shape(monkeypatch):
     layout = PackedLayout.from_lengths((300, 20))
     tensors = random((320, 4, 16), (320, 2, 16), (320, 2, 16), dtype=torch.float32)
     for window in (None, 16):
-        out = get_backend("sdpa")(*tensors, layout, AttentionArguments(scaling=0.25, sliding_window=window))
+        out = get_backend("sdpa")(
+            *tensors, AttentionArguments(scaling=0.25, sliding_window=window).on(layout.attention)
+        )
         out.sum().backward()  # chunks are computed again in the backward
     assert len(seen) >= 5 and not any(seen)
 

@@ -67,7 +67,7 @@ def attend(lengths, heads, kv_heads, dim, value_dim, dtype, options, *, backward
             patch.setattr(torch, "compile", partial(torch.compile, backend=backend))
             # On a CPU the backend leaves the function uncompiled.
             patch.setattr(flex_module, "flex_attention", flex_module._compiled())
-            get_backend("flex")(*qkv, layout, arguments).float().square().mean().backward()
+            get_backend("flex")(*qkv, arguments.on(layout.attention)).float().square().mean().backward()
 
     return rehearse(call, backward=backward)
 

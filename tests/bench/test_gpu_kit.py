@@ -235,7 +235,7 @@ def test_transformers_attends_by_document_with_the_stand_in(how, window, flash_a
     results = []
     for attend in (
         forward,
-        lambda q, k, v: get_backend("reference")(q, k, v, layout, AttentionArguments(**options)),
+        lambda q, k, v: get_backend("reference")(q, k, v, AttentionArguments(**options).on(layout.attention)),
         lambda q, k, v: oracle.attention(q, k, v, lengths, **options),
     ):
         out = attend(*tensors)

@@ -188,7 +188,7 @@ def test_a_state_carried_over_by_one_token_is_caught_and_named(model_type):
     call = override.__call__
 
     def carried(*args, **kwargs):
-        from trl_packfa.runtime.context import current_layout, packed_call
+        from trl_packfa.layout.call_context import current_layout, packed_call
 
         layout = current_layout()
         if layout is None or layout.rows > 1:
@@ -208,8 +208,8 @@ def test_the_reference_backend_tells_a_kernel_from_a_patch(monkeypatch):
     sdpa = type(get_backend("sdpa"))
     exact = sdpa.__call__
 
-    def forgets(self, query, key, value, layout, arguments, keys=None):
-        return exact(self, query, key, value.flip(0) if layout.num_documents > 4 else value, layout, arguments)
+    def forgets(self, query, key, value, call):
+        return exact(self, query, key, value.flip(0) if call.layout.queries.num_documents > 4 else value, call)
 
     monkeypatch.setattr(sdpa, "__call__", forgets)
     assert check(patch(tiny.model(), backend="sdpa")).verdict == "leak"

@@ -1,6 +1,7 @@
 """What the check does otherwise on a GPU: longer documents for kernels that work in tiles, and TF32's rounding. Both
 are tried on a CPU by kernels that fail, or round, as a GPU's would."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,7 @@ def test_documents_cross_tiles_where_kernels_work_in_them():
     tiled = long_lengths([], None, tiled=True)
     assert max(tiled) > 3 * BLOCK and len(tiled) == len(LONG)
     for lengths, whole in ((tiled, True), ([LONG[i] for i in SHORT], False)):
-        mask = block_mask(PackedLayout.from_lengths(lengths), None)
+        mask = block_mask(PackedLayout.from_lengths(lengths).attention, None)
         assert bool((mask.full_kv_num_blocks > 0).any()) == whole
     assert long_lengths([500], None, tiled=True)[LONG.index(max(LONG))] == 503
     assert max(long_lengths([], 128, tiled=True)) == 128
@@ -35,9 +36,8 @@ def test_a_kernel_that_forgets_a_tile_is_found(tiled, monkeypatch):
     """It drops what a query sees more than 256 tokens before it; documents as short as a CPU's would not show that."""
     attend = SdpaBackend.__call__
 
-    def forgetful(self, query, key, value, layout, arguments, keys=None):
-        arguments = type(arguments)(**{**vars(arguments), "sliding_window": 256})
-        return attend(self, query, key, value, layout, arguments)
+    def forgetful(self, query, key, value, call):
+        return attend(self, query, key, value, replace(call, sliding_window=256))
 
     monkeypatch.setattr(SdpaBackend, "__call__", forgetful)
     monkeypatch.setattr(measure, "_has_tiles", lambda device: tiled)
@@ -126,9 +126,10 @@ def test_a_leak_is_found_under_tf32(tf32, monkeypatch):
     tf32()
     attend = SdpaBackend.__call__
 
-    def leaking(self, query, key, value, layout, arguments, keys=None):
-        merged = PackedLayout.from_lengths((sum(layout.lengths[:2]), *layout.lengths[2:]))
-        return attend(self, query, key, value, merged, arguments)
+    def leaking(self, query, key, value, call):
+        lengths = call.layout.queries.lengths
+        merged = PackedLayout.from_lengths((sum(lengths[:2]), *lengths[2:]))
+        return attend(self, query, key, value, call.on(merged.attention))
 
     monkeypatch.setattr(SdpaBackend, "__call__", leaking)
     assert check(patch(tiny.model(**MODEL), backend="sdpa")).verdict == "leak"

@@ -7,11 +7,11 @@ from tiny_models import small_model
 
 from trl_packfa import check, describe, patch
 from trl_packfa.api import get_patch
-from trl_packfa.branches import BranchedLayout
 from trl_packfa.errors import ContaminationError
 from trl_packfa.exactness import check_unpadding
+from trl_packfa.layout import PackedLayout
+from trl_packfa.layout.shared_prefix import TokenGather
 from trl_packfa.patching.apply import apply_patch, find_state
-from trl_packfa.runtime import shared_rows
 
 
 def shared(model):
@@ -29,13 +29,28 @@ def test_exact_models_are_found_exact(model_type, dtype):
 
 
 def _first_gradient_only(own):
-    def spread(packed, layout):
-        copies = own(packed, layout)
-        again = torch.ones(len(layout.along), dtype=torch.bool)
-        again[layout.places] = False
+    def gather(self, packed):
+        copies = own(self, packed)
+        again = torch.ones(self.num_copies, dtype=torch.bool)
+        again[self.first_index] = False
         return torch.where(again.view(-1, *[1] * (copies.dim() - 1)), copies.detach(), copies)
 
-    return spread
+    return gather
+
+
+def _without_prefix(own):
+    """Attend as if each segment were a document."""
+
+    def attend(self, query, key, value, layout, arguments):
+        alone = layout.attention.queries if layout.shares_prefixes else layout
+        return own(self, query, key, value, alone, arguments)
+
+    return attend
+
+
+def _positions_of_segments(self):
+    starts = torch.repeat_interleave(self.cu_seqlens[:-1], self.cu_seqlens.diff())
+    return (torch.arange(self.num_tokens) - starts).view(self.rows, -1)
 
 
 # What could be wrong between rows and the row that holds their prefix once: each must be found.
@@ -43,7 +58,7 @@ def _first_gradient_only(own):
 
 def test_positions_that_begin_anew_are_found(monkeypatch):
     model = shared(tiny.model(layers=2))
-    monkeypatch.setattr(BranchedLayout, "position_ids", lambda self: self.pieces.position_ids())
+    monkeypatch.setattr(PackedLayout, "position_ids", _positions_of_segments)
     assert check_unpadding(model).sharing.verdict == "differs"
     with pytest.raises(ContaminationError, match="rows that share a prefix are not exact on this model"):
         check_unpadding(model).require_exact()
@@ -53,8 +68,7 @@ def test_positions_that_begin_anew_are_found(monkeypatch):
 
 def test_gradients_that_are_not_added_are_found(monkeypatch):
     model = shared(tiny.model(layers=2))
-    own = shared_rows.spread
-    monkeypatch.setattr(shared_rows, "spread", _first_gradient_only(own))
+    monkeypatch.setattr(TokenGather, "gather", _first_gradient_only(TokenGather.gather))
     report = check_unpadding(model)
     assert report.verdict == "exact" and report.sharing.verdict == "differs" and not report.is_exact
     assert report.sharing.first is None and report.sharing.first_gradient
@@ -66,14 +80,14 @@ def test_attention_that_loses_the_beginning_is_found(monkeypatch):
     from trl_packfa.attention import dispatch
 
     model = shared(tiny.model(layers=2))
-    own = dispatch.spread
-    monkeypatch.setattr(dispatch, "spread", lambda packed, layout: own(packed, layout).roll(1, dims=0))
+    own = dispatch.BackendChoice.attend
+    monkeypatch.setattr(dispatch.BackendChoice, "attend", _without_prefix(own))
     report = check_unpadding(model)
     assert report.sharing.verdict == "differs" and report.sharing.first == "model.layers.0.self_attn"
 
 
 def test_a_model_that_is_not_proven_is_not_patched(monkeypatch):
-    monkeypatch.setattr(BranchedLayout, "position_ids", lambda self: self.pieces.position_ids())
+    monkeypatch.setattr(PackedLayout, "position_ids", _positions_of_segments)
     model = tiny.model(layers=2)
     with pytest.raises(ContaminationError, match="share_prefixes=False"):
         shared(model)

@@ -11,9 +11,9 @@ from tiny_models import small_model
 from trl_packfa import check, describe, patch
 from trl_packfa.errors import UnsupportedModel
 from trl_packfa.exactness import check_unpadding
+from trl_packfa.layout.padded_rows import PaddedRows
 from trl_packfa.patching.apply import find_state
 from trl_packfa.patching.rotary import RotaryOverride
-from trl_packfa.runtime.padded_rows import PaddedRows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

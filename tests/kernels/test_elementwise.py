@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from trl_packfa import PackedLayout, describe, patch
 from trl_packfa.kernels.cpu import RMSNormOverride, is_rms_norm_on_cpu
 from trl_packfa.kernels.rotary import rotate
-from trl_packfa.runtime.context import packed_call
+from trl_packfa.layout.call_context import packed_call
 from trl_packfa.runtime.override import override_in
 
 LAYOUT = PackedLayout.from_lengths((5, 12))

@@ -32,7 +32,8 @@ def test_the_kernel_would_refuse_what_autocast_leaves(backend, monkeypatch):
     pretend(monkeypatch, backend)
     query = torch.randn(8, 4, 16)
     with pytest.raises(RuntimeError, match="takes one half precision"):
-        get_backend(backend)(query, query, query, PackedLayout.from_lengths([3, 5]), AttentionArguments(scaling=1.0))
+        call = AttentionArguments(scaling=1.0).on(PackedLayout.from_lengths([3, 5]).attention)
+        get_backend(backend)(query, query, query, call)
 
 
 @pytest.mark.parametrize("fused_lora", [True, False])

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl_packfa import PackedLayout, check, patch
 from trl_packfa.kernels.lora import projections
 from trl_packfa.kernels.lora.layers import Layers
-from trl_packfa.runtime.context import packed_call
+from trl_packfa.layout.call_context import packed_call
 
 
 def assert_half_precision(model, **options):

@@ -22,8 +22,8 @@ from trl_packfa import PackedLayout, check, describe, patch, unpatch
 from trl_packfa.errors import ContaminationError
 from trl_packfa.kernels.liger import is_rms_norm_on_cuda, library, norms, swiglu
 from trl_packfa.kernels.rotary import rotate
+from trl_packfa.layout.call_context import packed_call
 from trl_packfa.patching.apply import compile_layers
-from trl_packfa.runtime.context import packed_call
 
 
 @pytest.fixture

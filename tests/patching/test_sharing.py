@@ -17,11 +17,11 @@ from transformers import AutoModelForSequenceClassification
 
 from trl_packfa import describe, patch, patched, unpatch
 from trl_packfa.bench.tracing import compiled_graphs
-from trl_packfa.branches import BranchedLayout
 from trl_packfa.errors import InvalidConfig
+from trl_packfa.layout import PackedLayout
 from trl_packfa.patching.apply import find_state
 from trl_packfa.patching.forwards import BackboneOverride
-from trl_packfa.runtime import shared_rows
+from trl_packfa.layout import shared_rows
 
 # Rewritten attention, windows of 8 that a branch reaches back through, softcap, sinks, ALiBi, experts, transformers'
 # interface, an attention function of its own.
@@ -104,8 +104,8 @@ def test_negative_control_branches_that_see_each_other(monkeypatch):
     patch(made, unpad=True, share_prefixes=True)
 
     def take(self, call, found):
-        chain = [tuple(range(len(found.pieces)))]
-        return found.take_call(call), BranchedLayout.from_lengths(found.pieces, documents=chain)
+        chain = [tuple(range(len(found.segments)))]
+        return found.take_call(call), PackedLayout.from_lengths(found.segments, documents=chain)
 
     monkeypatch.setattr(BackboneOverride, "_taken", take)
     logits = rows(made(**batch).logits, batch["attention_mask"])

@@ -220,8 +220,8 @@ class Guarded(Decay):
 
 @pytest.mark.parametrize(("mixer", "native"), [(Decay, True), (Forgetful, False), (Guarded, False)])
 def test_own_kernels_are_used_only_where_they_provably_honour_boundaries(mixer, native):
+    from trl_packfa.layout.call_context import packed_call
     from trl_packfa.patching.mixers import MixerOverride
-    from trl_packfa.runtime.context import packed_call
 
     torch.manual_seed(0)
     module, layout, known = mixer(), PackedLayout.from_lengths([5, 1, 9]), {}

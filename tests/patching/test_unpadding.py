@@ -70,7 +70,7 @@ def test_negative_control_without_boundaries_rows_see_each_other(monkeypatch):
     model, batch = tiny.model(), padded(tiny.documents())
     expected, _ = oracle.alone(model, tiny.documents())
     patch(model, unpad=True)
-    from trl_packfa.runtime.padded_rows import PackedLayout, PaddedRows
+    from trl_packfa.layout.padded_rows import PackedLayout, PaddedRows
 
     monkeypatch.setattr(PaddedRows, "layout", lambda rows, device: PackedLayout.from_lengths([rows.num_tokens]))
     logits = rows(model(**batch).logits, batch["attention_mask"])

@@ -19,12 +19,12 @@ README = (ROOT / "README.md").read_text()
 
 # The floors of the house: a folder, or a file beside the folders, imports from those before it and from itself.
 FLOORS = [
-    "errors", "versions", "layout", "branches", "collator", "packing", "runtime", "attention", "kernels", "patches",
+    "errors", "versions", "layout", "collator", "packing", "runtime", "attention", "kernels", "patches",
     "patching", "adapters", "exactness", "api", "register", "plotting", "terminal", "training", "trainers",
     "frameworks", "plan", "demo", "bench", "cli", "__main__",
 ]  # fmt: skip
 # Folders that know nothing of Hugging Face's libraries.
-BARE = {"packing", "attention"}
+BARE = {"layout", "packing", "attention"}
 
 
 def modules():

@@ -3,8 +3,8 @@
 import torch
 
 from trl_packfa import PackedLayout
+from trl_packfa.layout.call_context import empty_mask
 from trl_packfa.runtime import per_document
-from trl_packfa.runtime.context import empty_mask
 
 
 def test_a_mask_is_made_only_for_modules_that_are_handed_one(monkeypatch):

@@ -76,14 +76,14 @@ class KernelCase:
     def backend(self, name):
         """Return the backend; skip with its reasons if it cannot run."""
         tensors = self.tensors()
-        request = AttentionRequest.of(*tensors[:3], self.arguments(tensors))._replace(named=True)
+        request = AttentionRequest.of(*tensors[:3], self.call(tensors))._replace(named=True)
         if reasons := get_backend(name).refusals(request):
             pytest.skip(f"{name}: {'; '.join(reasons)}")
         return get_backend(name)
 
     def run(self, backend, tensors):
         """Return the output and the gradient of every tensor."""
-        out = backend(*tensors[:3], self.layout, self.arguments(tensors))
+        out = backend(*tensors[:3], self.call(tensors))
         return [out, *torch.autograd.grad(out, tensors, self.upstream.to(out.dtype))]
 
     def run_exactly(self, tensors):
@@ -105,8 +105,9 @@ class KernelCase:
             x[span] = other[span].detach()
         return [x.requires_grad_() for x in after], others
 
-    def arguments(self, tensors):
-        return AttentionArguments(**{**self.options, "sinks": tensors[3] if "sinks" in self.options else None})
+    def call(self, tensors):
+        arguments = AttentionArguments(**{**self.options, "sinks": tensors[3] if "sinks" in self.options else None})
+        return arguments.on(self.layout.attention)
 
 
 def patched_model(

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from trl_packfa import PackedLayout
 from trl_packfa.attention import AttentionArguments, flash, get_backend, varlen
+from trl_packfa.layout import AttentionLayout, PackedLayout
 
 
 @torch.library.custom_op("trl_packfa_tests::require_longest", mutates_args=())
@@ -21,9 +21,8 @@ require_longest.register_autograd(lambda ctx, grad: (grad, None, None))
 
 
 def _attend_apart(q, k, v, cu_q, cu_k, scale, window):
-    layouts = (PackedLayout.from_cu_seqlens(offsets) for offsets in (cu_q, cu_k))
-    queries, keys = layouts
-    return get_backend("reference")(q, k, v, queries, AttentionArguments(scaling=scale, sliding_window=window), keys)
+    layout = AttentionLayout(*(PackedLayout.from_cu_seqlens(offsets) for offsets in (cu_q, cu_k)))
+    return get_backend("reference")(q, k, v, AttentionArguments(scaling=scale, sliding_window=window).on(layout))
 
 
 # As libraries and not as `custom_op`, in whose functions autograd cannot be used.

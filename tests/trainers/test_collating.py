@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 from trl_trainers import build, differences, train
 
 import trl_packfa
-from trl_packfa.runtime import padded_rows
-from trl_packfa.runtime.padded_rows import rows_of
+from trl_packfa.layout.padded_rows import rows_of
+from trl_packfa.layout import padded_rows
 from trl_packfa.trainers.collating import CountedBatch, CountingCollator
 
 

@@ -8,8 +8,8 @@ from selection import in_full
 from trl_trainers import PACKED, build, build_packed, train
 
 import trl_packfa
+from trl_packfa.layout.call_context import find_layout
 from trl_packfa.patching.unpadding import Unpadding
-from trl_packfa.runtime.context import find_layout
 
 # Two padded micro-batches of other widths a step, for rows of both to meet in one.
 NOISY = {

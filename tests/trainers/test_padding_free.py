@@ -16,7 +16,7 @@ from trl_trainers import EXPERIMENTAL, ROUNDED, STABLE, build, differences, pair
 import trl_packfa
 from trl_packfa.errors import ContaminationError, InvalidConfig, NoBackend, UnsupportedModel
 from trl_packfa.patching.apply import find_state
-from trl_packfa.runtime import padded_rows
+from trl_packfa.layout import padded_rows
 from trl_packfa.trainers.models import models_of
 
 # Which models each of them runs besides the policy.

@@ -10,11 +10,11 @@ from tolerance import TRAJECTORY
 from trl_trainers import ROUNDED, build, build_packed, differences, pairs, train
 
 import trl_packfa
-from trl_packfa.branches import BranchedLayout
 from trl_packfa.errors import ContaminationError
+from trl_packfa.layout import PackedLayout
 from trl_packfa.patching.apply import find_state
 from trl_packfa.patching.forwards import BackboneOverride
-from trl_packfa.runtime import shared_rows
+from trl_packfa.layout import shared_rows
 from trl_packfa.trainers.collating import CountingCollator
 
 OVER_PADS = {"logits/chosen", "logits/rejected"}
@@ -74,10 +74,10 @@ def test_dpo_with_what_it_can_do(options, lora, tmp_path):
 
 def test_negative_control_prompts_that_are_forgotten_are_found_in_the_first_batch(tmp_path, monkeypatch):
     def take(self, call, rows):
-        return rows.take_call(call), BranchedLayout.from_lengths(rows.pieces, documents=[(i,) for i in pieces(rows)])
+        return rows.take_call(call), PackedLayout.from_lengths(rows.segments, documents=[(i,) for i in segments(rows)])
 
-    def pieces(rows):
-        return range(len(rows.pieces))
+    def segments(rows):
+        return range(len(rows.segments))
 
     trainer = build("dpo", tmp_path, data=with_prompts(), max_steps=1)
     trl_packfa.padding_free(trainer, share_prefixes=True)
@@ -103,7 +103,7 @@ def test_rows_are_compared_by_the_collator_and_by_no_model(tmp_path, monkeypatch
     assert collated.compared.keys() == {"x_input_ids"}
     rows = collated["x_attention_mask"]
     found = shared_rows.shared_rows_of(shared_rows.PaddedRows.from_mask(rows), collated["x_input_ids"])
-    assert found.pieces == (30, 10, 10) and not compared
+    assert found.segments == (30, 10, 10) and not compared
 
 
 def test_without_it_nothing_is_shared_or_said(tmp_path):

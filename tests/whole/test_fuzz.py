@@ -15,7 +15,7 @@ from tolerance import assert_float32, differs
 
 from trl_packfa import PackedLayout, patch
 from trl_packfa.errors import PackingError
-from trl_packfa.runtime.boundaries import layout_of
+from trl_packfa.layout.from_call import layout_of
 
 # A model of each level, whether it counts positions by itself, how many it has learned, its share of 10,000 batches.
 MODELS = {

@@ -14,8 +14,8 @@ from trl_packfa import PackedLayout, check, patch
 from trl_packfa.errors import ContaminationError, UnsupportedModel
 from trl_packfa.exactness.documents import LONG, LONG_ROWS, SHORT, draw_documents, losses, replacements
 from trl_packfa.exactness.documents import SHAPES as ARRANGEMENTS
+from trl_packfa.layout.call_context import current_layout, packed_call
 from trl_packfa.patching.apply import find_state
-from trl_packfa.runtime.context import current_layout, packed_call
 
 LAYER = "model.layers.1.self_attn"
 DTYPES = ["float32", "bfloat16", "float16", "autocast"]

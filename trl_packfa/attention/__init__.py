@@ -4,7 +4,7 @@ This package uses layouts and tensors only. It imports neither transformers nor 
 """
 
 from .backends import BACKENDS, AttentionBackend, get_backend, refusals
-from .base import AttentionArguments, AttentionRequest, Bias
+from .base import AttentionArguments, AttentionCall, AttentionRequest, Bias
 from .bias import chosen_keys, key_bias, linear_bias
 from .capabilities import Capabilities
 from .dispatch import BackendChoice, resolve
@@ -13,6 +13,7 @@ __all__ = [
     "BACKENDS",
     "AttentionArguments",
     "AttentionBackend",
+    "AttentionCall",
     "AttentionRequest",
     "BackendChoice",
     "Bias",

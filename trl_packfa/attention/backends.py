@@ -1,6 +1,6 @@
 """The interface of attention backends, and the list of all backends in order of preference.
 
-Shape letters: T packed tokens, N query heads, K key/value heads, H head dim.
+Shape letters: T packed tokens, M keys of all segments, N query heads, K key/value heads, H head dim.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from typing import Protocol
 import torch
 
 from ..errors import NoBackend
-from ..layout import PackedLayout
-from .base import AttentionArguments, AttentionRequest
+from .base import AttentionCall, AttentionRequest
 from .capabilities import Capabilities
 from .flash import FlashBackend
 from .flex import FlexBackend
@@ -21,7 +20,7 @@ from .varlen import VarlenBackend
 
 
 class AttentionBackend(Protocol):
-    """An implementation of causal attention inside each document of a `PackedLayout`."""
+    """An implementation of attention inside each segment of an `AttentionLayout`."""
 
     @property
     def name(self) -> str:
@@ -53,19 +52,12 @@ class AttentionBackend(Protocol):
         ...
 
     def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layout: PackedLayout,
-        arguments: AttentionArguments,
-        keys: PackedLayout | None = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
-        """Compute causal attention inside each document: `query` `(T, N, H)`, `key` and `value` `(T, K, H)`.
+        """Compute attention inside each segment of `call.layout`.
 
-        `keys` is a second layout, for documents with more keys than queries: `key` and `value` then have shape
-        `(M, K, H)`, and document i of `layout` attends to document i of `keys`. The queries belong to the last tokens
-        of the document. Only backends with the capability `keys_apart` accept it.
+        Shapes are `query` `(T, N, H)`, `key` and `value` `(M, K, H)`. Only backends with the capability `keys_apart`
+        get segments with more keys than queries; otherwise M is T.
 
         Return `(T, N, H)` in the query's dtype.
         """

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from ..layout import AttentionLayout
 from ..runtime.autocast import autocast_dtype
 
 # A term that is added to the scores: a function from the indices of packed queries `(G, Q)` and keys `(G, M)` to a
@@ -20,7 +21,7 @@ Bias: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionArguments:
-    """The arguments of an attention call besides query, key, value and layout (transformers' names).
+    """The arguments that a module passes to its attention (transformers' names).
 
     Args:
         scaling (`float`):
@@ -45,14 +46,38 @@ class AttentionArguments:
     dropout: float = 0.0
     bias: Bias | None = None
 
+    def on(self, layout: AttentionLayout) -> AttentionCall:
+        """Return the call with these arguments on a layout."""
+        return AttentionCall(
+            layout=layout,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            softcap=self.softcap,
+            sinks=self.sinks,
+            dropout=self.dropout,
+            bias=self.bias,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall(AttentionArguments):
+    """All that a backend needs besides query, key and value.
+
+    Args:
+        layout ([`AttentionLayout`]):
+            Who attends to whom.
+    """
+
+    layout: AttentionLayout
+
 
 class AttentionRequest(NamedTuple):
     """The properties of a call that decide whether a backend can serve it. Hashable, so that it is resolved once.
 
     `sliding_window` counts the keys that a query may attend to, with its own key (transformers' meaning). `value_dim`
     is the head dim of the values, `None` if it equals `head_dim`; multi-head latent attention (DeepSeek) has a
-    different one. `named` is true if the user chose the backend by name; that backend may then load a kernel that is
-    not installed.
+    different one. `causal` is false if queries see later keys too. `named` is true if the user chose the backend by
+    name; that backend may then load a kernel that is not installed.
     """
 
     device: torch.device
@@ -66,25 +91,25 @@ class AttentionRequest(NamedTuple):
     dropout: float = 0.0
     bias: bool = False
     value_dim: int | None = None
+    causal: bool = True
     named: bool = False
 
     @classmethod
-    def of(
-        cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: AttentionArguments
-    ) -> AttentionRequest:
-        """Make the request of a call with these tensors and arguments."""
+    def of(cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> AttentionRequest:
+        """Make the request of a call with these tensors."""
         return cls(
             device=query.device,
             dtype=autocast_dtype(query) or query.dtype,
             head_dim=query.shape[-1],
             num_heads=query.shape[-2],
             num_key_value_heads=key.shape[-2],
-            sliding_window=arguments.sliding_window,
-            softcap=arguments.softcap,
-            sinks=arguments.sinks is not None,
-            dropout=arguments.dropout,
-            bias=arguments.bias is not None,
+            sliding_window=call.sliding_window,
+            softcap=call.softcap,
+            sinks=call.sinks is not None,
+            dropout=call.dropout,
+            bias=call.bias is not None,
             value_dim=None if value.shape[-1] == query.shape[-1] else value.shape[-1],
+            causal=call.layout.causal,
         )
 
     @property
@@ -99,4 +124,4 @@ class AttentionRequest(NamedTuple):
         optional = {"value_dim": self.value_dim, "window": self.sliding_window, "softcap": self.softcap}
         optional |= {"dropout": self.dropout or None}
         parts += [f"{name}={value}" for name, value in optional.items() if value is not None]
-        return " ".join(parts + ["sinks"] * self.sinks + ["bias"] * self.bias)
+        return " ".join(parts + ["sinks"] * self.sinks + ["bias"] * self.bias + ["bidirectional"] * (not self.causal))

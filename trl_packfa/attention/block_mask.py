@@ -17,22 +17,21 @@ from collections.abc import Callable
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from ..layout import PackedLayout
+from ..layout import AttentionLayout, PackedLayout
 
 BLOCK = 128  # tokens; the block size of flex_attention's kernels
 
 
-def block_mask(layout: PackedLayout, sliding_window: int | None, keys: PackedLayout | None = None) -> BlockMask:
-    """Make the block mask of causal attention inside each document, with or without a sliding window.
+def block_mask(layout: AttentionLayout, sliding_window: int | None) -> BlockMask:
+    """Make the block mask of causal attention inside each segment, with or without a sliding window.
 
-    The host does not wait for the device. `keys` is the layout of the keys if documents have more keys than queries;
-    the queries then belong to the last tokens of the document.
+    The host does not wait for the device.
     """
-    keys = layout if keys is None else keys
-    tokens, device = layout.num_tokens, layout.cu_seqlens.device
+    queries, keys = layout.queries, layout.keys
+    tokens, device = queries.num_tokens, queries.cu_seqlens.device
     block_R = torch.arange(-(-tokens // BLOCK), dtype=torch.int32, device=device)
     step_M = torch.arange(-(-keys.num_tokens // BLOCK), dtype=torch.int32, device=device)
-    begin_R, whole_R, rest_R, stop_R = (x[:, None] for x in _visible_blocks(block_R, layout, keys, sliding_window))
+    begin_R, whole_R, rest_R, stop_R = (x[:, None] for x in _visible_blocks(block_R, queries, keys, sliding_window))
     partial_RM = begin_R + step_M
     partial_RM = torch.where(partial_RM < whole_R, partial_RM, partial_RM + (rest_R - whole_R)).clamp(max=step_M[-1])
     whole_RM = (whole_R + step_M).clamp(max=step_M[-1])
@@ -43,9 +42,9 @@ def block_mask(layout: PackedLayout, sliding_window: int | None, keys: PackedLay
         numbers[1][None, None, :, 0],
         whole_RM[None, None],
         BLOCK_SIZE=BLOCK,
-        mask_mod=_same_document(layout, sliding_window)
-        if keys is layout
-        else _keys_before(layout, sliding_window, keys),
+        mask_mod=_keys_before(queries, sliding_window, keys)
+        if layout.has_own_keys
+        else _same_document(queries, sliding_window),
         seq_lengths=(tokens, keys.num_tokens),
     )
 

@@ -36,6 +36,8 @@ class Capabilities:
         keys_apart (`bool`, *optional*, defaults to `True`):
             Whether documents may have more keys than queries, because they share a prefix. If not, the queries of the
             prefix are computed again for each document.
+        bidirectional (`bool`, *optional*, defaults to `False`):
+            Whether queries may see later keys too.
     """
 
     function: str
@@ -52,6 +54,7 @@ class Capabilities:
     bias: bool = True
     is_selectable: bool = True
     keys_apart: bool = True
+    bidirectional: bool = False
 
     def refusals(self, request: AttentionRequest) -> list[str]:
         """List every reason why these constants exclude the request; empty if they do not."""
@@ -86,6 +89,8 @@ class Capabilities:
 
     def _of_arguments(self, request: AttentionRequest) -> list[str]:
         reasons = []
+        if not request.causal and not self.bidirectional:
+            reasons.append(f"{self.function} runs here for causal attention only")
         if request.sliding_window is not None and not self.sliding_window:
             reasons.append(f"{self.function} has no sliding window, the model asks for {request.sliding_window}")
         if request.bias and not self.bias:

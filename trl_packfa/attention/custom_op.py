@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..layout import PackedLayout
+from ..layout import AttentionLayout, PackedLayout
 from ..runtime.autocast import cast_to_autocast_dtype
 from ..runtime.compile import outside_of_graphs
 from .backends import AttentionBackend, get_backend
-from .base import AttentionArguments
+from .base import AttentionArguments, AttentionCall
 
 
 class _TracedLayout(NamedTuple):
@@ -35,30 +35,30 @@ def attend_in_graph(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    layout: PackedLayout,
-    arguments: AttentionArguments,
+    call: AttentionCall,
     *,
     is_traceable: bool,
-    keys: PackedLayout | None = None,
 ) -> torch.Tensor:
     """Compute a backend's attention while a graph is traced, see [`AttentionBackend`].
 
     Attention with a bias or dropout runs outside of the graph. Kernels that are not traceable are one operator in the
-    graph, which does not support `keys`.
+    graph, which does not support keys with segments of their own.
     """
-    if arguments.bias is not None or arguments.dropout:
-        return _outside(backend, query, key, value, layout, arguments, keys)
+    if call.bias is not None or call.dropout:
+        return _outside(backend, query, key, value, call)
+    layout = call.layout
     if is_traceable:
-        traced_keys = None if keys is None else _traced(keys, key)
-        return backend(query, key, value, _traced(layout, query), arguments, traced_keys)
+        queries = _traced(layout.queries, query)
+        keys = _traced(layout.keys, key) if layout.has_own_keys else queries
+        return backend(query, key, value, call.on(AttentionLayout(queries, keys, layout.causal)))
     return torch.ops.trl_packfa.attend(
         *cast_to_autocast_dtype(query, key, value),
-        arguments.sinks,
-        layout.sizes.offsets,
+        call.sinks,
+        layout.queries.sizes.offsets,
         backend.name,
-        arguments.scaling,
-        arguments.sliding_window,
-        arguments.softcap,
+        call.scaling,
+        call.sliding_window,
+        call.softcap,
     )
 
 
@@ -74,11 +74,9 @@ def _outside(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    layout: PackedLayout,
-    arguments: AttentionArguments,
-    keys: PackedLayout | None,
+    call: AttentionCall,
 ) -> torch.Tensor:
-    return backend(query, key, value, layout, arguments, keys)
+    return backend(query, key, value, call)
 
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? sinks"
@@ -131,7 +129,7 @@ def _run(
     arguments = AttentionArguments(scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=sinks)
     layout = _layout(tuple(offsets.diff().tolist()), query.device)
     with torch.autocast(query.device.type, enabled=False):  # the inputs already have autocast's dtype
-        return get_backend(backend)(query, key, value, layout, arguments)
+        return get_backend(backend)(query, key, value, arguments.on(layout.attention))
 
 
 @lru_cache(maxsize=4)  # the layers of a batch share the layout and what kernels derive from it

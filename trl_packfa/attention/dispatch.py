@@ -6,13 +6,11 @@ from typing import Any
 
 import torch
 
-from ..branches import BranchedLayout
 from ..errors import NoBackend
 from ..layout import PackedLayout
 from ..runtime.compile import constant_in_graphs
-from ..runtime.spread import collect, spread, spread_keys
 from .backends import BACKENDS, AttentionBackend, get_backend
-from .base import AttentionArguments, AttentionRequest
+from .base import AttentionArguments, AttentionCall, AttentionRequest
 from .custom_op import attend_in_graph
 
 
@@ -53,7 +51,7 @@ class BackendChoice:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        layout: PackedLayout | BranchedLayout,
+        layout: PackedLayout,
         arguments: AttentionArguments,
     ) -> torch.Tensor:
         """Compute packed attention with the backend that serves these tensors and arguments, see [`AttentionBackend`].
@@ -63,30 +61,22 @@ class BackendChoice:
         Raises:
             [`NoBackend`]: if no backend serves them.
         """
-        request, in_graph = AttentionRequest.of(query, key, value, arguments), torch.compiler.is_compiling()
+        call = arguments.on(layout.attention)
+        request, in_graph = AttentionRequest.of(query, key, value, call), torch.compiler.is_compiling()
         backend = get_backend(_name_in_graphs(self.name, *request)) if in_graph else self.for_request(request)
         is_traceable = in_graph and _is_traceable(backend.name, query.device)
 
-        def attend(
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            layout: PackedLayout,
-            keys: PackedLayout | None = None,
-        ) -> torch.Tensor:
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
             if not in_graph:
-                return backend(query, key, value, layout, arguments, keys)
-            return attend_in_graph(backend, query, key, value, layout, arguments, is_traceable=is_traceable, keys=keys)
+                return backend(query, key, value, call)
+            return attend_in_graph(backend, query, key, value, call, is_traceable=is_traceable)
 
-        if isinstance(layout, PackedLayout):
-            return attend(query, key, value, layout)
-        # A bias and the opaque operator support whole documents only, not pieces.
-        knows_pieces = arguments.bias is None and (is_traceable or not in_graph)
-        if backend.capabilities.keys_apart and knows_pieces:
-            key, value = spread_keys(key, layout), spread_keys(value, layout)
-            return attend(query, key, value, layout.pieces, layout.keys)
-        query, key, value = (spread(tensor, layout) for tensor in (query, key, value))
-        return collect(attend(query, key, value, layout.paths), layout)
+        # A bias and the opaque operator support whole documents only, not segments of them.
+        knows_segments = arguments.bias is None and (is_traceable or not in_graph)
+        if (gather := layout.sequence_gather) is None or (backend.capabilities.keys_apart and knows_segments):
+            return attend(query, call.layout.gather_keys(key), call.layout.gather_keys(value), call)
+        query, key, value = (gather.gather(tensor) for tensor in (query, key, value))
+        return gather.take_first(attend(query, key, value, arguments.on(layout.full_sequences.attention)))
 
     def for_request(self, request: AttentionRequest) -> AttentionBackend:
         """Return the backend that serves the request.

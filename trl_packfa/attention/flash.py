@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..layout import PackedLayout
 from ..runtime.autocast import cast_to_autocast_dtype
 from ..runtime.compile import constant_in_graphs
-from .base import AttentionArguments, AttentionRequest
+from .base import AttentionCall, AttentionRequest
 from .flash_limits import FLASH, equally_wide, is_deterministic, require_indexable
 
 
@@ -145,28 +144,22 @@ class FlashBackend:
         return kernel is not None and kernel.is_traceable
 
     def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layout: PackedLayout,
-        arguments: AttentionArguments,
-        keys: PackedLayout | None = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         """Compute attention, see [`AttentionBackend`]."""
         kernel = _kernel(_capability(query.device))
         assert kernel is not None, "refusals() was not asked"
         value_dim = value.shape[-1]
         query, key, value = equally_wide(*cast_to_autocast_dtype(query, key, value))
-        keys = layout if keys is None else keys
+        queries, keys = call.layout.queries, call.layout.keys
         require_indexable(query, keys, self.name)
-        sinks = arguments.sinks
+        sinks = call.sinks
         options = {
-            "window_size": None if arguments.sliding_window is None else (arguments.sliding_window - 1, 0),
-            "softcap": arguments.softcap,
+            "window_size": None if call.sliding_window is None else (call.sliding_window - 1, 0),
+            "softcap": call.softcap,
             # Under autocast the sinks may be float32, but these kernels accept half precision only.
             kernel.name_of("s_aux", "learnable_sink"): None if sinks is None else sinks.to(query.dtype),
-            "dropout_p": arguments.dropout or None,
+            "dropout_p": call.dropout or None,
         }
         if is_deterministic() and kernel.name_of("deterministic") is not None:
             options["deterministic"] = True
@@ -174,13 +167,13 @@ class FlashBackend:
             query,
             key,
             value,
-            # With more keys than queries, the kernels align both at the end of the document.
-            cu_seqlens_q=layout.cu_seqlens,
+            # With more keys than queries, the kernels align both at the end of the segment.
+            cu_seqlens_q=queries.cu_seqlens,
             cu_seqlens_k=keys.cu_seqlens,
-            max_seqlen_q=layout.max_seqlen,
+            max_seqlen_q=queries.max_seqlen,
             max_seqlen_k=keys.max_seqlen,
-            softmax_scale=arguments.scaling,
-            causal=True,
+            softmax_scale=call.scaling,
+            causal=call.layout.causal,
             **{name: option for name, option in options.items() if option is not None},
         )
         out = result[0] if isinstance(result, tuple) else result  # flash-attn 3 and 4 may add the log-sum-exp

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from ..layout import PackedLayout
+from ..layout import AttentionLayout
 from ..runtime.autocast import cast_to_autocast_dtype
 from ..runtime.compile import allow_graphs
-from .base import AttentionArguments, AttentionRequest
+from .base import AttentionCall, AttentionRequest
 from .block_mask import block_mask
 from .capabilities import Capabilities
 
@@ -76,13 +76,7 @@ class FlexBackend:
         return False
 
     def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layout: PackedLayout,
-        arguments: AttentionArguments,
-        keys: PackedLayout | None = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         """Compute attention, see [`AttentionBackend`]."""
         attend = _compiled() if query.device.type == "cuda" else flex_attention
@@ -91,18 +85,18 @@ class FlexBackend:
             q_NTH,
             k_KTH,
             v_KTH,
-            score_mod=None if arguments.softcap is None else _capped(arguments.softcap),
-            block_mask=_block_mask(layout, arguments.sliding_window, keys),
-            scale=arguments.scaling,
+            score_mod=None if call.softcap is None else _capped(call.softcap),
+            block_mask=_block_mask(call.layout, call.sliding_window),
+            scale=call.scaling,
             enable_gqa=query.shape[1] != key.shape[1],
-            return_lse=arguments.sinks is not None,
+            return_lse=call.sinks is not None,
             kernel_options=_KERNEL_OPTIONS,
         )
-        if arguments.sinks is None:
+        if call.sinks is None:
             return result[0].transpose(0, 1)
         out_NTH, lse_NT = result[0][0], result[1][0]
         # A sink adds exp(sink) to the softmax denominator, so all probabilities shrink by the same factor.
-        share_NT = torch.sigmoid(lse_NT - arguments.sinks.to(lse_NT.dtype)[:, None])
+        share_NT = torch.sigmoid(lse_NT - call.sinks.to(lse_NT.dtype)[:, None])
         return (out_NTH * share_NT[..., None].to(out_NTH.dtype)).transpose(0, 1)
 
 
@@ -113,10 +107,9 @@ def _capped(softcap: float) -> Callable[..., torch.Tensor]:
     return cap
 
 
-def _block_mask(layout: PackedLayout, sliding_window: int | None, keys: PackedLayout | None = None) -> BlockMask:
+def _block_mask(layout: AttentionLayout, sliding_window: int | None) -> BlockMask:
     """Return the layout's block mask. Build it once per batch and window."""
-    memo = (keys or layout).memo
     key = ("flex", sliding_window)
-    if key not in memo:
-        memo[key] = block_mask(layout, sliding_window, keys)
-    return memo[key]
+    if key not in layout.memo:
+        layout.memo[key] = block_mask(layout, sliding_window)
+    return layout.memo[key]

@@ -1,4 +1,4 @@
-"""The reference implementation: one dense attention per document, in the query's dtype.
+"""The reference implementation: one dense attention per segment, in the query's dtype.
 
 It is slow and quadratic in the longest document. It is for tests and for reading. `"auto"` never chooses it.
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ..layout import PackedLayout
-from .base import AttentionArguments, AttentionRequest
+from .base import AttentionArguments, AttentionCall, AttentionRequest
 from .capabilities import Capabilities
 
 
@@ -19,7 +18,7 @@ class ReferenceBackend:
 
     name = "reference"
     summary = "plain torch loop, the reference for all backends; tests only"
-    capabilities = Capabilities(function="plain torch", is_selectable=False)
+    capabilities = Capabilities(function="plain torch", is_selectable=False, bidirectional=True)
 
     def refusals(self, request: AttentionRequest) -> list[str]:
         """List no reasons: plain torch supports every request."""
@@ -30,26 +29,22 @@ class ReferenceBackend:
         return False
 
     def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layout: PackedLayout,
-        arguments: AttentionArguments,
-        keys: PackedLayout | None = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         """Compute attention, see [`AttentionBackend`]."""
-        keys = layout if keys is None else keys
-        outputs, numbers = [], layout.split(torch.arange(layout.num_tokens, device=query.device))
-        documents = zip(layout.split(query), keys.split(key), keys.split(value), numbers, strict=True)
-        for q_LNH, k_MKH, v_MKH, numbers_L in documents:
-            # The queries are the last tokens of the document: with 5 keys and 2 queries, they are tokens 3 and 4.
+        queries, keys = call.layout.queries, call.layout.keys
+        outputs, numbers = [], queries.split(torch.arange(queries.num_tokens, device=query.device))
+        segments = zip(queries.split(query), keys.split(key), keys.split(value), numbers, strict=True)
+        for q_LNH, k_MKH, v_MKH, numbers_L in segments:
+            # The queries are the last tokens of the segment: with 5 keys and 2 queries, they are tokens 3 and 4.
             index = torch.arange(len(k_MKH), device=query.device)
             distance = index[len(k_MKH) - len(q_LNH) :, None] - index[None, :]
-            allowed = (distance >= 0) & (distance < (arguments.sliding_window or len(k_MKH)))
+            # A window without causality reaches as far to the right as to the left.
+            seen = distance >= 0 if call.layout.causal else torch.ones_like(distance, dtype=torch.bool)
+            allowed = seen & (distance.abs() < (call.sliding_window or len(k_MKH)))
             q_NLH, k_KMH, v_KMH = q_LNH.transpose(0, 1), k_MKH.transpose(0, 1), v_MKH.transpose(0, 1)
-            bias = None if arguments.bias is None else arguments.bias(numbers_L[None], numbers_L[None])[0]
-            outputs.append(dense_attention(q_NLH, k_KMH, v_KMH, allowed, arguments, bias).transpose(0, 1))
+            bias = None if call.bias is None else call.bias(numbers_L[None], numbers_L[None])[0]
+            outputs.append(dense_attention(q_NLH, k_KMH, v_KMH, allowed, call, bias).transpose(0, 1))
         return torch.cat(outputs)
 
 

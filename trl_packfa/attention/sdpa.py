@@ -20,10 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-from ..layout import PackedLayout
 from ..runtime.autocast import autocast_dtype, cast_to_autocast_dtype
 from ..runtime.length_groups import group_by_length, pack_groups, pad_groups
-from .base import AttentionArguments, AttentionRequest
+from .base import AttentionArguments, AttentionCall, AttentionRequest
 from .capabilities import Capabilities
 from .cpu_half import CausalInHalf, has_two_halves, is_faster_in_float32
 from .reference import dense_attention
@@ -49,27 +48,22 @@ class SdpaBackend:
         return False
 
     def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layout: PackedLayout,
-        arguments: AttentionArguments,
-        keys: PackedLayout | None = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         """Compute attention, see [`AttentionBackend`]."""
+        layout = call.layout.queries
         batches = zip(*(pad_groups(tensor, layout) for tensor in (query, key, value)), strict=True)
-        numbers = layout.split(torch.arange(layout.num_tokens, device=query.device)) if arguments.bias else ()
+        numbers = layout.split(torch.arange(layout.num_tokens, device=query.device)) if call.bias else ()
         outputs: list[torch.Tensor] = []
         dtype = autocast_dtype(query) or query.dtype
         for group, batch in zip(group_by_length(layout.lengths, query.device), batches, strict=True):
             q_GNLH, k_GKLH, v_GKLH = (tensor.transpose(1, 2) for tensor in batch)
             tokens_GL = _pad_numbers([numbers[i] for i in group], layout.num_tokens) if numbers else None
-            if is_faster_in_float32(q_GNLH, dtype, fused=_is_fused(arguments)):
+            if is_faster_in_float32(q_GNLH, dtype, fused=_is_fused(call)):
                 with torch.autocast(query.device.type, enabled=False):
-                    out_GNLH = _attend(q_GNLH.float(), k_GKLH.float(), v_GKLH.float(), arguments, tokens_GL)
+                    out_GNLH = _attend(q_GNLH.float(), k_GKLH.float(), v_GKLH.float(), call, tokens_GL)
             else:
-                out_GNLH = _attend(q_GNLH, k_GKLH, v_GKLH, arguments, tokens_GL)
+                out_GNLH = _attend(q_GNLH, k_GKLH, v_GKLH, call, tokens_GL)
             outputs.append(out_GNLH.transpose(1, 2).to(dtype))
         return pack_groups(outputs, layout)
 

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from ..layout import PackedLayout
 from ..runtime.autocast import cast_to_autocast_dtype
-from .base import AttentionArguments, AttentionRequest
+from .base import AttentionCall, AttentionRequest
 from .flash_limits import FLASH, equally_wide, require_indexable
 
 try:
@@ -50,37 +49,31 @@ class VarlenBackend:
         return True
 
     def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layout: PackedLayout,
-        arguments: AttentionArguments,
-        keys: PackedLayout | None = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         """Compute attention, see [`AttentionBackend`]."""
         assert _varlen_attn is not None, "refusals() was not asked"
         value_dim = value.shape[-1]
         query, key, value = equally_wide(*cast_to_autocast_dtype(query, key, value))
-        keys = layout if keys is None else keys
+        queries, keys = call.layout.queries, call.layout.keys
         require_indexable(query, keys, self.name)
         options: dict[str, Any] = {}
         if "scale" in _PARAMETERS:
-            options["scale"] = arguments.scaling
-        elif (factor := arguments.scaling * query.shape[-1] ** 0.5) != 1.0:
+            options["scale"] = call.scaling
+        elif (factor := call.scaling * query.shape[-1] ** 0.5) != 1.0:
             query = query * factor  # torch 2.10 always scales by the root of the head dim
         if "enable_gqa" in _PARAMETERS:
             options["enable_gqa"] = query.shape[1] != key.shape[1]
         if "window_size" in _PARAMETERS:
-            options["window_size"] = ((arguments.sliding_window or 0) - 1, 0)
+            options["window_size"] = ((call.sliding_window or 0) - 1, 0)
         else:
             options["is_causal"] = True
         out = _varlen_attn(
             *map(_as_kernels_read, (query, key, value)),
-            # With more keys than queries, the kernels align both at the end of the document.
-            layout.cu_seqlens,
+            # With more keys than queries, the kernels align both at the end of the segment.
+            queries.cu_seqlens,
             keys.cu_seqlens,
-            layout.max_seqlen,
+            queries.max_seqlen,
             keys.max_seqlen,
             **options,
         )

@@ -32,7 +32,7 @@ def attend_with(side: str, layout: PackedLayout, *, heads: int, key_value_heads:
     """Return the attention function of a side: query `(T, N, H)`, key and value `(T, K, H)` to output `(T, N, H)`."""
     if side not in (TRANSFORMERS, TRANSFORMERS_FLEX):
         arguments = AttentionArguments(scaling=head_dim**-0.5)
-        return lambda query, key, value: get_backend(side)(query, key, value, layout, arguments)
+        return lambda query, key, value: get_backend(side)(query, key, value, arguments.on(layout.attention))
     return _transformers(side, layout, heads, key_value_heads, head_dim)
 
 

@@ -16,9 +16,9 @@ from torch import nn
 
 from ..errors import ContaminationError
 from ..layout import PackedLayout
+from ..layout.from_call import layout_of
 from ..patching import router_loss
 from ..patching.inspect import inner_model
-from ..runtime.boundaries import layout_of
 from ..runtime.compile import uncompiled
 from ..runtime.per_document import BOUNDARIES
 from .compare import NOISE_FACTOR

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import UnsupportedModel
+from ..layout.padded_rows import PaddedRows, rows_of_lengths
+from ..layout.shared_rows import share
 from ..patching.apply import PatchState
 from ..patching.inspect import find_backbone, forward_takes, inner_model, max_positions
-from ..runtime.padded_rows import PaddedRows, rows_of_lengths
-from ..runtime.shared_rows import share
 from .compare import Finding, differences, relative_difference, relative_gradients, relative_logits, worst
 from .compare import worst_gradient as find_worst_gradient
 from .documents import Documents
@@ -105,8 +105,9 @@ class Comparison:
         places, shape = padded, rows.shape
         if unpad:
             known = share(rows, call["input_ids"]) if shared else None
-            along = torch.arange(rows.num_tokens) if known is None else known.layout(torch.device("cpu")).along
-            places, shape = list(along.split(list(rows.lengths))), (1, (known or rows).num_packed)
+            gather = None if known is None else known.layout(torch.device("cpu")).sequence_gather
+            index = torch.arange(rows.num_tokens) if gather is None else gather.index
+            places, shape = list(index.split(list(rows.lengths))), (1, (known or rows).num_packed)
         following = Following(places, shape, handed)
         inexact = last_places_off(self.model) if off else nullcontext()
         on = nullcontext() if shared else self.unpadding.unshared() if unpad else self.unpadding.off()

@@ -14,8 +14,8 @@ from torch import nn
 
 from ..errors import InvalidLayout
 from ..layout import PackedLayout
+from ..layout.from_call import layout_of
 from ..patching.named_models import as_sdpa
-from ..runtime.boundaries import layout_of
 from ..runtime.zero3 import whole_shape
 from .documents import Documents
 from .scoring import Scorer

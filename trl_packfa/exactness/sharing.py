@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from ..layout.shared_rows import SHORTEST
 from ..patching.apply import PatchState
 from ..patching.inspect import find_backbone, inner_model, known_ids, max_positions
-from ..runtime.shared_rows import SHORTEST
 from .compare import relative_difference
 from .documents import draw_documents
 from .padded_runs import Comparison, compare_runs

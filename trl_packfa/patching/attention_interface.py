@@ -19,8 +19,8 @@ from ..attention.bias import chosen_keys
 from ..attention.dispatch import BackendChoice
 from ..errors import PackingError
 from ..layout import PackedLayout
+from ..layout.call_context import KEYWORD, current_call, empty_mask, find_layout
 from ..runtime.compile import outside_of_graphs
-from ..runtime.context import current_layout, empty_mask, find_layout
 from .inspect import is_causal
 
 # Our name in transformers' attention interface. It is set on single modules, never on a whole model.
@@ -64,7 +64,7 @@ def packed_attention_forward(
     inside the document that an indexer chose for each query (DeepSeek sparse attention), -1 for none.
     """
     layout = find_layout((attention_mask,), kwargs)
-    kwargs.pop("packed_layout", None)
+    kwargs.pop(KEYWORD, None)
     options = {"scaling": scaling, "dropout": dropout}
     # Only what the call has: the model's own attention function may not take the others.
     optional = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
@@ -175,11 +175,11 @@ def _own_attention(module: Any) -> Callable[..., Any]:
 def empty_packed_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """Implement transformers' mask interface: return the empty mask for a packed call, else the mask of the model's
     own attention."""
-    # The mask interface gets neither the call's keywords nor its mask, so the layout comes from the context variable.
-    layout = current_layout()
-    if layout is not None:
+    # The mask interface gets neither the call's keywords nor its mask, so the call comes from the context variable.
+    call = current_call()
+    if call.layout is not None:
         # Bool, as transformers' own mask for SDPA is: some models branch on the mask's dtype (Doge, Falcon).
-        return empty_mask(layout, layout.cu_seqlens.device, dtype=torch.bool)
+        return empty_mask(call, call.layout.cu_seqlens.device, dtype=torch.bool)
     config = kwargs["config"]
     return AttentionMaskInterface()[config.trl_packfa_source._attn_implementation](*args, **kwargs)
 

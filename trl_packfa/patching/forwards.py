@@ -16,18 +16,16 @@ import torch
 from torch import nn
 
 from ..attention import AttentionArguments, BackendChoice
-from ..branches import BranchedLayout
 from ..errors import PackingError
 from ..layout import PackedLayout
+from ..layout.caches import without_caches
+from ..layout.call_context import KEYWORD, PackedCall, current_call, empty_mask, find_layout, in_call, packed_call
+from ..layout.from_call import layout_of
+from ..layout.padded_rows import PaddedRows, as_rows
 from ..patches.base import QKV, Patch
-from ..runtime.boundaries import layout_of
-from ..runtime.caches import without_caches
 from ..runtime.compile import around_graphs, mark_dynamic, outside_of_graphs
-from ..runtime.context import INPUT_IDS, current_layout, empty_mask, find_layout, packed_call
 from ..runtime.override import Override, forward_signature
-from ..runtime.padded_rows import PaddedRows, as_rows
 from ..runtime.per_document import BOUNDARIES, FOUND_BY_ITSELF, run_backbone_by_document
-from ..runtime.spread import collect, spread
 from . import router_loss
 from .token_types import embeds_token_types, refuse_token_types, types_of_long_rows
 from .unpadding import Unpadding
@@ -81,14 +79,14 @@ class BackboneOverride(Override):
     @around_graphs
     def run_unpacked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the original forward."""
-        return router_loss.told(self.call_original(*args, **router_loss.asked(kwargs)))
+        return router_loss.collect_logits(self.call_original(*args, **router_loss.request_logits(kwargs)))
 
     @outside_of_graphs
     def find_layout(self, call: dict[str, Any]) -> PackedLayout | None:
         """Return the layout from the call, or the one that the causal LM around it has found; `None` if the call is
         not packed."""
         layout = layout_of(call, ignores_position_ids=self.ignores_position_ids, max_positions=self.max_positions)
-        layout = current_layout() if layout is None else layout  # set by a causal LM that passes no boundaries on
+        layout = current_call().layout if layout is None else layout  # set by a causal LM that passes no boundaries on
         if layout is not None:
             self._require_packable(call, layout)
         return layout
@@ -139,9 +137,9 @@ class BackboneOverride(Override):
     @around_graphs
     def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
         """Run the original forward and give its layers the layout."""
-        call, layout = self._packed_call(call, layout)
-        with packed_call(layout):
-            return router_loss.told(self.call_original(**call))
+        arguments, packed = self._packed_call(call, layout)
+        with in_call(packed):
+            return router_loss.collect_logits(self.call_original(**arguments))
 
     @around_graphs
     def run_without_pads(self, call: dict[str, Any], rows: PaddedRows) -> Any:
@@ -162,36 +160,38 @@ class BackboneOverride(Override):
         return rows.take_call(call), rows.layout(call["attention_mask"].device)
 
     @outside_of_graphs
-    def _packed_call(self, call: dict[str, Any], layout: PackedLayout) -> tuple[dict[str, Any], PackedLayout]:
-        if self.keeps_ids and call.get("input_ids") is not None:
-            layout = replace(layout, memo={INPUT_IDS: call["input_ids"]})  # a new memo: each call has its own tokens
-        call = _packed_call(call, layout)
+    def _packed_call(self, call: dict[str, Any], layout: PackedLayout) -> tuple[dict[str, Any], PackedCall]:
+        """Return the arguments of the original forward, and what its modules need to know."""
+        device = next(call[name] for name in ("inputs_embeds", "input_ids") if call.get(name) is not None).device
+        layout = layout.to(device)  # a caller's layout may lie on the host
+        ids = call.get("input_ids") if self.keeps_ids else None
+        packed = PackedCall(layout, ids, current_call().router_logits)
+        call = {**_packed_arguments(call, layout), "attention_mask": empty_mask(packed, device), KEYWORD: packed}
         if "token_type_ids" in self.names and call.get("token_type_ids") is None:
             call["token_type_ids"] = types_of_long_rows(self.module, layout)
         if self.makes_mask:
             call["attention_mask"] = None  # transformers' mask interface makes the empty mask
-        # If the forward takes no further arguments, the mask carries the layout, see `runtime/context.py`.
-        return self._accepted(router_loss.asked(call)), call["packed_layout"]
+        batch = (call.get(name) for name in ("input_ids", "inputs_embeds", "position_ids"))
+        mark_dynamic(tensor for tensor in (*batch, *layout.graph_tensors) if tensor is not None)
+        # If the forward takes no further arguments, the mask carries the call, see `layout/call_context.py`.
+        return self._accepted(router_loss.request_logits(call)), packed
 
     @outside_of_graphs
     def _accepted(self, call: dict[str, Any]) -> dict[str, Any]:
         return call if self.takes_any else {name: value for name, value in call.items() if name in self.names}
 
 
-def _packed_call(call: dict[str, Any], layout: PackedLayout) -> dict[str, Any]:
-    """Return the arguments of a packed call: always with positions, without a cache, without a mask to build."""
-    device = next(call[name] for name in ("inputs_embeds", "input_ids") if call.get(name) is not None).device
-    layout = layout.to(device)  # a caller's layout may lie on the host
+def _packed_arguments(call: dict[str, Any], layout: PackedLayout) -> dict[str, Any]:
+    """Return the arguments of a packed call: always with positions, without a cache and without the layout."""
     as_rows(call, (layout.rows, layout.row_length))
     if call.get("position_ids") is None:
         call["position_ids"] = layout.position_ids()
     if call["position_ids"].dtype not in (torch.int32, torch.int64):  # tables of learned positions take no others
         call["position_ids"] = call["position_ids"].long()
-    mask = empty_mask(layout, device)  # for `None` transformers would build a T x T mask
-    batch = (call.get(name) for name in ("input_ids", "inputs_embeds", "position_ids"))
-    mark_dynamic(tensor for tensor in (*batch, layout.cu_seqlens, *layout.sizes) if tensor is not None)
     # Filled caches were refused before, and filling an empty one would be wasted work.
-    return {**without_caches(call), "attention_mask": mask, "use_cache": False, "packed_layout": layout}
+    call = {**without_caches(call), "use_cache": False}
+    call.pop("packed_layout", None)  # the modules below get the whole `PackedCall`
+    return call
 
 
 class RebatchOverride(BackboneOverride):
@@ -205,8 +205,8 @@ class RebatchOverride(BackboneOverride):
         if call.get("use_cache") is not None or "use_cache" in self.names:
             call["use_cache"] = False
         with packed_call(None):  # the calls for single documents are not packed
-            call = self._accepted(router_loss.asked(without_caches(call)))
-            return router_loss.told(run_backbone_by_document(self.call_original, call, layout))
+            call = self._accepted(router_loss.request_logits(without_caches(call)))
+            return router_loss.collect_logits(run_backbone_by_document(self.call_original, call, layout))
 
 
 class CausalLMOverride(BackboneOverride):
@@ -251,7 +251,7 @@ class AttentionOverride(Override):
         """Run the attention module's forward: return the output `(B, L, D)` and no weights, as no T x T matrix
         exists."""
         layout = find_layout(args, kwargs)
-        kwargs.pop("packed_layout", None)
+        kwargs.pop(KEYWORD, None)
         if layout is None:
             return self.call_original(hidden_states, *args, **kwargs)
         position_embeddings = kwargs.get("position_embeddings", args[0] if args else None)
@@ -273,12 +273,12 @@ class AttentionOverride(Override):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        layout: PackedLayout | BranchedLayout,
+        layout: PackedLayout,
         arguments: AttentionArguments,
     ) -> torch.Tensor:
         assert self.patch.bias is not None
-        if isinstance(layout, BranchedLayout):  # a bias is computed for whole documents, not for segments of them
-            query, key, value = (spread(tensor, layout) for tensor in (query, key, value))
-            return collect(self._attend_with_bias(query, key, value, layout.paths, arguments), layout)
+        if (gather := layout.sequence_gather) is not None:  # a bias is computed for whole documents, not for segments
+            query, key, value = (gather.gather(tensor) for tensor in (query, key, value))
+            return gather.take_first(self._attend_with_bias(query, key, value, layout.full_sequences, arguments))
         arguments = replace(arguments, bias=self.patch.bias(self.module, value, layout))
         return self.backends.attend(query, key, value, layout, arguments)

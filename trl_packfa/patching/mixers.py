@@ -19,8 +19,8 @@ from torch import nn
 
 from ..attention import AttentionArguments, BackendChoice
 from ..layout import PackedLayout
+from ..layout.call_context import PackedCall, current_call, find_call, find_layout, in_call, is_empty_mask, packed_call
 from ..runtime.compile import outside_of_graphs
-from ..runtime.context import current_layout, find_layout, is_empty_mask, packed_call
 from ..runtime.override import Override
 from ..runtime.per_document import BOUNDARIES, FLASH_KEYS, run_by_document
 from ..runtime.random_states import devices_of, random_states_kept
@@ -37,7 +37,7 @@ _OFFERS = (FLASH_KEYS, (*FLASH_KEYS, "cu_seqlens"))
 
 
 class LayerOverride(Override):
-    """Forward of a decoder layer that sets the context's layout, also when a backward pass recomputes a checkpointed
+    """Forward of a decoder layer that sets the thread's call, also when a backward pass recomputes a checkpointed
     layer.
 
     Compiled graphs cannot set a context variable; the backbone's call has set it around them. A checkpointed layer
@@ -50,21 +50,21 @@ class LayerOverride(Override):
         checkpointed: Any = getattr(layer, "gradient_checkpointing", False) and layer.training
         if torch.compiler.is_compiling() and not checkpointed:
             return self.call_original(*args, **kwargs)  # the backbone has set it, outside of the graph
-        layout = find_layout(args, kwargs)
+        call = find_call(args, kwargs)
         # The usual case: the backbone's call, or a layer around this one, has set it.
-        if not checkpointed and layout is current_layout():
+        if not checkpointed and call.layout is current_call().layout:
             return self.call_original(*args, **kwargs)
-        if layout is None or not checkpointed:
-            with packed_call(layout):
+        if call.layout is None or not checkpointed:
+            with in_call(call):
                 return self.call_original(*args, **kwargs)
         # transformers would recompute the class's own forward, which does not set the layout. The partial holds the
         # keywords: reentrant checkpoints take positional arguments only, and gradients flow through these.
-        return layer._gradient_checkpointing_func(partial(self._run, layout, kwargs), *args)  # type: ignore[operator]
+        return layer._gradient_checkpointing_func(partial(self._run, call, kwargs), *args)  # type: ignore[operator]
 
-    def _run(self, layout: PackedLayout, kwargs: dict[str, Any], *args: Any) -> Any:
+    def _run(self, call: PackedCall, kwargs: dict[str, Any], *args: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._uncheckpointed(*args, **kwargs)
-        with packed_call(layout):
+        with in_call(call):
             return self._uncheckpointed(*args, **kwargs)
 
     def _uncheckpointed(self, *args: Any, **kwargs: Any) -> Any:

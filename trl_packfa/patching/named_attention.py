@@ -21,8 +21,8 @@ from ..attention.base import AttentionArguments
 from ..attention.reference import dense_attention
 from ..errors import InvalidConfig
 from ..layout import PackedLayout
+from ..layout.call_context import PackedCall, empty_mask
 from ..runtime.compile import outside_of_graphs
-from ..runtime.context import empty_mask
 from ..runtime.per_document import BOUNDARIES
 from .attention_interface import attend_packed, require_known
 from .inspect import is_causal
@@ -168,7 +168,7 @@ def _make_mask(
         return sdpa_mask(**options)
     layout = starts_in_rule(mask_function, shape, device)
     if layout is not None:
-        return empty_mask(layout, torch.device(device), dtype=torch.bool)
+        return empty_mask(PackedCall(layout), torch.device(device), dtype=torch.bool)
     # Some models always need a mask, and get one. In a graph transformers always asks for one, so that tells nothing.
     return None if allow_is_causal_skip or traced else sdpa_mask(**options)
 

@@ -17,10 +17,10 @@ import torch
 
 from ..errors import InvalidLayout
 from ..layout import PackedLayout
-from ..runtime.boundaries import layout_of
-from ..runtime.context import is_empty_mask
+from ..layout.call_checks import host_positions, refuse_beside_cache, refuse_restarts_under_padding
+from ..layout.call_context import KEYWORD, is_empty_mask
+from ..layout.from_call import layout_of
 from ..runtime.per_document import FLASH_KEYS
-from ..runtime.validate import host_positions, refuse_beside_cache, refuse_restarts_under_padding
 
 _EXPLICIT = ("packed_layout", *FLASH_KEYS)
 # Attribute of our masks: the mask of padding `(B, L)` that a mask was made of, or `None`. Callers' masks have none.
@@ -87,7 +87,8 @@ def layout_of_attention(query: torch.Tensor, keys: int, mask: Any, kwargs: Mappi
     told = _READ(query, kwargs)
     if mask is None:
         return told
-    seen = getattr(mask, "packed_layout", None)
+    call = getattr(mask, KEYWORD, None)
+    seen = None if call is None else call.layout
     if told is None:
         raise InvalidLayout(
             "position_ids restart, but nothing about documents reached the attention.",

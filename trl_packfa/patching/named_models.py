@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from ..attention import BackendChoice
 from ..errors import PackingError, UnsupportedModel
 from ..layout import PackedLayout
+from ..layout.call_checks import host_positions
 from ..patches.base import Patch
 from ..patches.registry import find_patch_for_type
-from ..runtime.validate import host_positions
 from .apply import PatchState
 from .inspect import find_attention, find_backbone, inner_model, model_type, uses_interface, windows_of
 from .rotary import LENGTH_DEPENDENT

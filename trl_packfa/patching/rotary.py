@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..layout.call_context import current_layout
 from ..runtime.compile import outside_of_graphs
-from ..runtime.context import current_layout
 from ..runtime.override import Override
 
 # Kinds of rotary embeddings whose frequencies depend on the longest sequence of the batch.

@@ -15,37 +15,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..errors import UnsupportedModel
+from ..layout.call_context import current_call, in_call
 
 _ASKED = "output_router_logits"
-# Wrappers around the backbone (PEFT, DDP, TRL's head) pass no list down to it, so a context variable holds the list.
-_COLLECTED: ContextVar[list[torch.Tensor] | None] = ContextVar("trl_packfa_router_logits", default=None)
 
 
 @contextmanager
-def collecting() -> Iterator[list[torch.Tensor]]:
+def collected_logits() -> Iterator[list[torch.Tensor]]:
     """Collect the router logits of patched backbones in a list, layer by layer, inside a `with` block."""
+    # Wrappers around the backbone (PEFT, DDP, TRL's head) pass no list down to it, so the thread's call holds it.
     found: list[torch.Tensor] = []
-    token = _COLLECTED.set(found)
-    try:
+    with in_call(replace(current_call(), router_logits=found)):
         yield found
-    finally:
-        _COLLECTED.reset(token)
 
 
-def asked(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return a backbone's arguments, with `output_router_logits=True` inside of [`collecting`]."""
-    return kwargs if _COLLECTED.get() is None else {**kwargs, _ASKED: True}
+def request_logits(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return a backbone's arguments, with `output_router_logits=True` inside of [`collected_logits`]."""
+    return kwargs if current_call().router_logits is None else {**kwargs, _ASKED: True}
 
 
-def told(outputs: Any) -> Any:
-    """Return a backbone's outputs unchanged, after adding their router logits to the list of [`collecting`]."""
-    found, logits = _COLLECTED.get(), getattr(outputs, "router_logits", None)
+def collect_logits(outputs: Any) -> Any:
+    """Return a backbone's outputs unchanged, after adding their router logits to the list of [`collected_logits`]."""
+    found, logits = current_call().router_logits, getattr(outputs, "router_logits", None)
     if found is not None and logits is not None:
         found += logits
     return outputs
@@ -100,9 +97,10 @@ class BalancedModel:
     def __call__(self, **inputs: Any) -> Any:
         """Run the model's forward and set its `aux_loss`."""
         if inputs.get("fused_lm_head"):
-            # TRL's head and the model would compute the loss of the packed row. `asked` sets it for the backbone only.
+            # TRL's head and the model would compute the loss of the packed row. `request_logits` sets it for the
+            # backbone only.
             inputs[_ASKED] = False
-        with collecting() as logits:
+        with collected_logits() as logits:
             outputs = self.model(**inputs)
         self.layers = len(logits)
         if logits:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..layout.padded_rows import PaddedRows
+from ..layout.shared_rows import SharedRows, shared_rows_of
 from ..patches.base import Patch
-from ..runtime.padded_rows import PaddedRows
-from ..runtime.shared_rows import SharedRows, shared_rows_of
 from .inspect import inner_model
 
 logger = logging.getLogger(__name__)

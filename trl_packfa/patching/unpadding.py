@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from ..errors import InvalidLayout, PackingError
-from ..runtime.caches import has_cache
+from ..layout.caches import has_cache
+from ..layout.padded_rows import PaddedRows, as_rows, rows_of
 from ..runtime.neftune import EmbeddingNoise, noise_of_padded_rows
-from ..runtime.padded_rows import PaddedRows, as_rows, rows_of
 from .sharing import Sharing
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ import torch
 from accelerate.utils import send_to_device
 
 from ..errors import InvalidLayout
-from ..runtime.padded_rows import PaddedRows, rows_of, tell_rows
-from ..runtime.shared_rows import share, tell_shared
+from ..layout.padded_rows import PaddedRows, rows_of, tell_rows
+from ..layout.shared_rows import share, tell_shared
 
 _MASK, _IDS = "attention_mask", "input_ids"
 

@@ -20,7 +20,7 @@ from ..exactness import quiet
 from ..exactness.compare import FLOORS, NOISE_FACTOR, relative_difference
 from ..exactness.rounding import last_places_off
 from ..exactness.subject import compute_dtype
-from ..runtime.padded_rows import PaddedRows
+from ..layout.padded_rows import PaddedRows
 
 _ROWS = 4
 # Smallest number of tokens that have a typical token.

@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 from torch.utils.data import DataLoader
 
 from ..errors import ContaminationError
-from ..runtime.padded_rows import rows_of, tell_rows
+from ..layout.padded_rows import rows_of, tell_rows
 from ..training.step_packing import Documents, in_turn, require_aligned
 from .alone import alone
 from .collating import CountedBatch

@@ -13,9 +13,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ..api import unpatch
 from ..errors import UnsupportedModel
+from ..layout.padded_rows import PaddedRows
 from ..patching.apply import PatchState, find_state
 from ..patching.inspect import find_backbone, inner_model
-from ..runtime.padded_rows import PaddedRows
 from ..runtime.zero3 import is_partitioned
 from .collating import CountingCollator
 from .first_call import FirstCall, compare_first_call, refuse_gradients_at_pads

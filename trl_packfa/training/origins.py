@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..runtime.boundaries import layout_of
+from ..layout.from_call import layout_of
 
 # The key of a micro-batch's `Origins`. It is removed before the model is called.
 ORIGINS = "trl_packfa_origins"

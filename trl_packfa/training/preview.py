@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..runtime.boundaries import layout_of
+from ..layout.from_call import layout_of
 
 # Number of tokens shown of a document.
 _SHOWN = 400

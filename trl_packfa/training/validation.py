@@ -17,11 +17,11 @@ from ..adapters import refuse_adapter, refuse_adapters, refuse_quantized
 from ..attention import AttentionRequest, get_backend
 from ..collator import LOSSES, ROW_LENGTHS
 from ..errors import TRAIN_PADDED, InvalidConfig, InvalidDataset, NoBackend, PackingError, UnsupportedModel
+from ..layout.from_call import layout_of
 from ..patches.measured import results
 from ..patches.registry import get_patch_for_type
 from ..patching.apply import find_state
 from ..patching.inspect import model_config, model_type
-from ..runtime.boundaries import layout_of
 from .config import PackedSFTConfig
 from .contents import TOKENS
 from .liger import refuse_missing_liger

@@ -13,7 +13,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ...runtime.context import current_layout
+from ...layout.call_context import current_layout
 from ...runtime.override import Override, computes_as
 from .pieces import are_worth_it, pieces
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ...runtime.context import current_layout
+from ...layout.call_context import current_layout
 from ...runtime.override import Override, computes_as
 from .library import lies_on_cuda, liger_kernels, takes
 

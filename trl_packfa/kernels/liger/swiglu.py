@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from ...runtime.context import current_layout
+from ...layout.call_context import current_layout
 from ...runtime.override import Override, computes_as, runs_own_forward
 from .library import LigerKernels, lies_on_cuda, liger_kernels, takes
 

@@ -21,9 +21,9 @@ from torch import nn
 
 from ...errors import TRAIN_PADDED, PackingError, UnsupportedModel
 from ...layout import PackedLayout
-from ...runtime.boundaries import layout_of
+from ...layout.call_context import current_call
+from ...layout.from_call import layout_of
 from ...runtime.compile import around_graphs, outside_of_graphs
-from ...runtime.context import INPUT_IDS, current_layout
 from ...runtime.override import Override, forward_signature, override_in
 
 Invocations = Mapping[str, tuple[int, ...]]
@@ -118,34 +118,35 @@ class ActivatedLoraOverride(Override):
     # The activated tokens differ in every batch, so this runs outside of graphs.
     @outside_of_graphs
     def _run_activated(self, names: list[str], x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        layout = current_layout()
-        if layout is None:
+        call = current_call()
+        if call.layout is None:
             return self.call_original(x, *args, **kwargs)
         late = [name for name in names if name not in self.invocations]
         if late:
             raise _added_late(late[0])
-        _require_whole(x, layout)
+        layout, input_ids = call.layout, _require_whole(x, call.layout, call.input_ids)
         result = self.call_original(x, *args, **{**kwargs, "alora_offsets": None})
         layer: Any = self.module
         for name in names:
             lora_A, lora_B = layer.lora_A[name], layer.lora_B[name]
-            selected_P = self._selected(name, layout)
+            invocation = self.invocations[name]
+            if invocation not in call.memo:  # found once for all layers of a call
+                call.memo[invocation] = activated_tokens(input_ids, layout, invocation)
+            selected_P = call.memo[invocation]
             x_PD = x.to(lora_A.weight.dtype).flatten(0, -2)[selected_P]
             update_PD = lora_B(lora_A(layer.lora_dropout[name](x_PD))) * layer.scaling[name]
             # In place, as in PEFT, so that the sum is rounded once.
             result.view(-1, result.shape[-1])[selected_P] += update_PD
         return result
 
-    def _selected(self, name: str, layout: PackedLayout) -> torch.Tensor:
-        """Return the indices `(P,)` of the tokens that an adapter changes. Find them once for all layers of a call."""
-        invocation = self.invocations[name]
-        if invocation not in layout.memo:
-            layout.memo[invocation] = activated_tokens(layout.memo[INPUT_IDS], layout, invocation)
-        return layout.memo[invocation]
 
+def _require_whole(x: torch.Tensor, layout: PackedLayout, input_ids: torch.Tensor | None) -> torch.Tensor:
+    """Return the ids of a call whose tokens this layer sees all.
 
-def _require_whole(x: torch.Tensor, layout: PackedLayout) -> None:
-    if INPUT_IDS not in layout.memo:
+    Raises:
+        [`PackingError`]: if it does not, or the call came without ids.
+    """
+    if input_ids is None:
         raise PackingError(
             "activated LoRA needs input_ids, but a packed call came without input_ids.",
             why=["embeddings do not show the tokens that activate it"],
@@ -157,6 +158,7 @@ def _require_whole(x: torch.Tensor, layout: PackedLayout) -> None:
             why=["the layer, for example an expert, does not tell which tokens these are"],
             do="Leave such layers out of target_modules, or use plain LoRA.",
         )
+    return input_ids
 
 
 def activated_tokens(input_ids: torch.Tensor, layout: PackedLayout, invocation: tuple[int, ...]) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from ...runtime.context import current_layout
+from ...layout.call_context import current_layout
 from ...runtime.override import Override, computes_as, has_library_forward, override_in, runs_own_forward
 from ..liger import multiplies_by_liger
 from ..liger.swiglu import gated_by_liger

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..branches import BranchedLayout
+from .packed import PackedLayout
 from .padded_rows import PaddedRows, remember, remembered
-from .spread import spread
+from .shared_prefix import TokenGather
 
 # Shorter prefixes are computed in each row. Every further segment needs one more attention call in every layer, which
 # is not worth it for a short header that all rows begin with.
@@ -32,43 +32,49 @@ class SharedRows(PaddedRows):
     ```python
     >>> rows = PaddedRows((2, 5), (0, 0), (4, 5))
     >>> shared = share(rows, torch.tensor([[5, 6, 7, 8, 0], [5, 6, 7, 9, 9]]), shortest=3)
-    >>> shared.pieces, shared.documents
+    >>> shared.segments, shared.documents
     ((3, 1, 2), ((0, 1), (0, 2)))
     >>> shared.take(torch.tensor([[5, 6, 7, 8, 0], [5, 6, 7, 9, 9]]))
     tensor([[5, 6, 7, 8, 9, 9]])
     ```
 
     Args:
-        pieces (`tuple[int, ...]`), documents (`tuple[tuple[int, ...], ...]`):
-            See [`BranchedLayout`]; there is a document for each row that has tokens.
+        segments (`tuple[int, ...]`), documents (`tuple[tuple[int, ...], ...]`):
+            Lengths of the segments, and the segments of each document, see [`PackedLayout`]; there is a document for
+            each row that has tokens.
     """
 
-    pieces: tuple[int, ...] = ()
+    segments: tuple[int, ...] = ()
     documents: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_packed(self) -> int:
         """Number of tokens in the row without pads, T."""
-        return sum(self.pieces)
+        return sum(self.segments)
 
     def own_tokens(self, row: int) -> int:
         """Return the number of tokens at the end of a row that no other row shares."""
         document = sum(length > 0 for length in self.lengths[:row])
-        return self.pieces[self.documents[document][-1]] if self.lengths[row] else 0
+        return self.segments[self.documents[document][-1]] if self.lengths[row] else 0
 
-    def layout(self, device: torch.device) -> BranchedLayout:  # type: ignore[override]
+    def layout(self, device: torch.device) -> PackedLayout:
         """Return the layout of the row without pads, `(1, T)`."""
-        key = ("branches", device, torch.is_inference_mode_enabled())
+        key = ("shared", device, torch.is_inference_mode_enabled())
         if key not in self.memo:
-            self.memo[key] = BranchedLayout.from_lengths(self.pieces, documents=self.documents, device=device)
+            self.memo[key] = PackedLayout.from_lengths(self.segments, documents=self.documents, device=device)
         return self.memo[key]
 
     def packed_index(self, device: torch.device) -> torch.Tensor:
         """Return the place of each of the row's tokens among the `B * L`, int64, `(T,)`."""
-        return self.index(device).index_select(0, self.layout(device).places)
+        return self.index(device).index_select(0, self._gather(device).first_index)
 
     def _put_back(self, flat: torch.Tensor) -> torch.Tensor:
-        return super()._put_back(spread(flat, self.layout(flat.device)))
+        return super()._put_back(self._gather(flat.device).gather(flat))
+
+    def _gather(self, device: torch.device) -> TokenGather:
+        gather = self.layout(device).sequence_gather
+        assert gather is not None, "a layout with documents shares prefixes"
+        return gather
 
 
 def shared_rows_of(rows: PaddedRows, input_ids: torch.Tensor) -> SharedRows | None:
@@ -99,13 +105,13 @@ def share(rows: PaddedRows, input_ids: torch.Tensor, *, shortest: int = SHORTEST
         return None
     host = input_ids.detach().cpu().numpy()
     tokens = [host[i, start : start + n] for i, (start, n) in enumerate(zip(rows.starts, rows.lengths, strict=True))]
-    pieces, documents = _branches([ids for ids in tokens if len(ids)], shortest)
-    if len(pieces) == len(documents) == sum(map(len, documents)):  # one segment for each row: nothing is shared
+    segments, documents = _segments([ids for ids in tokens if len(ids)], shortest)
+    if len(segments) == len(documents) == sum(map(len, documents)):  # one segment for each row: nothing is shared
         return None
-    return SharedRows(rows.shape, rows.starts, rows.lengths, rows.widths, pieces=pieces, documents=documents)
+    return SharedRows(rows.shape, rows.starts, rows.lengths, rows.widths, segments=segments, documents=documents)
 
 
-def _branches(rows: Sequence[np.ndarray], shortest: int) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+def _segments(rows: Sequence[np.ndarray], shortest: int) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """Return the lengths of the segments, and the segments that each row is made of.
 
     A prefix of two or more rows is one segment, and so is a common continuation of some of these rows.
@@ -113,7 +119,7 @@ def _branches(rows: Sequence[np.ndarray], shortest: int) -> tuple[tuple[int, ...
     # In sorted order rows with a common prefix are neighbours. In [5, 6, 7], [5, 6, 8], [9] they share 2 and 0 tokens.
     order = sorted(range(len(rows)), key=lambda i: rows[i].tolist())
     alike = [_alike(rows[a], rows[b]) for a, b in itertools.pairwise(order)]
-    pieces: list[int] = []
+    segments: list[int] = []
     documents: list[tuple[int, ...]] = [()] * len(rows)
     # Each entry: neighbours from `first` up to `stop`, whose first `depth` tokens are in the segments `before`. The
     # last entry comes next, so that a prefix lies beside its continuations.
@@ -123,15 +129,15 @@ def _branches(rows: Sequence[np.ndarray], shortest: int) -> tuple[tuple[int, ...
         is_one = stop - first == 1
         end = len(rows[order[first]]) if is_one else min(alike[first : stop - 1])
         if end - depth >= (1 if is_one else shortest):
-            before = (*before, len(pieces))
-            pieces.append(end - depth)
+            before = (*before, len(segments))
+            segments.append(end - depth)
             depth = end
         if is_one:
             documents[order[first]] = before
             continue
         cuts = [first, *(i + 1 for i in range(first, stop - 1) if alike[i] == end), stop]
         waiting += [(begin, until, depth, before) for begin, until in itertools.pairwise(cuts)][::-1]
-    return tuple(pieces), tuple(documents)
+    return tuple(segments), tuple(documents)
 
 
 def _alike(one: np.ndarray, other: np.ndarray) -> int:

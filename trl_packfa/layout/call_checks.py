@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..errors import InvalidLayout
-from ..layout import PackedLayout
+from .packed import PackedLayout
 
 # Text, time, height, width: the axes that transformers' multimodal decoders take for packed text.
 _MULTIMODAL_AXES = 4

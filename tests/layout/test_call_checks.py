@@ -8,7 +8,7 @@ from tolerance import assert_float32
 
 from trl_packfa import PackedLayout, patch
 from trl_packfa.errors import InvalidLayout, PackingError
-from trl_packfa.runtime.boundaries import layout_of
+from trl_packfa.layout.from_call import layout_of
 
 IDS = torch.ones(1, 10, dtype=torch.long)
 LAYOUT = PackedLayout.from_lengths([4, 6])

@@ -8,7 +8,7 @@ from tolerance import assert_float32
 
 from trl_packfa import PackedLayout, patch
 from trl_packfa.errors import InvalidLayout
-from trl_packfa.runtime.padded_rows import PaddedRows, rows_of, rows_of_lengths, tell_rows
+from trl_packfa.layout.padded_rows import PaddedRows, rows_of, rows_of_lengths, tell_rows
 
 
 @pytest.mark.parametrize("side", SIDES)

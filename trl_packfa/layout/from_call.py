@@ -32,9 +32,8 @@ from typing import Any
 import torch
 
 from ..errors import InvalidLayout
-from ..layout import PackedLayout
 from .caches import filled_cache, is_continuous_batching
-from .validate import (
+from .call_checks import (
     host_positions,
     is_ones,
     refuse_beside_cache,
@@ -44,6 +43,7 @@ from .validate import (
     refuse_restarts_under_padding,
     require_offsets,
 )
+from .packed import PackedLayout
 
 
 def layout_of(
@@ -109,6 +109,12 @@ def _require_fit(layout: Any, shape: tuple[int, int]) -> PackedLayout:
         raise InvalidLayout(
             f"packed_layout is a {type(layout).__name__}, not a PackedLayout.",
             do="Make one: PackedLayout.from_lengths([...]).",
+        )
+    if layout.shares_prefixes:
+        raise InvalidLayout(
+            "packed_layout has documents that share prefixes.",
+            why=["a patched model finds common prefixes by itself, in padded rows"],
+            do="Send padded rows to a model patched with unpad=True, share_prefixes=True.",
         )
     if layout.num_tokens != shape[0] * shape[1]:
         raise InvalidLayout(

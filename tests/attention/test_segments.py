@@ -1,5 +1,4 @@
-"""Every backend on documents that share what they begin with: one battery, as `test_attention.py` has for those that
-share nothing."""
+"""Every backend on documents that share a prefix: one battery, as `test_attention.py` has for separate documents."""
 
 import oracle
 import pytest
@@ -11,8 +10,7 @@ from torch.nn.attention.flex_attention import create_mask
 
 from trl_packfa.attention import AttentionArguments, BackendChoice, get_backend, linear_bias
 from trl_packfa.attention import block_mask as block_masks
-from trl_packfa.branches import BranchedLayout
-from trl_packfa.runtime.spread import spread, spread_keys
+from trl_packfa.layout import PackedLayout
 
 LAYOUTS = {
     "a pair": ((40, 9, 21), ((0, 1), (0, 2))),
@@ -22,9 +20,9 @@ LAYOUTS = {
 }
 
 
-def branched(name):
+def shared_layout(name):
     lengths, documents = LAYOUTS[name]
-    return BranchedLayout.from_lengths(lengths, documents=documents, device=DEVICE)
+    return PackedLayout.from_lengths(lengths, documents=documents, device=DEVICE)
 
 
 def run(attend, layout, tensors, case, upstream):
@@ -44,8 +42,10 @@ def by_oracle(layout):
     """Each document by itself; of what is shared the first document's."""
 
     def attend(query, key, value, options):
-        documents = (x[layout.along] for x in (query, key, value))
-        return oracle.attention_of_documents(*documents, layout.paths.lengths, **options)[layout.places]
+        gather = layout.sequence_gather
+        documents = (x[gather.index] for x in (query, key, value))
+        out = oracle.attention_of_documents(*documents, layout.full_sequences.lengths, **options)
+        return out[gather.first_index]
 
     return attend
 
@@ -54,7 +54,7 @@ def by_oracle(layout):
 @pytest.mark.parametrize("name", NAMES)
 def test_float32_against_the_oracle(name, case):
     backend_for(name, torch.float32, case)
-    for layout in map(branched, LAYOUTS):
+    for layout in map(shared_layout, LAYOUTS):
         tensors = inputs(layout.num_tokens)
         upstream = torch.randn(layout.num_tokens, 4, 16, device=DEVICE)
         found = run(ours(name, layout), layout, tensors, case, upstream)
@@ -71,7 +71,7 @@ def test_low_precision_against_eager_attention(name, case, dtype):
 
 
 def assert_as_precise_as_eager_attention(name, case, dtype, layout_name="a tree"):
-    layout = branched(layout_name)
+    layout = shared_layout(layout_name)
     tensors, upstream = inputs(layout.num_tokens, dtype=dtype), torch.randn(layout.num_tokens, 4, 16, device=DEVICE)
     ways = (ours(name, layout), ours("reference", layout), by_oracle(layout))
     factors = (FORWARD_FACTOR, *[GRADIENT_FACTOR] * 4)
@@ -93,7 +93,7 @@ def test_flash_attention_is_told_of_keys_apart_from_queries(backend, case, monke
 @pytest.mark.parametrize("name", NAMES)
 def test_branches_do_not_see_each_other_to_the_bit(name):
     backend_for(name, torch.float32, {})
-    layout = branched("a pair")
+    layout = shared_layout("a pair")
     before, upstream = inputs(layout.num_tokens), torch.randn(layout.num_tokens, 4, 16, device=DEVICE)
     after = [tensor.detach().clone() for tensor in before]
     for tensor in after[:3]:
@@ -110,23 +110,25 @@ def test_branches_do_not_see_each_other_to_the_bit(name):
 
 
 def test_negative_controls_are_seen():
-    layout, tensors = branched("a pair"), inputs(70)
+    layout, tensors = shared_layout("a pair"), inputs(70)
     arguments = AttentionArguments(scaling=0.3)
     expected = by_oracle(layout)(*tensors[:3], {"scaling": 0.3})
     for documents in ([(0, 1, 2)], [(0,), (1,), (2,)]):  # a branch that sees another; branches without a prefix
-        wrong = BranchedLayout.from_lengths(layout.pieces.lengths, documents=documents, device=DEVICE)
+        wrong = PackedLayout.from_lengths(layout.lengths, documents=documents, device=DEVICE)
         assert differs(BackendChoice("reference").attend(*tensors[:3], wrong, arguments), expected)
 
 
 def test_a_bias_is_told_of_documents():
-    layout, (query, key, value, _) = branched("a tree"), inputs(52)
+    layout, (query, key, value, _) = shared_layout("a tree"), inputs(52)
     slopes = torch.tensor([0.5, 0.25, 0.1, 0.05], device=DEVICE)
     found = []
     for name in ("sdpa", "reference"):
-        arguments = AttentionArguments(scaling=0.3, bias=linear_bias(slopes, layout.paths))
+        arguments = AttentionArguments(scaling=0.3, bias=linear_bias(slopes, layout.full_sequences))
         found.append(BackendChoice(name).attend(query, key, value, layout, arguments))
-    documents = [spread(x, layout) for x in (query, key, value)]
-    alone = get_backend("reference")(*documents, layout.paths, arguments)[layout.places]
+    gather = layout.sequence_gather
+    documents = [gather.gather(x) for x in (query, key, value)]
+    call = arguments.on(layout.full_sequences.attention)
+    alone = get_backend("reference")(*documents, call)[gather.first_index]
     assert_float32(found[0], alone.double())
     assert_float32(found[1], alone.double())
 
@@ -135,29 +137,28 @@ def test_a_bias_is_told_of_documents():
 def test_flex_masks_and_scores_on_a_cpu_without_gradients(case):
     for name in LAYOUTS:
         lengths, documents = LAYOUTS[name]
-        layout = BranchedLayout.from_lengths(lengths, documents=documents)
+        layout = PackedLayout.from_lengths(lengths, documents=documents)
         query, key, value = (t.detach().cpu() for t in inputs(layout.num_tokens)[:3])
         with torch.no_grad():
-            out = get_backend("flex")(
-                query, spread_keys(key, layout), spread_keys(value, layout), layout.pieces,
-                AttentionArguments(scaling=0.3, **case), layout.keys,
-            )  # fmt: skip
+            key, value = (layout.attention.gather_keys(x) for x in (key, value))
+            out = get_backend("flex")(query, key, value, AttentionArguments(scaling=0.3, **case).on(layout.attention))
+            key, value = (x[layout.attention.key_gather.first_index] for x in (key, value))
         assert_float32(out, by_oracle(layout)(query, key, value, {**case, "scaling": 0.3}))
 
 
 @pytest.mark.parametrize("window", [None, 1, 64, 130, 400])
 @pytest.mark.parametrize("lengths", [(700, 30, 300), (128, 128, 256), (1, 5, 400), (130, 1, 1), (500, 129, 127)])
 def test_blocks_of_keys_apart_hold_every_pair(lengths, window):
-    layout = BranchedLayout.from_lengths([*lengths, 90], documents=[(0, 1), (0, 2), (3,)])
-    mask = block_masks.block_mask(layout.pieces, window, layout.keys)
-    queries, keys, side = layout.num_tokens, layout.keys.num_tokens, block_masks.BLOCK
+    layout = PackedLayout.from_lengths([*lengths, 90], documents=[(0, 1), (0, 2), (3,)])
+    attention = layout.attention
+    mask = block_masks.block_mask(attention, window)
+    queries, keys, side = layout.num_tokens, attention.keys.num_tokens, block_masks.BLOCK
     dense = create_mask(mask.mask_mod, 1, 1, queries, keys, device="cpu")[0, 0]
     seen = torch.zeros(queries, queries, dtype=torch.bool)
-    for own, place in zip(
-        layout.pieces.split(torch.arange(queries)), layout.keys.split(torch.arange(keys)), strict=True
-    ):
-        seen[own[:, None], layout.key_tokens[place]] = dense[own[:, None], place]
-        assert dense[own].sum() == dense[own[:, None], place].sum(), "keys of another piece"
+    numbers = torch.arange(queries), torch.arange(keys)
+    for own, place in zip(attention.queries.split(numbers[0]), attention.keys.split(numbers[1]), strict=True):
+        seen[own[:, None], attention.key_gather.index[place]] = dense[own[:, None], place]
+        assert dense[own].sum() == dense[own[:, None], place].sum(), "keys of another segment"
     assert torch.equal(seen, layout.dense_mask(window))
     blocks = (-(-queries // side), -(-keys // side))
     counts = torch.zeros(blocks[0] * side, blocks[1] * side, dtype=torch.long)
@@ -167,7 +168,7 @@ def test_blocks_of_keys_apart_hold_every_pair(lengths, window):
     whole = _listed(mask.full_kv_num_blocks, mask.full_kv_indices, blocks)
     assert not (partial & whole).any() and (counts[whole] == side**2).all()
     assert (partial | whole)[counts > 0].all()
-    if window is None:  # under one, blocks between two pieces' keys may be looked at in vain
+    if window is None:  # under one, blocks between two segments' keys may be looked at in vain
         assert torch.equal(partial | whole, counts > 0)
 
 
@@ -183,9 +184,9 @@ def test_what_is_copied_is_linear_in_the_documents():
     """No mask of pairs: the largest tensor is as long as the documents together."""
     from trl_packfa.bench.operations import OperationCounter
 
-    layout = BranchedLayout.from_lengths([900, 50, 60], documents=[(0, 1), (0, 2)])
+    layout = PackedLayout.from_lengths([900, 50, 60], documents=[(0, 1), (0, 2)])
     query, key, value, _ = inputs(layout.num_tokens)
     with OperationCounter() as counter:
         BackendChoice("sdpa").attend(query, key, value, layout, AttentionArguments(scaling=0.3)).sum().backward()
     assert counter.largest < 900 * 900
-    assert counter.largest <= 8 * layout.paths.num_tokens * 4 * 16
+    assert counter.largest <= 8 * layout.full_sequences.num_tokens * 4 * 16

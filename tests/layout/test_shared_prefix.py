@@ -5,26 +5,27 @@ import torch
 from padded import SIDES, padded
 
 from trl_packfa import PackedLayout
-from trl_packfa.branches import BranchedLayout
 from trl_packfa.errors import InvalidLayout
-from trl_packfa.runtime import shared_rows, spread
-from trl_packfa.runtime.padded_rows import PaddedRows, rows_of
-from trl_packfa.runtime.shared_rows import SharedRows, share, shared_rows_of, tell_shared
+from trl_packfa.layout import shared_prefix, shared_rows
+from trl_packfa.layout.padded_rows import PaddedRows, rows_of
+from trl_packfa.layout.shared_rows import SharedRows, share, shared_rows_of, tell_shared
 
-# A prefix of two branches, one of which goes on in two ways; one document that is a prefix; one by itself.
+# A prefix of two documents, one of which goes on in two ways; one document that is a prefix; one by itself.
 LENGTHS, DOCUMENTS = (4, 3, 2, 5, 1, 6), ((0, 1, 2), (5,), (0, 3), (0, 1, 4), (0, 1))
 CPU = torch.device("cpu")
 
 
 def layout():
-    return BranchedLayout.from_lengths(LENGTHS, documents=DOCUMENTS)
+    return PackedLayout.from_lengths(LENGTHS, documents=DOCUMENTS)
 
 
 def test_the_example_of_the_docstring():
-    made = BranchedLayout.from_lengths([3, 2, 1, 2], documents=[(0, 1), (0, 2), (3,)])
-    assert (made.pieces.lengths, made.paths.lengths) == ((3, 2, 1, 2), (5, 4, 2))
-    assert made.keys.lengths == (3, 5, 4, 2) and made.key_tokens.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7]
-    assert made.along.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7]
+    made = PackedLayout.from_lengths([3, 2, 1, 2], documents=[(0, 1), (0, 2), (3,)])
+    assert (made.lengths, made.full_sequences.lengths) == ((3, 2, 1, 2), (5, 4, 2))
+    keys = made.attention.key_gather.index
+    assert made.attention.keys.lengths == (3, 5, 4, 2)
+    assert keys.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7]
+    assert made.sequence_gather.index.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7]
     assert made.position_ids().tolist() == [[0, 1, 2, 3, 4, 3, 0, 1]]
     assert (made.rows, made.row_length, made.num_tokens, made.num_documents, made.max_seqlen) == (1, 8, 8, 3, 5)
 
@@ -32,15 +33,17 @@ def test_the_example_of_the_docstring():
 @pytest.mark.parametrize("window", [None, 1, 3])
 def test_a_token_attends_to_what_lies_before_it_in_its_documents(window):
     made, seen = layout(), torch.zeros(sum(LENGTHS), sum(LENGTHS), dtype=torch.bool)
-    for tokens in made.paths.split(made.along):
+    for tokens in made.full_sequences.split(made.sequence_gather.index):
         for i, token in enumerate(tokens.tolist()):
             for other in tokens[max(0, i + 1 - (window or len(tokens))) : i + 1].tolist():
                 seen[token, other] = True
     assert torch.equal(made.dense_mask(window), seen)
     by_keys = torch.zeros_like(seen)
-    pieces = zip(made.pieces.split(torch.arange(made.num_tokens)), made.keys.split(made.key_tokens), strict=True)
-    for own, keys in pieces:
-        assert torch.equal(keys[-len(own) :], own), "a piece's queries are the last of its keys"
+    attention = made.attention
+    numbers, keys = torch.arange(made.num_tokens), attention.key_gather.index
+    segments = zip(attention.queries.split(numbers), attention.keys.split(keys), strict=True)
+    for own, keys in segments:
+        assert torch.equal(keys[-len(own) :], own), "a segment's queries are the last of its keys"
         by_keys[own[:, None], keys] = PackedLayout.from_lengths([len(keys)]).dense_mask(window)[-len(own) :]
     assert torch.equal(by_keys, seen)
 
@@ -48,43 +51,47 @@ def test_a_token_attends_to_what_lies_before_it_in_its_documents(window):
 def test_positions_go_on_from_the_prefix():
     made = layout()
     expected = torch.empty(made.num_tokens, dtype=torch.long)
-    for tokens in made.paths.split(made.along):
+    for tokens in made.full_sequences.split(made.sequence_gather.index):
         expected[tokens] = torch.arange(len(tokens))
     assert torch.equal(made.position_ids()[0], expected)
 
 
-@pytest.mark.parametrize("by_number", [True, False])
-def test_copies_there_and_back_and_their_gradients(by_number, monkeypatch):
-    monkeypatch.setattr(spread, "_by_number", lambda tensor: by_number)
+@pytest.mark.parametrize("by_index", [True, False])
+def test_copies_there_and_back_and_their_gradients(by_index, monkeypatch):
+    monkeypatch.setattr(shared_prefix, "_by_index", lambda tensor: by_index)
     made, generator = layout(), torch.Generator().manual_seed(0)
     packed = torch.randn(made.num_tokens, 2, 3, generator=generator, dtype=torch.float64, requires_grad=True)
-    for way, numbers in ((spread.spread, made.along), (spread.spread_keys, made.key_tokens)):
-        copies = way(packed, made)
+    gather = made.sequence_gather
+    for plan, numbers in ((gather, gather.index), (made.attention.key_gather, made.attention.key_gather.index)):
+        copies = plan.gather(packed)
         assert torch.equal(copies, packed[numbers])
         upstream = torch.randn(copies.shape, generator=generator, dtype=torch.float64)
         (gradient,) = torch.autograd.grad(copies, packed, upstream)
         assert torch.equal(gradient, torch.zeros_like(packed).index_add(0, numbers, upstream))
-    documents = torch.randn(len(made.along), 5, generator=generator, requires_grad=True)
-    collected = spread.collect(documents, made)
-    assert torch.equal(collected, documents[made.places]) and torch.equal(made.along[made.places], torch.arange(21))
+    documents = torch.randn(gather.num_copies, 5, generator=generator, requires_grad=True)
+    collected = gather.take_first(documents)
+    assert torch.equal(collected, documents[gather.first_index])
+    assert torch.equal(gather.index[gather.first_index], torch.arange(21))
     upstream = torch.randn(collected.shape, generator=generator)
     (gradient,) = torch.autograd.grad(collected, documents, upstream)
-    assert torch.equal(gradient, torch.zeros_like(documents).index_add(0, made.places, upstream))
+    assert torch.equal(gradient, torch.zeros_like(documents).index_add(0, gather.first_index, upstream))
 
 
 def test_what_is_no_layout_is_refused():
-    with pytest.raises(InvalidLayout, match=r"piece 2 follows pieces \[0\] in one document and \[1\] in another"):
-        BranchedLayout.from_lengths([3, 2, 1], documents=[(0, 2), (1, 2)])
-    with pytest.raises(InvalidLayout, match=r"the documents use pieces \[0, 1\], but the row has 3 pieces"):
-        BranchedLayout.from_lengths([3, 2, 1], documents=[(0, 1)])
+    with pytest.raises(InvalidLayout, match=r"segment 2 follows segments \[0\] in one document and \[1\] in another"):
+        PackedLayout.from_lengths([3, 2, 1], documents=[(0, 2), (1, 2)])
+    with pytest.raises(InvalidLayout, match=r"the documents use segments \[0, 1\], but the row has 3 segments"):
+        PackedLayout.from_lengths([3, 2, 1], documents=[(0, 1)])
     with pytest.raises(InvalidLayout, match="must all be positive"):
-        BranchedLayout.from_lengths([3, 0], documents=[(0, 1)])
+        PackedLayout.from_lengths([3, 0], documents=[(0, 1)])
 
 
 def test_it_moves_to_a_device():
     made = layout().to("meta")
-    assert {t.device.type for t in (made.along, made.places, made.cu_seqlens, made.paths.cu_seqlens)} == {"meta"}
-    assert made.keys.cu_seqlens.device.type == "meta" and made.to("meta") is made and made.memo is not layout().memo
+    gather, attention = made.sequence_gather, made.attention
+    tensors = (gather.index, gather.first_index, made.cu_seqlens, made.full_sequences.cu_seqlens)
+    assert {t.device.type for t in (*tensors, attention.keys.cu_seqlens, attention.key_gather.index)} == {"meta"}
+    assert made.to("meta") is made and made.memo is not layout().memo
 
 
 def tree(seed):
@@ -113,14 +120,17 @@ def test_rows_come_back_whatever_they_share(seed, side, shortest):
         return
     made, taken = shared.layout(CPU), shared.take(batch["input_ids"])
     assert taken.shape == (1, shared.num_packed) and shared.num_packed < rows.num_tokens == shared.num_tokens
-    assert all(torch.equal(a, b) for a, b in zip(made.paths.split(taken[0][made.along]), documents, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(made.full_sequences.split(taken[0][made.sequence_gather.index]), documents, strict=True)
+    )
     assert torch.equal(shared.put_back(taken), batch["input_ids"])
     assert torch.equal(shared.put_back(made.position_ids()), rows.put_back(rows.take(rows.position_ids(CPU))))
     states = torch.randn(1, shared.num_packed, 3, requires_grad=True)
     (returned,) = shared.put_back_outputs((states,))
     returned.sum().backward()
-    assert torch.equal(states.grad[0, :, 0], made.along.bincount().float())
-    prefixes = [shared.pieces[piece] for document in shared.documents for piece in document[:-1]]
+    assert torch.equal(states.grad[0, :, 0], made.sequence_gather.index.bincount().float())
+    prefixes = [shared.segments[i] for document in shared.documents for i in document[:-1]]
     assert all(length >= shortest for length in prefixes)
 
 
@@ -135,12 +145,12 @@ def test_as_much_is_shared_as_there_is():
     ]
     batch = padded(rows)
     shared = share(rows_of(batch["attention_mask"]), batch["input_ids"])
-    # What follows the 20 tokens of four rows is alike in 10 and 15 tokens more: too few for a piece of its own.
-    assert sorted(shared.pieces) == [3, 4, 10, 15, 20, 30]
-    assert [shared.pieces[document[0]] for document in shared.documents] == [20, 3, 20, 20, 20]
+    # What follows the 20 tokens of four rows is alike in 10 and 15 tokens more: too few for a segment of its own.
+    assert sorted(shared.segments) == [3, 4, 10, 15, 20, 30]
+    assert [shared.segments[document[0]] for document in shared.documents] == [20, 3, 20, 20, 20]
     longer = padded([torch.cat([row, torch.tensor([i])]) for i, row in enumerate([same[:16], same[:16], *[same] * 2])])
     nested = share(rows_of(longer["attention_mask"]), longer["input_ids"], shortest=10)
-    assert sorted(nested.pieces) == [1, 1, 1, 1, 14, 16] and [len(d) for d in nested.documents] == [2, 2, 3, 3]
+    assert sorted(nested.segments) == [1, 1, 1, 1, 14, 16] and [len(d) for d in nested.documents] == [2, 2, 3, 3]
     twice = padded([same, same])
     assert share(rows_of(twice["attention_mask"]), twice["input_ids"]).documents == ((0,), (0,))
 
@@ -162,7 +172,7 @@ def test_ids_are_compared_once(monkeypatch):
     assert shared_rows_of(rows, ids) is None and len(compared) == 2
     other = torch.zeros_like(ids)
     assert shared_rows_of(rows, other).documents == ((0,), (0, 1)) and len(compared) == 3
-    known = SharedRows(rows.shape, rows.starts, rows.lengths, pieces=(29, 39), documents=((0,), (1,)))
+    known = SharedRows(rows.shape, rows.starts, rows.lengths, segments=(29, 39), documents=((0,), (1,)))
     told = ids.clone()
     tell_shared(told, known)
     assert shared_rows_of(rows, told) is known

@@ -1,9 +1,10 @@
-"""`PackedLayout`: the document boundaries of a packed batch.
+"""`PackedLayout`, the documents of a packed batch, and `AttentionLayout`, who attends to whom in one attention call.
 
-This value travels from the collator to the attention kernel. It holds lengths and offsets only. Causality and sliding
-windows are arguments of the attention call.
+A `PackedLayout` travels from the collator to the attention kernel. It holds lengths and offsets only. The sliding
+window is an argument of the attention call.
 
-Shape letters: B rows, L row length, T packed tokens (B * L), S documents.
+Shape letters: B rows, L row length, T packed tokens (B * L), S segments. A segment is a document, unless documents
+share a prefix (`shared_prefix.py`); M keys of all segments.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .errors import InvalidLayout
+from ..errors import InvalidLayout
+from .shared_prefix import TokenGather, require_prefixes, visible_segments
 
 _MOST_TOKENS = torch.iinfo(torch.int32).max
 
@@ -40,8 +42,42 @@ class LayoutSizes(NamedTuple):
 
 # Layouts are compared by identity (no `eq`), because `==` of their tensors is no bool.
 @dataclass(frozen=True, eq=False)
+class AttentionLayout:
+    """Who attends to whom in one attention call: segment i of the queries attends to segment i of the keys.
+
+    A segment may have more keys than queries. Its queries are then the last tokens of its keys.
+
+    Args:
+        queries ([`PackedLayout`]):
+            The segments of the queries.
+        keys ([`PackedLayout`]):
+            The segments of the keys; the same layout if documents share no prefix.
+        causal (`bool`, *optional*, defaults to `True`):
+            Whether a query sees only the keys up to its own. If not, it sees all keys of its segment.
+        key_gather ([`TokenGather`], *optional*):
+            The copies that make the keys from the row's tokens. By default the keys are the row's tokens.
+    """
+
+    queries: PackedLayout
+    keys: PackedLayout
+    causal: bool = True
+    key_gather: TokenGather | None = None
+    # Results that a kernel derives from the segments (block masks), kept for the other layers of the same forward.
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def has_own_keys(self) -> bool:
+        """Whether keys have segments of their own, longer than those of the queries."""
+        return self.keys is not self.queries
+
+    def gather_keys(self, packed: torch.Tensor) -> torch.Tensor:
+        """Return the keys or values of all segments `(M, ...)` from those of the packed tokens `(T, ...)`."""
+        return packed if self.key_gather is None else self.key_gather.gather(packed)
+
+
+@dataclass(frozen=True, eq=False)
 class PackedLayout:
-    """The boundaries of S documents in T tokens. A document never crosses the end of a row.
+    """The boundaries of documents in T tokens. A document never crosses the end of a row.
 
     The example has two rows with documents of 2, 3 and 5 tokens:
 
@@ -59,26 +95,40 @@ class PackedLayout:
             [2, 2, 2, 2, 2]], dtype=torch.int32)
     ```
 
+    In this one a prompt of 3 tokens is shared by answers of 2 and 1 tokens, and a document of 2 tokens is separate:
+
+    ```python
+    >>> layout = PackedLayout.from_lengths([3, 2, 1, 2], documents=[(0, 1), (0, 2), (3,)])
+    >>> layout.lengths, layout.full_sequences.lengths, layout.attention.keys.lengths
+    ((3, 2, 1, 2), (5, 4, 2), (3, 5, 4, 2))
+    >>> layout.position_ids()
+    tensor([[0, 1, 2, 3, 4, 3, 0, 1]])
+    ```
+
     Args:
         cu_seqlens (`torch.Tensor`):
-            Offsets of the documents in the flattened batch, int32, shape `(S + 1,)`, on the model's device.
+            Offsets of the segments in the flattened batch, int32, shape `(S + 1,)`, on the model's device.
         lengths (`tuple[int, ...]`):
-            Lengths of the documents in tokens, on the host, so that no kernel launch waits for the device.
+            Lengths of the segments in tokens, on the host, so that no kernel launch waits for the device.
         rows (`int`, *optional*, defaults to `1`):
             Number of rows B that hold the T tokens.
         padding (`int`, *optional*, defaults to `0`):
             Number of padding tokens: the last document, or a document that only keeps a rank busy. It is used for
             counting only.
+        documents (`tuple[tuple[int, ...], ...]`, *optional*):
+            The segment numbers of each document, the prefix first, if documents share prefixes. By default each
+            segment is a document.
 
     Raises:
-        [`InvalidLayout`]: if a length is not positive, if the counts disagree, or if a document crosses the end of a
-            row.
+        [`InvalidLayout`]: if a length is not positive, if the counts disagree, if a document crosses the end of a row,
+            or if the documents do not fit the segments.
     """
 
     cu_seqlens: torch.Tensor
     lengths: tuple[int, ...]
     rows: int = 1
     padding: int = 0
+    documents: tuple[tuple[int, ...], ...] | None = None
     # Results that a kernel derives from the boundaries (block masks, groups), kept for the other layers of the same
     # forward.
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -97,6 +147,8 @@ class PackedLayout:
         if self.rows < 1 or self.num_tokens % self.rows:
             raise InvalidLayout(f"{self.num_tokens} tokens cannot be laid out in rows={self.rows} equal rows.")
         self._require_row_starts()
+        if self.documents is not None:
+            require_prefixes(self.documents, len(self.lengths))
 
     def _require_row_starts(self) -> None:
         """Refuse a document that crosses the end of a row."""
@@ -121,14 +173,16 @@ class PackedLayout:
         *,
         rows: int = 1,
         padding: int = 0,
+        documents: Sequence[Sequence[int]] | None = None,
         device: torch.device | str | None = None,
     ) -> PackedLayout:
         """Make the layout of documents with these `lengths` (tokens), in order, in `rows` equal rows.
 
-        Its offsets are on `device`.
+        Its offsets are on `device`. With `documents`, `lengths` are those of segments, see [`PackedLayout`].
 
         Raises:
-            [`InvalidLayout`]: if a length is not an integer or not positive, or if the documents do not fill the rows.
+            [`InvalidLayout`]: if a length is not an integer or not positive, if the documents do not fill the rows, if
+                a segment is in no document, or if it follows different segments in different documents.
         """
         try:
             # `index` accepts integers of numpy and torch. It refuses floats, which `int` would cut off.
@@ -141,7 +195,8 @@ class PackedLayout:
                 f"got {sum(lengths)}.",
                 why=["kernels take offsets as int32"],
             )
-        return cls(_offsets(lengths).to(device), lengths, rows, padding)
+        numbered = None if documents is None else tuple(map(tuple, documents))
+        return cls(_offsets(lengths).to(device), lengths, rows, padding, numbered)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: torch.Tensor, *, rows: int = 1) -> PackedLayout:
@@ -186,8 +241,8 @@ class PackedLayout:
 
     @property
     def num_documents(self) -> int:
-        """Number of documents S, with a last document of padding."""
-        return len(self.lengths)
+        """Number of documents, with a last document of padding."""
+        return len(self.lengths if self.documents is None else self.documents)
 
     @property
     def row_length(self) -> int:
@@ -197,15 +252,58 @@ class PackedLayout:
     @cached_property  # every layer reads it
     def max_seqlen(self) -> int:
         """Length of the longest document, in tokens."""
-        return max(self.lengths)
+        return max(self.lengths) if self.documents is None else self.full_sequences.max_seqlen
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether documents share prefixes that the row holds once."""
+        return self.documents is not None
+
+    @cached_property  # every layer reads it
+    def attention(self) -> AttentionLayout:
+        """Who attends to whom: each token to the earlier tokens of its document and to itself."""
+        # Not `self`: the two would refer to each other, and live until Python's garbage collector runs.
+        queries, device = PackedLayout(self.cu_seqlens, self.lengths), self.cu_seqlens.device
+        if self.documents is None:
+            return AttentionLayout(queries, queries)
+        visible = visible_segments(self.documents)
+        keys = PackedLayout.from_lengths([sum(self.lengths[i] for i in seen) for seen in visible], device=device)
+        return AttentionLayout(queries, keys, key_gather=TokenGather.of_segments(self.lengths, visible, device))
+
+    @cached_property  # every layer reads it
+    def full_sequences(self) -> PackedLayout:
+        """The layout of whole documents, each with its own copy of its prefix, one after the other."""
+        if self.documents is None:
+            return self
+        lengths = [sum(self.lengths[i] for i in document) for document in self.documents]
+        return PackedLayout.from_lengths(lengths, device=self.cu_seqlens.device)
+
+    @cached_property  # every layer reads it
+    def sequence_gather(self) -> TokenGather | None:
+        """The copies that make `full_sequences` from the row's tokens, `None` if nothing is shared."""
+        if self.documents is None:
+            return None
+        return TokenGather.of_segments(self.lengths, self.documents, self.cu_seqlens.device)
 
     @cached_property  # every layer reads it
     def sizes(self) -> LayoutSizes:
         """The sizes of this layout that a compiled graph may read."""
-        return LayoutSizes(_offsets(self.lengths), torch.empty(self.max_seqlen + 1, 0))
+        return LayoutSizes(_offsets(self.lengths), torch.empty(max(self.lengths) + 1, 0))
+
+    @cached_property  # every call reads it
+    def graph_tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors of this layout that a compiled graph may read. Their sizes may change between batches."""
+        attention, gather = self.attention, self.sequence_gather
+        own = [x for layout in (attention.queries, attention.keys) for x in (layout.cu_seqlens, *layout.sizes)]
+        if attention.key_gather is None or gather is None:
+            return tuple(own)
+        indices = (gather.index, gather.first_index, attention.key_gather.index)
+        return (*own, *self.full_sequences.graph_tensors, *indices)
 
     def position_ids(self) -> torch.Tensor:
-        """Return each token's position in its document, int64, shape `(B, L)`."""
+        """Return each token's position in its document, int64, shape `(B, L)`. Positions continue after a prefix."""
+        if (gather := self.sequence_gather) is not None:
+            return self.full_sequences.position_ids()[:, gather.first_index]
         lengths, cu_seqlens = self.cu_seqlens.diff(), self.cu_seqlens[:-1]
         # Lengths [3, 2] give starts [0, 0, 0, 3, 3] and positions [0, 1, 2, 0, 1]. Without `output_size` the host
         # would wait for the device.
@@ -214,8 +312,8 @@ class PackedLayout:
         return positions.view(self.rows, self.row_length)
 
     def document_ids(self) -> torch.Tensor:
-        """Return the document number of each token, int32, shape `(B, L)`."""
-        numbers = torch.arange(self.num_documents, dtype=torch.int32, device=self.cu_seqlens.device)
+        """Return the segment number of each token, int32, shape `(B, L)`: its document's, if no prefix is shared."""
+        numbers = torch.arange(len(self.lengths), dtype=torch.int32, device=self.cu_seqlens.device)
         ids = torch.repeat_interleave(numbers, self.cu_seqlens.diff(), output_size=self.num_tokens)
         return ids.view(self.rows, self.row_length)
 
@@ -234,35 +332,39 @@ class PackedLayout:
 
         It is quadratic in T, so it is for tests and plots only.
         """
-        ids, index = self.document_ids().flatten(), torch.arange(self.num_tokens, device=self.cu_seqlens.device)
-        distance = index[:, None] - index[None, :]
-        mask = (ids[:, None] == ids[None, :]) & (distance >= 0)
+        ids, position = self.document_ids().flatten().long(), self.position_ids().flatten()
+        distance = position[:, None] - position[None, :]
+        visible = torch.eye(len(self.lengths), dtype=torch.bool, device=self.cu_seqlens.device)
+        for segment, segments in enumerate(visible_segments(self.documents or ())):
+            visible[segment, list(segments)] = True
+        mask = visible[ids][:, ids] & (distance >= 0)
         return mask if sliding_window is None else mask & (distance < sliding_window)
 
     def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Split a `(T, ...)` or `(B, L, ...)` tensor into its S documents, views of shape `(length, ...)`."""
+        """Split a `(T, ...)` or `(B, L, ...)` tensor into its S segments, views of shape `(length, ...)`."""
         if tensor.shape[0] != self.num_tokens:
             tensor = tensor.flatten(0, 1)
         return tensor.split(list(self.lengths))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedLayout:
         """Return this layout with its offsets on `device`."""
-        # The memo is not copied: its tensors are on the other device.
         cu_seqlens = self.cu_seqlens.to(device, non_blocking=non_blocking)
-        return (
-            self if cu_seqlens is self.cu_seqlens else PackedLayout(cu_seqlens, self.lengths, self.rows, self.padding)
-        )
+        return self if cu_seqlens is self.cu_seqlens else self._with_offsets(cu_seqlens)
 
     def pin_memory(self) -> PackedLayout:
         """Return this layout with its offsets in page-locked memory.
 
         `to(device, non_blocking=True)` then does not make the host wait. torch's data loaders call this method.
         """
-        return PackedLayout(self.cu_seqlens.pin_memory(), self.lengths, self.rows, self.padding)
+        return self._with_offsets(self.cu_seqlens.pin_memory())
+
+    def _with_offsets(self, cu_seqlens: torch.Tensor) -> PackedLayout:
+        # The memo is not copied: its tensors are on the other device.
+        return PackedLayout(cu_seqlens, self.lengths, self.rows, self.padding, self.documents)
 
 
 def _offsets(lengths: tuple[int, ...]) -> torch.Tensor:
-    """Return the start of each document and the end of the last one, int32, shape `(S + 1,)`."""
+    """Return the start of each segment and the end of the last one, int32, shape `(S + 1,)`."""
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     torch.cumsum(torch.tensor(lengths, dtype=torch.int32), dim=0, out=offsets[1:])
     return offsets

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..errors import InvalidLayout
-from ..layout import PackedLayout
+from .packed import PackedLayout
 
 # Attribute of a mask whose rows are known, so that no later call reads it again.
 _KNOWN = "_trl_packfa_rows"

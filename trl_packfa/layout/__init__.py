@@ -1,0 +1,9 @@
+"""Who attends to whom: the documents of a packed row, shared prefixes, padded rows, and how a call carries them.
+
+This package uses torch and numpy only. `packed.py` is the value that travels from the collator to the attention
+kernel, `from_call.py` finds it in a forward call, `call_context.py` brings it to the modules below.
+"""
+
+from .packed import AttentionLayout, PackedLayout
+
+__all__ = ["AttentionLayout", "PackedLayout"]

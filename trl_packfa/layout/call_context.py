@@ -1,0 +1,111 @@
+"""`PackedCall`: what the modules of one packed call need to know; the backbone makes it, [`find_call`] finds it below.
+
+No single way reaches all modules, so the backbone sends it by three:
+- the keyword `packed_call`, to layers that take further keywords. With activation checkpointing a backward pass
+  recomputes layers from their arguments alone, outside of any call. Reentrant checkpoints also drop attributes of
+  tensors;
+- the mask, which transformers passes to layers that take no other arguments. With the mask alone, nine types fail
+  under reentrant checkpoints; with the keyword alone, layers that take no keywords would get nothing;
+- the context variable, for modules that get neither: rotary embeddings, recurrent state, backbones whose causal LM
+  does not pass its arguments on, and layers in a compiled graph, which makes new mask tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .packed import PackedLayout
+
+# Name of the keyword, and of the mask's attribute.
+KEYWORD = "packed_call"
+
+
+@dataclass(frozen=True, eq=False)
+class PackedCall:
+    """What the modules of one call of a patched model need to know.
+
+    Args:
+        layout ([`PackedLayout`], *optional*):
+            The documents; `None` in a call that is not packed.
+        input_ids (`torch.Tensor`, *optional*):
+            Tokens of the call, int64, `(B, L)`, for layers that depend on them (activated LoRA).
+        router_logits (`list[torch.Tensor]`, *optional*):
+            List to which backbones append the logits of their routers, `(T, X)` for each layer.
+    """
+
+    layout: PackedLayout | None = None
+    input_ids: torch.Tensor | None = None
+    router_logits: list[torch.Tensor] | None = None
+    # Results that one layer derives from the tokens, kept for the other layers of the same call.
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+
+# A context variable belongs to one thread. On accelerators autograd runs the backward in threads of its own. Layers
+# that a checkpoint recomputes there find nothing here, so they need the keyword or the mask.
+_CURRENT: ContextVar[PackedCall] = ContextVar("trl_packfa_call", default=PackedCall())  # noqa: B039 (it is frozen)
+
+
+def current_call() -> PackedCall:
+    """Return the call that this thread is in; an empty one outside of calls."""
+    return _CURRENT.get()
+
+
+def current_layout() -> PackedLayout | None:
+    """Return the layout of the call that this thread is in, `None` outside of packed calls."""
+    return _CURRENT.get().layout
+
+
+@contextmanager
+def in_call(call: PackedCall) -> Iterator[None]:
+    """Make this the thread's call inside a `with` block."""
+    token = _CURRENT.set(call)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+@contextmanager
+def packed_call(layout: PackedLayout | None) -> Iterator[None]:
+    """Give this thread's call a layout, or none, inside a `with` block."""
+    with in_call(PackedCall(layout, router_logits=current_call().router_logits)):
+        yield
+
+
+def empty_mask(call: PackedCall, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a mask without elements that stands for the mask in a packed call and carries the call.
+
+    It has four dimensions, so transformers builds no mask. It has no elements, so attention that the patch has missed
+    fails instead of leaking.
+    """
+    # Adding it to scores `(B, N, L, L)` raises, as a size of 0 does not broadcast against L. transformers passes every
+    # mask of four dimensions on unchanged (`_preprocess_mask_arguments`).
+    mask: Any = torch.empty((1, 1, 0, 0), device=device, dtype=dtype)
+    setattr(mask, KEYWORD, call)
+    return mask
+
+
+def is_empty_mask(value: Any) -> bool:
+    """Tell whether a value is an [`empty_mask`], or a slice of one."""
+    return isinstance(value, torch.Tensor) and value.dim() >= 3 and value.shape[-2:] == (0, 0)
+
+
+def find_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedCall:
+    """Return the call from a module's arguments, by name or on the mask, or else this thread's call."""
+    call = kwargs.get(KEYWORD)
+    if call is not None:
+        return call
+    # A slice or a cast of the mask is a new tensor without the attribute. Then the context variable is used.
+    mask = next((value for value in (*args, *kwargs.values()) if hasattr(value, KEYWORD)), None)
+    return current_call() if mask is None else getattr(mask, KEYWORD)
+
+
+def find_layout(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedLayout | None:
+    """Return the layout of [`find_call`]."""
+    return find_call(args, kwargs).layout
