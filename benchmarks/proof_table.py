@@ -34,7 +34,7 @@ from trl_packfa.patches.measured import results
 from trl_packfa.patching.apply import apply_patch
 from trl_packfa.patching.inspect import get_patch
 from trl_packfa.runtime.bitsandbytes import unconverted
-from trl_packfa.training.model_loading import READ_DIRECTLY
+from trl_packfa.trainers.common.model_loading import READ_DIRECTLY
 
 MODES = ("float32", "bfloat16", "float16", "autocast", "nf4")
 KEPT = ("isolation", "input_gradients", "parity", "threshold", "gradients", "gradient_threshold", "loss", "control",

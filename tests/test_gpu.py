@@ -46,7 +46,7 @@ from trl_packfa.attention import BACKENDS, get_backend
 from trl_packfa.bench.tracing import compiled_graphs
 from trl_packfa.kernels.lm_head.chunks import Transform
 from trl_packfa.kernels.lm_head.frozen import FrozenLogProbs
-from trl_packfa.training.lm_head import ensure_own_loss
+from trl_packfa.trainers.sft.lm_head import ensure_own_loss
 
 ON_GPU = [backend.name for backend in BACKENDS if backend.name != "reference"]
 BF16, FP32 = torch.bfloat16, torch.float32

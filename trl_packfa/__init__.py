@@ -25,33 +25,33 @@ if TYPE_CHECKING:
     from .patches.registry import register_patch as register_patch
     from .patches.registry import registered_patches as registered_patches
     from .plotting import plot as plot
-    from .trainers.dpo import PackedDPOConfig as PackedDPOConfig
-    from .trainers.dpo import PackedDPOTrainer as PackedDPOTrainer
-    from .trainers.kto import PackedKTOConfig as PackedKTOConfig
-    from .trainers.kto import PackedKTOTrainer as PackedKTOTrainer
-    from .trainers.padding_free import padding_free as padding_free
-    from .trainers.reward import PackedRewardConfig as PackedRewardConfig
-    from .trainers.reward import PackedRewardTrainer as PackedRewardTrainer
-    from .training.config import PackedSFTConfig as PackedSFTConfig
-    from .training.trainer import PackedSFTTrainer as PackedSFTTrainer
+    from .trainers.padding_free.padding_free import padding_free as padding_free
+    from .trainers.preference.dpo import PackedDPOConfig as PackedDPOConfig
+    from .trainers.preference.dpo import PackedDPOTrainer as PackedDPOTrainer
+    from .trainers.preference.kto import PackedKTOConfig as PackedKTOConfig
+    from .trainers.preference.kto import PackedKTOTrainer as PackedKTOTrainer
+    from .trainers.preference.reward import PackedRewardConfig as PackedRewardConfig
+    from .trainers.preference.reward import PackedRewardTrainer as PackedRewardTrainer
+    from .trainers.sft.config import PackedSFTConfig as PackedSFTConfig
+    from .trainers.sft.trainer import PackedSFTTrainer as PackedSFTTrainer
 
 _HOME = {
     "AttentionArguments": "attention",
     "DataCollatorForPacking": "collator",
     "ExactnessReport": "exactness",
-    "PackedDPOConfig": "trainers.dpo",
-    "PackedDPOTrainer": "trainers.dpo",
-    "PackedKTOConfig": "trainers.kto",
-    "PackedKTOTrainer": "trainers.kto",
+    "PackedDPOConfig": "trainers.preference.dpo",
+    "PackedDPOTrainer": "trainers.preference.dpo",
+    "PackedKTOConfig": "trainers.preference.kto",
+    "PackedKTOTrainer": "trainers.preference.kto",
     "PackedLayout": "layout",
-    "PackedRewardConfig": "trainers.reward",
-    "PackedRewardTrainer": "trainers.reward",
-    "PackedSFTConfig": "training.config",
-    "PackedSFTTrainer": "training.trainer",
+    "PackedRewardConfig": "trainers.preference.reward",
+    "PackedRewardTrainer": "trainers.preference.reward",
+    "PackedSFTConfig": "trainers.sft.config",
+    "PackedSFTTrainer": "trainers.sft.trainer",
     "Patch": "patches.base",
     "check": "exactness",
     "describe": "api",
-    "padding_free": "trainers.padding_free",
+    "padding_free": "trainers.padding_free.padding_free",
     "patch": "api",
     "patched": "api",
     "plot": "plotting",

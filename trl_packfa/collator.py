@@ -17,8 +17,8 @@ from .layout import PackedLayout
 
 # Our columns and batch keys begin with the package's name, so that they never clash with a user's names.
 _PREFIX = "trl_packfa_"
-# A stream's column that counts dropped documents and tokens (`training/dataset.py`). The collator sums it, and the
-# trainer removes it from the batch.
+# A stream's column that counts dropped documents and tokens (`trainers/common/dataset.py`). The collator sums it, and
+# the trainer removes it from the batch.
 LOSSES = f"{_PREFIX}losses"
 # Batch key with each document's source, which the trainer removes from the batch.
 SOURCES = f"{_PREFIX}sources"

@@ -71,7 +71,10 @@ def test_a_softcap_is_a_constant_of_flexs_graph(monkeypatch):
         layout = PackedLayout.from_lengths((140, 20))
         q, k, v = (torch.randn(1, heads, 160, 16) for heads in (4, 2, 2))
         for cap in (30.0, 50.0):  # another model of the same process
-            options = {"score_mod": flex_module._capped(cap), "block_mask": flex_module._block_mask(layout.attention, None)}
+            options = {
+                "score_mod": flex_module._capped(cap),
+                "block_mask": flex_module._block_mask(layout.attention, None),
+            }
             with torch.no_grad():
                 flex_module._compiled()(q, k, v, enable_gqa=True, scale=0.25, **options)
     flex_module._compiled.cache_clear()

@@ -146,7 +146,9 @@ def test_memory_is_that_of_the_steps_alone(monkeypatch):
 
 
 def test_a_known_peak_is_not_measured(monkeypatch):
-    monkeypatch.setattr("trl_packfa.training.flops.matmul_flops", lambda *args, **options: pytest.fail("measured"))
+    monkeypatch.setattr(
+        "trl_packfa.trainers.sft.throughput.matmul_flops", lambda *args, **options: pytest.fail("measured")
+    )
     peak = Peak(None, PackedSFTConfig("out", use_cpu=True, bf16=False, peak_tflops=2.0))
     peak.measure()
     assert (peak.best, peak.source) == (2e12, "peak_tflops")

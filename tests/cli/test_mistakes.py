@@ -10,7 +10,7 @@ from training import FORMATS
 
 from trl_packfa.cli import OWN_PARSERS
 from trl_packfa.cli.main import main
-from trl_packfa.training import script
+from trl_packfa.trainers.sft import script
 
 ON_CPU = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none", "--save_strategy", "no", "--max_steps", "1"]
 PAIRS = [{"prompt": "a b ", "chosen": tiny.words(n, seed=n), "rejected": tiny.words(3, seed=n)} for n in range(1, 9)]
@@ -110,7 +110,7 @@ GRPO = ["--trainer", "grpo", "--num_generations", "2", "--per_device_train_batch
 )  # fmt: skip
 def test_a_mistake_is_one_message(data, more, said, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("trl_packfa.training.preflight.is_flash_attn_2_available", lambda: False)
+    monkeypatch.setattr("trl_packfa.trainers.common.preflight.is_flash_attn_2_available", lambda: False)
     assert train(data, *more) == 1
     error = capsys.readouterr().err
     assert re.search(said, error) and "Traceback" not in error

@@ -10,6 +10,7 @@ from tiny_models import small_model
 from trl_packfa import DataCollatorForPacking, PackedLayout, check, patch
 from trl_packfa.attention import get_backend
 from trl_packfa.errors import ContaminationError
+from trl_packfa.layout.call_context import PackedCall, find_layout
 from trl_packfa.patching.apply import find_state
 from trl_packfa.runtime.override import override_in
 
@@ -28,9 +29,10 @@ def with_layout(change):
     """A fault that hands one module another layout of one row: of several, documents might cross from row to row."""
 
     def fault(override, args, kwargs):
-        if kwargs.get("packed_layout") is not None and kwargs["packed_layout"].rows == 1:
-            layout = kwargs["packed_layout"]
-            kwargs = {**kwargs, "packed_layout": PackedLayout.from_lengths(change(layout.lengths), rows=layout.rows)}
+        call = kwargs.get("packed_call")
+        if call is not None and call.layout.rows == 1:
+            changed = PackedLayout.from_lengths(change(call.layout.lengths), rows=call.layout.rows)
+            kwargs = {**kwargs, "packed_call": PackedCall(changed)}
         return override(*args, **kwargs)
 
     return fault
@@ -51,7 +53,7 @@ def backend_with(change):
 def swapped_documents(override, args, kwargs):
     """The third and the fourth document of a row change places in one layer's output."""
     output = override(*args, **kwargs)
-    layout = kwargs.get("packed_layout")
+    layout = find_layout((), kwargs)
     if layout is None or layout.num_documents < 5:
         return output
     parts = list(layout.split(output[0]))
@@ -61,7 +63,7 @@ def swapped_documents(override, args, kwargs):
 
 def rope_not_restarted(model):
     def fault(override, args, kwargs):
-        layout = kwargs.get("packed_layout")
+        layout = find_layout((), kwargs)
         if layout is not None:
             # Rotation is relative: positions that run on along the row would change nothing, at another speed they do.
             positions, rotary = torch.arange(layout.row_length).expand(layout.rows, -1) // 2, model.model.rotary_emb
@@ -158,7 +160,7 @@ def test_a_wrong_backward_is_caught_although_every_logit_is_right():
 
     def halves(override, args, kwargs):
         attended, weights = override(*args, **kwargs)
-        return (attended if kwargs.get("packed_layout") is None else Halved.apply(attended)), weights
+        return (attended if find_layout((), kwargs) is None else Halved.apply(attended)), weights
 
     report = check(wrap(patch(tiny.model()), LAYER, halves))
     assert (report.verdict, report.has_parity, report.has_gradients) == ("differs", True, False)
@@ -188,12 +190,12 @@ def test_a_state_carried_over_by_one_token_is_caught_and_named(model_type):
     call = override.__call__
 
     def carried(*args, **kwargs):
-        from trl_packfa.layout.call_context import current_layout, packed_call
+        from trl_packfa.layout.call_context import packed_call
 
-        layout = current_layout()
+        layout = find_layout((), {})
         if layout is None or layout.rows > 1:
             return call(*args, **kwargs)
-        kwargs = {key: value for key, value in kwargs.items() if key != "packed_layout" and "mask" not in key}
+        kwargs = {key: value for key, value in kwargs.items() if key != "packed_call" and "mask" not in key}
         with packed_call(PackedLayout.from_lengths(shifted(layout.lengths), rows=layout.rows)):
             return call(*args, **kwargs)
 

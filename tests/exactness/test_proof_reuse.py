@@ -15,7 +15,7 @@ from training import arguments, losses, packed_trainer
 from trl_packfa import api, patch
 from trl_packfa.exactness import proof_identity, reusable_proof
 from trl_packfa.exactness.reuse import code_digest
-from trl_packfa.training import exactness_gate as proving
+from trl_packfa.trainers.sft import exactness_gate as proving
 
 
 @pytest.fixture

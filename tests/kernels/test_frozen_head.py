@@ -15,8 +15,8 @@ from trl.trainer.utils import add_fused_lm_head
 from trl_packfa.kernels.lm_head import frozen
 from trl_packfa.kernels.lm_head.chunks import Transform
 from trl_packfa.kernels.lm_head.frozen import FrozenHead, FrozenLogProbs, positions_per_tile, scoring_kernels
-from trl_packfa.training import lm_head
-from trl_packfa.training.lm_head import ensure_own_loss
+from trl_packfa.trainers.sft import lm_head
+from trl_packfa.trainers.sft.lm_head import ensure_own_loss
 
 NAMES = ("log_probs", "entropy", "is_top1")
 

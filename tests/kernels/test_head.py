@@ -10,7 +10,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from trl_packfa.kernels.lm_head.chunked import TrainedHead, TrainedLogProbs
 from trl_packfa.kernels.lm_head.chunks import Transform
-from trl_packfa.training.lm_head import ensure_own_loss
+from trl_packfa.trainers.sft.lm_head import ensure_own_loss
 
 OUTPUTS = ("log_probs", "entropy", "is_top1")
 

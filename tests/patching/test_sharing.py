@@ -18,10 +18,9 @@ from transformers import AutoModelForSequenceClassification
 from trl_packfa import describe, patch, patched, unpatch
 from trl_packfa.bench.tracing import compiled_graphs
 from trl_packfa.errors import InvalidConfig
-from trl_packfa.layout import PackedLayout
+from trl_packfa.layout import PackedLayout, shared_rows
 from trl_packfa.patching.apply import find_state
 from trl_packfa.patching.forwards import BackboneOverride
-from trl_packfa.layout import shared_rows
 
 # Rewritten attention, windows of 8 that a branch reaches back through, softcap, sinks, ALiBi, experts, transformers'
 # interface, an attention function of its own.

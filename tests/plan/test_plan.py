@@ -26,9 +26,9 @@ from trl_packfa.plan.gather import Source, read_documents
 from trl_packfa.plan.run import make_plan
 from trl_packfa.plan.shape import read_shape
 from trl_packfa.plan.terminal import _memory
-from trl_packfa.training.batching import Batching
-from trl_packfa.training.epoch_plan import plan_epoch
-from trl_packfa.training.memory import estimate, layer_bytes
+from trl_packfa.trainers.common.batching import Batching
+from trl_packfa.trainers.sft.epoch_plan import plan_epoch
+from trl_packfa.trainers.sft.memory import estimate, layer_bytes
 
 pytest.importorskip("matplotlib")
 
@@ -113,7 +113,7 @@ def test_order_and_dropping_follow_the_arguments():
 def test_long_epochs_are_sampled_and_near_the_whole(monkeypatch):
     lengths = np.array(UNEVEN * 8)
     sampled = plan_epoch(lengths, Batching(STEP, 2, 4, quadratic=1e-3))
-    monkeypatch.setattr("trl_packfa.training.epoch_plan._SAMPLED", 10_000)
+    monkeypatch.setattr("trl_packfa.trainers.sft.epoch_plan._SAMPLED", 10_000)
     whole = plan_epoch(lengths, Batching(STEP, 2, 4, quadratic=1e-3))
     assert (sampled.steps, sampled.documents) == (whole.steps, whole.documents)
     assert_estimate(sampled.micro_batches, whole.micro_batches)

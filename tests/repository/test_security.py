@@ -113,7 +113,7 @@ def test_reports_are_plain_json_inside_their_folder(tmp_path):
 def test_reports_of_names_with_slashes_stay_inside(tmp_path):
     """A dataset's name is a key of the report, never a path."""
     from trl_packfa.packing import PackingReport
-    from trl_packfa.training.checkpointing import write_reports
+    from trl_packfa.trainers.common.checkpoint_files import write_reports
 
     report = PackingReport(*([0] * len(PackingReport.__dataclass_fields__)))
     write_reports(tmp_path, {"../../escaped": report}, None)

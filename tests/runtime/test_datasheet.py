@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from trl_packfa.runtime.datasheet import datasheet_flops, named_flops
-from trl_packfa.training import flops
+from trl_packfa.trainers.common import flops
+from trl_packfa.trainers.sft import throughput
 
 
 @pytest.mark.parametrize(
@@ -85,9 +86,9 @@ def test_other_devices_are_waited_for(kind, monkeypatch):
 @pytest.mark.parametrize(("device", "rows"), [("cpu", 2048), ("cuda", 8192)])
 def test_a_gpu_is_given_as_many_rows_as_fill_it(device, rows, monkeypatch):
     asked = []
-    monkeypatch.setattr(flops, "matmul_flops", lambda *shape, **options: asked.append(shape) or 1.0)
+    monkeypatch.setattr(throughput, "matmul_flops", lambda *shape, **options: asked.append(shape) or 1.0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another")
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(hidden_size=64, intermediate_size=[128, 256]))
     args = SimpleNamespace(peak_tflops=None, device=torch.device(device), bf16=True, fp16=False)
-    flops.peak_flops(config, args)
+    throughput.peak_flops(config, args)
     assert asked == [(rows, 64, 256)]

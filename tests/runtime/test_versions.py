@@ -16,7 +16,7 @@ import trl_packfa
 from trl_packfa import api, versions
 from trl_packfa.cli.main import main
 from trl_packfa.errors import VersionTooOld
-from trl_packfa.training import config
+from trl_packfa.trainers.sft import config
 
 ROOT = Path(__file__).parents[2]
 # Older TRL has neither module; with no TRL at all, nothing of it can be imported.

@@ -32,6 +32,7 @@ import trl_packfa
 from trl_packfa import PackedSFTConfig
 from trl_packfa.bench.tracing import compiled_graphs
 from trl_packfa.errors import ContaminationError
+from trl_packfa.layout.call_context import find_layout
 
 STEPS, SAVE, BATCH = 4, 2, 8
 
@@ -199,9 +200,9 @@ def errors_of_all(trainer, rank, kind="forward"):
         override = vars(attention)["forward"]
 
         def leaks(hidden_states, **kwargs):
-            if kwargs.get("packed_layout") is not None and kind == "forward":
+            if find_layout((), kwargs) is not None and kind == "forward":
                 hidden_states = hidden_states + hidden_states.mean(dim=1, keepdim=True)
-            elif kwargs.get("packed_layout") is not None:
+            elif find_layout((), kwargs) is not None:
                 hidden_states = (hidden_states + hidden_states.detach()) / 2
             return override(hidden_states, **kwargs)
 

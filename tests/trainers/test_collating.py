@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 from trl_trainers import build, differences, train
 
 import trl_packfa
-from trl_packfa.layout.padded_rows import rows_of
 from trl_packfa.layout import padded_rows
-from trl_packfa.trainers.collating import CountedBatch, CountingCollator
+from trl_packfa.layout.padded_rows import rows_of
+from trl_packfa.trainers.padding_free.collating import CountedBatch, CountingCollator
 
 
 @dataclass

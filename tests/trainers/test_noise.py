@@ -74,7 +74,7 @@ def test_negative_control_one_packed_row_is_softer(make, tmp_path, monkeypatch):
 
 
 def test_negative_control_widths_of_the_recut_micro_batch_are_others(tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_packfa.trainers.recutting.tell_rows", lambda mask, rows: None)
+    monkeypatch.setattr("trl_packfa.trainers.preference.recutting.tell_rows", lambda mask, rows: None)
     assert max(abs(ratio - 1) for ratio in ratios("dpo", build_packed, tmp_path, pad_to_multiple_of=16)) > 0.1
 
 

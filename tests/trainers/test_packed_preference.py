@@ -21,9 +21,9 @@ from trl_packfa.cli.main import main
 from trl_packfa.cli.train import kind_of
 from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset, InvalidLayout, UnsupportedModel
 from trl_packfa.patching.apply import find_state
-from trl_packfa.trainers import cutting
-from trl_packfa.trainers.cutting import PairCutter
-from trl_packfa.training.parsing import asked_trainer
+from trl_packfa.trainers.common.parsing import asked_trainer
+from trl_packfa.trainers.preference import cutting
+from trl_packfa.trainers.preference.cutting import PairCutter
 
 # Four padded micro-batches a step, for fewer to be made of.
 ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
@@ -121,7 +121,7 @@ def test_negative_control_unweighted_parts_train_something_else(tmp_path, monkey
     expected, _ = run(build, "reward", tmp_path, **options)
     part = cutting.Part
     monkeypatch.setattr(cutting, "Part", lambda pairs, weight: part(pairs, 1.0))
-    monkeypatch.setattr("trl_packfa.trainers.recutting.RecutSteps._require_same_loss", lambda *args: None)
+    monkeypatch.setattr("trl_packfa.trainers.preference.recutting.RecutSteps._require_same_loss", lambda *args: None)
     logs, _ = run(build_packed, "reward", tmp_path, **options)
     assert beyond(expected, logs)
 

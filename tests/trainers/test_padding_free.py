@@ -15,9 +15,9 @@ from trl_trainers import EXPERIMENTAL, ROUNDED, STABLE, build, differences, pair
 
 import trl_packfa
 from trl_packfa.errors import ContaminationError, InvalidConfig, NoBackend, UnsupportedModel
-from trl_packfa.patching.apply import find_state
 from trl_packfa.layout import padded_rows
-from trl_packfa.trainers.models import models_of
+from trl_packfa.patching.apply import find_state
+from trl_packfa.trainers.padding_free.models import models_of
 
 # Which models each of them runs besides the policy.
 OTHERS = {
@@ -195,7 +195,7 @@ def test_it_is_called_again_with_other_arguments(tmp_path):
 def test_evaluation_is_no_training(tmp_path, monkeypatch):
     """Neither its time nor its pads are counted."""
     clock = [0.0]
-    monkeypatch.setattr(sys.modules["trl_packfa.trainers.run"].time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(sys.modules["trl_packfa.trainers.padding_free.run"].time, "perf_counter", lambda: clock[0])
 
     class Slow(trl.DPOTrainer):
         def training_step(self, *args, **kwargs):

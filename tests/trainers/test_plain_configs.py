@@ -60,7 +60,7 @@ def test_what_cannot_be_packed_trains_as_trls_own_would(kind, tmp_path, caplog, 
     def refuse(*args):
         raise InvalidConfig("this cannot be packed.", why=["a reason"])
 
-    monkeypatch.setattr("trl_packfa.trainers.packed.refuse_before_loading", refuse)
+    monkeypatch.setattr("trl_packfa.trainers.preference.trainer.refuse_before_loading", refuse)
     caplog.clear()
     logs, trainer = run(plain, kind, tmp_path, **options)
     assert max(differences(expected, logs).values()) == 0.0 and "padding_saved" not in logs[0]

@@ -11,11 +11,10 @@ from trl_trainers import ROUNDED, build, build_packed, differences, pairs, train
 
 import trl_packfa
 from trl_packfa.errors import ContaminationError
-from trl_packfa.layout import PackedLayout
+from trl_packfa.layout import PackedLayout, shared_rows
 from trl_packfa.patching.apply import find_state
 from trl_packfa.patching.forwards import BackboneOverride
-from trl_packfa.layout import shared_rows
-from trl_packfa.trainers.collating import CountingCollator
+from trl_packfa.trainers.padding_free.collating import CountingCollator
 
 OVER_PADS = {"logits/chosen", "logits/rejected"}
 

@@ -23,7 +23,7 @@ from trl_packfa import check, patch, unpatch
 from trl_packfa.attention import varlen
 from trl_packfa.bench.tracing import compiled_graphs
 from trl_packfa.runtime.compile import runs_compiled, uncompiled
-from trl_packfa.training import compiling
+from trl_packfa.trainers.common import compiling
 
 # More layers than torch compiles variants of a function.
 LAYERS, STEPS = 10, 8

@@ -8,7 +8,7 @@ from tolerance import differs
 from training import arguments, losses, packed_trainer
 
 from trl_packfa.errors import InvalidConfig, UnsupportedModel
-from trl_packfa.training.validation import refuse_precision
+from trl_packfa.trainers.common.validation import refuse_precision
 
 FULL = {"use_peft": False, "learning_rate": 1e-4}
 

@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-import trl_packfa.training.trainer
+import trl_packfa.trainers.sft.trainer
 from trl_packfa import PackedSFTConfig, PackedSFTTrainer
 from trl_packfa.errors import ContaminationError, InvalidDataset, PackingError, UnsupportedModel
 
@@ -143,7 +143,7 @@ def test_a_refusal_of_the_built_model_leaves_it_as_it_was_given(tmp_path, monkey
     def refuse(model, **_):
         raise error("this model is refused.", why=["once it is built"])
 
-    monkeypatch.setattr(trl_packfa.training.trainer, "patch", refuse)
+    monkeypatch.setattr(trl_packfa.trainers.sft.trainer, "patch", refuse)
     options = {} if adapter is None else {"peft_config": adapter()}
     results = [trained(cls, tmp_path, dict, **options)[0] for cls in (SFTTrainer, PackedSFTTrainer)]
     assert "this model is refused (once it is built). Training as SFTTrainer would" in caplog.text

@@ -14,7 +14,7 @@ from trl_packfa import PackedLayout, check, patch
 from trl_packfa.errors import ContaminationError, UnsupportedModel
 from trl_packfa.exactness.documents import LONG, LONG_ROWS, SHORT, draw_documents, losses, replacements
 from trl_packfa.exactness.documents import SHAPES as ARRANGEMENTS
-from trl_packfa.layout.call_context import current_layout, packed_call
+from trl_packfa.layout.call_context import current_layout, find_layout, packed_call
 from trl_packfa.patching.apply import find_state
 
 LAYER = "model.layers.1.self_attn"
@@ -36,7 +36,7 @@ def faulty(change):
 
     def forward(*args, **kwargs):
         attended, weights = override(*args, **kwargs)
-        layout = kwargs.get("packed_layout")
+        layout = find_layout((), kwargs)
         if layout is None:
             return attended, weights
         flat = attended.flatten(0, 1)
@@ -196,7 +196,7 @@ def test_rotation_that_ends_at_position_64_is_seen(dtype):
     override = vars(module)["forward"]
 
     def forward(*args, **kwargs):
-        layout = kwargs.get("packed_layout")
+        layout = find_layout((), kwargs)
         if layout is not None:
             hidden, positions = args[0] if args else kwargs["hidden_states"], layout.position_ids().clamp(max=63)
             kwargs = {**kwargs, "position_embeddings": type(rotary).forward(rotary, hidden, positions)}
@@ -220,7 +220,7 @@ def test_a_kernel_of_one_mode_that_ignores_boundaries_is_seen(mode, dtype):
         if mixer.training is not mode:
             return override(*args, **kwargs)
         with packed_call(None):
-            ignored = ("packed_layout", "attention_mask")
+            ignored = ("packed_call", "attention_mask")
             return type(mixer).forward(mixer, *args, **{k: v for k, v in kwargs.items() if k not in ignored})
 
     mixer.forward = forward

@@ -93,7 +93,7 @@ def test_every_recipe_trains_two_steps(recipe, tmp_path, monkeypatch):
     if quantized:
         pytest.importorskip("bitsandbytes")
     trainers = []
-    from trl_packfa.training import script as launch
+    from trl_packfa.trainers.sft import script as launch
 
     build = launch.build_trainer
     monkeypatch.setattr(
@@ -135,7 +135,7 @@ def test_every_recipe_says_what_it_is_and_how_to_run_it(recipe):
 
 def known_arguments(trainer):
     from trl_packfa.cli.train import kind_of
-    from trl_packfa.training.script import train_parser
+    from trl_packfa.trainers.sft.script import train_parser
 
     return {action.dest for action in train_parser(kind_of(["--trainer", trainer]))._actions}
 

@@ -14,7 +14,7 @@ from training import arguments, dataset, losses, packed_trainer, rows
 from transformers import TrainerCallback
 
 from trl_packfa.errors import InvalidConfig
-from trl_packfa.training.checkpointing import last_whole_checkpoint
+from trl_packfa.trainers.common.checkpoint_files import last_whole_checkpoint
 
 STEPS, SAVE = 8, 2
 PHASES = ("forward", "optimizer", "writing the checkpoint", "after the checkpoint")

@@ -14,7 +14,7 @@ from training import arguments, losses, packed_trainer
 
 from trl_packfa.errors import InvalidDataset
 from trl_packfa.packing import pack_buffer
-from trl_packfa.training.streaming import PackedStream, resumes_by_state
+from trl_packfa.trainers.sft.streaming import PackedStream, resumes_by_state
 
 COUNT = 120
 WAYS = {"documents": {}, "bfd": {"capacity": 40, "window": 30}, "wrapped": {"capacity": 40, "wrapped": True}}

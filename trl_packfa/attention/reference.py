@@ -40,8 +40,8 @@ class ReferenceBackend:
             index = torch.arange(len(k_MKH), device=query.device)
             distance = index[len(k_MKH) - len(q_LNH) :, None] - index[None, :]
             # A window without causality reaches as far to the right as to the left.
-            seen = distance >= 0 if call.layout.causal else torch.ones_like(distance, dtype=torch.bool)
-            allowed = seen & (distance.abs() < (call.sliding_window or len(k_MKH)))
+            distance = distance if call.layout.causal else distance.abs()
+            allowed = (distance >= 0) & (distance < (call.sliding_window or len(k_MKH)))
             q_NLH, k_KMH, v_KMH = q_LNH.transpose(0, 1), k_MKH.transpose(0, 1), v_MKH.transpose(0, 1)
             bias = None if call.bias is None else call.bias(numbers_L[None], numbers_L[None])[0]
             outputs.append(dense_attention(q_NLH, k_KMH, v_KMH, allowed, call, bias).transpose(0, 1))

@@ -10,8 +10,8 @@ from trl import DatasetMixtureConfig, ScriptArguments
 
 from ..errors import InvalidConfig
 from ..packing import STEP
-from ..training.config import PackedSFTConfig
-from ..training.parsing import parse
+from ..trainers.common.parsing import parse
+from ..trainers.sft.config import PackedSFTConfig
 from .presets import PRESETS
 from .sides import KINDS, TRAINERS, Side, parse_sides
 

@@ -19,7 +19,7 @@ import torch
 from ..attention import AttentionRequest
 from ..layout import PackedLayout
 from ..runtime.datasheet import datasheet_flops
-from ..training.flops import bandwidth, matmul_flops
+from ..trainers.common.flops import bandwidth, matmul_flops
 from .memory import PeakMemory, available_memory
 from .mixes import document_lengths, draw_lengths
 from .paths import TRANSFORMERS, attend_with, attention_sides, dense_bytes

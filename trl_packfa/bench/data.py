@@ -15,10 +15,10 @@ from trl import get_dataset
 
 from ..errors import InvalidConfig, InvalidDataset
 from ..packing import PackingReport
-from ..training.config import PackedSFTConfig
-from ..training.dataset import count_trained, cut_dataset, read_lengths
-from ..training.hub import load_dataset_dict
-from ..training.trainer import PackedSFTTrainer
+from ..trainers.common.dataset import count_trained, cut_dataset, read_lengths
+from ..trainers.common.hub import load_dataset_dict
+from ..trainers.sft.config import PackedSFTConfig
+from ..trainers.sft.trainer import PackedSFTTrainer
 from .arguments import Setup
 from .mixes import every_length
 

@@ -22,14 +22,14 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, Rewa
 
 from ..errors import InvalidConfig, InvalidDataset
 from ..packing import STEP
-from ..trainers.dpo import PackedDPOConfig, PackedDPOTrainer
-from ..trainers.kto import PackedKTOConfig, PackedKTOTrainer
-from ..trainers.overflow import Rows
-from ..trainers.overflow import row_lengths as lengths_of_pairs
-from ..trainers.padding_free import padding_free
-from ..trainers.reward import PackedRewardConfig, PackedRewardTrainer
-from ..training.config import PackedSFTConfig
-from ..training.model_loading import init_kwargs, model_type, quantization_of
+from ..trainers.common.model_loading import init_kwargs, model_type, quantization_of
+from ..trainers.padding_free.padding_free import padding_free
+from ..trainers.preference.dpo import PackedDPOConfig, PackedDPOTrainer
+from ..trainers.preference.kto import PackedKTOConfig, PackedKTOTrainer
+from ..trainers.preference.overflow import Rows
+from ..trainers.preference.overflow import row_lengths as lengths_of_pairs
+from ..trainers.preference.reward import PackedRewardConfig, PackedRewardTrainer
+from ..trainers.sft.config import PackedSFTConfig
 from .sides import Side, upstream_kwargs
 
 _SMALL: Any = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}

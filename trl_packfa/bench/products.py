@@ -12,7 +12,7 @@ from ..api import unpatch
 from ..errors import InvalidConfig
 from ..kernels.lm_head.chunks import positions_per_chunk
 from ..runtime.zero3 import whole_shape
-from ..training.flops import attention_heads, compute_dtype
+from ..trainers.common.flops import attention_heads, compute_dtype
 
 # Number of tokens in the forward that records the products.
 _PROBED = 8

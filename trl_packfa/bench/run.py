@@ -13,8 +13,9 @@ import torch
 from datasets import load_from_disk
 from transformers import AutoConfig, PreTrainedConfig
 
-from ..training.config import PackedSFTConfig
-from ..training.flops import ModelFlops, known_peak, peak_flops
+from ..trainers.common.flops import ModelFlops
+from ..trainers.sft.config import PackedSFTConfig
+from ..trainers.sft.throughput import known_peak, peak_flops
 from .arguments import Setup, read_arguments
 from .compare import Result, require_equal_work
 from .data import Facts, facts, read_documents, save_documents

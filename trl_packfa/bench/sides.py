@@ -13,9 +13,9 @@ from trl import SFTConfig, SFTTrainer, get_peft_config
 from ..attention import get_backend
 from ..errors import InvalidConfig
 from ..packing import BFD, MINIBATCH, PADDED, STEP, WRAPPED, Strategy
-from ..training.config import PackedSFTConfig
-from ..training.model_loading import init_kwargs, model_type, quantization_of
-from ..training.trainer import PackedSFTTrainer
+from ..trainers.common.model_loading import init_kwargs, model_type, quantization_of
+from ..trainers.sft.config import PackedSFTConfig
+from ..trainers.sft.trainer import PackedSFTTrainer
 from .products import ProductsOnly
 from .upstream import require_implementation, upstream_attention
 
@@ -209,7 +209,7 @@ def _row_options(side: Side, args: PackedSFTConfig, train: Dataset) -> dict[str,
     """Return length and number of rows; no limit for a side without rows, because documents are cut already."""
     if not side.kind.strategy.fills_rows:
         return {"max_length": None}
-    from ..training.dataset import read_lengths
+    from ..trainers.common.dataset import read_lengths
 
     row, longest = side.row or args.max_length or 0, int(read_lengths(train).max())
     if row < longest and not side.kind.strategy.wraps:

@@ -14,9 +14,9 @@ from transformers.utils import is_flash_attn_2_available
 from ..errors import InvalidConfig
 from ..patching.apply import find_state
 from ..runtime.autocast import HALF
-from ..training.config import PackedSFTConfig
-from ..training.flops import compute_dtype
-from ..training.model_loading import init_kwargs
+from ..trainers.common.flops import compute_dtype
+from ..trainers.common.model_loading import init_kwargs
+from ..trainers.sft.config import PackedSFTConfig
 
 FLASH = "flash_attention_2"
 # transformers' names for `--attn_implementation`. Kernels of the Hub have the name of their repository.

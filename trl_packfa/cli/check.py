@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from ..api import patch
     from ..exactness import check
     from ..terminal.progress import a_line_per_thing, proving
-    from ..training.hub import load_causal_lm, load_tokenizer
+    from ..trainers.common.hub import load_causal_lm, load_tokenizer
 
     with a_line_per_thing():
         model = load_causal_lm(args.model, dtype=args.dtype, adapter=args.adapter)

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
         raise VersionTooOld(
             "completion scripts need shtab, which is not installed.", do="pip install 'trl-packfa[completion]'"
         ) from error
-    from ..training.script import train_parser
+    from ..trainers.sft.script import train_parser
 
     print(shtab.complete(args.build_parser(train=train_parser(add_help=False)), shell=args.shell))
     return 0

@@ -1,4 +1,4 @@
-"""`trl-packfa train`: TRL's own parser reads everything after the name, see `training/script.py`."""
+"""`trl-packfa train`: TRL's own parser reads everything after the name, see `trainers/sft/script.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..versions import require_versions
 
 if TYPE_CHECKING:
-    from ..training.script import Kind
+    from ..trainers.sft.script import Kind
 
 # The packed trainers that `--trainer` may name besides SFT.
 _PACKED = {"dpo": "PackedDPO", "reward": "PackedReward", "kto": "PackedKTO"}
@@ -26,15 +26,15 @@ def add(commands: argparse._SubParsersAction) -> None:
 def run(argv: list[str]) -> int:
     """Train with these flags and return the exit code; `--trainer` selects the trainer."""
     require_versions()
-    from ..training.script import train
+    from ..trainers.sft.script import train
 
     return train(argv, kind_of(argv))
 
 
 def kind_of(argv: list[str]) -> Kind:
     """Return the trainer that the flags or the YAML file select, with its config class."""
-    from ..training.parsing import asked_trainer
-    from ..training.script import SFT, Kind
+    from ..trainers.common.parsing import asked_trainer
+    from ..trainers.sft.script import SFT, Kind
 
     # TRL's other trainers take seconds to import, so only the selected one is imported.
     asked = asked_trainer(argv)
@@ -44,7 +44,7 @@ def kind_of(argv: list[str]) -> Kind:
         name = _PACKED[asked]
         return Kind(getattr(trl_packfa, f"{name}Trainer"), getattr(trl_packfa, f"{name}Config"))
     if asked in _ONLINE:
-        from ..trainers import online
+        from ..trainers.padding_free import online
 
         script = importlib.import_module(f"trl.scripts.{asked}")
         return Kind(

@@ -16,9 +16,9 @@ from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
 from ..terminal.progress import RichProgressCallback, packing_table
 from ..terminal.quiet import quiet
-from ..training.config import PackedSFTConfig
-from ..training.hub import load_dataset_dict
-from ..training.trainer import PackedSFTTrainer
+from ..trainers.common.hub import load_dataset_dict
+from ..trainers.sft.config import PackedSFTConfig
+from ..trainers.sft.trainer import PackedSFTTrainer
 from .base_model import build_model, train_tokenizer
 from .corpus import docstring_dataset
 

@@ -5,9 +5,9 @@ It measures a few documents, short and long, and gives a number for each measure
 boundaries removed, the same measurement must show a leak, or it proves nothing.
 
 `documents` draws the documents, `probe` runs them, `scoring` runs the LM head, and `following` gives layers the same
-input. `rounding` makes the noise, `parity` and `isolation` measure, and `report` gives the verdict. `first_batch`
-repeats the comparison on the first training batch, and `head` compares the LM head there. `unpadding` compares padded
-batches with and without their pads.
+input. `rounding` makes the noise, and `engine` compares. `parity`, `unpadding` and `sharing` say what is compared,
+`isolation` measures leaks, and `report` gives the verdict. `first_batch` and `first_padded_batch` repeat the
+comparison on the first training batch, and `head` compares the LM head there.
 """
 
 from .first_batch import BatchProof, check_batch

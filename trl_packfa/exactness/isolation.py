@@ -14,8 +14,9 @@ import torch
 
 from .compare import differences, largest, relative_difference, relative_logits, share, worst
 from .documents import alternating, losses, replacements
+from .engine import LOGITS, STATES, Differences
 from .following import Trace
-from .parity import LOGITS, STATES, Differences, run_packed
+from .parity import run_packed
 from .probe import Arrangement, Outputs, Probe
 from .subject import Subject, rounding_dtype
 

@@ -179,11 +179,12 @@ def _measure(
     A few documents run through all layers. Many documents in many arrangements run through one layer of each kind.
     """
     shapes = [long.arranged(rows) for rows in SHAPES.values()]
+    trained = [long.row, long.arranged(LONG_ROWS)]
     with uncompiled(whole.model):  # compiled graphs would not call the hooks on the layers
         few = measure_parity(whole, short, [short.row])
         with skipping(skipped):
-            many = measure_parity(kinds, long, [long.row, long.arranged(LONG_ROWS)], shapes)
-    scale = float(torch.cat([states.float() for states in few.alone.states.values()]).std())
+            many = measure_parity(kinds, long, trained, shapes)
+    scale = float(torch.cat([states.float() for states in few.reference.states.values()]).std())
     whole.begin("whether documents see each other", 0.1)
     isolations = [(measure_isolation(whole, short, short.row, few.noise, scale, backward=True), short, {})]
     with skipping(skipped):
@@ -203,18 +204,18 @@ def _measure(
     gradient = max(gradients, key=lambda finding: finding.excess, default=None)
     leaked = [found.gradients for found, *_ in isolations if found.gradients is not None]
     first = None
-    for parity, probe, out in ((few, short, {}), (many, long, skipped)):
+    for parity, probe, tried, out in ((few, short, [short.row], {}), (many, long, [*trained, *shapes], skipped)):
         # Ranks that hold parts of the model must all run the same forwards, whatever each of them has found.
         if whole.anywhere(not parity.forward.excess <= 1):
             with skipping(out):
-                first = first_difference(probe, parity.where, parity.forward.allowed) or parity.first
+                first = first_difference(probe, tried[parity.where], parity.forward.allowed) or parity.first
             break
     leak = None
     if whole.anywhere(leaking.forward > 0):
         with skipping(left_out):
             leak = first_leak(leaky, leaking)
     return ExactnessReport(
-        dtype=_dtype_name(whole.model, few.alone.dtype),
+        dtype=_dtype_name(whole.model, few.reference.dtype),
         lengths=long.lengths,
         layers=f"{len(kinds.parts.layers)} of {len(whole.parts.layers)}",
         isolation=leaking.forward,
@@ -232,7 +233,7 @@ def _measure(
         control=measure_control(short),
         is_finite=all(
             bool(values.isfinite().all())
-            for found in (few.alone, many.alone)
+            for found in (few.reference, many.reference)
             for values in (*found.states.values(), *found.logits.values())
         ),
         first_leak=leak,

@@ -1,14 +1,13 @@
-"""Run a few padded rows in several ways, and compare two of these runs.
+"""Run a few padded rows in several ways: with their pads, without them, with shared prefixes, and each row alone.
 
 Shape letters: B rows, L row length, T tokens of a row without pads, n tokens of a document, V vocabulary or labels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,34 +16,19 @@ from ..layout.padded_rows import PaddedRows, rows_of_lengths
 from ..layout.shared_rows import share
 from ..patching.apply import PatchState
 from ..patching.inspect import find_backbone, forward_takes, inner_model, max_positions
-from .compare import Finding, differences, relative_difference, relative_gradients, relative_logits, worst
-from .compare import worst_gradient as find_worst_gradient
+from .compare import relative_difference
 from .documents import Documents
-from .following import Following, Key, Trace
+from .engine import Run
+from .following import Following, Trace
 from .probe import device_of
-from .rounding import last_places_off
 from .scoring import Scorer
-from .subject import Subject, rounding_dtype
+from .subject import Subject
 
 # Columns of pads that even the longest row has.
 _EXTRA = 3
-_OUTPUT, _LOGITS = Key("states", "the output", 0), Key("logits", "the LM head", 0)
 
 
-class Run(NamedTuple):
-    """Results of one run.
-
-    Outputs of each document: the LM head's input `(n, D)`, or, for a model without such a head, its result `(n, V)` or
-    `(V,)`. Logits `(1, V)` of the last document's last position, if there is such a head. A trace of each document's
-    layers.
-    """
-
-    outputs: Documents
-    logits: Documents
-    traces: list[Trace]
-
-
-class Comparison:
+class PaddedProbe:
     """A few padded rows of these documents, and the ways to run them."""
 
     def __init__(self, subject: Subject, state: PatchState, tokens: Documents, seed: int) -> None:
@@ -87,14 +71,12 @@ class Comparison:
         *,
         unpad: bool,
         shared: bool = False,
-        handed: Sequence[Trace] | None = None,
+        handed: Mapping[int, Trace] | None = None,
         sign: float | None = None,
-        off: bool = False,
     ) -> Run:
         """Run the documents in one call, with or without its pads; with `sign` add their gradients.
 
-        With `shared` rows compute common prefixes once. With `off` every module is off by rounding. `handed` replaces
-        inputs.
+        With `shared` rows compute common prefixes once. `handed` replaces the inputs of layers.
         """
         padded = [
             torch.arange(start, start + length) + row * rows.shape[1]
@@ -108,31 +90,37 @@ class Comparison:
             gather = None if known is None else known.layout(torch.device("cpu")).sequence_gather
             index = torch.arange(rows.num_tokens) if gather is None else gather.index
             places, shape = list(index.split(list(rows.lengths))), (1, (known or rows).num_packed)
-        following = Following(places, shape, handed)
-        inexact = last_places_off(self.model) if off else nullcontext()
+        following = Following(places, shape, [(handed or {}).get(i) for i in range(len(places))])
         on = nullcontext() if shared else self.unpadding.unshared() if unpad else self.unpadding.off()
-        with torch.set_grad_enabled(sign is not None), following.attached(self.subject.parts), inexact, on:
+        with torch.set_grad_enabled(sign is not None), following.attached(self.subject.parts), on:
             states, logits = self.score(call, rows.shape, padded[-1][-1:])
             outputs, scored = self.documents_of(states, padded, rows.shape), self._scored(logits)
             if sign is not None and self.subject.trained and states.requires_grad:
                 self._backward(outputs, scored, sign)
-        return _detached(outputs, scored, following.traces)
+        return self._results(outputs, scored, following.traces)
 
-    def alone(self, *, sign: float | None = None, off: bool = False, handed: Sequence[Trace] | None = None) -> Run:
-        """Run each document by itself, with the options of [`Comparison.run`]."""
-        runs = []
+    def alone(self, *, sign: float | None = None, handed: Mapping[int, Trace] | None = None) -> Run:
+        """Run each document by itself, with the options of [`PaddedProbe.run`]."""
+        found = Run({}, {}, {}, {})
         for i, tokens in enumerate(self.tokens):
-            following = Following([torch.arange(len(tokens))], (1, len(tokens)), handed and [handed[i]])
-            inexact = last_places_off(self.model) if off else nullcontext()
-            with torch.set_grad_enabled(sign is not None), following.attached(self.subject.parts), inexact:
+            following = Following([torch.arange(len(tokens))], (1, len(tokens)), [(handed or {}).get(i)])
+            with torch.set_grad_enabled(sign is not None), following.attached(self.subject.parts):
                 call = {"input_ids": tokens[None].to(self.device)}
                 states, logits = self.score(call, (1, len(tokens)), torch.tensor([len(tokens) - 1]))
                 outputs = [states[0] if states.dim() > 2 else states]
                 scored = self._scored(logits) if i == len(self.tokens) - 1 else []
                 if sign is not None and self.subject.trained and states.requires_grad:
                     self._backward(outputs, scored, sign, first=i)
-            runs.append(_detached(outputs, scored, following.traces))
-        return Run(*(list(chain(*parts)) for parts in zip(*runs, strict=True)))
+            found.add(self._results(outputs, scored, following.traces, first=i))
+        return found
+
+    def _results(self, outputs: Documents, scored: Documents, traces: list[Trace], first: int = 0) -> Run:
+        """Return the results of documents from number `first` on; only the last one's logits are scored."""
+        own = {i: output.detach() for i, output in enumerate(outputs, first)}
+        followed = dict(enumerate(traces, first))
+        if self.score.head is None:
+            return Run({}, own, {}, followed)
+        return Run(own, {len(self.tokens) - 1: logits.detach() for logits in scored}, {}, followed)
 
     def _scored(self, logits: torch.Tensor) -> Documents:
         # A head treats every token by itself, so one position is enough.
@@ -158,73 +146,6 @@ class Comparison:
             (sign * self.subject.loss_scale * torch.stack(losses).sum()).backward()
 
 
-def _detached(outputs: Documents, logits: Documents, traces: list[Trace]) -> Run:
-    return Run([output.detach() for output in outputs], [scores.detach() for scores in logits], traces)
-
-
-class Found(NamedTuple):
-    """Differences between two runs: the worst output or layer, the first module beyond its limit, the worst
-    gradient."""
-
-    forward: Finding
-    first: str | None
-    gradients: Finding | None
-
-    @property
-    def excess(self) -> float:
-        """The worst difference as a share of its limit."""
-        return max(self.forward.excess, 0.0 if self.gradients is None else self.gradients.excess)
-
-
-def compare_runs(
-    subject: Subject,
-    reference: Callable[[float | None, bool, Sequence[Trace] | None], Run],
-    other: Callable[[float | None, Sequence[Trace] | None], Run],
-) -> Found:
-    """Compare another way to run the rows with the reference; the rounding of the reference gives the limits."""
-    return subject.finite(lambda: _compare_once(subject, reference, other), lambda found: found.gradients)
-
-
-def _compare_once(
-    subject: Subject,
-    reference: Callable[[float | None, bool, Sequence[Trace] | None], Run],
-    other: Callable[[float | None, Sequence[Trace] | None], Run],
-) -> Found:
-    subject.clear()
-    # As in `parity.py`: one run adds its gradients, the other subtracts its own, and the difference remains.
-    expected, norms = reference(1.0, False, None), subject.norms()
-    dtype, typical = rounding_dtype(subject.model, (expected.logits or expected.outputs)[0].dtype), subject.chooses
-    copied = subject.copied()
-    actual = other(-1.0, expected.traces)
-    by_other = subject.norms()
-    subject.clear()
-    if copied is None:
-        reference(1.0, False, None)
-    else:
-        subject.put_back(copied)
-    rounded = reference(-1.0, True, expected.traces)
-    by_rounding = subject.norms()
-    subject.clear()
-
-    def compared(run: Run) -> dict[tuple[Key, int], float]:
-        traces, own = (dict(enumerate(one.traces)) for one in (run, expected))
-        found = differences(traces, own, typical=typical)
-        for i, (one, two) in enumerate(zip(run.outputs, expected.outputs, strict=True)):
-            relative = relative_logits if one.shape[-1] > 1 and not run.logits else relative_difference
-            found[_OUTPUT, i] = relative(one, two, typical=typical)
-        for i, (one, two) in enumerate(zip(run.logits, expected.logits, strict=True)):
-            found[_LOGITS, i] = relative_logits(one, two, typical=typical)
-        return found
-
-    forward, first = worst(compared(actual), compared(rounded), dtype)
-    gradients = None
-    if sum(norms):
-        by_other, by_rounding = (relative_gradients(by, norms) for by in (by_other, by_rounding))
-        gradients = find_worst_gradient(subject.dimensions, by_other, by_rounding, dtype)
-    return Found(forward, first, gradients)
-
-
 def apart(run: Run, expected: Run) -> float:
     """Return the largest relative difference of a document's output."""
-    pairs = zip(run.outputs, expected.outputs, strict=True)
-    return max(relative_difference(one, two) for one, two in pairs)
+    return max(relative_difference(run.outputs[i], own) for i, own in expected.outputs.items())

@@ -5,6 +5,8 @@ Both run without pads, which `unpadding.py` has proven. The control is a run in 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from ..layout.shared_rows import SHORTEST
@@ -12,7 +14,9 @@ from ..patching.apply import PatchState
 from ..patching.inspect import find_backbone, inner_model, known_ids, max_positions
 from .compare import relative_difference
 from .documents import draw_documents
-from .padded_runs import Comparison, compare_runs
+from .engine import Run, compare
+from .following import Trace
+from .padded_runs import PaddedProbe
 from .subject import Subject
 from .unpadding_report import SharingReport
 
@@ -39,21 +43,26 @@ def measure_sharing(subject: Subject, state: PatchState, known: torch.Tensor, se
     branches = [min(length, room or length) for length in _BRANCHES]
     lengths = [_PREFIX, *branches, _OTHER]
     (prefix, *rest, other), _ = draw_documents(lengths, known, known_ids(inner_model(subject.model)), seed)
-    comparison = Comparison(subject, state, [*(torch.cat([prefix, ids]) for ids in rest), other], seed)
-    rows = comparison.rows(left=False)
-    call = comparison.batch(rows)
-    found = compare_runs(
+    probe = PaddedProbe(subject, state, [*(torch.cat([prefix, ids]) for ids in rest), other], seed)
+    rows = probe.rows(left=False)
+    call = probe.batch(rows)
+
+    def separate(sign: float | None, handed: Mapping[int, Trace]) -> Run:
+        return probe.run(call, rows, unpad=True, sign=sign, handed=handed)
+
+    found = compare(
         subject,
-        lambda sign, off, handed: comparison.run(call, rows, unpad=True, sign=sign, off=off, handed=handed),
-        lambda sign, handed: comparison.run(call, rows, unpad=True, shared=True, sign=sign, handed=handed),
+        separate,
+        [lambda sign, handed: probe.run(call, rows, unpad=True, shared=True, sign=sign, handed=handed)],
+        rounding=separate,
     )
-    alone, first = comparison.run(call, rows, unpad=True), rest[0]
+    alone, first = probe.run(call, rows, unpad=True), rest[0]
     # The control: one document of prefix, first and last branch, in which the last branch sees the first.
-    tokens = torch.cat([prefix, first, rest[-1]])[None].to(comparison.device)
+    tokens = torch.cat([prefix, first, rest[-1]])[None].to(probe.device)
     own = torch.cat([torch.arange(len(prefix)), torch.arange(len(prefix) + len(first), tokens.shape[1])])
     with torch.no_grad(), state.unpadding.unshared():
-        states, _ = comparison.score({"input_ids": tokens}, (1, tokens.shape[1]), own[-1:])
-        (seeing,) = comparison.documents_of(states, [own], tokens.shape)
+        states, _ = probe.score({"input_ids": tokens}, (1, tokens.shape[1]), own[-1:])
+        (seeing,) = probe.documents_of(states, [own], tokens.shape)
     gradients = found.gradients
     return SharingReport(
         difference=found.forward.difference,

@@ -12,7 +12,7 @@ Shape letters: B rows, L row length, T true tokens, n tokens of a document, V vo
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,9 @@ from ..patching.inspect import find_backbone, inner_model, known_ids, max_positi
 from ..runtime.compile import uncompiled
 from ..runtime.zero3 import gradients_taken
 from .documents import draw_documents, known_tokens
-from .padded_runs import Comparison, Found, apart, compare_runs
+from .engine import Comparison, Run, compare
+from .following import Trace
+from .padded_runs import PaddedProbe, apart
 from .quiet import quiet
 from .sharing import measure_sharing
 from .subject import Subject, compute_dtype
@@ -75,38 +77,39 @@ def check_unpadding(
             subject, most = Subject(model, state, parts, None), max_positions(find_backbone(model, state.patch))
             lengths = [min(length, most or length) for length in _LENGTHS]
             tokens, _ = draw_documents(lengths, known, known_ids(inner_model(model)), seed)
-            report = _measure(Comparison(subject, state, tokens, seed))
+            report = _measure(PaddedProbe(subject, state, tokens, seed))
             report["sharing"] = measure_sharing(subject, state, known, seed)
     finally:
         vars(state.unpadding).update(counted)
     return UnpaddingReport(**report, seconds=round(time.perf_counter() - started, 3))
 
 
-def _measure(comparison: Comparison) -> dict[str, Any]:
-    subject = comparison.subject
-    sides = [_compare_side(comparison, left=False), _compare_side(comparison, left=True)]
-    if sides[1].excess > 1 and comparison.positions:  # let the model make its own positions: some begin at 2
-        sides[1] = _compare_side(comparison, left=True, positions=False)
-    if not comparison.unpadding.calls:
+def _measure(probe: PaddedProbe) -> dict[str, Any]:
+    subject = probe.subject
+    sides = [_compare_side(probe, left=False), _compare_side(probe, left=True)]
+    if sides[1].excess > 1 and probe.positions:  # let the model make its own positions: some begin at 2
+        sides[1] = _compare_side(probe, left=True, positions=False)
+    if not probe.unpadding.calls:
         raise UnsupportedModel(
             f"{type(inner_model(subject.model)).__name__} passes its backbone no attention_mask.",
             why=["a padded batch without its mask cannot be told from one without pads"],
             do="Train it padded, or pack it: trl_packfa.patch(model) without unpad.",
         )
-    rows = comparison.rows(left=True)
-    call = comparison.batch(rows)
+    rows = probe.rows(left=True)
+    call = probe.batch(rows)
     against, seen = "padded", 0.0
     found = max(sides, key=lambda side: side.excess)
     # The model's own padded rows may be wrong: state may run through pads, or frequencies depend on the longest row.
     if subject.anywhere(not found.excess <= 1):
-        alone = compare_runs(
+        alone = compare(
             subject,
-            lambda sign, off, handed: comparison.alone(sign=sign, off=off, handed=handed),
-            lambda sign, handed: comparison.run(call, rows, unpad=True, sign=sign, handed=handed),
+            lambda sign, handed: probe.alone(sign=sign, handed=handed),
+            [lambda sign, handed: probe.run(call, rows, unpad=True, sign=sign, handed=handed)],
+            rounding=lambda sign, handed: probe.alone(sign=sign, handed=handed),
         )
         if alone.excess <= 1:
             against, seen, found = "alone", found.forward.difference, alone
-    plain = comparison.run(call, rows, unpad=True)
+    plain = probe.run(call, rows, unpad=True)
     return {
         "difference": found.forward.difference,
         "allowed": found.forward.allowed,
@@ -114,28 +117,33 @@ def _measure(comparison: Comparison) -> dict[str, Any]:
         "gradients_allowed": found.gradients and found.gradients.allowed,
         "against": against,
         "pads_seen": seen,
-        "unshifted": apart(comparison.run(call, rows, unpad=False), plain),
-        "control": apart(comparison.run(comparison.batch(rows, masked=False), rows, unpad=False), plain),
+        "unshifted": apart(probe.run(call, rows, unpad=False), plain),
+        "control": apart(probe.run(probe.batch(rows, masked=False), rows, unpad=False), plain),
         "first": found.first,
         "first_gradient": found.gradients.where
         if found.gradients is not None and found.gradients.excess > 1
         else None,
-        "dtype": str(compute_dtype(subject.model, plain.outputs[0].dtype)).removeprefix("torch."),
+        "dtype": str(compute_dtype(subject.model, plain.dtype)).removeprefix("torch."),
     }
 
 
-def _compare_side(comparison: Comparison, *, left: bool, positions: bool = True) -> Found:
+def _compare_side(probe: PaddedProbe, *, left: bool, positions: bool = True) -> Comparison:
     """Compare rows padded on one side, with their pads and without.
 
     Left-padded rows with pads get positions that count from each row's first token, if the model takes positions.
     """
-    rows = comparison.rows(left=left)
-    call = comparison.batch(rows)
+    rows = probe.rows(left=left)
+    call = probe.batch(rows)
     reference = dict(call)
-    if left and positions and comparison.positions:
-        reference["position_ids"] = rows.position_ids(comparison.device)
-    return compare_runs(
-        comparison.subject,
-        lambda sign, off, handed: comparison.run(reference, rows, unpad=False, sign=sign, off=off, handed=handed),
-        lambda sign, handed: comparison.run(call, rows, unpad=True, sign=sign, handed=handed),
+    if left and positions and probe.positions:
+        reference["position_ids"] = rows.position_ids(probe.device)
+
+    def padded(sign: float | None, handed: Mapping[int, Trace]) -> Run:
+        return probe.run(reference, rows, unpad=False, sign=sign, handed=handed)
+
+    return compare(
+        probe.subject,
+        padded,
+        [lambda sign, handed: probe.run(call, rows, unpad=True, sign=sign, handed=handed)],
+        rounding=padded,
     )

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from ..packing import BFD, BFD_SPLIT, MINIBATCH, PADDED, STEP
-from ..training.batching import FREE, Batching
-from ..training.epoch_plan import EpochPlan, plan_epoch
-from ..training.memory import RESERVED, SLACK, Memory, estimate
-from ..training.what_fits import operations
+from ..trainers.common.batching import FREE, Batching
+from ..trainers.sft.epoch_plan import EpochPlan, plan_epoch
+from ..trainers.sft.memory import RESERVED, SLACK, Memory, estimate
+from ..trainers.sft.what_fits import operations
 from .compare import total_steps
 from .report import Plan
 

@@ -9,11 +9,11 @@ import numpy as np
 
 from ..errors import InvalidConfig
 from ..packing import PADDED, STRATEGIES, PackingReport, Strategy, plan_overflow
-from ..training.batching import FREE, Batching
-from ..training.config import PackedSFTConfig
-from ..training.dataset import Tokens
-from ..training.epoch_plan import EpochPlan, plan_epoch
-from ..training.step_packing import require_budget, require_whole
+from ..trainers.common.batching import FREE, Batching
+from ..trainers.common.dataset import Tokens
+from ..trainers.common.step_cutting import require_budget, require_whole
+from ..trainers.sft.config import PackedSFTConfig
+from ..trainers.sft.epoch_plan import EpochPlan, plan_epoch
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..packing import MINIBATCH, PADDED, STEP, Strategy
 from ..plotting import draw_row, require_matplotlib
-from ..training.batching import FREE, Batching
+from ..trainers.common.batching import FREE, Batching
 from .report import Plan
 
 if TYPE_CHECKING:

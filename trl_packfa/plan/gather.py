@@ -16,11 +16,12 @@ from trl import SFTTrainer
 
 from ..errors import InvalidConfig, InvalidDataset
 from ..packing import TrainedTokens
-from ..training.chat_templates import left_out_by_template
-from ..training.config import PackedSFTConfig
-from ..training.contents import require_whole
-from ..training.dataset import TEXT_COLUMNS, Tokens, read_tokens, require_usable
-from ..training.preflight import load_tokenizer, require_tokenizer
+from ..trainers.common.chat_templates import left_out_by_template
+from ..trainers.common.dataset import TEXT_COLUMNS, Tokens, read_tokens
+from ..trainers.common.dataset_checks import require_whole
+from ..trainers.common.preflight import load_tokenizer, require_tokenizer
+from ..trainers.sft.config import PackedSFTConfig
+from ..trainers.sft.raw_dataset import require_usable
 
 
 @dataclass(frozen=True)

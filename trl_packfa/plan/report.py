@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from ..packing import PADDED
-from ..training.config import PackedSFTConfig
-from ..training.memory import FORMULA, Memory
-from ..training.model_shape import ModelShape
+from ..trainers.sft.config import PackedSFTConfig
+from ..trainers.sft.memory import FORMULA, Memory
+from ..trainers.sft.model_shape import ModelShape
 from .compare import Outcome, speed_up, total_steps
 from .gather import Source
 

@@ -12,11 +12,11 @@ from trl import DatasetMixtureConfig, ScriptArguments
 from ..errors import InvalidConfig
 from ..plotting import require_matplotlib
 from ..terminal.progress import a_line_per_thing
-from ..training.batching import FREE
-from ..training.config import PackedSFTConfig
-from ..training.memory import estimate, without_checkpointing
-from ..training.parsing import ColumnChoice, parse
-from ..training.script import train_dataset
+from ..trainers.common.batching import FREE
+from ..trainers.common.parsing import ColumnChoice, parse
+from ..trainers.sft.config import PackedSFTConfig
+from ..trainers.sft.memory import estimate, without_checkpointing
+from ..trainers.sft.script import train_dataset
 from .advise import advise
 from .compare import compare
 from .gather import Source, lengths_from_file, read_documents

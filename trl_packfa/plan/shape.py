@@ -6,10 +6,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..errors import InvalidConfig, PackingError
-from ..training.config import PackedSFTConfig
-from ..training.model_loading import init_kwargs
-from ..training.model_shape import ModelShape, shape_of
-from ..training.validation import refuse_model
+from ..trainers.common.model_loading import init_kwargs
+from ..trainers.common.validation import refuse_model
+from ..trainers.sft.config import PackedSFTConfig
+from ..trainers.sft.model_shape import ModelShape, shape_of
 
 
 def read_shape(args: PackedSFTConfig) -> ModelShape:

@@ -9,7 +9,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from ..training.memory import FORMULA
+from ..trainers.sft.memory import FORMULA
 from .report import Plan
 
 _BINS, _BAR = 14, 40

@@ -1,7 +1,3 @@
-"""TRL's trainers without padding: `padding_free` for any of them, and subclasses of three that also re-cut steps.
-
-`models` finds the models of a trainer, `padding_free` patches them, `run` reports, `first_call` checks the first
-batch, `collating` counts rows on the host. `dpo`, `reward` and `kto` hold the packed trainers and their configs, and
-`packed` their common base. `cutting` deals pairs to micro-batches, `recutting` runs them, `replaying` passes the
-model's recorded outputs to TRL's loss for its metrics.
+"""The trainers: `common/` serves all of them, `sft/` is `PackedSFTTrainer`, `padding_free/` runs TRL's trainers
+without padding, `preference/` holds the packed DPO, KTO and reward trainers.
 """

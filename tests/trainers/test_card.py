@@ -1,0 +1,65 @@
+"""The model card's section on packing."""
+
+import dataclasses
+
+import tiny
+from training import arguments, packed_trainer
+
+from trl_packfa.trainers.common.model_card import add_section, packing_section
+
+
+def test_the_card_of_a_checkpoint_says_how_it_was_packed_and_what_proves_it(tmp_path):
+    trainer = packed_trainer(arguments(out=tmp_path, save_strategy="steps", save_steps=3, max_length=48))
+    trainer.train()
+    card = (tmp_path / "README.md").read_text()
+    section = card.split("## Packing\n")[1].split("\n## ")[0]
+    proof = trainer.exactness
+    for part in ('packing_strategy="step"', "max_length=48", "verdict `exact`", f"level `{proof.level}`",
+                 f"attention backend `{proof.backend}`", f"isolation {proof.isolation:.1e}", "documents 48",
+                 f"transformers {proof.versions['transformers']}"):  # fmt: skip
+        assert part in section, part
+    assert card.index("## Training procedure") < card.index("## Packing") < card.index("## Citations")
+    trainer.create_model_card()
+    assert (tmp_path / "README.md").read_text().count("## Packing") == 1
+    assert "- trl-packfa\n" in card.split("---")[1], "the tag"
+
+
+def test_a_card_without_proof_says_so(tmp_path):
+    trainer = packed_trainer(arguments(out=tmp_path, check_packing=False))
+    assert "Exactness: not checked before training" in packing_section(trainer.args.card_settings, {}, None)
+    trainer.create_model_card()
+    assert "not checked before training" in (tmp_path / "README.md").read_text()
+
+
+def test_the_verdict_on_the_card_is_the_reports(tmp_path):
+    """The negative control: a report of a leak does not read as exact."""
+    trainer = packed_trainer(arguments(out=tmp_path))
+    leak = dataclasses.replace(trainer.prove(), isolation=1.0)
+    assert "verdict `leak`" in packing_section(trainer.args.card_settings, {}, leak)
+
+
+def test_padded_training_has_trls_card(tmp_path):
+    trainer = packed_trainer(arguments(out=tmp_path, packing=False))
+    trainer.create_model_card()
+    assert "## Packing" not in (tmp_path / "README.md").read_text()
+
+
+def test_a_section_is_appended_where_a_card_has_no_citations(tmp_path):
+    card = tmp_path / "README.md"
+    card.write_text("# Model\n")
+    for section in ("## Packing\n\nfirst\n", "## Packing\n\nsecond\n"):
+        add_section(tmp_path, section)
+    assert card.read_text() == "# Model\n\n## Packing\n\nsecond\n"
+
+
+def test_a_local_model_has_its_name_and_a_checkpoint_the_runs_card(tmp_path):
+    """TRL calls a folder None, PEFT writes an empty template beside each checkpoint's adapter."""
+    model = tiny.model(layers=1)
+    model.config._name_or_path = str(tmp_path / "my-base")
+    (tmp_path / "my-base").mkdir()
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2, "check_packing": False}
+    packed_trainer(arguments(out=tmp_path, **options), model=model).train()
+    card = (tmp_path / "README.md").read_text()
+    assert "fine-tuned version of `my-base`, a local folder" in card and "None" not in card
+    assert str(tmp_path) not in card.split("## Packing")[0]
+    assert (tmp_path / "checkpoint-2" / "README.md").read_text() == card

@@ -1,0 +1,130 @@
+"""Arguments that contradict each other are refused at construction, with values, reason and remedy."""
+
+import dataclasses
+
+import pytest
+from transformers import TrainingArguments
+from trl import ModelConfig, SFTConfig, get_peft_config, get_quantization_config
+
+from trl_packfa import PackedSFTConfig
+from trl_packfa.errors import InvalidConfig, NoBackend, PackingError
+
+
+def config(tmp="out", **options):
+    return PackedSFTConfig(tmp, use_cpu=True, bf16=options.pop("bf16", False), **options)
+
+
+def test_without_a_gpu_float32_is_meant(monkeypatch):
+    monkeypatch.setattr("trl_packfa.trainers.common.config.is_torch_bf16_gpu_available", lambda: False)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    assert PackedSFTConfig("out").bf16 is False and PackedSFTConfig("out").dtype == "float32"
+    with pytest.raises(ValueError, match="doesn't support bf16"):
+        PackedSFTConfig("out", bf16=True)
+    assert PackedSFTConfig("out", bf16=True, use_cpu=True).bf16 and PackedSFTConfig("out", use_cpu=True).bf16
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: "cuda")
+    with pytest.raises(InvalidConfig, match=r"no bfloat16(.|\n)*fp16=True"):
+        PackedSFTConfig("out")
+
+
+def test_every_field_of_trls_configs_is_there_with_help():
+    ours = {f.name: f for f in dataclasses.fields(PackedSFTConfig)}
+    for theirs in (SFTConfig, ModelConfig):
+        assert {f.name for f in dataclasses.fields(theirs)} <= ours.keys()
+    own = ours.keys() - {f.name for c in (SFTConfig, ModelConfig) for f in dataclasses.fields(c)}
+    assert own == {
+        "loss_by",
+        "loss_weighting",
+        "max_tokens_per_microbatch",
+        "fused_lora",
+        "fused_kernels",
+        "peak_tflops",
+        "overflow",
+        "check_packing",
+        "attention_backend",
+    }
+    assert all(ours[name].metadata.get("help") for name in own)
+
+
+def test_defaults_pack_and_adapt():
+    args = config()
+    assert (args.packing, args.packing_strategy, args.use_peft, args.check_packing) == (True, "step", True, True)
+    assert get_peft_config(args).target_modules == "all-linear"
+    assert get_quantization_config(args) is None
+    assert args.dtype == "float32"
+
+
+def test_output_dir_is_the_first_argument_as_in_trl():
+    assert PackedSFTConfig("somewhere", use_cpu=True).output_dir == "somewhere"
+
+
+def test_nothing_is_pinned_for_a_cpu():
+    """torch warns of it once an epoch; transformers thinks of it where `use_cpu` says so."""
+    assert SFTConfig("out", bf16=False).dataloader_pin_memory
+    args = PackedSFTConfig("out", bf16=False)
+    assert args.dataloader_pin_memory is (args.device.type != "cpu")
+
+
+def test_qlora_computes_in_the_training_dtype():
+    assert config(load_in_4bit=True, bf16=True).dtype == "bfloat16"
+    assert config(load_in_4bit=True).dtype == "float32"
+    assert config(load_in_4bit=True, dtype="float16").dtype == "float16"
+
+
+def test_bfd_split_is_bfd_that_splits():
+    assert config(packing_strategy="bfd_split").overflow == "split"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"packing": False, "packing_strategy": "bfd"}, "packing=False, but packing_strategy='bfd'"),
+        ({"packing_strategy": "bfd", "max_length": None}, r"fills rows of max_length tokens, max_length is None"),
+        ({"packing_strategy": "wrap"}, r"'wrap' does not exist(.|\n)*'step', 'minibatch', 'bfd'"),
+        ({"overflow": "cut"}, r"overflow='cut' does not exist(.|\n)*'truncate', 'split'"),
+        ({"max_length": 1}, "a document needs two tokens"),
+        ({"max_tokens_per_microbatch": 0}, "max_tokens_per_microbatch=0: a document needs two tokens"),
+        ({"max_tokens_per_microbatch": 9, "packing_strategy": "bfd"}, "has no effect under packing_strategy='bfd'"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "both decide how a step is cut"),
+        ({"use_peft": False, "load_in_4bit": True}, "quantized weights cannot be trained"),
+        ({"lora_target_modules": ["q_proj", "lm_head"]}, "lora_target_modules names 'lm_head'"),
+        (
+            {"packing_strategy": "bfd", "train_sampling_strategy": "group_by_length"},
+            "has nothing to order under packing_strategy='bfd'",
+        ),
+        ({"packing_strategy": "bfd", "dataloader_drop_last": True}, "dataloader_drop_last=True has nothing to drop"),
+        ({"packing_strategy": "wrapped", "overflow": "drop"}, "overflow='drop' has no effect under .*'wrapped'"),
+        ({"truncation_mode": "keep_end"}, "truncation_mode='keep_end' with packing: documents are cut at their end"),
+        ({"max_tokens_per_microbatch": -5}, "max_tokens_per_microbatch=-5: a document needs two tokens"),
+    ],
+)
+def test_contradictions_are_refused(options, message):
+    with pytest.raises(InvalidConfig, match=message):
+        config(**options)
+    assert issubclass(InvalidConfig, PackingError) and issubclass(PackingError, ValueError)
+
+
+def test_unknown_backend_is_refused():
+    with pytest.raises(NoBackend, match="no attention backend 'fa2'"):
+        config(attention_backend="fa2")
+
+
+def test_other_arguments_are_taken_over():
+    plain = SFTConfig(
+        "o",
+        learning_rate=3e-4,
+        max_length=77,
+        eos_token="</s>",
+        hub_token="x",
+        use_cpu=True,
+        bf16=False,
+        padding_free=True,
+    )
+    args = PackedSFTConfig.from_args(plain)
+    assert (args.learning_rate, args.max_length, args.packing, args.packing_strategy) == (3e-4, 77, True, "step")
+    assert (args.eos_token, args.hub_token) == ("</s>", "x"), "to_dict() would have masked them"
+    packed = SFTConfig("o", packing=True, packing_strategy="bfd_split", use_cpu=True, bf16=False)
+    assert PackedSFTConfig.from_args(packed).packing_strategy == "bfd_split"
+    bare = TrainingArguments("o", learning_rate=1e-3, use_cpu=True)
+    assert PackedSFTConfig.from_args(bare).learning_rate == 1e-3
+    assert PackedSFTConfig.from_args(args) is args

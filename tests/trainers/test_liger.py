@@ -1,0 +1,53 @@
+"""`use_liger_kernel=True`: Liger's own patch of a model is made before ours, so that the proof is of what trains."""
+
+from types import MethodType
+
+import pytest
+from training import arguments, losses, packed_trainer
+
+from trl_packfa.errors import InvalidConfig
+from trl_packfa.trainers.common import liger
+from trl_packfa.trainers.sft import exactness_gate
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """A Liger that puts forwards on instances, as the real one does; when it is applied, proven, run."""
+    events = []
+
+    def forward(self, hidden_states):
+        events.append("norm") if events[-1] != "norm" else None
+        return type(self).forward(self, hidden_states)
+
+    def apply(model, config):
+        assert config == {"fused_linear_cross_entropy": False}, "TRL's choice"
+        events.append("applied")
+        for module in model.modules():
+            if type(module).__name__ == "LlamaRMSNorm":
+                module.forward = MethodType(forward, module)
+
+    check = exactness_gate.check
+    monkeypatch.setattr(liger, "apply_liger_kernel", apply)
+    monkeypatch.setattr(liger, "is_liger_kernel_available", lambda: True)
+    monkeypatch.setattr(
+        "transformers.trainer.apply_liger_kernel", lambda *args: pytest.fail("applied after the proof")
+    )
+    monkeypatch.setattr(exactness_gate, "check", lambda *a, **k: events.append("proven") or check(*a, **k))
+    return events
+
+
+@pytest.mark.filterwarnings("ignore:`use_liger_kernel=True` is deprecated:FutureWarning")
+def test_liger_is_applied_once_and_proven(events):
+    args = arguments(use_liger_kernel=True, max_steps=2, eval_strategy="steps", eval_steps=1)
+    trainer = packed_trainer(args, eval_dataset=packed_trainer(arguments()).train_dataset)
+    assert events.index("applied") == 0, "before anything runs"
+    trainer.train()
+    assert "proven" in events and events[events.index("proven") + 1] == "norm", "the proof runs Liger's forwards"
+    assert events.count("applied") == 1 and trainer.exactness.is_exact and len(losses(trainer)) == 2
+    assert trainer.args.use_liger_kernel, "as it was asked for: checkpoints say so"
+
+
+def test_liger_that_is_not_there_is_refused_before_anything_is_loaded(monkeypatch):
+    monkeypatch.setattr(liger, "is_liger_kernel_available", lambda: False)
+    with pytest.raises(InvalidConfig, match=r"use_liger_kernel=True, but liger-kernel is not installed.\npip install"):
+        packed_trainer(arguments(use_liger_kernel=True))

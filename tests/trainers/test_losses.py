@@ -1,0 +1,268 @@
+"""What of a batch enters a loss besides its tokens: the padded run's, or refused."""
+
+import pytest
+import tiny
+import torch
+from datasets import Dataset
+from selection import in_full
+from tiny_models import small_model
+from tolerance import assert_trajectory, assert_weights
+from training import arguments, dataset, losses, packed_trainer
+from trl import SFTConfig, SFTTrainer
+
+from trl_packfa import DataCollatorForPacking, PackedSFTConfig, PackedSFTTrainer
+from trl_packfa.errors import InvalidConfig, UnsupportedModel
+from trl_packfa.runtime.neftune import EmbeddingNoise
+from trl_packfa.trainers.common.batching import FREE, KEPT, TOGETHER
+from trl_packfa.trainers.common.padded_batch_map import Origins
+from trl_packfa.trainers.common.step_cutting import how_to_cut
+
+PLAIN = {
+    "optim": "sgd",
+    "learning_rate": 1e-2,
+    "max_grad_norm": 0,
+    "lr_scheduler_type": "constant",
+    "gradient_accumulation_steps": 3,
+    "max_steps": 3,
+    "max_length": 96,
+}
+
+
+def pair(tmp_path, *, strategy="step", model=lambda: tiny.model(layers=2), compute_loss_func=None, **options):
+    """TRL's padded trainer and ours, trained."""
+    options, trainers = {**PLAIN, "out": tmp_path, **options}, []
+    ours = {"packing_strategy": strategy, "use_peft": False, "check_packing": False}
+    for cls, args in ((SFTTrainer, arguments(SFTConfig, **options)), (PackedSFTTrainer, arguments(**ours, **options))):
+        trainers.append(
+            cls(model(), args, train_dataset=dataset(), eval_dataset=dataset(10, seed=5),
+                processing_class=tiny.tokenizer(), compute_loss_func=compute_loss_func)
+        )  # fmt: skip
+        trainers[-1].train()
+    return trainers
+
+
+def assert_same(padded, packed):
+    assert_trajectory(losses(packed), losses(padded))
+    weights = [{name: p.detach() for name, p in t.model.named_parameters()} for t in (packed, padded)]
+    assert_weights(*weights)
+    assert_trajectory([packed.evaluate()["eval_loss"]], [padded.evaluate()["eval_loss"]])
+
+
+# Some that train nothing: of no label, of one token, of a label that nothing precedes.
+UNTRAINED = [
+    {"input_ids": ids, "labels": labels}
+    for i in range(12)
+    for ids, labels in [
+        ([5, 6 + i, 7, 8], [-100, 6 + i, 7, 8]),
+        ([5, 6, 7, 8 + i] * (1 + i % 3), [-100] * 4 * (1 + i % 3)),
+        ([9 + i], [9 + i]),
+        ([5 + i] * (2 + i), [-100] + [5 + i] * (1 + i)),
+        ([7, 8 + i, 9], [7, -100, -100]),
+    ][: 2 + i % 4]
+]
+
+
+@pytest.mark.parametrize("strategy", ["step", "minibatch"])
+@pytest.mark.parametrize("max_length", [96, 5, None])
+def test_documents_that_train_nothing_keep_their_place_in_the_padded_runs_batches(tmp_path, strategy, max_length):
+    """In training and in evaluation, a mean over batches. TRL drops those without a label within max_length."""
+    args = {**PLAIN, "max_length": max_length, "out": tmp_path, "per_device_eval_batch_size": 3}
+    data, trainers = Dataset.from_list(UNTRAINED), []
+    ours = {"packing_strategy": strategy, "use_peft": False}
+    for cls, config in ((SFTTrainer, arguments(SFTConfig, **args)), (PackedSFTTrainer, arguments(**ours, **args))):
+        given = {"train_dataset": data, "eval_dataset": {"a": data}, "processing_class": tiny.tokenizer()}
+        trainers.append(cls(tiny.model(layers=2), config, **given))
+        trainers[-1].train()
+    padded, packed = trainers
+    assert len(packed.train_dataset) == len(padded.train_dataset) < len(UNTRAINED) or max_length is None
+    assert_trajectory(losses(packed), losses(padded))
+    evaluated = [trainer.evaluate()["eval_a_loss"] for trainer in (packed, padded)]
+    assert_trajectory(evaluated[:1], evaluated[1:])
+    trained_only = packed.evaluate(data.filter(lambda row: any(label != -100 for label in row["labels"][1:])))
+    with pytest.raises(AssertionError, match="worst step"):  # the control: without them batches are others
+        assert_trajectory([trained_only["eval_loss"]], evaluated[1:])
+
+
+LOSSES = {
+    "nll": {},
+    "dft": {"loss_type": "dft"},
+    "chunked_nll": {"loss_type": "chunked_nll"},
+    "label smoothing": {"label_smoothing_factor": 0.1},
+    "dft, label smoothing": {"loss_type": "dft", "label_smoothing_factor": 0.1},
+    "all tokens": {"completion_only_loss": False},
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("strategy", ["step", *in_full("minibatch")])
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_of_trls_is_the_padded_runs(tmp_path, name, strategy):
+    assert_same(*pair(tmp_path, strategy=strategy, pad_to_multiple_of=16, **LOSSES[name]))
+
+
+def test_negative_control_another_loss_is_another_run(tmp_path):
+    plain, _ = pair(tmp_path)
+    _, smoothed = pair(tmp_path, label_smoothing_factor=0.1)
+    with pytest.raises(AssertionError, match="worst step"):
+        assert_trajectory(losses(smoothed), losses(plain))
+
+
+# Means over each micro-batch -----------------------------------------------------------------------------------------
+
+
+def means():
+    """A model whose forward takes no `num_items_in_batch`, as it tells the Trainer (Gemma 4 does)."""
+    model = tiny.model(layers=2)
+    model.accepts_loss_kwargs = False
+    return model
+
+
+def test_a_mean_over_each_micro_batch_keeps_the_padded_cuts(tmp_path):
+    padded, packed = pair(tmp_path, model=means)
+    assert packed._cutter.how == KEPT
+    assert_same(padded, packed)
+    assert [h["micro_batches"] for h in packed.state.log_history if "micro_batches" in h] == [3, 3, 3]
+    assert packed.packing_plan["micro_batches_per_step"] == pytest.approx(3)
+
+
+def test_negative_control_cut_anew_the_means_are_others(tmp_path, monkeypatch):
+    monkeypatch.setattr("trl_packfa.trainers.sft.trainer.how_to_cut", lambda *args, **options: (FREE, ""))
+    padded, packed = pair(tmp_path, model=means)
+    with pytest.raises(AssertionError, match="worst step"):
+        assert_trajectory(losses(packed), losses(padded))
+
+
+def test_how_a_step_may_be_cut():
+    args = arguments()
+    assert how_to_cut(args, balances_experts=False) == (FREE, "")
+    assert how_to_cut(args, balances_experts=True)[0] == TOGETHER
+    assert how_to_cut(args, balances_experts=True, counts_tokens=False)[0] == KEPT
+    assert how_to_cut(args, balances_experts=False, own_loss=True)[0] == KEPT
+    by_rank = arguments(average_tokens_across_devices=False)
+    assert how_to_cut(by_rank, balances_experts=False) == (FREE, "")
+    assert how_to_cut(by_rank, balances_experts=False, world_size=2)[0] == KEPT
+
+
+# The user's own loss -------------------------------------------------------------------------------------------------
+
+
+def by_tokens(outputs, labels, num_items_in_batch=None):
+    logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    count = num_items_in_batch if num_items_in_batch is not None else (labels != -100).sum()
+    return torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum") / count
+
+
+def by_micro_batch(outputs, labels, num_items_in_batch=None):
+    """Not linear in what a micro-batch holds."""
+    return by_tokens(outputs, labels, (labels[:, 1:] != -100).sum()).sqrt()
+
+
+def by_row(outputs, labels, num_items_in_batch=None):
+    """Each row counts the same."""
+    return torch.stack(
+        [by_tokens(type(outputs)(logits=x[None]), y[None]) for x, y in zip(outputs.logits, labels, strict=True)]
+    ).mean()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("loss_func", [by_tokens, by_micro_batch])
+def test_a_users_loss_is_given_the_padded_runs_micro_batches(tmp_path, loss_func):
+    assert_same(*pair(tmp_path, compute_loss_func=loss_func))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_users_loss_of_rows_is_refused(tmp_path):
+    with pytest.raises(InvalidConfig, match=r"compute_loss_func by_row cannot be packed(.|\n)*padded, .* packed"):
+        packed_trainer(arguments(out=tmp_path), compute_loss_func=by_row)
+    with pytest.raises(InvalidConfig, match=r"it failed on logits and labels of two documents: AttributeError"):
+        packed_trainer(arguments(out=tmp_path), compute_loss_func=lambda outputs, labels, **_: outputs.loss.mean())
+    with pytest.raises(InvalidConfig, match="compute_loss_func with loss_weighting='example'"):
+        packed_trainer(arguments(out=tmp_path, loss_weighting="example"), compute_loss_func=by_tokens)
+
+
+# NEFTune -------------------------------------------------------------------------------------------------------------
+
+
+def loudest(trainer):
+    """By row of a training run, the ids that are no padding and the largest noise of each."""
+    table, found, step = trainer.model.get_input_embeddings(), [], trainer.training_step
+
+    def watch(module, inputs, output):
+        noise = (output - module.weight[inputs[0]]).detach().abs().amax(dim=-1)
+        found.extend((ids[ids != 0], row[ids != 0]) for ids, row in zip(inputs[0], noise, strict=True))
+
+    def training_step(*args, **kwargs):
+        if not watching:  # after the hook that makes the noise
+            watching.append(table.register_forward_hook(watch))
+        return step(*args, **kwargs)
+
+    watching, trainer.training_step = [], training_step
+    trainer.train()
+    return found
+
+
+def noisy(cls, config, tmp_path, **options):
+    args = arguments(config, tmp_path, neftune_noise_alpha=50.0, gradient_accumulation_steps=4, max_steps=2,
+                     per_device_train_batch_size=4, pad_to_multiple_of=16, **options)  # fmt: skip
+    return cls(tiny.model(layers=1), args, train_dataset=dataset(), processing_class=tiny.tokenizer())
+
+
+def ratios_of_noise(tmp_path, strategy):
+    """By document, the largest noise of a packed run over that of the padded run."""
+    padded = {tuple(ids.tolist()): noise.max() for ids, noise in loudest(noisy(SFTTrainer, SFTConfig, tmp_path))}
+    options = {"packing_strategy": strategy, "use_peft": False, "check_packing": False}
+    trainer = noisy(PackedSFTTrainer, PackedSFTConfig, tmp_path, **options)
+    lengths, compute_loss = [], trainer.compute_loss
+
+    def watch(model, inputs, **options):
+        layout = inputs["packed_layout"]
+        lengths.append(layout.lengths[: -1 if layout.padding else None])
+        return compute_loss(model, inputs, **options)
+
+    trainer.compute_loss = watch
+    ratios = []
+    for sizes, (ids, noise) in zip(lengths, loudest(trainer), strict=False):
+        documents = zip(ids.split(sizes), noise.split(sizes), strict=True)
+        ratios += [float(loud.max() / padded[tuple(one.tolist())]) for one, loud in documents]
+    assert len(ratios) == len(padded) == 32
+    return ratios
+
+
+@pytest.mark.parametrize("strategy", ["step", "minibatch"])
+def test_neftunes_noise_is_as_loud_as_in_the_padded_run(tmp_path, strategy):
+    """The largest of some hundred uniform draws is within a few per cent of their bound."""
+    assert max(abs(ratio - 1) for ratio in ratios_of_noise(tmp_path, strategy)) < 0.1
+
+
+def test_negative_control_transformers_noise_is_softer_in_packed_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(PackedSFTTrainer, "_add_noise", lambda self: None)
+    assert max(ratios_of_noise(tmp_path, "step")) < 0.9
+
+
+def test_the_noise_of_each_token_follows_its_padded_row():
+    noise, embedding = EmbeddingNoise(8.0), torch.nn.Embedding(9, 4096)
+    embedding.register_forward_hook(noise)
+    torch.nn.init.zeros_(embedding.weight)
+    ids = torch.ones((1, 3), dtype=torch.long)
+    noise.lengths = torch.tensor([[4, 16, 64]])
+    widest = embedding(ids).abs().amax(-1)
+    bound = 8.0 / (noise.lengths * 4096).sqrt()
+    assert bool((widest <= bound).all()) and bool((widest > 0.99 * bound).all())
+    noise.lengths = None
+    bound = torch.tensor(8.0 / (3 * 4096) ** 0.5)  # as transformers has it
+    assert 0.99 * bound < embedding(ids).abs().amax() <= bound
+    assert torch.equal(embedding.eval()(ids), torch.zeros(1, 3, 4096))
+
+
+def test_neftune_where_a_backbone_runs_by_document_is_refused(tmp_path):
+    with pytest.raises(UnsupportedModel, match="neftune_noise_alpha with model type 'roformer'"):
+        packed_trainer(arguments(out=tmp_path, neftune_noise_alpha=5.0), model=small_model("roformer"))
+
+
+def test_a_foreign_collators_batch_is_a_padded_micro_batch_too():
+    ours = DataCollatorForPacking()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+    expected = Origins.of_whole(ours)
+    assert expected == Origins(sizes=(3, 2), groups=(0, 0), tokens=(5,), longest=(3,))
+    del ours["packed_layout"]
+    assert Origins.of_whole(ours) == expected
+    assert Origins.of_whole({"input_ids": torch.ones((1, 4))}) == Origins((4,), (0,), (4,), (4,))

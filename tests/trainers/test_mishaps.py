@@ -1,0 +1,297 @@
+"""What goes wrong outside of the model: memory, disks, data, a loss that is no number, two runs in one folder."""
+
+import errno
+import os
+import resource
+import signal
+from contextlib import contextmanager
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from filelock import FileLock
+from training import SAVING, arguments, dataset, losses, packed_trainer, rows
+from transformers import TrainerCallback
+from trl_trainers import build_packed
+
+from trl_packfa.errors import CheckpointNotWritten, InvalidConfig, NonFiniteLoss
+from trl_packfa.trainers.common.checkpoint_files import last_whole_checkpoint
+from trl_packfa.trainers.common.guards import LOCK, LossWatch, only_run_in
+
+ONE_STEP = {"max_steps": 2, "check_packing": False}
+
+
+def failing_forward(trainer, error, *, at=0):
+    """Raise in the forward of this step."""
+    plain = trainer.compute_loss
+
+    def compute_loss(*args, **kwargs):
+        if trainer.state.global_step == at:
+            raise error
+        return plain(*args, **kwargs)
+
+    trainer.compute_loss = compute_loss
+    return trainer
+
+
+def notes(error):
+    return "\n".join([*getattr(error, "__notes__", []), str(error)])
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, MemoryError])
+def test_out_of_memory_says_which_budget_to_lower(kind, tmp_path):
+    args = arguments(out=tmp_path, max_tokens_per_microbatch=200, gradient_accumulation_steps=2, **ONE_STEP)
+    with pytest.raises(kind) as raised:
+        failing_forward(packed_trainer(args), kind("no memory")).train()
+    said = notes(raised.value)
+    assert "out of memory with a micro-batch of" in said
+    assert "Lower max_tokens_per_microbatch from 200 to" in said
+    tokens = int(said.split("micro-batch of ")[1].split()[0])
+    longest = int(said.split("longest document ")[1].split(")")[0])
+    lower = int(said.split("from 200 to ")[1].split(":")[0])
+    assert lower == max(longest, tokens // 2) < 200
+    again = packed_trainer(
+        arguments(out=tmp_path, max_tokens_per_microbatch=max(lower, 80), gradient_accumulation_steps=2, **ONE_STEP)
+    )
+    again.train()
+    assert len(losses(again)) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({"packing_strategy": "minibatch"}, "per_device_train_batch_size from 4 to 2 and raise gradient_accumulation"),
+        (
+            {"packing_strategy": "minibatch", "per_device_train_batch_size": 1},
+            "The micro-batch is one document: lower max_length to",
+        ),
+    ],
+)
+def test_out_of_memory_without_a_budget(options, advice, tmp_path):
+    with pytest.raises(MemoryError) as raised:
+        failing_forward(packed_trainer(arguments(out=tmp_path, **ONE_STEP, **options)), MemoryError("x")).train()
+    assert advice in notes(raised.value)
+
+
+def test_torchs_cpu_allocator_is_understood_and_other_errors_are_left_alone(tmp_path):
+    args = arguments(out=tmp_path, **ONE_STEP)
+    error = RuntimeError("DefaultCPUAllocator: can't allocate memory")
+    with pytest.raises(RuntimeError) as raised:
+        failing_forward(packed_trainer(args), error).train()
+    assert "max_tokens_per_microbatch" in notes(raised.value)
+    with pytest.raises(RuntimeError) as raised:
+        failing_forward(packed_trainer(args), RuntimeError("something else")).train()
+    assert notes(raised.value) == "something else"
+
+
+class Poison(TrainerCallback):
+    """Makes the weights NaN before a step."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if state.global_step + 1 == self.at:
+            next(p for p in model.parameters() if p.requires_grad).data.fill_(float("nan"))
+
+
+@pytest.mark.parametrize("strategy", ["step", "minibatch", "bfd"])
+def test_a_loss_that_is_no_number_names_step_and_documents(strategy, tmp_path):
+    args = arguments(
+        out=tmp_path, packing_strategy=strategy, max_length=80, max_steps=6, logging_steps=3, check_packing=False
+    )
+    trainer = packed_trainer(args)
+    trainer.add_callback(Poison(at=2))
+    with pytest.raises(NonFiniteLoss, match=r"the loss is nan at step 2") as raised:
+        trainer.train()
+    assert trainer.state.global_step == 3, "found when it was logged, without another wait"
+    assert "document of" in str(raised.value) and "tokens: '" in str(raised.value)
+    control = packed_trainer(args)
+    control.train()
+    assert len(losses(control)) == 2
+
+
+def test_the_watch_forgets_what_was_logged(tmp_path):
+    trainer = packed_trainer(arguments(out=tmp_path, max_steps=4, logging_steps=2, check_packing=False))
+    trainer.train()
+    assert not trainer._loss_watch.losses and not trainer._loss_watch.where
+
+
+def test_the_watch_looks_without_a_log_before_it_grows():
+    watch, batch = LossWatch(), {"input_ids": torch.ones(1, 4, dtype=torch.long)}
+    while not watch.is_full:
+        watch.add(1, batch, torch.tensor(1.0))
+    assert len(watch.losses) == 1024
+    watch.require_finite(None)
+    assert not watch.is_full
+
+
+@contextmanager
+def other_run_in(folder):
+    """A process that trains into the folder until it is killed."""
+    ready, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with only_run_in(folder):
+            os.write(tell, b"in")
+            signal.pause()
+    assert os.read(ready, 2) == b"in"
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_a_second_run_in_the_folder_is_refused(tmp_path):
+    trainer = packed_trainer(arguments(out=tmp_path, **SAVING))
+    with other_run_in(tmp_path):
+        with pytest.raises(InvalidConfig, match="another run is training into"):
+            trainer.train()
+        # without checkpoints there is nothing to fight over
+        packed_trainer(arguments(out=tmp_path, **ONE_STEP)).train()
+    trainer.train()  # the killed one has left no lock
+    assert (tmp_path / "checkpoint-4").exists()
+    assert not (tmp_path / LOCK).exists(), "a run that ends takes it away"
+    with only_run_in(tmp_path):
+        assert (tmp_path / LOCK).exists()
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_the_first_step(tmp_path):
+    """Root may write anywhere, so a file stands where the folder should be."""
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(InvalidConfig, match="cannot be written to"), only_run_in(blocked / "out"):
+        raise AssertionError("entered")
+
+
+def test_a_read_only_folder(tmp_path, monkeypatch):
+    def read_only(self, *args, **kwargs):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    trainer = packed_trainer(arguments(out=tmp_path, **SAVING))
+    monkeypatch.setattr(FileLock, "acquire", read_only)
+    with pytest.raises(InvalidConfig, match="cannot be written to: Read-only file system"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_a_full_disk_leaves_the_last_whole_checkpoint(tmp_path):
+    """The second checkpoint fails half way: the run says so, and resumes from the first with the same losses."""
+    saving = {**SAVING, "max_steps": 6}
+
+    def fresh(out):
+        torch.manual_seed(0)  # of the adapter
+        return packed_trainer(arguments(out=out, **saving))
+
+    trainer = fresh(tmp_path / "full")
+    saved = trainer.save_reports
+
+    def full(folder):
+        if "checkpoint-4" in str(folder):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        saved(folder)
+
+    trainer.save_reports = full
+    with pytest.raises(
+        CheckpointNotWritten, match=r"checkpoint-4 could not be written: (.|\n)*No space left(.|\n)*MB"
+    ):
+        trainer.train()
+    assert not (tmp_path / "full" / "checkpoint-4").exists(), "what there is of it takes the room that is missing"
+    resumed, straight = fresh(tmp_path / "full"), fresh(tmp_path / "straight")
+    resumed.train(resume_from_checkpoint=True)
+    straight.train()
+    assert losses(resumed) == losses(straight)
+
+
+def test_a_file_size_limit_stops_the_run_and_the_first_checkpoint_stays_whole(tmp_path):
+    """A real full disk as the kernel tells it: writes beyond a limit fail in the middle of a file."""
+
+    def limited():
+        trainer = packed_trainer(arguments(out=tmp_path, **SAVING))
+
+        class Limit(TrainerCallback):
+            def on_step_begin(self, args, state, control, **kwargs):
+                if state.global_step == 3:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+
+        trainer.add_callback(Limit())
+        try:
+            trainer.train()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with pytest.raises(CheckpointNotWritten, match=r"checkpoint-4 could not be written: .*(?i:large|I/O|write)"):
+            limited()
+    finally:
+        signal.signal(signal.SIGXFSZ, before)
+    assert last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+
+
+class Accumulate(TrainerCallback):
+    """Sets `gradient_accumulation_steps` after a step."""
+
+    def __init__(self, after, steps):
+        self.after, self.steps = after, steps
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.after:
+            args.gradient_accumulation_steps = self.steps
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize(("before", "after", "then"), [(2, 1, 4), (4, 1, 3)])
+def test_more_micro_batches_in_the_middle_of_a_step_are_refused(tmp_path, kind, before, after, then):
+    """The Trainer would make an optimizer step without a gradient, and leave one's gradients lying."""
+    options = {"gradient_accumulation_steps": before, "per_device_train_batch_size": 2, "max_steps": 4}
+    if kind == "sft":
+        trainer = packed_trainer(arguments(out=tmp_path, check_packing=False, **options))
+    else:
+        trainer = build_packed("dpo", tmp_path, check_packing=False, **options)
+    trainer.add_callback(Accumulate(after, then))
+    with pytest.raises(InvalidConfig, match=rf"changed to {then} while training, in the middle of a step"):
+        trainer.train()
+    assert trainer.state.global_step == after
+
+
+@pytest.mark.parametrize(("before", "after", "then"), [(2, 2, 4), (4, 1, 2)])
+def test_more_micro_batches_where_the_count_allows_it_are_trained(tmp_path, before, after, then):
+    """The same tokens in every step as under `minibatch`, whose micro-batches the Trainer counts itself."""
+    logged = []
+    for strategy in ("step", "minibatch"):
+        options = {"gradient_accumulation_steps": before, "per_device_train_batch_size": 2, "max_steps": 4}
+        trainer = packed_trainer(arguments(out=tmp_path, packing_strategy=strategy, check_packing=False, **options))
+        trainer.add_callback(Accumulate(after, then))
+        trainer.train()
+        logged.append([entry["num_tokens"] for entry in trainer.state.log_history if "loss" in entry])
+    assert logged[0] == logged[1] and len(logged[0]) == 4
+
+
+def test_a_corrupt_shard_is_an_error_before_the_first_step(tmp_path):
+    """A cached Arrow file that was cut short: opened with an error, never read as fewer documents."""
+    dataset(48).save_to_disk(tmp_path / "data")
+    shard = next((tmp_path / "data").glob("*.arrow"))
+    shard.write_bytes(shard.read_bytes()[:200])
+    with pytest.raises(Exception, match=r"(?i)arrow|expected|truncat|message|read|schema"):
+        packed_trainer(arguments(out=tmp_path), train_dataset=Dataset.load_from_disk(tmp_path / "data")).train()
+
+
+def dying(count=40):
+    for i, row in enumerate(rows(count)):
+        if i == 20:
+            os._exit(3)
+        yield row
+
+
+def test_a_loader_worker_that_dies_ends_the_run_with_its_name(tmp_path):
+    stream = IterableDataset.from_generator(dying)
+    args = arguments(
+        out=tmp_path, packing_strategy="minibatch", max_steps=20, dataloader_num_workers=1, check_packing=False,
+        max_length=80,
+    )  # fmt: skip
+    trainer = packed_trainer(args, train_dataset=stream)
+    with pytest.raises(RuntimeError, match=r"DataLoader worker .* exited unexpectedly"):
+        trainer.train()
+    assert trainer.state.global_step < 20

@@ -1,0 +1,153 @@
+"""What is asked before data and weights are loaded: one message each, and nothing loaded."""
+
+import json
+import os
+import re
+
+import pytest
+import tiny
+from datasets import Dataset
+from training import FORMATS, SAVING, arguments, losses, packed_trainer
+
+from trl_packfa.cli.main import main
+from trl_packfa.errors import InvalidConfig, InvalidDataset, MissingPackage
+from trl_packfa.trainers.common.preflight import checkpoint_to_resume
+from trl_packfa.trainers.sft import script as launch
+
+PLAIN = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' </s> ' }}{% endfor %}"
+
+
+def conversations():
+    return Dataset.from_list(FORMATS["messages"])
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Arguments of a run on a small saved model, whose template marks nothing, and conversations."""
+    tiny.model(layers=1).save_pretrained(tmp_path / "model")
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = PLAIN
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, FORMATS["messages"])))
+    (tmp_path / "file").write_text("")
+    return [
+        "train", "--model_name_or_path", str(tmp_path / "model"), "--dataset_name", str(tmp_path / "data.jsonl"),
+        "--output_dir", str(tmp_path / "out"), "--use_cpu", "true", "--bf16", "false", "--save_strategy", "no",
+        "--max_steps", "4", "--logging_steps", "1",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["--output_dir", "{}/file"], r"output_dir .*file cannot be written to(.|\n)*file is a file"),
+        (["--output_dir", "{}/file/out"], r"file/out cannot be written to: Not a directory\.\n  - .*file is a"),
+        (["--output_dir", "/proc/none/out"], r"output_dir /proc/none/out cannot be written to: No such file"),
+        (["--resume_from_checkpoint", "{}/none"], r"that is no checkpoint\.\n  - no such folder\nName .* 'last'"),
+        (["--resume_from_checkpoint", "{}"], r"that is no checkpoint\.\n  - the folder has no trainer_state.json"),
+        (["--resume_from_checkpoint", "true"], r"no whole checkpoint to resume from in .*out"),
+        (["--resume_from_checkpoint", "Last"], r"no whole checkpoint to resume from in .*out"),
+        (["--report_to", "tensorboard"], r"'tensorboard': its package is not installed(.|\n)*report_to='none'"),
+        (["--report_to", "tensorbord"], r"report_to='tensorbord' does not exist(.|\n)*tensorboard"),
+        (
+            ["--assistant_only_loss", "true"],
+            r"nothing marks the assistant's tokens(.|\n)*cannot add them\n  - TRL can mark the unchanged templates of "
+            r".*llama3, .*qwen3, (.|\n)*Leave assistant_only_loss off",
+        ),
+    ],
+)  # fmt: skip
+def test_one_message_before_data_and_weights(asked, said, command, tmp_path, monkeypatch, capsys):
+    def loaded(*args, **kwargs):
+        raise AssertionError("data was loaded")
+
+    monkeypatch.setattr(launch, "load_dataset_dict", loaded)
+    monkeypatch.setattr("transformers.integrations.integration_utils.is_tensorboard_available", lambda: False)
+    assert main([*command, *(word.format(tmp_path) for word in asked)]) == 1
+    error = capsys.readouterr().err
+    assert re.search(said, error) and "Traceback" not in error
+
+
+def test_the_control_loads_data(command, monkeypatch):
+    def loaded(*args, **kwargs):
+        raise RuntimeError("data was loaded")
+
+    monkeypatch.setattr(launch, "load_dataset_dict", loaded)
+    with pytest.raises(RuntimeError, match="data was loaded"):
+        main(command)
+
+
+def test_the_trainer_asks_before_weights(command, tmp_path, monkeypatch):
+    """Not only the command line."""
+    monkeypatch.setattr("trl.trainer.sft_trainer.create_model_from_path", None)
+    monkeypatch.setattr("transformers.integrations.integration_utils.is_wandb_available", lambda: False)
+    folder = str(tmp_path / "model")
+    with pytest.raises(MissingPackage, match="report_to='wandb'"):
+        packed_trainer(arguments(out=tmp_path, report_to="wandb"), model=folder)
+    by_name = {"model": folder, "processing_class": None, "train_dataset": conversations()}
+    with pytest.raises(InvalidConfig, match="nothing marks the assistant's tokens"):
+        packed_trainer(arguments(out=tmp_path, assistant_only_loss=True), **by_name)
+    with pytest.raises(InvalidDataset, match=r"the train dataset holds no conversations(.|\n)*'completion', 'prompt'"):
+        packed_trainer(arguments(out=tmp_path, assistant_only_loss=True), model=folder)
+
+
+def test_a_template_with_markers_of_its_own_or_by_path_is_taken(tmp_path):
+    plain = tiny.tokenizer()
+    plain.chat_template = PLAIN
+    path = tmp_path / "marked.jinja"
+    path.write_text(tiny.tokenizer().chat_template)
+    options = {"assistant_only_loss": True, "max_steps": 1}
+    found = []
+    for tokenizer, more in ((tiny.tokenizer(), {}), (plain, {"chat_template_path": str(path)})):
+        run = packed_trainer(
+            arguments(out=tmp_path, **options, **more),
+            processing_class=tokenizer,
+            train_dataset=conversations(),
+        )
+        found.append([list(labels) for labels in run.train_dataset["labels"]])
+    assert found[0] == found[1]
+
+
+def test_no_template_at_all(tmp_path):
+    bare = tiny.tokenizer()
+    bare.chat_template = None
+    with pytest.raises(InvalidConfig, match="the tokenizer has no chat template"):
+        packed_trainer(
+            arguments(out=tmp_path, assistant_only_loss=True),
+            processing_class=bare,
+            train_dataset=conversations(),
+        )
+
+
+@pytest.mark.parametrize("asked", ["true", "last", "{}/out/checkpoint-2"])
+def test_a_run_is_resumed_from_the_command_line(asked, command, tmp_path, capsys):
+    """It says from where, first of all, and goes on from that step."""
+    command[command.index("no")] = "steps"
+    command += ["--save_steps", "2", "--check_packing", "false", "--report_to", "none"]
+    assert main([*command, "--max_steps", "2"]) == 0
+    capsys.readouterr()
+    assert main([*command, "--resume_from_checkpoint", asked.format(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("resuming from checkpoint-2 at step 2\n")
+    assert "step 3/4" in out and "step 2/4" not in out and "checkpoint-4" in os.listdir(tmp_path / "out")
+
+
+def test_false_resumes_from_nothing(tmp_path):
+    assert [checkpoint_to_resume(asked, tmp_path) for asked in (None, False, "false", "")] == [None] * 4
+
+
+def test_the_trainer_takes_the_same_words(tmp_path):
+    run = packed_trainer(arguments(out=tmp_path, **SAVING))
+    run.train()
+    again = packed_trainer(arguments(out=tmp_path, **{**SAVING, "max_steps": 6}))
+    with pytest.raises(InvalidConfig, match="checkpoint-3: that is no checkpoint"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    again.train(resume_from_checkpoint="last")
+    assert losses(again)[:4] == losses(run) and len(losses(again)) == 6
+
+
+def test_a_corrupt_state_is_one_message(tmp_path):
+    folder = tmp_path / "checkpoint-2"
+    folder.mkdir()
+    (folder / "trainer_state.json").write_text("{")
+    with pytest.raises(InvalidConfig, match=r"trainer_state.json cannot be read"):
+        packed_trainer(arguments(out=tmp_path)).train(resume_from_checkpoint=str(folder))

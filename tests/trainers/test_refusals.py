@@ -1,0 +1,214 @@
+"""What the trainer refuses, each with one clear error, and what it only seems to."""
+
+from functools import partial
+
+import pytest
+import tiny
+import torch
+from datasets import Dataset, IterableDataset
+from peft import LoraConfig
+from selection import in_full
+from tiny_models import small_model
+from tolerance import assert_trajectory
+from training import FORMATS, arguments, dataset, losses, packed_trainer
+from transformers import DataCollatorWithFlattening, default_data_collator
+
+from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset, NoBackend, UnsupportedModel
+from trl_packfa.layout.call_context import find_layout
+from trl_packfa.trainers.sft.lm_head import OwnHead
+
+
+def test_a_contaminated_model_is_never_trained(tmp_path):
+    trainer = packed_trainer(arguments(out=tmp_path))
+    attention = trainer.model.base_model.model.model.layers[1].self_attn
+    override = vars(attention)["forward"]
+
+    def leak(hidden_states, **kwargs):
+        if find_layout((), kwargs) is not None:
+            hidden_states = hidden_states + hidden_states.mean(dim=1, keepdim=True)
+        return override(hidden_states, **kwargs)
+
+    attention.forward = leak
+    with pytest.raises(ContaminationError, match=r"leak: (.|\n)*layers.1.self_attn"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("collator", [default_data_collator, lambda examples: {"input_ids": torch.ones(2, 3).long()}])
+def test_a_collator_without_boundaries_is_refused(tmp_path, collator):
+    with pytest.raises(InvalidConfig, match="does not carry document boundaries"):
+        packed_trainer(arguments(out=tmp_path), data_collator=collator)
+
+
+def test_transformers_flattening_collator_is_welcome(tmp_path):
+    trainer = packed_trainer(
+        arguments(out=tmp_path), data_collator=DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    )
+    trainer.train()
+    own = packed_trainer(arguments(out=tmp_path))
+    own.train()
+    assert losses(trainer) == losses(own)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"train_dataset": Dataset.from_list([])}, InvalidDataset, "the train dataset is empty"),
+        ({"train_dataset": Dataset.from_list([{"a": 1}])}, InvalidDataset, r"\['a'\], which is no TRL format"),
+        ({"train_dataset": Dataset.from_list([{"text": 7}])}, InvalidDataset, "'text' .* holds int, expected str"),
+        ({"train_dataset": Dataset.from_list([{"prompt": "1"}])}, InvalidDataset, "no TRL format"),
+        (
+            {"train_dataset": Dataset.from_list([{"input_ids": [5, 6], "labels": [-100, -100]}])},
+            InvalidDataset,
+            "no document has a token to train on",
+        ),
+        ({"peft_config": LoraConfig(target_modules=["q_proj", "lm_head"])}, InvalidConfig, "targets 'lm_head'"),
+        ({"eval_dataset": Dataset.from_list([])}, InvalidDataset, "the eval dataset is empty"),
+    ],
+)
+def test_bad_input_is_refused_at_construction(tmp_path, options, error, message):
+    with pytest.raises(error, match=message):
+        packed_trainer(arguments(out=tmp_path), **options)
+
+
+def test_overflow_error_names_the_document(tmp_path):
+    with pytest.raises(InvalidDataset, match=r"document \d+ has \d+ tokens, max_length is 20"):
+        packed_trainer(arguments(out=tmp_path, max_length=20, overflow="error"))
+
+
+def test_a_stream_without_a_budget_is_refused(tmp_path):
+    with pytest.raises(InvalidConfig, match="on a stream needs a token budget"):
+        packed_trainer(arguments(out=tmp_path, max_length=None), train_dataset=dataset().to_iterable_dataset())
+
+
+def test_packed_metrics_are_refused(tmp_path):
+    with pytest.raises(InvalidConfig, match="metrics are computed example by example"):
+        packed_trainer(arguments(out=tmp_path, eval_packing=True), compute_metrics=lambda p: {})
+
+
+def test_quantizing_a_loaded_model_is_refused(tmp_path):
+    with pytest.raises(InvalidConfig, match="already loaded, without quantization"):
+        packed_trainer(arguments(out=tmp_path, load_in_4bit=True), peft_config=None)
+
+
+def test_dispatching_batches_is_refused(tmp_path):
+    args = arguments(out=tmp_path, accelerator_config={"dispatch_batches": True})
+    with pytest.raises(InvalidConfig, match="dispatch_batches=True cannot carry"):
+        packed_trainer(args)
+
+
+def test_prompt_tuning_is_refused(tmp_path):
+    from peft import PromptTuningConfig
+
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(UnsupportedModel, match="virtual tokens are put before the row"):
+        packed_trainer(arguments(out=tmp_path), peft_config=config)
+
+
+def test_unsupported_architecture_is_refused_before_the_data_is_touched(tmp_path):
+    from transformers import CpmAntConfig, CpmAntForCausalLM
+
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "dim_head": 4, "dim_ff": 8, "num_hidden_layers": 1}
+    model = CpmAntForCausalLM(CpmAntConfig(vocab_size=97, **sizes))
+    model.save_pretrained(tmp_path / "cpmant")
+
+    def untouchable():
+        yield {"text": "1 2"}
+        raise AssertionError("the dataset was read")
+
+    for given in (model, str(tmp_path / "cpmant")):
+        with pytest.raises(UnsupportedModel, match="no patch for model type 'cpmant'"):
+            packed_trainer(
+                arguments(out=tmp_path), model=given, train_dataset=IterableDataset.from_generator(untouchable)
+            )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="varlen may run here")
+def test_a_backend_that_cannot_run_here_is_refused_before_anything_is_loaded(tmp_path):
+    with pytest.raises(NoBackend, match=r"'varlen' cannot run here(.|\n)*needs a CUDA(.|\n)*trl-packfa backends"):
+        packed_trainer(arguments(out=tmp_path, attention_backend="varlen"), model="never-loaded")
+    packed_trainer(arguments(out=tmp_path, attention_backend="reference"))
+
+
+def test_vision_datasets_are_refused(tmp_path):
+    data = Dataset.from_list([{"messages": FORMATS["messages"][0]["messages"], "images": ["x"]}])
+    with pytest.raises(ValueError, match="vision"):
+        packed_trainer(arguments(out=tmp_path), train_dataset=data)
+
+
+@pytest.mark.parametrize("model_type", ["modernbert-decoder", "llama4_text"])
+def test_a_head_that_trl_skips_is_gone_around(tmp_path, model_type, caplog):
+    """ModernBERT's decoder transforms its output before the LM head, which TRL's fused head does not know; Llama-4's
+    backbone is not where it looks. The losses are those of the model's own logits, packed and padded."""
+    options = {"max_steps": 3, "use_peft": False, "out": tmp_path, "learning_rate": 1e-4}
+    packed = packed_trainer(arguments(**options), model=small_model(model_type), peft_config=None)
+    assert "the model's own logits are used" in caplog.text
+    packed.train()
+    plain = packed_trainer(arguments(packing=False, **options), model=small_model(model_type), peft_config=None)
+    plain.model.forward = OwnHead(plain.model, partial(type(plain.model).forward, plain.model))
+    plain.train()
+    assert_trajectory(losses(packed), losses(plain))
+    metrics = [entry["mean_token_accuracy"] for entry in packed.state.log_history if "loss" in entry]
+    assert metrics == [entry["mean_token_accuracy"] for entry in plain.state.log_history if "loss" in entry]
+
+
+def test_scoring_ones_own_logits_is_what_the_fused_head_does(tmp_path):
+    """Where the fused head is right, going around it changes nothing: losses, entropy and accuracy."""
+    options = {"max_steps": 3, "use_peft": False, "out": tmp_path, "learning_rate": 1e-4}
+    fused, own = (packed_trainer(arguments(**options), model=tiny.model(), peft_config=None) for _ in range(2))
+    own.model.forward = OwnHead(own.model, partial(type(own.model).forward, own.model))
+    fused.train(), own.train()
+    assert_trajectory(losses(own), losses(fused))
+    for name in ("entropy", "mean_token_accuracy"):
+        logged = [[e[name] for e in trainer.state.log_history if "loss" in e] for trainer in (own, fused)]
+        assert_trajectory(*logged, allowed=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", *in_full("mixtral", "bloom", "mamba")])
+def test_general_levels_train_through_the_trainer(tmp_path, model_type):
+    """Packed without a patch file of their own, the losses of TRL's padded trainer."""
+    options = {"max_steps": 3, "use_peft": False, "out": tmp_path, "learning_rate": 1e-4}
+    padded = packed_trainer(arguments(packing=False, **options), model=small_model(model_type), peft_config=None)
+    packed = packed_trainer(arguments(**options), model=small_model(model_type), peft_config=None)
+    padded.train(), packed.train()
+    assert packed.exactness.is_exact
+    # These random weights give losses of about a hundred: held in units of the loss.
+    unit = max(losses(padded))
+    assert_trajectory([x / unit for x in losses(packed)], [x / unit for x in losses(padded)])
+
+
+def test_a_budget_smaller_than_a_document_is_refused_with_its_number(tmp_path):
+    lengths = [len(ids) for ids in packed_trainer(arguments(out=tmp_path)).train_dataset["input_ids"]]
+    longest = max(lengths)
+    with pytest.raises(
+        InvalidConfig,
+        match=rf"max_tokens_per_microbatch={longest - 1} is smaller than document {lengths.index(longest)}, "
+        rf"which has {longest} tokens(.|\n)*Raise it to {longest}",
+    ):
+        packed_trainer(arguments(out=tmp_path, max_tokens_per_microbatch=longest - 1))
+    stream = IterableDataset.from_generator(lambda: iter(dataset()))
+    with pytest.raises(InvalidConfig, match="smaller than a document of a stream, which may have 64 tokens"):
+        packed_trainer(arguments(out=tmp_path, max_tokens_per_microbatch=63, max_length=64), train_dataset=stream)
+
+
+def test_a_transform_on_the_fly_is_refused(tmp_path):
+    transformed = dataset().with_transform(lambda batch: batch)
+    with pytest.raises(InvalidDataset, match=r"train dataset is transformed on the fly(.|\n)*dataset\.map"):
+        packed_trainer(arguments(out=tmp_path), train_dataset=transformed)
+
+
+@pytest.mark.parametrize("strategy", ["step", "bfd", *in_full("minibatch", "wrapped")])
+def test_documents_of_no_or_one_token_and_a_dataset_smaller_than_a_step(tmp_path, strategy):
+    """Documents that cannot be trained are dropped and counted, but keep their place in the padded run's batches where
+    TRL keeps them (one token that has a label); one short step is trained, as padded training does."""
+    documents = [{"input_ids": ids} for ids in ([], [5], [6, 7, 8], [9, 10])]
+    args = arguments(
+        out=tmp_path, packing_strategy=strategy, max_length=64, gradient_accumulation_steps=4, max_steps=2,
+    )  # fmt: skip
+    trainer = packed_trainer(args, train_dataset=Dataset.from_list(documents))
+    report = trainer.packing_reports["train"]
+    kept = 2 if trainer.args.strategy.fills_rows else 3
+    assert (report.dropped_untrained, report.packed_documents, report.trained_tokens) == (4 - kept, kept, 3)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert trainer.state.log_history[0]["num_tokens"] == 3 + kept

@@ -1,0 +1,153 @@
+import io
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+from rich.console import Console
+from training import SAVING, arguments, dataset, packed_trainer
+from trl import SFTTrainer
+
+from trl_packfa import DataCollatorForPacking, PackedSFTConfig
+from trl_packfa.bench.operations import OperationCounter
+from trl_packfa.bench.presets import preset_config
+from trl_packfa.terminal.progress import RichProgressCallback
+from trl_packfa.trainers.common.flops import ModelFlops
+from trl_packfa.trainers.sft.throughput import SpeedMeter
+
+
+def test_model_flops_are_those_that_torch_counts():
+    config, tokens = preset_config("tiny"), 40
+    model = tiny.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with OperationCounter() as counter, torch.no_grad():
+        model(input_ids=torch.ones(1, tokens, dtype=torch.long))
+    full = PackedSFTConfig("out", use_peft=False, use_cpu=True, bf16=False)
+    # Training is three forwards; a forward without the causal mask's half sees twice as much.
+    needed = ModelFlops.planned(config, full)
+    assert needed.per_token(seen=2 * tokens) * tokens / 3 == pytest.approx(counter.flops, abs=0.02 * counter.flops)
+    lora = PackedSFTConfig("out", lora_r=4, use_cpu=True, bf16=False)
+    weights = needed.per_token(seen=0) / 6
+    assert 4 * weights < ModelFlops.planned(config, lora).per_token(seen=0) < 6 * weights
+    assert needed.per_token(seen=0, trained=0.25) == needed.body + needed.head / 4
+
+
+def test_an_adapter_costs_its_own_and_no_gradient_of_the_base():
+    model = tiny.model(layers=2)
+    whole = ModelFlops.of(model)
+    trainer = packed_trainer(arguments(), model=model)
+    adapter = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    assert ModelFlops.of(trainer.model).body == pytest.approx(whole.body * 4 / 6 + 6 * adapter)
+    assert ModelFlops.of(tiny.model("mistral", layers=2)).attention == 3 * 2 * 64 * 2
+
+
+def test_a_head_that_is_no_linear_layer_counts_as_one():
+    model = tiny.model(layers=1)
+    as_linear = ModelFlops.of(model)
+
+    class Head(torch.nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = weight
+
+    model.lm_head = Head(model.lm_head.weight)
+    assert ModelFlops.of(model) == as_linear and as_linear.head > 0
+
+
+EXAMPLES = [{"input_ids": list(range(1, n)), "labels": [-100] * 2 + list(range(3, n))} for n in (5, 31, 9)]
+
+
+def padded():
+    longest = max(len(e["input_ids"]) for e in EXAMPLES)
+    ids, mask, labels = (torch.full((len(EXAMPLES), longest), fill) for fill in (0, 0, -100))
+    for i, example in enumerate(EXAMPLES):
+        n = len(example["input_ids"])
+        ids[i, :n], mask[i, :n], labels[i, :n] = torch.tensor(example["input_ids"]), 1, torch.tensor(example["labels"])
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+@pytest.mark.parametrize("batch", [DataCollatorForPacking(), DataCollatorForPacking(pad_to_multiple_of=64), padded])
+def test_mfu_is_the_needed_arithmetic_over_the_peak(batch, monkeypatch):
+    """Packed, packed with a trailing pad, padded: the same documents need the same; pads need nothing."""
+    model = tiny.model(layers=2)
+    args = PackedSFTConfig("out", use_cpu=True, bf16=False, peak_tflops=2e-6)
+    meter = SpeedMeter(model, args, world_size=2)
+    clock = iter([10.0, 14.0, 15.0, 16.0, 17.0])
+    monkeypatch.setattr("trl_packfa.trainers.sft.throughput.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    meter.start(1000)
+    meter.start(2000)
+    meter.add(batch() if batch is padded else batch(EXAMPLES))
+    figures = meter.read(1000 + 2 * 42)
+    assert figures["tokens_per_second"] == 2 * 42 / 4
+    trained, seen = (42 - 2 * 3) / 42, (4**2 + 30**2 + 8**2) / 42
+    needed = ModelFlops.of(model).per_token(seen=seen, trained=trained)
+    assert figures["mfu"] == pytest.approx(2 * 42 / 4 * needed / (2 * 2e6))
+    assert meter.read(1000 + 2 * 42) == {}, "nothing trained since"
+
+
+def test_the_machine_is_measured_once(monkeypatch):
+    measured = []
+    monkeypatch.setattr("trl_packfa.trainers.sft.throughput.peak_flops", lambda *a, **k: measured.append(1) or 1e9)
+    trainer = packed_trainer(arguments())
+    trainer.train()
+    logs = [logs for logs in trainer.state.log_history if "loss" in logs]
+    assert len(measured) == 1 and all(0 < entry["mfu"] for entry in logs)
+
+
+def test_evaluations_and_checkpoints_are_no_training_time(tmp_path, monkeypatch):
+    """A clock that only they move: with their time counted the speed would fall to next to nothing."""
+    now = [0.0]
+    monkeypatch.setattr("trl_packfa.trainers.sft.throughput.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    args = arguments(
+        out=tmp_path, max_steps=4, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=2,
+        peak_tflops=1.0,
+    )  # fmt: skip
+    trainer = packed_trainer(args, eval_dataset={"a": dataset(4, seed=1), "b": dataset(4, seed=2)})
+    slow = {name: getattr(SFTTrainer, name) for name in ("evaluate", "_save_checkpoint")}
+
+    def slowly(name):
+        def run(self, *args, **kwargs):
+            now[0] += 1000.0
+            return slow[name](self, *args, **kwargs)
+
+        return run
+
+    for name in slow:
+        monkeypatch.setattr(SFTTrainer, name, slowly(name))
+    step = trainer.training_step
+
+    def training_step(*args, **kwargs):
+        loss = step(*args, **kwargs)
+        now[0] += 2.0
+        return loss
+
+    trainer.training_step = training_step
+    trainer.evaluate()  # before there is any training whose time it could be
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    counts = [entry["num_tokens"] for entry in logs]
+    trained = [count - before for before, count in zip([0, *counts[:-1]], counts, strict=True)]
+    assert [entry["tokens_per_second"] for entry in logs] == [tokens / 2.0 for tokens in trained]
+    assert now[0] > 4 * 1000
+
+
+def test_a_resumed_run_shows_the_logged_speed_and_what_is_left(tmp_path):
+    """In a pipe; the tokens of before, and the time of the steps of before, are no part of it."""
+    for resumed in (None, str(tmp_path / "checkpoint-2")):
+        trainer = packed_trainer(arguments(out=tmp_path, **SAVING))
+        out = io.StringIO()
+        callback = RichProgressCallback.attach(trainer, "training", Console(file=out, width=200))
+        trainer.train(resume_from_checkpoint=resumed)
+        lines = [line for line in out.getvalue().splitlines() if "tokens/s" in line]
+        logs = [entry for entry in trainer.state.log_history if "loss" in entry][2 if resumed else 0 :]
+        assert len(lines) == len(logs) == (2 if resumed else 4)
+        for line, entry in zip(lines, logs, strict=True):
+            assert f"  {entry['tokens_per_second']:,.0f} tokens/s  0:00:0" in line and line.endswith("to go")
+        assert callback.began[1] == (2 if resumed else 0) and lines[-1].endswith("0:00:00 to go")
+
+
+def test_what_is_left_is_estimated_from_the_steps_of_this_run(monkeypatch):
+    callback = RichProgressCallback("training")
+    callback.began = (100.0, 40)
+    monkeypatch.setattr("trl_packfa.terminal.progress.time", SimpleNamespace(perf_counter=lambda: 160.0))
+    state = SimpleNamespace(global_step=60, max_steps=100)
+    assert callback._times(state) == "0:01:00 elapsed, 0:02:00 to go"

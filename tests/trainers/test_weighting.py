@@ -1,0 +1,132 @@
+"""What an example counts in the loss, and what each source's loss is: against losses computed by hand."""
+
+import pytest
+import tiny
+import torch
+from datasets import IterableDataset
+from tolerance import assert_trajectory
+from training import arguments, dataset, losses, packed_trainer
+
+from trl_packfa import DataCollatorForPacking
+from trl_packfa.collator import SOURCES
+from trl_packfa.errors import InvalidConfig
+from trl_packfa.trainers.sft.loss_weighting import count_examples, example_weights
+
+OPTIONS = {
+    "use_peft": False,
+    "optim": "sgd",
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0,
+    "train_sampling_strategy": "sequential",
+    "completion_only_loss": True,
+}
+
+
+def examples_of(trainer):
+    return [{k: e[k] for k in ("input_ids", "labels", "source")} for e in trainer.train_dataset]
+
+
+def own_loss(model, example):
+    """Mean loss of one example by itself."""
+    ids, labels = torch.tensor([example["input_ids"]]), torch.tensor(example["labels"])
+    return torch.nn.functional.cross_entropy(model(input_ids=ids).logits[0, :-1], labels[1:], ignore_index=-100)
+
+
+@pytest.mark.parametrize("strategy", ["step", "minibatch"])
+def test_every_example_counts_the_same(tmp_path, strategy):
+    """Losses of SGD steps over single examples with gradient accumulation, unpacked and by hand."""
+    args = arguments(out=tmp_path, packing_strategy=strategy, loss_weighting="example", gradient_accumulation_steps=2,
+                     max_steps=4, **OPTIONS)  # fmt: skip
+    trainer = packed_trainer(args, model=tiny.model(layers=2), peft_config=None)
+    model, examples = tiny.model(layers=2), examples_of(trainer)
+    optimizer, expected = torch.optim.SGD(model.parameters(), lr=1e-3), []
+    for step in range(4):
+        optimizer.zero_grad()
+        batch = examples[8 * step : 8 * (step + 1)]
+        loss = sum(own_loss(model, example) / len(batch) for example in batch)
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss))
+    trainer.train()
+    assert_trajectory(losses(trainer), expected, allowed=2e-4)  # logged losses are rounded to four digits
+    for ours, theirs in zip(trainer.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_negative_control_tokens_weigh_otherwise(tmp_path):
+    runs = []
+    for weighting in ("token", "example"):
+        args = arguments(out=tmp_path, loss_weighting=weighting, max_steps=2, **OPTIONS)
+        runs.append(packed_trainer(args, model=tiny.model(layers=2), peft_config=None))
+        runs[-1].train()
+    assert abs(losses(runs[0])[0] - losses(runs[1])[0]) > 1e-3
+
+
+def test_weights_of_packed_and_padded_examples():
+    batch = DataCollatorForPacking(pad_to_multiple_of=8)(
+        [{"input_ids": [5, 6, 7, 8]}, {"input_ids": [5]}, {"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}]
+    )
+    assert count_examples(batch) == 2
+    weights = example_weights(batch)
+    trained = batch["labels"][:, 1:] != -100
+    assert torch.equal(weights[trained], torch.tensor([1 / 3, 1 / 3, 1 / 3, 1.0]))
+    padded = {"labels": torch.tensor([[5, 6, -100], [-100, 6, 7]])}
+    assert torch.equal(example_weights(padded)[padded["labels"][:, 1:] != -100], torch.tensor([1.0, 0.5, 0.5]))
+    assert count_examples(padded) == 2
+
+
+@pytest.mark.parametrize("strategy", ["step", "minibatch", "bfd"])
+def test_each_sources_loss_is_logged(tmp_path, strategy):
+    args = arguments(out=tmp_path, packing_strategy=strategy, max_length=96, loss_by="source", max_steps=1, **OPTIONS)
+    trainer = packed_trainer(args, model=tiny.model(layers=2), peft_config=None)
+    model = tiny.model(layers=2)  # a copy of the trainer's would share TRL's forward with it
+    seen, compute_loss = [], trainer.compute_loss
+
+    def watch(model, inputs, **options):
+        split = inputs["packed_layout"].split
+        seen.extend(zip(inputs[SOURCES], split(inputs["input_ids"]), split(inputs["labels"]), strict=True))
+        return compute_loss(model, inputs, **options)
+
+    trainer.compute_loss = watch
+    trainer.train()
+    sums = {}
+    for source, ids, labels in seen:
+        logits = model(input_ids=ids[None]).logits[0]
+        loss = torch.nn.functional.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum")
+        total = sums.setdefault(source, [0.0, 0])
+        total[0], total[1] = total[0] + float(loss), total[1] + int((labels[1:] != -100).sum())
+    logged = trainer.state.log_history[0]
+    names = sorted(sums)
+    assert len(names) > 1
+    assert_trajectory([logged[f"loss/{n}"] for n in names], [sums[n][0] / sums[n][1] for n in names], allowed=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_weighting": "document"}, r"loss_weighting='document' does not exist(.|\n)*'token', 'example'"),
+        ({"loss_weighting": "example", "loss_type": "dft"}, r"loss_type='dft' with loss_weighting='example'"),
+        ({"loss_weighting": "example", "label_smoothing_factor": 0.1}, "label_smoothing_factor with loss_weighting"),
+    ],
+)
+def test_weightings_that_mean_nothing_are_refused(options, message):
+    with pytest.raises(InvalidConfig, match=message):
+        arguments(**options)
+
+
+def test_sources_that_are_not_there_are_refused(tmp_path):
+    with pytest.raises(InvalidConfig, match=r"loss_by='origin': the training dataset has no such column(.|\n)*source"):
+        packed_trainer(arguments(out=tmp_path, loss_by="origin"))
+    stream = IterableDataset.from_generator(lambda: iter(dataset()))
+    with pytest.raises(InvalidConfig, match=r"loss_by='origin'(.|\n)*source"):
+        packed_trainer(arguments(out=tmp_path, loss_by="origin"), train_dataset=stream)
+
+
+@pytest.mark.parametrize("strategy", ["step", "bfd"])
+def test_sources_of_a_stream_are_logged(tmp_path, strategy):
+    stream = IterableDataset.from_generator(lambda: iter(dataset()))
+    args = arguments(out=tmp_path, loss_by="source", packing_strategy=strategy, max_length=96, max_steps=2)
+    trainer = packed_trainer(args, train_dataset=stream)
+    trainer.train()
+    assert {"loss/0", "loss/1", "loss/2"} <= set(trainer.state.log_history[0])

@@ -1,0 +1,200 @@
+"""Compare other ways to run the same documents with a reference: every layer forwards, every parameter backwards.
+
+One function, [`compare`], serves packed rows against documents alone (`parity.py`), rows without pads against padded
+rows (`unpadding.py`), and shared prefixes against separate rows (`sharing.py`). The limits come from rounding.
+
+Each layer gets the inputs that it had in the reference, so that a difference shows in the layer that makes it. The
+reference adds its gradients (sign 1), a candidate subtracts its own (-1). The difference remains in `.grad`, and no
+second copy of the gradients is needed.
+
+Shape letters: n tokens of a document, D features, V vocabulary or labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from .compare import (
+    Finding,
+    differences,
+    relative_difference,
+    relative_gradients,
+    relative_logits,
+    worst,
+    worst_inputs,
+)
+from .compare import worst_gradient as find_worst_gradient
+from .following import Key, Trace
+from .rounding import last_places_off
+from .subject import Subject, rounding_dtype
+
+Differences: TypeAlias = "dict[tuple[Key, int], float]"
+STATES, LOGITS = Key("states", "the LM head's input", 0), Key("logits", "the LM head", 0)
+
+
+class Run(NamedTuple):
+    """Results of one run for each document, by number.
+
+    Attributes:
+        states (`dict[int, torch.Tensor]`): the LM head's input `(n, D)`; empty if the model has no such head.
+        logits (`dict[int, torch.Tensor]`):
+            Logits `(k, V)` of the scored positions. Without an LM head the model's result, `(n, V)` or `(1, V)`.
+        inputs (`dict[int, torch.Tensor]`): gradients of the embeddings, `(n, D)`, if they were taken.
+        traces (`dict[int, Trace]`): tensors at the layers.
+    """
+
+    states: dict[int, torch.Tensor]
+    logits: dict[int, torch.Tensor]
+    inputs: dict[int, torch.Tensor]
+    traces: dict[int, Trace]
+
+    def add(self, other: Run) -> None:
+        """Add the results of other documents."""
+        self.states.update(other.states)
+        self.logits.update(other.logits)
+        self.inputs.update(other.inputs)
+        self.traces.update(other.traces)
+
+    @property
+    def outputs(self) -> dict[int, torch.Tensor]:
+        """The LM head's input, or the result of a model without such a head."""
+        return self.states or self.logits
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the logits, or of the LM head's input if there are no logits."""
+        return next(values.dtype for found in (self.logits, self.states) for values in found.values())
+
+
+# Runs all documents. It gets the sign with which their gradients are added, `None` for no gradients, and the inputs
+# that each document's layers get.
+Way: TypeAlias = "Callable[[float | None, Mapping[int, Trace]], Run]"
+
+
+class Comparison(NamedTuple):
+    """Differences between the candidates and the reference.
+
+    Attributes:
+        reference ([`Run`]): the run of the reference.
+        noise (`dict`): rounding of every layer and document.
+        forward ([`Finding`]): the worst layer or output.
+        first (`str` or `None`): the first module beyond its limit.
+        gradients ([`Finding`] or `None`): the worst parameter, or the embeddings; `None` if nothing trains.
+        where (`int`): index of the candidate with the worst layer.
+    """
+
+    reference: Run
+    noise: Differences
+    forward: Finding
+    first: str | None
+    gradients: Finding | None
+    where: int
+
+    @property
+    def excess(self) -> float:
+        """The worst difference as a share of its limit."""
+        return max(self.forward.excess, 0.0 if self.gradients is None else self.gradients.excess)
+
+
+def compare(
+    subject: Subject,
+    reference: Way,
+    candidates: Sequence[Way],
+    *,
+    rounding: Way,
+    others: Sequence[Way] = (),
+    names: tuple[str, str, str] = ("the reference", "the candidate", "other candidates"),
+) -> Comparison:
+    """Compare ways to run the documents with a reference.
+
+    An example from SmolLM2-135M in bfloat16: a layer's output packed is 2e-3 from the same document's alone. Two
+    packed runs with and without every value moved by a last place are 4e-3 apart, so up to 4 times that is allowed. A
+    neighbour that is seen moves it by 1e-1.
+
+    Args:
+        subject ([`Subject`]):
+            The model.
+        reference (`Way`):
+            The way that is right by definition.
+        candidates (`Sequence[Way]`):
+            Ways of all documents. The gradient of every parameter is compared.
+        rounding (`Way`):
+            The way in which rounding is measured: run as it is, and with every value off by up to a last place.
+        others (`Sequence[Way]`, *optional*):
+            Ways of some documents, in which parameters get no gradients.
+        names (`tuple[str, str, str]`, *optional*):
+            Names of reference, candidates and others for the progress bar.
+    """
+    return subject.finite(
+        lambda: _compare(subject, reference, candidates, rounding, others, names), lambda found: found.gradients
+    )
+
+
+def _compare(
+    subject: Subject,
+    reference: Way,
+    candidates: Sequence[Way],
+    rounding: Way,
+    others: Sequence[Way],
+    names: tuple[str, str, str],
+) -> Comparison:
+    subject.begin(names[0], 0.4)
+    subject.clear()
+    expected, norms = reference(1.0, {}), subject.sizes()
+    copied = subject.copied()
+    dtype = rounding_dtype(subject.model, expected.dtype)
+    by_candidates, found = [0.0] * len(norms), []
+    for number, way in enumerate(candidates):
+        subject.begin(names[1], 0.25 / len(candidates))
+        if number:  # start again: an adapter's gradients are copied, those of a large model are computed again
+            subject.clear()
+            reference(1.0, {}) if copied is None else subject.put_back(copied)
+        found.append(_differences(subject, way(-1.0, expected.traces), expected))
+        by_candidates = list(map(max, by_candidates, subject.norms()))
+    subject.begin("what rounding alone changes", 0.15)
+    subject.clear()
+    with last_places_off(subject.model, by=0.0):
+        as_it_is = rounding(-1.0, expected.traces)
+    with last_places_off(subject.model):
+        rounded = rounding(1.0, expected.traces)
+    by_rounding, noise = subject.norms(), _differences(subject, rounded, as_it_is)
+    subject.clear()
+    subject.begin(names[2], 0.2)
+    found += [_differences(subject, way(-1.0, expected.traces), expected) for way in others]
+    # Each way is judged by itself, as a document and layer may be wrong in only one of them.
+    judged = [(*worst(apart.layers, noise.layers, dtype), where) for where, apart in enumerate(found)]
+    forward, first, where = max(judged, key=lambda item: item[0].excess)
+    gradients = [worst_inputs(apart.inputs, noise.inputs, dtype) for apart in found if apart.inputs]
+    if sum(norms):
+        changed, rounded_off = (relative_gradients(by, norms) for by in (by_candidates, by_rounding))
+        gradients.append(find_worst_gradient(subject.dimensions, changed, rounded_off, dtype))
+    gradient = max(gradients, key=lambda finding: finding.excess, default=None)
+    return Comparison(expected, noise.layers, forward, first, gradient, where)
+
+
+class _Differences(NamedTuple):
+    """Relative differences between two runs: of all traced tensors, and of each document's embeddings' gradients."""
+
+    layers: Differences
+    inputs: dict[int, float]
+
+
+def _differences(subject: Subject, run: Run, expected: Run) -> _Differences:
+    typical = subject.chooses
+    found = differences(run.traces, expected.traces, typical=typical)
+    for document, states in run.states.items():
+        found[STATES, document] = relative_difference(states, expected.states[document], typical=typical)
+    for document, logits in run.logits.items():
+        if document in expected.logits:
+            # The softmax of a single logit has no mean to ignore.
+            relative = relative_logits if logits.shape[-1] > 1 else relative_difference
+            found[LOGITS, document] = relative(logits, expected.logits[document], typical=typical)
+    inputs = {
+        i: relative_difference(gradient, expected.inputs[i], typical=typical)
+        for i, gradient in run.inputs.items()
+        if i in expected.inputs
+    }
+    return _Differences(found, inputs)

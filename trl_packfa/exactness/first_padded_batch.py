@@ -1,0 +1,149 @@
+"""Check of a run's first real batch: compare its rows without padding with each row run alone.
+
+The check of `patch` uses rows of its own. This one uses the run's data, collator and adapters. It runs inside the
+model's first call without padding, whichever code makes that call.
+
+Shape letters: B rows, L row length, n tokens of a row, D model dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..errors import ContaminationError
+from ..layout.padded_rows import PaddedRows
+from .compare import FLOORS, NOISE_FACTOR, relative_difference
+from .quiet import quiet
+from .rounding import last_places_off
+from .subject import compute_dtype
+
+_ROWS = 4
+# Smallest number of tokens that have a typical token.
+_FEW = 8
+
+
+class PaddedBatchProof(NamedTuple):
+    """The difference between hidden states of the first batch's rows and of the rows run alone.
+
+    Attributes:
+        difference (`float`), allowed (`float`): relative, for the typical token of the worst row.
+        tokens (`int`): number of tokens of that row.
+    """
+
+    difference: float
+    allowed: float
+    tokens: int
+
+    def require_exact(self, name: str) -> None:
+        """Require that the difference is allowed.
+
+        Raises:
+            [`ContaminationError`]: with the model and the numbers.
+        """
+        if self.difference <= self.allowed:
+            return
+        raise ContaminationError(
+            f"{name}: the first batch without its pads is not exact: the typical token of a row of {self.tokens} "
+            f"tokens differs by {self.difference:.2e} (allowed {self.allowed:.2e}).",
+            why=[
+                "patch(model, unpad=True) found rows without pads exact, so something in this batch, or something "
+                "that the trainer passes with it, has an effect across rows"
+            ],
+            do="Train padded, without padding_free, and please report it.",
+        )
+
+
+def refuse_gradients_at_pads(states: torch.Tensor, rows: PaddedRows, name: str) -> None:
+    """Raise in the backward if a loss depends on hidden states at padding, which are zeros without padding.
+
+    Args:
+        states (`torch.Tensor`):
+            The backbone's hidden states `(B, L, D)`, with gradients.
+        rows ([`PaddedRows`]):
+            The positions of its true tokens.
+        name (`str`):
+            Name of the model and its trainer.
+
+    Raises:
+        [`ContaminationError`]: in the backward, with the first such position.
+    """
+
+    def look(gradient: torch.Tensor) -> None:
+        at_pads = gradient.detach().flatten(0, 1).any(-1)
+        at_pads[rows.index(at_pads.device)] = False
+        if bool(at_pads.any()):
+            row, column = divmod(int(at_pads.nonzero()[0]), rows.shape[1])
+            raise ContaminationError(
+                f"{name}: the loss depends on what the model computes at a pad, column {column} of row {row}.",
+                why=["without pads nothing is computed there"],
+                do="Mask pads in the loss, or train padded, without padding_free.",
+            )
+
+    states.register_hook(look)
+
+
+@torch.no_grad()
+def compare_padded_batch(
+    backbone: nn.Module, forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows
+) -> PaddedBatchProof:
+    """Run a padded call again without padding and without dropout, and compare some of its rows with the rows alone.
+
+    Args:
+        backbone (`torch.nn.Module`):
+            The patched backbone, inside a call.
+        forward (`Callable`):
+            Its unpatched forward.
+        call (`dict[str, Any]`):
+            The arguments of the padded call.
+        rows ([`PaddedRows`]):
+            The rows of the call.
+    """
+    chosen = _choose(rows)
+    with quiet(backbone, training=True):
+        together = backbone(**call).last_hidden_state
+        alone = [_alone(backbone, forward, call, rows, i) for i in chosen]
+        rounded = [_alone(backbone, forward, call, rows, i, off=True) for i in chosen]
+    floor, found = FLOORS[compute_dtype(backbone, together.dtype)], []
+    for i, own, off in zip(chosen, alone, rounded, strict=True):
+        start, length = rows.starts[i], rows.lengths[i]
+        found_together = together[i, start : start + length]
+        # Compare the tokens after a shared prefix separately too, because they may be few of a row's tokens.
+        for last in {length, max(rows.own_tokens(i), min(length, _FEW))}:
+            noise = relative_difference(off[-last:], own[-last:], typical=True)
+            difference = relative_difference(found_together[-last:], own[-last:], typical=True)
+            found.append(PaddedBatchProof(difference, max(NOISE_FACTOR * noise, floor), length))
+    return max(found, key=lambda first: first.difference / first.allowed)
+
+
+def _choose(rows: PaddedRows) -> list[int]:
+    """Choose the first, last, longest and shortest row: four on every rank, because ranks run forwards together."""
+    real = [i for i, length in enumerate(rows.lengths) if length]
+    by_length = sorted(real, key=lambda i: rows.lengths[i])
+    return [real[0], real[-1], by_length[-1], by_length[0]][:_ROWS]
+
+
+def _alone(
+    backbone: nn.Module,
+    forward: Callable[..., Any],
+    call: dict[str, Any],
+    rows: PaddedRows,
+    row: int,
+    *,
+    off: bool = False,
+) -> torch.Tensor:
+    """Run one row alone; return its hidden states `(n, D)`."""
+    part = slice(rows.starts[row], rows.starts[row] + rows.lengths[row])
+    own = {
+        name: value[row : row + 1, part]
+        if isinstance(value, torch.Tensor) and value.shape[:2] == rows.shape
+        else value
+        for name, value in call.items()
+        if name not in ("attention_mask", "position_ids")
+    }
+    with last_places_off(backbone) if off else nullcontext():
+        return forward(**own).last_hidden_state[0]

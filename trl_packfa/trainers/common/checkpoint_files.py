@@ -1,0 +1,276 @@
+"""Metrics of each batch, and files of a checkpoint: reports, manifest, progress and stream state."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import rotate_checkpoints
+
+from ...collator import LOSSES
+from ...errors import CheckpointNotWritten, InvalidConfig
+from ...exactness import ExactnessReport
+from ...packing import PackingReport
+from .config import CommonConfig
+from .manifest import MANIFEST, damage, left_out, write_json, write_manifest
+
+logger = logging.getLogger(__name__)
+
+# Written when every rank has written its part. The manifest comes last.
+PACKING_REPORT = "packing_report.json"
+_PROGRESS = "packing_progress.json"
+_LOST = ("truncated", "split", "dropped", "tokens_lost")
+
+
+def count_batch(metrics: Mapping[str, list[float]], inputs: dict[str, Any], *, capacity: int | None) -> None:
+    """Add the counts of a packed batch to the Trainer's metrics, and remove from `inputs` what is no model input.
+
+    Args:
+        metrics (`Mapping[str, list[float]]`):
+            TRL's metrics of the current mode; TRL averages them when it logs.
+        inputs (`dict[str, Any]`):
+            The batch.
+        capacity (`int` or `None`):
+            Tokens that fit into the batch, if rows have a fixed length; then `fill` is logged.
+    """
+    lost = inputs.pop(LOSSES, None)
+    layout = inputs.get("packed_layout")
+    if layout is not None:
+        # If there is padding, it is the layout's last document. It is not counted.
+        lengths = layout.lengths[:-1] if layout.padding else layout.lengths
+        metrics["documents"].append(len(lengths))
+        metrics["longest_document"].append(max(lengths, default=0))
+        if capacity:
+            metrics["fill"].append(sum(lengths) / capacity)
+    if lost is not None:
+        for name, count in zip(_LOST, lost, strict=True):
+            metrics[name].append(count)
+
+
+def last_whole_checkpoint(folder: str | Path | None) -> str | None:
+    """Find the newest `checkpoint-*` in a folder whose manifest shows that it is whole; `None` if there is none.
+
+    Newer ones that are not whole are skipped, with a warning.
+    """
+    found = [
+        path for path in Path(folder or ".").glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()
+    ]
+    for path in sorted(found, key=lambda path: -int(path.name.removeprefix("checkpoint-"))):
+        wrong = _incomplete(path)
+        if wrong is None:
+            return str(path)
+        logger.warning("trl-packfa: %s is incomplete (%s): skipped.", path, wrong)
+    return None
+
+
+def _incomplete(checkpoint: Path) -> str | None:
+    """Return the reason why a checkpoint is not whole, or `None` if it is.
+
+    A checkpoint of an earlier version has a report but no manifest. It is accepted: it was written whole, but nothing
+    shows whether it has changed since.
+    """
+    written = (checkpoint / MANIFEST).exists() or (checkpoint / PACKING_REPORT).exists()
+    return damage(checkpoint) if written else f"no {PACKING_REPORT}"
+
+
+def require_undamaged(checkpoint: str | Path) -> None:
+    """Refuse a checkpoint whose files differ from its manifest; accept one without a manifest.
+
+    Raises:
+        [`InvalidConfig`]: with the file.
+    """
+    folder = Path(checkpoint)
+    wrong = damage(folder)
+    if wrong is not None:
+        raise InvalidConfig(
+            f"the checkpoint {folder} is damaged: it has {wrong}.",
+            why=[f"{MANIFEST} lists the files as they were written"],
+            do="Resume from another one: resume_from_checkpoint='last' takes the newest that is whole.",
+        )
+
+
+def tell_left_out(checkpoint: str | Path) -> None:
+    """Warn about parts that a checkpoint does not hold, and about a checkpoint whose files cannot be checked."""
+    folder = Path(checkpoint)
+    if not (folder / MANIFEST).exists():
+        logger.warning("trl-packfa: %s has no %s: its files are not checked.", folder, MANIFEST)
+    lacks = left_out(folder)
+    if lacks is not None:
+        logger.warning("trl-packfa: %s does not hold %s: the resumed run starts with new ones.", folder, lacks)
+
+
+def require_whole_checkpoint(folder: str | Path | None) -> str:
+    """Return [`last_whole_checkpoint`], which must exist.
+
+    Raises:
+        [`InvalidConfig`]: with the checkpoints that are not whole.
+    """
+    found = last_whole_checkpoint(folder)
+    if found is None:
+        partial = sorted(Path(folder or ".").glob("checkpoint-*"))
+        raise InvalidConfig(
+            f"no whole checkpoint to resume from in {folder}.",
+            why=[f"{path.name} has {_incomplete(path)}" for path in partial] or ["it holds none"],
+            do="Train without resume_from_checkpoint, or name a checkpoint's folder.",
+        )
+    return found
+
+
+@contextmanager
+def whole_checkpoint(folder: Path, trainer: Any) -> Iterator[None]:
+    """Mark a checkpoint as whole after the `with` block has written it.
+
+    Report and manifest mark it as whole. They are written once every rank has written its part. Only then are older
+    checkpoints deleted.
+
+    Args:
+        folder (`Path`):
+            The checkpoint's folder. A checkpoint that is written again is not whole in the meantime.
+        trainer (`Trainer`):
+            Writes the report with its `save_reports`.
+
+    Raises:
+        [`CheckpointNotWritten`]: for example if the disk is full. The parts of a new checkpoint are deleted.
+    """
+    is_new = not folder.exists()
+    try:
+        with _marked_whole(folder, trainer):
+            yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if not is_full_disk(error):
+            raise
+        free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
+        # With several ranks, others may still be writing. Then the parts stay, without a manifest.
+        if is_new and trainer.accelerator.num_processes == 1:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise CheckpointNotWritten(
+            f"{folder} could not be written: {_first_line(error)}.",
+            why=[f"{free / 1e6:,.0f} MB were free there"],
+            do="Free some space, lower save_total_limit or name another output_dir. Earlier checkpoints are whole: "
+            "resume from the last with resume_from_checkpoint='last'.",
+        ) from error
+
+
+# Words in errors of torch's and safetensors' writers when the operating system accepts no more bytes.
+_FULL = ("no space left", "disk quota exceeded", "file too large", "file write failed", "unexpected pos")
+_FULL_NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Tell whether an error means that no more bytes can be written."""
+    return getattr(error, "errno", None) in _FULL_NUMBERS or any(words in str(error).lower() for words in _FULL)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "").rstrip(".")
+
+
+@contextmanager
+def _marked_whole(folder: Path, trainer: Any) -> Iterator[None]:
+    args, limit = trainer.args, trainer.args.save_total_limit
+    if args.should_save:
+        for name in (MANIFEST, PACKING_REPORT):
+            (folder / name).unlink(missing_ok=True)
+    trainer.accelerator.wait_for_everyone()
+    # The Trainer would delete older checkpoints on rank 0 while other ranks may still write. A run that is killed then
+    # would have no whole checkpoint left. Without a limit the Trainer deletes none.
+    args.save_total_limit = None
+    try:
+        yield
+    finally:
+        args.save_total_limit = limit
+    trainer.accelerator.wait_for_everyone()
+    if not args.should_save:
+        return
+    if limit is not None and (folder / TRAINING_ARGS_NAME).exists():
+        torch.save(args, folder / TRAINING_ARGS_NAME)  # the Trainer has saved them without the limit
+    trainer.save_reports(folder)
+    write_manifest(folder)
+    best = trainer.state.best_model_checkpoint
+    rotate_checkpoints(str(folder.parent), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
+
+
+def write_progress(folder: str | Path, progress: dict[str, Any]) -> None:
+    """Write the state that a resumed run needs and the Trainer does not save."""
+    write_json(Path(folder) / _PROGRESS, progress)
+
+
+def read_progress(folder: str | Path) -> dict[str, Any]:
+    """Read the file of [`write_progress`]; return an empty dict for a checkpoint of another trainer.
+
+    Raises:
+        [`InvalidConfig`]: if it cannot be read.
+    """
+    path = Path(folder) / _PROGRESS
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError as error:
+        raise InvalidConfig(
+            f"{path} is corrupt: {error}.", do="Resume from another checkpoint, or remove the file to count from 0."
+        ) from error
+    return found if isinstance(found, dict) else {}
+
+
+def write_stream_state(folder: str | Path, args: CommonConfig, state: dict[str, Any]) -> None:
+    """Write the position of this rank's stream.
+
+    Nothing is written with loader workers, because they have read ahead, or if JSON cannot hold the documents. Then a
+    resumed run reads the stream from its beginning.
+    """
+    if args.dataloader_num_workers or not state:
+        return
+    try:
+        content = json.dumps({"of": _stream_identity(args), "state": state})
+    except TypeError:
+        return
+    _stream_path(folder, args).write_text(content + "\n", encoding="utf-8")
+
+
+def read_stream_state(folder: str | Path, args: CommonConfig) -> dict[str, Any] | None:
+    """Read this rank's file of [`write_stream_state`]; return `None` if there is none from a run that packs alike."""
+    path = _stream_path(folder, args)
+    written = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if not args.dataloader_num_workers and written.get("of") == _stream_identity(args):
+        return written["state"]
+    logger.warning("trl-packfa: the stream is read again from its beginning to the position of %s.", folder)
+    return None
+
+
+def _stream_path(folder: str | Path, args: CommonConfig) -> Path:
+    return Path(folder) / f"packing_stream_{args.process_index}.json"
+
+
+def _stream_identity(args: CommonConfig) -> dict[str, Any]:
+    """Return the arguments that decide which documents are in which micro-batch of a stream."""
+    names = (
+        "packing_strategy", "max_length", "overflow", "per_device_train_batch_size", "gradient_accumulation_steps",
+        "world_size", "seed", "data_seed",
+    )  # fmt: skip
+    return {name: getattr(args, name) for name in names}
+
+
+def write_reports(
+    folder: str | Path,
+    packing_reports: Mapping[str, PackingReport],
+    exactness: ExactnessReport | None,
+    *,
+    plan: Mapping[str, float] | None = None,
+) -> None:
+    """Write `packing_report.json` and, once proven, `exactness_report.json` into a folder."""
+    contents: dict[str, Any] = {}
+    if exactness is not None:
+        contents["exactness_report.json"] = exactness.to_dict()
+    contents[PACKING_REPORT] = {name: report.to_dict() for name, report in packing_reports.items()}
+    if plan:
+        contents[PACKING_REPORT]["plan"] = dict(plan)
+    for name, content in contents.items():
+        write_json(Path(folder) / name, content)

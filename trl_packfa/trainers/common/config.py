@@ -1,0 +1,168 @@
+"""Fields that the configs of all our trainers share: loading and adapting a model, and its attention backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
+from trl import ModelConfig
+
+from ...attention import get_backend
+from ...errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+    from ...packing import Strategy
+
+    class _Base(ModelConfig, TrainingArguments):
+        """What type checkers see: every trainer's config also is TRL's, with these fields.
+
+        At run time `CommonConfig` must not inherit from `TrainingArguments`. Its dataclass would then bring that
+        class's defaults, which win over those of TRL's config.
+        """
+
+        max_length: int | None
+        packing_strategy: str
+        max_tokens_per_microbatch: int | None
+        overflow: str
+        pad_to_multiple_of: int | None
+        model_init_kwargs: dict[str, Any] | None
+        dataset_kwargs: dict[str, Any] | None
+        strategy: Strategy
+        trust_remote_code: bool
+else:
+    _Base = ModelConfig
+
+
+@dataclass
+class CommonConfig(_Base):
+    """TRL's `ModelConfig` with LoRA on, and our fields that mean the same in every trainer.
+
+    It comes before TRL's own config in the base classes of a trainer's config.
+    """
+
+    # The code that loads models reads it. `PackedSFTConfig` makes it a field, because it can switch packing off.
+    packing = True
+
+    check_packing: bool = field(
+        default=True,
+        metadata={"help": "Prove on this model, before the first step, that no document can see another."},
+    )
+    attention_backend: str = field(
+        default="auto",
+        metadata={
+            "help": "Attention backend: `'auto'`, or a name from `trl-packfa backends`. A named backend is used, or "
+            "an error says why it cannot be."
+        },
+    )
+    fused_lora: bool = field(
+        default=True,
+        metadata={
+            "help": "Compute a LoRA layer and its base layer together where possible. The result is PEFT's within "
+            "rounding. `False` leaves them to PEFT."
+        },
+    )
+    fused_kernels: bool = field(
+        default=True,
+        metadata={
+            "help": "Compute norms, rotary embeddings and SwiGLU in fewer passes over memory: with liger-kernel on "
+            "CUDA if it is installed, in chunks on a CPU. `False` runs the model's own code."
+        },
+    )
+    use_peft: bool = field(
+        default=True,
+        metadata={"help": "Train a LoRA adapter. `False` trains all parameters."},
+    )
+    lora_target_modules: list[str] | None = field(
+        default_factory=lambda: ["all-linear"],
+        metadata={"help": "LoRA target modules. Default: all linear layers except the LM head."},
+    )
+    dtype: str | None = field(
+        default=None,
+        metadata={
+            "help": "Data type of the loaded model. Default: `'bfloat16'` for a quantized model trained in bf16, "
+            "else `'float32'`.",
+            "choices": ["auto", "bfloat16", "float16", "float32"],
+        },
+    )
+
+    @property
+    def patch_options(self) -> dict[str, Any]:
+        """Keyword arguments for [`patch`]."""
+        names = ("fused_lora", "fused_kernels")
+        return {"backend": self.attention_backend, **{name: getattr(self, name) for name in names}}
+
+
+def settle_precision(args: Any) -> None:
+    """Switch `bf16` off on a machine without an accelerator, if the user has not chosen a precision.
+
+    TRL's default is bf16, and transformers raises on a machine without it. So call this before TRL's own
+    `__post_init__`.
+
+    Raises:
+        [`InvalidConfig`]: on an accelerator without bfloat16.
+    """
+    if args.bf16 is not None or args.fp16 or args.use_cpu:
+        return
+    if is_torch_bf16_gpu_available() or is_torch_xla_available():
+        return
+    if torch.accelerator.is_available():
+        raise InvalidConfig(
+            f"this {torch.accelerator.current_accelerator()} has no bfloat16, and TRL trains in bfloat16 by default.",
+            do="Pass fp16=True, or bf16=False to train in float32.",
+        )
+    args.bf16 = False
+
+
+def settle_loading(args: Any) -> None:
+    """Set how batches are copied and the dtype to load in, and require that a named attention backend exists.
+
+    Call it after TRL's own `__post_init__`.
+    """
+    if args.device.type == "cpu":
+        args.dataloader_pin_memory = False  # pinning has no use on a CPU, and torch would warn in every epoch
+    elif args.device.type == "cuda" and args.dataloader_pin_memory:
+        # TRL's config has made it an AcceleratorConfig. Copies from page-locked memory need not wait.
+        args.accelerator_config.non_blocking = True
+    if args.dtype is None:
+        # Quantized weights have their own type. `dtype` is the type of norms, embeddings and LM head.
+        quantized = args.load_in_4bit or args.load_in_8bit
+        args.dtype = "bfloat16" if quantized and args.bf16 else "float32"
+    if args.attention_backend != "auto":
+        get_backend(args.attention_backend)
+
+
+# Smallest allowed values. Neither TRL nor transformers checks these numbers before a loop divides by them.
+_LEAST = {
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "dataloader_num_workers": 0,
+    "lora_r": 1,
+}
+
+
+def require_trainable(args: Any) -> None:
+    """Refuse numbers that are too small, and contradictions between adapters and quantization.
+
+    Raises:
+        [`InvalidConfig`]: with their names.
+    """
+    for name, least in _LEAST.items():
+        if getattr(args, name) < least:
+            raise InvalidConfig(f"{name}={getattr(args, name)}: it must be {least} or more.", do="Raise it.")
+    if not args.use_peft and (args.load_in_4bit or args.load_in_8bit):
+        raise InvalidConfig(
+            "use_peft=False with a quantized model: quantized weights cannot be trained.",
+            do="Drop use_peft=False to train a LoRA adapter, or drop load_in_4bit / load_in_8bit.",
+        )
+    targets = args.lora_target_modules
+    if args.use_peft and "lm_head" in ([targets] if isinstance(targets, str) else targets or []):
+        raise InvalidConfig(
+            "lora_target_modules names 'lm_head'.",
+            why=["TRL multiplies hidden states with lm_head.weight directly, so its adapter would never be trained"],
+            do="Remove 'lm_head'. To train it in full, name it in lora_modules_to_save.",
+        )

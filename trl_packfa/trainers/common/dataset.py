@@ -1,0 +1,245 @@
+"""Functions that read lengths and labels from `datasets` for the packers, and cut documents to the packers' spans.
+
+They expect tokenized datasets with a column `input_ids` and, optionally, `labels` and `seq_lengths`.
+
+Shape letters: S documents.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from accelerate.logging import get_logger
+from datasets import Dataset, IterableDataset
+
+from ...collator import LOSSES, ROW_LENGTHS
+from ...errors import InvalidConfig, InvalidDataset
+from ...packing import WRAP, PackingReport, Spans, TrainedTokens, nothing_trains, plan_overflow
+
+logger = logging.getLogger(__name__)
+
+# The logger of what packing does to each dataset. Code that shows these counts in another way switches it off.
+COUNTS = "trl_packfa.counts"
+# Number of a stream's documents that one call cuts.
+_CUT_TOGETHER = 100
+
+
+AnyDataset = Dataset | IterableDataset
+
+# Columns of TRL's formats that it tokenizes.
+TEXT_COLUMNS = ("messages", "conversations", "prompt", "completion")
+
+
+class Tokens(NamedTuple):
+    """The number of tokens of each document, int64 `(S,)`, and which tokens have a label."""
+
+    lengths: np.ndarray
+    trained: TrainedTokens
+
+
+def read_tokens(dataset: Dataset) -> Tokens:
+    """Read the lengths and label masks of a tokenized dataset from Arrow, without Python lists."""
+    labels = "labels" if "labels" in dataset.column_names else "input_ids"
+    rows = [ROW_LENGTHS] if ROW_LENGTHS in dataset.column_names else []
+    masks = (_trained(table, labels) for table in _tables(dataset, labels, *rows))
+    return Tokens(read_lengths(dataset), TrainedTokens.from_masks(masks))
+
+
+def read_lengths(dataset: Dataset, column: str = "input_ids") -> np.ndarray:
+    """Count the tokens of each document of a tokenized dataset, int64, shape `(S,)`. Labels are not read."""
+    counted = dataset.select_columns([column]).with_format("arrow")
+    # `datasets` caches the result by the fingerprint of the dataset's contents.
+    counted = counted.map(
+        _count, batched=True, batch_size=10_000, remove_columns=[column], fn_kwargs={"column": column},
+        desc="Counting tokens",
+    )  # fmt: skip
+    parts = [table["length"].to_numpy() for table in _tables(counted, "length")]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
+
+
+def count_trained(dataset: Dataset) -> int:
+    """Count the tokens of a tokenized dataset that have a label."""
+    return sum(int((_flat(table["labels"]) != -100).sum()) for table in _tables(dataset, "labels"))
+
+
+def _count(table: Any, column: str) -> Any:
+    return pa.table({"length": pc.call_function("list_value_length", [table[column]]).cast(pa.int64())})
+
+
+def _trained(table: Any, labels: str) -> np.ndarray:
+    """Return a mask over the concatenated documents of a table: which tokens have a label.
+
+    In a row that was packed before, a document's first token counts as without label.
+    """
+    mask = _flat(table[labels]) != -100
+    if ROW_LENGTHS in table.column_names:
+        lengths = _flat(table[ROW_LENGTHS])
+        mask[np.cumsum(lengths) - lengths] = False
+    return mask
+
+
+def _tables(dataset: Dataset, *columns: str) -> Iterator[Any]:
+    """Yield some columns as `pyarrow.Table`s, a type that `datasets` does not declare."""
+    return dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=10_000)
+
+
+def _flat(column: pa.ChunkedArray) -> np.ndarray:
+    # `flatten`, not `values`: for a slice, `values` also holds the elements outside of it.
+    return np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks])
+
+
+def without_our_columns(dataset: AnyDataset) -> AnyDataset:
+    """Drop a user's columns whose names have a meaning here: `LOSSES`, and `ROW_LENGTHS` of an untokenized dataset."""
+    columns = dataset.column_names or list(next(iter(dataset), {}))
+    ours = {LOSSES} if "input_ids" in columns else {LOSSES, ROW_LENGTHS}
+    found = [name for name in columns if name in ours]
+    return dataset.remove_columns(found) if found else dataset
+
+
+def take_apart(dataset: AnyDataset, *, name: str) -> AnyDataset:
+    """Split rows that were packed before (`seq_lengths`) into their documents; other columns are repeated for each."""
+    columns = dataset.column_names or list(next(iter(dataset), {}))
+    if ROW_LENGTHS not in columns:
+        return dataset
+    options: dict[str, Any] = {"batched": True, "batch_size": _CUT_TOGETHER, "remove_columns": [ROW_LENGTHS]}
+    if isinstance(dataset, IterableDataset):
+        return dataset.map(_documents, **options)
+    return dataset.map(_documents, desc=f"Taking rows of the {name} dataset apart", **options)
+
+
+def _documents(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    documents: dict[str, list[Any]] = {column: [] for column in rows if column != ROW_LENGTHS}
+    for i, lengths in enumerate(rows[ROW_LENGTHS]):
+        # Lengths [2, 3] of a row of 5 tokens give stops [2, 5].
+        stops = np.cumsum(lengths or [len(rows["input_ids"][i])]).tolist()
+        for column, values in documents.items():
+            value = rows[column][i]
+            by_token = column in ("input_ids", "labels")
+            values += [
+                value[start:stop] if by_token else value for start, stop in zip([0, *stops[:-1]], stops, strict=True)
+            ]
+    return documents
+
+
+def cut_dataset(
+    dataset: Dataset, *, max_length: int | None, overflow: str, name: str, as_padded: bool = False
+) -> tuple[Dataset, PackingReport]:
+    """Cut or drop documents that are too long, drop those without a trained token, and count what was dropped.
+
+    Rows that were packed before (`seq_lengths`) are not cut. See [`plan_overflow`] for `as_padded`.
+    """
+    tokens = read_tokens(dataset)
+    limit = None if ROW_LENGTHS in dataset.column_names else max_length
+    spans, report = plan_overflow(
+        tokens.lengths, tokens.trained, max_length=limit, policy=overflow, as_padded=as_padded
+    )
+    if not report.trained_tokens:
+        raise nothing_trains(len(dataset), max_length=limit, policy=overflow)
+    cut = bool((spans.start > 0).any() or (spans.stop < tokens.lengths[spans.document]).any())
+    if len(spans.document) != len(dataset) or cut:
+        # A split document is selected once for each part, so that row i of the result is span i.
+        dataset = dataset.select(spans.document)
+    if cut:
+        dataset = dataset.map(
+            _slice,
+            with_indices=True,
+            fn_kwargs={"starts": spans.start, "stops": spans.stop},
+            desc=f"Cutting {name} dataset to max_length ({overflow})",
+        )
+    return dataset, report
+
+
+def _slice(example: dict[str, Any], index: int, starts: np.ndarray, stops: np.ndarray) -> dict[str, Any]:
+    span = slice(starts[index], stops[index])
+    return {column: example[column][span] for column in ("input_ids", "labels") if column in example}
+
+
+def cut_stream(
+    dataset: IterableDataset, *, max_length: int | None, overflow: str, as_padded: bool = False
+) -> IterableDataset:
+    """Cut the documents of a stream to `max_length`, some at a time. With `overflow=WRAP` the packer cuts them later.
+
+    Each document gets a column `LOSSES`: the numbers of documents truncated, split and dropped, and of tokens lost.
+    """
+    options: dict[str, Any] = (
+        {"max_length": None, "overflow": "truncate"}
+        if overflow == WRAP
+        else {"max_length": max_length, "overflow": overflow}
+    )
+    options["as_padded"] = as_padded
+    # A stream may not know its columns before its first example. All are removed, because the result has other rows.
+    columns = list(next(iter(dataset), {}))
+    return dataset.map(_cut_some, batched=True, batch_size=_CUT_TOGETHER, remove_columns=columns, fn_kwargs=options)
+
+
+def _cut_some(
+    documents: dict[str, list[Any]], max_length: int | None, overflow: str, as_padded: bool
+) -> dict[str, list]:
+    labels = documents.get("labels", documents["input_ids"])
+    lengths = np.array([len(ids) for ids in documents["input_ids"]], dtype=np.int64)
+    trained = np.concatenate([np.asarray(document, dtype=np.int64) for document in labels]) != -100
+    limit = None if ROW_LENGTHS in documents else max_length
+    try:
+        spans, report = plan_overflow(lengths, trained, max_length=limit, policy=overflow, as_padded=as_padded)
+    except InvalidDataset:
+        if overflow == "error" and limit is not None and (lengths > limit).any():
+            raise
+        # In a stream, a batch without a trainable document is no error, because the next one may have some. A kept
+        # document carries the counts of dropped ones, and here none is kept.
+        logger.warning("trl-packfa: %d documents of the stream train no token and were dropped.", len(lengths))
+        return {column: [] for column in (*documents, "labels", LOSSES)}
+    losses = [report.truncated, report.split, report.dropped_too_long + report.dropped_untrained, report.tokens_lost]
+    kept = {column: [values[i] for i in spans.document] for column, values in documents.items()}
+    return {
+        **kept,
+        "input_ids": _parts(documents["input_ids"], spans),
+        "labels": _parts(labels, spans),
+        # The first kept document carries the counts of this whole call. They are summed later, so its place does not
+        # matter.
+        LOSSES: [losses] + [[0] * len(losses)] * (len(spans.document) - 1),
+    }
+
+
+def _parts(column: list[list[int]], spans: Spans) -> list[list[int]]:
+    return [column[i][start:stop] for i, start, stop in zip(*spans, strict=True)]
+
+
+def hold_out(dataset: Any, size: float, *, seed: int) -> tuple[Dataset, Dataset]:
+    """Split a dataset into training and evaluation documents.
+
+    Args:
+        dataset (`Dataset`):
+            The whole dataset.
+        size (`float`):
+            Share of the evaluated documents if below 1, else their number.
+        seed (`int`):
+            Seed of the draw. With it, a resumed run and every rank draw the same documents.
+
+    Raises:
+        [`InvalidDataset`]: for a stream.
+        [`InvalidConfig`]: for a size that leaves one of them empty.
+    """
+    if not isinstance(dataset, Dataset):
+        raise InvalidDataset(
+            f"test_split_size={size} cannot split a stream.", do="Name an existing split with dataset_test_split."
+        )
+    try:
+        parts = dataset.train_test_split(int(size) if size >= 1 else size, seed=seed)
+    except ValueError as error:
+        raise InvalidConfig(
+            f"test_split_size={size} cannot split {len(dataset)} documents.", why=[str(error)], do="Change the size."
+        ) from error
+    return parts["train"], parts["test"]
+
+
+def tell_counts(report: PackingReport, name: str) -> None:
+    """Log the counts of a dataset's documents and tokens: kept, cut and dropped."""
+    counts = ", ".join(f"{label} {value}" for label, value in report.lines())
+    # Users who show only warnings must learn of dropped tokens.
+    level = logging.WARNING if report.tokens_lost else logging.INFO
+    get_logger(COUNTS).log(level, "trl-packfa: %s: %s", name, counts)

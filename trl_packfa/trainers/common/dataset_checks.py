@@ -1,0 +1,236 @@
+"""Checks of documents' contents: no `None`, whole numbers only, token ids that the model has.
+
+A dataset is read once, column by column, from Arrow. A stream is checked document by document as it is read.
+
+Shape letters: S documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, IterableDataset
+
+from ...collator import ROW_LENGTHS
+from ...errors import InvalidDataset
+
+# Columns of tokenized documents, with one whole number for each token.
+TOKENS = ("input_ids", "labels")
+_IGNORED = -100
+
+
+class Measures(NamedTuple):
+    """Measurements of one column's documents, each field int64 `(S,)`.
+
+    Attributes:
+        length (`np.ndarray`): how many numbers a document has; -1 for a document that is `None` itself.
+        holes (`np.ndarray`): how many of them are `None`.
+        lowest (`np.ndarray`), highest (`np.ndarray`): of its numbers, of labels without -100; 0 if there are none.
+    """
+
+    length: np.ndarray
+    holes: np.ndarray
+    lowest: np.ndarray
+    highest: np.ndarray
+
+
+def measure(dataset: Dataset, column: str) -> Measures:
+    """Measure a column of lists. `datasets` caches the result by the fingerprint of the dataset's contents."""
+    counted = dataset.select_columns([column]).with_format("arrow")
+    counted = counted.map(
+        _measure,
+        batched=True,
+        batch_size=10_000,
+        remove_columns=[column],
+        fn_kwargs={"column": column},
+        desc=f"Looking at {column}",
+    )
+    parts = {name: [np.zeros(0, dtype=np.int64)] for name in Measures._fields}
+    for table in counted.with_format("arrow").iter(batch_size=10_000):
+        for name, found in parts.items():
+            found.append(table[name].to_numpy())  # type: ignore[index]  # a table, which `datasets` does not say
+    return Measures(*(np.concatenate(found) for found in parts.values()))
+
+
+def _measure(table: Any, column: str) -> Any:
+    # numpy needs one array instead of chunks.
+    lists = table[column].combine_chunks()
+    length = pc.call_function("list_value_length", [lists]).cast(pa.int64())
+    sizes = length.fill_null(0).to_numpy(zero_copy_only=False)
+    flat = pc.call_function("list_flatten", [lists])
+    holes = flat.is_null().to_numpy(zero_copy_only=False)
+    numbers = flat.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    counts = ~holes & (numbers != _IGNORED) if column == "labels" else ~holes
+    found = {
+        "length": length.fill_null(-1).to_numpy(zero_copy_only=False),
+        "holes": _by_document(np.add, holes.astype(np.int64), sizes),
+        # A number that does not count is replaced by the largest int64 here and the smallest below. So it changes
+        # neither the minimum nor the maximum.
+        "lowest": _by_document(np.minimum, np.where(counts, numbers, np.iinfo(np.int64).max), sizes),
+        "highest": _by_document(np.maximum, np.where(counts, numbers, np.iinfo(np.int64).min), sizes),
+    }
+    none = _by_document(np.add, counts.astype(np.int64), sizes) == 0
+    found["lowest"][none] = found["highest"][none] = 0
+    return pa.table(found)
+
+
+def _by_document(reduce: np.ufunc, flat: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Reduce each document's part of `flat` to one number; 0 for empty documents."""
+    result = np.zeros(len(sizes), dtype=np.int64)
+    # Sizes [2, 0, 3] begin at [0, 2, 2]. For an empty part `reduceat` would return the element at its beginning.
+    filled = sizes > 0
+    if filled.any():
+        result[filled] = reduce.reduceat(flat, (np.cumsum(sizes) - sizes)[filled])
+    return result
+
+
+def without_format(dataset: Any) -> Any:
+    """Return a dataset without its format (for example `"torch"`), so that its examples are plain Python lists.
+
+    It keeps the columns that the format shows. A dataset that is transformed on the fly is returned unchanged.
+    """
+    if isinstance(dataset, IterableDataset):
+        return dataset.with_format(None)
+    if not isinstance(dataset, Dataset) or dataset.format["type"] in (None, "custom"):
+        return dataset
+    shown = dataset.column_names if dataset.format["output_all_columns"] else dataset.format["columns"]
+    return dataset.with_format(None).select_columns(list(shown))
+
+
+def require_whole(dataset: Any, *, name: str, columns: tuple[str, ...]) -> Any:
+    """Refuse documents that are `None` or hold `None`, and tokens that are no whole numbers; return the dataset.
+
+    A stream is returned with the check added, which runs as it is read.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`):
+            The user's dataset.
+        name (`str`):
+            Its name in messages.
+        columns (`tuple[str, ...]`):
+            Columns that TRL tokenizes; those that the dataset has are checked.
+
+    Raises:
+        [`InvalidDataset`]: with the document, the column and what it holds.
+    """
+    if isinstance(dataset, IterableDataset):
+        return dataset.map(_looked_at, with_indices=True, fn_kwargs={"name": name, "columns": columns})
+    for column in columns:
+        # Arrow stores the number of nulls, so a column without nulls need not be read.
+        if column in dataset.column_names and dataset.data.column(column).null_count:
+            for number, missing in enumerate(_missing(dataset, column)):
+                if missing:
+                    _refuse(name, number, column, "is None")
+    lengths: np.ndarray | None = None
+    for column in TOKENS:
+        if column in dataset.column_names:
+            lengths = _require_tokens(dataset, name, column, lengths)
+    if lengths is not None and ROW_LENGTHS in dataset.column_names:
+        _require_row_lengths(dataset, name, lengths)
+    return dataset
+
+
+def _missing(dataset: Dataset, column: str) -> Iterator[bool]:
+    for table in dataset.select_columns([column]).with_format("arrow").iter(batch_size=10_000):
+        yield from table[column].is_null().to_pylist()  # type: ignore[index]  # a table
+
+
+def _require_tokens(dataset: Dataset, name: str, column: str, lengths: np.ndarray | None) -> np.ndarray:
+    kind = dataset.data.schema.field(column).type
+    inner = getattr(kind, "value_type", None)
+    if inner is None or not pa.types.is_integer(inner):
+        held = "lists" if inner is not None and pa.types.is_nested(inner) else str(inner or kind)
+        raise InvalidDataset(
+            f"column '{column}' of the {name} dataset holds {held}, not lists of whole numbers.",
+            do="Convert the column, or leave tokenizing to the trainer.",
+        )
+    measures = measure(dataset, column)
+    for wrong, what in ((measures.length < 0, "is None"), (measures.holes > 0, "holds None among its tokens")):
+        if wrong.any():
+            _refuse(name, int(wrong.argmax()), column, what)
+    if lengths is not None and (measures.length != lengths).any():
+        number = int((measures.length != lengths).argmax())
+        _refuse(name, number, column, f"has {measures.length[number]} tokens, its input_ids {lengths[number]}")
+    return measures.length
+
+
+def _require_row_lengths(dataset: Dataset, name: str, tokens: np.ndarray) -> None:
+    """Refuse rows that were packed before if the lengths of their documents do not sum up to their `tokens`."""
+    start = 0
+    for table in dataset.select_columns([ROW_LENGTHS]).with_format("arrow").iter(batch_size=10_000):
+        for number, lengths in enumerate(table[ROW_LENGTHS].to_pylist(), start=start):  # type: ignore[index]  # a table
+            _require_sum(lengths, int(tokens[number]), name, number)
+        start += table.num_rows  # type: ignore[attr-defined]  # a table
+
+
+def _require_sum(lengths: Any, tokens: int, name: str, number: int) -> None:
+    if not isinstance(lengths, list) or not all(type(length) is int and length > 0 for length in lengths):
+        _refuse(name, number, ROW_LENGTHS, f"is {lengths!r}, not a list of document lengths")
+    if sum(lengths) != tokens:
+        _refuse(name, number, ROW_LENGTHS, f"sums up to {sum(lengths)} tokens, its input_ids have {tokens}")
+
+
+def _looked_at(example: dict[str, Any], index: int, name: str, columns: tuple[str, ...]) -> dict[str, Any]:
+    for column in (*columns, *TOKENS):
+        if column not in example:
+            continue
+        tokens = example[column]
+        if tokens is None:
+            _refuse(name, index, column, "is None")
+        if column not in TOKENS or not len(tokens):
+            continue
+        if any(token is None for token in tokens):
+            _refuse(name, index, column, "holds None among its tokens")
+        numbers = np.asarray(tokens)
+        if numbers.dtype.kind not in "iu" or numbers.ndim != 1:
+            _refuse(name, index, column, f"holds {tokens[0]!r}, which is not a whole number")
+        if len(tokens) != len(example["input_ids"]):
+            _refuse(name, index, column, f"has {len(tokens)} tokens, its input_ids {len(example['input_ids'])}")
+    if "input_ids" in example and ROW_LENGTHS in example:
+        _require_sum(example[ROW_LENGTHS], len(example["input_ids"]), name, index)
+    return {}
+
+
+def _refuse(name: str, number: int, column: str, what: str) -> NoReturn:
+    raise InvalidDataset(
+        f"document {number} of the {name} dataset: '{column}' {what}.", do="Fix the document, or filter it out."
+    )
+
+
+def require_known(dataset: Dataset, *, name: str, ids: int, labels: int) -> None:
+    """Refuse token ids that a model does not have.
+
+    On a CPU such an id would raise an index error; on CUDA the process could not use its device any more.
+
+    Args:
+        dataset (`Dataset`):
+            A tokenized dataset.
+        name (`str`):
+            Its name in messages.
+        ids (`int`):
+            Number of tokens that the model can read.
+        labels (`int`):
+            Number of tokens that it can predict.
+
+    Raises:
+        [`InvalidDataset`]: with the document and the token id.
+    """
+    for column, known in (("input_ids", ids), ("labels", labels)):
+        if column not in dataset.column_names:
+            continue
+        measures = measure(dataset, column)
+        for wrong, values in ((measures.lowest < 0, measures.lowest), (measures.highest >= known, measures.highest)):
+            if wrong.any():
+                number = int(wrong.argmax())
+                raise InvalidDataset(
+                    f"document {number} of the {name} dataset: '{column}' holds {values[number]}.",
+                    why=[
+                        f"the model has the tokens 0 to {known - 1}"
+                        + (", and -100 means no label" if column == "labels" else "")
+                    ],
+                    do="Use the model's own tokenizer, or call model.resize_token_embeddings(len(tokenizer)).",
+                )

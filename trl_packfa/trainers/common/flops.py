@@ -1,0 +1,189 @@
+"""Operations that training a model needs per token, and the operations per second of a device.
+
+The module uses no trainer and no data.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import PeftModel, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from trl import get_peft_config
+
+from ...runtime.zero3 import is_partitioned, whole_shape, whole_size
+from .config import CommonConfig
+
+_COPIED_BYTES = 2**28
+# Calls between two events of a GPU. A single short call takes less time than its launch.
+_CALLS_PER_EVENT = 10
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """Floating point operations that training needs, without recomputation.
+
+    A weight needs 2 operations in the forward, 2 for the gradient of its input, and 2 more for its own gradient if it
+    trains. Attention needs 4 times its width per layer and visible token, and twice that in the backward. A token sees
+    half of its document on average.
+
+    Args:
+        body (`float`): per token, for all matrix products except the LM head's.
+        head (`float`): per trained token, for the LM head.
+        attention (`float`): per token and per token of its document.
+    """
+
+    body: float
+    head: float
+    attention: float
+
+    @classmethod
+    def planned(cls, config: PreTrainedConfig, args: CommonConfig) -> ModelFlops:
+        """Count the operations of a model that is not loaded yet, with the adapter that the arguments ask for."""
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)
+        adapter: Any = get_peft_config(args)
+        return cls.of(get_peft_model(model, adapter, low_cpu_mem_usage=True) if adapter else model)
+
+    @classmethod
+    def of(cls, model: Any) -> ModelFlops:
+        """Count the operations of a model or `PeftModel` as it will train. It may be on the meta device."""
+        text, head = model.config.get_text_config(), model.get_output_embeddings()
+        heads, head_dim = attention_heads(text)
+        linear = {
+            m: _flops_per_weight(m.weight) * m.in_features * m.out_features
+            for m in model.modules()
+            if isinstance(m, nn.Linear)
+        }
+        # The head is counted separately, because it scores trained positions only.
+        of_head = linear.pop(head, None) or _head_flops(head)
+        body = sum(linear.values()) + _expert_flops(model, text)
+        # Forward: scores and values, 2 operations per multiplication, half of the document: 2 * 2 * width / 2. The
+        # backward needs twice as many.
+        return cls(body, of_head, 3 * 2 * heads * head_dim * text.num_hidden_layers)
+
+    def per_token(self, *, seen: float, trained: float = 1.0) -> float:
+        """Return the operations for one true token.
+
+        Args:
+            seen (`float`): the length of a token's document, as a mean over tokens.
+            trained (`float`): share of the tokens that the LM head scores.
+        """
+        return self.body + self.head * trained + self.attention * seen
+
+
+def _flops_per_weight(weight: torch.Tensor) -> int:
+    """Return the operations per token and weight; a weight's own gradient is computed only if it trains."""
+    return 6 if weight.requires_grad else 4
+
+
+def _head_flops(head: nn.Module | None) -> float:
+    """Return the operations of an LM head that is no `nn.Linear`: one product with its matrix."""
+    weight = getattr(head, "weight", None)
+    return _flops_per_weight(weight) * whole_size(weight) if isinstance(weight, torch.Tensor) else 0
+
+
+def _expert_flops(model: nn.Module, text: Any) -> float:
+    """Return a token's operations for expert weights that are stacked in one parameter."""
+    # Mixtral's config has `num_local_experts`, Qwen's has `num_experts`.
+    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
+    stacked = sum(_flops_per_weight(p) * whole_size(p) for p in model.parameters() if len(whole_shape(p)) == 3)
+    return stacked * text.num_experts_per_tok / experts if experts and stacked else 0
+
+
+def attention_heads(text: Any) -> tuple[int, int]:
+    """Return number and width of a text config's query heads; 0 heads for a model without attention.
+
+    If layers differ (Gemma 4), the result is their rounded mean.
+    """
+    try:
+        heads, head_dim = getattr(text, "num_attention_heads", 0) or 0, getattr(text, "head_dim", None)
+    except RuntimeError:  # transformers' `AmbiguousGlobalPerLayerAttributeError`
+        layers = range(text.num_hidden_layers)
+        by_layer = zip(*(attention_heads(text.per_layer_config[layer]) for layer in layers), strict=True)
+        heads, head_dim = (round(sum(numbers) / len(layers)) for numbers in by_layer)
+    return heads, head_dim or text.hidden_size // max(heads, 1)
+
+
+def quadratic_weight(model: Any) -> float:
+    """Return the cost of attention between two tokens, relative to the other cost of one token.
+
+    Forward operations per token: 2 per parameter, and 2 * layers * width per token that it attends to (half of the
+    document on average, scores and values).
+
+    Args:
+        model (`PreTrainedModel` or `PeftModel`): the model.
+    """
+    text = model.config.get_text_config()
+    heads, head_dim = attention_heads(text)
+    # Both terms have a factor of 2, which cancels.
+    return text.num_hidden_layers * heads * head_dim / max(_num_parameters(model), 1)
+
+
+def _num_parameters(model: Any) -> int:
+    """Count a model's parameters. transformers counts 4-bit weights right, although two share a byte."""
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    if isinstance(inner, PreTrainedModel) and not is_partitioned(inner):
+        return inner.num_parameters()
+    return sum(map(whole_size, inner.parameters()))
+
+
+def compute_dtype(args: CommonConfig) -> torch.dtype:
+    """Return the dtype that matrix products run in."""
+    if args.bf16 or args.fp16:
+        return torch.bfloat16 if args.bf16 else torch.float16
+    return getattr(torch, args.dtype) if args.dtype not in (None, "auto") else torch.float32
+
+
+def matmul_flops(
+    rows: int, inner: int, columns: int, *, dtype: torch.dtype, device: torch.device, seconds: float = 0.5
+) -> float:
+    """Measure the best rate of `(rows, inner) @ (inner, columns)` for some seconds, in operations per second."""
+    # A generator of its own, because the global one belongs to the training run.
+    generator = torch.Generator(device).manual_seed(0)
+    a = torch.randn(rows, inner, device=device, dtype=dtype, generator=generator)
+    b = torch.randn(inner, columns, device=device, dtype=dtype, generator=generator)
+    return 2 * rows * inner * columns / best_seconds(lambda: a @ b, device, seconds)
+
+
+def bandwidth(device: torch.device) -> float:
+    """Measure the bytes per second that memory reads and writes in a large copy."""
+    source = torch.empty(_COPIED_BYTES // 4, device=device).normal_(generator=torch.Generator(device).manual_seed(0))
+    target = torch.empty_like(source)
+    return 2 * _COPIED_BYTES / best_seconds(lambda: target.copy_(source), device, 0.5)
+
+
+def best_seconds(act: Callable[[], Any], device: torch.device, seconds: float) -> float:
+    """Call `act` for some seconds, at least three times, and return the seconds of the fastest call."""
+    times: list[float] = []
+    spent = 0.0
+    while len(times) < 3 or spent < seconds:
+        taken, calls = _on_gpu(act) if device.type == "cuda" else _on_host(act, device)
+        times.append(taken / calls)
+        spent += taken
+    return min(times)
+
+
+def _on_host(act: Callable[[], Any], device: torch.device) -> tuple[float, int]:
+    """Measure the seconds of one call until the device has finished it."""
+    start = time.perf_counter()
+    act()
+    if device.type != "cpu":  # a device may run a call only after it has returned
+        torch.get_device_module(device).synchronize()
+    return time.perf_counter() - start, 1
+
+
+def _on_gpu(act: Callable[[], Any]) -> tuple[float, int]:
+    """Measure the seconds of several calls by the device's own clock. The host's would include launches and waits."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(_CALLS_PER_EVENT):
+        act()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3, _CALLS_PER_EVENT

@@ -1,0 +1,113 @@
+"""Loading of models and datasets by name or path, with errors that say what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from datasets import DatasetDict, IterableDatasetDict, load_dataset
+from datasets.exceptions import DatasetGenerationError
+from peft import PeftModel
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from ...errors import InvalidDataset, UnsupportedModel
+
+_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
+
+
+def load_dataset_dict(
+    name: str, *, config: str | None = None, streaming: bool = False
+) -> DatasetDict | IterableDatasetDict:
+    """Load a dataset of the Hub, a dataset folder, or a JSON, JSON Lines, Parquet, CSV or text file, also gzipped.
+
+    A single file becomes the split `train`.
+
+    Raises:
+        [`InvalidDataset`]: if a file's type is not known, or if there is no dataset of this name.
+    """
+    path = Path(name)
+    if path.is_file():
+        suffix = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+        if suffix not in _BUILDERS:
+            raise InvalidDataset(
+                f"cannot tell the format of {name}.", do=f"Use one of {sorted(_BUILDERS)}, with or without .gz."
+            )
+        return _loaded(name, _BUILDERS[suffix], data_files=name, streaming=streaming)
+    return _loaded(name, name, name=config, streaming=streaming)
+
+
+def missing_path(name: str) -> list[str]:
+    """Say that no file or folder has this name, and suggest a similar one.
+
+    The result is empty if the path exists, or if the name can only be a name on the Hub.
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        return []
+    is_file = path.suffix in (*_BUILDERS, ".gz")
+    there = sorted(entry.name for entry in path.parent.iterdir()) if path.parent.is_dir() else []
+    near = get_close_matches(path.name, there, n=1)
+    meant = f"; did you mean {path.parent / near[0]}?" if near else ""
+    # The Hub's names are NAME and OWNER/NAME.
+    only_a_path = is_file or name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
+    if not only_a_path and not near:
+        return []
+    return [f"there is no such {'file' if is_file else 'folder'}{meant}"]
+
+
+def _loaded(shown: str, *args: Any, **options: Any) -> Any:
+    """Call `datasets.load_dataset`, and turn its errors into [`InvalidDataset`]."""
+    try:
+        return load_dataset(*args, **options)
+    except StopIteration as error:  # raised for an empty file
+        raise InvalidDataset(f"the dataset '{shown}' is empty.", do="Check the file.") from error
+    except (OSError, ValueError, DatasetGenerationError) as error:
+        raise InvalidDataset(
+            f"cannot load the dataset '{shown}'.",
+            why=missing_path(shown) or [str(error.__cause__ or error)],
+            do="Check the name, or the path and the contents of the file.",
+        ) from error
+
+
+@contextmanager
+def telling_of_model(name: str) -> Iterator[None]:
+    """Turn transformers' errors about a model that cannot be loaded into one message.
+
+    Raises:
+        [`UnsupportedModel`]: if there is no such model, or this transformers does not know its type.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise UnsupportedModel(
+            f"cannot load the model '{name}'.",
+            why=missing_path(name)
+            or [str(error) if Path(name).exists() else f"there is no such folder, and as a name on the Hub: {error}"],
+            do="Check the name, or the path of a folder.",
+        ) from error
+
+
+def load_causal_lm(name: str, *, dtype: str = "auto", adapter: str | None = None) -> nn.Module:
+    """Load a causal LM by name or path, optionally with a PEFT adapter.
+
+    Raises:
+        [`UnsupportedModel`]: if there is no such model.
+    """
+    with telling_of_model(name):
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    if adapter is None:
+        return model
+    with telling_of_model(adapter):
+        return PeftModel.from_pretrained(model, adapter, is_trainable=True)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer of a model by name or path; return `None` if there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError):  # transformers raises these for a folder that holds only weights
+        return None

@@ -1,0 +1,94 @@
+"""Merging of a trained adapter into its base model, with PEFT."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ...errors import InvalidConfig, UnsupportedModel
+from .hub import load_causal_lm
+
+
+def merge_adapter(
+    adapter: str, output: str | Path, *, base: str | None = None, dtype: str = "auto"
+) -> tuple[Any, PreTrainedTokenizerBase | None]:
+    """Merge an adapter into its base model and save model and tokenizer.
+
+    The base is loaded again, unquantized. A QLoRA adapter was trained on the base's weights rounded to 4 bits. So the
+    merged model differs from the trained one by that rounding, and is nearer to the original base.
+
+    Args:
+        adapter (`str`):
+            Folder or Hub name of the adapter.
+        output (`str` or `Path`):
+            Folder to save into, new or empty.
+        base (`str`, *optional*):
+            Name or path of the base, if it has moved since the adapter was saved.
+        dtype (`str`, *optional*, defaults to `"auto"`):
+            Dtype of the merged weights. `"auto"` is the dtype that the base was saved in.
+
+    Returns:
+        The merged `PreTrainedModel`, and its tokenizer if the adapter or the base has one.
+
+    Raises:
+        [`InvalidConfig`]: if the folder is not empty, or the adapter cannot be merged.
+        [`UnsupportedModel`]: if adapter or base cannot be loaded.
+    """
+    output = Path(output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise InvalidConfig(f"{output} is not empty.", do="Name a new folder.")
+    config = _adapter_config(adapter)
+    named = config.base_model_name_or_path
+    # The user's name wins, because the base's folder may have moved since the adapter was saved.
+    base = base or named
+    merged = _adapted(adapter, base, named, dtype).merge_and_unload()
+    tokenizer = _tokenizer(adapter, base)
+    merged.save_pretrained(output)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(output)
+    return merged, tokenizer
+
+
+def _adapter_config(adapter: str) -> Any:
+    try:
+        config: Any = PeftConfig.from_pretrained(adapter)
+    except (ValueError, OSError) as error:
+        raise UnsupportedModel(
+            f"there is no adapter in '{adapter}'.",
+            why=[str(error)],
+            do="Name the output_dir of a run with use_peft=True. A full fine-tune has no adapter to merge.",
+        ) from error
+    if config.is_prompt_learning:
+        raise InvalidConfig(
+            f"{config.peft_type.value} has no weights to merge: it adds tokens.",
+            do="Use it together with its base: peft.AutoPeftModelForCausalLM loads both.",
+        )
+    return config
+
+
+def _adapted(adapter: str, base: str | None, named: str | None, dtype: str) -> PeftModel:
+    """Load the base that the adapter names, or another one, with the adapter on it.
+
+    PEFT resizes the embeddings if a chat template has added tokens.
+    """
+    if base is not None and base != named:
+        return PeftModel.from_pretrained(load_causal_lm(base, dtype=dtype), adapter)  # type: ignore[arg-type]
+    try:
+        return AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise UnsupportedModel(
+            f"cannot load the base '{named}' of the adapter '{adapter}'.", why=[str(error)], do="Name it with --base."
+        ) from error
+
+
+def _tokenizer(adapter: str, base: str | None) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer that was saved with the adapter, else the base's; `None` if there is none."""
+    for name in (adapter, base):
+        try:
+            return AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError):
+            continue
+    return None

@@ -1,0 +1,189 @@
+"""Loading of a trainer's model: model type, `from_pretrained` arguments, quantization, adapter; and its datasets."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from datasets import DatasetDict, IterableDatasetDict
+from peft import PeftConfig, PeftModel
+from torch import nn
+from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel
+from trl import get_peft_config, get_quantization_config
+
+from ...adapters import refuse_quantization
+from ...errors import InvalidConfig
+from ...patching import inspect
+from .config import CommonConfig
+from .dataset import AnyDataset
+from .hub import telling_of_model
+
+logger = logging.getLogger(__name__)
+
+EvalDataset = AnyDataset | DatasetDict | IterableDatasetDict | dict[str, AnyDataset]
+
+
+# Linear layers of Mamba mixers, by model type (transformers 5.23). The mixers' kernels, and partly their plain code,
+# read the weights of these layers and never call them. So an adapter there has no effect, and a quantized weight
+# cannot be read.
+READ_DIRECTLY: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"), ("out_proj",)),
+    **dict.fromkeys(("falcon_mamba", "mamba"), ("out_proj", "x_proj", "dt_proj")),
+    "jamba": ("dt_proj",),
+}
+
+
+def output_dir(model: str | PreTrainedModel | PeftModel) -> str:
+    """Return TRL's default output directory for a model."""
+    name = model if isinstance(model, str) else model.config._name_or_path
+    return f"{name.rstrip('/').split('/')[-1] or 'model'}-SFT"
+
+
+def named(train: AnyDataset | None, evaluation: EvalDataset | None) -> list[tuple[str, AnyDataset]]:
+    """List every dataset that was given, with the name that TRL gives it."""
+    evaluations: Any = evaluation if isinstance(evaluation, dict) else {"eval": evaluation}
+    return [(name, d) for name, d in {"train": train, **evaluations}.items() if d is not None]
+
+
+def asked_for(asked: Any, evaluation: Any) -> Any:
+    """Return the dataset that `evaluate` was asked for: the trainer's own, one of its named ones, or another."""
+    return evaluation if asked is None else evaluation[asked] if isinstance(asked, str) else asked
+
+
+def model_type(name: str, args: CommonConfig) -> str:
+    """Read the `config.model_type` of a model by name, without its weights.
+
+    Raises:
+        [`UnsupportedModel`]: if there is no such model.
+    """
+    revision = _given_init_kwargs(args).get("revision", args.model_revision)
+    with telling_of_model(name):
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+    return config.model_type
+
+
+def loading(
+    kind: str, args: CommonConfig, quantization: BitsAndBytesConfig | None
+) -> tuple[dict[str, Any], BitsAndBytesConfig | None]:
+    """Return the `from_pretrained` arguments and the quantization of a model of this type; a given one wins.
+
+    Raises:
+        [`UnsupportedModel`]: for a quantization that lets documents of a batch change each other's numbers.
+    """
+    kwargs, chosen = init_kwargs(args), quantization or quantization_of(kind, args)
+    # Padded training may use such a quantization, if the user chooses it. Only packing promises that documents do not
+    # affect each other.
+    if args.packing:
+        refuse_quantization(chosen or kwargs.get("quantization_config"))
+    return kwargs, chosen
+
+
+def init_kwargs(args: CommonConfig) -> dict[str, Any]:
+    """Return `from_pretrained` arguments as TRL's script makes them from a `ModelConfig`; `model_init_kwargs` wins."""
+    kwargs = {"revision": args.model_revision, "dtype": args.dtype, "attn_implementation": args.attn_implementation}
+    return {**kwargs, **_given_init_kwargs(args)}
+
+
+def _given_init_kwargs(args: CommonConfig) -> dict[str, Any]:
+    return args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
+
+
+def quantization_of(kind: str, args: CommonConfig) -> BitsAndBytesConfig | None:
+    """Return the quantization that the arguments ask for; `None` if `model_init_kwargs` has its own."""
+    if "quantization_config" in _given_init_kwargs(args):
+        return None
+    config = get_quantization_config(args)
+    if args.packing and args.load_in_8bit and config is not None:
+        _keep_tokens_apart(config)
+    if config is not None and (read := READ_DIRECTLY.get(kind)):
+        config.llm_int8_skip_modules = ["lm_head", *read]
+    return config
+
+
+def _keep_tokens_apart(config: BitsAndBytesConfig) -> None:
+    """Set the outlier threshold of LLM.int8 to 0, because an outlier of one document changes the others' numbers."""
+    logger.warning(
+        "trl-packfa: load_in_8bit=True loads with llm_int8_threshold=0.0, not bitsandbytes' %s, because outliers of "
+        "one document would change the numbers of others. Columns with outliers are in 8 bits too, which costs "
+        "accuracy on models that have some; load_in_4bit=True has no such columns.",
+        config.llm_int8_threshold,
+    )
+    config.llm_int8_threshold = 0.0
+
+
+@contextmanager
+def telling_of_targets(model: Any, args: Any) -> Iterator[None]:
+    """Turn PEFT's errors about the default adapter into errors that name the field to change.
+
+    They are about targets that match no layer, and dropout on the weights of experts.
+
+    Raises:
+        [`InvalidConfig`]: with the field.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "does not work with lora_dropout" in str(error):
+            raise InvalidConfig(
+                f"lora_dropout={args.lora_dropout} on a mixture of experts.",
+                why=["PEFT adapts the weights of all experts as one parameter, and supports no dropout there"],
+                do="Set lora_dropout=0, or name only linear layers in lora_target_modules (q_proj, v_proj ...).",
+            ) from error
+        if "not found in the base model" not in str(error):  # PEFT 0.19 raises a plain ValueError
+            raise
+        layers = ", ".join(_linear_layers(model, args))
+        raise InvalidConfig(
+            f"lora_target_modules={args.lora_target_modules} matches no layer of the model.",
+            why=[f"its linear layers are {layers}"] if layers else [],
+            do="Name some of its layers, or drop lora_target_modules to adapt all linear ones.",
+        ) from error
+
+
+def _linear_layers(model: Any, args: Any) -> list[str]:
+    """List the last name parts of a model's linear layers, without the LM head.
+
+    A model given by name is built without weights; if that is not possible, the list is empty.
+    """
+    if isinstance(model, str):
+        try:
+            config = AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code)
+            with torch.device("meta"):
+                model = getattr(transformers, (config.architectures or [""])[0])(config)
+        except (AttributeError, TypeError, ValueError, OSError, RuntimeError):
+            return []
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return sorted({name.rsplit(".", 1)[-1] for name in linear} - {"lm_head"})
+
+
+def default_adapter(kind: str, args: CommonConfig) -> Any:
+    """Return the LoRA config that the arguments ask for, `None` for full fine-tuning.
+
+    `"all-linear"` leaves out the layers in `READ_DIRECTLY`: they are never called, so an adapter would not be trained.
+    """
+    config: Any = get_peft_config(args)
+    if config is not None and config.target_modules == "all-linear" and kind in READ_DIRECTLY:
+        config.exclude_modules = set(READ_DIRECTLY[kind])
+    return config
+
+
+def load_as_asked(
+    model: str | PreTrainedModel | PeftModel, args: CommonConfig, *, quantization: Any, adapter: PeftConfig | None
+) -> tuple[Any, PeftConfig | None]:
+    """Return the quantization and the adapter for TRL to load the model with, and set `args.model_init_kwargs`.
+
+    Args:
+        model, args:
+            A model given by name is loaded as the arguments say.
+        quantization (`BitsAndBytesConfig`, *optional*), adapter (`PeftConfig`, *optional*):
+            The user's own. They win over the arguments.
+    """
+    kind = model_type(model, args) if isinstance(model, str) else None
+    if kind is not None:
+        args.model_init_kwargs, quantization = loading(kind, args, quantization)
+    if adapter is None and not isinstance(model, PeftModel):
+        adapter = default_adapter(kind or inspect.model_type(model), args)  # type: ignore[arg-type]
+    return quantization, adapter

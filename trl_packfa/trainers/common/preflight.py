@@ -1,0 +1,263 @@
+"""Checks before model and data are loaded: folder, checkpoint, reporting packages, tokenizer, attention, Hub."""
+
+from __future__ import annotations
+
+import copy
+import json
+import tempfile
+from collections.abc import Iterable
+from importlib import resources
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi
+from transformers import AutoProcessor
+from transformers.integrations import integration_utils
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import is_flash_attn_2_available
+from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+
+from ...errors import InvalidConfig, MissingPackage
+from .chat_templates import holds_conversations
+from .checkpoint_files import require_undamaged, require_whole_checkpoint
+from .config import CommonConfig
+from .hub import missing_path
+
+# Values of `resume_from_checkpoint` besides a folder, in upper or lower case.
+_LAST, _NONE = ("true", "last"), ("", "false", "none")
+# Names of integrations in transformers' `is_NAME_available` functions, where they differ from `report_to`'s.
+_LOOKED_FOR_AS = {"azure_ml": "azureml", "comet_ml": "comet", "flyte": "flytekit"}
+
+
+def require_output_dir(folder: str | Path | None) -> None:
+    """Make the folder that a run writes into, and require that it is writable.
+
+    Raises:
+        [`InvalidConfig`]: if it cannot be made, is a file or cannot be written to.
+    """
+    try:
+        Path(folder or ".").mkdir(parents=True, exist_ok=True)
+        # Test by writing, because permissions say little on network file systems, and nothing to root.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        is_file = next((part for part in (Path(folder or "."), *Path(folder or ".").parents) if part.is_file()), None)
+        raise InvalidConfig(
+            f"output_dir {folder} cannot be written to: {error.strerror or error}.",
+            why=[f"{is_file} is a file"] if is_file else [],
+            do="Name another folder that you can create and write to.",
+        ) from error
+
+
+def checkpoint_to_resume(asked: str | bool | None, folder: str | Path | None, *, whole: bool = True) -> str | None:
+    """Return the folder of the checkpoint that `resume_from_checkpoint` asks for, or `None` if it asks for none.
+
+    `True`, `"true"` and `"last"` mean the last whole checkpoint in `folder`. With `whole=False`, for a trainer whose
+    checkpoints do not record that they are whole, they mean the last one.
+
+    Raises:
+        [`InvalidConfig`]: if there is no such checkpoint, or its files have changed since they were written.
+    """
+    word = str(asked or "").lower()
+    if word in _NONE:
+        return None
+    if word in _LAST:
+        last = None if whole else get_last_checkpoint(str(folder))
+        return last or require_whole_checkpoint(folder)
+    if not (Path(str(asked)) / TRAINER_STATE_NAME).is_file():
+        there = "no such folder" if not Path(str(asked)).is_dir() else f"the folder has no {TRAINER_STATE_NAME}"
+        raise InvalidConfig(
+            f"resume_from_checkpoint={asked}: that is no checkpoint.",
+            why=[there],
+            do=f"Name the folder of a checkpoint, or pass 'last' for the last whole one in {folder}.",
+        )
+    require_undamaged(str(asked))
+    return str(asked)
+
+
+def resuming_message(checkpoint: str | Path) -> str:
+    """Say from which checkpoint and optimizer step a run resumes.
+
+    Raises:
+        [`InvalidConfig`]: if the checkpoint's state cannot be read.
+    """
+    path = Path(checkpoint) / TRAINER_STATE_NAME
+    try:
+        step = int(json.loads(path.read_text(encoding="utf-8"))["global_step"])
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidConfig(f"{path} cannot be read: {error!r}.", do="Resume from another checkpoint.") from error
+    return f"resuming from {Path(checkpoint).name} at step {step}"
+
+
+def from_zero_message(folder: str | Path | None) -> str:
+    """Say that a run starts from zero though its folder has checkpoints; return `""` if it has none."""
+    found = get_last_checkpoint(str(folder)) if Path(folder or ".").is_dir() else None
+    if found is None:
+        return ""
+    return (
+        f"{folder} has checkpoints of an earlier run, the last is {Path(found).name}. This run starts from zero and "
+        "overwrites them. To continue the earlier run, pass --resume_from_checkpoint last."
+    )
+
+
+def require_reporters(args: CommonConfig) -> None:
+    """Require the packages that `report_to` names.
+
+    Raises:
+        [`InvalidConfig`]: if transformers knows no such integration.
+        [`MissingPackage`]: if one is not installed, or not set up.
+    """
+    known = integration_utils.INTEGRATION_TO_CALLBACK
+    for name in args.report_to or []:
+        if name not in known:
+            raise InvalidConfig(
+                f"report_to='{name}' does not exist.", do=f"Choose from {', '.join(known)}, or pass report_to='none'."
+            )
+        look = getattr(integration_utils, f"is_{_LOOKED_FOR_AS.get(name, name)}_available", None)
+        if look is not None and not look():
+            raise MissingPackage(
+                f"report_to='{name}': its package is not installed, or not set up.",
+                do=f"pip install {name.replace('_', '-')}, or pass report_to='none'.",
+            )
+
+
+def load_tokenizer(name: str, args: CommonConfig, *, otherwise: str = "") -> Any:
+    """Load the tokenizer or processor of a model, as TRL loads it; `otherwise` ends the advice of the error.
+
+    Raises:
+        [`InvalidConfig`]: if there is none.
+    """
+    try:
+        return AutoProcessor.from_pretrained(
+            name, revision=args.model_revision, trust_remote_code=args.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(
+            f"cannot load a tokenizer or processor from '{name}'.",
+            why=missing_path(name) or [str(error)],
+            do="Check the name, or copy the missing files into the folder: the tokenizer's for text, the processor's "
+            "for a vision model" + (f", {otherwise}." if otherwise else "."),
+        ) from error
+
+
+def require_tokenizer(
+    model: Any, args: Any, *, processing_class: Any, datasets: Iterable[tuple[str, Any]], makes_text: bool = True
+) -> None:
+    """Load the tokenizer of a model given by name, and require the chat template that the datasets need.
+
+    Args:
+        model (`str` or `torch.nn.Module`):
+            The trainer's `model` argument.
+        args (`TrainingArguments`):
+            The settled config.
+        processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`, *optional*):
+            The user's own.
+        datasets (`Iterable`):
+            Names and datasets.
+        makes_text (`bool`, *optional*, defaults to `True`):
+            Whether the chat template turns conversations into text. `False` if the user's function does it.
+
+    Raises:
+        [`InvalidConfig`]: if there is no tokenizer, no chat template for conversations, or a template that does not
+            mark the tokens that `assistant_only_loss` trains.
+    """
+    if processing_class is None:
+        if not isinstance(model, str):
+            return  # TRL finds the tokenizer's name in the model
+        processing_class = load_tokenizer(model, args)
+    tokenizer = _with_template(processing_class, args)
+    if getattr(args, "assistant_only_loss", False):
+        require_markable(tokenizer)
+    if getattr(tokenizer, "chat_template", None) is not None or not makes_text:
+        return
+    for name, dataset in datasets:
+        if holds_conversations(dataset):
+            raise InvalidConfig(
+                f"the {name} dataset holds conversations, but the tokenizer has no chat template.",
+                why=["a chat template turns messages into text; base models often have none"],
+                do="Pass chat_template_path: a .jinja file, or the name or folder of a model that has one."
+                if hasattr(args, "chat_template_path")
+                else "Set tokenizer.chat_template and pass the tokenizer as processing_class, or save it so.",
+            )
+
+
+def require_attention(args: Any) -> None:
+    """Require the package of the attention that `attn_implementation` names.
+
+    Raises:
+        [`MissingPackage`]: if flash-attn is not installed, or finds no GPU.
+    """
+    asked = getattr(args, "attn_implementation", None)
+    if asked != "flash_attention_2" or is_flash_attn_2_available():
+        return
+    raise MissingPackage(
+        "attn_implementation='flash_attention_2' cannot run here.",
+        why=["flash-attn is not installed" if find_spec("flash_attn") is None else "flash-attn finds no GPU"],
+        do="Drop it, because attention_backend chooses the packed attention. Or pip install 'trl-packfa[flash]'.",
+    )
+
+
+def require_hub(args: Any) -> None:
+    """Require a login at the Hub if `push_to_hub` is on.
+
+    Raises:
+        [`InvalidConfig`]: if the Hub cannot be reached or does not accept the token.
+    """
+    if not args.push_to_hub:
+        return
+    try:
+        HfApi().whoami(token=args.hub_token)
+    except Exception as error:  # any network error means that nothing could be pushed
+        raise InvalidConfig(
+            "push_to_hub=True, but nothing can be pushed to the Hub from here.",
+            why=[str(error).split("\n", 1)[0]],
+            do="Log in with `hf auth login`, or drop push_to_hub: `hf upload REPO FOLDER` pushes after training.",
+        ) from error
+
+
+def require_markable(tokenizer: Any) -> None:
+    """Require a chat template that marks the assistant's tokens, or that TRL can mark.
+
+    Raises:
+        [`InvalidConfig`]: with the names of the templates that TRL can mark.
+    """
+    template = getattr(tokenizer, "chat_template", None)
+    if template is not None:
+        if has_generation_markers(template):
+            return
+        try:
+            get_training_chat_template(tokenizer)
+            return
+        except ValueError:
+            pass
+    folder = resources.files("trl") / "chat_templates"
+    suffix = "_training.jinja"
+    marked = sorted(file.name.removesuffix(suffix) for file in folder.iterdir() if file.name.endswith(suffix))
+    raise InvalidConfig(
+        "assistant_only_loss=True: nothing marks the assistant's tokens.",
+        why=[
+            "the tokenizer has no chat template"
+            if template is None
+            else "its chat template has no {% generation %} markers, and TRL cannot add them",
+            f"TRL can mark the unchanged templates of {', '.join(marked)}",
+        ],
+        do="Leave assistant_only_loss off, put {% generation %} and {% endgeneration %} around the assistant's text, "
+        "or name a template that has them with chat_template_path.",
+    )
+
+
+def _with_template(tokenizer: Any, args: Any) -> Any:
+    """Return the tokenizer with the chat template that `chat_template_path` names, as TRL reads it."""
+    named = getattr(args, "chat_template_path", None)
+    if named is None:
+        return tokenizer
+    path = Path(named)
+    if path.suffix in (".jinja", ".j2") and not path.is_file():
+        raise InvalidConfig(f"chat_template_path={named}: there is no such file.", do="Check the path.")
+    if not path.is_file():
+        return load_tokenizer(named, args)
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = path.read_text(encoding="utf-8")
+    return tokenizer

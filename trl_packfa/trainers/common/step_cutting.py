@@ -1,0 +1,298 @@
+"""`packing_strategy="step"`: re-cut the padded run's examples of an optimizer step into fewer, fuller micro-batches.
+
+The data loader yields the padded run's examples in its order, but uncollated. Then the examples of one step are re-cut
+and collated. The Trainer gets one slot per padded micro-batch, so its bookkeeping (steps, epochs, schedule, resuming)
+is the padded run's. The last slot of a step holds all its micro-batches; the other slots are idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from datasets import IterableDataset
+
+from ...errors import InvalidConfig
+from ...layout import PackedLayout
+from ...packing import imbalance
+from .batching import FREE, KEPT, TOGETHER, deal
+from .config import CommonConfig
+from .dataset import read_lengths
+from .flops import quadratic_weight
+from .padded_batch_map import ORIGINS, origins_of_steps
+
+
+class Documents:
+    """The uncollated examples of one padded micro-batch. Reading a key raises, so that no code uses it as a batch."""
+
+    def __init__(self, examples: list[dict[str, Any]]) -> None:
+        self.examples = examples
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, key: Any) -> Any:
+        raise TypeError(
+            f"these are the examples of a padded micro-batch, not yet packed: there is no {key!r}. "
+            "packing_strategy='step' cuts a whole optimizer step into micro-batches when it runs. "
+            "trainer.preview_batch() shows a packed batch as text; .examples holds the examples."
+        )
+
+
+class Slot(dict):
+    """A stand-in for one micro-batch of the Trainer. It holds token ids to count, and the micro-batches to run."""
+
+    def __init__(self, micro_batches: Sequence[dict[str, Any]], imbalance: float = 1.0) -> None:
+        # Concatenated to `(1, T)`, because the Trainer counts tokens and operations by `input_ids`.
+        ids = [micro_batch["input_ids"].reshape(1, -1) for micro_batch in micro_batches]
+        super().__init__(input_ids=torch.cat(ids, dim=1) if ids else torch.empty((1, 0), dtype=torch.long))
+        self.micro_batches, self.imbalance = list(micro_batches), imbalance
+
+
+class StepCutter:
+    """A cutter of steps into micro-batches of about equal cost, the same number of them on every rank.
+
+    Args:
+        args ([`CommonConfig`]):
+            Has the token budget `max_tokens_per_microbatch`. Default: the size of the padded run's largest
+            micro-batch.
+        train_dataset (`Dataset` or `IterableDataset`):
+            The dataset, tokenized and cut to `max_length`.
+        model (`torch.nn.Module`):
+            Its shape decides the cost of attention relative to the matrix products.
+        accelerator (`Accelerator`):
+            Gathers the examples of all ranks.
+        cut (`str`, *optional*, defaults to `FREE`):
+            How it may cut; see [`how_to_cut`].
+
+    Raises:
+        [`InvalidConfig`]: if the dataset is a stream and its documents have no length limit; or if a document, or a
+            padded micro-batch that must stay together, is longer than the budget.
+    """
+
+    def __init__(
+        self, args: CommonConfig, *, train_dataset: Any, model: Any, accelerator: Accelerator, cut: str = FREE
+    ) -> None:
+        self.accelerator, self.how = accelerator, cut
+        lengths, which = _longest(train_dataset, args)
+        longest = int(lengths.max())
+        if args.max_tokens_per_microbatch is not None:
+            require_budget(args.max_tokens_per_microbatch, longest, which)
+            if cut != FREE:
+                require_whole(args.max_tokens_per_microbatch, lengths, args.per_device_train_batch_size)
+        self.budget = args.max_tokens_per_microbatch or args.per_device_train_batch_size * longest
+        self.quadratic = quadratic_weight(model)
+
+    @property
+    def free_budget(self) -> int | None:
+        """The token budget if a user may lower it; `None` if padded micro-batches must stay together."""
+        return self.budget if self.how == FREE else None
+
+    def cut(
+        self, batches: Sequence[Documents], collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
+    ) -> list[Slot]:
+        """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
+        rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
+        examples, groups = of_all_ranks(batches, self.accelerator)
+        lengths = np.array([len(example["input_ids"]) for example in examples], dtype=np.int64)
+        dealt = deal(
+            lengths, groups, cut=self.how, budget=self.budget, world_size=world_size, quadratic=self.quadratic
+        )
+        # If other ranks have one micro-batch more, this rank runs an untrained one, to take part in their collectives.
+        shortest = int(lengths.argmin())
+        idle = {**examples[shortest], "labels": [-100] * int(lengths[shortest])}
+        micro_batches = [
+            collate([examples[i] for i in part]) if part else _untrue(collate([idle])) for part in dealt[rank]
+        ]
+        origins = origins_of_steps(dealt, lengths, groups, rank=rank)
+        for micro_batch, origin in zip(micro_batches, origins, strict=True):
+            micro_batch[ORIGINS] = origin
+        last = Slot(micro_batches, imbalance=imbalance(dealt, lengths, self.quadratic))
+        return [Slot([]) for _ in batches[:-1]] + [last]
+
+
+def of_all_ranks(
+    batches: Sequence[Documents], accelerator: Accelerator
+) -> tuple[tuple[dict[str, Any], ...], np.ndarray]:
+    """Gather the examples of a step from all ranks, rank by rank, and the number of each one's padded micro-batch.
+
+    With them every rank makes the same plan. Sending token ids costs little compared with computing a step.
+    """
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    # Padded micro-batches are numbered in turn over ranks: with 2 ranks, rank 0 has 0, 2, 4. Examples with the same
+    # number are from the same padded micro-batch.
+    mine = [(i * world_size + rank, example) for i, batch in enumerate(batches) for example in batch.examples]
+    numbers, examples = zip(*(mine if world_size == 1 else gather_object(mine)), strict=True)
+    return examples, np.array(numbers)
+
+
+def require_aligned(slot: Slot, accelerator: Accelerator, accumulation: int) -> None:
+    """Refuse to run a slot if the Trainer's optimizer step does not follow the last slot of the cut step.
+
+    Otherwise there would be an optimizer step without gradients, or gradients that no optimizer step uses.
+
+    Args:
+        slot ([`Slot`]):
+            The slot that is about to run.
+        accelerator (`Accelerator`):
+            Its `sync_gradients` is set by the Trainer if an optimizer step follows the slot.
+        accumulation (`int`):
+            The current `gradient_accumulation_steps`.
+
+    Raises:
+        [`InvalidConfig`]: if `gradient_accumulation_steps` was changed at a step where the Trainer's count does not
+            allow it.
+    """
+    if bool(slot.micro_batches) != accelerator.sync_gradients:
+        raise InvalidConfig(
+            f"gradient_accumulation_steps was changed to {accumulation} while training, in the middle of a step.",
+            why=[
+                "the Trainer makes an optimizer step when its count of micro-batches is a multiple of it, but the "
+                "examples of this step were cut together"
+            ],
+            do="Change it when the number of micro-batches so far is a multiple of the new value, or before train(). "
+            "packing_strategy='minibatch' allows a change at any step.",
+        )
+
+
+def count_every_rank(accelerator: Accelerator) -> None:
+    """Let `gather_for_metrics` return the values of all ranks in the last step of an epoch too.
+
+    There accelerate would take the ranks' sums for examples, and drop as many as the last batch repeats.
+    """
+    loader = accelerator.gradient_state.active_dataloader
+    if loader is not None:
+        loader.remainder = 0
+
+
+def in_turn(slot: Slot, *, accelerator: Accelerator, model: Any, syncs_itself: bool) -> Iterator[dict[str, Any]]:
+    """Yield the micro-batches of a step. Run each before the next: only the last reduces gradients over ranks.
+
+    Args:
+        slot ([`Slot`]):
+            The slot of the whole step.
+        accelerator (`Accelerator`), model (`torch.nn.Module`):
+            The run's accelerator and the wrapped model.
+        syncs_itself (`bool`):
+            Whether the engine itself reduces and steps at the end of a step (DeepSpeed).
+    """
+    for i, micro_batch in enumerate(slot.micro_batches):
+        is_last = i + 1 == len(slot.micro_batches)
+        # The Trainer has set it for the whole slot. accelerate clips and steps only if it is on.
+        accelerator.gradient_state._set_sync_gradients(is_last)
+        # DDP reduces in each backward outside of `no_sync`. So it reduces once per step, not once per micro-batch.
+        with nullcontext() if is_last or syncs_itself else accelerator.no_sync(model):
+            yield micro_batch
+
+
+def how_to_cut(
+    args: CommonConfig,
+    *,
+    balances_experts: bool,
+    counts_tokens: bool = True,
+    own_loss: bool = False,
+    world_size: int = 1,
+) -> tuple[str, str]:
+    """Choose how `step` cuts (`FREE`, `TOGETHER`, `KEPT`) so that the loss stays the padded run's.
+
+    Args:
+        args ([`CommonConfig`]):
+            The run's config.
+        balances_experts (`bool`):
+            Whether the routers' auxiliary loss is trained. It depends on a whole padded micro-batch.
+        counts_tokens (`bool`, *optional*, defaults to `True`):
+            Whether losses are divided by the tokens of the step, not by those of each micro-batch.
+        own_loss (`bool`, *optional*, defaults to `False`):
+            Whether the user's `compute_loss_func` computes the loss.
+        world_size (`int`, *optional*, defaults to `1`):
+            Number of ranks.
+
+    Returns:
+        The choice, and the reason if it is not `FREE`.
+    """
+    if not counts_tokens:
+        return KEPT, "the model's forward takes no num_items_in_batch: its loss is a mean over each micro-batch"
+    if own_loss:
+        return KEPT, "compute_loss_func makes the loss of each micro-batch"
+    if world_size > 1 and not args.average_tokens_across_devices:
+        return KEPT, "average_tokens_across_devices=False: each rank's loss is a mean over its own tokens"
+    if balances_experts:
+        return TOGETHER, "the routers' auxiliary loss is computed over each padded micro-batch"
+    return FREE, ""
+
+
+def require_budget(budget: int, longest: int, which: str) -> None:
+    """Require that no document is longer than the user's token budget of a micro-batch.
+
+    Raises:
+        [`InvalidConfig`]: with the longest document.
+    """
+    if longest > budget:
+        raise InvalidConfig(
+            f"max_tokens_per_microbatch={budget} is smaller than {which}.",
+            why=["a document is never cut into several micro-batches"],
+            do=f"Raise it to {longest} or more, or lower max_length to {budget}.",
+        )
+
+
+def require_whole(budget: int, lengths: np.ndarray, batch_size: int) -> None:
+    """Require that a padded micro-batch fits the user's token budget, whichever examples share it.
+
+    Raises:
+        [`InvalidConfig`]: with the tokens of the largest possible one.
+    """
+    largest = int(np.sort(lengths)[-batch_size:].sum())
+    if largest > budget:
+        raise InvalidConfig(
+            f"max_tokens_per_microbatch={budget} is smaller than a padded micro-batch of {batch_size} examples, "
+            f"which may hold {largest} tokens.",
+            why=[
+                "with this model or these arguments the loss is not a sum over single tokens (for example the "
+                "routers' auxiliary loss), so examples that share a padded micro-batch must run at the same time"
+            ],
+            do=f"Raise it to {largest} or more, or lower per_device_train_batch_size and raise "
+            "gradient_accumulation_steps. For experts, router_aux_loss_coef=0.0 switches the auxiliary loss off.",
+        )
+
+
+def _untrue(micro_batch: dict[str, Any]) -> dict[str, Any]:
+    """Mark all tokens of a micro-batch as padding."""
+    layout: PackedLayout | None = micro_batch.get("packed_layout")
+    if layout is not None:
+        micro_batch["packed_layout"] = replace(layout, padding=layout.num_tokens)
+    return micro_batch
+
+
+def _longest(train_dataset: Any, args: CommonConfig) -> tuple[np.ndarray, str]:
+    """Return the tokens of each document, and a description of the longest one.
+
+    For a stream, they are as many documents as a padded micro-batch has, each of the largest allowed length.
+    """
+    if not isinstance(train_dataset, IterableDataset):
+        lengths = read_lengths(train_dataset)
+        return lengths, f"document {int(lengths.argmax())}, which has {int(lengths.max())} tokens"
+    longest = longest_of_stream(args)
+    which = f"a document of a stream, which may have {longest} tokens"
+    return np.full(args.per_device_train_batch_size, longest), which
+
+
+def longest_of_stream(args: CommonConfig) -> int:
+    """Return the largest number of tokens that a document of a stream may have.
+
+    Raises:
+        [`InvalidConfig`]: if there is no limit.
+    """
+    longest = args.max_length or args.max_tokens_per_microbatch
+    if longest is None:
+        raise InvalidConfig(
+            "packing_strategy='step' on a stream needs a token budget: max_length is None.",
+            why=["the longest document of a stream is not known before training"],
+            do="Set max_length or max_tokens_per_microbatch, or use packing_strategy='minibatch'.",
+        )
+    return longest

@@ -1,0 +1,160 @@
+"""Checks that refuse invalid arguments, models and datasets before any data is processed, with the reasons."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from datasets import Dataset, IterableDataset
+from peft import PeftConfig, PeftModel
+from transformers import PreTrainedModel
+from transformers.training_args import OptimizerNames
+
+from ...adapters import refuse_adapter, refuse_adapters, refuse_quantized
+from ...attention import AttentionRequest, get_backend
+from ...errors import TRAIN_PADDED, InvalidConfig, InvalidDataset, NoBackend
+from ...patches.measured import results
+from ...patches.registry import get_patch_for_type
+from ...patching.inspect import model_config, model_type
+from .config import CommonConfig
+from .parallelism import refuse_parallelism
+
+logger = get_logger(__name__)
+
+
+def refuse_untrainable(model: Any, peft_config: PeftConfig | None) -> None:
+    """Refuse models and adapters that cannot be trained at all, packed or not.
+
+    Raises:
+        [`InvalidConfig`]: for an adapter on the LM head, and for offloaded weights.
+    """
+    targets = getattr(peft_config, "target_modules", None) or ()
+    if "lm_head" in ([targets] if isinstance(targets, str) else targets):
+        raise InvalidConfig(
+            "peft_config targets 'lm_head'.",
+            why=["TRL multiplies hidden states with lm_head.weight directly, so its adapter would never be trained"],
+            do="Remove 'lm_head' from target_modules. To train it in full, name it in modules_to_save.",
+        )
+    if getattr(model, "hf_device_map", None) and any(parameter.is_meta for parameter in model.parameters()):
+        raise InvalidConfig(
+            "device_map has offloaded weights of the model, to a disk or from an accelerator to the CPU.",
+            why=["torch cannot train through them: they are gone when the backward pass needs them"],
+            do="Load the model without device_map, for example with load_in_4bit=True, or shard it: fsdp=True.",
+        )
+
+
+def refuse_adapters_and_backend(args: CommonConfig, peft_config: PeftConfig | None) -> None:
+    """Refuse an adapter that mixes documents, and a named attention backend that cannot run here.
+
+    Raises:
+        [`UnsupportedModel`]: for the adapter.
+        [`NoBackend`]: for the backend.
+    """
+    refuse_adapter(peft_config)
+    _refuse_backend(args)
+
+
+def _refuse_backend(args: CommonConfig) -> None:
+    """Refuse a named backend that cannot serve even the simplest model here.
+
+    Whether it can serve the run's model is known only once the model is built.
+    """
+    if args.attention_backend == "auto":
+        return
+    # Head dim 64, as many keys as queries, no window, no softcap: every backend that runs here at all can do this.
+    plainest = AttentionRequest(args.device, torch.bfloat16, 64, 8, 8, named=True)
+    reasons = get_backend(args.attention_backend).refusals(plainest)
+    if reasons:
+        raise NoBackend(
+            f"attention backend '{args.attention_backend}' cannot run here.",
+            why=reasons,
+            do="Pass attention_backend='auto', or see `trl-packfa backends`.",
+        )
+
+
+def refuse_model(model: str | PreTrainedModel | PeftModel, args: CommonConfig) -> None:
+    """Refuse a model, or a model type, that no patch supports or that contradicts the arguments.
+
+    A type that has not been measured passes here; [`patch`] checks it.
+
+    Raises:
+        [`UnsupportedModel`]: with the nearest names; also for an adapter or a quantization that mixes documents.
+        [`InvalidConfig`]: if the arguments ask to quantize a model that is already loaded.
+    """
+    name = model if isinstance(model, str) else model_type(model)
+    if name in results() and results()[name]["verdict"] != "exact":
+        get_patch_for_type(name)  # raises with the reason
+    if isinstance(model, str):
+        return
+    native = getattr(model_config(model), "distributed_config", None)
+    refuse_parallelism({name: getattr(native, name, None) or 1 for name in ("tp_size", "ep_size", "pp_size")})
+    quantized = getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
+    if (args.load_in_4bit or args.load_in_8bit) and not quantized:
+        raise InvalidConfig(
+            "load_in_4bit or load_in_8bit is set, but the model is already loaded, without quantization.",
+            do="Pass the model by name, or load it with a BitsAndBytesConfig and drop the argument.",
+        )
+    refuse_adapters(model)
+    refuse_quantized(model)
+
+
+# Optimizers that keep their state in the weights' dtype.
+_STATE_LIKE_WEIGHTS = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
+
+
+def refuse_precision(model: torch.nn.Module, args: CommonConfig, *, scales_losses: bool, own_optimizer: bool) -> None:
+    """Refuse trained float16 weights where training them fails; warn if `fp16` has no effect.
+
+    Args:
+        model (`torch.nn.Module`):
+            The model, its adapter on it.
+        args ([`CommonConfig`]):
+            The run's arguments.
+        scales_losses (`bool`):
+            Whether the loss is scaled for float16, as on an accelerator.
+        own_optimizer (`bool`):
+            Whether the user passes an optimizer.
+
+    Raises:
+        [`InvalidConfig`]: if torch would refuse their gradients in the first step, or AdamW's state cannot hold them.
+    """
+    if args.fp16 and args.device.type == "cpu":
+        logger.warning("trl-packfa: fp16=True has no effect on a CPU: accelerate computes in the weights' own dtype.")
+    halves = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype is torch.float16]
+    why = []
+    if scales_losses:
+        why += ["fp16=True scales the loss, and torch removes the scale from float32 gradients only"]
+    # float16's smallest number is 6e-8, the square of 2.4e-4. Below it AdamW would divide by 0 plus epsilon.
+    if args.optim in _STATE_LIKE_WEIGHTS and not own_optimizer:
+        why += [
+            f"optim='{OptimizerNames(args.optim).value}' keeps its state in float16, where the square of a gradient "
+            "below 2e-4 is 0: steps become too large, or NaN"
+        ]
+    if halves and why:
+        raise InvalidConfig(
+            f"{len(halves)} trained weights are in float16: {halves[0]}, ...",
+            why=why,
+            do="Load the model with dtype='float32' or 'bfloat16', or train an adapter, which PEFT keeps in float32.",
+        )
+
+
+def refuse_data(dataset: Dataset | IterableDataset, *, name: str) -> None:
+    """Refuse datasets whose documents exist only after collation.
+
+    Raises:
+        [`InvalidDataset`]: for images, and for a dataset that is transformed on the fly.
+    """
+    if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
+        raise InvalidDataset(
+            f"the {name} dataset is transformed on the fly (set_transform or with_transform).",
+            why=["packing plans with lengths before training, and a resumed run must see the same documents"],
+            do="Use dataset.map(...), which is computed once, or reset_format().",
+        )
+    images = sorted({"image", "images"} & set(next(iter(dataset), {})))
+    if images:
+        raise InvalidDataset(
+            f"the {name} dataset has a column '{images[0]}': a vision dataset cannot be packed.",
+            why=["its processor tokenizes images during collation, so their number of tokens is not known before"],
+            do=f"Drop the column to train on the text alone, or {TRAIN_PADDED}.",
+        )

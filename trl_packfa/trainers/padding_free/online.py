@@ -1,0 +1,125 @@
+"""GRPO and RLOO for the command line: TRL's trainers, with configs like the packed trainers' and without padding.
+
+Generation, rewards, losses, steps and checkpoints are TRL's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, RLOOConfig, RLOOTrainer
+from trl import rewards as trl_rewards
+
+from ...errors import InvalidConfig, InvalidDataset
+from ..common.config import CommonConfig, require_trainable, settle_loading, settle_precision
+from ..common.model_loading import load_as_asked, named, telling_of_targets
+from .padding_free import padding_free
+from .refusals import refuse_before_loading, refuse_liger, require_columns, require_run
+
+
+@dataclass
+class OnlineConfig(CommonConfig):
+    """Fields for loading, adapting and running the model. It comes before TRL's config in the base classes."""
+
+    def __post_init__(self) -> None:
+        # Call both by name, because neither calls the other.
+        ModelConfig.__post_init__(self)
+        settle_precision(self)
+        refuse_liger(self, type(self).__name__)
+        trl_config: Any = GRPOConfig if isinstance(self, GRPOConfig) else RLOOConfig
+        trl_config.__post_init__(self)
+        settle_loading(self)
+        require_trainable(self)
+
+
+@dataclass
+class PaddingFreeGRPOConfig(OnlineConfig, GRPOConfig):
+    """All fields of TRL's `GRPOConfig` and `ModelConfig`, with LoRA on."""
+
+
+@dataclass
+class PaddingFreeRLOOConfig(OnlineConfig, RLOOConfig):
+    """All fields of TRL's `RLOOConfig` and `ModelConfig`, with LoRA on."""
+
+
+def grpo(model: str, **given: Any) -> Any:
+    """Build TRL's `GRPOTrainer` from its own arguments, without padding."""
+    return _without_pads(GRPOTrainer, model, **given)
+
+
+def rloo(model: str, **given: Any) -> Any:
+    """Build TRL's `RLOOTrainer` from its own arguments, without padding."""
+    return _without_pads(RLOOTrainer, model, **given)
+
+
+def _without_pads(trainer: Any, model: str, *, args: Any, **given: Any) -> Any:
+    for name, dataset in named(given.get("train_dataset"), given.get("eval_dataset")):
+        if not isinstance(dataset, Dataset):
+            raise InvalidDataset(
+                f"the {name} dataset is a stream. TRL's {trainer.__name__} cannot train on streams.",
+                do="Drop dataset_streaming.",
+            )
+        require_columns(dataset, name=name, trainer=trainer.__name__, formats=(("prompt",),))
+    refuse_before_loading(trainer.__name__, {"model": model, **given}, args)
+    require_run({"model": model, **given}, args)
+    quantization, adapter = load_as_asked(model, args, quantization=None, adapter=None)
+    with telling_of_targets(model, args):
+        built = trainer(model, args=args, quantization_config=quantization, peft_config=adapter, **given)
+    return padding_free(built, check_first_batch=args.check_packing, **args.patch_options)
+
+
+def reward_options(script_args: Any) -> dict[str, Any]:
+    """Return the trainer's `reward_funcs`: the reward functions and the reward model that the script arguments name.
+
+    Args:
+        script_args (`GRPOScriptArguments` or `RLOOScriptArguments`):
+            The arguments of TRL's own scripts.
+
+    Raises:
+        [`InvalidConfig`]: if there is no reward, or one cannot be imported.
+    """
+    rewards: list[Any] = [script_args.reward_model_name_or_path] if script_args.reward_model_name_or_path else []
+    rewards += [_reward(name) for name in script_args.reward_funcs or ()]
+    if not rewards:
+        raise InvalidConfig(
+            "no reward is named.",
+            do="Pass --reward_funcs MODULE.FUNCTION (my_rewards.brevity is the function `brevity` in my_rewards.py in "
+            "this folder), or --reward_model_name_or_path.",
+        )
+    return {"reward_funcs": rewards}
+
+
+# The reward functions that TRL's scripts accept by name. Those in `_MADE` are called with these arguments to make the
+# function.
+_MADE = {"get_soft_overlong_punishment": {"max_completion_len": 1280, "soft_punish_cache": 256}}
+_BY_NAME = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", *_MADE)
+
+
+def _reward(name: str) -> Callable[..., Any]:
+    """Import a reward function: TRL's by its name, or any by its dotted path, also from the current folder."""
+    if name in _BY_NAME:
+        found = getattr(trl_rewards, name)
+        return found(**_MADE[name]) if name in _MADE else found
+    module, _, function = name.rpartition(".")
+    if not module:
+        raise InvalidConfig(
+            f"reward_funcs: there is no reward function '{name}'.",
+            do=f"Write MODULE.FUNCTION, or one of TRL's: {', '.join(_BY_NAME)}.",
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise InvalidConfig(
+            f"reward_funcs: cannot import '{name}'.",
+            why=[str(error)],
+            do="Name a function of a module that is installed, or of a file in the current folder.",
+        ) from error
+    return found

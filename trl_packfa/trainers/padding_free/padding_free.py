@@ -1,0 +1,199 @@
+"""`padding_free(trainer)`: patch all models of any TRL trainer to run without padding, and check them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from datasets import IterableDataset
+from torch import nn
+from transformers import Trainer
+
+from ...api import patch
+from ...errors import InvalidConfig, PackingError
+from ...patching.apply import all_or_none, find_state
+from ...patching.unpadding import Unpadding
+from .models import POLICY, models_of
+from .refusals import refuse_liger
+from .run import PaddingFreeRun
+
+logger = logging.getLogger(__name__)
+
+AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
+
+STATE = "trl_packfa_padding_free"
+
+
+def padding_free(
+    trainer: AnyTrainer,
+    *,
+    backend: str = "auto",
+    fused_lora: bool = True,
+    fused_kernels: bool = True,
+    share_prefixes: bool = False,
+    leave_padded: Sequence[str] | None = None,
+    check_first_batch: bool = True,
+) -> AnyTrainer:
+    """Make a trainer compute no padding, and return the same trainer.
+
+    Call it after construction. Call it again after a change to the trainer's models, or to use other arguments.
+
+    Every model that the trainer runs (policy, reference, teacher, reward and value models) is patched with
+    `patch(model, unpad=True)`. This checks at once that a padded batch has the same outputs and gradients without its
+    padding. When training begins, the first real batch of each model is compared with some of its rows run alone, and
+    a loss that reads padding is refused.
+
+    Losses, metrics, steps and checkpoints stay the trainer's own. Its logs gain `tokens_per_second` (true tokens that
+    were trained), `padding_saved` (share of all positions that hold no token) and `documents` (rows per step).
+
+    Args:
+        trainer (`transformers.Trainer`):
+            Any TRL trainer, already constructed.
+        backend (`str`, *optional*, defaults to `"auto"`):
+            See [`patch`].
+        fused_lora (`bool`, *optional*, defaults to `True`), fused_kernels (`bool`, *optional*, defaults to `True`):
+            See [`patch`].
+        share_prefixes (`bool`, *optional*, defaults to `False`):
+            See [`patch`]: the prompt of a pair, or of a group of completions, is computed once. The logs gain
+            `prefixes_shared`, the share of the true tokens that were computed in another row.
+        leave_padded (`Sequence[str]`, *optional*):
+            Names of attributes whose models stay unpatched, such as a reward model with bidirectional attention.
+            Default: those of the previous call, or none.
+        check_first_batch (`bool`, *optional*, defaults to `True`):
+            Whether to compare the first real batch.
+
+    Raises:
+        [`InvalidConfig`]: if the trainer packs already, uses Liger kernels or trains on images, or is no trainer with
+            a model; if `leave_padded` has a name that holds no model, or names all models.
+        [`UnsupportedModel`]: if one of its models cannot run without padding. Then no model is changed.
+        [`ContaminationError`]: if one of its models is not exact without padding. Then no model is changed.
+    """
+    _require_trainer(trainer)
+    options = {
+        "backend": backend,
+        "fused_lora": fused_lora,
+        "fused_kernels": fused_kernels,
+        "share_prefixes": share_prefixes,
+    }
+    run_without_pads(trainer, leave_padded=leave_padded, check_first_batch=check_first_batch, **options)
+    return trainer
+
+
+def run_without_pads(
+    trainer: Any, *, leave_padded: Sequence[str] | None = None, check_first_batch: bool = True, **options: Any
+) -> PaddingFreeRun:
+    """Patch a trainer's models and attach a [`PaddingFreeRun`] to it, or update the attached one.
+
+    `options` are keyword arguments of [`patch`].
+
+    Raises:
+        [`InvalidConfig`], [`UnsupportedModel`], [`ContaminationError`]: about models, as in [`padding_free`].
+    """
+    models, run = models_of(trainer), attached_run(trainer)
+    if leave_padded is None:
+        leave_padded = () if run is None else run.left_padded
+    unknown = sorted(set(leave_padded) - models.keys())
+    if unknown:
+        raise InvalidConfig(
+            f"leave_padded names {', '.join(unknown)}, but this {type(trainer).__name__} holds {', '.join(models)}.",
+            do="Name models of this trainer.",
+        )
+    models = {name: model for name, model in models.items() if name not in leave_padded}
+    if not models:
+        raise InvalidConfig(
+            f"leave_padded names all models of this {type(trainer).__name__}: {', '.join(leave_padded)}.",
+            do="Train it as it is, without padding_free.",
+        )
+    _patch_all(trainer, models, **options)
+    shares = bool(options.get("share_prefixes"))
+    if run is not None:
+        run.change(models, leave_padded, check_first_batch=check_first_batch, shares=shares)
+        return run
+    run = PaddingFreeRun(trainer, models, leave_padded, check_first_batch=check_first_batch, shares=shares)
+    setattr(trainer, STATE, run)
+    _tell_of_metrics(trainer)
+    run.attach()
+    return run
+
+
+def attached_run(trainer: Any) -> PaddingFreeRun | None:
+    """Return the run that is attached to a trainer, or `None` if the trainer pads."""
+    return getattr(trainer, STATE, None)
+
+
+def _patch_all(trainer: Any, models: dict[str, nn.Module], **options: Any) -> None:
+    """Patch all models; if one is refused, undo the others.
+
+    Raises:
+        [`PackingError`]: of the refused model, with its name.
+    """
+    with all_or_none(models.values()):
+        for name, model in models.items():
+            try:
+                with trainer.accelerator.autocast():
+                    patch(model, unpad=True, **options)
+            except PackingError as error:
+                raise type(error)(
+                    f"{type(trainer).__name__}.{name} cannot run without its pads; none of the trainer's models was "
+                    "changed.",
+                    why=[str(error)],
+                    do=f"Leave it padded with leave_padded=({name!r},), or train padded.",
+                ) from error
+            if name != POLICY:  # a reference, teacher or reward model only scores
+                _unpadding_of(model).generates = False
+
+
+def _unpadding_of(model: nn.Module) -> Unpadding:
+    state = find_state(model)
+    assert state is not None and state.unpadding is not None, "patched with unpad=True"
+    return state.unpadding
+
+
+# Metrics that TRL averages over all positions of a padded batch, padding included. None of them is a loss.
+_OVER_PADS = {
+    "ORPOTrainer": ("logits/chosen", "logits/rejected"),
+    "CPOTrainer": ("logits/chosen", "logits/rejected"),
+    "OnlineDPOTrainer": ("objective/kl", "objective/entropy", "objective/non_score_reward", "objective/rlhf_reward"),
+}
+
+
+def _tell_of_metrics(trainer: Any) -> None:
+    for cls in type(trainer).__mro__:
+        if metrics := _OVER_PADS.get(cls.__name__):
+            logger.warning(
+                "trl-packfa: %s averages %s over padding too, where nothing is computed now. These metrics will "
+                "differ from the padded run's; losses and gradients will not.",
+                cls.__name__,
+                ", ".join(metrics),
+            )
+
+
+def _require_trainer(trainer: Any) -> None:
+    """Refuse a trainer that cannot be made padding-free by patching its models.
+
+    Raises:
+        [`InvalidConfig`]: with the reason.
+    """
+    if not isinstance(trainer, Trainer) or not isinstance(trainer.model, nn.Module):
+        raise InvalidConfig(
+            f"padding_free takes a trainer with a model, got {type(trainer).__name__}.",
+            do="Call it on the trainer, once it is constructed: trl_packfa.padding_free(DPOTrainer(...)).",
+        )
+    args, name = trainer.args, type(trainer).__name__
+    if hasattr(trainer, "packing_reports"):
+        raise InvalidConfig(f"{name} packs its batches already.", do="Use it as it is, without padding_free.")
+    refuse_liger(args, name)
+    if getattr(trainer, "_is_vision_dataset", False) or _has_images(trainer.train_dataset):
+        raise InvalidConfig(
+            f"{name} trains on images. The model finds their positions in padded rows.",
+            do="Train it padded. Only text can be trained without padding.",
+        )
+
+
+def _has_images(dataset: Any) -> bool:
+    """Tell whether a dataset has a column of images for TRL. GRPO and RLOO look for it when they generate."""
+    columns = getattr(dataset, "column_names", None)
+    if columns is None and isinstance(dataset, IterableDataset):
+        columns = list(next(iter(dataset), {}))
+    return not {"image", "images"}.isdisjoint(columns or ())

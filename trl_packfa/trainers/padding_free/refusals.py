@@ -1,0 +1,133 @@
+"""Checks that refuse arguments, data and models which cannot train without padding, with the reasons.
+
+For a packed trainer they run before data is tokenized and weights are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+
+from ...errors import InvalidConfig, InvalidDataset
+from ..common.model_loading import model_type, named
+from ..common.parallelism import asked_parallelism, refuse_parallelism
+from ..common.preflight import require_attention, require_reporters, require_tokenizer
+from ..common.validation import refuse_adapters_and_backend, refuse_data, refuse_model
+
+
+def refuse_liger(args: Any, name: str) -> None:
+    """Refuse Liger kernels and losses, which compute every position of a padded batch.
+
+    Args:
+        args (`TrainingArguments`):
+            The arguments of a TRL trainer.
+        name (`str`):
+            The trainer's name in messages.
+
+    Raises:
+        [`InvalidConfig`]: with the argument.
+    """
+    liger = [field for field in ("use_liger_kernel", "use_liger_loss") if getattr(args, field, False)]
+    if liger:
+        raise InvalidConfig(
+            f"{name} with {liger[0]}=True cannot run without its pads.",
+            why=["Liger replaces the model's forwards by its own, which were not measured without pads"],
+            do=f"Set {liger[0]}=False. TRL deprecates it and has a fused LM head of its own.",
+        )
+
+
+def require_columns(dataset: Dataset, *, name: str, trainer: str, formats: Sequence[Sequence[str]]) -> None:
+    """Require the columns of one of the formats that TRL's trainer takes, unless the dataset is tokenized.
+
+    Args:
+        dataset (`Dataset`):
+            The user's dataset.
+        name (`str`):
+            Its name in messages.
+        trainer (`str`):
+            The trainer's name in messages.
+        formats (`Sequence[Sequence[str]]`):
+            The columns of each format.
+
+    Raises:
+        [`InvalidDataset`]: with the existing and the expected columns.
+    """
+    there = dataset.column_names
+    if any(column.endswith("_ids") for column in there) or any(set(columns) <= set(there) for columns in formats):
+        return
+    wanted = ", or ".join(" and ".join(repr(column) for column in columns) for columns in formats)
+    if "completion" in there:
+        other = "For 'prompt' and 'completion' use SFT: PackedSFTTrainer, or --trainer sft."
+    else:
+        other = "Rename the columns, or make them: --columns 'NAME=TEMPLATE' on the command line."
+    raise InvalidDataset(
+        f"the {name} dataset has columns {sorted(there)}; {trainer} cannot train on them.",
+        why=[f"wanted: {wanted}"],
+        do=other,
+    )
+
+
+def refuse_before_loading(trainer: str, given: dict[str, Any], args: Any) -> None:
+    """Refuse arguments, data and models that cannot train without padding, before data and weights are loaded.
+
+    Args:
+        trainer (`str`):
+            The trainer's name in messages.
+        given (`dict[str, Any]`):
+            Its arguments, by name.
+        args ([`PreferenceConfig`]):
+            The settled config.
+
+    Raises:
+        [`InvalidConfig`]: with the argument.
+        [`InvalidDataset`]: for images, or if there is no data.
+        [`UnsupportedModel`]: for a model, an adapter or a quantization that mixes documents.
+    """
+    model, adapter, train = given["model"], given.get("peft_config"), given.get("train_dataset")
+    if isinstance(train, Dataset) and not len(train):
+        raise InvalidDataset("the train dataset is empty.", do="Check the split, filters and file names.")
+    if not isinstance(train, (Dataset, IterableDataset)):
+        raise InvalidDataset(
+            f"{trainer} takes a `Dataset` or a stream, but train_dataset is {type(train).__name__}.",
+            do="Load it with datasets.load_dataset, or make one: Dataset.from_list(rows).",
+        )
+    if isinstance(train, IterableDataset):
+        _refuse_policy(args)
+    for name, dataset in named(train, given.get("eval_dataset")):
+        refuse_data(dataset, name=name)
+    if getattr(args.accelerator_config, "dispatch_batches", None):
+        raise InvalidConfig(
+            "accelerator_config.dispatch_batches=True cannot carry the pairs of a step.",
+            why=["accelerate would concatenate and cut the batches of several ranks"],
+            do="Leave dispatch_batches unset.",
+        )
+    refuse_adapters_and_backend(args, adapter)
+    refuse_parallelism(asked_parallelism(args))
+    refuse_model(model_type(model, args) if isinstance(model, str) else model, args)
+
+
+def require_run(given: dict[str, Any], args: Any) -> None:
+    """Require the reporters, the attention package and the tokenizer of a run, packed or not.
+
+    Raises:
+        [`MissingPackage`]: with the package.
+        [`InvalidConfig`], [`InvalidDataset`]: with what the tokenizer lacks.
+    """
+    require_reporters(args)
+    require_attention(args)
+    datasets = named(given.get("train_dataset"), given.get("eval_dataset"))
+    require_tokenizer(given["model"], args, processing_class=given.get("processing_class"), datasets=datasets)
+
+
+def _refuse_policy(args: Any) -> None:
+    """Refuse an overflow policy other than TRL's for a stream, because TRL itself cuts or drops its long pairs."""
+    default = next(f.default for f in fields(args) if f.name == "overflow")
+    if args.overflow != default:
+        raise InvalidConfig(
+            f"overflow='{args.overflow}' with a stream.",
+            why=["its pairs are not known before they are read, so TRL cuts or drops them"],
+            do=f"Drop overflow (the default is '{default}'), or load the whole dataset.",
+        )

@@ -1,0 +1,256 @@
+"""`PaddingFreeRun`: the check of the first batch and the extra log values of a trainer without padding."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ...api import unpatch
+from ...errors import UnsupportedModel
+from ...exactness.first_padded_batch import PaddedBatchProof, compare_padded_batch, refuse_gradients_at_pads
+from ...layout.padded_rows import PaddedRows
+from ...patching.apply import PatchState, find_state
+from ...patching.inspect import find_backbone, inner_model
+from ...runtime.zero3 import is_partitioned
+from .collating import CountingCollator
+from .models import POLICY
+
+logger = logging.getLogger(__name__)
+
+
+class Counts(NamedTuple):
+    """Counts of the models' work.
+
+    Attributes:
+        seconds (`float`): time.
+        trained (`float`): true tokens that the policy has trained.
+        tokens (`float`), pads (`float`): true tokens, and padding that was not computed, of all models.
+        documents (`float`): documents that the policy has trained.
+        shared (`float`): true tokens that were computed in another row.
+    """
+
+    seconds: float = 0.0
+    trained: float = 0
+    tokens: float = 0
+    pads: float = 0
+    documents: float = 0
+    shared: float = 0
+
+    def plus(self, counts: Counts, *, minus: Counts) -> Counts:
+        """Return these counts plus `counts`, minus `minus`."""
+        return Counts(*(a + b - c for a, b, c in zip(self, counts, minus, strict=True)))
+
+
+class PaddingFreeRun:
+    """The part that is attached to a trainer without padding: it counts rows, checks the first batch, and adds logs.
+
+    Attributes:
+        models (`dict[str, nn.Module]`): models that run without padding, by the attribute that holds them.
+        left_padded (`tuple[str, ...]`): attributes whose models stay padded.
+        check_first_batch, shares (`bool`): whether the first batch is compared, and whether rows share prefixes.
+        first_calls (`dict[str, PaddedBatchProof]`): result of the first batch's comparison for each model.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        models: dict[str, nn.Module],
+        left_padded: Sequence[str] = (),
+        *,
+        check_first_batch: bool,
+        shares: bool = False,
+    ) -> None:
+        self.trainer, self.models, self.left_padded = trainer, models, tuple(left_padded)
+        self.check_first_batch, self.shares = check_first_batch, shares
+        self.first_calls: dict[str, PaddedBatchProof] = {}
+        # `_since` holds the counts when the current part of training began; `_trained` the sum of the parts before it,
+        # since the last log.
+        self._since: Counts | None = None
+        self._trained = Counts()
+        self._step = 0
+
+    def attach(self) -> None:
+        """Attach the run to its trainer: collator, log and callback."""
+        trainer = self.trainer
+        self.count_rows()
+        trainer.log = _Logging(trainer.log, self)
+        trainer.add_callback(PaddingFreeCallback(self))
+
+    def change(
+        self, models: dict[str, nn.Module], left_padded: Sequence[str], *, check_first_batch: bool, shares: bool
+    ) -> None:
+        """Use these models and settings from now on. Models that are left out are unpatched."""
+        for name, model in self.models.items():
+            if name not in models:
+                unpatch(model)
+        self.models, self.left_padded = models, tuple(left_padded)
+        self.check_first_batch, self.shares = check_first_batch, shares
+        self.count_rows()
+
+    def count_rows(self) -> None:
+        """Let the trainer's collator count rows, and compare their beginnings if prefixes are shared."""
+        trainer = self.trainer
+        if trainer.data_collator is not None and not getattr(trainer, "precompute_ref_logps", False):
+            counting = isinstance(trainer.data_collator, CountingCollator)
+            own = trainer.data_collator.collator if counting else trainer.data_collator
+            trainer.data_collator = CountingCollator(own, share_prefixes=self.shares)
+
+    def begin(self) -> None:
+        """Require that all models are still patched, prepare the comparison of the first batch, and start the clock.
+
+        Raises:
+            [`UnsupportedModel`]: if a model is no longer patched.
+        """
+        for name, model in self.models.items():
+            state = find_state(model)
+            if state is None or state.unpadding is None:
+                raise UnsupportedModel(
+                    f"{type(self.trainer).__name__}.{name} is no longer patched to run without pads.",
+                    why=["only some of the trainer's models are patched, and that combination was not verified"],
+                    do="Call trl_packfa.padding_free(trainer) after the last change to its models.",
+                )
+            if self.check_first_batch:
+                state.unpadding.watch = _Watching(self, name, model, state)
+        self._since, self._trained, self._step = self._counts(), Counts(), self.trainer.state.global_step
+
+    def _counts(self) -> Counts:
+        """Read the counts of all models so far, and the time."""
+        states = {name: find_state(model) for name, model in self.models.items()}
+        counted = {name: state.unpadding for name, state in states.items() if state is not None and state.unpadding}
+        policy = counted.get(POLICY)
+        return Counts(
+            seconds=time.perf_counter(),
+            trained=0 if policy is None else policy.trained,
+            tokens=sum(one.tokens for one in counted.values()),
+            pads=sum(one.pads for one in counted.values()),
+            documents=0 if policy is None else policy.trained_documents,
+            shared=sum(one.shared for one in counted.values()),
+        )
+
+    def end_step(self) -> None:
+        """Add the part of training that has ended. A log, evaluation or checkpoint after it does not count."""
+        if self._since is not None:
+            self._trained = self._trained.plus(self._counts(), minus=self._since)
+            self._since = self._counts()
+
+    def go_on(self) -> None:
+        """Start a new part of training, after a log, evaluation or checkpoint."""
+        if self._since is not None:
+            self._since = self._counts()
+
+    def read(self) -> dict[str, float]:
+        """Return the values to log since the last call, over all ranks."""
+        step = self.trainer.state.global_step
+        steps, self._step = step - self._step, step
+        seconds, *mine = self._trained
+        self._trained = Counts()
+        accelerator = self.trainer.accelerator
+        own = torch.tensor(mine, dtype=torch.float64)
+        sums = own if accelerator.num_processes == 1 else accelerator.reduce(own.to(accelerator.device), "sum")
+        trained, tokens, pads, documents, shared = sums.tolist()
+        if not tokens or not seconds:
+            return {}
+        found = {"padding_saved": pads / (tokens + pads)}
+        if trained:  # otherwise the policy is left padded
+            found = {"tokens_per_second": trained / seconds, **found, "documents": documents / max(steps, 1)}
+        return {**found, "prefixes_shared": shared / tokens} if self.shares else found
+
+    @property
+    def said(self) -> str:
+        """The result of the checks, as a sentence of a model card."""
+        first = [
+            f"{name} {call.difference:.1e} (allowed {call.allowed:.1e})" for name, call in self.first_calls.items()
+        ]
+        compared = f"; difference of the first batch from its rows alone: {', '.join(first)}" if first else ""
+        return f"without padding proven on {', '.join(self.models)} before the first step{compared}."
+
+    def pause(self, seconds: float) -> None:
+        """Exclude seconds that were not training from the measured speed."""
+        if self._since is not None:
+            self._since = self._since._replace(seconds=self._since.seconds + seconds)
+
+
+class PaddingFreeCallback(TrainerCallback):
+    """A callback that tells a [`PaddingFreeRun`] when training and its parts begin and end."""
+
+    def __init__(self, run: PaddingFreeRun) -> None:
+        self.run = run
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Prepare the check of each model's first batch; see [`PaddingFreeRun.begin`]."""
+        self.run.begin()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Count the step that has ended."""
+        self.run.end_step()
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Do not count the time since the step's end."""
+        self.run.go_on()
+
+    on_evaluate = on_save = on_log
+
+
+class _Logging:
+    """A trainer's `log` that adds the values of a [`PaddingFreeRun`]."""
+
+    def __init__(self, own: Callable[..., Any], run: PaddingFreeRun) -> None:
+        self.own, self.run = own, run
+
+    def __call__(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+        if "loss" in logs:
+            logs.update(self.run.read())
+        return self.own(logs, *args, **kwargs)
+
+
+class _Watching:
+    """A check of one model's first calls without padding.
+
+    The first call is compared with its rows alone. In the first call that trains, the loss must not read padding.
+    """
+
+    def __init__(self, run: PaddingFreeRun, name: str, model: nn.Module, state: PatchState) -> None:
+        self.run, self.name, self.model, self.state = run, name, model, state
+
+    def __call__(self, forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows, outputs: Any) -> None:
+        unpadding, called = self.state.unpadding, f"{type(self.run.trainer).__name__}.{self.name}"
+        assert unpadding is not None
+        unpadding.watch = None  # because the model is called again below
+        if self.name not in self.run.first_calls and _is_whole(self.model, self.state):
+            self._compare(forward, call, rows).require_exact(called)
+        # With return_dict=False the outputs are a tuple with the hidden states first.
+        last = outputs[0] if isinstance(outputs, tuple) else outputs.last_hidden_state
+        states = (last, *(getattr(outputs, "hidden_states", None) or ()))
+        for each in states:
+            if each.requires_grad:
+                refuse_gradients_at_pads(each, rows, called)
+        if not states[0].requires_grad:
+            unpadding.watch = self
+
+    def _compare(self, forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows) -> PaddedBatchProof:
+        started, counted = time.perf_counter(), vars(self.state.unpadding).copy()
+        first = compare_padded_batch(find_backbone(self.model, self.state.patch), forward, call, rows)
+        vars(self.state.unpadding).update(counted)
+        self.run.pause(time.perf_counter() - started)
+        self.run.first_calls[self.name] = first
+        logger.info(
+            "trl-packfa: %s: first batch differs by %.1e from its rows alone (allowed %.1e), %d of %d places saved.",
+            self.name, first.difference, first.allowed, rows.num_pads, rows.num_pads + rows.num_tokens,
+        )  # fmt: skip
+        return first
+
+
+def _is_whole(model: nn.Module, state: PatchState) -> bool:
+    """Tell whether a backbone can run again inside its own call.
+
+    It cannot with sharded weights, which are gathered once per call, nor with activated LoRA, which finds its
+    invocation tokens outside of the backbone.
+    """
+    sharded = any(hasattr(p, "device_mesh") for p in inner_model(model).parameters())
+    return not (sharded or is_partitioned(model) or state.invocations)

@@ -1,0 +1,181 @@
+"""Re-cutting of an optimizer step's pairs into fewer, fuller micro-batches of about equal cost on every rank.
+
+A pair is never split. Each micro-batch weights its pairs as the padded run does: a micro-batch's loss is a mean over
+pairs, and the step's loss is a mean over padded micro-batches and ranks.
+
+Shape letters: P pairs of a step, R rows of each pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from accelerate import Accelerator
+from datasets import Dataset
+
+from ...errors import InvalidConfig
+from ...packing import imbalance, recut_over_ranks
+from ..common.flops import quadratic_weight
+from ..common.step_cutting import Documents, Slot, of_all_ranks
+from .overflow import Rows, row_lengths
+
+# Memory of a padding position as a share of a token's. The position costs one hidden state of zeros when outputs are
+# padded again. A token costs a hidden state in every layer, and one layer's activations.
+_PAD = 1 / 8
+# Factor for the next budget to try if the padding does not fit.
+_LESS = 0.8
+
+
+class Part(NamedTuple):
+    """A micro-batch of a re-cut step.
+
+    Attributes:
+        pairs (`tuple[int, ...]`): the numbers of its pairs in the step, in its order.
+        weight (`float`): weight of its mean loss, relative to a padded micro-batch's; 0 if the rank has no pairs left.
+    """
+
+    pairs: tuple[int, ...]
+    weight: float
+
+
+class PairSlot(Slot):
+    """A stand-in for one padded micro-batch of the Trainer: idle, or with the whole re-cut step.
+
+    Attributes:
+        parts (`list[Part]`): the pairs and the weight of each micro-batch.
+        padded (`list[list[int]]`): the pairs of each padded micro-batch of this rank.
+        examples (`Sequence[dict]`): the step's pairs, of all ranks.
+        lengths (`np.ndarray`): tokens of their rows, shape `(P, R)`.
+        widths (`np.ndarray`): length of a pair's rows in the padded run, shape `(P,)`.
+    """
+
+    def __init__(
+        self,
+        micro_batches: Sequence[dict[str, Any]] = (),
+        imbalance: float = 1.0,
+        *,
+        parts: Sequence[Part] = (),
+        padded: Sequence[Sequence[int]] = (),
+        examples: Sequence[dict[str, Any]] = (),
+        lengths: np.ndarray | None = None,
+        widths: np.ndarray | None = None,
+    ) -> None:
+        super().__init__(micro_batches, imbalance)
+        self.parts, self.padded, self.examples = list(parts), [list(pairs) for pairs in padded], examples
+        self.lengths = np.zeros((0, 1), dtype=np.int64) if lengths is None else lengths
+        self.widths = np.zeros(0, dtype=np.int64) if widths is None else widths
+
+
+class PairCutter:
+    """A cutter of a step's pairs into micro-batches of about equal cost, the same number of them on every rank.
+
+    Args:
+        args ([`PreferenceConfig`]):
+            Has the token budget `max_tokens_per_microbatch`. Default: the size of the padded run's largest
+            micro-batch.
+        rows (`Rows`):
+            The columns that make the rows of a pair.
+        train_dataset (`Dataset`):
+            The dataset, tokenized and cut to `max_length`.
+        model (`torch.nn.Module`):
+            Its shape decides the cost of attention relative to the matrix products.
+        accelerator (`Accelerator`):
+            Gathers the pairs of all ranks.
+
+    Attributes:
+        tokens (`np.ndarray`): tokens of each pair of the dataset.
+        budget (`int`): token budget of a micro-batch.
+
+    Raises:
+        [`InvalidConfig`]: if a pair is longer than the budget.
+    """
+
+    def __init__(self, args: Any, *, rows: Rows, train_dataset: Dataset, model: Any, accelerator: Accelerator) -> None:
+        self.rows, self.accelerator = rows, accelerator
+        self.multiple: int = args.pad_to_multiple_of or 1
+        lengths = row_lengths(train_dataset, rows)
+        self.tokens = lengths.sum(axis=1)
+        self.asked: int | None = args.max_tokens_per_microbatch
+        if self.asked is not None:
+            _require_budget(self.asked, self.tokens)
+        self.budget = self.asked or args.per_device_train_batch_size * len(rows) * int(lengths.max())
+        # Lengths are those of pairs here. Two rows of 3 tokens have squares that add up to 18, but the square of their
+        # sum is 36, so divide by the number of rows.
+        self.quadratic = quadratic_weight(model) / len(rows)
+
+    def cut(
+        self, batches: Sequence[Documents], collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
+    ) -> list[PairSlot]:
+        """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
+        rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
+        examples, groups = of_all_ranks(batches, self.accelerator)
+        lengths = np.array(
+            [[sum(len(example[column]) for column in row) for row in self.rows] for example in examples],
+            dtype=np.int64,
+        )
+        dealt = self._deal(lengths, groups)
+        # If other ranks have one micro-batch more, this rank runs its shortest pair untrained, to take part in their
+        # collectives.
+        idle = (int(lengths.sum(axis=1).argmin()),)
+        # All pairs of a micro-batch come from padded micro-batches of the same size.
+        sizes = np.bincount(groups)[groups]
+        parts = [Part(tuple(part), len(part) / sizes[part[0]]) if part else Part(idle, 0.0) for part in dealt[rank]]
+        own = [np.flatnonzero(groups == i * world_size + rank).tolist() for i in range(len(batches))]
+        last = PairSlot(
+            [collate([examples[i] for i in part.pairs]) for part in parts],
+            imbalance(dealt, lengths.sum(axis=1), self.quadratic),
+            parts=parts, padded=own, examples=examples, lengths=lengths, widths=self._widths(lengths, groups),
+        )  # fmt: skip
+        return [PairSlot() for _ in batches[:-1]] + [last]
+
+    def _widths(self, lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        """Return the length of each pair's rows in its padded micro-batch, `(P,)`."""
+        longest = np.zeros(groups.max() + 1, dtype=np.int64)
+        np.maximum.at(longest, groups, lengths.max(axis=1))
+        return -(-longest[groups] // self.multiple) * self.multiple
+
+    def _deal(self, lengths: np.ndarray, groups: np.ndarray) -> list[list[list[int]]]:
+        """Deal the pairs; return, per rank, the pairs of each of its micro-batches.
+
+        Pairs of padded micro-batches with different sizes have different weights, so they do not share a micro-batch.
+        The last padded micro-batch of an epoch may have another size.
+        """
+        dealt: list[list[list[int]]] = [[] for _ in range(self.accelerator.num_processes)]
+        sizes = np.bincount(groups)[groups]
+        for size in np.unique(sizes):
+            members = np.flatnonzero(sizes == size)
+            for rank, parts in enumerate(self._deal_alike(lengths[members], groups[members])):
+                dealt[rank] += [members[part].tolist() for part in parts]
+        return dealt
+
+    def _deal_alike(self, lengths: np.ndarray, groups: np.ndarray) -> list[list[list[int]]]:
+        world_size, tokens, budget = self.accelerator.num_processes, lengths.sum(axis=1), self.budget
+        as_padded = [np.flatnonzero(groups == group).tolist() for group in np.unique(groups)]
+        rounds = -(-len(as_padded) // world_size)
+        as_padded += [[]] * (rounds * world_size - len(as_padded))
+        while True:
+            dealt = recut_over_ranks(tokens, budget=budget, world_size=world_size, quadratic=self.quadratic)
+            fits = all(_footprint(lengths[part]) <= self.budget for parts in dealt for part in parts if part)
+            if self.asked is None and len(dealt[0]) > rounds:
+                return [as_padded[rank::world_size] for rank in range(world_size)]
+            if fits or budget == tokens.max():
+                return dealt
+            budget = max(int(budget * _LESS), int(tokens.max()))
+
+
+def _footprint(lengths: np.ndarray) -> float:
+    """Return the memory of a micro-batch of rows `(P, R)`, in tokens. Its padding comes back before the LM head."""
+    return float(lengths.sum() + _PAD * (lengths.max() * lengths.size - lengths.sum()))
+
+
+def _require_budget(budget: int, tokens: np.ndarray) -> None:
+    longest = int(tokens.argmax())
+    if tokens[longest] > budget:
+        raise InvalidConfig(
+            f"max_tokens_per_microbatch={budget} is smaller than example {longest}, whose rows have "
+            f"{tokens[longest]} tokens.",
+            why=["a pair is never split, because its loss needs both answers"],
+            do=f"Raise it to {tokens[longest]} or more, or lower max_length.",
+        )

@@ -1,0 +1,80 @@
+"""`PackedKTOTrainer`: TRL's `KTOTrainer` without padding. Its steps are re-cut if the loss estimates no KL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset
+from trl import KTOConfig, KTOTrainer
+
+from .config import PreferenceConfig
+from .trainer import PackedPreference
+
+_OTHER_ANSWER = "KL_completion_ids"
+
+
+@dataclass
+class PackedKTOConfig(PreferenceConfig, KTOConfig):
+    """Arguments of [`PackedKTOTrainer`]: all fields of TRL's `KTOConfig` and `ModelConfig`, and eight of our own.
+
+    Ours are those of [`PackedDPOConfig`].
+
+    > [!NOTE]
+    > These fields have other defaults than TRL's: `use_peft=True`, `lora_target_modules=["all-linear"]` and `dtype`.
+    > The default `dtype` is `"bfloat16"` for a quantized model trained in bf16, and `"float32"` otherwise.
+    """
+
+
+class PackedKTOTrainer(PackedPreference, KTOTrainer):
+    """TRL's `KTOTrainer` without padding. It takes the same arguments and has the same losses.
+
+    ```python
+    from datasets import load_dataset
+    from trl_packfa import PackedKTOConfig, PackedKTOTrainer
+
+    trainer = PackedKTOTrainer(
+        "Qwen/Qwen3-0.6B",
+        args=PackedKTOConfig("out", train_sampling_strategy="sequential"),
+        train_dataset=load_dataset("trl-lib/kto-mix-14k", split="train"),
+    )
+    trainer.train()
+    ```
+
+    All arguments are TRL's; see [`PackedDPOTrainer`]. With `loss_type="kto"` the padded run's micro-batches are kept:
+    each has one KL estimate, made from its own mismatched rows, and the loss of its examples depends on it.
+    `"apo_zero_unpaired"` estimates no KL, so its steps are re-cut.
+
+    Attributes:
+        packing_reports (`dict[str, PackingReport]`): by dataset name, rows and tokens in, out and lost.
+        cut_reason (`str`): the reason why steps are not re-cut; empty if they are.
+
+    Raises:
+        [`PackingError`]: at construction, if arguments, models or data cannot be trained without padding.
+    """
+
+    _tag_names = ["trl", "kto", "trl-packfa"]
+    _config = PackedKTOConfig
+    _columns = (("prompt", "completion", "label"), ("chosen", "rejected"))
+    _rows = (("prompt_ids", "completion_ids"),)
+    _reference_keys = ("ref_logps",)
+    _label = "label"
+
+    def _why_not_cut(self) -> str:
+        """Name the KL estimate (one number for each padded micro-batch of all ranks), or an unknown loss type."""
+        if self.calculate_KL:
+            return f"loss_type '{self.loss_type}' estimates the KL over the rows of each padded micro-batch"
+        known = self.loss_type == "apo_zero_unpaired"
+        return "" if known else f"loss_type '{self.loss_type}' is not known to be a mean over examples"
+
+    def _select(self, dataset: Dataset, kept: Any, prepare: Callable[[Dataset], Dataset]) -> Dataset:
+        """Return the kept examples. If the loss estimates a KL, let TRL mismatch their answers anew among them."""
+        rest = super()._select(dataset, kept, prepare)
+        if not self.calculate_KL:
+            return rest
+        return prepare(rest.remove_columns([column for column in rest.column_names if column.endswith("_ids")]))
+
+    def _answers_beside(self) -> tuple[str, ...]:
+        """Return the column of mismatched answers, if the loss estimates a KL."""
+        return (_OTHER_ANSWER,) if self.calculate_KL else ()

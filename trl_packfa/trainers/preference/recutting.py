@@ -1,0 +1,211 @@
+"""`RecutSteps`: run a step's pairs in other micro-batches than the padded run, and log the padded run's metrics."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from torch.utils.data import DataLoader
+
+from ...errors import ContaminationError
+from ...layout.padded_rows import rows_of, tell_rows
+from ..common.step_cutting import Documents, in_turn, require_aligned
+from ..padding_free.collating import CountedBatch
+from ..padding_free.single_rank import alone
+from .cutting import PairCutter, PairSlot, Part
+from .overflow import Rows
+from .replaying import Recorder, Replay, RowOutputs
+
+if TYPE_CHECKING:
+    from transformers import Trainer as Base
+else:
+    Base = object
+
+# The key of a micro-batch's `Part`. It is removed before the micro-batch runs.
+_PART = "trl_packfa_part"
+# The key, in a row's outputs, of the reference's log-probability of its answer.
+_REFERENCE = "reference"
+# Largest relative difference that rounding causes between two means over the same losses, in float32 and in 16 bits.
+_SAME_LOSS, _SAME_HALF_LOSS = 1e-4, 2e-2
+
+
+class RecutSteps(Base):
+    """A base class that re-cuts a TRL trainer's steps if it has a [`PairCutter`]. The loss must be a mean over pairs.
+
+    Each micro-batch's loss is TRL's, weighted by its pairs. When all micro-batches have run, TRL's loss runs once more
+    for its metrics, on the padded run's micro-batches and the recorded outputs ([`Replay`]).
+    """
+
+    # Set by each trainer: the rows of a pair, and the batch keys of the reference's log-probabilities for each row.
+    _rows: ClassVar[Rows]
+    _reference_keys: ClassVar[tuple[str, ...]] = ()
+
+    # The Trainer declares these types more loosely, or TRL's trainers assign them without a declaration.
+    args: Any
+    model: Any
+    data_collator: Any
+    neftune_noise_alpha: float | None
+    precompute_ref_logps: bool
+    _metrics: Any
+    _total_train_tokens: int
+
+    _cutter: PairCutter | None = None
+    _running: tuple[PairSlot, Part] | None = None
+    _has_compared = False
+    # While a step runs: the model's outputs for each row of a pair, by the pair's number in the step.
+    _computed: dict[int, list[RowOutputs]]
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Return the training loader. If steps are re-cut, it yields the padded run's pairs, to be collated later."""
+        if self._cutter is None:
+            return super().get_train_dataloader()
+        collator, self.data_collator = self.data_collator, Documents  # TRL's loader reads this attribute
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self.data_collator = collator
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], torch.Tensor | int | None]:
+        """Return the micro-batches of one optimizer step."""
+        if self._cutter is None:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches = list(islice(epoch_iterator, num_batches))  # `Documents`, not collated
+        slots = self._cutter.cut(batches, self.data_collator) if batches else []
+        for slot in slots:
+            for micro_batch, part in zip(slot.micro_batches, slot.parts, strict=True):
+                micro_batch[_PART] = part
+        return slots, None
+
+    def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Run TRL's training step; for a slot with a whole optimizer step, run it once per micro-batch."""
+        if not isinstance(inputs, PairSlot):
+            return super().training_step(model, inputs, num_items_in_batch)
+        require_aligned(inputs, self.accelerator, self.args.gradient_accumulation_steps)
+        loss = torch.zeros((), device=self.args.device)  # an idle slot returns this zero
+        if not inputs.micro_batches:
+            return loss
+        self._computed, syncs_itself = {}, self.is_deepspeed_enabled
+        for micro_batch in in_turn(inputs, accelerator=self.accelerator, model=model, syncs_itself=syncs_itself):
+            self._running = inputs, micro_batch.pop(_PART)
+            try:
+                loss += super().training_step(model, micro_batch, num_items_in_batch)
+            finally:
+                self._running = None
+        self._log_as_padded(inputs, loss)
+        return loss
+
+    def _prepare_input(self, data: Any) -> Any:
+        # The loader moves only the batches that it makes. The batches of a re-cut step are made here.
+        return super()._prepare_input(data.to(self.args.device) if isinstance(data, CountedBatch) else data)
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute TRL's loss; scale a re-cut micro-batch's loss by its share of the step's pairs."""
+        if self._running is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        by_trl: Callable[..., torch.Tensor] = super().compute_loss  # type: ignore[assignment]  # no outputs are asked
+        slot, part = self._running
+        if self.neftune_noise_alpha is not None:  # NEFTune's noise depends on the length of a padded row
+            widths = np.tile(slot.widths[list(part.pairs)], len(self._rows))
+            mask = inputs["attention_mask"]
+            tell_rows(mask, replace(rows_of(mask), widths=tuple(widths.tolist()), memo={}))
+        recorder, inputs = Recorder(model), {**inputs, **self._references(inputs)}
+        metrics, tokens = self._metrics, self._total_train_tokens
+        # Discard the metrics that TRL records here. They are computed later, on the padded run's micro-batches.
+        # `alone` avoids gathering, because ranks have different numbers of pairs here.
+        self._metrics = {mode: defaultdict(list) for mode in metrics}
+        try:
+            with alone(self), self._knowing_references():
+                loss = by_trl(recorder, inputs, False, num_items_in_batch)
+        finally:
+            self._metrics, self._total_train_tokens = metrics, tokens
+        if part.weight:  # otherwise another rank trains these pairs
+            self._keep(recorder, inputs, slot, part)
+        return loss * part.weight
+
+    def _references(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Compute the reference's log-probabilities as TRL's precomputed ones: `(n,)` for each row of n pairs."""
+        trl: Any = self
+        if not self._reference_keys or trl.precompute_ref_logps:
+            return {}
+        found = trl.compute_ref_log_probs(trl.ref_model or trl.model, inputs)
+        return dict(zip(self._reference_keys, found, strict=False))
+
+    @contextmanager
+    def _knowing_references(self) -> Iterator[None]:
+        """Let TRL read the reference's log-probabilities from the batch inside a `with` block."""
+        if not self._reference_keys:
+            yield
+            return
+        before, self.precompute_ref_logps = self.precompute_ref_logps, True
+        try:
+            yield
+        finally:
+            self.precompute_ref_logps = before
+
+    def _keep(self, recorder: Recorder, inputs: dict[str, Any], slot: PairSlot, part: Part) -> None:
+        """Keep the outputs of each row of a micro-batch. It has the first rows of all pairs, then all second rows."""
+        pairs, count = list(part.pairs), len(part.pairs)
+        rows = recorder.rows(slot.lengths[pairs].T.ravel().tolist())
+        for at, pair in enumerate(pairs):
+            of_pair = rows[at::count]
+            for row, key in zip(of_pair, self._reference_keys, strict=False):
+                row[_REFERENCE] = inputs[key][at]
+            self._computed[pair] = of_pair
+
+    def _log_as_padded(self, slot: PairSlot, loss: torch.Tensor) -> None:
+        """Compute TRL's metrics on the padded run's micro-batches. The first time, compare their loss with `loss`.
+
+        Raises:
+            [`ContaminationError`]: if the two losses differ.
+        """
+        by_trl: Callable[..., torch.Tensor] = super().compute_loss  # type: ignore[assignment]  # no outputs are asked
+        computed, as_padded = self._computed_on_all_ranks(), torch.zeros_like(loss)
+        self._computed = {}
+        for pairs in slot.padded:
+            batch = self._prepare_inputs(self.data_collator([slot.examples[pair] for pair in pairs]))
+            rows = [computed[pair][row] for row in range(len(self._rows)) for pair in pairs]
+            references = torch.stack([row.pop(_REFERENCE) for row in rows]) if self._reference_keys else None
+            if references is not None:
+                chunks = references.to(loss.device).chunk(len(self._reference_keys))
+                batch |= dict(zip(self._reference_keys, chunks, strict=True))
+            with torch.no_grad(), self.compute_loss_context_manager(), self._knowing_references():
+                as_padded += by_trl(Replay(rows, loss.device), batch) / len(slot.padded)
+        self._metrics["train"]["micro_batches"].append(len(slot.micro_batches))
+        self._metrics["train"]["imbalance"].append(slot.imbalance)
+        if not self._has_compared:
+            self._has_compared = True
+            self._require_same_loss(loss, as_padded)
+
+    def _computed_on_all_ranks(self) -> dict[int, list[RowOutputs]]:
+        if self.accelerator.num_processes == 1:
+            return self._computed
+        mine = {
+            pair: [{name: value.cpu() for name, value in row.items()} for row in rows]
+            for pair, rows in self._computed.items()
+        }
+        return {pair: rows for of_rank in gather_object([mine]) for pair, rows in of_rank.items()}
+
+    def _require_same_loss(self, loss: torch.Tensor, as_padded: torch.Tensor) -> None:
+        both: Any = self.accelerator.reduce(torch.stack([loss.detach(), as_padded]).float(), "mean")
+        trained, padded = both.tolist()
+        whole_precision = self.model.dtype is torch.float32 and not (self.args.bf16 or self.args.fp16)
+        allowed = _SAME_LOSS if whole_precision else _SAME_HALF_LOSS
+        # Written so that a NaN loss passes, because re-cutting does not cause it.
+        if abs(trained - padded) > allowed * max(1.0, abs(padded)):
+            raise ContaminationError(
+                f"{type(self).__name__}: the first step's loss is {trained:.6f} re-cut and {padded:.6f} in the padded "
+                "run's micro-batches.",
+                why=["this loss is not a mean over pairs, so re-cut steps would train another loss"],
+                do="Train with packing_strategy='minibatch', and please report it.",
+            )

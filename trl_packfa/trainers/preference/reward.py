@@ -1,0 +1,73 @@
+"""`PackedRewardTrainer`: TRL's `RewardTrainer` without padding, with re-cut steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trl import RewardConfig, RewardTrainer
+
+from ...errors import InvalidConfig
+from .config import PreferenceConfig
+from .trainer import PackedPreference
+
+
+@dataclass
+class PackedRewardConfig(PreferenceConfig, RewardConfig):
+    """Arguments of [`PackedRewardTrainer`]: all fields of TRL's `RewardConfig` and `ModelConfig`, and eight of ours.
+
+    Ours are those of [`PackedDPOConfig`]. `overflow` is `"drop"`, as in TRL, or `"error"`.
+
+    > [!NOTE]
+    > These fields have other defaults than TRL's: `use_peft=True`, `lora_target_modules=["all-linear"]` and `dtype`.
+    > The default `dtype` is `"bfloat16"` for a quantized model trained in bf16, and `"float32"` otherwise.
+    """
+
+    overflow: str = field(
+        default="drop",
+        metadata={
+            "help": "What happens to pairs with a row longer than `max_length`: `'drop'`, as in TRL, or `'error'`. "
+            "The report counts them.",
+            "choices": ["drop", "error"],
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.load_in_4bit or self.load_in_8bit) and not self.bf16:
+            raise InvalidConfig(
+                "a quantized reward model without bf16=True.",
+                why=["TRL keeps the trained parts of a quantized model in bfloat16, and its head accepts no float32"],
+                do="Pass bf16=True, or drop load_in_4bit / load_in_8bit.",
+            )
+
+
+class PackedRewardTrainer(PackedPreference, RewardTrainer):
+    """TRL's `RewardTrainer` without padding. It takes the same arguments and has the same losses.
+
+    ```python
+    from datasets import load_dataset
+    from trl_packfa import PackedRewardConfig, PackedRewardTrainer
+
+    trainer = PackedRewardTrainer(
+        "Qwen/Qwen3-0.6B",
+        args=PackedRewardConfig("out"),
+        train_dataset=load_dataset("trl-lib/ultrafeedback_binarized", split="train"),
+    )
+    trainer.train()
+    ```
+
+    All arguments are TRL's; see [`PackedDPOTrainer`]. The config's adapter has the task type of a classifier: the new
+    head is trained in full.
+
+    Attributes:
+        packing_reports (`dict[str, PackingReport]`): by dataset name, rows and tokens in, out and lost.
+        cut_reason (`str`): the reason why steps are not re-cut; empty if they are.
+
+    Raises:
+        [`PackingError`]: at construction, if arguments, models or data cannot be trained without padding.
+    """
+
+    _tag_names = ["trl", "reward-trainer", "trl-packfa"]
+    _config = PackedRewardConfig
+    _rows = (("chosen_ids",), ("rejected_ids",))
+    _task = "SEQ_CLS"

@@ -1,0 +1,298 @@
+"""Common base of `PackedDPOTrainer`, `PackedRewardTrainer` and `PackedKTOTrainer`.
+
+It patches the trainer's models to run without padding, as [`padding_free`] does. It cuts the data and counts every
+dropped token. Under `packing_strategy="step"` it re-cuts steps ([`RecutSteps`]) if the loss allows it.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from accelerate.logging import get_logger
+from datasets import Dataset
+
+from ...api import unpatch
+from ...errors import ContaminationError, InvalidConfig, NoBackend, PackingError, UnsupportedModel
+from ...packing import PackingReport
+from ...patching import inspect as models
+from ...patching.apply import find_state
+from ..common.checkpoint_files import write_reports
+from ..common.dataset import tell_counts
+from ..common.distributed import require_same_documents
+from ..common.fallback import AsGiven, tell_adapter, tell_padded
+from ..common.model_card import add_section, card_section, name_base
+from ..common.model_loading import load_as_asked, named, telling_of_targets
+from ..common.resuming import identity
+from ..common.run_context import alone_in_folder, go_on, whole
+from ..common.validation import refuse_precision, refuse_untrainable
+from ..padding_free.padding_free import STATE, attached_run, run_without_pads
+from ..padding_free.refusals import refuse_before_loading, require_columns, require_run
+from ..padding_free.run import PaddingFreeRun
+from .config import PreferenceConfig
+from .cutting import PairCutter
+from .overflow import cut_answers, plan_pairs
+from .recutting import RecutSteps
+
+logger = get_logger(__name__)
+
+
+class PackedPreference(RecutSteps):
+    """Base class of the packed preference trainers. It comes before TRL's trainer in their base classes.
+
+    Attributes:
+        packing_reports (`dict[str, PackingReport]`): by dataset name, rows and tokens in, out and lost.
+        cut_reason (`str`): the reason why steps are not re-cut; empty if they are.
+    """
+
+    # Set by each trainer: its config class, the task type of its adapter, and the label column of its dataset.
+    _config: ClassVar[type[PreferenceConfig]]
+    _task: ClassVar[str] = "CAUSAL_LM"
+    _label: ClassVar[str] = "labels"
+    # The columns of each dataset format that TRL's trainer accepts.
+    _columns: ClassVar[tuple[tuple[str, ...], ...]] = (("chosen", "rejected"),)
+
+    train_dataset: Any
+    # Whether models run without padding. With a plain config, a run that cannot do so trains padded, as TRL would.
+    _packs = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = _bound(super().__init__, args, kwargs)
+        refuse_untrainable(given["model"], given.get("peft_config"))
+        self.packing_reports: dict[str, PackingReport] = {}
+        self.cut_reason = ""
+        as_given = AsGiven(given["model"])  # before an adapter wraps it
+        settled, refusal = self._settle(given)
+        if settled is not None:
+            try:
+                self._construct(dict(given), settled)
+                return
+            except (UnsupportedModel, ContaminationError, NoBackend, InvalidConfig) as late:
+                if self._asks_to_pack(given.get("args")):
+                    raise
+                self._undo()
+                given["model"], refusal = as_given.restore(vars(self).get("model")), late
+        assert refusal is not None
+        tell_padded(refusal, f"{self._name()}Trainer")
+        self._construct_padded(given)
+
+    def _asks_to_pack(self, asked: Any) -> bool:
+        """Tell whether the user asked for a run without padding, by the config's class or `padding_free=True`."""
+        return isinstance(asked, self._config) or bool(getattr(asked, "padding_free", False))
+
+    def _settle(self, given: dict[str, Any]) -> tuple[Any, PackingError | None]:
+        """Return the config to train with; or `None` and the error because of which a plain config trains padded.
+
+        Raises:
+            [`PackingError`]: if the user asked for a run without padding and it is not possible.
+        """
+        model, asked = given["model"], given.get("args")
+        config: Any = self._config
+        for name, dataset in named(given.get("train_dataset"), given.get("eval_dataset")):
+            if isinstance(dataset, Dataset) and len(dataset):  # padded training needs these columns too
+                require_columns(dataset, name=name, trainer=type(self).__name__, formats=self._columns)
+        try:
+            settled = config(_output_dir(model, self._name())) if asked is None else config.from_args(asked)
+            refuse_before_loading(type(self).__name__, given, settled)
+        except PackingError as refusal:
+            if self._asks_to_pack(asked):
+                raise
+            return None, refusal
+        require_run(given, settled)
+        return settled, None
+
+    def _construct(self, given: dict[str, Any], settled: Any) -> None:
+        """Run TRL's `__init__` with the model that the config describes, then patch the trainer's models."""
+        quantization, adapter = load_as_asked(
+            given["model"],
+            settled,
+            quantization=given.get("quantization_config"),
+            adapter=given.get("peft_config"),
+        )
+        if adapter is not None and given.get("peft_config") is None:
+            adapter.task_type = self._task
+            tell_adapter(given.get("args"), settled, adapter)
+        given |= {"args": settled, "quantization_config": quantization, "peft_config": adapter}
+        with telling_of_targets(given["model"], settled):
+            super().__init__(**given)
+        refuse_precision(
+            self.model,
+            settled,
+            scales_losses=self.accelerator.scaler is not None,
+            own_optimizer=self.optimizer is not None,
+        )
+        self._run_without_pads()
+        if settled.strategy.recuts_steps:
+            self._choose_cut(own_collator=given.get("data_collator") is not None)
+
+    def _construct_padded(self, given: dict[str, Any]) -> None:
+        """Run TRL's `__init__` with the user's arguments, for padded training."""
+        config: Any = self._config
+        self._packs = False
+        if given.get("args") is None:
+            given["args"] = config(_output_dir(given["model"], self._name()), use_peft=False)
+        super().__init__(**given)
+
+    def _undo(self) -> None:
+        """Remove the patches and state of a construction that was refused later."""
+        run = attached_run(self)
+        for model in run.models.values() if run is not None else ():
+            unpatch(model)
+        vars(self).pop(STATE, None)
+        self._cutter, self.cut_reason, self.packing_reports = None, "", {}
+
+    def _name(self) -> str:
+        return type(self).__name__.removeprefix("Packed").removesuffix("Trainer")
+
+    def _run_without_pads(self) -> PaddingFreeRun:
+        """Patch every model of the trainer to run without padding."""
+        run: PaddingFreeRun = run_without_pads(
+            self,
+            check_first_batch=self.args.check_packing,
+            **self.args.patch_options,
+        )
+        return run
+
+    def _choose_cut(self, *, own_collator: bool) -> None:
+        """Prepare to re-cut steps if the loss is a mean over pairs; otherwise log the reason in `cut_reason`.
+
+        Raises:
+            [`InvalidConfig`]: if steps are not re-cut and the user set a token budget.
+        """
+        own_loss = type(self).compute_loss is not PackedPreference.compute_loss
+        if not isinstance(self.train_dataset, Dataset):
+            self.cut_reason = "the pairs of a stream are not known before they are read"
+        elif own_collator:
+            self.cut_reason = "data_collator makes the batches, and they may depend on which pairs are together"
+        elif own_loss:
+            self.cut_reason = f"compute_loss of {type(self).__name__} is not TRL's"
+        elif getattr(self, "aux_loss_enabled", False):
+            self.cut_reason = "the routers' auxiliary loss is computed over each padded micro-batch"
+        elif self.neftune_noise_alpha is not None and _runs_by_document(self.model):
+            self.cut_reason = "NEFTune's noise depends on the padded row, but the backbone runs document by document"
+        else:
+            self.cut_reason = self._why_not_cut()
+        if not self.cut_reason:
+            cutter = PairCutter(
+                self.args, rows=self._rows, train_dataset=self.train_dataset, model=self.model,
+                accelerator=self.accelerator,
+            )  # fmt: skip
+            require_same_documents(self.accelerator, cutter.tokens)
+            self._cutter = cutter
+            return
+        budget = self.args.max_tokens_per_microbatch
+        if budget is not None:
+            raise InvalidConfig(
+                f"max_tokens_per_microbatch={budget} has no effect: padded micro-batches stay as they are.",
+                why=[self.cut_reason],
+                do="Drop it. To save memory, lower per_device_train_batch_size and raise gradient_accumulation_steps.",
+            )
+        logger.info("trl-packfa: padded micro-batches stay as they are: %s.", self.cut_reason)
+
+    def _why_not_cut(self) -> str:
+        """Return the reason why the loss is not a mean over single pairs; `""` if it is one."""
+        return ""
+
+    # Data ------------------------------------------------------------------------------------------------------------
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
+        """Let TRL tokenize a dataset, then cut it ourselves to count every dropped pair and token."""
+        by_trl: Callable[..., Any] = super()._prepare_dataset  # type: ignore[misc]  # of TRL's trainers
+        if not self._packs or not isinstance(dataset, Dataset):  # TRL's collator cuts a stream
+            return by_trl(dataset, processing_class, args, dataset_name)
+        uncut = copy.copy(args)
+        uncut.max_length = None
+        tokenized = by_trl(dataset, processing_class, uncut, dataset_name)
+        kept, report = plan_pairs(
+            tokenized, self._rows, max_length=args.max_length, policy=args.overflow, name=dataset_name
+        )
+        self.packing_reports[dataset_name] = report
+        tell_counts(report, dataset_name)
+        if len(kept) < len(tokenized):
+            tokenized = self._select(tokenized, kept, lambda rest: by_trl(rest, processing_class, uncut, dataset_name))
+        if report.truncated:
+            options = {"max_length": args.max_length, "also": self._answers_beside(), "name": dataset_name}
+            tokenized = cut_answers(tokenized, self._rows, **options)
+        return tokenized
+
+    def _select(self, dataset: Dataset, kept: Any, prepare: Callable[[Dataset], Dataset]) -> Dataset:
+        """Return the kept pairs. `prepare` is TRL's preparation, for trainers whose rows depend on each other."""
+        return dataset.select(kept)
+
+    def _answers_beside(self) -> tuple[str, ...]:
+        """Return the dataset's columns with further answers to a row's prompt."""
+        return ()
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        """Patch the models, then precompute as TRL does. TRL calls this before construction has ended."""
+        if self._packs:
+            self._run_without_pads()
+        return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]  # of TRL's trainers
+
+    # Runs and checkpoints --------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as TRL does; `True`, `"true"` and `"last"` resume from the last whole checkpoint.
+
+        Raises:
+            [`UnsupportedModel`]: if a model of the trainer is no longer patched.
+            [`InvalidConfig`]: if there is no such checkpoint, or it is from a run on other data.
+        """
+        checkpoint = go_on(self, resume_from_checkpoint, identity=self._identify)
+        with alone_in_folder(self.args):
+            return super().train(checkpoint, *args, **kwargs)
+
+    @property
+    def _identify(self) -> Callable[[], dict[str, str]] | None:
+        """Function that returns the run's identity, for resuming; `None` if the run trains padded."""
+        return (lambda: self._identity) if self._packs else None
+
+    @cached_property
+    def _identity(self) -> dict[str, str]:
+        columns = sorted({column for row in self._rows for column in row})
+        return identity(self.train_dataset, self.processing_class, columns=columns, labels=self._label)
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """Save TRL's checkpoint, mark it whole once every rank has written its part, then delete older ones."""
+        with whole(self, trial, lambda: self._identity):
+            super()._save_checkpoint(model, trial)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write TRL's model card, with a section on training without padding and its proof."""
+        card: Any = super().create_model_card  # type: ignore[misc]  # of TRL's trainers
+        card(*args, **kwargs)
+        run = attached_run(self)
+        if run is None or not self.is_world_process_zero():
+            return
+        name_base(self.args.output_dir, models.model_config(self.model)._name_or_path)
+        settings = (
+            f'`packing_strategy="{self.args.packing_strategy}"`, `max_length={self.args.max_length}`, '
+            f'`overflow="{self.args.overflow}"`'
+        )
+        add_section(self.args.output_dir, card_section(settings, self.packing_reports, run.said))
+
+    def save_reports(self, folder: str | Path) -> None:
+        """Write `packing_report.json` into a folder."""
+        write_reports(folder, self.packing_reports, None)
+
+
+def _runs_by_document(model: Any) -> bool:
+    state = find_state(model)
+    return state is not None and state.patch.rebatch
+
+
+def _bound(construct: Callable[..., None], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Map the arguments of TRL's trainer to their names."""
+    bound = inspect.signature(construct).bind(*args, **kwargs)
+    return dict(bound.arguments)
+
+
+def _output_dir(model: Any, name: str) -> str:
+    """Return TRL's default output directory."""
+    of = model if isinstance(model, str) else model.config._name_or_path
+    return f"{of.rstrip('/').split('/')[-1] or 'model'}-{name}"

@@ -1,0 +1,230 @@
+"""`PackedSFTConfig`: TRL's `SFTConfig` and `ModelConfig` in one class, with a few fields of our own.
+
+TRL's fields keep their names and their meaning. The class docstring lists the fields with another default than TRL's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from transformers import TrainingArguments
+from trl import ModelConfig, SFTConfig
+
+from ...errors import InvalidConfig, VersionTooOld
+from ...packing import BFD, OVERFLOW_POLICIES, PADDED, STEP, STRATEGIES, Strategy, require_policy
+from ...versions import installed_version
+from ..common.config import CommonConfig, require_trainable, settle_loading, settle_precision
+from ..common.sampler import TAKES_BATCHES
+
+LOSS_WEIGHTINGS = ("token", "example")
+
+
+@dataclass
+class PackedSFTConfig(CommonConfig, SFTConfig):
+    """Arguments of [`PackedSFTTrainer`]: all fields of TRL's `SFTConfig` and `ModelConfig`, and nine of our own.
+
+    Ours are `max_tokens_per_microbatch`, `overflow`, `loss_weighting`, `loss_by`, `check_packing`,
+    `attention_backend`, `fused_lora`, `fused_kernels` and `peak_tflops`.
+
+    > [!NOTE]
+    > These fields have other defaults than TRL's: `packing=True`, `use_peft=True`,
+    > `lora_target_modules=["all-linear"]`, `packing_strategy="step"` and `dtype`. The default `dtype` is `"bfloat16"`
+    > for a quantized model trained in bf16, and TRL's `"float32"` otherwise. On a machine without a GPU, `bf16` is off
+    > by default, where TRL raises an error.
+    """
+
+    packing: bool = field(
+        default=True,
+        metadata={
+            "help": "Pack several documents into one row; no document sees another. `False` trains padded, as "
+            "`SFTTrainer` does."
+        },
+    )
+    packing_strategy: str | None = field(
+        default=None,
+        metadata={
+            "help": "`'step'` (the default): each optimizer step has the examples of the padded run, re-cut into as "
+            "few and as equal micro-batches as the token budget allows. "
+            "`'minibatch'`: each micro-batch has the examples of the padded run's micro-batch, as one row. "
+            "`'bfd'`: fill rows of `max_length` tokens by best-fit decreasing over the whole dataset, anew every "
+            "epoch. "
+            "`'bfd_split'`: `'bfd'` with `overflow='split'`. "
+            "`'wrapped'`: put documents one after the other and cut wherever a row of `max_length` tokens is full; "
+            "each part is then a document of its own.",
+            "choices": list(STRATEGIES),
+        },
+    )
+    max_tokens_per_microbatch: int | None = field(
+        default=None,
+        metadata={
+            "help": "Token budget of a micro-batch under `packing_strategy='step'`. Default: the size of the padded "
+            "run's largest micro-batch, `per_device_train_batch_size` times the longest document."
+        },
+    )
+    overflow: str = field(
+        default="truncate",
+        metadata={
+            "help": "What happens to documents longer than `max_length`: `'truncate'`, `'split'` into several "
+            "documents, `'drop'`, or `'error'`. The report counts them.",
+            "choices": list(OVERFLOW_POLICIES),
+        },
+    )
+    loss_weighting: str = field(
+        default="token",
+        metadata={
+            "help": "How the training loss is weighted: `'token'` gives every trained token of a step the same weight "
+            "(TRL's default); `'example'` gives every example the same weight, like padded training with one example "
+            "per micro-batch.",
+            "choices": list(LOSS_WEIGHTINGS),
+        },
+    )
+    loss_by: str | None = field(
+        default=None,
+        metadata={"help": "Column with the source of each example. The loss of each source is logged."},
+    )
+    peak_tflops: float | None = field(
+        default=None,
+        metadata={
+            "help": "Peak speed of one device in TFLOP/s; the logged `mfu` is a share of it. Default: the GPU's data "
+            "sheet, found by its name, else the fastest matrix product of the model's shape, measured once."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        # Call both by name, because neither calls the other. Settle precision before SFTConfig's: it sets `bf16=True`
+        # by default, and transformers raises on a machine without bf16.
+        ModelConfig.__post_init__(self)
+        settle_precision(self)
+        SFTConfig.__post_init__(self)
+        settle_loading(self)
+        require_policy(self.overflow)
+        self._require_weighting()
+        self._settle_packing()
+        require_trainable(self)
+
+    def _settle_packing(self) -> None:
+        """Require one valid strategy if packing is on, and none if it is off."""
+        if self.max_length is not None and self.max_length < 2:
+            raise InvalidConfig(f"max_length={self.max_length}: a document needs two tokens to train on one.")
+        if not self.packing:
+            if self.packing_strategy is not None:
+                raise InvalidConfig(
+                    f"packing=False, but packing_strategy='{self.packing_strategy}'.",
+                    do="Drop packing_strategy to train padded, or packing=False to pack.",
+                )
+            return
+        if self.packing_strategy is None:
+            self.packing_strategy = STEP.name
+        if self.packing_strategy not in STRATEGIES:
+            raise InvalidConfig(
+                f"packing_strategy='{self.packing_strategy}' does not exist.",
+                do=f"Choose one of {list(STRATEGIES)}.",
+            )
+        # `bfd_split` is `bfd` with a policy in its name.
+        if self.strategy.overflow in OVERFLOW_POLICIES:
+            self.overflow = self.strategy.overflow
+        if self.truncation_mode != "keep_start" and self.max_length is not None:
+            raise InvalidConfig(
+                f"truncation_mode='{self.truncation_mode}' with packing: documents are cut at their end only.",
+                why=["TRL has deprecated truncation_mode"],
+                do="Drop it, cut the data yourself, or use overflow='split', which trains every token.",
+            )
+        if self.strategy.wraps and self.overflow != "truncate":
+            raise InvalidConfig(
+                f"overflow='{self.overflow}' has no effect under packing_strategy='{self.packing_strategy}'.",
+                why=["this strategy cuts every document where a row is full"],
+                do=f"Drop overflow, or use packing_strategy='{BFD}'.",
+            )
+        if self.strategy.fills_rows:
+            self._require_rows()
+        self._require_budget()
+        # Packing has no padding anyway. TRL's `padding_free` is a switch for TRL's own collator.
+        self.padding_free = False
+
+    def _require_budget(self) -> None:
+        """Refuse a token budget that is too small or has no effect."""
+        budget = self.max_tokens_per_microbatch
+        if budget is not None and budget < 2:
+            raise InvalidConfig(f"max_tokens_per_microbatch={budget}: a document needs two tokens to train on one.")
+        if budget is not None and not self.strategy.recuts_steps:
+            raise InvalidConfig(
+                f"max_tokens_per_microbatch={budget} has no effect under packing_strategy='{self.packing_strategy}'.",
+                do="Use packing_strategy='step', or drop it.",
+            )
+        if self.strategy.recuts_steps and self.train_sampling_strategy == "batch_rebalance":
+            raise InvalidConfig(
+                f"train_sampling_strategy='batch_rebalance' with packing_strategy='{self.packing_strategy}'.",
+                why=["both decide how a step is cut into micro-batches"],
+                do="Use packing_strategy='minibatch'.",
+            )
+
+    def _require_rows(self) -> None:
+        """Require what rows of a fixed capacity need, and refuse arguments that contradict them."""
+        if not TAKES_BATCHES:
+            raise VersionTooOld(
+                f"packing_strategy='{self.packing_strategy}' needs transformers >= 5.17, found "
+                f"{installed_version('transformers')}.",
+                why=["its Trainer takes no batches from a sampler"],
+                do="Use packing_strategy='step' or 'minibatch', or upgrade transformers.",
+            )
+        if self.max_length is None:
+            raise InvalidConfig(
+                f"packing_strategy='{self.packing_strategy}' fills rows of max_length tokens, max_length is None.",
+                do="Set max_length, or packing_strategy='step' or 'minibatch', which need none.",
+            )
+        if self.dataloader_drop_last:
+            raise InvalidConfig(
+                f"dataloader_drop_last=True has nothing to drop under packing_strategy='{self.packing_strategy}'.",
+                why=["rows are dealt so that every rank takes part in every step, the last one too"],
+                do="Drop it.",
+            )
+        if self.train_sampling_strategy in ("group_by_length", "batch_rebalance"):
+            raise InvalidConfig(
+                f"train_sampling_strategy='{self.train_sampling_strategy}' has nothing to order under "
+                f"packing_strategy='{self.packing_strategy}'.",
+                why=["the packer decides which documents share a batch"],
+                do="Drop train_sampling_strategy.",
+            )
+
+    def _require_weighting(self) -> None:
+        """Refuse an unknown `loss_weighting`, and losses that `"example"` weighting does not support."""
+        if self.loss_weighting not in LOSS_WEIGHTINGS:
+            raise InvalidConfig(
+                f"loss_weighting='{self.loss_weighting}' does not exist.", do=f"Choose one of {list(LOSS_WEIGHTINGS)}."
+            )
+        by_example = self.loss_weighting == "example"
+        if by_example and (self.loss_type != "nll" or self.label_smoothing_factor):
+            what = f"loss_type='{self.loss_type}'" if self.loss_type != "nll" else "label_smoothing_factor"
+            raise InvalidConfig(
+                f"{what} with loss_weighting='example': an example's own mean loss is defined for 'nll' only.",
+                do="Use loss_weighting='token'.",
+            )
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that `packing_strategy` names; `PADDED` with `packing=False`."""
+        return STRATEGIES[self.packing_strategy] if self.packing and self.packing_strategy else PADDED
+
+    @property
+    def card_settings(self) -> dict[str, Any]:
+        """The fields that a model card shows."""
+        names = ("packing_strategy", "max_length", "overflow", "loss_weighting")
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def from_args(cls, args: TrainingArguments, **changes: Any) -> PackedSFTConfig:
+        """Convert TRL's or transformers' arguments to a `PackedSFTConfig`; return a `PackedSFTConfig` unchanged.
+
+        A plain `SFTConfig` has `packing=False` by default, so `False` does not show that the user wants padding.
+        Therefore packing, patching and LoRA are on, as in a `PackedSFTConfig`. Its `packing_strategy` is kept only if
+        it has `packing=True`. `changes` are fields that replace those of `args` and the defaults.
+        """
+        if isinstance(args, cls):
+            return args
+        # `TrainingArguments` computes some of its fields: those cannot be passed.
+        names = {f.name for f in fields(cls) if f.init}
+        kept = {f.name: getattr(args, f.name) for f in fields(args) if f.name in names}
+        packing = kept.pop("packing", False)
+        strategy = kept.pop("packing_strategy", None)
+        return cls(**{**kept, "packing_strategy": strategy if packing else None, **changes})

@@ -1,0 +1,129 @@
+"""Settle a trainer's arguments, and refuse invalid ones, before any data or weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from datasets import IterableDataset
+from peft import PeftConfig, PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from trl import SFTConfig
+
+from ...errors import InvalidConfig, PackingError
+from ..common.model_loading import AnyDataset, EvalDataset, model_type, named, output_dir
+from ..common.preflight import require_attention, require_reporters, require_tokenizer
+from ..common.step_cutting import longest_of_stream
+from ..common.validation import refuse_data, refuse_model, refuse_untrainable
+from .config import PackedSFTConfig
+from .raw_dataset import prepares
+from .validation import refuse_arguments, refuse_collator
+
+
+def settle_arguments(
+    model: str | PreTrainedModel | PeftModel,
+    args: TrainingArguments | None,
+    *,
+    train_dataset: AnyDataset | None,
+    eval_dataset: EvalDataset | None,
+    data_collator: Callable[[list[Any]], dict[str, Any]] | None,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
+    compute_loss_func: Callable | None,
+    compute_metrics: Callable | None,
+    peft_config: PeftConfig | None,
+    formatting_func: Callable[..., Any] | None,
+) -> tuple[PackedSFTConfig, PackingError | None]:
+    """Return the config to train with: packed if possible, else padded if the user did not ask for packing.
+
+    Args:
+        model, args, train_dataset, eval_dataset, data_collator, processing_class, compute_loss_func, compute_metrics,
+        peft_config, formatting_func:
+            The arguments of the trainer.
+
+    Returns:
+        The config, and the error that explains why it is padded, or `None` if it is as the user asked.
+
+    Raises:
+        [`PackingError`]: if the user asked for packing and it is not possible, or if the run cannot be trained at all.
+    """
+
+    def refuse(packed: PackedSFTConfig) -> None:
+        if not packed.packing:
+            return
+        refuse_arguments(
+            packed, compute_metrics=compute_metrics, peft_config=peft_config, compute_loss_func=compute_loss_func
+        )
+        for name, dataset in named(train_dataset, eval_dataset):
+            refuse_data(dataset, name=name)
+        if packed.strategy.recuts_steps and isinstance(train_dataset, IterableDataset):
+            # Called only for its refusal, before weights are loaded. `StepCutter` calls it again.
+            longest_of_stream(packed)
+        refuse_model(model_type(model, packed) if isinstance(model, str) else model, packed)
+        refuse_collator(data_collator)
+
+    refuse_untrainable(model, peft_config)
+    settled, refusal = _settle(args, output_dir(model), refuse)
+    require_reporters(settled)
+    require_attention(settled)
+    require_tokenizer(
+        model, settled, processing_class=processing_class, datasets=named(train_dataset, eval_dataset),
+        makes_text=formatting_func is None and prepares(settled),
+    )  # fmt: skip
+    return settled, refusal
+
+
+def asks_for_packing(args: TrainingArguments | None) -> bool:
+    """Tell whether the user asked for packing, by the config's class or a field. Then padding is no fallback."""
+    fields = ("packing", "eval_packing", "padding_free")
+    return isinstance(args, PackedSFTConfig) or any(getattr(args, name, False) for name in fields)
+
+
+def _settle(
+    args: TrainingArguments | None, output_dir: str, refuse: Callable[[PackedSFTConfig], None]
+) -> tuple[PackedSFTConfig, PackingError | None]:
+    """Return the config to train with, and the error that explains a fallback to padding, or `None`.
+
+    The config packs by the first strategy that `refuse` accepts. If it accepts none, and the user did not ask for
+    packing, the config trains padded.
+
+    Raises:
+        [`PackingError`]: from `refuse`, if the user asked for packing, or if TRL itself refuses the config.
+    """
+    if asks_for_packing(args):
+        _refuse_unenforced_length(args)
+        settled = PackedSFTConfig.from_args(args)  # type: ignore[arg-type]  # it is not None here
+        refuse(settled)
+        return settled, None
+    refusal: PackingError | None = None
+    # `step` first, because it matches padded training. Where it is not possible (for example a stream of documents
+    # without a length limit), each micro-batch becomes a row.
+    for strategy in ("step", "minibatch"):
+        try:
+            settled = _plain(args, output_dir, packing_strategy=strategy)
+            refuse(settled)
+        except PackingError as error:
+            refusal = refusal or error
+        else:
+            return settled, None
+    return padded(args, output_dir), refusal
+
+
+def _refuse_unenforced_length(args: TrainingArguments | None) -> None:
+    """Refuse a plain `SFTConfig` that TRL refuses too: `padding_free=True` without packing, but with `max_length`."""
+    if not isinstance(args, SFTConfig) or isinstance(args, PackedSFTConfig):
+        return
+    if args.padding_free and not args.packing and args.max_length is not None:
+        raise InvalidConfig(
+            f"padding_free=True without packing, and max_length={args.max_length}.",
+            why=["TRL does not enforce max_length then, and refuses this combination"],
+            do="Pass packing=True, max_length=None, or a PackedSFTConfig, which cuts documents and counts it.",
+        )
+
+
+def padded(args: TrainingArguments | None, output_dir: str) -> PackedSFTConfig:
+    """Return the config of the padded run that TRL would train for these arguments."""
+    return _plain(args, output_dir, packing=False, use_peft=False)
+
+
+def _plain(args: TrainingArguments | None, output_dir: str, **changes: Any) -> PackedSFTConfig:
+    return PackedSFTConfig(output_dir, **changes) if args is None else PackedSFTConfig.from_args(args, **changes)

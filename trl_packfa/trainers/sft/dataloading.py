@@ -1,0 +1,204 @@
+"""`PackedData`: the datasets of a packed run, cut with every dropped token counted, and its samplers and loaders.
+
+The way of a batch: TRL tokenizes, [`PackedData.prepare`] cuts, a sampler or stream decides which documents share a
+micro-batch, a collator makes rows of them. Under a strategy that re-cuts whole steps, the loader yields documents that
+are not collated ([`Documents`]), and [`StepCutter`] collates them later.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+from accelerate.logging import get_logger
+from datasets import IterableDataset
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
+
+from ...collator import LOSSES, DataCollatorForPacking
+from ...errors import InvalidConfig
+from ...packing import PackedBatchSampler, PackingReport
+from ...patching.inspect import known_ids, known_labels
+from ..common.batching import Batching
+from ..common.checkpoint_files import read_stream_state, write_stream_state
+from ..common.dataset import cut_dataset, cut_stream, read_lengths, take_apart, tell_counts
+from ..common.dataset_checks import require_known
+from ..common.flops import quadratic_weight
+from ..common.model_loading import AnyDataset, asked_for
+from ..common.sampler import RankAwareSampler
+from ..common.step_cutting import Documents
+from .config import PackedSFTConfig
+from .preview import describe_batch
+from .streaming import PackedStream, resumes_by_state, stream_loader
+
+logger = get_logger(__name__)
+
+# Columns of an example that collators read.
+_SEEN = ("input_ids", "labels", "seq_lengths")
+
+
+class PackedData:
+    """The datasets of a run, and the batches that are made of them.
+
+    Args:
+        args ([`PackedSFTConfig`]):
+            The run's config.
+        packs_eval (`bool`):
+            Whether evaluation batches are packed too. They are padded for metrics, which need logits per example.
+
+    Attributes:
+        reports (`dict[str, PackingReport]`): by dataset name, documents and tokens in, out and lost.
+        sampler ([`PackedBatchSampler`] or `None`): sampler of rows that are filled over the whole dataset; `None`
+            before the loader has made it.
+        columns (`list[str]`): columns that the collator reads in addition to TRL's.
+    """
+
+    def __init__(self, args: PackedSFTConfig, *, packs_eval: bool) -> None:
+        self.args, self.packs_eval = args, packs_eval
+        self.reports: dict[str, PackingReport] = {}
+        self.sampler: PackedBatchSampler | None = None
+        self.columns = [LOSSES, *([args.loss_by] if args.loss_by else [])]
+        # Tokenized datasets by name, kept until `meet` has checked their tokens against the model.
+        self._uncut: dict[str, Any] = {}
+        self._stream: PackedStream | None = None
+        self._quadratic = 0.0
+        self._padding_collator: Any = None
+
+    def prepare(self, tokenize: Callable[[PackedSFTConfig], AnyDataset], *, name: str) -> AnyDataset:
+        """Tokenize a dataset with TRL, then cut its documents to fit, and count every dropped token.
+
+        Args:
+            tokenize (`Callable`):
+                TRL's preparation, which tokenizes and labels. It is called with arguments under which it cuts nothing.
+            name (`str`):
+                `"train"`, or the name of an evaluation dataset.
+        """
+        args = self.args
+        # TRL would truncate without counting, and would shuffle before the cut.
+        uncut = copy.copy(args)
+        uncut.max_length, uncut.shuffle_dataset = None, False
+        dataset = tokenize(uncut)
+        fills_rows = args.strategy.fills_rows and name == "train"
+        wraps = fills_rows and args.strategy.wraps
+        # Rows that were packed before stay whole as examples of a step. For filled rows and padded batches they are
+        # taken apart into documents.
+        padded = name != "train" and (not self.packs_eval or isinstance(dataset, IterableDataset))
+        if fills_rows or padded:
+            dataset = take_apart(dataset, name=name)
+        limits: dict[str, Any] = {
+            "max_length": args.max_length,
+            "overflow": args.strategy.overflow if wraps else args.overflow,
+            "as_padded": not fills_rows,
+        }
+        if isinstance(dataset, IterableDataset):
+            dataset = cut_stream(dataset, **limits)
+        else:
+            self._uncut[name] = dataset
+            dataset, self.reports[name] = cut_dataset(dataset, name=name, **limits)
+            tell_counts(self.reports[name], name)
+        # Shuffle after the cut, as TRL does, because the random order depends on the number of documents.
+        return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
+
+    def meet(self, model: Any, *, pad_token_id: int, padding_collator: Any, collator: Any) -> Any:
+        """Check the datasets' tokens against the model, measure its cost of attention, and return the collator.
+
+        These steps wait for the model, because TRL builds it after the datasets.
+
+        Args:
+            model (`torch.nn.Module`):
+                The model to train.
+            pad_token_id (`int`):
+                Token for rows that are rounded up to `pad_to_multiple_of`.
+            padding_collator (`Callable`):
+                TRL's own collator, for evaluation batches that are not packed.
+            collator (`Callable`, *optional*):
+                The user's own packing collator.
+
+        Returns:
+            The collator of packed rows.
+
+        Raises:
+            [`InvalidDataset`]: with the document that has a token which the model does not have.
+        """
+        for name, dataset in self._uncut.items():
+            require_known(dataset, name=name, ids=known_ids(model), labels=known_labels(model))
+        self._uncut = {}
+        self._quadratic = quadratic_weight(model)
+        # A copy, so that TRL's own stays unchanged. With `padding_free` it would flatten evaluation batches into one
+        # row.
+        self._padding_collator = copy.copy(padding_collator)
+        self._padding_collator.padding_free = False
+        return collator or DataCollatorForPacking(
+            pad_token_id=pad_token_id,
+            pad_to_multiple_of=self.args.pad_to_multiple_of,  # type: ignore[arg-type]  # SFTConfig has made it an int
+            source_column=self.args.loss_by,
+            vocab_size=known_ids(model),
+            return_flash_attn_kwargs=False,
+        )
+
+    @property
+    def batching(self) -> Batching:
+        """The settings that decide how documents become micro-batches."""
+        return Batching.of(self.args, quadratic=self._quadratic)
+
+    def row_sampler(self, dataset: Any) -> PackedBatchSampler:
+        """Build this rank's sampler of rows that are filled over the dataset, and keep it in `sampler`."""
+        rank = self.args.process_index
+        self.sampler = self.batching.row_sampler(read_lengths(dataset), rank=rank, kind=RankAwareSampler)
+        return self.sampler
+
+    def training_collator(self, collator: Any) -> Any:
+        """Return the loader's collator. If whole steps are re-cut, it is `Documents`, which does not collate yet."""
+        return Documents if self.args.strategy.recuts_steps else collator
+
+    def evaluation_collator(self, collator: Any, *, asked: Any, evaluation: Any) -> Any:
+        """Return the collator of evaluation batches, which hold the padded run's examples.
+
+        They are packed, unless metrics need their logits or the dataset is a stream. For a stream the Trainer counts
+        rows, and a packed batch has only one, so it would weight the losses wrongly.
+        """
+        streamed = isinstance(asked_for(asked, evaluation), IterableDataset)
+        return collator if self.packs_eval and not streamed else self._padding_collator
+
+    @property
+    def prediction_collator(self) -> Any:
+        """TRL's padding collator: predictions need one row of logits per example, so they are never packed."""
+        return self._padding_collator
+
+    def stream_loader(self, dataset: Any, collator: Callable[[list[Any]], Any], *, resumed_from: Any) -> DataLoader:
+        """Build the loader of a stream, at the position of the checkpoint `resumed_from` if it is given."""
+        batching = self.batching
+        self._stream = PackedStream(
+            dataset,
+            batch_size=batching.batch_size,
+            capacity=batching.max_length if batching.strategy.fills_rows else None,
+            wrapped=batching.strategy.wraps,
+            rank=self.args.process_index,
+            world_size=batching.world_size,
+            seed=batching.seed,
+            quadratic=batching.quadratic,
+        )
+        if resumed_from is not None:
+            self._stream.load_state_dict(read_stream_state(resumed_from, self.args))
+        return stream_loader(self._stream, collator, self.args)
+
+    def save_state(self, folder: Any) -> None:
+        """Write the position of a stream into a checkpoint's folder."""
+        if self._stream is not None and resumes_by_state(self._stream.source):
+            write_stream_state(folder, self.args, self._stream.state_dict())
+
+    def preview(self, dataset: Any, collator: Any, tokenizer: PreTrainedTokenizerBase) -> str:
+        """Show a packed batch of the first documents as text; see [`PackedSFTTrainer.preview_batch`].
+
+        Raises:
+            [`InvalidConfig`]: with `packing=False`.
+        """
+        if not self.args.packing:
+            raise InvalidConfig("packing=False: there is no packed batch.", do="Look at get_train_dataloader().")
+        # Copy a stream, because reading it would move its position.
+        documents = copy.deepcopy(dataset) if isinstance(dataset, IterableDataset) else dataset
+        examples = list(islice(iter(documents), self.args.per_device_train_batch_size))
+        kept = [{name: example[name] for name in _SEEN if name in example} for example in examples]
+        return describe_batch(collator(kept), tokenizer)

@@ -1,0 +1,221 @@
+"""The exactness check before the first step: on the model as it will train, then on the first batch.
+
+It uses the run's config and processes. The caller passes model, collator and documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from ...collator import LOSSES, SOURCES, DataCollatorForPacking
+from ...errors import UnsupportedModel
+from ...exactness import ExactnessReport, check, check_batch, proof_identity, reusable_proof
+from ...patching.apply import find_state
+from ...runtime.compile import uncompiled
+from ...terminal.progress import proving
+from ..common.distributed import agree, from_main_rank
+from ..common.padded_batch_map import ORIGINS
+from ..common.step_cutting import Slot
+from .config import PackedSFTConfig
+
+logger = get_logger(__name__)
+
+# Number of tokens of the run's documents that the check gets: twice as many as its own documents, cut from them, hold.
+_KNOWN_TOKENS = 2048
+
+
+class ExactnessGate:
+    """The check that lets a run start only if packing is exact on its model, on every rank.
+
+    Args:
+        args ([`PackedSFTConfig`]):
+            The run's config. With `check_packing=False` the first batch is not checked.
+        accelerator (`Accelerator`):
+            The run's accelerator, with its processes and its autocast.
+
+    Attributes:
+        report (`ExactnessReport` or `None`): the proof, once there is one.
+    """
+
+    def __init__(self, args: PackedSFTConfig, accelerator: Accelerator) -> None:
+        self.args, self.accelerator = args, accelerator
+        self.report: ExactnessReport | None = None
+        self._has_proven_batch = False
+
+    def prove(
+        self,
+        model: Any,
+        *,
+        engine: Any,
+        collator: Any,
+        documents: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        checkpoint: str | None = None,
+    ) -> ExactnessReport:
+        """Run the check on every rank, and keep the report.
+
+        Args:
+            model (`torch.nn.Module`):
+                The model to train.
+            engine (`torch.nn.Module`):
+                The engine that runs the model if its weights are sharded; otherwise the model itself.
+            collator (`Callable`):
+                Makes the run's packed rows.
+            documents (`Dataset`):
+                The run's documents. The check takes tokens from them, which the model has.
+            tokenizer (`PreTrainedTokenizerBase`):
+                Makes tokens if the documents are a stream.
+            checkpoint (`str`, *optional*):
+                The checkpoint to resume from. Its proof is reused if nothing has changed that a proof depends on.
+
+        Raises:
+            [`ContaminationError`]: if packing is not exact on this model. If it fails on one rank, all ranks raise.
+        """
+        args = self.args
+        self.switch_checkpointing(model)
+        identity = self._identity(model, collator)
+        if checkpoint is not None:
+            saved = from_main_rank(self.accelerator, lambda: reusable_proof(checkpoint, identity))
+            if saved is not None:
+                logger.info("trl-packfa: %s; nothing has changed since %s", saved, saved.taken_from)
+                self.report = saved
+                return saved
+        proven = self._proven_by_patch(model, collator) if engine is model else None
+        if self._everywhere(proven is not None):
+            assert proven is not None
+            logger.info("trl-packfa: %s; proven when the model was patched", proven)
+            self.report = replace(proven, identity=identity)
+            return self.report
+
+        def proof(progress: Callable[[str, float], None]) -> ExactnessReport:
+            # Under FSDP2 the model is compiled by now. Compiling graphs for the check would take minutes, and training
+            # would not use them.
+            with self.accelerator.autocast(), uncompiled(engine):
+                report = check(
+                    engine,
+                    collator=collator,
+                    documents=_first_documents(documents),
+                    processing_class=tokenizer,
+                    seed=args.seed,
+                    progress=progress,
+                )
+            report.require_exact()
+            return report
+
+        shown = self.accelerator.is_main_process and not args.disable_tqdm
+        with proving("proving on this model that no document sees another", shown=shown) as progress:
+            found = agree(self.accelerator, lambda: proof(progress))
+        self.report = replace(found, identity=identity)
+        logger.info("trl-packfa: %s in %.1f s", self.report, self.report.seconds)
+        return self.report
+
+    def switch_checkpointing(self, model: Any) -> None:
+        """Switch activation checkpointing on as training will, because TRL does so only later."""
+        args = self.args
+        if args.gradient_checkpointing:
+            switch = getattr(model, "activation_checkpointing_enable", None)  # its name since transformers 5.23
+            (switch or model.gradient_checkpointing_enable)(args.gradient_checkpointing_kwargs)
+
+    def _proven_by_patch(self, model: Any, collator: Any) -> ExactnessReport | None:
+        """Return the report of `patch`, if `patch` had to check this model and nothing has changed since."""
+        state = find_state(model)
+        if state is None or state.report is None or type(collator) is not DataCollatorForPacking:
+            return None
+        with self.accelerator.autocast():
+            same = state.report.identity == proof_identity(model)
+        return state.report if same and not collator.pad_to_multiple_of else None
+
+    def _everywhere(self, found: bool) -> bool:
+        """Tell whether `found` holds on every rank, because all ranks must make the same calls."""
+        everywhere: Any = self.accelerator.gather(torch.tensor([found], device=self.accelerator.device))
+        return bool(everywhere.all())
+
+    def _identity(self, model: Any, collator: Any) -> str:
+        """Hash everything that the proof depends on."""
+        args = self.args
+        # The proof holds for the run's autocast only, so the autocast is part of the hash.
+        with self.accelerator.autocast():
+            return proof_identity(
+                model,
+                collator=(type(collator).__module__, type(collator).__qualname__),
+                engine=(self.accelerator.distributed_type, self.accelerator.num_processes),
+                checkpointing=(args.gradient_checkpointing, args.gradient_checkpointing_kwargs),
+                compiled=args.torch_compile,
+            )
+
+    def prove_first_batch(
+        self, model: Any, inputs: dict[str, Any], prepare: Callable[[dict[str, Any]], dict[str, Any]]
+    ) -> None:
+        """Compare the first packed batch, before it trains, with its documents run alone. Later batches pass.
+
+        Args:
+            model (`torch.nn.Module`):
+                The wrapped model that trains.
+            inputs (`dict[str, Any]`):
+                A micro-batch, or the slot of a step.
+            prepare (`Callable`):
+                Moves a batch to the device.
+
+        Raises:
+            [`ContaminationError`]: on every rank, if they differ on one.
+        """
+        if self._has_proven_batch or not self.args.check_packing:
+            return
+        batches = inputs.micro_batches if isinstance(inputs, Slot) else [inputs]
+        if not batches:
+            return
+        # All ranks come here with the same batch number, because `agree` below waits for all of them.
+        self._has_proven_batch = True
+        names = (LOSSES, ORIGINS, SOURCES)
+        # The trainer removes these before it calls the model.
+        batch = {name: value for name, value in batches[0].items() if name not in names}
+        proof = agree(self.accelerator, lambda: _exact_batch(model, prepare(batch)))
+        if proof is not None and self.report is not None:
+            head = proof.head and {"head": proof.head.difference, "head_allowed": proof.head.allowed}
+            self.report = replace(
+                self.report, first_batch=proof.difference, first_batch_allowed=proof.allowed, **(head or {})
+            )
+
+
+def _exact_batch(model: Any, batch: dict[str, Any]) -> Any:
+    proof = check_batch(model, batch)
+    if proof is not None:
+        proof.require_exact()
+    return proof
+
+
+def require_engine(engine: Any) -> None:
+    """Require DeepSpeed's engine, because under ZeRO-3 only the engine can run the model.
+
+    Raises:
+        [`UnsupportedModel`]: if there is no engine yet; `train` builds it.
+    """
+    if engine is None:
+        raise UnsupportedModel(
+            "DeepSpeed ZeRO-3 has not wrapped the model yet.",
+            why=["its weights are sharded, and only DeepSpeed's engine can gather them where they are used"],
+            do="Call train(), which runs the check on the engine before the first step.",
+        )
+
+
+def _first_documents(dataset: Any) -> list[Any] | None:
+    """Read token ids of a dataset's first documents, as many as the check can use; `None` for a stream."""
+    if not isinstance(dataset, Dataset) or "input_ids" not in (dataset.column_names or ()):
+        return None
+    documents: list[Any] = []
+    tokens = 0
+    rows: Any = dataset.select_columns("input_ids").with_format(None)
+    for row in rows:
+        documents.append(row["input_ids"])
+        tokens += len(documents[-1])
+        if tokens >= _KNOWN_TOKENS:
+            break
+    return documents

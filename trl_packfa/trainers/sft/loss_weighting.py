@@ -1,0 +1,128 @@
+"""Weighting of the loss by token or by example, and the mean loss of each source.
+
+TRL sums the log-probabilities of a step's trained tokens and divides by their number. With `loss_weighting="example"`
+each token is weighted by one over the number of its example's trained tokens, and the sum is divided by the number of
+examples. The result is the mean of the examples' own losses, like padded training with one example per micro-batch.
+
+Shape letters: B rows, L row length, S documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from ...collator import SOURCES
+from ...layout import PackedLayout
+
+
+def documents_of_labels(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return, for each next-token label `(B, L - 1)`, the number of its document and whether it is trained.
+
+    A row that is not packed is one document.
+    """
+    labels = inputs["labels"]
+    layout: PackedLayout | None = inputs.get("packed_layout")
+    if layout is None:
+        documents = torch.arange(len(labels), device=labels.device)[:, None].expand_as(labels)
+    else:
+        documents = layout.to(labels.device).document_ids().long()
+    # Shift as TRL does: position i is the label that token i predicts. It belongs to the document of token i + 1.
+    return documents[:, 1:], labels[:, 1:] != -100
+
+
+def count_examples(inputs: Mapping[str, Any]) -> int:
+    """Count the documents of a batch that train at least one token."""
+    documents, trained = documents_of_labels(inputs)
+    return int(documents[trained].unique().numel())
+
+
+def as_example_labels(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Make a batch with one label for each trained example, so that the Trainer counts examples."""
+    # The Trainer counts labels that are not -100, so the labels are zeros. It counts `shift_labels` without shifting.
+    labels = torch.zeros((1, count_examples(inputs)), dtype=torch.long, device=inputs["labels"].device)
+    return {"labels": labels, "shift_labels": labels}
+
+
+def example_weights(inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Return, for each label `(B, L - 1)`, one over the number of trained tokens of its document."""
+    documents, trained = documents_of_labels(inputs)
+    # For example 4 trained tokens weigh 1/4 each. The weights of an example add up to 1.
+    counts = torch.zeros(int(documents.max()) + 1, device=documents.device)
+    counts.index_add_(0, documents[trained], torch.ones_like(documents[trained], dtype=counts.dtype))
+    return 1.0 / counts.clamp(min=1)[documents]
+
+
+class WeightedModel:
+    """A wrapper of a model that weights the log-probabilities for TRL's sum. It keeps the unweighted ones for metrics.
+
+    Args:
+        model (`torch.nn.Module`):
+            A causal LM with TRL's fused LM head.
+        weights (`torch.Tensor` or `None`):
+            Weights `(B, L - 1)`, or `None` for TRL's own loss.
+    """
+
+    def __init__(self, model: torch.nn.Module, weights: torch.Tensor | None) -> None:
+        self.model, self.weights = model, weights
+        self.log_probs: torch.Tensor | None = None
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Run the model's forward, keep the log-probabilities, and weight them."""
+        outputs = self.model(**inputs)
+        self.log_probs = outputs.log_probs.detach()
+        if self.weights is not None:
+            outputs.log_probs = outputs.log_probs * self.weights.to(outputs.log_probs)
+        return outputs
+
+
+def losses_by_source(inputs: Mapping[str, Any], log_probs: torch.Tensor) -> dict[str, tuple[float, int]]:
+    """Sum, for each source of a batch, the loss of its trained tokens, and count them."""
+    documents, trained = documents_of_labels(inputs)
+    size = len(inputs[SOURCES])
+    sums = torch.zeros(size, device=log_probs.device, dtype=torch.float32)
+    sums.index_add_(0, documents[trained], -log_probs[trained].float())
+    counts = torch.bincount(documents[trained], minlength=size)
+    totals: dict[str, tuple[float, int]] = {}
+    for source, loss, count in zip(inputs[SOURCES], sums.tolist(), counts.tolist(), strict=False):
+        _add_up(totals, {source: (loss, count)})
+    return totals
+
+
+class SourceLosses:
+    """The mean loss of each source since the last log, in training and in evaluation.
+
+    Args:
+        accelerator (`Accelerator`): gathers the losses of all ranks.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        # By mode and source: summed loss and trained tokens.
+        self._sums: dict[str, dict[str, tuple[float, int]]] = {"train": {}, "eval": {}}
+
+    def add(self, mode: str, inputs: Mapping[str, Any], log_probs: torch.Tensor) -> None:
+        """Count a batch: `inputs` with its `sources`, `log_probs` `(B, L - 1)`."""
+        _add_up(self._sums[mode], losses_by_source(inputs, log_probs))
+
+    def read(self, mode: str) -> dict[str, float]:
+        """Return the mean losses by `loss/<source>` (`eval_loss/<source>` in evaluation), and reset the counts.
+
+        Call it on every rank.
+        """
+        mine, totals = [self._sums[mode]], {}
+        for losses in gather_object(mine) if self.accelerator.num_processes > 1 else mine:
+            _add_up(totals, losses)
+        self._sums[mode] = {}
+        prefix = "" if mode == "train" else "eval_"
+        return {f"{prefix}loss/{source}": loss / count for source, (loss, count) in sorted(totals.items()) if count}
+
+
+def _add_up(totals: dict[str, tuple[float, int]], more: Mapping[str, tuple[float, int]]) -> None:
+    for source, (loss, count) in more.items():
+        before = totals.get(source, (0.0, 0))
+        totals[source] = (before[0] + loss, before[1] + count)

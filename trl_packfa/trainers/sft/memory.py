@@ -1,0 +1,141 @@
+"""Estimate of the memory that one GPU needs for training, from the model's shape, with a formula for each term.
+
+CUDA's own context (about half a gigabyte), fragmentation, and sharding by DeepSpeed or FSDP are left out.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict, dataclass
+
+from ...kernels.lm_head.frozen import positions_per_tile
+from .config import PackedSFTConfig
+from .model_shape import ModelShape
+
+# Bytes that CUDA takes for itself, and the factor that fragmentation adds to an estimate.
+RESERVED, SLACK = 1e9, 1.15
+# Tokens and vocabulary entries of a tile in which TRL's fused LM head computes the logits.
+_TILE_TOKENS, _TILE_WORDS = 4096, 32768
+# Optimizer state per trained parameter: count of numbers, and bytes of each (None: the bytes of the parameter).
+_STATES: dict[str, tuple[float, int | None]] = {
+    "adamw_torch_4bit": (2, 1),
+    "adamw_torch_8bit": (2, 1),
+    "adafactor": (0, None),
+    "sgd": (0, None),
+    "lion": (1, None),
+    "adagrad": (1, None),
+    "rmsprop": (1, None),
+    "adam": (2, None),
+    "ademamix": (3, None),
+}
+FORMULA = (
+    "weights: parameters x bytes (4-bit: 0.5 + 4/64, double quantization 0.5 + 1/64, of linear layers but the LM "
+    "head); gradients and optimizer: per trained parameter; activations: with gradient checkpointing tokens x "
+    "layers x width and one layer in full, without it every layer in full, a layer being 8 W + b (4 W + 2 Q + 2 K "
+    "+ 4 F) bytes a token (W width, Q query, K key/value, F feed-forward width, b bytes of an activation; 2 F where "
+    "LoRA is fused); LM head: gradient of the hidden states, in fp32 if the head trains, and one tile of logits"
+)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU with the largest micro-batch, by their use."""
+
+    weights: float
+    adapter: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+
+    @property
+    def total(self) -> float:
+        """Sum of all terms in bytes."""
+        return sum(asdict(self).values())
+
+    @property
+    def needed(self) -> float:
+        """Bytes that a GPU should have, with slack and CUDA's own memory."""
+        return self.total * SLACK + RESERVED
+
+
+def estimate(shape: ModelShape, args: PackedSFTConfig, tokens: int, *, fused_norms: bool = False) -> Memory:
+    """Estimate the memory if the largest micro-batch has so many tokens, padding included.
+
+    `fused_norms` means that Liger computes RMSNorms.
+    """
+    quantized = args.load_in_4bit or args.load_in_8bit
+    mixed = args.bf16 or args.fp16
+    parameter = (2 if quantized else 4) if shape.lora_rank else shape.dtype_bytes  # TRL's choice for adapters
+    numbers, size = _state(str(args.optim))
+    full = 0 if shape.lora_rank else shape.trainable
+    # Autocast keeps a half-precision copy of trained weights during the forward.
+    casts = full * 2 if mixed and shape.dtype_bytes == 4 else 0
+    return Memory(
+        weights=_weights(shape, args) + casts,
+        adapter=shape.trainable * parameter if shape.lora_rank else 0,
+        gradients=shape.trainable * parameter,
+        optimizer=shape.trainable * numbers * (size or parameter),
+        activations=_activations(shape, args, tokens, 2 if mixed else shape.dtype_bytes, fused_norms=fused_norms),
+        logits=_logits(shape, tokens, 2 if mixed else shape.dtype_bytes, trains=bool(full)),
+    )
+
+
+def without_checkpointing(args: PackedSFTConfig) -> PackedSFTConfig:
+    """Copy the arguments with `gradient_checkpointing=False`."""
+    args = copy.copy(args)
+    args.gradient_checkpointing = args.activation_checkpointing = False
+    return args
+
+
+def layer_bytes(shape: ModelShape, activation: int, *, fused_mlp: bool = False, fused_norms: bool = False) -> int:
+    """Return the bytes that autograd keeps of one layer for one token, counted on Llama's layer.
+
+    They are norms in fp32, the inputs of every product, and the tensors that attention and the gated product need.
+    Liger's norms keep only their input. MLPs with fused LoRA keep only gate and up.
+    """
+    wide = 4 * shape.hidden + 2 * shape.query + 2 * shape.key_value + (2 if fused_mlp else 4) * shape.feed_forward
+    return (0 if fused_norms else 8 * shape.hidden) + activation * wide
+
+
+def fuses_mlps(args: PackedSFTConfig) -> bool:
+    """Tell whether a run's arguments let LoRA fuse whole gated MLPs."""
+    everywhere = args.lora_target_modules in (["all-linear"], "all-linear")
+    return args.use_peft and args.fused_lora and everywhere and not args.lora_dropout and not args.load_in_8bit
+
+
+def _logits(shape: ModelShape, tokens: int, activation: int, *, trains: bool) -> float:
+    if trains:
+        tile = min(tokens, _TILE_TOKENS) * min(shape.head, _TILE_WORDS)
+        return tokens * shape.hidden * 4 + tile * activation + shape.head * shape.hidden * 4
+    # A tile has the whole vocabulary. Weights of another dtype are cast as a whole.
+    tile = min(tokens, positions_per_tile(shape.head)) * shape.head
+    cast = shape.head * shape.hidden * activation if activation != shape.dtype_bytes else 0
+    return tokens * shape.hidden * activation + tile * activation + cast
+
+
+def _activations(
+    shape: ModelShape, args: PackedSFTConfig, tokens: int, activation: int, *, fused_norms: bool
+) -> float:
+    layer = layer_bytes(shape, activation, fused_mlp=fuses_mlps(args), fused_norms=fused_norms)
+    kept = shape.layers * (shape.dtype_bytes * shape.hidden if args.gradient_checkpointing else layer)
+    recomputed = layer if args.gradient_checkpointing else 0
+    # A quantized layer is unpacked where it is used, one weight at a time.
+    unpacked = shape.largest * activation if args.load_in_4bit or args.load_in_8bit else 0
+    return tokens * (kept + recomputed) + unpacked
+
+
+def _weights(shape: ModelShape, args: PackedSFTConfig) -> float:
+    plain = shape.parameters - shape.quantizable
+    if args.load_in_4bit:
+        each = 0.5 + (1 / 64 if args.use_bnb_nested_quant else 4 / 64)
+    else:
+        each = 1.0 if args.load_in_8bit else shape.dtype_bytes
+    return plain * shape.dtype_bytes + shape.quantizable * each
+
+
+def _state(optimizer: str) -> tuple[float, int | None]:
+    """Return the numbers per parameter and their bytes; an unknown optimizer counts as Adam."""
+    name = optimizer.removeprefix("OptimizerNames.").lower()
+    kept = next((state for known, state in _STATES.items() if known in name), _STATES["adam"])
+    return (kept[0], 1) if "8bit" in name else kept

@@ -1,0 +1,146 @@
+"""Terms that depend on a whole padded micro-batch: the routers' auxiliary loss and NEFTune's noise.
+
+A packed micro-batch may hold examples of several padded ones. Both terms are computed as in the padded micro-batches,
+from the padded micro-batch of each example ([`Origins`]).
+
+Shape letters: B rows, L row length.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from ...errors import UnsupportedModel
+from ...exactness import quiet
+from ...patching import inspect
+from ...patching.router_loss import BalancedModel
+from ...runtime.neftune import EmbeddingNoise
+from ..common.padded_batch_map import ORIGINS, Origins
+from .config import PackedSFTConfig
+
+# Tokens of the document on which routers are tried.
+_TRIED_TOKENS = 4
+
+
+class PaddedTerms:
+    """The routers' auxiliary loss and NEFTune's noise of a run's micro-batches, computed as if they were padded.
+
+    Args:
+        args ([`PackedSFTConfig`]):
+            The run's config.
+        accelerator (`Accelerator`):
+            Sums the parts of a padded micro-batch over ranks.
+        model (`torch.nn.Module`):
+            The model that trains.
+        balances_experts (`bool`):
+            Whether the routers' auxiliary loss is trained, as TRL has decided.
+
+    Attributes:
+        noise ([`EmbeddingNoise`] or `None`): NEFTune's noise, once training has begun.
+    """
+
+    def __init__(self, args: PackedSFTConfig, accelerator: Accelerator, model: Any, *, balances_experts: bool) -> None:
+        self.args, self.accelerator, self.model = args, accelerator, model
+        self.balances_experts = balances_experts
+        self.noise: EmbeddingNoise | None = None
+        self._experts_per_token: int | None = None
+
+    def wrap(self, model: Any, inputs: dict[str, Any]) -> Any:
+        """Wrap the model for this batch so that the terms are computed as padded; remove `Origins` from the batch.
+
+        Args:
+            model (`torch.nn.Module`):
+                The model to call, wrapped or not.
+            inputs (`dict[str, Any]`):
+                The batch: `input_ids` of shape `(B, L)`, and an `attention_mask` if it is padded.
+
+        Raises:
+            [`UnsupportedModel`]: if the routers' auxiliary loss is trained, but the model does not say how many
+                experts a token goes to.
+        """
+        origins: Origins | None = inputs.pop(ORIGINS, None)
+        if not (self.balances_experts or self.noise):
+            return model
+        ids = inputs["input_ids"]
+        if "attention_mask" in inputs:  # padded, for metrics or predictions
+            padding = inputs["attention_mask"].flatten() == 0
+            # The batch is one padded micro-batch: its tokens are in group 0, its padding in group 1, which is G.
+            groups, tokens = padding.long(), (~padding).sum()[None]
+            lengths = None
+        else:
+            origins = Origins.of_whole(inputs) if origins is None else origins
+            groups, tokens = origins.of_tokens(ids.numel(), ids.device), origins.tokens
+            lengths = self._padded_lengths(origins, ids)
+        if self.noise is not None:
+            self.noise.lengths = lengths
+        if not self.balances_experts:
+            return model
+        self._experts_per_token = self._experts_per_token or _experts_per_token(self.model)
+        return BalancedModel(
+            model,
+            groups,
+            tokens,
+            experts_per_token=self._experts_per_token,
+            share=1.0 if origins is None else origins.share,
+            reduce=self.accelerator.reduce if origins is not None and origins.shared else None,
+        )
+
+    def _padded_lengths(self, origins: Origins, ids: torch.Tensor) -> torch.Tensor:
+        """Return, for each token `(B, L)`, the length that its example's padded row would have.
+
+        Rows that are filled over the whole dataset replace no padded micro-batch. For them it is the example's own
+        length.
+        """
+        multiple: Any = self.args.pad_to_multiple_of or 1
+        own = self.args.strategy.fills_rows
+        # For example both rows of a padded micro-batch with documents of 3 and 5 tokens have length 5.
+        rows: Any = origins.sizes if own else [origins.longest[group] for group in origins.groups]
+        padded = [-(-row // multiple) * multiple for row in rows]
+        return origins.spread(padded, ids.numel(), ids.device, padding=1).view(ids.shape)
+
+    def find_routers(self, *, has_own_head: bool) -> bool:
+        """Tell whether the model can compute the routers' auxiliary loss, by a trial on a few tokens.
+
+        It cannot if no layer returns router logits, whatever the config says, or if TRL's head does not serve the
+        model and the model computes no auxiliary loss itself (Llama-4).
+        """
+        weight = self.model.get_input_embeddings().weight
+        ids = torch.ones((1, _TRIED_TOKENS), dtype=torch.long, device=weight.device)
+        batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        # With a mask, like a padded batch, because this is a trial of routers, not of packing.
+        balanced = self.wrap(self.model, batch)
+        with quiet(self.model), torch.no_grad(), self.accelerator.autocast():
+            balanced(**batch, fused_lm_head=True)
+            makes = not has_own_head or self.model(ids, output_router_logits=True).aux_loss is not None
+        self.balances_experts = bool(balanced.layers) and makes
+        return self.balances_experts
+
+    def add_noise(self, handle: Any) -> Any:
+        """Replace the Trainer's NEFTune noise by noise that is scaled as in padded training.
+
+        Args:
+            handle (`RemovableHandle`):
+                Handle of the Trainer's hook on the embedding.
+
+        Returns:
+            `RemovableHandle`: handle of our hook. The Trainer removes it when training ends.
+        """
+        assert self.args.neftune_noise_alpha is not None, "asked for noise"
+        # Otherwise both hooks would add noise.
+        handle.remove()
+        self.noise = EmbeddingNoise(self.args.neftune_noise_alpha)
+        return inspect.inner_model(self.model).get_input_embeddings().register_forward_hook(self.noise)
+
+
+def _experts_per_token(model: Any) -> int:
+    inner: Any = inspect.inner_model(model)
+    for named in (inner.config.get_text_config(), inner):
+        if getattr(named, "num_experts_per_tok", None) is not None:
+            return named.num_experts_per_tok
+    raise UnsupportedModel(
+        f"{type(inner).__name__} does not say how many experts a token goes to (num_experts_per_tok).",
+        do="Set router_aux_loss_coef=0.0 to train without the routers' auxiliary loss.",
+    )

@@ -1,0 +1,301 @@
+"""The command `trl-packfa train`: parse flags with TRL's parser, build a trainer, train."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from peft import PeftModel
+from rich.console import Console
+from transformers.trainer_utils import get_last_checkpoint
+from trl import DatasetMixtureConfig, ScriptArguments, TrlParser, get_dataset
+
+from ...errors import InvalidConfig, InvalidDataset
+from ...exactness import ExactnessReport
+from ...plotting import LOSS_CURVE, save_loss_curve
+from ...terminal.progress import RichProgressCallback, a_line_per_thing, packing_table, plan_table
+from ...terminal.tables import print_table
+from ..common.columns import make_columns
+from ..common.dataset import COUNTS, hold_out
+from ..common.hub import load_dataset_dict
+from ..common.parsing import TrainerChoice, make_parser, parse
+from ..common.preflight import (
+    checkpoint_to_resume,
+    from_zero_message,
+    require_attention,
+    require_hub,
+    require_output_dir,
+    require_reporters,
+    require_tokenizer,
+    resuming_message,
+)
+from .config import PackedSFTConfig
+from .trainer import PackedSFTTrainer
+
+
+class Kind(NamedTuple):
+    """A trainer that `train` can run, and the dataclasses that define its flags.
+
+    Attributes:
+        trainer: the trainer class, or a function that is called like one.
+        config: the trainer's config class.
+        script: the script arguments of TRL's own script for this trainer.
+        options: returns more keyword arguments for the trainer, made from the script arguments.
+        writes_whole: whether its checkpoints record that they are complete.
+    """
+
+    trainer: Any
+    config: Any
+    script: Any = ScriptArguments
+    options: Callable[[Any], dict[str, Any]] = lambda _: {}
+    writes_whole: bool = True
+
+
+SFT = Kind(PackedSFTTrainer, PackedSFTConfig)
+
+
+def _classes(kind: Kind) -> Any:
+    """Return the dataclasses whose fields are the flags of `train`."""
+    return (TrainerChoice, kind.script, kind.config, DatasetMixtureConfig)
+
+
+def train_parser(kind: Kind = SFT, **options: Any) -> TrlParser:
+    """Build the parser of `trl-packfa train`: TRL's parser with a trainer's config; `options` are argparse's."""
+    return make_parser(_classes(kind), prog="trl-packfa train", **options)
+
+
+@a_line_per_thing()
+def train(argv: list[str], kind: Kind = SFT) -> int:
+    """Parse flags and `--config FILE.yaml`, train, and save model and reports to `output_dir`. Return exit code 0."""
+    choice, script_args, args, mixture = parse(_classes(kind), argv, prog="trl-packfa train")
+    if choice.preview:
+        _require_preview(kind.trainer)
+    args.resume_from_checkpoint = _ask_first(args, kind)
+    told = args.process_index == 0 and not args.disable_tqdm
+    if told:
+        data = script_args.dataset_name or "the datasets"
+        print(f"loading {args.model_name_or_path}, tokenizing {data} ...", flush=True)
+    with _without_counts() if told else nullcontext():
+        trainer = build_trainer(script_args, args, mixture, kind, columns=choice.columns)
+    shown = trainer.is_world_process_zero() and not args.disable_tqdm
+    if shown:
+        progress = RichProgressCallback.attach(trainer, "training")
+        _show(trainer)
+    if choice.preview and trainer.is_world_process_zero():
+        print(trainer.preview_batch())
+    # A preference trainer has already proven its models when it patched them.
+    if kind is SFT and args.packing and args.check_packing and not trainer.is_proven_wrapped:
+        proof = trainer.prove(args.resume_from_checkpoint)  # on every rank, because ranks wait for each other
+        if shown:
+            _show_proof(proof)
+    try:
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_how_to_go_on(args)) from None
+    finally:
+        if shown:
+            progress.close()  # otherwise the terminal keeps the bar's settings after an error
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None:  # with a sharded state dict the Trainer would silently save nothing
+        plugin.set_state_dict_type("FULL_STATE_DICT")
+    trainer.save_model(args.output_dir)
+    if trainer.is_world_process_zero():
+        if hasattr(trainer, "save_reports"):  # TRL's own trainers write none
+            trainer.save_reports(Path(args.output_dir))
+        save_loss_curve(trainer.state.log_history, Path(args.output_dir) / LOSS_CURVE)
+    if shown:
+        _tell_where(trainer, Path(args.output_dir))
+    if args.push_to_hub:
+        _push(trainer, script_args.dataset_name)
+    # The process group's threads must not outlive the interpreter: an abort at exit would look like a failed run.
+    trainer.accelerator.end_training()
+    return 0
+
+
+@contextmanager
+def _without_counts() -> Iterator[None]:
+    """Silence the log of packing's counts inside a `with` block, because a table will show them."""
+    counts = logging.getLogger(COUNTS)
+    level = counts.level
+    counts.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        counts.setLevel(level)
+
+
+def _ask_first(args: Any, kind: Kind) -> str | None:
+    """Refuse problems that would stop the run only after minutes, before data and weights are loaded.
+
+    Returns:
+        The checkpoint to resume from, or `None`.
+    """
+    model = _require_model(args)
+    require_output_dir(args.output_dir)
+    require_reporters(args)
+    require_attention(args)
+    _require_steps(args)
+    checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, args.output_dir, whole=kind.writes_whole)
+    if getattr(args, "assistant_only_loss", False):
+        require_tokenizer(model, args, processing_class=None, datasets=())
+    require_hub(args)
+    said = resuming_message(checkpoint) if checkpoint else from_zero_message(args.output_dir)
+    if said and args.process_index == 0:
+        print(said)
+    return checkpoint
+
+
+def _require_steps(args: Any) -> None:
+    """Refuse a run of no steps, which would save an untrained model."""
+    if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0):
+        raise InvalidConfig(
+            f"max_steps={args.max_steps}, num_train_epochs={args.num_train_epochs}: nothing would be trained.",
+            do="Raise num_train_epochs, or set max_steps.",
+        )
+
+
+def _how_to_go_on(args: Any) -> str:
+    """Tell the user how to resume an interrupted run from its last checkpoint."""
+    found = get_last_checkpoint(args.output_dir)
+    if found is None:
+        return f"No checkpoint was saved in {args.output_dir} yet. A smaller --save_steps saves more often."
+    return (
+        f"{Path(found).name} is saved in {args.output_dir}. To continue from there, run the same command with "
+        "--resume_from_checkpoint last."
+    )
+
+
+def _push(trainer: Any, dataset_name: str | None) -> None:
+    """Push the trained model to the Hub.
+
+    Raises:
+        [`InvalidConfig`]: if it cannot be pushed; the message names the folder that holds the model.
+    """
+    try:
+        trainer.push_to_hub(dataset_name=dataset_name)
+    except Exception as error:  # any network error: the training is done, and must not look lost
+        folder = trainer.args.output_dir
+        raise InvalidConfig(
+            f"the model is trained and saved in {folder}, but could not be pushed to the Hub.",
+            why=[str(error).split("\n", 1)[0]],
+            do=f"Push it with `hf upload {trainer.hub_model_id} {folder}`.",
+        ) from error
+
+
+def _require_preview(trainer: Any) -> None:
+    """Refuse `--preview` for a trainer that packs no documents.
+
+    Raises:
+        [`InvalidConfig`]: with the name of the trainer that does.
+    """
+    if not hasattr(trainer, "preview_batch"):
+        raise InvalidConfig("--preview shows packed documents, which only --trainer sft has.", do="Drop --preview.")
+
+
+def _require_model(args: PackedSFTConfig) -> str:
+    if args.model_name_or_path is None:
+        raise InvalidConfig(
+            "no model is named.", do="Pass --model_name_or_path, on the command line or in the YAML file."
+        )
+    return args.model_name_or_path
+
+
+def _tell_where(trainer: PackedSFTTrainer, folder: Path) -> None:
+    """Print which files were saved where, and how to merge an adapter."""
+    adapter = isinstance(trainer.model, PeftModel)
+    reports = sorted(path.name for path in folder.glob("*_report.json"))
+    curve = [LOSS_CURVE] if (folder / LOSS_CURVE).exists() else []
+    saved = ["adapter" if adapter else "model", "tokenizer", *curve, *reports]
+    print(f"{', '.join(saved)}: {folder}")
+    if adapter:
+        print(f"to merge the adapter into the base model: trl-packfa merge {folder} FOLDER")
+
+
+def _show(trainer: PackedSFTTrainer) -> None:
+    """Print tables of what packing does to the data, and of the epoch's plan."""
+    console = Console()
+    reports = getattr(trainer, "packing_reports", None)  # TRL's own trainers have none
+    if reports:
+        console.print(packing_table(reports))
+    plan = getattr(trainer, "packing_plan", None)  # preference trainers plan no epoch
+    if plan:
+        console.print(plan_table(plan))
+
+
+def _show_proof(proof: ExactnessReport) -> None:
+    """Print the verdict of the exactness check and its measurements."""
+    if proof.taken_from:
+        print(
+            f"exactness check: {proof.verdict}, proven before {proof.taken_from}; nothing has changed since",
+            flush=True,
+        )
+        return
+    print(f"exactness check: {proof.verdict}, in {proof.seconds:.0f} s", flush=True)
+    print_table(proof.rows())
+
+
+def build_trainer(
+    script_args: ScriptArguments,
+    args: PackedSFTConfig,
+    mixture: DatasetMixtureConfig,
+    kind: Kind = SFT,
+    *,
+    columns: Sequence[str] | None = None,
+) -> Any:
+    """Load the data and build the trainer that the arguments describe."""
+    options = kind.options(script_args)
+    train_split, *test_split = _splits(script_args, args, mixture, columns)
+    return kind.trainer(
+        _require_model(args),
+        args=args,
+        train_dataset=train_split,
+        eval_dataset=test_split[0] if test_split else None,
+        **options,
+    )
+
+
+def train_dataset(
+    script_args: ScriptArguments,
+    args: PackedSFTConfig,
+    mixture: DatasetMixtureConfig,
+    *,
+    columns: Sequence[str] | None = None,
+) -> Any:
+    """Load the training split that the arguments name."""
+    return _splits(script_args, args, mixture, columns)[0]
+
+
+def _splits(
+    script_args: ScriptArguments, args: PackedSFTConfig, mixture: DatasetMixtureConfig, columns: Sequence[str] | None
+) -> list[Any]:
+    """Load the training split, and the test split if the arguments ask for evaluation."""
+    if mixture.test_split_size is not None and args.eval_strategy == "no":
+        raise InvalidConfig(
+            f"test_split_size={mixture.test_split_size} holds documents out, but eval_strategy='no' never evaluates "
+            "them.",
+            do="Pass --eval_strategy epoch, or --eval_strategy steps with --eval_steps.",
+        )
+    train_name, test_name = script_args.dataset_train_split, script_args.dataset_test_split
+    if mixture.datasets:
+        dataset: Any = get_dataset(mixture)
+    elif script_args.dataset_name:
+        dataset = load_dataset_dict(
+            script_args.dataset_name, config=script_args.dataset_config, streaming=script_args.dataset_streaming
+        )
+        if mixture.test_split_size is not None:
+            held_out = hold_out(dataset.get(train_name), mixture.test_split_size, seed=args.seed)
+            dataset = {**dataset, **dict(zip((train_name, test_name), held_out, strict=True))}
+    else:
+        raise InvalidConfig("no dataset is named.", do="Pass --dataset_name, or 'datasets' in the YAML file.")
+    splits = [train_name, *([test_name] if args.eval_strategy != "no" else [])]
+    missing = [split for split in splits if split not in dataset]
+    if missing:
+        raise InvalidDataset(
+            f"the dataset has no split {missing}, only {sorted(dataset)}.",
+            do="Set dataset_train_split / dataset_test_split, hold a share out with --test_split_size 0.1, or pass "
+            "eval_strategy='no'.",
+        )
+    return [make_columns(dataset[split], columns) for split in splits]

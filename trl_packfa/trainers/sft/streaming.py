@@ -1,0 +1,254 @@
+"""Packing of streams: read them pass after pass, pack through a bounded buffer, deal to ranks, resume by position.
+
+A stream's length is not known, so passes follow each other without a short step in between. Every rank always has a
+micro-batch, no document is left out or seen twice in a pass, and a run resumes by counting.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import IterableDataset
+from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import IterableDataset as TorchIterableDataset
+from transformers import TrainingArguments
+from transformers.trainer_utils import seed_worker
+
+from ...errors import InvalidDataset
+from ...packing import pack_buffer
+
+Document = dict[str, Any]
+MicroBatch = list[Document]
+# Number of documents that best fit packs together, like TRL's own window. It is more if two rounds of rows hold more.
+STREAM_WINDOW = 1000
+# A placeholder for each micro-batch that a resumed run skips.
+_SKIPPED: MicroBatch = [{"input_ids": [0, 0], "labels": [-100, -100]}]
+
+
+class PackedStream(TorchIterableDataset):
+    """An endless stream of this rank's micro-batches, each a list of documents.
+
+    Every rank reads the same documents and takes its own. If the stream's shards divide evenly over ranks and
+    documents are not packed into rows, a rank reads its own shards only, as accelerate deals them. Loader workers
+    share the shards.
+
+    Args:
+        source (`datasets.IterableDataset`):
+            Tokenized, cut documents with `input_ids` and `labels`.
+        batch_size (`int`):
+            Documents, or rows, of a micro-batch (`per_device_train_batch_size`).
+        capacity (`int`, *optional*):
+            Tokens of a row. Without it, micro-batches have documents in the stream's order.
+        wrapped (`bool`, *optional*, defaults to `False`):
+            Fill rows with documents in the stream's order, cut where a row is full, instead of by best fit.
+        rank (`int`), world_size (`int`), seed (`int`), quadratic (`float`):
+            See [`~packing.PackedBatchSampler`].
+        window (`int`, *optional*, defaults to `STREAM_WINDOW`):
+            Documents in the buffer of best fit.
+    """
+
+    def __init__(
+        self,
+        source: IterableDataset,
+        *,
+        batch_size: int,
+        capacity: int | None = None,
+        wrapped: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        quadratic: float = 0.0,
+        window: int = STREAM_WINDOW,
+    ) -> None:
+        if capacity is None and world_size > 1 and source.num_shards % world_size == 0:
+            # Then no rank reads another's documents. (Rows need one common buffer, which every rank fills in the same
+            # way.)
+            source, rank, world_size = source.shard(num_shards=world_size, index=rank), 0, 1
+        self.source, self.batch_size, self.capacity, self.wrapped = source, batch_size, capacity, wrapped
+        self.rank, self.world_size, self.seed, self.quadratic, self.window = rank, world_size, seed, quadratic, window
+        self._start: dict[str, Any] | None = None
+        self._state: dict[str, Any] = {}
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        start = self._start or {"pass": 0, "source": None, "carry": [], "window": 0, "rounds": 0, "yielded": 0}
+        self._start, self._pass = None, start["pass"]
+        if get_worker_info() is not None:
+            self.source = _with_own_epoch(self.source)
+        yielded = start["yielded"]
+        # The Trainer skips as many batches as were trained, so yield placeholders, which cost nothing.
+        yield from (_SKIPPED for _ in range(yielded))
+        documents = self._documents(start["source"])
+        carry, window, done = start["carry"], start["window"], start["rounds"]
+        while True:
+            # `datasets` has no state before the first example.
+            position = start["source"] if window == start["window"] else self.source.state_dict()
+            # The position where the window begins. A resumed run fills and packs the window again, and skips its first
+            # `rounds`.
+            mark = {"pass": self._pass, "source": position, "carry": carry, "window": window}
+            rounds, carry = self._rounds(documents, carry, window)
+            if not rounds:
+                return  # a worker without a shard
+            for number, round_ in enumerate(rounds[done:], start=done + 1):
+                yielded += 1
+                self._state = {**mark, "rounds": number, "yielded": yielded}
+                yield round_[self.rank]
+            window, done = window + 1, 0
+
+    def _documents(self, state: dict[str, Any] | None) -> Iterator[Document]:
+        """Yield the documents of one pass after the other; the first pass starts at `state`."""
+        self.source.set_epoch(self._pass)
+        self.source.load_state_dict(state)  # type: ignore[arg-type]  # None means from the beginning
+        found = state is not None
+        while True:
+            for document in self.source:
+                found = True
+                yield document
+            # A whole pass had no document, so later ones would have none either.
+            if not found:
+                return self._refuse_nothing()
+            self._pass, found = self._pass + 1, False
+            self.source.set_epoch(self._pass)
+
+    def _refuse_nothing(self) -> None:
+        if get_worker_info() is None:
+            raise InvalidDataset(
+                "the training stream has no document to train on.",
+                why=["each was empty, dropped by overflow='drop', or had no label within max_length"],
+                do="Check the stream's filters, max_length, completion_only_loss and assistant_only_loss.",
+            )
+
+    def _rounds(
+        self, documents: Iterator[Document], carry: list[Any], window: int
+    ) -> tuple[list[list[MicroBatch]], list[Any]]:
+        """Make the next micro-batches of all ranks, round by round.
+
+        Returns:
+            The rounds, and the documents that wait for the next window, each with how often it has waited.
+        """
+        if self.capacity is None:
+            batches = [list(islice(documents, self.batch_size)) for _ in range(self.world_size)]
+            # The source is endless, so the last rank's micro-batch is empty only if this worker has no shard.
+            return ([batches] if batches[-1] else []), []
+        per_round = self.batch_size * self.world_size
+        if self.wrapped:
+            return _wrap_round(documents, carry, self.capacity, self.batch_size, self.world_size)
+        buffer = _fill(documents, carry, at_least=self.window, tokens=2 * per_round * self.capacity)
+        if not buffer:
+            return [], []
+        packed = pack_buffer(
+            np.array([len(document["input_ids"]) for document, _ in buffer]),
+            np.array([waited for _, waited in buffer]),
+            capacity=self.capacity,
+            rows_per_batch=self.batch_size,
+            world_size=self.world_size,
+            quadratic=self.quadratic,
+            rng=np.random.default_rng([self.seed, window]),
+        )
+        rounds = [
+            [
+                [buffer[i][0] for row in rows[rank * self.batch_size : (rank + 1) * self.batch_size] for i in row]
+                for rank in range(self.world_size)
+            ]
+            for rows in packed.rounds
+        ]
+        return rounds, [[buffer[i][0], buffer[i][1] + 1] for i in packed.carried]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last micro-batch that was yielded, as plain values for JSON."""
+        return dict(self._state)
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Let the next iteration continue from `state`.
+
+        It first yields one placeholder for each micro-batch that was already yielded; the Trainer skips them.
+        """
+        self._start = dict(state) if state else None
+
+
+def _with_own_epoch(source: IterableDataset) -> IterableDataset:
+    """Copy a stream and give the copy an epoch of its own.
+
+    `datasets` keeps the epoch in memory that all loader workers share. If one worker moved it on, another would start
+    its shards anew. Then some documents were left out and others seen twice, by chance.
+    """
+    source = copy.copy(source)
+    if isinstance(getattr(source, "_epoch", None), torch.Tensor):
+        source._epoch = source._epoch.clone()  # pyright: ignore[reportAttributeAccessIssue]
+    return source
+
+
+def _fill(documents: Iterator[Document], carry: list[Any], *, at_least: int, tokens: int) -> list[Any]:
+    """Fill a buffer of `[document, times carried over]` with the carried-over documents and enough new ones."""
+    buffer, held = list(carry), sum(len(document["input_ids"]) for document, _ in carry)
+    while len(buffer) < at_least or held < tokens:
+        document = next(documents, None)
+        if document is None:
+            return []
+        buffer.append([document, 0])
+        held += len(document["input_ids"])
+    return buffer
+
+
+def _wrap_round(
+    documents: Iterator[Document], carry: list[Any], capacity: int, rows: int, world_size: int
+) -> tuple[list[list[MicroBatch]], list[Any]]:
+    """Fill one round of rows with documents in order; the rest of a document that is cut at its end waits."""
+    batches: list[MicroBatch] = [[] for _ in range(world_size)]
+    rest = [document for document, _ in carry]
+    for number in range(world_size * rows):
+        room = capacity
+        while room:
+            document = rest.pop() if rest else next(documents, None)
+            if document is None:
+                return [], []
+            head, tail = _cut_at(document, room)
+            batches[number // rows].append(head)
+            room -= len(head["input_ids"])
+            rest += [tail] if tail["input_ids"] else []
+    return [batches], [[document, 0] for document in rest]
+
+
+def _cut_at(document: Document, tokens: int) -> tuple[Document, Document]:
+    columns = [column for column in ("input_ids", "labels") if column in document]
+    head, tail = (
+        {column: document[column][part] for column in columns} for part in (slice(tokens), slice(tokens, None))
+    )
+    return {**document, **head}, {**document, **tail}
+
+
+def stream_loader(stream: PackedStream, collator: Callable[[MicroBatch], Any], args: TrainingArguments) -> DataLoader:
+    """Build a data loader with the Trainer's settings. accelerate must not deal its micro-batches to ranks again."""
+    return DataLoader(
+        stream,
+        # The stream already yields micro-batches.
+        batch_size=None,
+        collate_fn=collator,
+        num_workers=args.dataloader_num_workers,
+        pin_memory=args.dataloader_pin_memory,
+        persistent_workers=args.dataloader_persistent_workers,
+        multiprocessing_context=args.dataloader_multiprocessing_context,
+        prefetch_factor=args.dataloader_prefetch_factor,
+        worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
+    )
+
+
+def resumes_by_state(source: IterableDataset) -> bool:
+    """Tell whether a stream can resume from its own state, which does not hold the contents of a shuffle buffer.
+
+    `datasets` does not say which streams have such a buffer, so the parts of the stream are inspected. A stream whose
+    parts cannot be seen counts as shuffled.
+    """
+    parts = [getattr(source, "_ex_iterable", None)]
+    while parts:
+        part = parts.pop()
+        if part is None or "Shuffle" in type(part).__name__:
+            return False
+        inner = getattr(part, "ex_iterable", None)
+        parts += [inner] if inner is not None else list(getattr(part, "ex_iterables", []))
+    return True

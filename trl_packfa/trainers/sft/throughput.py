@@ -1,0 +1,119 @@
+"""Speed of a run: true tokens per second, and model FLOPs utilization (MFU)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ...runtime.datasheet import datasheet_flops
+from ..common.flops import ModelFlops, compute_dtype, matmul_flops
+from .config import PackedSFTConfig
+
+# Seconds for measuring the device's peak, once per run.
+_MEASURING = 0.05
+
+# Rows of the measured product, like the tokens of a full micro-batch. A GPU needs more rows than a CPU to be busy.
+_ROWS, _ROWS_ON_GPU = 2048, 8192
+
+
+class SpeedMeter:
+    """A counter of the tokens that one rank trains between two logs. Only `read` waits for the device.
+
+    Args:
+        model (`torch.nn.Module`): the model that trains, not wrapped by an engine.
+        args ([`PackedSFTConfig`]): MFU is a share of the peak speed; see [`peak_flops`].
+        world_size (`int`): number of ranks, each with its own device.
+    """
+
+    def __init__(self, model: Any, args: PackedSFTConfig, *, world_size: int) -> None:
+        self._flops, self._config = ModelFlops.of(model), model.config
+        self._args, self._world_size = args, world_size
+        self._peak: float | None = None
+        self._since: tuple[float, int] | None = None
+        self._pauses = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        # They become tensors if a padded batch's mask has to be counted on its device.
+        self._tokens, self._squares, self._trained = [0, 0, 0]
+        self._paused = 0.0
+
+    def start(self, tokens: int) -> None:
+        """Start the clock, at the first call only; `tokens` is the number that all ranks have trained so far."""
+        if self._since is None:
+            # Earlier pauses (for example an evaluation before training) do not count.
+            self._since, self._paused = (time.perf_counter(), tokens), 0.0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop the clock inside a `with` block, for work that is not training."""
+        self._pauses += 1
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+            if not self._pauses:
+                self._paused += time.perf_counter() - began
+
+    def add(self, inputs: dict[str, Any]) -> None:
+        """Count a micro-batch: its documents' tokens, the squares of their lengths, and the trained tokens."""
+        layout, labels = inputs.get("packed_layout"), inputs["labels"]
+        if layout is not None:
+            # Use the lengths on the host, because reading a tensor would wait for the device.
+            lengths = layout.lengths[:-1] if layout.padding else layout.lengths
+            tokens: Any = sum(lengths)
+            squares: Any = sum(length * length for length in lengths)
+        else:
+            lengths = (
+                inputs["attention_mask"].sum(-1)
+                if "attention_mask" in inputs
+                else labels.new_full((len(labels),), labels.shape[-1])
+            )
+            tokens, squares = lengths.sum(), (lengths**2).sum()
+        self._tokens, self._squares = self._tokens + tokens, self._squares + squares
+        self._trained = self._trained + (labels[..., 1:] != -100).sum()  # the first token is never predicted
+
+    def read(self, tokens: int) -> dict[str, float]:
+        """Return `tokens_per_second` of all ranks and `mfu` since the last call; an empty dict if nothing was trained.
+
+        The cost of attention is estimated from this rank's documents.
+        """
+        now, since, counted = time.perf_counter(), self._since, float(self._tokens)
+        figures: dict[str, float] = {}
+        if since is not None and tokens > since[1] and counted:
+            rate = (tokens - since[1]) / (now - since[0] - self._paused)
+            # Mean over tokens of their document's length. Lengths 1 and 3 give (1 + 9) / 4 = 2.5, not 2.
+            needed = self._flops.per_token(seen=float(self._squares) / counted, trained=float(self._trained) / counted)
+            if self._peak is None:
+                self._peak = peak_flops(self._config, self._args, seconds=_MEASURING)
+            figures = {"tokens_per_second": rate, "mfu": rate * needed / (self._peak * self._world_size)}
+        self._since = (time.perf_counter(), tokens)
+        self._forget()
+        return figures
+
+
+def peak_flops(config: Any, args: PackedSFTConfig, *, seconds: float = 0.5) -> float:
+    """Return the peak operations per second; the logged MFU is a share of it.
+
+    It is `peak_tflops` if set, else the device's data sheet, else the speed of the model's largest matrix product,
+    measured here.
+    """
+    known = known_peak(args)
+    if known is not None:
+        return known
+    text = config.get_text_config()
+    wide = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    wide = max(wide) if isinstance(wide, (list, tuple)) else wide
+    # The shape of the MLP's first product, usually the largest of a layer.
+    rows = _ROWS if args.device.type == "cpu" else _ROWS_ON_GPU
+    return matmul_flops(rows, text.hidden_size, wide, dtype=compute_dtype(args), device=args.device, seconds=seconds)
+
+
+def known_peak(args: PackedSFTConfig) -> float | None:
+    """Return the peak operations per second without measuring: `peak_tflops` or the data sheet, else `None`."""
+    if args.peak_tflops is not None:
+        return args.peak_tflops * 1e12
+    return datasheet_flops(args.device, compute_dtype(args))

@@ -1,0 +1,557 @@
+"""`PackedSFTTrainer`: TRL's `SFTTrainer` with packing, patching, exactness check and LoRA on by default.
+
+The class only overrides TRL's hooks: tokenizing, losses, metrics, checkpoints and distribution stay TRL's. Each hook
+calls the part that does the work:
+
+    construction, validation   settle arguments and refuse invalid ones before data or weights are read
+    PackedData                 cuts datasets and counts every dropped token; makes samplers, loaders, collators
+    StepCutter                 cuts the documents of an optimizer step into micro-batches
+    LossHead, PaddedTerms      compute the loss as the padded run does; SourceLosses reports it by source
+    ExactnessGate              runs the exactness check before the first step
+    SpeedMeter, LossWatch      measure tokens per second; refuse a loss that is NaN or infinite
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from datasets import IterableDataset
+from peft import PeftConfig, PeftModel
+from torch.utils.data import DataLoader, Sampler
+from transformers import (
+    BitsAndBytesConfig,
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainerCallback,
+    TrainingArguments,
+)
+from trl import SFTTrainer
+
+from ...api import describe, patch
+from ...collator import SOURCES
+from ...errors import ContaminationError, InvalidConfig, NoBackend, UnsupportedModel
+from ...exactness import ExactnessReport
+from ...packing import PackedBatchSampler, PackingReport
+from ...patching import inspect
+from ..common.batching import FREE, TOGETHER
+from ..common.chat_templates import left_out_by_template
+from ..common.checkpoint_files import count_batch, write_reports
+from ..common.compiling import compile_by_layer, graphs_for_every_layer
+from ..common.dataset import read_lengths, without_our_columns
+from ..common.distributed import TrainBeginCallback, require_same_documents
+from ..common.fallback import AsGiven, tell_adapter, tell_padded
+from ..common.flops import quadratic_weight
+from ..common.guards import LossWatch, memory_advice
+from ..common.liger import already_applied, apply_liger
+from ..common.model_card import add_section, name_base, packing_section
+from ..common.model_loading import AnyDataset, EvalDataset, load_as_asked, output_dir, telling_of_targets
+from ..common.parallelism import refuse_uneven_calls
+from ..common.resuming import identity
+from ..common.run_context import alone_in_folder, go_on, whole
+from ..common.sampler import EpochCallback
+from ..common.step_cutting import Slot, StepCutter, count_every_rank, how_to_cut, in_turn, require_aligned
+from ..common.transfer import copies_without_waiting, send
+from ..common.validation import refuse_precision
+from .config import PackedSFTConfig
+from .construction import asks_for_packing, padded, settle_arguments
+from .dataloading import PackedData
+from .epoch_plan import summarize_plan
+from .exactness_gate import ExactnessGate, require_engine
+from .lm_head import LossHead, OwnHead, drop_unmeasured
+from .loss_weighting import SourceLosses, WeightedModel, as_example_labels, example_weights
+from .padded_terms import PaddedTerms
+from .raw_dataset import usable
+from .throughput import SpeedMeter
+from .validation import refuse_loss_function, refuse_noise, refuse_sources
+from .what_fits import tell_what_fits
+
+logger = get_logger(__name__)
+
+
+class PackedSFTTrainer(SFTTrainer):
+    """TRL's `SFTTrainer` with packing. It takes the same arguments; training matches padded training.
+
+    ```python
+    from datasets import load_dataset
+    from trl_packfa import PackedSFTConfig, PackedSFTTrainer
+
+    trainer = PackedSFTTrainer(
+        "meta-llama/Llama-3.2-1B",
+        args=PackedSFTConfig("out", load_in_4bit=True),
+        train_dataset=load_dataset("trl-lib/tldr", split="train"),
+    )
+    trainer.train()
+    ```
+
+    All arguments are TRL's. A plain `SFTConfig` or `TrainingArguments` is read as a [`PackedSFTConfig`]. A model given
+    by name is loaded with the config's `dtype`, `attn_implementation` and quantization. The trainer adds a LoRA
+    adapter, except if the model already has one, if `peft_config` is given, or with `use_peft=False`.
+
+    Attributes:
+        packing_reports (`dict[str, PackingReport]`): by dataset name, documents and tokens in, out and lost.
+        packing_plan (`dict[str, float]`): numbers of an epoch: steps, examples per step, micro-batches, fill.
+        exactness (`ExactnessReport` or `None`): the exactness check, once [`~PackedSFTTrainer.train`] has run it.
+
+    Raises:
+        [`PackingError`]: at construction, if arguments, model or data cannot be packed exactly. The message says why.
+    """
+
+    _tag_names = ["trl", "sft", "trl-packfa"]
+
+    # The Trainer declares these types more loosely.
+    args: PackedSFTConfig
+    model: Any
+    train_dataset: Any
+    data_collator: Any
+    _tokenizer: Any
+    _signature_columns: Any
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | PeftModel,
+        args: PackedSFTConfig | TrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
+        train_dataset: AnyDataset | None = None,
+        eval_dataset: EvalDataset | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        compute_loss_func: Callable | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: PeftConfig | None = None,
+        formatting_func: Callable[[dict], str] | None = None,
+    ) -> None:
+        data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        functions = {"compute_loss_func": compute_loss_func, "compute_metrics": compute_metrics}
+        as_given = AsGiven(model)  # before an adapter wraps it
+        settled, refusal = settle_arguments(
+            model, args, data_collator=data_collator, processing_class=processing_class, peft_config=peft_config,
+            formatting_func=formatting_func, **data, **functions,
+        )  # fmt: skip
+        train_dataset, eval_dataset = usable(
+            train_dataset, eval_dataset, args=settled, formatted=formatting_func is not None
+        )
+        options = {
+            "data_collator": data_collator, "train_dataset": train_dataset, "eval_dataset": eval_dataset,
+            "processing_class": processing_class, "callbacks": callbacks, "optimizers": optimizers,
+            "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs, "quantization_config": quantization_config,
+            "preprocess_logits_for_metrics": preprocess_logits_for_metrics, "peft_config": peft_config,
+            "formatting_func": formatting_func, **functions,
+        }  # fmt: skip
+        if refusal is None:
+            try:
+                self._construct(model, settled, asked=args, **options)
+                return
+            except (UnsupportedModel, ContaminationError, NoBackend, InvalidConfig) as late:
+                if asks_for_packing(args):
+                    raise
+                directory = output_dir(model)
+                model, settled, refusal = as_given.restore(vars(self).get("model")), padded(args, directory), late
+        tell_padded(refusal)
+        self._construct(model, settled, asked=args, **options)
+
+    def _construct(
+        self,
+        model: Any,
+        args: PackedSFTConfig,
+        *,
+        asked: TrainingArguments | None,
+        data_collator: Any,
+        **options: Any,
+    ) -> None:
+        """Run TRL's `__init__` with the model loaded and adapted as the arguments say, then set packing up."""
+        own_adapter = options["peft_config"] is None
+        options["quantization_config"], options["peft_config"] = load_as_asked(
+            model, args, quantization=options["quantization_config"], adapter=options["peft_config"]
+        )
+        tell_adapter(asked, args, options["peft_config"] if own_adapter else None)
+        packs_eval = args.eval_packing is not False and options["compute_metrics"] is None
+        self._data = PackedData(args, packs_eval=packs_eval)
+        self._cutter: StepCutter | None = None
+        self._terms: PaddedTerms | None = None
+        self._resumed_from: str | None = None
+        self.packing_plan: dict[str, float] = {}
+        with telling_of_targets(model, args):
+            super().__init__(model=model, args=args, data_collator=None if args.packing else data_collator, **options)
+        self._gate = ExactnessGate(self.args, self.accelerator)
+        self._head = LossHead(self.args, self.accelerator)
+        self._sources = SourceLosses(self.accelerator)
+        self._speed = SpeedMeter(self.model, self.args, world_size=self.args.world_size)
+        self._loss_watch = LossWatch()
+        if args.packing:
+            self._pack(data_collator)
+
+    def _pack(self, data_collator: Callable[[list[Any]], dict[str, Any]] | None) -> None:
+        """Patch the model that TRL built, and install packing's collator, loss parts and callbacks."""
+        args, model = self.args, self.model
+        self.data_collator = self._data.meet(
+            model,
+            pad_token_id=self._tokenizer.pad_token_id,
+            padding_collator=self.data_collator,
+            collator=data_collator,
+        )
+        refuse_precision(
+            model,
+            args,
+            scales_losses=self.accelerator.scaler is not None,
+            own_optimizer=self.optimizer is not None or self.optimizer_cls_and_kwargs is not None,
+        )
+        if not self.is_zero3_enabled:  # under ZeRO-3 only the engine runs the model, and `train` builds it
+            self._head.choose(model)
+        apply_liger(model, args)  # before the patch: later the Trainer would replace the patch's forwards by Liger's
+        self._gate.switch_checkpointing(model)
+        with self.accelerator.autocast():  # if `patch` has to check the model, its check is the run's proof
+            patch(model, **args.patch_options)
+        compile_by_layer(model, args, self.accelerator, whole=self.is_zero3_enabled)
+        self._terms = PaddedTerms(args, self.accelerator, model, balances_experts=self.aux_loss_enabled)
+        if self.aux_loss_enabled and not self.is_zero3_enabled:
+            self.aux_loss_enabled = self._terms.find_routers(has_own_head=isinstance(self._head.module, OwnHead))
+            inspect.model_config(model).get_text_config().output_router_logits = self.aux_loss_enabled
+        text = inspect.model_config(model).get_text_config()
+        if self.compute_loss_func is not None:
+            refuse_loss_function(self.compute_loss_func, vocabulary=text.vocab_size, device=args.device)
+        if self.neftune_noise_alpha is not None:
+            refuse_noise(model)
+        if self.is_proven_wrapped:
+            refuse_uneven_calls(model, getattr(self.accelerator.state, "fsdp_plugin", None))
+        refuse_sources(args, self.train_dataset)
+        cut = self._how_to_cut()
+        if args.strategy.recuts_steps:
+            self._cutter = StepCutter(
+                args, train_dataset=self.train_dataset, model=model, accelerator=self.accelerator, cut=cut
+            )
+        self.packing_plan = self._plan(cut)
+        tell_what_fits(model, args, self.train_dataset, cut=cut)
+        self.add_callback(EpochCallback(lambda: self._data.sampler))
+        self.add_callback(TrainBeginCallback(self._require_proof, self._add_noise))  # by then the model is wrapped
+        logger.info("trl-packfa: patched\n%s", describe(model))
+
+    def _how_to_cut(self) -> str:
+        """Choose how `step` cuts so that the loss stays the padded run's, and log the reason of a restriction."""
+        cut, why = how_to_cut(
+            self.args,
+            balances_experts=self.aux_loss_enabled,
+            counts_tokens=self.model_accepts_loss_kwargs,
+            own_loss=self.compute_loss_func is not None,
+            world_size=self.accelerator.num_processes,
+        )
+        if self.args.strategy.recuts_steps and cut != FREE:
+            kept = "run at the same time" if cut == TOGETHER else "stay one micro-batch"
+            logger.info("trl-packfa: the examples of a padded micro-batch %s: %s.", kept, why)
+        return cut
+
+    def _plan(self, cut: str) -> dict[str, float]:
+        """Plan an epoch and log its numbers; return an empty dict for a stream, whose length is not known."""
+        if self.train_dataset is None or isinstance(self.train_dataset, IterableDataset):
+            return {}
+        lengths = read_lengths(self.train_dataset)
+        require_same_documents(self.accelerator, lengths)
+        plan = summarize_plan(self.args, lengths, quadratic=quadratic_weight(self.model), cut=cut)
+        logger.info("trl-packfa: %s", ", ".join(f"{name} {value:,.4g}" for name, value in plan.items()))
+        return plan
+
+    # Data ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def packing_reports(self) -> dict[str, PackingReport]:
+        """Packing reports by dataset name: documents and tokens in, out and lost."""
+        return self._data.reports
+
+    @property
+    def packing_sampler(self) -> PackedBatchSampler | None:
+        """The sampler of rows that are filled over the whole dataset; `None` before the loader has made it."""
+        return self._data.sampler
+
+    def _prepare_dataset(
+        self,
+        dataset: AnyDataset,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+        args: PackedSFTConfig,
+        packing: bool,
+        formatting_func: Callable[[dict], str] | None,
+        dataset_name: str,
+    ) -> AnyDataset:
+        """Let TRL tokenize and label a dataset, then cut it ourselves to count every dropped token."""
+        for sentence in left_out_by_template(dataset, processing_class, self.chat_template):
+            logger.warning("trl-packfa: %s: %s", dataset_name, sentence)
+        by_trl = super()._prepare_dataset
+        if not args.packing:
+            return by_trl(dataset, processing_class, args, packing, formatting_func, dataset_name)
+
+        def tokenize(uncut: PackedSFTConfig) -> AnyDataset:
+            given = without_our_columns(dataset)
+            return by_trl(given, processing_class, uncut, False, formatting_func, dataset_name)
+
+        return self._data.prepare(tokenize, name=dataset_name)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        self._signature_columns += [name for name in self._data.columns if name not in self._signature_columns]
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
+        if not self.args.strategy.fills_rows:
+            return super()._get_train_sampler(train_dataset)
+        rows: Any = self._data.row_sampler(self.train_dataset if train_dataset is None else train_dataset)
+        return rows
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Return the training loader. Under `step` it yields the padded run's examples, collated after the cut."""
+        if not self.args.packing:
+            return super().get_train_dataloader()
+        collator = self._data.training_collator(self.data_collator)
+        if isinstance(self.train_dataset, IterableDataset):
+            collator = self._get_collator_with_removed_columns(collator, description="training")
+            return self._data.stream_loader(self.train_dataset, collator, resumed_from=self._resumed_from)
+        with self._collating_with(collator):
+            return super().get_train_dataloader()
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Return the evaluation loader. Batches hold the padded run's examples, packed unless metrics need logits."""
+        if not self.args.packing:
+            return super().get_eval_dataloader(eval_dataset)
+        collator = self._data.evaluation_collator(self.data_collator, asked=eval_dataset, evaluation=self.eval_dataset)
+        with self._collating_with(collator):
+            return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """Return the prediction loader. Predictions are never packed."""
+        with self._collating_with(self._data.prediction_collator if self.args.packing else self.data_collator):
+            return super().get_test_dataloader(test_dataset)
+
+    @contextmanager
+    def _collating_with(self, collator: Any) -> Iterator[None]:
+        packing_collator, self.data_collator = self.data_collator, collator  # TRL's loaders read this attribute
+        try:
+            yield
+        finally:
+            self.data_collator = packing_collator
+
+    def preview_batch(self) -> str:
+        """Show a packed batch of the first training documents as text, with document starts and trained tokens marked.
+
+        The documents are in the dataset's order, not in the run's, and no random number is used.
+
+        Raises:
+            [`InvalidConfig`]: with `packing=False`.
+        """
+        return self._data.preview(self.train_dataset, self.data_collator, self._tokenizer)
+
+    # Steps -----------------------------------------------------------------------------------------------------------
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], torch.Tensor | int | None]:
+        """Return the micro-batches of one optimizer step, and its number of trained tokens over all ranks."""
+        if self._cutter is None:
+            found = super().get_batch_samples(epoch_iterator, num_batches, device)
+            if self.args.packing:
+                count_every_rank(self.accelerator)
+            return found
+        batches = list(islice(epoch_iterator, num_batches))  # `Documents`, not collated
+        count_every_rank(self.accelerator)
+        if not batches:
+            return [], None
+        slots = self._cutter.cut(batches, self.data_collator)
+        micro_batches = slots[-1].micro_batches
+        _, num_items = super().get_batch_samples(iter(micro_batches), len(micro_batches), device)
+        return slots, num_items
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | int | None:
+        if self.args.loss_weighting == "example":
+            batch_samples = [as_example_labels(batch) for batch in batch_samples]
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    def training_step(
+        self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """Run TRL's training step; for a slot with a whole optimizer step, run it once per micro-batch."""
+        if self.args.packing:
+            self._gate.prove_first_batch(model, inputs, self._prepare_inputs)
+        self._speed.start(self._total_train_tokens)
+        if not isinstance(inputs, Slot):
+            return self._run_micro_batch(model, inputs, num_items_in_batch)
+        require_aligned(inputs, self.accelerator, self.args.gradient_accumulation_steps)
+        loss = torch.zeros((), device=self.args.device)  # an idle slot returns this zero
+        self.current_gradient_accumulation_steps = len(inputs.micro_batches)  # TRL divides the auxiliary loss by it
+        syncs_itself = self.is_deepspeed_enabled
+        for micro_batch in in_turn(inputs, accelerator=self.accelerator, model=model, syncs_itself=syncs_itself):
+            loss += self._run_micro_batch(model, micro_batch, num_items_in_batch)
+        if inputs.micro_batches:
+            self._metrics["train"]["micro_batches"].append(len(inputs.micro_batches))
+            self._metrics["train"]["imbalance"].append(inputs.imbalance)
+        return loss
+
+    def _prepare_input(self, data: Any) -> Any:
+        waits = not copies_without_waiting(self.args)
+        return super()._prepare_input(data) if waits else send(data, self.args.device)
+
+    def _run_micro_batch(
+        self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None
+    ) -> torch.Tensor:
+        """Run TRL's training step on one micro-batch, with advice on out-of-memory errors and non-finite losses."""
+        self._speed.add(inputs)
+        with memory_advice(self.args, inputs, budget=self._cutter and self._cutter.free_budget):
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.args.packing:
+            self._loss_watch.add(self.state.global_step + 1, inputs, loss)
+            if self._loss_watch.is_full:  # only in a run that rarely logs
+                self._loss_watch.require_finite(self._tokenizer)
+        return loss
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """Compute TRL's loss, weighted as `loss_weighting` says, and count the batch for the logged metrics."""
+        if self.args.packing:
+            self._head.choose(model)  # not chosen yet if the model is evaluated before training
+        is_training = self.model.training  # TRL tells training from evaluation in the same way
+        mode = "train" if is_training else "eval"
+        self._uncount_padding(inputs, mode)
+        rows = self.args.per_device_train_batch_size if self.args.strategy.fills_rows and is_training else 0
+        count_batch(self._metrics[mode], inputs, capacity=rows * (self.args.max_length or 0))
+        measured = self._head.measures(self.state, is_training=is_training)
+        by_example = self.args.loss_weighting == "example" and is_training
+        sources = {name: inputs[name] for name in ("labels", "packed_layout", SOURCES) if name in inputs}
+        inputs.pop(SOURCES, None)  # no model takes strings
+        called: Any = model if self._terms is None else self._terms.wrap(model, inputs)
+        weighted = None
+        if by_example or SOURCES in sources:
+            called = weighted = WeightedModel(called, example_weights(inputs) if by_example else None)
+        result = super().compute_loss(called, inputs, return_outputs, num_items_in_batch)
+        if not measured:  # otherwise zeros would enter the logged mean
+            drop_unmeasured(self._metrics[mode])
+        if weighted is not None and SOURCES in sources and weighted.log_probs is not None:
+            self._sources.add(mode, sources, weighted.log_probs)
+        return result
+
+    def _uncount_padding(self, inputs: dict[str, Any], mode: str) -> None:
+        """Subtract the batch's padding on all ranks from TRL's token count, because TRL adds the whole row."""
+        layout = inputs.get("packed_layout")
+        if mode != "train" or layout is None:
+            return
+        padding = layout.padding
+        if self.accelerator.num_processes > 1:
+            counts: Any = self.accelerator.gather(torch.tensor([padding], device=self.accelerator.device))
+            padding = int(counts.sum())
+        self._total_train_tokens -= padding
+
+    def _add_noise(self) -> None:
+        if self.neftune_noise_alpha is not None and self._terms is not None:
+            self.neftune_hook_handle = self._terms.add_noise(self.neftune_hook_handle)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log TRL's metrics, true tokens per second, MFU, and the mean loss of each source since the last log."""
+        if self.args.loss_by:
+            logs.update(self._sources.read("train" if self.model.training else "eval"))
+        if "loss" in logs:  # a training log: the host has already waited for the loss
+            self._loss_watch.require_finite(self._tokenizer)
+            logs.update(self._speed.read(self._total_train_tokens))
+        super().log(logs, start_time)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Run TRL's `evaluate`. Its time does not count in the logged training speed."""
+        with self._speed.paused(), already_applied(self.args), graphs_for_every_layer(self.model, self.args):
+            return super().evaluate(*args, **kwargs)
+
+    # Proof -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def exactness(self) -> ExactnessReport | None:
+        """The exactness check, once [`~PackedSFTTrainer.train`] or [`~PackedSFTTrainer.prove`] has run it."""
+        return self._gate.report
+
+    @property
+    def is_zero3_enabled(self) -> bool:
+        """`True` if DeepSpeed shards the weights. Then only its engine can run the model, and `train` builds it."""
+        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        return self.is_deepspeed_enabled and plugin is not None and plugin.zero_stage == 3
+
+    @property
+    def is_proven_wrapped(self) -> bool:
+        """`True` if the exactness check waits for the wrapped model, because an unsharded one may fit no device."""
+        return self.is_fsdp_enabled or self.is_zero3_enabled
+
+    def prove(self, checkpoint: str | None = None) -> ExactnessReport:
+        """Run the exactness check on the model as it will train, on every rank, and keep the report.
+
+        Args:
+            checkpoint (`str`, *optional*):
+                The checkpoint to resume from. Its proof is reused if nothing has changed that a proof depends on.
+
+        Raises:
+            [`ContaminationError`]: if packing is not exact on this model. If it fails on one rank, all ranks raise.
+            [`UnsupportedModel`]: under DeepSpeed ZeRO-3 before training has begun.
+        """
+        if self.is_zero3_enabled:
+            require_engine(self.deepspeed)
+        return self._gate.prove(
+            self.model,
+            engine=self.deepspeed if self.is_zero3_enabled else self.model,
+            collator=self.data_collator,
+            documents=self.train_dataset,
+            tokenizer=self._tokenizer,
+            checkpoint=checkpoint,
+        )
+
+    def _require_proof(self) -> None:
+        if self.args.packing:
+            self._head.choose(self.model_wrapped)
+            if self.args.check_packing and self.exactness is None:
+                self.prove(self._resumed_from)
+
+    # Runs and checkpoints --------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Check packing, then train as TRL does; `True`, `"true"` and `"last"` resume from the last whole checkpoint.
+
+        Raises:
+            [`ContaminationError`]: if packing is not exact on this model.
+            [`InvalidConfig`]: if there is no whole checkpoint to resume from, or the named folder is no checkpoint.
+        """
+        named = (lambda: self._identity) if self.args.packing else None
+        resume_from_checkpoint = self._resumed_from = go_on(self, resume_from_checkpoint, identity=named)
+        if not self.is_proven_wrapped:  # otherwise the callback does it once the model is wrapped
+            self._require_proof()
+        with alone_in_folder(self.args), already_applied(self.args), graphs_for_every_layer(self.model, self.args):
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    @cached_property
+    def _identity(self) -> dict[str, str]:
+        report = self.packing_reports.get("train")
+        return identity(self.train_dataset, self._tokenizer, trained=report and report.trained_tokens)
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """Save TRL's checkpoint, mark it whole once every rank has written its part, then delete older ones."""
+        with self._speed.paused(), whole(self, trial, lambda: self._identity) as folder:
+            super()._save_checkpoint(model, trial)
+            self._data.save_state(folder)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write TRL's model card, with a section on packing and its proof."""
+        super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero():
+            name_base(self.args.output_dir, inspect.model_config(self.model)._name_or_path)
+        if self.args.packing and self.is_world_process_zero():
+            add_section(
+                self.args.output_dir, packing_section(self.args.card_settings, self.packing_reports, self.exactness)
+            )
+
+    def save_reports(self, folder: str | Path) -> None:
+        """Write `packing_report.json` and, once proven, `exactness_report.json` into a folder."""
+        write_reports(folder, self.packing_reports, self.exactness, plan=self.packing_plan)
