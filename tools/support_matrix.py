@@ -196,13 +196,16 @@ def merged(whole: Mapping[str, Any], versions: Mapping[str, Any], types: Mapping
     """Return the results file with the results of one more version of transformers in it.
 
     The result of a type is kept from the newest version. The fingerprints of its code are kept from every version with
-    an exact result, so that a model is not checked again only because another version was measured later.
+    an exact result, so that a model is not checked again only because another version was measured later. If the level
+    has changed, the other versions were measured with another patch, and their fingerprints are dropped.
     """
     this, newest = versions["transformers"], whole.get("versions", {}).get("transformers", "0")
     is_newest = Version(this) >= Version(newest)
     results = dict(whole.get("types", {}))
     for name, result in types.items():
         before = results.get(name, {})
+        if is_newest and result["verdict"] == "exact" and before.get("level") not in (None, result.get("level")):
+            before = {}  # other versions were measured with another patch
         sources = {**before.get("sources", {}), this: result.get("source")}
         if result["verdict"] != "exact":
             del sources[this]

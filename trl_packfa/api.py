@@ -24,7 +24,7 @@ from .adapters import (
     unmeasured_adapters,
     unread_quantizers,
 )
-from .errors import ContaminationError, InvalidConfig, UnsupportedModel, is_out_of_memory
+from .errors import ContaminationError, InvalidConfig, PackingError, UnsupportedModel, is_out_of_memory
 from .exactness import check, check_unpadding, proof_identity
 from .kernels.lm_head.chunked import undo_head
 from .kernels.lora import adapted_layers, describe_lora
@@ -32,7 +32,7 @@ from .patches.base import Patch
 from .patches.measured import fingerprint, known_sources, measured_transformers, results
 from .patching.apply import PatchState, all_or_none, apply_patch, find_state, undo_patch
 from .patching.fused import describe_kernels
-from .patching.inspect import get_patch, inner_model, model_type
+from .patching.inspect import get_patch, inner_model, model_type, text_decoder
 from .patching.named_models import NAME, runs_by_name
 from .versions import installed_version, newer_than_tested, tell_of_newer_versions
 
@@ -114,12 +114,8 @@ def patch(
     with all_or_none([model]):
         # An older patch has other options or lacks a new adapter. It is undone completely, so that edits never add up.
         undo_patch(model)
-        try:
-            found = get_patch(model)
-        except UnsupportedModel as refusal:
-            _apply_unknown(model, backend, refusal, options)
-        else:
-            _apply_trusted(model, found, backend, **options)
+        if not (unpad and _apply_to_decoder(model, backend, options)):
+            _apply_found(model, backend, options)
         state = find_state(model)
         assert state is not None
         state.adapter_kinds = adapter_kinds(model)
@@ -143,6 +139,38 @@ def _is_as_asked(state: PatchState, model: nn.Module, backend: str, options: dic
     new = options["fused_lora"] and any(id(layer) not in known for layer in adapted_layers(model))
     same = state.adapter_kinds == adapter_kinds(model)
     return state.backends.name == backend and is_now == options and same and not new
+
+
+def _apply_found(model: nn.Module, backend: str, options: dict[str, bool]) -> None:
+    """Patch a model with the patch of its type, or with a general one if there is none."""
+    try:
+        found = get_patch(model)
+    except UnsupportedModel as refusal:
+        _apply_unknown(model, backend, refusal, options)
+    else:
+        _apply_trusted(model, found, backend, **options)
+
+
+def _apply_to_decoder(model: nn.Module, backend: str, options: dict[str, bool]) -> bool:
+    """Patch only the text decoder of a model with images or sounds, and check it. Return whether it is exact.
+
+    The decoder gets the merged embeddings of images and text, so a padded batch with images can run without its pads.
+    """
+    decoder = text_decoder(model)
+    if decoder is None:
+        return False
+    try:
+        found = get_patch(decoder)
+    except UnsupportedModel:
+        found = Patch(model_types=(model_type(decoder),))
+    try:
+        apply_patch(model, replace(found, backbone=type(decoder).__name__), backend, **options)
+        _require_exact(model)
+    except PackingError as error:
+        undo_patch(model)
+        logger.info("trl-packfa: only text runs without its pads in %s: %s", type(inner_model(model)).__name__, error)
+        return False
+    return True
 
 
 def _apply_trusted(model: nn.Module, patch: Patch, backend: str, **options: bool) -> None:

@@ -11,7 +11,8 @@ import torch
 from selection import in_full
 from tolerance import FORWARD_FACTOR, assert_float32, assert_low_precision, differs
 
-from trl_packfa import PackedLayout, describe, patch, patched, registered_patches, unpatch
+from trl_packfa import PackedLayout, Patch, describe, patch, patched, registered_patches, unpatch
+from trl_packfa.errors import PackingError
 from trl_packfa.patching.apply import apply_patch
 from trl_packfa.patching.attention_interface import _masked_by_choice
 from trl_packfa.patching.inspect import get_patch
@@ -285,3 +286,18 @@ def test_chosen_keys_hide_what_comes_later_where_transformers_leaves_the_mask_ou
     expected = _masked_by_choice(causal, indices, query, key)
     assert torch.equal(_masked_by_choice(None, indices, query, key), expected)
     assert not torch.equal(expected, causal)
+
+
+def test_a_patch_that_makes_two_dtypes_says_so():
+    model = tiny.model(layers=1).to(torch.bfloat16)
+    own = get_patch(model).attention["LlamaAttention"]
+
+    def qkv(module, hidden_states, position_embeddings):
+        query, key, value = own(module, hidden_states, position_embeddings)
+        return query.float(), key.float(), value
+
+    apply_patch(model, Patch(model_types=("llama",), backbone="LlamaModel", attention={"LlamaAttention": qkv}), "auto")
+    with pytest.raises(PackingError, match=r"query, key and value of different dtypes: torch.float32, torch.float32"):
+        model(**tiny.batch([torch.arange(1, 5), torch.arange(5, 9)]))
+    with torch.autocast("cpu", torch.bfloat16):  # the backend casts
+        model(**tiny.batch([torch.arange(1, 5), torch.arange(5, 9)]))

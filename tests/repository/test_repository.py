@@ -209,6 +209,13 @@ def test_the_results_know_every_type_of_the_installed_transformers():
         require_known(results(), [*all_types(), "brand_new"])
 
 
+def test_the_pages_command_for_a_new_architecture_runs(capsys):
+    page = (ROOT / "docs" / "how_it_works.md").read_text()
+    (code,) = re.findall(r'PYTHONPATH=tools python -c "(.*)"', page)
+    exec(code, {})  # tools/ is on the path of the tests
+    assert capsys.readouterr().out.startswith("exact: isolation 0.0e+00")
+
+
 def test_a_page_lists_the_backends():
     rows = table("hardware.md")
     assert {name: row[0] for name, row in rows.items()} == {b.name: b.summary for b in BACKENDS}

@@ -223,8 +223,9 @@ def test_evaluation_is_no_training(tmp_path, monkeypatch):
 def test_images_are_refused_before_anything_is_generated(kind, tmp_path):
     trainer = build(kind, tmp_path)
     trainer.train_dataset = trainer.train_dataset.add_column("image", [0] * len(trainer.train_dataset))
-    with pytest.raises(InvalidConfig, match="trains on images"):
+    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM runs only text without its pads"):
         trl_packfa.padding_free(trainer)
+    assert find_state(trainer.model) is None
 
 
 def test_a_model_whose_config_asks_for_tuples():
@@ -255,7 +256,7 @@ def test_bad_input_is_refused(tmp_path):
         trl_packfa.padding_free(trainer)
     trainer = build("dpo", tmp_path)
     trainer._is_vision_dataset = True
-    with pytest.raises(InvalidConfig, match="DPOTrainer trains on images"):
+    with pytest.raises(UnsupportedModel, match="the trainer trains on images"):
         trl_packfa.padding_free(trainer)
     from training import packed_trainer
 

@@ -25,7 +25,7 @@ def assert_is_what_is_committed(found):
 
 
 def test_every_version_keeps_its_fingerprints_and_the_newest_the_say():
-    exact = {"verdict": "exact", "config_type": "a", "source": "one", "level": "interface"}
+    exact = {"verdict": "exact", "config_type": "a", "source": "one", "level": "attention"}
     whole = matrix.merged({}, {"transformers": "5.9.0"}, {"a": exact})
     whole = matrix.merged(whole, {"transformers": "5.10.0"}, {"a": {**exact, "source": "two", "level": "attention"}})
     whole = matrix.merged(whole, {"transformers": "5.8.0"}, {"a": {**exact, "source": "old", "level": "rebatch"}})
@@ -34,6 +34,8 @@ def test_every_version_keeps_its_fingerprints_and_the_newest_the_say():
     assert whole["types"]["a"]["sources"] == {"5.8.0": "old", "5.9.0": "one", "5.10.0": "two"}
     leaks = matrix.merged(whole, {"transformers": "5.9.0"}, {"a": {**exact, "verdict": "leak"}})
     assert leaks["types"]["a"]["sources"] == {"5.8.0": "old", "5.10.0": "two"}, "no longer trusted there"
+    other = matrix.merged(whole, {"transformers": "5.10.0"}, {"a": {**exact, "source": "two", "level": "interface"}})
+    assert other["types"]["a"]["sources"] == {"5.10.0": "two"}, "other versions were measured with another patch"
 
 
 def test_a_run_is_resumed_where_it_stopped(tmp_path, monkeypatch):

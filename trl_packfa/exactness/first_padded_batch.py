@@ -137,13 +137,6 @@ def _alone(
     off: bool = False,
 ) -> torch.Tensor:
     """Run one row alone; return its hidden states `(n, D)`."""
-    part = slice(rows.starts[row], rows.starts[row] + rows.lengths[row])
-    own = {
-        name: value[row : row + 1, part]
-        if isinstance(value, torch.Tensor) and value.shape[:2] == rows.shape
-        else value
-        for name, value in call.items()
-        if name not in ("attention_mask", "position_ids")
-    }
+    own = rows.row_of_call(call, row)
     with last_places_off(backbone) if off else nullcontext():
         return forward(**own).last_hidden_state[0]

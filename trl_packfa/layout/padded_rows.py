@@ -182,6 +182,29 @@ class PaddedRows:
             return torch.cat([self.take(axis) for axis in value])[:, None]  # (3, B, L): time, height, width
         return value
 
+    def row_of_call(self, call: Mapping[str, Any], row: int) -> dict[str, Any]:
+        """Return a call's arguments for one row by itself, without its pads.
+
+        Positions that count tokens are left out, as the model counts them so by itself. Positions with an axis of
+        kinds (time, height, width) are kept.
+        """
+        part = slice(self.starts[row], self.starts[row] + self.lengths[row])
+        own: dict[str, Any] = {}
+        for name, value in call.items():
+            is_tensor = isinstance(value, torch.Tensor)
+            if is_tensor and value.shape[:2] == self.shape and name not in ("attention_mask", "position_ids"):
+                own[name] = value[row : row + 1, part]
+            elif is_tensor and value.dim() == 3 and value.shape[1:] == self.shape:
+                own[name] = value[:, row : row + 1, part]
+            elif not (is_tensor and value.shape[:2] == self.shape):
+                own[name] = value
+        # Features of images for single layers, one for each place in the mask, in the order of the rows.
+        places, features = call.get("visual_pos_masks"), call.get("deepstack_visual_embeds")
+        if places is not None and features is not None:
+            before, count = int(places[:row].sum()), int(places[row].sum())
+            own["deepstack_visual_embeds"] = [feature[before : before + count] for feature in features]
+        return own
+
     def put_back_outputs(self, outputs: Any) -> Any:
         """Return a backbone's outputs in the padded batch's shape, inside tuples and transformers' outputs, too.
 

@@ -36,11 +36,21 @@ from .forwards import (
     AttentionOverride,
     BackboneOverride,
     CausalLMOverride,
+    CompositeOverride,
     Override,
     RebatchOverride,
 )
 from .fused import kernel_overrides
-from .inspect import class_names, find_attention, find_backbone, find_by_class, inner_model, max_positions, windows_of
+from .inspect import (
+    class_names,
+    find_attention,
+    find_backbone,
+    find_by_class,
+    inner_model,
+    max_positions,
+    text_decoder,
+    windows_of,
+)
 from .mixers import FunctionOverride, LayerOverride, MixerOverride
 from .rotary import RotaryOverride, depends_on_length
 from .sharing import Sharing, sharing_refusal
@@ -67,6 +77,8 @@ class PatchState:
     adapter_kinds: tuple[str, ...] = ()
     invocations: dict[str, tuple[int, ...]] = field(default_factory=dict)
     unpadding: Unpadding | None = None
+    # Whether only the text decoder of a model with images or sounds is patched, so that padded batches may bring them.
+    takes_images: bool = False
     # Result of the proof of `unpad=True`: an `UnpaddingReport`.
     unpadding_report: Any = None
     # Result of the proof of packing, if `patch` had to make one: an `ExactnessReport`.
@@ -108,6 +120,7 @@ def apply_patch(
     state = PatchState(patch, backends, attention, windows, mixers, adapted=lora, **fused)  # type: ignore[arg-type]
     # Read from the `PeftModel` now: the modules below it, where the adapters run, do not know the adapters' configs.
     state.invocations = invocations_of(model)
+    state.takes_images = backbone is text_decoder(model)
     if unpad:
         generates = inner_model(model).get_output_embeddings() is not None
         state.unpadding = Unpadding(_sharing(backbone, state) if share_prefixes else None, generates=generates)
@@ -261,7 +274,9 @@ def _plan_outside(model: nn.Module, backbone: nn.Module, state: PatchState) -> l
     # Causal LMs of these levels pass further keywords on to the backbone, which finds `packed_layout` among them.
     # Others drop or refuse unknown keywords, so they get an override that reads `packed_layout` first.
     told = patch.attention or (patch.level == "interface" and not patch.beside and not patch.functions)
-    if inner is not backbone and (patch.makes_mask or not told):
+    if state.takes_images:
+        overrides.append(CompositeOverride(inner, own))
+    elif inner is not backbone and (patch.makes_mask or not told):
         overrides.append(CausalLMOverride(inner, own))
     return overrides + activated_overrides(model, _own_forward)
 

@@ -23,12 +23,13 @@ from ..layout.call_context import KEYWORD, PackedCall, current_call, empty_mask,
 from ..layout.from_call import layout_of
 from ..layout.padded_rows import PaddedRows, as_rows
 from ..patches.base import QKV, Patch
+from ..runtime.autocast import autocast_dtype
 from ..runtime.compile import around_graphs, mark_dynamic, outside_of_graphs
 from ..runtime.override import Override, forward_signature
 from ..runtime.per_document import BOUNDARIES, FOUND_BY_ITSELF, run_backbone_by_document
 from . import router_loss
 from .token_types import embeds_token_types, refuse_token_types, types_of_long_rows
-from .unpadding import Unpadding
+from .unpadding import Unpadding, refuse_modalities
 
 
 class BackboneOverride(Override):
@@ -232,6 +233,29 @@ class CausalLMOverride(BackboneOverride):
             return self.call_original(**call)
 
 
+class CompositeOverride(CausalLMOverride):
+    """Forward of a model with images or sounds whose text decoder alone is patched.
+
+    Padded calls pass through: the decoder removes their pads after the embeddings of images and text are merged.
+    Packed calls may hold text only.
+    """
+
+    @around_graphs
+    def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
+        """Run the original forward on packed text; the decoder finds the boundaries in the context.
+
+        Raises:
+            [`PackingError`]: if the call brings images or sounds.
+        """
+        refuse_modalities(call, "a packed row")
+        if call.get("position_ids") is None:  # some models would count them over the whole row
+            call["position_ids"] = layout.position_ids().to(layout.cu_seqlens.device)
+        for name in (*BOUNDARIES, "attention_mask"):
+            call.pop(name, None)
+        with packed_call(layout):
+            return self.call_original(**call)
+
+
 class AttentionOverride(Override):
     """Forward of one layer's attention on `(T, N, H)`: without transposes, mask or key/value expansion."""
 
@@ -256,6 +280,13 @@ class AttentionOverride(Override):
             return self.call_original(hidden_states, *args, **kwargs)
         position_embeddings = kwargs.get("position_embeddings", args[0] if args else None)
         query, key, value = (t.flatten(0, 1) for t in self.qkv(self.module, hidden_states, position_embeddings))
+        # Under autocast the backends cast all three.
+        if not query.dtype == key.dtype == value.dtype and autocast_dtype(query) is None:
+            raise PackingError(
+                f"the patch for {', '.join(self.patch.model_types[:3])} makes query, key and value of different "
+                f"dtypes: {query.dtype}, {key.dtype}, {value.dtype}.",
+                do="Cast query and key after the rotation, as the model's own code does.",
+            )
         arguments = self.patch.arguments(self.module)
         if not self.module.training:
             arguments = replace(arguments, dropout=0.0)  # modules store the rate for training

@@ -52,6 +52,16 @@ def inner_model(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
+def text_decoder(model: nn.Module) -> PreTrainedModel | None:
+    """Return the text decoder of a model that also has encoders of images or sounds, `None` for any other model."""
+    inner: Any = inner_model(model)
+    if inner.config.get_text_config() is inner.config or inner.config.is_encoder_decoder:
+        return None
+    decoder = inner.get_decoder()
+    is_apart = isinstance(decoder, PreTrainedModel) and decoder is not inner and decoder is not inner.base_model
+    return decoder if is_apart else None
+
+
 def get_patch(model: nn.Module) -> Patch:
     """Return the patch for a model, by the `config.model_type` of the outermost transformers model in it.
 

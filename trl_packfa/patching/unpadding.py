@@ -81,7 +81,7 @@ class Unpadding:
         rows = rows_of(mask)
         as_rows(call, rows.shape)
         self._count(rows)
-        brought = [name for name, value in call.items() if _MODALITIES.search(name) and value is not None]
+        brought = _modalities(call)
         shared = None if self.sharing is None or brought else self.sharing.rows_of(call, rows, module)
         if shared is not None:
             self.shared += shared.num_tokens - shared.num_packed
@@ -90,12 +90,7 @@ class Unpadding:
         if not rows.num_tokens or not (rows.num_pads or rows.widths):
             return None
         # Checked last: a batch of images without pads runs as it is.
-        if brought:
-            raise PackingError(
-                f"a padded batch with {', '.join(brought)} cannot run without its pads.",
-                why=["the model finds the places of images and sounds in the padded rows"],
-                do="Patch the model with unpad=False, or train on text alone.",
-            )
+        refuse_modalities(call, "a batch without its pads")
         return rows
 
     def noise_as_padded(
@@ -159,6 +154,25 @@ class Unpadding:
             yield
         finally:
             self.sharing = before
+
+
+def _modalities(call: dict[str, Any]) -> list[str]:
+    """Return the names of the arguments with images or sounds."""
+    return [name for name, value in call.items() if _MODALITIES.search(name) and value is not None]
+
+
+def refuse_modalities(call: dict[str, Any], what: str) -> None:
+    """Refuse images and sounds where the model would look for their places in padded rows.
+
+    Raises:
+        [`PackingError`]: with the arguments.
+    """
+    if brought := _modalities(call):
+        raise PackingError(
+            f"{what} cannot hold {', '.join(brought)} in this model.",
+            why=["the model finds the places of images and sounds in padded rows"],
+            do="Pass a padded batch to a model patched with unpad=False, or train on text alone.",
+        )
 
 
 def _refuse_missing_cache(mask: torch.Tensor, tokens: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from transformers.training_args import OptimizerNames
 
 from ...adapters import refuse_adapter, refuse_adapters, refuse_quantized
 from ...attention import AttentionRequest, get_backend
-from ...errors import TRAIN_PADDED, InvalidConfig, InvalidDataset, NoBackend
+from ...errors import InvalidConfig, InvalidDataset, NoBackend
 from ...patches.measured import results
 from ...patches.registry import get_patch_for_type
 from ...patching.inspect import model_config, model_type
@@ -156,5 +156,6 @@ def refuse_data(dataset: Dataset | IterableDataset, *, name: str) -> None:
         raise InvalidDataset(
             f"the {name} dataset has a column '{images[0]}': a vision dataset cannot be packed.",
             why=["its processor tokenizes images during collation, so their number of tokens is not known before"],
-            do=f"Drop the column to train on the text alone, or {TRAIN_PADDED}.",
+            do="Train it with TRL's trainer, without padding: trl_packfa.padding_free(SFTTrainer(...)). Or drop the "
+            "column to train on the text alone.",
         )

@@ -11,8 +11,9 @@ from torch import nn
 from transformers import Trainer
 
 from ...api import patch
-from ...errors import InvalidConfig, PackingError
+from ...errors import InvalidConfig, PackingError, UnsupportedModel
 from ...patching.apply import all_or_none, find_state
+from ...patching.inspect import inner_model
 from ...patching.unpadding import Unpadding
 from .models import POLICY, models_of
 from .refusals import refuse_liger
@@ -64,9 +65,10 @@ def padding_free(
             Whether to compare the first real batch.
 
     Raises:
-        [`InvalidConfig`]: if the trainer packs already, uses Liger kernels or trains on images, or is no trainer with
-            a model; if `leave_padded` has a name that holds no model, or names all models.
-        [`UnsupportedModel`]: if one of its models cannot run without padding. Then no model is changed.
+        [`InvalidConfig`]: if the trainer packs already, uses Liger kernels, or is no trainer with a model; if
+            `leave_padded` has a name that holds no model, or names all models.
+        [`UnsupportedModel`]: if one of its models cannot run without padding, or not with the trainer's images. Then
+            no model is changed.
         [`ContaminationError`]: if one of its models is not exact without padding. Then no model is changed.
     """
     _require_trainer(trainer)
@@ -133,6 +135,7 @@ def _patch_all(trainer: Any, models: dict[str, nn.Module], **options: Any) -> No
             try:
                 with trainer.accelerator.autocast():
                     patch(model, unpad=True, **options)
+                _require_images(trainer, model)
             except PackingError as error:
                 raise type(error)(
                     f"{type(trainer).__name__}.{name} cannot run without its pads; none of the trainer's models was "
@@ -184,15 +187,29 @@ def _require_trainer(trainer: Any) -> None:
     if hasattr(trainer, "packing_reports"):
         raise InvalidConfig(f"{name} packs its batches already.", do="Use it as it is, without padding_free.")
     refuse_liger(args, name)
-    if getattr(trainer, "_is_vision_dataset", False) or _has_images(trainer.train_dataset):
-        raise InvalidConfig(
-            f"{name} trains on images. The model finds their positions in padded rows.",
-            do="Train it padded. Only text can be trained without padding.",
-        )
 
 
-def _has_images(dataset: Any) -> bool:
-    """Tell whether a dataset has a column of images for TRL. GRPO and RLOO look for it when they generate."""
+def _require_images(trainer: Any, model: nn.Module) -> None:
+    """Refuse a model that cannot run the images of its trainer without padding.
+
+    Raises:
+        [`UnsupportedModel`]: with the reason.
+    """
+    state = find_state(model)
+    if state is None or state.takes_images or not _has_images(trainer):
+        return
+    raise UnsupportedModel(
+        f"{type(inner_model(model)).__name__} runs only text without its pads, and the trainer trains on images.",
+        why=["the model finds the places of images in padded rows, or lets their tokens see each other in its mask"],
+        do="Train it padded.",
+    )
+
+
+def _has_images(trainer: Any) -> bool:
+    """Tell whether a trainer trains on images. GRPO and RLOO look for the column when they generate."""
+    if getattr(trainer, "_is_vision_dataset", False):
+        return True
+    dataset = trainer.train_dataset
     columns = getattr(dataset, "column_names", None)
     if columns is None and isinstance(dataset, IterableDataset):
         columns = list(next(iter(dataset), {}))

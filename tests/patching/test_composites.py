@@ -1,0 +1,154 @@
+"""Models with images: padded batches run without their pads in the text decoder, images and all."""
+
+import copy
+
+import pytest
+import tiny
+import torch
+import vision
+from tolerance import assert_float32, differs
+from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+from trl_packfa import check, describe, patch
+from trl_packfa.errors import PackingError
+from trl_packfa.patching.apply import find_state
+
+IMAGE = tiny.VOCAB - 1
+TEXT = {
+    "vocab_size": tiny.VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+IDS = {
+    "image_token_id": IMAGE, "video_token_id": IMAGE - 1, "vision_start_token_id": IMAGE - 2,
+    "vision_end_token_id": IMAGE - 3,
+}  # fmt: skip
+PATCHES = {"num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}
+
+
+def qwen2_vl():
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    seen = {"depth": 2, "embed_dim": 32, "hidden_size": 32, **PATCHES}
+    config = Qwen2VLConfig(text_config={**TEXT, "rope_parameters": rope}, vision_config=seen, **IDS)
+    return Qwen2VLForConditionalGeneration(config)
+
+
+def qwen3_vl():
+    rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True, "rope_theta": 1e4}
+    seen = {
+        "depth": 3, "hidden_size": 32, "intermediate_size": 32, "out_hidden_size": 32, "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0, 1], **PATCHES,
+    }  # fmt: skip
+    config = Qwen3VLConfig(text_config={**TEXT, "head_dim": 8, "rope_parameters": rope}, vision_config=seen, **IDS)
+    return Qwen3VLForConditionalGeneration(config)
+
+
+MODELS = {"llava": vision.model, "qwen2_vl": qwen2_vl, "qwen3_vl": qwen3_vl}
+# Text tokens and images of each row.
+ROWS = ((9, 2), (5, 1), (14, 0), (3, 1))
+
+
+def build(name):
+    torch.manual_seed(0)
+    return MODELS[name]().train()
+
+
+def batch(model, *, left=False, rows=ROWS):
+    """Padded rows with images of four or eight tokens (LLaVA: of four)."""
+    generator = torch.Generator().manual_seed(1)
+    by_grid = "Qwen" in type(model).__name__
+    image = model.config.image_token_id
+    documents, grids, pixels = [], [], []
+    for tokens, images in rows:
+        ids = torch.randint(6, IMAGE - 4, (tokens,), generator=generator).tolist()
+        for number in range(images):
+            height, width = (4, 4) if number % 2 == 0 else (8, 4)
+            grids.append([1, height, width])
+            shape = (height * width, 3 * 2 * 4 * 4) if by_grid else (1, 3, 16, 16)
+            pixels.append(torch.randn(shape, generator=generator))
+            own = [IMAGE - 2, *[image] * (height * width // 4), IMAGE - 3] if by_grid else [image] * 4
+            ids[2:2] = own
+        documents.append(ids)
+    longest = max(map(len, documents)) + 2
+    ids, mask = torch.zeros(len(rows), longest, dtype=torch.long), torch.zeros(len(rows), longest, dtype=torch.long)
+    for i, document in enumerate(documents):
+        part = slice(longest - len(document), longest) if left else slice(0, len(document))
+        ids[i, part], mask[i, part] = torch.tensor(document), 1
+    labels = ids.masked_fill((mask == 0) | (ids >= IMAGE - 3) | (ids == image), -100)
+    # A first token is predicted at a pad of a left-padded row, where nothing is computed.
+    labels[torch.arange(len(rows)), mask.argmax(1)] = -100
+    made = {"input_ids": ids, "attention_mask": mask, "labels": labels, "pixel_values": torch.cat(pixels)}
+    if by_grid:
+        made |= {"image_grid_thw": torch.tensor(grids), "mm_token_type_ids": (ids == image).long()}
+    elif left:  # as the rows without pads count
+        made["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    return made
+
+
+def run(model, inputs):
+    """Loss, logits of true tokens, and gradients."""
+    model.zero_grad()
+    outputs = model(**inputs, use_cache=False)
+    outputs.loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return outputs.loss.detach(), outputs.logits.detach()[inputs["attention_mask"].bool()], gradients
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_batches_with_images_run_without_their_pads(name, left):
+    stock = build(name)
+    inputs = batch(stock, left=left)
+    model = patch(copy.deepcopy(stock), unpad=True)
+    state = find_state(model)
+    before = state.unpadding.calls
+    loss, logits, gradients = run(stock, inputs)
+    found = run(model, inputs)
+    assert state.takes_images and state.unpadding.calls == before + 1
+    assert_float32(found[0], loss.double())
+    assert_float32(found[1], logits.double())
+    assert gradients.keys() == found[2].keys() and any("vis" in key for key in gradients)
+    for key, gradient in gradients.items():
+        assert (found[2][key] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1e-3), key
+    assert check(model).is_exact and "computed without padding" in describe(model)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_checkpointing_changes_nothing(name, reentrant):
+    stock = build(name)
+    inputs = batch(stock)
+    expected = run(stock, inputs)
+    model = patch(copy.deepcopy(stock), unpad=True)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    found = run(model, inputs)
+    assert_float32(found[0], expected[0].double())
+    for key, gradient in expected[2].items():
+        assert (found[2][key] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1e-3), key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_negative_control_rows_that_see_each_other(name, monkeypatch):
+    from trl_packfa.layout import PackedLayout
+    from trl_packfa.layout.padded_rows import PaddedRows
+
+    stock = build(name)
+    inputs = batch(stock)
+    _, logits, _ = run(stock, inputs)
+    model = patch(copy.deepcopy(stock), unpad=True)
+    monkeypatch.setattr(PaddedRows, "layout", lambda self, device: PackedLayout.from_lengths([self.num_tokens]))
+    assert differs(run(model, inputs)[1], logits)
+
+
+def test_packed_rows_hold_text_only():
+    model = patch(build("qwen2_vl"), unpad=True)
+    ids = torch.randint(6, 60, (1, 12), generator=torch.Generator().manual_seed(2))
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    with torch.no_grad():
+        packed = model(input_ids=ids, position_ids=positions).logits[0]
+        alone = torch.cat([model(input_ids=part).logits[0] for part in ids.split([5, 7], dim=1)])
+    assert_float32(packed, alone.double())
+    images = {"pixel_values": torch.zeros(16, 96), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    with pytest.raises(PackingError, match="a packed row cannot hold pixel_values, image_grid_thw in this model"):
+        model(input_ids=ids, position_ids=positions, **images)
