@@ -46,7 +46,7 @@ def row(name, dtype):
         model, fresh = small(int(name)), small(int(name))
     else:
         model, fresh = (AutoModelForCausalLM.from_pretrained(name, dtype=dtype) for _ in range(2))
-    apply_patch(model, get_patch(model), "auto")
+    apply_patch(model, get_patch(model))
     checked, unpadded = seconds(check, model), seconds(patch, fresh, unpad=True)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     return f"| {name} | {dtype} | {checked:.1f} | {unpadded:.2f} | {peak:.2f} GB |"

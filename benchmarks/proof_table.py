@@ -92,7 +92,7 @@ def measure(job):
     except Exception as error:  # the model's own code can raise anything in this precision
         return {**row, "verdict": "cannot run", "why": f"{type(error).__name__}: {str(error)[:200]}"}
     try:
-        apply_patch(model, get_patch(model), "auto")
+        apply_patch(model, get_patch(model))
         tokenizer = AutoTokenizer.from_pretrained(name) if os.path.isdir(name) and seed % 2 else None
         with context:
             report = check(model, seed=seed, processing_class=tokenizer)

@@ -21,7 +21,7 @@ from torch import nn
 from trl_packfa import __version__
 from trl_packfa.adapters.table import EXACT, REFUSED, RESULTS, source_of, tuners
 from trl_packfa.collator import DataCollatorForPacking
-from trl_packfa.patching.apply import apply_patch
+from trl_packfa.patching.apply import PatchOptions, apply_patch
 from trl_packfa.patching.inspect import get_patch
 from trl_packfa.versions import installed_version
 
@@ -79,7 +79,7 @@ def measure(build: Callable[[], nn.Module], *, noisy: bool = False, **patching: 
         alone, expected = _run(_adapted(build, noisy), [{"input_ids": ids[None]} for ids in docs])
         # A new model, because some tuners keep state from their first batch.
         model = _adapted(build, noisy)
-        apply_patch(model, get_patch(model), "auto", **patching)
+        apply_patch(model, get_patch(model), PatchOptions(**patching))
         packed, gradients = _run(model, [_batch(docs)])
         changed = [ids.flip(0) if number == _CHANGED else ids for number, ids in enumerate(docs)]
         moved, _ = _run(model, [_batch(changed)])

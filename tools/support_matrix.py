@@ -51,7 +51,7 @@ def measure_type(name: str) -> dict[str, Any]:
         found: dict[str, Any] = {"config_type": model_type(model), "source": fingerprint(model)}
         found["unpatched"] = _unpatched(model)
         try:
-            apply_patch(model, get_patch(model), "auto")
+            apply_patch(model, get_patch(model))
         except UnsupportedModel as error:
             return {**found, "verdict": "refused", "why": _REFUSED.get(name, str(error).splitlines()[0])}
         try:

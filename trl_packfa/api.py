@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -24,13 +24,13 @@ from .adapters import (
     unmeasured_adapters,
     unread_quantizers,
 )
-from .errors import ContaminationError, InvalidConfig, PackingError, UnsupportedModel, is_out_of_memory
+from .errors import ContaminationError, InvalidConfig, UnsupportedModel, is_out_of_memory
 from .exactness import check, check_unpadding, proof_identity
 from .kernels.lm_head.chunked import undo_head
 from .kernels.lora import adapted_layers, describe_lora
 from .patches.base import Patch
 from .patches.measured import fingerprint, known_sources, measured_transformers, results
-from .patching.apply import PatchState, all_or_none, apply_patch, find_state, undo_patch
+from .patching.apply import PatchOptions, PatchState, all_or_none, apply_patch, find_state, undo_patch
 from .patching.fused import describe_kernels
 from .patching.inspect import get_patch, inner_model, model_type, text_decoder
 from .patching.named_models import NAME, runs_by_name
@@ -94,6 +94,7 @@ def patch(
         [`NoBackend`]: if the named backend does not exist.
     """
     tell_of_newer_versions()
+    options = PatchOptions(backend, fused_lora, fused_kernels, unpad, share_prefixes)
     # These checks come before any change, so that a refused model stays as it was.
     if share_prefixes and not unpad:
         raise InvalidConfig(
@@ -102,109 +103,148 @@ def patch(
         )
     refuse_adapters(model)
     refuse_quantized(model)
+    kinds = adapter_kinds(model)
     state = find_state(model)
-    options = {
-        "fused_lora": fused_lora,
-        "fused_kernels": fused_kernels,
-        "unpad": unpad,
-        "share_prefixes": share_prefixes,
-    }
-    if state is not None and _is_as_asked(state, model, backend, options):
+    if (
+        state is not None
+        and state.options == options
+        and state.adapter_kinds == kinds
+        and not _has_new_lora(state, model)
+    ):
         return model
     with all_or_none([model]):
         # An older patch has other options or lacks a new adapter. It is undone completely, so that edits never add up.
         undo_patch(model)
-        if not (unpad and _apply_to_decoder(model, backend, options)):
-            _apply_found(model, backend, options)
-        state = find_state(model)
-        assert state is not None
-        state.adapter_kinds = adapter_kinds(model)
+        state = _apply_first_exact(model, options)
+        state.adapter_kinds = kinds
         if unpad and state.unpadding_report is None:
-            _require_unpadded(model)
+            _require_unpadded(model, state)
     if state.unpadding is not None and state.unpadding.sharing is not None:
         state.unpadding.sharing.tell_of_refusal(model)
     return model
 
 
-def _is_as_asked(state: PatchState, model: nn.Module, backend: str, options: dict[str, bool]) -> bool:
-    """Tell whether the patch has these options and covers every adapter, also those added after it."""
-    is_now = {
-        "fused_lora": state.fused_lora,
-        "fused_kernels": state.fused_kernels,
-        "unpad": state.unpadding is not None,
-        "share_prefixes": state.unpadding is not None and state.unpadding.sharing is not None,
-    }
-    # Layers are compared by identity, because `add_adapter` replaces a linear layer under the same name.
+def _has_new_lora(state: PatchState, model: nn.Module) -> bool:
+    """Tell whether LoRA layers were added after the patch. `add_adapter` replaces a linear layer under its name."""
     known = {id(layer) for layer in state.adapted}
-    new = options["fused_lora"] and any(id(layer) not in known for layer in adapted_layers(model))
-    same = state.adapter_kinds == adapter_kinds(model)
-    return state.backends.name == backend and is_now == options and same and not new
+    return state.options.fused_lora and any(id(layer) not in known for layer in adapted_layers(model))
 
 
-def _apply_found(model: nn.Module, backend: str, options: dict[str, bool]) -> None:
-    """Patch a model with the patch of its type, or with a general one if there is none."""
-    try:
-        found = get_patch(model)
-    except UnsupportedModel as refusal:
-        _apply_unknown(model, backend, refusal, options)
-    else:
-        _apply_trusted(model, found, backend, **options)
+class _Candidate(NamedTuple):
+    """A patch to try on a model.
 
-
-def _apply_to_decoder(model: nn.Module, backend: str, options: dict[str, bool]) -> bool:
-    """Patch only the text decoder of a model with images or sounds, and check it. Return whether it is exact.
-
-    The decoder gets the merged embeddings of images and text, so a padded batch with images can run without its pads.
+    Attributes:
+        patch ([`Patch`]): the patch.
+        unmeasured (`str`): what of this model nobody has measured under packing; if any, the model is checked.
+        is_final (`bool`): whether an error is the user's to see. If not, the next candidate is tried.
+        may_not_fit (`bool`): whether the installed code differs from the code that the patch was written for.
+        on_success (`str`), on_failure (`str`): what the log then says.
     """
-    decoder = text_decoder(model)
-    if decoder is None:
-        return False
+
+    patch: Patch
+    unmeasured: str
+    is_final: bool = False
+    may_not_fit: bool = False
+    on_success: str = ""
+    on_failure: str = ""
+
+
+def _apply_first_exact(model: nn.Module, options: PatchOptions) -> PatchState:
+    """Patch a model with the first candidate that is trusted, or that the check finds exact on this model.
+
+    Raises:
+        [`PackingError`]: of the patch of its type.
+        [`UnsupportedModel`]: if the type has no patch, with the result of each general level.
+    """
+    name = model_type(model)
+    candidates, refusal = _candidates(model, name, unpad=options.unpad)
+    tried = []
+    for candidate in candidates:
+        try:
+            state = _apply(model, name, candidate, options)
+        except BaseException as error:  # unknown code may raise anything
+            undo_patch(model)
+            if candidate.is_final or not isinstance(error, Exception) or is_out_of_memory(error):
+                raise  # the candidate is not at fault, so the next one is not tried
+            tried.append(f"level {candidate.patch.level}: {str(error).splitlines()[0]}")
+            if candidate.on_failure:
+                logger.info(candidate.on_failure, error)
+            continue
+        if candidate.on_success:
+            logger.warning(candidate.on_success)
+        return state
+    assert refusal is not None, "the patch of a known type is final"
+    if results().get(name, {}).get("verdict") == "refused":  # measured before: no level is exact
+        raise refusal
+    raise UnsupportedModel(f"{refusal}\nTried on this model:", why=tried)
+
+
+def _apply(model: nn.Module, name: str, candidate: _Candidate, options: PatchOptions) -> PatchState:
+    """Apply a candidate, and check the model if it has not been measured.
+
+    Raises:
+        [`ContaminationError`]: if the check finds packing not exact.
+        [`UnsupportedModel`]: if the patch does not fit the model's code.
+    """
+    try:
+        state = apply_patch(model, candidate.patch, options)
+    except (UnsupportedModel, AttributeError) as error:
+        if candidate.may_not_fit:
+            raise _does_not_fit(name, error) from error
+        raise
+    if candidate.unmeasured:
+        if candidate.is_final:
+            # It is a warning, because Python shows no lower level by default, and users should know why patching takes
+            # long.
+            logger.warning(
+                "trl-packfa: %s has not been measured under packing: checking this model first.", candidate.unmeasured
+            )
+        _require_exact(model, state)
+    return state
+
+
+def _candidates(model: nn.Module, name: str, *, unpad: bool) -> tuple[list[_Candidate], UnsupportedModel | None]:
+    """List the patches to try on a model of this type, and the error that says why its type has none."""
+    code = f"{type(model).__name__}'s code"
+    found: list[_Candidate] = []
+    decoder = text_decoder(model) if unpad else None
+    if decoder is not None:
+        # The decoder gets the merged embeddings of images and text. So a padded batch with images can run without its
+        # pads if the decoder alone is patched.
+        failed = f"trl-packfa: only text runs without its pads in {name}: %s"
+        found.append(_Candidate(_patch_of_decoder(decoder), code, on_failure=failed))
+    try:
+        patch = get_patch(model)
+    except UnsupportedModel as refusal:
+        if results().get(name, {}).get("verdict") != "refused":
+            # The fast level comes first. Level `rebatch` runs the whole backbone document by document, which is exact
+            # for every causal model.
+            for general in (Patch(model_types=(name,)), Patch(model_types=(name,), rebatch=True)):
+                said = f"trl-packfa: no patch for model type '{name}'; level {general.level} checked and used."
+                found.append(_Candidate(general, code, on_success=said))
+        return found, refusal
+    # Our tables hold no measurement of a third party's patch.
+    is_known = patch.origin == "trl_packfa" and fingerprint(model) in known_sources().get(name, ())
+    unmeasured = [] if is_known else [code]
+    unmeasured += [f"PEFT's {kind}" for kind in unmeasured_adapters(model)] + unread_quantizers(model)
+    # Masks and the attention interface are not part of a model's code: a newer release may have changed only those.
+    unmeasured += newer_than_tested()
+    may_not_fit = not is_known and patch.origin == "trl_packfa"
+    found.append(_Candidate(patch, ", ".join(unmeasured), is_final=True, may_not_fit=may_not_fit))
+    return found, None
+
+
+def _patch_of_decoder(decoder: nn.Module) -> Patch:
+    """Return the patch for the text decoder of a model with images or sounds."""
     try:
         found = get_patch(decoder)
     except UnsupportedModel:
         found = Patch(model_types=(model_type(decoder),))
-    try:
-        apply_patch(model, replace(found, backbone=type(decoder).__name__), backend, **options)
-        _require_exact(model)
-    except PackingError as error:
-        undo_patch(model)
-        logger.info("trl-packfa: only text runs without its pads in %s: %s", type(inner_model(model)).__name__, error)
-        return False
-    return True
+    return replace(found, backbone=type(decoder).__name__)
 
 
-def _apply_trusted(model: nn.Module, patch: Patch, backend: str, **options: bool) -> None:
-    """Patch a model with the patch of its architecture.
-
-    Run the check as well if the model's code differs from the code that the patch was measured with, or if its adapter
-    or quantization has not been measured.
-
-    Raises:
-        [`ContaminationError`]: if the check finds packing not exact. `patch` then unpatches the model.
-        [`UnsupportedModel`]: if the patch does not fit the model's code.
-    """
-    # Our tables hold no measurement of a third party's patch.
-    known = patch.origin == "trl_packfa" and fingerprint(model) in known_sources().get(model_type(model), ())
-    try:
-        apply_patch(model, patch, backend, **options)
-    except (UnsupportedModel, AttributeError) as error:
-        if known or patch.origin != "trl_packfa":
-            raise
-        raise _does_not_fit(model, error) from error
-    unmeasured = [f"PEFT's {kind}" for kind in unmeasured_adapters(model)] + unread_quantizers(model)
-    # Masks and the attention interface are not part of a model's code: a newer release may have changed only those.
-    unmeasured += newer_than_tested()
-    if known and not unmeasured:
-        return
-    what = ", ".join(unmeasured) if known else f"{type(model).__name__}'s code"
-    # It is a warning, because Python shows no lower level by default, and users should know why patching takes long.
-    logger.warning("trl-packfa: %s has not been measured under packing: checking this model first.", what)
-    _require_exact(model)
-
-
-def _does_not_fit(model: nn.Module, error: Exception) -> UnsupportedModel:
-    """Make the error for a supported model type whose installed code does not fit its patch."""
-    name = model_type(model)
+def _does_not_fit(name: str, error: Exception) -> UnsupportedModel:
+    """Return the error for a supported model type whose installed code does not fit its patch."""
     if name not in results():  # registered by the user
         return UnsupportedModel(str(error))
     return UnsupportedModel(
@@ -214,53 +254,22 @@ def _does_not_fit(model: nn.Module, error: Exception) -> UnsupportedModel:
     )
 
 
-def _apply_unknown(model: nn.Module, backend: str, refusal: UnsupportedModel, options: dict[str, bool]) -> None:
-    """Patch a model whose type has no patch, with the first general level that the check finds exact.
-
-    Raises:
-        [`UnsupportedModel`]: `refusal`, with the result of each level.
-    """
-    name = model_type(model)
-    if results().get(name, {}).get("verdict") == "refused":  # measured before: no level is exact
-        raise refusal
-    tried = []
-    # The fast level comes first. Level `rebatch` runs the whole backbone document by document, which is exact for
-    # every causal model.
-    for patch in (Patch(model_types=(name,)), Patch(model_types=(name,), rebatch=True)):
-        try:
-            apply_patch(model, patch, backend, **options)
-            _require_exact(model)
-        except BaseException as error:  # unknown code may raise anything
-            undo_patch(model)
-            if not isinstance(error, Exception) or is_out_of_memory(error):
-                raise  # the level is not at fault, so the slower next one is not tried
-            tried.append(f"level {patch.level}: {str(error).splitlines()[0]}")
-            continue
-        logger.warning("trl-packfa: no patch for model type '%s'; level %s checked and used.", name, patch.level)
-        return
-    raise UnsupportedModel(f"{refusal}\nTried on this model:", why=tried)
-
-
-def _require_exact(model: nn.Module) -> None:
+def _require_exact(model: nn.Module, state: PatchState) -> None:
     _require_weights(model)
-    state = find_state(model)
-    if state is not None and state.unpadding is not None:
-        _require_unpadded(model)
+    if state.unpadding is not None:
+        _require_unpadded(model, state)
         # The check of packed rows compares logits of an LM head.
         if inner_model(model).get_output_embeddings() is None:
             return  # a classifier gets padded batches only
     report = check(model)
     report.require_exact()
     logger.warning("trl-packfa: %s in %.1f s", report, report.seconds)
-    if state is not None:
-        state.report = replace(report, identity=proof_identity(model))
+    state.report = replace(report, identity=proof_identity(model))
 
 
-def _require_unpadded(model: nn.Module) -> None:
+def _require_unpadded(model: nn.Module, state: PatchState) -> None:
     """Require that padded batches give the same results with and without padding. Keep the report for [`describe`]."""
     _require_weights(model)
-    state = find_state(model)
-    assert state is not None
     report = check_unpadding(model)
     report.require_exact()
     state.unpadding_report = report
@@ -348,7 +357,7 @@ def describe(model: nn.Module) -> str:
         f"model type {model_type(model)} (patch from {state.patch.origin})",
         f"level: {state.patch.level}",
         "backbone: document boundaries are read once per call, no attention mask is built",
-        f"backend asked for: {state.backends.name}",
+        f"backend asked for: {state.options.backend}",
     ]
     if state.unpadding is not None:
         lines.append(f"padded batches: computed without padding, {state.unpadding_report}")
@@ -361,5 +370,5 @@ def describe(model: nn.Module) -> str:
         how = _how_it_runs(name, state)
         lines.append(f"{n} x {name}: {how}")
     lines += [f"backend used: {name} for {request.describe()}" for request, name in state.backends.resolved.items()]
-    lines += describe_lora(state.adapted, state.fused_lora)
+    lines += describe_lora(state.adapted, state.options.fused_lora)
     return "\n".join([*lines, *describe_kernels(state)])

@@ -47,7 +47,7 @@ def logits(model):
     """Packed and alone, as evaluation computes them."""
     docs = tiny.documents()
     alone = torch.cat([model(input_ids=ids[None]).logits[0] for ids in docs])
-    apply_patch(model, get_patch(model), "auto")
+    apply_patch(model, get_patch(model))
     return model(**tiny.batch(docs)).logits[0], alone
 
 

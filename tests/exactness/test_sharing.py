@@ -11,7 +11,7 @@ from trl_packfa.errors import ContaminationError
 from trl_packfa.exactness import check_unpadding
 from trl_packfa.layout import PackedLayout
 from trl_packfa.layout.shared_prefix import TokenGather
-from trl_packfa.patching.apply import apply_patch, find_state
+from trl_packfa.patching.apply import PatchOptions, apply_patch, find_state
 
 
 def shared(model):
@@ -100,7 +100,7 @@ def test_a_model_without_power_is_said_to_have_none():
     for name, parameter in model.named_parameters():
         if "o_proj" in name:
             torch.nn.init.zeros_(parameter)
-    apply_patch(model, get_patch(model), "auto", unpad=True, share_prefixes=True)
+    apply_patch(model, get_patch(model), PatchOptions(unpad=True, share_prefixes=True))
     assert check_unpadding(model).sharing.verdict == "no power"
 
 

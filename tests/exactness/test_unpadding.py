@@ -12,7 +12,7 @@ from trl_packfa import check, describe, patch
 from trl_packfa.errors import UnsupportedModel
 from trl_packfa.exactness import check_unpadding
 from trl_packfa.layout.padded_rows import PaddedRows
-from trl_packfa.patching.apply import find_state
+from trl_packfa.patching.apply import PatchOptions, find_state
 from trl_packfa.patching.rotary import RotaryOverride
 
 
@@ -71,7 +71,7 @@ def test_a_model_without_power_is_said_to_have_none():
     from trl_packfa.api import get_patch
     from trl_packfa.patching.apply import apply_patch
 
-    apply_patch(model, get_patch(model), "auto", unpad=True)
+    apply_patch(model, get_patch(model), PatchOptions(unpad=True))
     assert check_unpadding(model).verdict == "no power"
 
 

@@ -270,7 +270,7 @@ def test_overrides_for_a_cpu_are_put_on_models_that_lie_there_only():
     """Elsewhere their layers' checkpointing stays transformers' own, too."""
 
     def overridden(model):
-        state = apply_patch(model, get_patch(model), "auto")
+        state = apply_patch(model, get_patch(model))
         return Counter(type(override_in(module)).__name__ for module, slot, _ in state.edits)
 
     here, elsewhere = overridden(tiny.model(layers=2)), overridden(tiny.model(layers=2).to("meta"))
@@ -296,7 +296,7 @@ def test_a_patch_that_makes_two_dtypes_says_so():
         query, key, value = own(module, hidden_states, position_embeddings)
         return query.float(), key.float(), value
 
-    apply_patch(model, Patch(model_types=("llama",), backbone="LlamaModel", attention={"LlamaAttention": qkv}), "auto")
+    apply_patch(model, Patch(model_types=("llama",), backbone="LlamaModel", attention={"LlamaAttention": qkv}))
     with pytest.raises(PackingError, match=r"query, key and value of different dtypes: torch.float32, torch.float32"):
         model(**tiny.batch([torch.arange(1, 5), torch.arange(5, 9)]))
     with torch.autocast("cpu", torch.bfloat16):  # the backend casts

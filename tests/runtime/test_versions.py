@@ -93,7 +93,7 @@ def test_a_newer_release_is_checked_before_it_is_trusted(monkeypatch, newer):
     known = api.fingerprint(model)
     monkeypatch.setattr(api, "known_sources", lambda: {"llama": {known}})
     monkeypatch.setattr(api, "newer_than_tested", lambda: newer)
-    monkeypatch.setattr(api, "_require_exact", checks.append)
+    monkeypatch.setattr(api, "_require_exact", lambda model, state: checks.append(model))
     trl_packfa.patch(model)
     assert checks == [model] * len(newer)
 

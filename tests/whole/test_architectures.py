@@ -164,7 +164,7 @@ def test_a_window_that_only_the_mask_knows_is_refused():
 
     model = PhimoeForCausalLM(config)
     with pytest.raises(UnsupportedModel, match="limits attention to 4 tokens through its mask alone"):
-        apply_patch(model, Patch(model_types=("phimoe",)), "auto")
+        apply_patch(model, Patch(model_types=("phimoe",)))
     assert not any("forward" in vars(module) for module in model.modules())
 
 
@@ -210,7 +210,7 @@ def test_what_is_not_causal_under_padding_is_not_called_exact():
     from trl_packfa.patching.apply import apply_patch
 
     model = small_model("cpmant")
-    apply_patch(model, Patch(model_types=("cpmant",), rebatch=True), "auto")
+    apply_patch(model, Patch(model_types=("cpmant",), rebatch=True))
     assert check(model).verdict == "differs"
 
 
@@ -220,7 +220,7 @@ def test_a_stateful_mixer_beside_the_attention_fails_the_check():
     from trl_packfa.patching.apply import apply_patch
 
     model = small_model("minimax")
-    apply_patch(model, Patch(model_types=("minimax",)), "auto")
+    apply_patch(model, Patch(model_types=("minimax",)))
     report = check(model)
     assert report.verdict == "leak"
     assert report.first_leak is not None

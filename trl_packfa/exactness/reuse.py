@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+from dataclasses import astuple
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -106,19 +107,7 @@ def _in_order(value: Any) -> Any:
 
 def _patched(model: nn.Module) -> list[Any]:
     state = find_state(model)
-    return (
-        []
-        if state is None
-        else [
-            state.patch.origin,
-            state.patch.level,
-            state.backends.name,
-            state.fused_lora,
-            state.fused_kernels,
-            state.unpadding is not None,
-            state.unpadding is not None and state.unpadding.sharing is not None,
-        ]
-    )
+    return [] if state is None else [state.patch.origin, state.patch.level, *astuple(state.options)]
 
 
 def _forward(module: nn.Module) -> str:

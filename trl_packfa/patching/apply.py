@@ -59,19 +59,29 @@ from .unpadding import Unpadding
 _STATE = "_trl_packfa"
 
 
+@dataclass(frozen=True)
+class PatchOptions:
+    """The options of [`trl_packfa.patch`], which documents them."""
+
+    backend: str = "auto"
+    fused_lora: bool = True
+    fused_kernels: bool = True
+    unpad: bool = False
+    share_prefixes: bool = False
+
+
 @dataclass
 class PatchState:
     """Record of what was done to one model. It is kept on the model's backbone, so that copies of the model carry
     it."""
 
     patch: Patch
+    options: PatchOptions
     backends: BackendChoice
     attention: dict[str, nn.Module]
     windows: tuple[int | None, ...]
     mixers: dict[str, nn.Module] = field(default_factory=dict)
     native: dict[tuple[type, bool], tuple[str, ...]] = field(default_factory=dict)
-    fused_lora: bool = False
-    fused_kernels: bool = True
     adapted: list[nn.Module] = field(default_factory=list)
     edits: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     adapter_kinds: tuple[str, ...] = ()
@@ -90,40 +100,28 @@ def find_state(model: nn.Module) -> PatchState | None:
     return next((vars(module)[_STATE] for module in model.modules() if _STATE in vars(module)), None)
 
 
-def apply_patch(
-    model: nn.Module,
-    patch: Patch,
-    backend: str,
-    *,
-    fused_lora: bool = True,
-    fused_kernels: bool = True,
-    unpad: bool = False,
-    share_prefixes: bool = False,
-) -> PatchState:
-    """Patch this model instance in place.
-
-    With `unpad` padded batches run without their pads, too. With `share_prefixes` the rows of such a batch compute a
-    common prefix once. Every edit is prepared before any is made.
+def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = None) -> PatchState:
+    """Patch this model instance in place, and return what was done. Every edit is prepared before any is made.
 
     Raises:
         [`UnsupportedModel`]: if the modules that the patch names are not there, or attend in both directions.
         [`NoBackend`]: if there is no backend of that name.
     """
-    backends = BackendChoice(backend)
+    options = options or PatchOptions()
+    backends = BackendChoice(options.backend)
     backbone = find_backbone(model, patch)
     if patch.rebatch:
-        _require_own_attention(patch, backend)
+        _require_own_attention(patch, options.backend)
     attention = find_attention(backbone, patch)
     mixers = find_by_class(backbone, (*patch.mixers, *patch.masked_mixers, *patch.beside))
     windows, lora = windows_of(patch, backbone, attention), adapted_layers(model)
-    fused: dict[str, bool] = {"fused_lora": fused_lora, "fused_kernels": fused_kernels}
-    state = PatchState(patch, backends, attention, windows, mixers, adapted=lora, **fused)  # type: ignore[arg-type]
+    state = PatchState(patch, options, backends, attention, windows, mixers, adapted=lora)
     # Read from the `PeftModel` now: the modules below it, where the adapters run, do not know the adapters' configs.
     state.invocations = invocations_of(model)
     state.takes_images = backbone is text_decoder(model)
-    if unpad:
+    if options.unpad:
         generates = inner_model(model).get_output_embeddings() is not None
-        state.unpadding = Unpadding(_sharing(backbone, state) if share_prefixes else None, generates=generates)
+        state.unpadding = Unpadding(_sharing(backbone, state) if options.share_prefixes else None, generates=generates)
     for module in (backbone, *mixers.values()):
         require_in_packed_rows(module, by_document=patch.rebatch or module is not backbone)
     # Every refusal happens before the loop that sets the edits, so that a model is never patched in part.
@@ -209,11 +207,7 @@ def _apply_again(model: nn.Module, state: PatchState | None) -> None:
     """Patch a model as it was patched before; that patch was proven then."""
     if state is None:
         return
-    shares = state.unpadding is not None and state.unpadding.sharing is not None
-    again = apply_patch(
-        model, state.patch, state.backends.name, fused_lora=state.fused_lora, fused_kernels=state.fused_kernels,
-        unpad=state.unpadding is not None, share_prefixes=shares,
-    )  # fmt: skip
+    again = apply_patch(model, state.patch, state.options)
     again.adapter_kinds, again.unpadding_report = state.adapter_kinds, state.unpadding_report
 
 
@@ -233,7 +227,7 @@ def _plan_attention(state: PatchState) -> list[tuple[nn.Module, str, Any]]:
         names = class_names(module)
         if patch.attention:
             qkv = next(patch.attention[name] for name in names if name in patch.attention)
-            qkv = qkv if state.fused_kernels else PlainRotation(qkv)
+            qkv = qkv if state.options.fused_kernels else PlainRotation(qkv)
             override = AttentionOverride(module, _own_forward(module), patch=patch, qkv=qkv, backends=backends)
             planned.append((module, _forward_slot(module), override.as_forward()))
         elif not patch.functions.keys().isdisjoint(names):
@@ -288,9 +282,13 @@ def _plan_inside(backbone: nn.Module, state: PatchState) -> list[Override]:
     rotary = [module for module in backbone.modules() if depends_on_length(module)]
     overrides: list[Override] = [RotaryOverride(module, _own_forward(module)) for module in rotary]
     overrides += [_mixer_override(module, state) for module in state.mixers.values()]
-    options = {"fused": state.fused_lora, "by_liger": state.fused_kernels, "invocations": state.invocations}
+    options = {
+        "fused": state.options.fused_lora,
+        "by_liger": state.options.fused_kernels,
+        "invocations": state.invocations,
+    }
     when_packed: list[Override] = lora_overrides(backbone, _own_forward, **options)
-    if state.fused_kernels:
+    if state.options.fused_kernels:
         when_packed += kernel_overrides(backbone, taken={id(override.module) for override in when_packed})
     # These modules get neither the keyword nor the mask, so they read the context variable. With activation
     # checkpointing the backward pass recomputes a layer outside of the backbone's call: the layer sets the variable.

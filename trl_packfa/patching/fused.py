@@ -42,7 +42,7 @@ def describe_kernels(state: Any) -> list[str]:
     Modules that run the model's own code are not listed. If Liger cannot run on CUDA, a line gives the reason.
     """
     overrides = [override for module, slot, _ in state.edits if (override := override_in(module, slot)) is not None]
-    if not state.fused_kernels:
+    if not state.options.fused_kernels:
         return ["norms, rotation and SwiGLU: the model's own code (fused_kernels=False)"]
     found: Counter[tuple[str, str]] = Counter(kind for override in overrides for kind in _kinds(override))
     lines = [f"{n} x {what}: {how}, in packed calls" for (what, how), n in found.items()]

@@ -22,7 +22,7 @@ from ..layout import PackedLayout
 from ..layout.call_checks import host_positions
 from ..patches.base import Patch
 from ..patches.registry import find_patch_for_type
-from .apply import PatchState
+from .apply import PatchOptions, PatchState
 from .inspect import find_attention, find_backbone, inner_model, model_type, uses_interface, windows_of
 from .rotary import LENGTH_DEPENDENT
 
@@ -179,7 +179,7 @@ def named_state(model: nn.Module) -> PatchState:
             why=[error.what],
             do="Load it with attn_implementation='sdpa' and pass it to trl_packfa.patch(model).",
         ) from error
-    return PatchState(asked, CHOSEN.backends, attention, windows)
+    return PatchState(asked, PatchOptions(CHOSEN.backends.name, fused_lora=False), CHOSEN.backends, attention, windows)
 
 
 class _Chosen:
