@@ -91,6 +91,7 @@ class Unpadding:
             return None
         # Checked last: a batch of images without pads runs as it is.
         refuse_modalities(call, "a batch without its pads")
+        _refuse_other_rows(call, rows)
         return rows
 
     def noise_as_padded(
@@ -159,6 +160,25 @@ class Unpadding:
 def _modalities(call: dict[str, Any]) -> list[str]:
     """Return the names of the arguments with images or sounds."""
     return [name for name, value in call.items() if _MODALITIES.search(name) and value is not None]
+
+
+def _refuse_other_rows(call: dict[str, Any], rows: PaddedRows) -> None:
+    """Refuse arguments with a part for each row that is not a part for each token: their rows would be mixed up.
+
+    An example are the encoder states `(B, E, D)` of cross-attention to images.
+
+    Raises:
+        [`PackingError`]: with the arguments.
+    """
+    count, length = rows.shape
+    tensors = {name: value for name, value in call.items() if isinstance(value, torch.Tensor) and value.dim() > 1}
+    found = [name for name, value in tensors.items() if value.shape[0] == count and value.shape[1] != length]
+    if found and count > 1:
+        raise PackingError(
+            f"a batch without its pads cannot hold {', '.join(sorted(found))}.",
+            why=["it has a part for each row, and without pads all rows are one"],
+            do="Patch the model with unpad=False.",
+        )
 
 
 def refuse_modalities(call: dict[str, Any], what: str) -> None:
