@@ -243,7 +243,7 @@ def test_what_cannot_be_answered_is_refused():
     hole["attention_mask"][2, 4] = 0
     with pytest.raises(PackingError, match="the attention_mask has a hole: row 2"):
         model(**hole)
-    with pytest.raises(PackingError, match="pixel_values cannot run without its pads"):
+    with pytest.raises(PackingError, match="a batch without its pads cannot hold pixel_values"):
         model(**batch, pixel_values=torch.zeros(1, 3, 4, 4))
 
 

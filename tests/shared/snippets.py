@@ -4,6 +4,7 @@ import json
 import runpy
 
 import tiny
+import vision
 from tiny_models import small_model
 from training import FORMATS, rows
 from transformers import TrainingArguments
@@ -15,6 +16,7 @@ MODELS = {
     "Qwen/Qwen3-0.6B": "qwen3",
     "ibm-granite/granite-3.3-2b-base": "granite",
 }
+LLAVA, IMAGES = "llava-hf/llava-1.5-7b-hf", "trl-lib/llava-instruct-mix"
 PAIRS = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "1 2 3"} for row in rows(24)]
 DATASETS = {
     "trl-lib/tldr": rows(24),
@@ -31,6 +33,14 @@ def localize(text, folder):
             small_model(model_type, num_hidden_layers=2, intermediate_size=128).save_pretrained(path)
             tiny.tokenizer().save_pretrained(path)
             text = text.replace(f'"{name}"', repr(str(path)))
+    if LLAVA in text:
+        path = folder / "hub" / LLAVA.replace("/", "--")
+        vision.model().save_pretrained(path)
+        vision.processor().save_pretrained(path)
+        data = folder / "hub" / IMAGES.replace("/", "--")
+        data.mkdir(parents=True)
+        vision.messages().to_parquet(data / "train.parquet")
+        text = text.replace(f'"{LLAVA}"', repr(str(path))).replace(f'"{IMAGES}"', repr(str(data)))
     for name, data in DATASETS.items():
         if name in text:
             path = folder / "hub" / name.replace("/", "--")
