@@ -156,6 +156,6 @@ def refuse_data(dataset: Dataset | IterableDataset, *, name: str) -> None:
         raise InvalidDataset(
             f"the {name} dataset has a column '{images[0]}': a vision dataset cannot be packed.",
             why=["its processor tokenizes images during collation, so their number of tokens is not known before"],
-            do="Train it with TRL's trainer, without padding: trl_packfa.padding_free(SFTTrainer(...)). Or drop the "
+            do="Train it with TRL's trainer, without padding: trl_packfa.padding_free(trainer). Or drop the "
             "column to train on the text alone.",
         )
