@@ -1,4 +1,4 @@
-"""`PackedCall`: what the modules of one packed call need to know; the backbone makes it, [`find_call`] finds it below.
+"""`PackedCall` carries layout and tokens of one call; the backbone makes it, [`find_call`] finds it in modules below.
 
 No single way reaches all modules, so the backbone sends it by three:
 - the keyword `packed_call`, to layers that take further keywords. With activation checkpointing a backward pass
@@ -28,7 +28,7 @@ KEYWORD = "packed_call"
 
 @dataclass(frozen=True, eq=False)
 class PackedCall:
-    """What the modules of one call of a patched model need to know.
+    """The facts about one call of a patched model that its modules need.
 
     Args:
         layout ([`PackedLayout`], *optional*):

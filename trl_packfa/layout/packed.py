@@ -43,7 +43,7 @@ class LayoutSizes(NamedTuple):
 # Layouts are compared by identity (no `eq`), because `==` of their tensors is no bool.
 @dataclass(frozen=True, eq=False)
 class AttentionLayout:
-    """Who attends to whom in one attention call: segment i of the queries attends to segment i of the keys.
+    """The queries and keys of one attention call: segment i of the queries attends to segment i of the keys.
 
     A segment may have more keys than queries. Its queries are then the last tokens of its keys.
 
@@ -67,7 +67,7 @@ class AttentionLayout:
 
     @property
     def has_own_keys(self) -> bool:
-        """Whether keys have segments of their own, longer than those of the queries."""
+        """True if keys have segments of their own, longer than those of the queries."""
         return self.keys is not self.queries
 
     def gather_keys(self, packed: torch.Tensor) -> torch.Tensor:
@@ -256,12 +256,12 @@ class PackedLayout:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether documents share prefixes that the row holds once."""
+        """True if documents share prefixes that the row holds once."""
         return self.documents is not None
 
     @cached_property  # every layer reads it
     def attention(self) -> AttentionLayout:
-        """Who attends to whom: each token to the earlier tokens of its document and to itself."""
+        """The attention layout: each token attends to the earlier tokens of its document and to itself."""
         # Not `self`: the two would refer to each other, and live until Python's garbage collector runs.
         queries, device = PackedLayout(self.cu_seqlens, self.lengths), self.cu_seqlens.device
         if self.documents is None:

@@ -176,11 +176,21 @@ class PaddedRows:
         return {name: self._take_argument(value) for name, value in call.items() if name != "attention_mask"}
 
     def _take_argument(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[:2] == self.shape:
-            return self.take(value)
-        if isinstance(value, torch.Tensor) and value.dim() == 3 and value.shape[1:] == self.shape:
-            return torch.cat([self.take(axis) for axis in value])[:, None]  # (3, B, L): time, height, width
-        return value
+        axis = self._row_axis(value)
+        if axis is None:
+            return value
+        return self.take(value) if axis == 0 else torch.cat([self.take(kind) for kind in value])[:, None]
+
+    def _row_axis(self, value: Any) -> int | None:
+        """Return the axis of the rows in an argument per token, `None` for any other argument.
+
+        It is 0 in `(B, L, ...)`, and 1 in `(3, B, L)`, where kinds of positions (time, height, width) come first.
+        """
+        if not isinstance(value, torch.Tensor) or value.dim() < 2:
+            return None
+        if value.shape[:2] == self.shape:
+            return 0
+        return 1 if value.dim() == 3 and value.shape[1:] == self.shape else None
 
     def row_of_call(self, call: Mapping[str, Any], row: int) -> dict[str, Any]:
         """Return a call's arguments for one row by itself, without its pads.
@@ -191,13 +201,11 @@ class PaddedRows:
         part = slice(self.starts[row], self.starts[row] + self.lengths[row])
         own: dict[str, Any] = {}
         for name, value in call.items():
-            is_tensor = isinstance(value, torch.Tensor)
-            if is_tensor and value.shape[:2] == self.shape and name not in ("attention_mask", "position_ids"):
-                own[name] = value[row : row + 1, part]
-            elif is_tensor and value.dim() == 3 and value.shape[1:] == self.shape:
+            axis = self._row_axis(value)
+            if axis == 1:
                 own[name] = value[:, row : row + 1, part]
-            elif not (is_tensor and value.shape[:2] == self.shape):
-                own[name] = value
+            elif name not in ("attention_mask", "position_ids"):
+                own[name] = value if axis is None else value[row : row + 1, part]
         # Features of images for single layers, one for each place in the mask, in the order of the rows.
         places, features = call.get("visual_pos_masks"), call.get("deepstack_visual_embeds")
         if places is not None and features is not None:

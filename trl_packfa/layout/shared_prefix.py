@@ -1,4 +1,4 @@
-"""Copies of a row's tokens: what is gathered where documents share a prefix that the row holds only once.
+"""Copy a row's tokens where documents share a prefix that the row holds only once.
 
 A prompt with two answers is three segments of a row and two documents. Attention needs the prompt's keys once for each
 answer. Other code needs whole documents, each with its own copy of the prompt.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,11 +91,6 @@ class TokenGather:
         if _by_index(copies):
             return copies.index_select(0, self.first_index)
         return _TakeFirst.apply(copies, self)  # type: ignore[return-value]
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenGather:
-        """Return these copies with their indices on `device`."""
-        index, first_index = (x.to(device, non_blocking=non_blocking) for x in (self.index, self.first_index))
-        return replace(self, index=index, first_index=first_index)
 
 
 def require_prefixes(documents: Sequence[tuple[int, ...]], segments: int) -> None:

@@ -81,8 +81,7 @@ class Unpadding:
         rows = rows_of(mask)
         as_rows(call, rows.shape)
         self._count(rows)
-        brought = _modalities(call)
-        shared = None if self.sharing is None or brought else self.sharing.rows_of(call, rows, module)
+        shared = None if self.sharing is None or _modalities(call) else self.sharing.rows_of(call, rows, module)
         if shared is not None:
             self.shared += shared.num_tokens - shared.num_packed
             return shared

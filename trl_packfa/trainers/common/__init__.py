@@ -1,1 +1,1 @@
-"""What the trainers share: fields, models, datasets, step cutting, checkpoints, run folder, memory and speed."""
+"""Code that all trainers share: fields, models, datasets, step cutting, checkpoints, run folder, memory and speed."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ...packing import Strategy
 
     class _Base(ModelConfig, TrainingArguments):
-        """What type checkers see: every trainer's config also is TRL's, with these fields.
+        """The base class for type checkers only: every trainer's config also is TRL's, with these fields.
 
         At run time `CommonConfig` must not inherit from `TrainingArguments`. Its dataclass would then bring that
         class's defaults, which win over those of TRL's config.
