@@ -42,9 +42,10 @@ docs: $(VENV)/installed
 gpu-kit: $(VENV)/installed
 	$(BIN)/python benchmarks/gpu/prepare.py
 
-# torch first: its CPU build is a fraction of what a later requirement could pull in.
+# torch first: its CPU build is a fraction of what a later requirement could pull in. Python compiles a module when it
+# is first imported; most of them never are.
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install torch==2.13.0
-	$(BIN)/pip install -e '.[tested,plots,dev]'
+	$(BIN)/pip install --no-compile torch==2.13.0
+	$(BIN)/pip install --no-compile -e '.[tested,plots,dev]'
 	touch $@

@@ -4,6 +4,8 @@ import os
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# The suite runs one process per core; so do the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from pathlib import Path, PurePath
 
@@ -22,7 +24,9 @@ SHARED = [str(TESTS / "shared"), str(TESTS.parent / "tools")]
 os.environ["PYTHONPATH"] = os.pathsep.join([*SHARED, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 # Files whose tests share a launch of several processes.
-LAUNCHED_ONCE = {"test_distributed", "test_kills"}
+LAUNCHED_ONCE = {"test_distributed", "test_kills", "test_distributed_preference", "test_zero3"}
+# These tests take minutes. They begin first, or one of them would run alone at the end, beside an idle core.
+LONGEST = [*sorted(LAUNCHED_ONCE), "test_gpu_stages", "test_soak", "test_compile"]
 
 try:
     from hypothesis import settings
@@ -51,6 +55,11 @@ class OneLaunchOneWorker(LoadScopeScheduling):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     return OneLaunchOneWorker(config, log)
+
+
+def pytest_collection_modifyitems(items):
+    """Order the longest tests first."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
 
 
 def pytest_collection_finish():

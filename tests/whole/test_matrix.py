@@ -1,27 +1,19 @@
-"""The matrix of architectures: made by running them, resumable, and what is committed is what running gives."""
+"""The matrix of architectures: made by running them, resumable, and what is committed is what running gives.
+
+`test_architectures.py` runs the types that a patch serves, this file the others.
+"""
 
 import json
 
 import pytest
 import support_matrix as matrix
+from committed import assert_is_what_is_committed, measured
+from test_architectures import SERVED
+from tiny_models import all_types
 
 from trl_packfa.cli.main import main
 from trl_packfa.errors import PackingError
-from trl_packfa.patches.measured import measured_transformers, results
-
-COMPARED = ("verdict", "level", "unpatched", "by_document", "why")
-
-
-def assert_is_what_is_committed(found):
-    """The levels are those of the newest version that was measured; each version has fingerprints of its own."""
-    installed = found["versions"]["transformers"]
-    is_newest = installed == measured_transformers()[-1]
-    for name, result in found["types"].items():
-        committed = results()[name]
-        assert result["sources"].get(installed) == committed["sources"].get(installed), name
-        assert result["verdict"] == committed["verdict"], name
-        if is_newest:
-            assert [result.get(key) for key in COMPARED] == [committed.get(key) for key in COMPARED], name
+from trl_packfa.patches.measured import results
 
 
 def test_every_version_keeps_its_fingerprints_and_the_newest_the_say():
@@ -92,8 +84,6 @@ def test_the_table_for_people_and_for_programs(capsys):
     assert "granitemoehybrid" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_running_gives_what_is_committed(tmp_path):
-    found = matrix.run(tmp_path / "models.json", jobs=2, seen=lambda name, result: None)
-    assert found["types"].keys() <= results().keys()
-    assert_is_what_is_committed(found)
+@pytest.mark.parametrize("model_type", sorted({*all_types()} - {*SERVED}))
+def test_running_gives_what_is_committed(model_type):
+    assert_is_what_is_committed(measured(model_type))
