@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # CPU timing: keep large tensors in the heap, where they are reused, instead of mapping each afresh.
 export MALLOC_MMAP_THRESHOLD_ := 4294967296
 export MALLOC_TRIM_THRESHOLD_ := 68719476736
+# Python compiles a module when it is first imported; most modules of the packages never are.
+export PIP_COMPILE := 0
 
 .PHONY: help demo test test-all test-versions lint docs gpu-kit
 
@@ -42,10 +44,9 @@ docs: $(VENV)/installed
 gpu-kit: $(VENV)/installed
 	$(BIN)/python benchmarks/gpu/prepare.py
 
-# torch first: its CPU build is a fraction of what a later requirement could pull in. Python compiles a module when it
-# is first imported; most of them never are.
+# torch first: its CPU build is a fraction of what a later requirement could pull in.
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --no-compile torch==2.13.0
-	$(BIN)/pip install --no-compile -e '.[tested,plots,dev]'
+	$(BIN)/pip install torch==2.13.0
+	$(BIN)/pip install -e '.[tested,plots,dev]'
 	touch $@

@@ -13,7 +13,6 @@ from tiny_models import all_types
 
 from trl_packfa.cli.main import main
 from trl_packfa.errors import PackingError
-from trl_packfa.patches.measured import results
 
 
 def test_every_version_keeps_its_fingerprints_and_the_newest_the_say():
