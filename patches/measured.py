@@ -16,6 +16,8 @@ from typing import Any
 from torch import nn
 
 RESULTS = Path(__file__).with_name("models.json")
+# Of the types with images or sounds, made by `tools/composite_matrix.py`.
+COMPOSITES = Path(__file__).with_name("composites.json")
 
 
 @cache
@@ -26,6 +28,12 @@ def _committed() -> dict[str, Any]:
 def results() -> dict[str, dict[str, Any]]:
     """Return the committed results by model type, for the newest measured transformers."""
     return _committed()["types"]
+
+
+@cache
+def composites() -> dict[str, Any]:
+    """Return the committed results of the types with images or sounds: `versions`, and `types` by model type."""
+    return json.loads(COMPOSITES.read_text(encoding="utf-8"))
 
 
 def measured_transformers() -> tuple[str, ...]:

@@ -343,8 +343,8 @@ def test_key_value_heads_are_copied_only_where_no_fused_kernel_shares_them(flash
     monkeypatch.setattr(sdpa_module, "can_use_efficient_attention", lambda call: efficient_takes)
     query, key = (SimpleNamespace(shape=(1, heads, 9, 16), device=CUDA, dtype=BF16) for heads in (8, 2))
     monkeypatch.setattr(sdpa_module, "cast_to_autocast_dtype", lambda *tensors: tensors)
-    assert sdpa_module._shares_heads(query, key, key, None, 0.0) == (flash_takes or efficient_takes)
-    assert not sdpa_module._shares_heads(query, query, query, None, 0.0)
+    assert sdpa_module._shares_heads(query, key, key, None, 0.0, True) == (flash_takes or efficient_takes)
+    assert not sdpa_module._shares_heads(query, query, query, None, 0.0, True)
 
 
 def test_projections_that_lie_in_one_are_not_copied(monkeypatch):

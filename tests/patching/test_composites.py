@@ -6,6 +6,7 @@ import pytest
 import tiny
 import torch
 import vision
+from tiny_models.composites import small_composite
 from tolerance import assert_float32, differs
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
@@ -141,39 +142,14 @@ def test_negative_control_rows_that_see_each_other(name, monkeypatch):
     assert differs(run(model, inputs)[1], logits)
 
 
-def gemma3():
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
-
-    seen = {
-        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
-        "patch_size": 8,
-    }  # fmt: skip
-    text = {**TEXT, "head_dim": 8, "sliding_window": 64}
-    config = Gemma3Config(text_config=text, vision_config=seen, mm_tokens_per_image=4, image_token_index=IMAGE)
-    torch.manual_seed(0)
-    return Gemma3ForConditionalGeneration(config).train()
-
-
-def test_a_model_that_masks_its_images_runs_text_only():
-    """Tokens of an image see each other there, by a mask that the whole model makes."""
-    stock = gemma3()
-    model = patch(copy.deepcopy(stock), unpad=True)
-    assert not find_state(model).takes_images
-    ids = torch.randint(6, 60, (2, 9), generator=torch.Generator().manual_seed(3))
-    mask = torch.tensor([[1] * 9, [1] * 5 + [0] * 4])
-    with torch.no_grad():
-        text = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        assert_float32(text[0], stock(input_ids=ids[:1], use_cache=False).logits[0].double())
-    with pytest.raises(PackingError, match="a batch without its pads cannot hold pixel_values"):
-        model(input_ids=ids, attention_mask=mask, pixel_values=torch.zeros(1, 3, 16, 16), use_cache=False)
-
-
 def test_arguments_by_row_are_refused():
-    model = patch(build("llava"), unpad=True)
+    """Without pads all rows are one, and each would see the images of all."""
+    model = patch(small_composite("mllama"), unpad=True)
     decoder = model.model.language_model
-    embeds, mask = torch.zeros(2, 5, 32), torch.tensor([[1] * 5, [1, 1, 1, 0, 0]])
+    hidden = decoder.config.hidden_size
+    embeds, mask = torch.zeros(2, 5, hidden), torch.tensor([[1] * 5, [1, 1, 1, 0, 0]])
     with pytest.raises(PackingError, match="cannot hold cross_attention_states"):
-        decoder(inputs_embeds=embeds, attention_mask=mask, cross_attention_states=torch.zeros(2, 3, 32))
+        decoder(inputs_embeds=embeds, attention_mask=mask, cross_attention_states=torch.zeros(2, 3, hidden))
 
 
 def test_packed_rows_hold_text_only():

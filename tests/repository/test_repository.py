@@ -172,6 +172,20 @@ def test_a_page_holds_the_generated_table_of_models():
     assert len(exact) >= 188 and not [r for r in results().values() if r["verdict"] not in ("exact", "refused")]
 
 
+def test_a_page_holds_the_generated_table_of_types_with_images():
+    from trl_packfa.cli.composite_table import markdown
+    from trl_packfa.patches.measured import composites
+
+    types = composites()["types"]
+    page = (ROOT / "docs" / "models.md").read_text()
+    block = page.split("<!-- generated: trl-packfa models --images --markdown -->\n")[1].split("\n<!-- end -->")[0]
+    assert block == markdown(types)
+    exact = [name for name, result in types.items() if result["verdict"] == "exact"]
+    assert f"Of the {len(types)} types" in page and f"{len(exact)} are exact:" in page
+    assert f"{len(exact)} types were measured exact" in (ROOT / "CHANGELOG.md").read_text()
+    assert {result["verdict"] for result in types.values()} <= {"exact", "text only", "refused", "not built"}
+
+
 def test_a_page_holds_the_generated_table_of_adapters():
     from trl_packfa.adapters import table
 

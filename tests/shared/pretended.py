@@ -20,13 +20,13 @@ require_longest.register_fake(lambda query, cu_seqlens, longest: torch.empty_lik
 require_longest.register_autograd(lambda ctx, grad: (grad, None, None))
 
 
-def _attend_apart(q, k, v, cu_q, cu_k, scale, window):
-    layout = AttentionLayout(*(PackedLayout.from_cu_seqlens(offsets) for offsets in (cu_q, cu_k)))
+def _attend_apart(q, k, v, cu_q, cu_k, scale, window, causal):
+    layout = AttentionLayout(*(PackedLayout.from_cu_seqlens(offsets) for offsets in (cu_q, cu_k)), causal)
     return get_backend("reference")(q, k, v, AttentionArguments(scaling=scale, sliding_window=window).on(layout))
 
 
 # As libraries and not as `custom_op`, in whose functions autograd cannot be used.
-_QKV, _OPTIONS = "Tensor q, Tensor k, Tensor v", "Tensor cu_q, Tensor cu_k, float scale, int? window"
+_QKV, _OPTIONS = "Tensor q, Tensor k, Tensor v", "Tensor cu_q, Tensor cu_k, float scale, int? window, bool causal"
 torch.library.define("trl_packfa_tests::attend_apart", f"({_QKV}, {_OPTIONS}) -> Tensor")
 torch.library.define(
     "trl_packfa_tests::attend_apart_backward", f"(Tensor grad, {_QKV}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)"
@@ -48,13 +48,14 @@ def _backward(grad, q, k, v, *options):
 
 
 def _save(ctx, inputs, output):
-    *tensors, ctx.scale, ctx.window = inputs
+    *tensors, ctx.scale, ctx.window, ctx.causal = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _differentiate(ctx, grad):
-    by_qkv = torch.ops.trl_packfa_tests.attend_apart_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window)
-    return *by_qkv, None, None, None, None
+    options = (ctx.scale, ctx.window, ctx.causal)
+    by_qkv = torch.ops.trl_packfa_tests.attend_apart_backward(grad, *ctx.saved_tensors, *options)
+    return *by_qkv, None, None, None, None, None
 
 
 _NAME = "trl_packfa_tests::attend_apart"
@@ -67,7 +68,7 @@ def pretend(monkeypatch, backend):
     """Let this backend run on the CPU during a test; return the list of dtypes that its kernel is called with."""
     dtypes = []
 
-    def attend(q, k, v, cu_seqlens, cu_seqlens_k, longest, longest_k, scale, window):
+    def attend(q, k, v, cu_seqlens, cu_seqlens_k, longest, longest_k, scale, window, causal):
         if not torch.compiler.is_compiling():
             dtypes.append(q.dtype)
         if q.dtype not in (torch.float16, torch.bfloat16) or not q.dtype == k.dtype == v.dtype:
@@ -80,17 +81,23 @@ def pretend(monkeypatch, backend):
             raise RuntimeError("the kernel takes boundaries in int32, and heads that lie in one piece")
         window = window + 1 if window >= 0 else None
         q = require_longest(q, cu_seqlens, longest)
-        if cu_seqlens_k is not cu_seqlens:
+        if cu_seqlens_k is not cu_seqlens or not causal:
             k = require_longest(k, cu_seqlens_k, longest_k)
-            return torch.ops.trl_packfa_tests.attend_apart(q, k, v, cu_seqlens, cu_seqlens_k, scale, window)
+            return torch.ops.trl_packfa_tests.attend_apart(q, k, v, cu_seqlens, cu_seqlens_k, scale, window, causal)
         return torch.ops.trl_packfa.attend(q, k, v, None, cu_seqlens, "reference", scale, window, None)
 
     def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
-        return attend(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size[0])
+        left, right = window_size
+        if right not in (0, left):
+            raise RuntimeError(f"such a window is not asked for: {window_size}")
+        return attend(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale, left, right == 0)
 
     def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                                softmax_scale=None, causal=False, window_size=(-1, -1)):  # fmt: skip
-        return attend(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, window_size[0])
+        left, right = window_size
+        if right not in ((-1, 0) if causal else (left,)):
+            raise RuntimeError(f"such a window is not asked for: {window_size}, causal={causal}")
+        return attend(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, left, causal)
 
     on_any_device(monkeypatch, {"varlen": varlen.VarlenBackend, "flash": flash.FlashBackend}[backend])
     monkeypatch.setattr(varlen, "_varlen_attn", varlen_attn)

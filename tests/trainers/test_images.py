@@ -6,14 +6,14 @@ import torch
 import trl
 import vision
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from selection import in_full
 from tolerance import TRAJECTORY
 from training import arguments
 from trl_trainers import ROUNDED, differences, train
 
 import trl_packfa
-from trl_packfa.errors import InvalidDataset
+from trl_packfa.errors import InvalidConfig, InvalidDataset, UnsupportedModel
 from trl_packfa.patching.apply import find_state
 
 STEPS = 4
@@ -68,9 +68,67 @@ def test_it_trains_as_padded(kind, lora, tmp_path):
     assert run.first_calls.keys() == run.models.keys()
 
 
-def test_packed_trainers_say_how_images_train_without_padding(tmp_path):
-    args = arguments(trl_packfa.PackedSFTConfig, tmp_path, max_length=64)
+def packed(out, args=trl_packfa.PackedSFTConfig, *, data=None, model=None, **options):
+    """Build a `PackedSFTTrainer` on images."""
+    options = {"max_length": None, "learning_rate": 1e-4, "max_steps": STEPS, **options}
+    return trl_packfa.PackedSFTTrainer(
+        model or vision.model(),
+        args=arguments(args, out, **options),
+        train_dataset=data or vision.messages(),
+        processing_class=vision.processor(),
+    )
+
+
+@pytest.mark.parametrize("config", [trl_packfa.PackedSFTConfig, trl.SFTConfig])
+def test_the_packed_trainer_trains_as_padded(config, tmp_path):
+    """One line: TRL's micro-batches, without their pads."""
+    own = {"use_peft": False} if config is trl_packfa.PackedSFTConfig else {}
+    expected = train(build("messages", tmp_path))
+    trainer = packed(tmp_path, config, **own)
+    if config is trl.SFTConfig:  # a swap of the class trains an adapter by default
+        assert isinstance(trainer.model, PeftModel)
+        return
+    logs = train(trainer)
+    worst = {name: found for name, found in differences(expected, logs).items() if found > TRAJECTORY}
+    assert worst.keys() <= set(ROUNDED), worst
+    assert max(entry["padding_saved"] for entry in logs) > 0.05
+    assert trainer.trl_packfa_padding_free.first_calls["model"].difference < 1e-5
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_the_default_adapter_is_on_the_text_decoder(by_name, tmp_path):
+    model = vision.model()
+    if by_name:
+        model.save_pretrained(tmp_path / "model")
+        model = str(tmp_path / "model")
+    trainer = packed(tmp_path / "out", model=model)
+    adapted = [name for name, _ in trainer.model.named_modules() if name.endswith("lora_A")]
+    assert len(adapted) == 2 * 7 and all("language_model" in name for name in adapted)
+    assert max(entry["padding_saved"] for entry in train(trainer)) > 0.05
+    towers = packed(tmp_path / "towers", lora_target_modules=["q_proj", "v_proj"])
+    assert any("vision" in name for name, _ in towers.model.named_modules() if name.endswith("lora_A"))
+
+
+def test_rows_are_not_filled_with_images(tmp_path):
+    for options in ({"packing_strategy": "bfd", "max_length": 64}, {"packing_strategy": "wrapped", "max_length": 64}):
+        with pytest.raises(InvalidConfig, match="rows cannot be filled before training: the dataset has images"):
+            packed(tmp_path, **options)
+    with pytest.raises(InvalidConfig, match="packing_strategy='minibatch'"):
+        packed(tmp_path, trl.SFTConfig, packing=True, max_length=64)
+
+
+def test_a_model_that_runs_text_only_is_refused_by_name_or_trained_padded(tmp_path, monkeypatch):
+    monkeypatch.setattr("trl_packfa.api.text_decoder", lambda model: None)
+    with pytest.raises(UnsupportedModel, match=r"cannot run without its pads(?s:.*)runs only text without its pads"):
+        packed(tmp_path)
+    trainer = packed(tmp_path, trl.SFTConfig)
+    assert find_state(trainer.model) is None and not isinstance(trainer.model, PeftModel)
+    assert "padding_saved" not in train(trainer)[0]
+
+
+def test_packed_preference_trainers_say_how_images_train_without_padding(tmp_path):
+    args = arguments(trl_packfa.PackedDPOConfig, tmp_path, max_length=64)
     with pytest.raises(InvalidDataset, match=r"vision dataset cannot be packed(?s:.*)padding_free\(trainer\)"):
-        trl_packfa.PackedSFTTrainer(
-            vision.model(), args=args, train_dataset=vision.messages(), processing_class=vision.processor()
+        trl_packfa.PackedDPOTrainer(
+            vision.model(), args=args, train_dataset=pairs(), processing_class=vision.processor()
         )

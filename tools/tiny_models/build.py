@@ -9,7 +9,7 @@ from itertools import cycle, islice
 from typing import Any, cast
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tiny_models.sizes import DEPTH, GENERIC, NOT_BUILDABLE
@@ -36,7 +36,7 @@ def small_config(model_type: str, **changes: Any) -> PreTrainedConfig:
         raise UnsupportedModel(f"No small text model of type {model_type!r} can be built.", why=[reason])
     attention = changes.pop("attn_implementation", None)
     cls = CONFIG_MAPPING[model_type]
-    config = _config(cls, {"text_config": changes} if "text_config" in _parts(cls) else changes)
+    config = config_of(cls, {"text_config": changes} if "text_config" in _parts(cls) else changes)
     if attention is not None:
         config._attn_implementation = attention
     return config
@@ -60,11 +60,14 @@ def small_model(model_type: str, *, seed: int = 0, **changes: Any) -> PreTrained
     return model
 
 
-def _config(cls: type[PreTrainedConfig], changes: Mapping[str, Any]) -> PreTrainedConfig:
+def config_of(
+    cls: type[PreTrainedConfig], changes: Mapping[str, Any], generic: Mapping[str, Any] = GENERIC
+) -> PreTrainedConfig:
+    """Return a config of this class with the small sizes of the tables; `generic` holds those of all classes."""
     default = cls()
     special = deepcopy(SPECIAL.get(cls.model_type, {}))  # config classes modify the lists and dicts that they get
     known = {name for base in cls.__mro__ for name in getattr(base, "__annotations__", {})}
-    sizes = {name: size for name, size in GENERIC.items() if name in known or name in cls.attribute_map}
+    sizes = {name: size for name, size in generic.items() if name in known or name in cls.attribute_map}
     if "kv_lora_rank" in known and "num_key_value_heads" in known:
         # Latent attention expands its keys to all heads.
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
@@ -76,9 +79,12 @@ def _config(cls: type[PreTrainedConfig], changes: Mapping[str, Any]) -> PreTrain
     if (depth := changes.get("num_hidden_layers", DEPTH)) != DEPTH:
         lists = {name: kinds for name, kinds in sizes.items() if isinstance(kinds, list) and len(kinds) == DEPTH}
         sizes |= {name: list(islice(cycle(kinds), depth)) for name, kinds in lists.items()}
-    for name in _parts(cls):
-        if (part := getattr(default, name, None)) is not None:
-            sizes[name] = _config(type(part), {**special.get(name, {}), **changes.get(name, {})})
+    for name, kind in _parts(cls).items():
+        part = getattr(default, name, None)
+        if part is not None or (name in changes and kind is not AutoConfig):
+            sizes[name] = config_of(
+                kind if part is None else type(part), {**special.get(name, {}), **changes.get(name, {})}, generic
+            )
     return cls(**{**sizes, **{name: value for name, value in changes.items() if name not in _parts(cls)}})
 
 

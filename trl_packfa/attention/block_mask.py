@@ -23,7 +23,7 @@ BLOCK = 128  # tokens; the block size of flex_attention's kernels
 
 
 def block_mask(layout: AttentionLayout, sliding_window: int | None) -> BlockMask:
-    """Make the block mask of causal attention inside each segment, with or without a sliding window.
+    """Make the block mask of attention inside each segment, causal or not, with or without a sliding window.
 
     The host does not wait for the device.
     """
@@ -31,7 +31,7 @@ def block_mask(layout: AttentionLayout, sliding_window: int | None) -> BlockMask
     tokens, device = queries.num_tokens, queries.cu_seqlens.device
     block_R = torch.arange(-(-tokens // BLOCK), dtype=torch.int32, device=device)
     step_M = torch.arange(-(-keys.num_tokens // BLOCK), dtype=torch.int32, device=device)
-    begin_R, whole_R, rest_R, stop_R = (x[:, None] for x in _visible_blocks(block_R, queries, keys, sliding_window))
+    begin_R, whole_R, rest_R, stop_R = (x[:, None] for x in _visible_blocks(block_R, layout, sliding_window))
     partial_RM = begin_R + step_M
     partial_RM = torch.where(partial_RM < whole_R, partial_RM, partial_RM + (rest_R - whole_R)).clamp(max=step_M[-1])
     whole_RM = (whole_R + step_M).clamp(max=step_M[-1])
@@ -42,8 +42,8 @@ def block_mask(layout: AttentionLayout, sliding_window: int | None) -> BlockMask
         numbers[1][None, None, :, 0],
         whole_RM[None, None],
         BLOCK_SIZE=BLOCK,
-        mask_mod=_keys_before(queries, sliding_window, keys)
-        if layout.has_own_keys
+        mask_mod=_keys_between(layout, sliding_window)
+        if layout.has_own_keys or not layout.causal
         else _same_document(queries, sliding_window),
         seq_lengths=(tokens, keys.num_tokens),
     )
@@ -60,13 +60,10 @@ def _same_document(layout: PackedLayout, sliding_window: int | None) -> Callable
     return allow
 
 
-def _keys_before(layout: PackedLayout, sliding_window: int | None, keys: PackedLayout) -> Callable[..., torch.Tensor]:
-    """Make the function that allows pairs of query and key if keys have their own layout.
-
-    A query may attend to all keys from its first to its last one.
-    """
-    query_T = torch.arange(layout.num_tokens, device=layout.cu_seqlens.device)
-    first_T, last_T = _seen_keys(query_T, layout, keys, sliding_window)
+def _keys_between(layout: AttentionLayout, sliding_window: int | None) -> Callable[..., torch.Tensor]:
+    """Make the function that allows pairs of query and key by the first and the last key that each query sees."""
+    query_T = torch.arange(layout.queries.num_tokens, device=layout.queries.cu_seqlens.device)
+    first_T, last_T = _seen_keys(query_T, layout, sliding_window)
 
     def allow(batch: torch.Tensor, head: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         return (kv >= first_T[q]) & (kv <= last_T[q])
@@ -75,17 +72,16 @@ def _keys_before(layout: PackedLayout, sliding_window: int | None, keys: PackedL
 
 
 def _visible_blocks(
-    block_R: torch.Tensor, layout: PackedLayout, keys: PackedLayout, sliding_window: int | None
+    block_R: torch.Tensor, layout: AttentionLayout, sliding_window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the range of visible key blocks for each block of queries, as four block numbers.
 
     They are the first block that some query sees, the first block that all queries see whole, the first block after
     the whole ones, and the first block after all visible ones.
     """
-    first_R, last_R = block_R * BLOCK, (block_R + 1) * BLOCK - 1
+    first_R, last_R, tokens = block_R * BLOCK, (block_R + 1) * BLOCK - 1, layout.queries.num_tokens
     (begin_R, whole_until_R), (whole_from_R, end_R) = (
-        _seen_keys(query_R.clamp(max=layout.num_tokens - 1), layout, keys, sliding_window)
-        for query_R in (first_R, last_R)
+        _seen_keys(query_R.clamp(max=tokens - 1), layout, sliding_window) for query_R in (first_R, last_R)
     )
     # Example: documents of 200 and 100 tokens, blocks of 128. The last query of each block sees keys from
     # [0, 200, 200] on, so whole blocks begin at [0, 2, 2]. The first query of each block sees keys up to
@@ -94,17 +90,21 @@ def _visible_blocks(
     whole_R, rest_R = (whole_from_R + BLOCK - 1) // BLOCK, (whole_until_R + 1) // BLOCK
     stop_R = end_R // BLOCK + 1
     # A block that is not full of queries needs the test of single pairs.
-    none = (rest_R <= whole_R) | (last_R >= layout.num_tokens)
+    none = (rest_R <= whole_R) | (last_R >= tokens)
     return begin_R // BLOCK, torch.where(none, stop_R, whole_R), torch.where(none, stop_R, rest_R), stop_R
 
 
 def _seen_keys(
-    query_R: torch.Tensor, layout: PackedLayout, keys: PackedLayout, sliding_window: int | None
+    query_R: torch.Tensor, layout: AttentionLayout, sliding_window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the indices of the first and of the last key that each of these queries sees."""
     # With offsets [0, 3, 5], tokens [0, 2, 3, 4] belong to documents [0, 0, 1, 1]. If the offsets of the keys are
-    # [0, 3, 8], queries 3 and 4 see keys from 3 up to 6 and 7.
-    document_R = torch.searchsorted(layout.cu_seqlens[1:-1], query_R, right=True)
-    last_R = keys.cu_seqlens[1:][document_R] - layout.cu_seqlens[1:][document_R] + query_R
-    first_R = keys.cu_seqlens[:-1][document_R]
-    return first_R if sliding_window is None else first_R.maximum(last_R - sliding_window + 1), last_R
+    # [0, 3, 8], queries 3 and 4 see keys from 3 up to 6 and 7; without causality, both see keys up to 7.
+    queries, keys = layout.queries.cu_seqlens, layout.keys.cu_seqlens
+    document_R = torch.searchsorted(queries[1:-1], query_R, right=True)
+    first_R, end_R = keys[:-1][document_R], keys[1:][document_R] - 1
+    own_R = end_R + 1 - queries[1:][document_R] + query_R
+    last_R = own_R if layout.causal else end_R
+    if sliding_window is None:
+        return first_R, last_R
+    return first_R.maximum(own_R - sliding_window + 1), last_R.minimum(own_R + sliding_window - 1)

@@ -42,11 +42,11 @@ def attend_in_graph(
     """Compute a backend's attention while a graph is traced, see [`AttentionBackend`].
 
     Attention with a bias or dropout runs outside of the graph. Kernels that are not traceable are one operator in the
-    graph, which does not support keys with segments of their own.
+    graph, which supports neither keys with segments of their own nor attention in both directions.
     """
-    if call.bias is not None or call.dropout:
-        return _outside(backend, query, key, value, call)
     layout = call.layout
+    if call.bias is not None or call.dropout or not (layout.causal or is_traceable):
+        return _outside(backend, query, key, value, call)
     if is_traceable:
         queries = _traced(layout.queries, query)
         keys = _traced(layout.keys, key) if layout.has_own_keys else queries

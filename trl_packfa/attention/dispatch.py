@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from ..errors import NoBackend
+from ..errors import NoBackend, PackingError
 from ..layout import PackedLayout
-from ..runtime.compile import constant_in_graphs
+from ..runtime.compile import constant_in_graphs, outside_of_graphs
 from .backends import BACKENDS, AttentionBackend, get_backend
 from .base import AttentionArguments, AttentionCall, AttentionRequest
 from .custom_op import attend_in_graph
@@ -56,11 +56,51 @@ class BackendChoice:
     ) -> torch.Tensor:
         """Compute packed attention with the backend that serves these tensors and arguments, see [`AttentionBackend`].
 
-        A token attends to the earlier tokens of its document, also if the prefix is shared between documents.
+        A token attends to the earlier tokens of its document, also if the prefix is shared between documents. Tokens
+        of a block attend to the later tokens of their block, too.
 
         Raises:
             [`NoBackend`]: if no backend serves them.
+            [`PackingError`]: if a block comes with a bias, or is longer than the sliding window.
         """
+        out = self._attend_causally(query, key, value, layout, arguments)
+        if layout.blocks is None or layout.block_attention(arguments.sliding_window) is None:
+            return out
+        return self._attend_to_blocks(out, query, key, value, layout, arguments)
+
+    # Outside of graphs, as the blocks are those of this batch.
+    @outside_of_graphs
+    def _attend_to_blocks(
+        self,
+        out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: PackedLayout,
+        arguments: AttentionArguments,
+    ) -> torch.Tensor:
+        """Return `out` with the attention of the blocks' tokens in place of their causal attention."""
+        if arguments.bias is not None:
+            raise PackingError(
+                "tokens of an image see each other, but this attention adds a term to its scores.",
+                do="Patch the model with unpad=False, or train on text alone.",
+            )
+        found = layout.block_attention(arguments.sliding_window)
+        assert found is not None
+        tokens, attention = found
+        call = arguments.on(attention)
+        query, key, value = tokens.gather(query), attention.gather_keys(key), attention.gather_keys(value)
+        seen = self.for_request(AttentionRequest.of(query, key, value, call))(query, key, value, call)
+        return out.index_copy(0, tokens.index, seen)
+
+    def _attend_causally(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: PackedLayout,
+        arguments: AttentionArguments,
+    ) -> torch.Tensor:
         call = arguments.on(layout.attention)
         request, in_graph = AttentionRequest.of(query, key, value, call), torch.compiler.is_compiling()
         backend = get_backend(_name_in_graphs(self.name, *request)) if in_graph else self.for_request(request)

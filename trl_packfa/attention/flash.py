@@ -112,6 +112,12 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return (8, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
 
 
+def _window(call: AttentionCall) -> tuple[int, int]:
+    """Return the number of keys before and after its own that a query sees."""
+    assert call.sliding_window is not None
+    return call.sliding_window - 1, 0 if call.layout.causal else call.sliding_window - 1
+
+
 class FlashBackend:
     """Attention backend of FlashAttention 2, 3 or 4."""
 
@@ -155,7 +161,7 @@ class FlashBackend:
         require_indexable(query, keys, self.name)
         sinks = call.sinks
         options = {
-            "window_size": None if call.sliding_window is None else (call.sliding_window - 1, 0),
+            "window_size": None if call.sliding_window is None else _window(call),
             "softcap": call.softcap,
             # Under autocast the sinks may be float32, but these kernels accept half precision only.
             kernel.name_of("s_aux", "learnable_sink"): None if sinks is None else sinks.to(query.dtype),

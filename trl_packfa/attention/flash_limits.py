@@ -20,6 +20,7 @@ FLASH = Capabilities(
     max_head_dim=256,
     head_dim_multiple=8,
     bias=False,
+    bidirectional=True,
 )
 # FlashAttention 2's backward indexes its padded accumulator, (T + 128 * S) * N * H elements, with 32-bit integers
 # (flash-attention issue 1311).

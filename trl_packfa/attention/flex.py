@@ -62,6 +62,7 @@ class FlexBackend:
         max_head_dim=256,  # at 512 it needs 257 KiB of shared memory, but an H100 has 227 KiB
         dropout=False,
         bias=False,
+        bidirectional=True,
     )
 
     def refusals(self, request: AttentionRequest) -> list[str]:

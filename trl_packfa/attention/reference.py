@@ -58,9 +58,9 @@ def dense_attention(
 ) -> torch.Tensor:
     """Compute attention by its formula.
 
-    Shapes: `query` `(..., N, Q, H)`, `key` and `value` `(..., K, M, H)`, `allowed` `(Q, M)` bool, `bias`
-    `(..., 1 or N, Q, M)`, which is added to the scores. The softcap is applied before masking (Gemma-2). A sink is one
-    more logit per head; its probability is dropped (gpt-oss). Probabilities are computed in at least float32.
+    Shapes: `query` `(..., N, Q, H)`, `key` and `value` `(..., K, M, H)`, `allowed` `(Q, M)` or `(..., 1, Q, M)` bool,
+    `bias` `(..., 1 or N, Q, M)`, which is added to the scores. The softcap is applied before masking (Gemma-2). A sink
+    is one more logit per head; its probability is dropped (gpt-oss). Probabilities are computed in at least float32.
     """
     groups = query.shape[-3] // key.shape[-3]
     key, value = key.repeat_interleave(groups, dim=-3), value.repeat_interleave(groups, dim=-3)

@@ -1,15 +1,17 @@
 """Packed attention on any device, by `torch.nn.functional.scaled_dot_product_attention`.
 
 Documents of similar length are right-padded into one batch. Causal attention over right padding needs no mask, because
-padding comes after every real token. Sliding windows, softcap and sinks run in chunks of queries over the keys that
-the chunk can see. So no tensor is quadratic in the row; the largest temporary is a band.
+padding comes after every real token; without causality, a mask of the keys hides it. Sliding windows, softcap and
+sinks run in chunks of queries over the keys that the chunk can see. So no tensor is quadratic in the row; the largest
+temporary is a band.
 
 Shape letters: T packed tokens, N query heads, K key/value heads, H head dim, G documents of a group, L their
-longest length, Q queries of a chunk.
+longest length, M their keys, Q queries of a chunk.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -36,8 +38,9 @@ class SdpaBackend:
 
     name = "sdpa"
     summary = "torch's scaled_dot_product_attention per group of similar documents; no mask, any device and dtype"
-    # Features that the fused kernels lack run in chunks of queries.
-    capabilities = Capabilities(function="scaled_dot_product_attention", keys_apart=False)
+    # Features that the fused kernels lack run in chunks of queries. Documents that share a prefix are computed whole,
+    # as torch's causal mask begins at the first query.
+    capabilities = Capabilities(function="scaled_dot_product_attention", keys_apart=False, bidirectional=True)
 
     def refusals(self, request: AttentionRequest) -> list[str]:
         """List no reasons: this backend supports every request."""
@@ -51,42 +54,75 @@ class SdpaBackend:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         """Compute attention, see [`AttentionBackend`]."""
+        if call.layout.has_own_keys:  # blocks: few, and each with keys of its own
+            segments = zip(
+                call.layout.queries.split(query), *(call.layout.keys.split(x) for x in (key, value)), strict=True
+            )
+            return torch.cat([_attend_batch(q[None], k[None], v[None], call)[0] for q, k, v in segments])
         layout = call.layout.queries
         batches = zip(*(pad_groups(tensor, layout) for tensor in (query, key, value)), strict=True)
         numbers = layout.split(torch.arange(layout.num_tokens, device=query.device)) if call.bias else ()
         outputs: list[torch.Tensor] = []
-        dtype = autocast_dtype(query) or query.dtype
         for group, batch in zip(group_by_length(layout.lengths, query.device), batches, strict=True):
-            q_GNLH, k_GKLH, v_GKLH = (tensor.transpose(1, 2) for tensor in batch)
             tokens_GL = _pad_numbers([numbers[i] for i in group], layout.num_tokens) if numbers else None
-            if is_faster_in_float32(q_GNLH, dtype, fused=_is_fused(call)):
-                with torch.autocast(query.device.type, enabled=False):
-                    out_GNLH = _attend(q_GNLH.float(), k_GKLH.float(), v_GKLH.float(), call, tokens_GL)
-            else:
-                out_GNLH = _attend(q_GNLH, k_GKLH, v_GKLH, call, tokens_GL)
-            outputs.append(out_GNLH.transpose(1, 2).to(dtype))
+            lengths = [layout.lengths[i] for i in group]
+            q_GLNH, k_GLKH, v_GLKH = batch
+            outputs.append(_attend_batch(q_GLNH, k_GLKH, v_GLKH, call, tokens_GL, lengths))
         return pack_groups(outputs, layout)
+
+
+def _attend_batch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: AttentionCall,
+    tokens_GL: torch.Tensor | None = None,
+    lengths: Sequence[int] = (),
+) -> torch.Tensor:
+    """Compute attention of a right-padded group: query `(G, L, N, H)`, key and value `(G, M, K, H)` to `(G, L, N, H)`.
+
+    `tokens_GL` holds the indices of the packed tokens, for a bias; `lengths` are the documents' (tokens).
+    """
+    q_GNLH, k_GKMH, v_GKMH = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    dtype = autocast_dtype(query) or query.dtype
+    is_padded = not call.layout.causal and len(set(lengths)) > 1
+    lengths_G = torch.tensor(lengths, device=query.device) if is_padded else None
+    if is_faster_in_float32(q_GNLH, dtype, fused=_is_fused(call)):
+        with torch.autocast(query.device.type, enabled=False):
+            out_GNLH = _attend(q_GNLH.float(), k_GKMH.float(), v_GKMH.float(), call, tokens_GL, lengths_G)
+    else:
+        out_GNLH = _attend(q_GNLH, k_GKMH, v_GKMH, call, tokens_GL, lengths_G)
+    return out_GNLH.transpose(1, 2).to(dtype)
 
 
 def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    arguments: AttentionArguments,
+    call: AttentionCall,
     tokens_GL: torch.Tensor | None,
+    lengths_G: torch.Tensor | None,
 ) -> torch.Tensor:
     """Compute attention of a right-padded group, in one call if torch's fused function supports all arguments.
 
-    Otherwise compute it in chunks of queries. `tokens_GL` holds the indices of the packed tokens, for a bias.
+    Otherwise compute it in chunks of queries. `lengths_G` are the lengths of the documents if attention sees padding.
     """
-    fits_window = arguments.sliding_window is None or query.shape[2] <= arguments.sliding_window
-    if not fits_window or not _is_fused(arguments) or tokens_GL is not None:
-        return _in_chunks(query, key, value, arguments, tokens_GL)
+    fits_window = call.sliding_window is None or key.shape[2] <= call.sliding_window
+    if not fits_window or not _is_fused(call) or tokens_GL is not None:
+        return _in_chunks(query, key, value, call, tokens_GL, lengths_G)
+    if not call.layout.causal:
+        allowed = None if lengths_G is None else _unpadded(torch.arange(key.shape[2], device=key.device), lengths_G)
+        return _fused(query, key, value, call, allowed)
     dtype = autocast_dtype(query) or query.dtype
-    if arguments.dropout == 0 and has_two_halves(query, value, dtype):
+    if call.dropout == 0 and has_two_halves(query, value, dtype):
         qkv = (tensor.to(dtype) for tensor in (query, key, value))
-        return CausalInHalf.apply(*qkv, arguments.scaling)  # type: ignore[return-value]
-    return _causal(query, key, value, arguments)
+        return CausalInHalf.apply(*qkv, call.scaling)  # type: ignore[return-value]
+    return _fused(query, key, value, call, is_causal=True)
+
+
+def _unpadded(index_M: torch.Tensor, lengths_G: torch.Tensor) -> torch.Tensor:
+    """Return which of these key positions hold a token, bool, `(G, 1, 1, M)`."""
+    return (index_M < lengths_G[:, None])[:, None, None]
 
 
 def _is_fused(arguments: AttentionArguments) -> bool:
@@ -109,7 +145,12 @@ def _kernels(device: str) -> AbstractContextManager[Any]:
 
 
 def _shares_heads(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor | None, dropout: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    allowed: torch.Tensor | None,
+    dropout: float,
+    is_causal: bool,
 ) -> bool:
     """Tell whether a fused kernel of the device accepts fewer key/value heads than query heads `(G, heads, L, H)`.
 
@@ -121,25 +162,27 @@ def _shares_heads(
     if query.device.type == "cpu":
         return True
     query, key, value = cast_to_autocast_dtype(query, key, value)
-    call = SDPAParams(query, key, value, allowed, dropout, allowed is None, True)
+    call = SDPAParams(query, key, value, allowed, dropout, is_causal, True)
     return can_use_flash_attention(call) or can_use_efficient_attention(call)
 
 
-def _causal(
+def _fused(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     arguments: AttentionArguments,
     allowed: torch.Tensor | None = None,
+    *,
+    is_causal: bool = False,
 ) -> torch.Tensor:
     """Compute fused attention of a right-padded group.
 
-    It is causal without `allowed`. `allowed` is a bool mask of the keys that a chunk sees, or a float tensor that is
-    added to the scores.
+    `allowed` is a bool mask of the keys that a query sees, or a float tensor that is added to the scores. Without it
+    a query sees all keys, or, if `is_causal`, those up to its own.
     """
     repeats = query.shape[1] // key.shape[1]
     with _kernels(query.device.type):
-        enable_gqa = _shares_heads(query, key, value, allowed, arguments.dropout)
+        enable_gqa = _shares_heads(query, key, value, allowed, arguments.dropout, is_causal)
         if repeats > 1 and not enable_gqa:
             key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
         return F.scaled_dot_product_attention(
@@ -148,7 +191,7 @@ def _causal(
             value,
             allowed,
             dropout_p=arguments.dropout,
-            is_causal=allowed is None,
+            is_causal=is_causal,
             scale=arguments.scaling,
             enable_gqa=enable_gqa,
         )
@@ -158,28 +201,35 @@ def _in_chunks(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    arguments: AttentionArguments,
+    call: AttentionCall,
     tokens_GL: torch.Tensor | None,
+    lengths_G: torch.Tensor | None,
 ) -> torch.Tensor:
     """Compute attention of a right-padded group for `_CHUNK_QUERIES` queries at a time, over the keys they can see."""
-    window = arguments.sliding_window or query.shape[2]
-    fused = _is_fused(arguments)
+    causal, keys = call.layout.causal, key.shape[2]
+    window = call.sliding_window or keys
+    fused = _is_fused(call)
+    before = keys - query.shape[2]  # the queries are the last tokens of the keys
 
-    def attend(start: int, first_key: int, stop: int) -> torch.Tensor:
-        index = torch.arange(first_key, stop, device=query.device)
-        distance = index[start - first_key :, None] - index[None, :]
-        allowed = (distance >= 0) & (distance < window)
-        q, k, v = query[:, :, start:stop], key[:, :, first_key:stop], value[:, :, first_key:stop]
+    def attend(start: int, stop: int, first_key: int, last_key: int) -> torch.Tensor:
+        index = torch.arange(first_key, last_key, device=query.device)
+        distance = torch.arange(start + before, stop + before, device=query.device)[:, None] - index
+        allowed = (distance >= 0) & (distance < window) if causal else distance.abs() < window
+        if lengths_G is not None:  # padding sees itself: without any key its gradient would not be a number
+            allowed = (allowed & _unpadded(index, lengths_G)) | (distance == 0)
+        q, k, v = query[:, :, start:stop], key[:, :, first_key:last_key], value[:, :, first_key:last_key]
         bias: torch.Tensor | None = None
-        if arguments.bias is not None and tokens_GL is not None:
-            bias = arguments.bias(tokens_GL[:, start:stop], tokens_GL[:, first_key:stop]).to(q.dtype)
+        if call.bias is not None and tokens_GL is not None:
+            bias = call.bias(tokens_GL[:, start:stop], tokens_GL[:, first_key:last_key]).to(q.dtype)
         if not fused:
-            return dense_attention(q, k, v, allowed, arguments, bias)
-        return _causal(q, k, v, arguments, allowed if bias is None else bias.masked_fill(~allowed, float("-inf")))
+            return dense_attention(q, k, v, allowed, call, bias)
+        return _fused(q, k, v, call, allowed if bias is None else bias.masked_fill(~allowed, float("-inf")))
 
     outputs = []
     for start in range(0, query.shape[2], _CHUNK_QUERIES):
-        span = (start, max(0, start - window + 1), min(start + _CHUNK_QUERIES, query.shape[2]))
+        stop = min(start + _CHUNK_QUERIES, query.shape[2])
+        last_key = stop + before if causal else min(keys, stop + before + window - 1)
+        span = (start, stop, max(0, start + before - window + 1), last_key)
         if torch.is_grad_enabled():
             # The backward computes the scores of a chunk again, so that only one chunk's scores exist at a time.
             outputs.append(checkpoint(attend, *span, use_reentrant=False))

@@ -65,9 +65,10 @@ class VarlenBackend:
         if "enable_gqa" in _PARAMETERS:
             options["enable_gqa"] = query.shape[1] != key.shape[1]
         if "window_size" in _PARAMETERS:
-            options["window_size"] = ((call.sliding_window or 0) - 1, 0)
+            side = (call.sliding_window or 0) - 1  # -1: all keys
+            options["window_size"] = (side, 0 if call.layout.causal else side)
         else:
-            options["is_causal"] = True
+            options["is_causal"] = call.layout.causal
         out = _varlen_attn(
             *map(_as_kernels_read, (query, key, value)),
             # With more keys than queries, the kernels align both at the end of the segment.

@@ -14,6 +14,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     text = "list every causal-LM type of transformers with the measured result of packing"
     models = commands.add_parser("models", help=text)
     models.add_argument("--adapters", action="store_true", help="list PEFT's tuners instead of model types")
+    models.add_argument("--images", action="store_true", help="list the types with images or sounds instead")
     models.add_argument("--markdown", action="store_true", help="print the table as in the documentation")
     add_json(models)
     models.set_defaults(run=run)
@@ -25,6 +26,11 @@ def run(args: argparse.Namespace) -> int:
         from ..adapters import table
 
         found, versions = table.results(), table.measured_with()
+    elif args.images:
+        from ..patches.measured import composites
+        from . import composite_table as table
+
+        found, versions = composites()["types"], composites()["versions"]
     else:
         from ..patches.measured import measured_with, results
         from . import model_table as table

@@ -17,6 +17,7 @@ from torch import nn
 
 from ..errors import ContaminationError
 from ..layout.padded_rows import PaddedRows
+from ..patching.handed_masks import handed_masks
 from .compare import FLOORS, NOISE_FACTOR, relative_difference
 from .quiet import quiet
 from .rounding import last_places_off
@@ -138,5 +139,7 @@ def _alone(
 ) -> torch.Tensor:
     """Run one row alone; return its hidden states `(n, D)`."""
     own = rows.row_of_call(call, row)
+    if (masks := handed_masks(call.get("attention_mask"))) is not None:
+        own["attention_mask"] = masks.of_row(rows, row)
     with last_places_off(backbone) if off else nullcontext():
         return forward(**own).last_hidden_state[0]

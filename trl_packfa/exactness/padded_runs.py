@@ -5,13 +5,14 @@ Shape letters: B rows, L row length, T tokens of a row without pads, n tokens of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from ..errors import UnsupportedModel
+from ..errors import UnsupportedModel, is_out_of_memory
 from ..layout.padded_rows import PaddedRows, rows_of_lengths
 from ..layout.shared_rows import share
 from ..patching.apply import PatchState
@@ -26,6 +27,13 @@ from .subject import Subject
 
 # Columns of pads that even the longest row has.
 _EXTRA = 3
+# Arguments that tell a model which tokens see each other in both directions, and types of a row's tokens to try: two
+# images among text (Gemma 3), and a prefix whose tokens have the type 0 (PaliGemma).
+_TYPES = ("token_type_ids", "mm_token_type_ids")
+_PATTERNS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    lambda place: ((place >= 3) & (place < 8)) | ((place >= 12) & (place < 20)),
+    lambda place: place >= 5,
+)
 
 
 class PaddedProbe:
@@ -48,8 +56,31 @@ class PaddedProbe:
         self.width = width if most is None else min(width, most)
         self.positions = forward_takes(inner, "position_ids")
         self.score = Scorer(self.model)
+        # Token types of each document by the argument's name.
+        self.types: dict[str, list[torch.Tensor]] = {}
         with torch.no_grad():  # before any trace: the first call may run the model twice to find out how to score
             self.score({"input_ids": tokens[0][None].to(self.device)}, (1, len(tokens[0])), torch.tensor([0]))
+            if state.takes_images:
+                self.types = self._types_with_blocks([name for name in _TYPES if forward_takes(inner, name)])
+
+    def _types_with_blocks(self, names: list[str]) -> dict[str, list[torch.Tensor]]:
+        """Return token types by which this model lets tokens see each other in both directions, empty if it has none.
+
+        They stand for images: the proof has none, as each model takes pixels in its own form.
+        """
+        rows, before = self.rows(left=False), self.unpadding.blocks
+        for name, pattern in itertools.product(names, _PATTERNS):
+            self.types = {name: [pattern(torch.arange(len(ids))).long() for ids in self.tokens]}
+            try:
+                self.score(self.batch(rows), rows.shape, torch.tensor([0]))
+            # The model's own code may need images with these types, and raise anything without them.
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                continue
+            if self.unpadding.blocks > before:
+                return self.types
+        return {}
 
     def rows(self, *, left: bool) -> PaddedRows:
         """Return the places of the documents, padded on the `left` or on the right."""
@@ -62,7 +93,12 @@ class PaddedProbe:
         for i, (start, tokens) in enumerate(zip(rows.starts, self.tokens, strict=True)):
             ids[i, start : start + len(tokens)] = tokens
             mask[i, start : start + len(tokens)] = 1
-        return {"input_ids": ids.to(self.device), "attention_mask": (mask if masked else mask * 0 + 1).to(self.device)}
+        made = {"input_ids": ids, "attention_mask": mask if masked else mask * 0 + 1}
+        for name, types in self.types.items():
+            made[name] = torch.zeros_like(ids)
+            for i, (start, own) in enumerate(zip(rows.starts, types, strict=True)):
+                made[name][i, start : start + len(own)] = own
+        return {name: value.to(self.device) for name, value in made.items()}
 
     def run(
         self,
@@ -105,7 +141,8 @@ class PaddedProbe:
         for i, tokens in enumerate(self.tokens):
             following = Following([torch.arange(len(tokens))], (1, len(tokens)), [(handed or {}).get(i)])
             with torch.set_grad_enabled(sign is not None), following.attached(self.subject.parts):
-                call = {"input_ids": tokens[None].to(self.device)}
+                own = {name: types[i] for name, types in self.types.items()}
+                call = {name: value[None].to(self.device) for name, value in {"input_ids": tokens, **own}.items()}
                 states, logits = self.score(call, (1, len(tokens)), torch.tensor([len(tokens) - 1]))
                 outputs = [states[0] if states.dim() > 2 else states]
                 scored = self._scored(logits) if i == len(self.tokens) - 1 else []

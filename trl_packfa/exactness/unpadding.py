@@ -123,6 +123,7 @@ def _measure(probe: PaddedProbe) -> dict[str, Any]:
         "first_gradient": found.gradients.where
         if found.gradients is not None and found.gradients.excess > 1
         else None,
+        "blocks": bool(probe.types),
         "dtype": str(compute_dtype(subject.model, plain.dtype)).removeprefix("torch."),
     }
 

@@ -68,6 +68,8 @@ class UnpaddingReport:
             The first module, and the worst parameter, beyond its limit.
         dtype (`str`), seconds (`float`):
             The dtype of the measurement, and its duration.
+        blocks (`bool`):
+            Whether tokens of the rows saw each other in both directions, as those of an image do in this model.
         sharing ([`SharingReport`] or `None`):
             Result for rows with a common prefix, if the model is patched with `share_prefixes=True` and can share.
     """
@@ -84,6 +86,7 @@ class UnpaddingReport:
     first_gradient: str | None
     dtype: str
     seconds: float
+    blocks: bool = False
     sharing: SharingReport | None = None
 
     @property
@@ -106,6 +109,8 @@ class UnpaddingReport:
             f"{self.verdict}: without pads against {self.against} {self.difference:.1e} (allowed {self.allowed:.1e}), "
             f"{_gradients(self)}, pads left visible {self.control:.1e} [{self.dtype}]"
         )
+        if self.blocks:
+            text += "; with tokens that see each other in both directions, as those of an image do"
         if self.pads_seen:
             text += (
                 f"; this model's own padded rows are {self.pads_seen:.1e} from their documents alone: positions or "

@@ -37,11 +37,14 @@ class PackedCall:
             Tokens of the call, int64, `(B, L)`, for layers that depend on them (activated LoRA).
         router_logits (`list[torch.Tensor]`, *optional*):
             List to which backbones append the logits of their routers, `(T, X)` for each layer.
+        notes_masks (`bool`, *optional*, defaults to `False`):
+            Whether masks are only noted, because the text decoder may not need them (`patching/handed_masks.py`).
     """
 
     layout: PackedLayout | None = None
     input_ids: torch.Tensor | None = None
     router_logits: list[torch.Tensor] | None = None
+    notes_masks: bool = False
     # Results that one layer derives from the tokens, kept for the other layers of the same call.
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import InvalidLayout
+from .blocks import Blocks, plan_blocks
 from .shared_prefix import TokenGather, require_prefixes, visible_segments
 
 _MOST_TOKENS = torch.iinfo(torch.int32).max
@@ -45,7 +46,8 @@ class LayoutSizes(NamedTuple):
 class AttentionLayout:
     """The queries and keys of one attention call: segment i of the queries attends to segment i of the keys.
 
-    A segment may have more keys than queries. Its queries are then the last tokens of its keys.
+    A segment may have more keys than queries. Its queries are then the last tokens of its keys. Without causality, a
+    sliding window reaches as far to the right as to the left.
 
     Args:
         queries ([`PackedLayout`]):
@@ -118,6 +120,8 @@ class PackedLayout:
         documents (`tuple[tuple[int, ...], ...]`, *optional*):
             The segment numbers of each document, the prefix first, if documents share prefixes. By default each
             segment is a document.
+        blocks ([`Blocks`], *optional*):
+            Tokens that see each other in both directions, as those of an image do in some models.
 
     Raises:
         [`InvalidLayout`]: if a length is not positive, if the counts disagree, if a document crosses the end of a row,
@@ -129,8 +133,8 @@ class PackedLayout:
     rows: int = 1
     padding: int = 0
     documents: tuple[tuple[int, ...], ...] | None = None
-    # Results that a kernel derives from the boundaries (block masks, groups), kept for the other layers of the same
-    # forward.
+    blocks: Blocks | None = None
+    # Results that a kernel derives from the boundaries (block masks, groups), kept for the forward's other layers.
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -149,6 +153,8 @@ class PackedLayout:
         self._require_row_starts()
         if self.documents is not None:
             require_prefixes(self.documents, len(self.lengths))
+            if self.blocks is not None:
+                raise InvalidLayout("documents with blocks of tokens that see each other cannot share prefixes.")
 
     def _require_row_starts(self) -> None:
         """Refuse a document that crosses the end of a row."""
@@ -270,6 +276,27 @@ class PackedLayout:
         keys = PackedLayout.from_lengths([sum(self.lengths[i] for i in seen) for seen in visible], device=device)
         return AttentionLayout(queries, keys, key_gather=TokenGather.of_segments(self.lengths, visible, device))
 
+    def block_attention(self, sliding_window: int | None) -> tuple[TokenGather, AttentionLayout] | None:
+        """Return the tokens of the blocks and their attention in layers with this window; `None` without blocks.
+
+        The causal attention of [`PackedLayout.attention`] holds for all other tokens.
+
+        Raises:
+            [`PackingError`]: if a block is longer than the window.
+        """
+        key, blocks = ("blocks", sliding_window), () if self.blocks is None else self.blocks.of_window(sliding_window)
+        if blocks and key not in self.memo:
+            device, plan = self.cu_seqlens.device, plan_blocks(blocks, self.lengths, self.cu_seqlens.device)
+            queries, keys = (
+                PackedLayout.from_lengths(n, device=device) for n in (plan.query_lengths, plan.key_lengths)
+            )
+            self.memo[key] = plan.queries, AttentionLayout(queries, keys, causal=False, key_gather=plan.keys)
+        return self.memo.get(key)
+
+    def with_blocks(self, blocks: Blocks) -> PackedLayout:
+        """Return this layout with these blocks."""
+        return replace(self, blocks=blocks, memo={})
+
     @cached_property  # every layer reads it
     def full_sequences(self) -> PackedLayout:
         """The layout of whole documents, each with its own copy of its prefix, one after the other."""
@@ -338,7 +365,11 @@ class PackedLayout:
         for segment, segments in enumerate(visible_segments(self.documents or ())):
             visible[segment, list(segments)] = True
         mask = visible[ids][:, ids] & (distance >= 0)
-        return mask if sliding_window is None else mask & (distance < sliding_window)
+        if sliding_window is not None:
+            mask &= distance < sliding_window
+        for start, stop in () if self.blocks is None else self.blocks.of_window(sliding_window):
+            mask[start:stop, start:stop] = True
+        return mask
 
     def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Split a `(T, ...)` or `(B, L, ...)` tensor into its S segments, views of shape `(length, ...)`."""
@@ -359,8 +390,7 @@ class PackedLayout:
         return self._with_offsets(self.cu_seqlens.pin_memory())
 
     def _with_offsets(self, cu_seqlens: torch.Tensor) -> PackedLayout:
-        # The memo is not copied: its tensors are on the other device.
-        return PackedLayout(cu_seqlens, self.lengths, self.rows, self.padding, self.documents)
+        return replace(self, cu_seqlens=cu_seqlens, memo={})  # its tensors are on the other device
 
 
 def _offsets(lengths: tuple[int, ...]) -> torch.Tensor:

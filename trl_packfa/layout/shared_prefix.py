@@ -52,12 +52,15 @@ class TokenGather:
             Index among the copies of the first copy of each token, int64, `(T,)`.
         first (`tuple[Span, ...]`), again (`tuple[Span, ...]`):
             The first copy of each token, and all further copies, as spans of neighbouring tokens.
+        num_tokens (`int`):
+            Number of the row's tokens, T.
     """
 
     index: torch.Tensor
     first_index: torch.Tensor
     first: tuple[Span, ...]
     again: tuple[Span, ...]
+    num_tokens: int
 
     @classmethod
     def of_segments(
@@ -68,12 +71,20 @@ class TokenGather:
         index = torch.cat([torch.arange(starts[i], starts[i + 1]) for group in groups for i in group])
         first_index = torch.from_numpy(np.unique(index.numpy(), return_index=True)[1])
         first, again = _spans(lengths, groups)
-        return cls(index.to(device), first_index.to(device), first, again)
+        return cls(index.to(device), first_index.to(device), first, again, starts[-1])
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of the row's tokens, T."""
-        return self.first_index.shape[0]
+    @classmethod
+    def of_spans(
+        cls, spans: Sequence[tuple[int, int]], num_tokens: int, device: torch.device | str = "cpu"
+    ) -> TokenGather:
+        """Plan the copies of these spans `(start, stop)` of a row. Tokens may be in several spans or in none.
+
+        `take_first` is for copies of every token, so it cannot be used with this plan.
+        """
+        index = torch.cat([torch.arange(start, stop) for start, stop in spans])
+        places = itertools.accumulate((stop - start for start, stop in spans), initial=0)
+        again = tuple(Span(start, place, stop - start) for (start, stop), place in zip(spans, places, strict=False))
+        return cls(index.to(device), index.new_empty(0).to(device), (), again, num_tokens)
 
     @property
     def num_copies(self) -> int:
@@ -185,8 +196,9 @@ class _TakeFirst(torch.autograd.Function):
 
 
 def _first_copies(copies: torch.Tensor, plan: TokenGather) -> torch.Tensor:
-    """Return packed tokens `(T, ...)`, each from its first copy: every token has one, so all are written."""
-    packed = copies.new_empty(plan.num_tokens, *copies.shape[1:])
+    """Return packed tokens `(T, ...)`, each from its first copy; zeros in a plan without first copies."""
+    make = copies.new_empty if plan.first else copies.new_zeros  # every token is written below, if any is
+    packed = make(plan.num_tokens, *copies.shape[1:])
     for tokens, places in _pairs(packed, copies, plan.first):
         tokens.copy_(places)
     return packed

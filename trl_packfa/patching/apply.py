@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..attention import BackendChoice
@@ -31,7 +31,7 @@ from ..kernels.rotary import PlainRotation
 from ..patches.base import Patch
 from ..runtime import bitsandbytes
 from ..runtime.compile import CompiledLayer
-from .attention_interface import interface_config
+from .attention_interface import interface_config, mask_config
 from .forwards import (
     AttentionOverride,
     BackboneOverride,
@@ -89,6 +89,8 @@ class PatchState:
     unpadding: Unpadding | None = None
     # Whether only the text decoder of a model with images or sounds is patched, so that padded batches may bring them.
     takes_images: bool = False
+    # Why packed rows of text are not exact in such a model, `None` if they are.
+    packed_refusal: str | None = None
     # Result of the proof of `unpad=True`: an `UnpaddingReport`.
     unpadding_report: Any = None
     # Result of the proof of packing, if `patch` had to make one: an `ExactnessReport`.
@@ -112,13 +114,14 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
     backbone = find_backbone(model, patch)
     if patch.rebatch:
         _require_own_attention(patch, options.backend)
-    attention = find_attention(backbone, patch)
+    takes_images = backbone is text_decoder(model)
+    attention = find_attention(backbone, patch, by_mask=takes_images)
     mixers = find_by_class(backbone, (*patch.mixers, *patch.masked_mixers, *patch.beside))
     windows, lora = windows_of(patch, backbone, attention), adapted_layers(model)
     state = PatchState(patch, options, backends, attention, windows, mixers, adapted=lora)
     # Read from the `PeftModel` now: the modules below it, where the adapters run, do not know the adapters' configs.
     state.invocations = invocations_of(model)
-    state.takes_images = backbone is text_decoder(model)
+    state.takes_images = takes_images
     if options.unpad:
         generates = inner_model(model).get_output_embeddings() is not None
         state.unpadding = Unpadding(_sharing(backbone, state) if options.share_prefixes else None, generates=generates)
@@ -128,6 +131,8 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
     planned = _plan_attention(state)
     if patch.makes_mask:
         planned.append((backbone, "config", interface_config(_config(backbone), backends)))
+    if options.unpad and state.takes_images:
+        planned += _plan_masks(model, backbone, backends)
     planned += [(module, bitsandbytes.SWITCH, False) for module in bitsandbytes.convertible_modules(model)]
     for override in (*_plan_outside(model, backbone, state), *_plan_inside(backbone, state)):
         planned.append((override.module, _forward_slot(override.module), override.as_forward()))
@@ -209,6 +214,7 @@ def _apply_again(model: nn.Module, state: PatchState | None) -> None:
         return
     again = apply_patch(model, state.patch, state.options)
     again.adapter_kinds, again.unpadding_report = state.adapter_kinds, state.unpadding_report
+    again.packed_refusal = state.packed_refusal
 
 
 def _require_own_attention(patch: Patch, backend: str) -> None:
@@ -236,8 +242,20 @@ def _plan_attention(state: PatchState) -> list[tuple[nn.Module, str, Any]]:
         else:
             # Each attention module gets a config of its own. The model's config keeps the user's
             # `attn_implementation`: calls without documents, masks and saved checkpoints use it.
-            planned.append((module, "config", interface_config(_config(module), backends, patch.window)))
+            planned.append((module, "config", _of_interface(module, state)))
     return planned
+
+
+def _of_interface(module: nn.Module, state: PatchState) -> PreTrainedConfig:
+    return interface_config(_config(module), state.backends, state.patch.window, by_mask=state.takes_images)
+
+
+def _plan_masks(model: nn.Module, backbone: nn.Module, backends: BackendChoice) -> list[tuple[nn.Module, str, Any]]:
+    """Return the edits of the models between the outermost model and its text decoder, which may make its masks."""
+    inner = inner_model(model)
+    around = [m for m in inner.modules() if isinstance(m, PreTrainedModel) and m not in (inner, backbone)]
+    found = [(m, mask_config(m.config, backends)) for m in around if any(x is backbone for x in m.modules())]
+    return [(module, "config", config) for module, config in found if config is not None]
 
 
 def _plan_outside(model: nn.Module, backbone: nn.Module, state: PatchState) -> list[Override]:
@@ -257,6 +275,8 @@ def _plan_outside(model: nn.Module, backbone: nn.Module, state: PatchState) -> l
         "keeps_ids": bool(state.invocations),
         "look": require_patched,
         "unpadding": state.unpadding,
+        "in_composite": state.takes_images,
+        "honours_blocks": not (patch.rebatch or patch.functions or state.mixers),
     }
     overrides: list[Override] = [backbone_override(backbone, _own_forward(backbone), **options)]
     inner = inner_model(model)
@@ -269,7 +289,7 @@ def _plan_outside(model: nn.Module, backbone: nn.Module, state: PatchState) -> l
     # Others drop or refuse unknown keywords, so they get an override that reads `packed_layout` first.
     told = patch.attention or (patch.level == "interface" and not patch.beside and not patch.functions)
     if state.takes_images:
-        overrides.append(CompositeOverride(inner, own))
+        overrides.append(CompositeOverride(inner, own, lambda: state.packed_refusal))
     elif inner is not backbone and (patch.makes_mask or not told):
         overrides.append(CausalLMOverride(inner, own))
     return overrides + activated_overrides(model, _own_forward)

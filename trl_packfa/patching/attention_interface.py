@@ -21,6 +21,7 @@ from ..errors import PackingError
 from ..layout import PackedLayout
 from ..layout.call_context import KEYWORD, current_call, empty_mask, find_layout
 from ..runtime.compile import outside_of_graphs
+from .handed_masks import note_mask
 from .inspect import is_causal
 
 # Our name in transformers' attention interface. It is set on single modules, never on a whole model.
@@ -28,18 +29,36 @@ INTERFACE = "trl_packfa"
 
 
 def interface_config(
-    config: PreTrainedConfig, backends: BackendChoice, window: Callable[[Any], int | None] | None = None
+    config: PreTrainedConfig,
+    backends: BackendChoice,
+    window: Callable[[Any], int | None] | None = None,
+    *,
+    by_mask: bool = False,
 ) -> PreTrainedConfig:
     """Return a copy of an attention module's config that sends its attention to our function.
 
     Our function sends calls that are not packed back to the model's own attention. `window` reads the sliding window
-    from the module, for models that do not pass it in the call.
+    from the module, for models that do not pass it in the call. `by_mask` is that of [`find_attention`].
     """
     # A shallow copy, without the setter of `_attn_implementation`: the setter would also change the configs inside
     # this one, which the model's own config shares.
     ours = copy.copy(config)
     vars(ours).update(_attn_implementation_internal=INTERFACE, trl_packfa_source=config, trl_packfa_backends=backends)
-    ours.trl_packfa_window = window
+    ours.trl_packfa_window, ours.trl_packfa_by_mask = window, by_mask
+    return ours
+
+
+def mask_config(config: PreTrainedConfig, backends: BackendChoice) -> PreTrainedConfig | None:
+    """Return a copy of a composite model's config that sends the masks for its text decoder to our function.
+
+    `None` if the config has no config of a decoder.
+    """
+    text = config.get_text_config()
+    names = [name for name, value in vars(config).items() if value is text]
+    if not names:
+        return None
+    ours = copy.copy(config)
+    vars(ours).update(dict.fromkeys(names, interface_config(text, backends)))
     return ours
 
 
@@ -73,7 +92,7 @@ def packed_attention_forward(
         attention_mask = _masked_by_choice(attention_mask, indices, query, key)
     if layout is None:
         return _own_attention(module)(module, query, key, value, attention_mask, **options, **kwargs)
-    require_known(module, kwargs)
+    require_known(module, kwargs, by_mask=module.config.trl_packfa_by_mask)
     # Some models apply the window in their mask only. Packing uses no mask, so it is read from the module.
     if module.config.trl_packfa_window is not None:
         sliding_window = module.config.trl_packfa_window(module)
@@ -148,13 +167,13 @@ def _masked_by_choice(
 _UNKNOWN = ("position_bias", "sinks", "block_indices", "alibi")
 
 
-def require_known(module: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse attention arguments that packed attention does not compute.
+def require_known(module: Any, kwargs: dict[str, Any], *, by_mask: bool = False) -> None:
+    """Refuse attention arguments that packed attention does not compute; `by_mask` is that of [`find_attention`].
 
     Raises:
         [`PackingError`]: naming it.
     """
-    if kwargs.get("is_causal", is_causal(module)) is False:
+    if not by_mask and kwargs.get("is_causal", is_causal(module)) is False:
         raise PackingError(f"{type(module).__name__} attends in both directions, packed attention is causal.")
     unknown = [name for name in _UNKNOWN if kwargs.get(name) is not None]
     if unknown:
@@ -174,14 +193,21 @@ def _own_attention(module: Any) -> Callable[..., Any]:
 
 def empty_packed_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """Implement transformers' mask interface: return the empty mask for a packed call, else the mask of the model's
-    own attention."""
+    own attention.
+
+    In a padded call of a model with images that mask is only noted, see `handed_masks.py`.
+    """
     # The mask interface gets neither the call's keywords nor its mask, so the call comes from the context variable.
     call = current_call()
     if call.layout is not None:
         # Bool, as transformers' own mask for SDPA is: some models branch on the mask's dtype (Doge, Falcon).
         return empty_mask(call, call.layout.cu_seqlens.device, dtype=torch.bool)
-    config = kwargs["config"]
-    return AttentionMaskInterface()[config.trl_packfa_source._attn_implementation](*args, **kwargs)
+    source = kwargs["config"].trl_packfa_source
+
+    def make() -> torch.Tensor | None:
+        return AttentionMaskInterface()[source._attn_implementation](*args, **{**kwargs, "config": source})
+
+    return note_mask(make, kwargs) if call.notes_masks else make()
 
 
 AttentionInterface.register(INTERFACE, packed_attention_forward)

@@ -28,6 +28,7 @@ from ..runtime.compile import around_graphs, mark_dynamic, outside_of_graphs
 from ..runtime.override import Override, forward_signature
 from ..runtime.per_document import BOUNDARIES, FOUND_BY_ITSELF, run_backbone_by_document
 from . import router_loss
+from .handed_masks import HandedMasks, handed_masks, with_one_mask, without_empty_masks
 from .token_types import embeds_token_types, refuse_token_types, types_of_long_rows
 from .unpadding import Unpadding, refuse_modalities
 
@@ -51,8 +52,11 @@ class BackboneOverride(Override):
         keeps_ids: bool = False,
         look: Callable[[nn.Module], None] | None = None,
         unpadding: Unpadding | None = None,
+        honours_blocks: bool = False,
+        in_composite: bool = False,
     ) -> None:
         super().__init__(module, original)
+        self.honours_blocks, self.in_composite = honours_blocks, in_composite
         self.keeps_ids, self.look, self.unpadding = keeps_ids, look, unpadding
         self.makes_mask, self.ignores_position_ids, self.max_positions = (
             makes_mask,
@@ -68,14 +72,30 @@ class BackboneOverride(Override):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the backbone's forward."""
         call = {**dict(zip(self.names, args, strict=False)), **kwargs}  # layouts are looked for by name
+        masks = self.find_masks(call)
+        call = without_empty_masks(call) if masks is None else with_one_mask(call, masks)
         layout = self.find_layout(call)
         if layout is not None:
             return self.run_packed(call, layout)
         rows = self.find_rows(call)
         if rows is not None:
             return self.run_without_pads(call, rows)
+        if masks is not None:
+            return self.run_with_masks(call, masks)
         kwargs.pop("packed_layout", None)
         return self.run_unpacked(args, kwargs)
+
+    @outside_of_graphs
+    def find_masks(self, call: dict[str, Any]) -> HandedMasks | None:
+        """Return the masks that a model around this decoder has noted, `None` if it has none."""
+        return handed_masks(call.get("attention_mask"))
+
+    @around_graphs
+    def run_with_masks(self, call: dict[str, Any], masks: HandedMasks) -> Any:
+        """Run the original forward with the masks that were only noted."""
+        call.pop("packed_layout", None)
+        with in_call(PackedCall(router_logits=current_call().router_logits)):
+            return self.run_unpacked((), {**call, "attention_mask": masks.make()})
 
     @around_graphs
     def run_unpacked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -95,7 +115,9 @@ class BackboneOverride(Override):
     @outside_of_graphs
     def find_rows(self, call: dict[str, Any]) -> PaddedRows | None:
         """Return the rows of a padded call that runs without its pads, `None` if it runs as it is."""
-        rows = None if self.unpadding is None else self.unpadding.rows_of(call, self.module)
+        # A model with images hands its other arguments on, too; its decoder ignores those that it does not name.
+        read = {name: value for name, value in call.items() if name in self.names or not self.in_composite}
+        rows = None if self.unpadding is None else self.unpadding.rows_of(call, read, self.module)
         if rows is not None:
             self._require_packable(call, rows.layout(torch.device("cpu")))
         return rows
@@ -158,7 +180,17 @@ class BackboneOverride(Override):
 
     @outside_of_graphs
     def _taken(self, call: dict[str, Any], rows: PaddedRows) -> tuple[dict[str, Any], PackedLayout]:
-        return rows.take_call(call), rows.layout(call["attention_mask"].device)
+        layout, masks = rows.layout(call["attention_mask"].device), self.find_masks(call)
+        blocks = None if masks is None else masks.blocks(rows)
+        if blocks is None:
+            return rows.take_call(call), layout
+        if not self.honours_blocks:
+            raise PackingError(
+                f"tokens of an image see each other in {type(self.module).__name__}, which runs document by document.",
+                do="Patch the model with unpad=False, or train on text alone.",
+            )
+        self.unpadding.blocks += len(blocks.full) + len(blocks.sliding)  # type: ignore[union-attr]
+        return rows.take_call(call), layout.with_blocks(blocks)
 
     @outside_of_graphs
     def _packed_call(self, call: dict[str, Any], layout: PackedLayout) -> tuple[dict[str, Any], PackedCall]:
@@ -237,17 +269,34 @@ class CompositeOverride(CausalLMOverride):
     """Forward of a model with images or sounds whose text decoder alone is patched.
 
     Padded calls pass through: the decoder removes their pads after the embeddings of images and text are merged.
-    Packed calls may hold text only.
+    Packed calls may hold text only. `refusal` says why they are not exact, if they are not.
     """
+
+    def __init__(
+        self, module: nn.Module, original: Callable[..., Any] | None, refusal: Callable[[], str | None]
+    ) -> None:
+        super().__init__(module, original)
+        self.refusal = refusal
+
+    @around_graphs
+    def run_unpacked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the original forward; masks for the decoder are only noted."""
+        with in_call(PackedCall(router_logits=current_call().router_logits, notes_masks=True)):
+            return self.call_original(*args, **kwargs)
 
     @around_graphs
     def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
         """Run the original forward on packed text; the decoder finds the boundaries in the context.
 
         Raises:
-            [`PackingError`]: if the call brings images or sounds.
+            [`PackingError`]: if the call brings images or sounds, or packed rows of text are not exact.
         """
         refuse_modalities(call, "a packed row")
+        if (refusal := self.refusal()) is not None:
+            raise PackingError(
+                f"{type(self.module).__name__} cannot run packed rows: {refusal}",
+                do="Pass padded batches, which run without their pads.",
+            )
         if call.get("position_ids") is None:  # some models would count them over the whole row
             call["position_ids"] = layout.position_ids().to(layout.cu_seqlens.device)
         for name in (*BOUNDARIES, "attention_mask"):

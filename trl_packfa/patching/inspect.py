@@ -163,15 +163,18 @@ def masks_windows(backbone: nn.Module) -> bool:
     return "create_sliding_window_causal_mask" in names or "create_masks_for_generate" in names
 
 
-def find_attention(backbone: nn.Module, patch: Patch) -> dict[str, nn.Module]:
-    """Return the attention modules by name, all of them causal."""
+def find_attention(backbone: nn.Module, patch: Patch, *, by_mask: bool = False) -> dict[str, nn.Module]:
+    """Return the attention modules by name, all of them causal.
+
+    With `by_mask` the model around the backbone makes its masks, so a module need not say that it is causal: a mask
+    decides for every call.
+    """
     if patch.rebatch:
         return {}
-    if patch.attention:
-        return _find_rewritten(backbone, patch)
     if patch.functions:
         return find_by_class(backbone, patch.functions)
-    return _find_interface(backbone, patch)
+    found = _find_rewritten(backbone, patch) if patch.attention else _find_interface(backbone, patch)
+    return found if by_mask else _require_causal(found)
 
 
 def find_by_class(backbone: nn.Module, classes: Iterable[str]) -> dict[str, nn.Module]:
@@ -190,11 +193,11 @@ def _find_rewritten(backbone: nn.Module, patch: Patch) -> dict[str, nn.Module]:
             f"{' or '.join(patch.attention)}.",
             do="This architecture differs from the one that the patch was written for; please report it.",
         )
-    return _require_causal(attention)
+    return attention
 
 
 def _find_interface(backbone: nn.Module, patch: Patch) -> dict[str, nn.Module]:
-    """Return the modules that compute attention through transformers' interface: at least one, all causal."""
+    """Return the modules that compute attention through transformers' interface: at least one."""
     # In a model with images only the text decoder: encoders attend in both directions, outside of the packed row.
     decoder: Any = getattr(backbone, "language_model", backbone)
     found = find_by_class(backbone, (*patch.mixers, *patch.masked_mixers))
@@ -214,7 +217,7 @@ def _find_interface(backbone: nn.Module, patch: Patch) -> dict[str, nn.Module]:
             f"{type(backbone).__name__} has no attention that uses transformers' attention interface.",
             do="Declare a trl_packfa.Patch that rewrites its attention (documentation, 'Writing a patch').",
         )
-    return _require_causal(attention)
+    return attention
 
 
 # Words in the names of modules that do not attend to the text's own tokens.

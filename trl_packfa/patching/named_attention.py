@@ -26,7 +26,8 @@ from ..runtime.compile import outside_of_graphs
 from ..runtime.per_document import BOUNDARIES
 from .attention_interface import attend_packed, require_known
 from .inspect import is_causal
-from .named_boundaries import PADDING, layout_of_attention, sees_ahead, starts_in_rule
+from .mask_rules import sees_ahead, starts_in_rule
+from .named_boundaries import PADDING, layout_of_attention
 from .named_models import CHOSEN, NAME, refuse_at_load, require_positions, runs_as_sdpa, served_patch
 
 

@@ -10,7 +10,7 @@ Shape letters: B rows, L row length, N query heads, H head dim.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,40 +25,6 @@ from ..runtime.per_document import FLASH_KEYS
 _EXPLICIT = ("packed_layout", *FLASH_KEYS)
 # Attribute of our masks: the mask of padding `(B, L)` that a mask was made of, or `None`. Callers' masks have none.
 PADDING = "trl_packfa_padding"
-
-
-def starts_in_rule(rule: Callable[..., torch.Tensor], shape: tuple[int, int], device: Any) -> PackedLayout | None:
-    """Read documents off transformers' rule of who attends to whom, without building a mask from it.
-
-    A token that does not attend to the one before it begins a document.
-
-    Args:
-        rule (`Callable`):
-            Maps indices `(batch, head, query, key)`, which broadcast, to bool.
-        shape (`tuple[int, int]`):
-            `(B, L)`.
-        device (`torch.device`):
-            Device of the rule's tensors.
-
-    Returns:
-        [`PackedLayout`] or `None`: `None` for one document a row.
-    """
-    rows = torch.arange(shape[0], device=device)[:, None]
-    tokens = torch.arange(1, shape[1], device=device)[None]
-    sees = rule(rows, torch.zeros_like(rows), tokens, tokens - 1).expand(shape[0], shape[1] - 1)
-    starts = torch.cat([torch.ones(shape[0], 1, dtype=torch.bool), ~sees.cpu()], dim=1)
-    if int(starts.sum()) == shape[0]:
-        return None
-    # Starts [1, 0, 0, 1, 0] are offsets [0, 3] and the end, lengths [3, 2].
-    offsets = torch.cat([starts.flatten().nonzero().flatten(), torch.tensor([starts.numel()])])
-    return PackedLayout.from_lengths(offsets.diff().tolist(), rows=shape[0], device=device)
-
-
-def sees_ahead(rule: Callable[..., torch.Tensor], shape: tuple[int, int], device: Any) -> bool:
-    """Tell whether a token attends to the one after it, as those of an image do."""
-    rows = torch.arange(shape[0], device=device)[:, None]
-    tokens = torch.arange(1, shape[1], device=device)[None]
-    return bool(rule(rows, torch.zeros_like(rows), tokens - 1, tokens).any())
 
 
 def layout_of_attention(query: torch.Tensor, keys: int, mask: Any, kwargs: Mapping[str, Any]) -> PackedLayout | None:

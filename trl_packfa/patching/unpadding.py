@@ -38,6 +38,7 @@ class Unpadding:
         tokens, pads, documents (`int`): true tokens, pads and rows with tokens of all masks so far.
         trained, trained_documents (`int`): true tokens and rows of calls with gradients.
         shared (`int`): true tokens that were not computed, because another row has the same prefix.
+        blocks (`int`): blocks of tokens that saw each other in both directions, of layers with and without a window.
         watch (`Callable` or `None`): called for every call that runs without its pads, see [`Watch`].
 
     Args:
@@ -51,15 +52,16 @@ class Unpadding:
     def __init__(self, sharing: Sharing | None = None, *, generates: bool = True) -> None:
         self.is_on, self.sharing, self.generates = True, sharing, generates
         self.calls, self.tokens, self.pads, self.documents = 0, 0, 0, 0
-        self.trained, self.trained_documents, self.shared = 0, 0, 0
+        self.trained, self.trained_documents, self.shared, self.blocks = 0, 0, 0, 0
         self.watch: Watch | None = None
         self.noise = EmbeddingNoise(0.0)
         self._told = False
 
-    def rows_of(self, call: dict[str, Any], module: nn.Module) -> PaddedRows | None:
+    def rows_of(self, call: dict[str, Any], read: dict[str, Any], module: nn.Module) -> PaddedRows | None:
         """Return the rows of a call that runs without its pads, `None` if it runs as it is.
 
-        A call runs as it is if it has no pads and its rows share nothing, or if it uses or asks for a cache.
+        A call runs as it is if it has no pads and its rows share nothing, or if it uses or asks for a cache. `read`
+        are the arguments that the module reads.
 
         Raises:
             [`PackingError`]: if the call brings images or other modalities.
@@ -81,7 +83,7 @@ class Unpadding:
         rows = rows_of(mask)
         as_rows(call, rows.shape)
         self._count(rows)
-        shared = None if self.sharing is None or _modalities(call) else self.sharing.rows_of(call, rows, module)
+        shared = None if self.sharing is None or _modalities(read) else self.sharing.rows_of(call, rows, module)
         if shared is not None:
             self.shared += shared.num_tokens - shared.num_packed
             return shared
@@ -89,8 +91,8 @@ class Unpadding:
         if not rows.num_tokens or not (rows.num_pads or rows.widths):
             return None
         # Checked last: a batch of images without pads runs as it is.
-        refuse_modalities(call, "a batch without its pads")
-        _refuse_other_rows(call, rows)
+        refuse_modalities(read, "a batch without its pads")
+        _refuse_other_rows(read, rows)
         return rows
 
     def noise_as_padded(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -148,26 +149,49 @@ def _linear_layers(model: Any, args: Any) -> list[str]:
 
     A model given by name is built without weights; if that is not possible, the list is empty.
     """
-    if isinstance(model, str):
-        try:
-            config = AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code)
-            with torch.device("meta"):
-                model = getattr(transformers, (config.architectures or [""])[0])(config)
-        except (AttributeError, TypeError, ValueError, OSError, RuntimeError):
-            return []
+    if (model := _built(model, args)) is None:
+        return []
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     return sorted({name.rsplit(".", 1)[-1] for name in linear} - {"lm_head"})
 
 
-def default_adapter(kind: str, args: CommonConfig) -> Any:
+def _built(model: Any, args: Any) -> Any:
+    """Return the model; one that is given by name is built without weights. `None` if that is not possible."""
+    if not isinstance(model, str):
+        return model
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code)
+        with torch.device("meta"):
+            return getattr(transformers, (config.architectures or [""])[0])(config)
+    except (AttributeError, TypeError, ValueError, OSError, RuntimeError):
+        return None
+
+
+def default_adapter(kind: str, args: CommonConfig, model: Any) -> Any:
     """Return the LoRA config that the arguments ask for, `None` for full fine-tuning.
 
     `"all-linear"` leaves out the layers in `READ_DIRECTLY`: they are never called, so an adapter would not be trained.
+    In a model with images or sounds it means the layers of the text decoder.
     """
     config: Any = get_peft_config(args)
-    if config is not None and config.target_modules == "all-linear" and kind in READ_DIRECTLY:
+    if config is None or config.target_modules != "all-linear":
+        return config
+    if kind in READ_DIRECTLY:
         config.exclude_modules = set(READ_DIRECTLY[kind])
+    elif (name := _decoder_name(model, args)) is not None:
+        config.exclude_modules = rf"(?!{re.escape(name)}\.).*"  # PEFT matches it with the whole name of a layer
     return config
+
+
+def _decoder_name(model: Any, args: CommonConfig) -> str | None:
+    """Return the name of the text decoder in a model with images or sounds, `None` in any other model."""
+    if isinstance(model, str):
+        config = AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code)
+        if config.get_text_config() is config:
+            return None
+    if (built := _built(model, args)) is None or (decoder := inspect.text_decoder(built)) is None:
+        return None
+    return next(name for name, module in built.named_modules() if module is decoder)
 
 
 def load_as_asked(
@@ -185,5 +209,5 @@ def load_as_asked(
     if kind is not None:
         args.model_init_kwargs, quantization = loading(kind, args, quantization)
     if adapter is None and not isinstance(model, PeftModel):
-        adapter = default_adapter(kind or inspect.model_type(model), args)  # type: ignore[arg-type]
+        adapter = default_adapter(kind or inspect.model_type(model), args, model)  # type: ignore[arg-type]
     return quantization, adapter

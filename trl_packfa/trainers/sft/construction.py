@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from datasets import IterableDataset
 from peft import PeftConfig, PeftModel
@@ -16,8 +16,24 @@ from ..common.preflight import require_attention, require_reporters, require_tok
 from ..common.step_cutting import longest_of_stream
 from ..common.validation import refuse_data, refuse_model, refuse_untrainable
 from .config import PackedSFTConfig
+from .images import image_column, without_packing
 from .raw_dataset import prepares
 from .validation import refuse_arguments, refuse_collator
+
+
+class Settled(NamedTuple):
+    """The config of a run.
+
+    Attributes:
+        args ([`PackedSFTConfig`]): the config to train with.
+        refusal (`PackingError`, *optional*): the error that explains why the run is padded, if the user asked for
+            no packing and it is not possible.
+        on_images (`bool`): whether TRL's own micro-batches run without their pads.
+    """
+
+    args: PackedSFTConfig
+    refusal: PackingError | None
+    on_images: bool
 
 
 def settle_arguments(
@@ -32,16 +48,13 @@ def settle_arguments(
     compute_metrics: Callable | None,
     peft_config: PeftConfig | None,
     formatting_func: Callable[..., Any] | None,
-) -> tuple[PackedSFTConfig, PackingError | None]:
-    """Return the config to train with: packed if possible, else padded if the user did not ask for packing.
+) -> Settled:
+    """Settle the config to train with: packed if possible, else padded if the user did not ask for packing.
 
     Args:
         model, args, train_dataset, eval_dataset, data_collator, processing_class, compute_loss_func, compute_metrics,
         peft_config, formatting_func:
             The arguments of the trainer.
-
-    Returns:
-        The config, and the error that explains why it is padded, or `None` if it is as the user asked.
 
     Raises:
         [`PackingError`]: if the user asked for packing and it is not possible, or if the run cannot be trained at all.
@@ -62,14 +75,16 @@ def settle_arguments(
         refuse_collator(data_collator)
 
     refuse_untrainable(model, peft_config)
-    settled, refusal = _settle(args, output_dir(model), refuse)
+    column = image_column(named(train_dataset, eval_dataset))
+    on_images = None if column is None else without_packing(args, output_dir(model), column)
+    settled, refusal = (on_images, None) if on_images is not None else _settle(args, output_dir(model), refuse)
     require_reporters(settled)
     require_attention(settled)
     require_tokenizer(
         model, settled, processing_class=processing_class, datasets=named(train_dataset, eval_dataset),
         makes_text=formatting_func is None and prepares(settled),
     )  # fmt: skip
-    return settled, refusal
+    return Settled(settled, refusal, on_images is not None)
 
 
 def asks_for_packing(args: TrainingArguments | None) -> bool:

@@ -66,6 +66,7 @@ from .construction import asks_for_packing, padded, settle_arguments
 from .dataloading import PackedData
 from .epoch_plan import summarize_plan
 from .exactness_gate import ExactnessGate, require_engine
+from .images import run_images_without_pads
 from .lm_head import LossHead, OwnHead, drop_unmeasured
 from .loss_weighting import SourceLosses, WeightedModel, as_example_labels, example_weights
 from .padded_terms import PaddedTerms
@@ -136,7 +137,7 @@ class PackedSFTTrainer(SFTTrainer):
         data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         functions = {"compute_loss_func": compute_loss_func, "compute_metrics": compute_metrics}
         as_given = AsGiven(model)  # before an adapter wraps it
-        settled, refusal = settle_arguments(
+        settled, refusal, on_images = settle_arguments(
             model, args, data_collator=data_collator, processing_class=processing_class, peft_config=peft_config,
             formatting_func=formatting_func, **data, **functions,
         )  # fmt: skip
@@ -153,6 +154,8 @@ class PackedSFTTrainer(SFTTrainer):
         if refusal is None:
             try:
                 self._construct(model, settled, asked=args, **options)
+                if on_images:
+                    run_images_without_pads(self)
                 return
             except (UnsupportedModel, ContaminationError, NoBackend, InvalidConfig) as late:
                 if asks_for_packing(args):

@@ -1,0 +1,187 @@
+"""Every backend without causality: whole documents, and blocks inside causal documents."""
+
+import pytest
+import torch
+from pretended import pretend
+from test_attention import CASES, DEVICE, NAMES, inputs
+from test_segments import run
+from tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, assert_float32, assert_low_precision, differs
+from torch.nn.attention.flex_attention import create_mask
+
+from trl_packfa.attention import AttentionArguments, AttentionRequest, BackendChoice, get_backend
+from trl_packfa.attention import block_mask as block_masks
+from trl_packfa.errors import InvalidLayout, PackingError
+from trl_packfa.layout import AttentionLayout, PackedLayout
+from trl_packfa.layout.blocks import Blocks, plan_blocks
+
+LENGTHS = {
+    "mixed": (5, 70, 1, 30, 28),
+    "one document": (40,),
+    "single tokens": (1,) * 9,
+    "longer than a chunk": (300, 7),
+}
+# Blocks inside documents of 5, 70, 1, 30 and 28 tokens: at a beginning, in the middle, two that touch, at the end.
+DOCUMENTS = (5, 70, 1, 30, 28)
+BLOCKS = ((5, 12), (30, 44), (80, 84), (84, 90), (130, 134))
+
+
+def masked(mask):
+    """Attention in float64 by a dense mask `(T, T)`."""
+
+    def attend(query, key, value, options):
+        query, key, value = query.double(), *(x.double().repeat_interleave(2, dim=1) for x in (key, value))
+        scores = torch.einsum("qnh,knh->nqk", query, key) * options["scaling"]
+        if options.get("softcap") is not None:
+            scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+        scores = scores.masked_fill(~mask, float("-inf"))
+        if options.get("sinks") is not None:
+            sinks = options["sinks"].double()[:, None, None].expand(-1, len(query), 1)
+            scores = torch.cat([scores, sinks], dim=2)
+        return torch.einsum("nqk,knh->qnh", torch.softmax(scores, dim=2)[..., : len(key)], value)
+
+    return attend
+
+
+def both_ways(lengths, window):
+    """Who sees whom where whole documents see each other, bool `(T, T)`."""
+    ids = PackedLayout.from_lengths(lengths, device=DEVICE).document_ids().flatten()
+    places = torch.arange(len(ids), device=DEVICE)
+    same, distance = ids[:, None] == ids, (places[:, None] - places).abs()
+    return same if window is None else same & (distance < window)
+
+
+def whole(name, lengths):
+    layout = PackedLayout.from_lengths(lengths, device=DEVICE)
+    attention = AttentionLayout(layout, layout, causal=False)
+    return lambda q, k, v, options: get_backend(name)(q, k, v, AttentionArguments(**options).on(attention))
+
+
+def blocks_layout(window=None):
+    blocks = Blocks(BLOCKS, BLOCKS)
+    return PackedLayout.from_lengths(DOCUMENTS, device=DEVICE).with_blocks(blocks)
+
+
+def by_blocks(name):
+    return lambda q, k, v, options: BackendChoice(name).attend(q, k, v, blocks_layout(), AttentionArguments(**options))
+
+
+def skip_if_refused(name, dtype, case):
+    case = {key: value for key, value in case.items() if key != "sinks"} | {"sinks": bool(case.get("sinks"))}
+    for causal in (True, False):
+        request = AttentionRequest(DEVICE, dtype, 16, 4, 2, causal=causal, **case)
+        if reasons := get_backend(name).refusals(request):
+            pytest.skip(f"{name}: {'; '.join(reasons)}")
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("name", NAMES)
+def test_documents_against_the_oracle(name, case):
+    skip_if_refused(name, torch.float32, case)
+    for lengths in LENGTHS.values():
+        tensors, upstream = inputs(sum(lengths)), torch.randn(sum(lengths), 4, 16, device=DEVICE)
+        found = run(whole(name, lengths), None, tensors, case, upstream)
+        oracle = masked(both_ways(lengths, case.get("sliding_window")))
+        for actual, expected in zip(found, run(oracle, None, tensors, case, upstream), strict=True):
+            assert_float32(actual, expected)
+
+
+@pytest.mark.parametrize("case", [case for name, case in CASES.items() if name != "window of one"])
+@pytest.mark.parametrize("name", NAMES)
+def test_blocks_against_the_oracle(name, case):
+    skip_if_refused(name, torch.float32, case)
+    layout = blocks_layout()
+    tensors, upstream = inputs(layout.num_tokens), torch.randn(layout.num_tokens, 4, 16, device=DEVICE)
+    found = run(by_blocks(name), layout, tensors, case, upstream)
+    oracle = masked(layout.dense_mask(case.get("sliding_window")))
+    for actual, expected in zip(found, run(oracle, layout, tensors, case, upstream), strict=True):
+        assert_float32(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("case", [CASES["causal"], CASES["window"], CASES["sinks"]], ids=["full", "window", "sinks"])
+@pytest.mark.parametrize("name", NAMES)
+def test_low_precision(name, case, dtype):
+    skip_if_refused(name, dtype, case)
+    assert_as_precise_as_reference(name, case, dtype)
+
+
+def assert_as_precise_as_reference(name, case, dtype):
+    """Documents and blocks, against float64, beside the reference backend."""
+    window = case.get("sliding_window")
+    for ours, mask in ((lambda name: whole(name, DOCUMENTS), both_ways(DOCUMENTS, window)),
+                       (by_blocks, blocks_layout().dense_mask(window))):  # fmt: skip
+        tensors, upstream = inputs(sum(DOCUMENTS), dtype=dtype), torch.randn(sum(DOCUMENTS), 4, 16, device=DEVICE)
+        ways = (ours(name), ours("reference"), masked(mask))
+        triples = zip(*(run(way, None, tensors, case, upstream) for way in ways), strict=True)
+        for triple, factor in zip(triples, (FORWARD_FACTOR, *[GRADIENT_FACTOR] * 4), strict=False):
+            assert_low_precision(*triple, factor=factor)
+
+
+@pytest.mark.parametrize("backend", ["varlen", "flash"])
+@pytest.mark.parametrize("case", [CASES["causal"], CASES["window"]], ids=["full", "window"])
+def test_flash_attention_is_told_of_both_directions(backend, case, monkeypatch):
+    """By stand-ins of the kernels, which refuse any window that they are not to be asked for."""
+    dtypes = pretend(monkeypatch, backend)
+    assert_as_precise_as_reference(backend, case, torch.bfloat16)
+    assert len(dtypes) == 3, "one call for documents, two for blocks"
+
+
+@pytest.mark.parametrize("window", [None, 1, 64, 130, 400])
+@pytest.mark.parametrize("lengths", [(700,), (128, 256, 128), (1, 300, 5, 127, 129, 1, 1, 640, 20), (3,) * 150])
+def test_flex_lists_the_blocks_of_the_pairs(lengths, window):
+    layout = PackedLayout.from_lengths(lengths)
+    mask = block_masks.block_mask(AttentionLayout(layout, layout, causal=False), window)
+    dense = both_ways(lengths, window).cpu()
+    tokens = layout.num_tokens
+    assert torch.equal(create_mask(mask.mask_mod, 1, 1, tokens, tokens, device="cpu")[0, 0], dense)
+    assert_lists(mask, dense)
+
+
+def test_flex_lists_the_blocks_of_keys_apart():
+    layout = PackedLayout.from_lengths([300, 200]).with_blocks(Blocks(((140, 290), (310, 330)), ()))
+    gather, attention = layout.block_attention(None)
+    mask = block_masks.block_mask(attention, None)
+    dense = torch.zeros(170, 320, dtype=torch.bool)
+    dense[:150, :290], dense[150:, 290:] = True, True
+    assert torch.equal(create_mask(mask.mask_mod, 1, 1, 170, 320, device="cpu")[0, 0], dense)
+    assert torch.equal(gather.index, torch.cat([torch.arange(140, 290), torch.arange(310, 330)]))
+    assert_lists(mask, dense)
+
+
+def assert_lists(mask, dense):
+    """Every block with a visible pair is listed, and only those."""
+    side, (queries, keys) = block_masks.BLOCK, dense.shape
+    padded = torch.zeros(-(-queries // side) * side, -(-keys // side) * side, dtype=torch.bool)
+    padded[:queries, :keys] = dense
+    expected = padded.view(padded.shape[0] // side, side, -1, side).any(3).any(1)
+    listed = torch.zeros_like(expected)
+    for numbers, indices in ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)):
+        for row, (count, index) in enumerate(zip(numbers[0, 0].tolist(), indices[0, 0], strict=True)):
+            assert not listed[row, index[:count].long()].any(), "a block is listed twice"
+            listed[row, index[:count].long()] = True
+    assert torch.equal(listed, expected)
+
+
+def test_negative_controls_are_seen():
+    tensors, options = inputs(sum(DOCUMENTS))[:3], {"scaling": 0.3}
+    causal = PackedLayout.from_lengths(DOCUMENTS, device=DEVICE)
+    expected = masked(blocks_layout().dense_mask())(*tensors, options)
+    without = BackendChoice("sdpa").attend(*tensors, causal, AttentionArguments(**options))
+    assert differs(without, expected)
+    joined = causal.with_blocks(Blocks(((5, 12), (30, 44), (80, 90), (130, 134)), ()))
+    assert differs(BackendChoice("sdpa").attend(*tensors, joined, AttentionArguments(**options)), expected)
+
+
+def test_blocks_that_cannot_be_computed_are_refused():
+    with pytest.raises(InvalidLayout, match=r"block \(4, 7\) is not inside a document"):
+        plan_blocks([(4, 7)], [5, 6])
+    tensors = inputs(sum(DOCUMENTS))[:3]
+    with pytest.raises(
+        PackingError, match="14 tokens of an image see each other, but the layer's sliding window has 8"
+    ):
+        BackendChoice("sdpa").attend(*tensors, blocks_layout(), AttentionArguments(scaling=0.3, sliding_window=8))
+    bias = AttentionArguments(scaling=0.3, bias=lambda q, k: torch.zeros(q.shape[0], 1, q.shape[1], k.shape[1]))
+    with pytest.raises(PackingError, match="adds a term to its scores"):
+        BackendChoice("sdpa").attend(*tensors, blocks_layout(), bias)
+    with pytest.raises(InvalidLayout, match="cannot share prefixes"):
+        PackedLayout.from_lengths([3, 2, 1], documents=[(0, 1), (0, 2)]).with_blocks(Blocks(((0, 2),), ()))

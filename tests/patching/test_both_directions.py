@@ -1,0 +1,121 @@
+"""Models in which the tokens of an image see each other: their text decoder without pads, by blocks."""
+
+import copy
+
+import pytest
+import torch
+from tiny_models.composites import image_batch, small_composite
+from tolerance import assert_float32, differs
+
+from trl_packfa import describe, patch, unpatch
+from trl_packfa.errors import PackingError
+from trl_packfa.layout.blocks import Blocks
+from trl_packfa.patching.apply import find_state
+from trl_packfa.patching.handed_masks import HandedMasks
+from trl_packfa.patching.mask_rules import blocks_in_rule
+
+# Gemma 3: in all layers. PaliGemma: a prefix with its image. Gemma 4: in sliding layers only.
+TYPES = ("gemma3", "paligemma", "gemma4")
+# Layers of Gemma 4 share keys: transformers' own gradients through reentrant checkpoints are wrong.
+CHECKPOINTED = [
+    (name, reentrant) for name in TYPES for reentrant in (False, True) if (name, reentrant) != ("gemma4", True)
+]
+
+
+def run(model, inputs):
+    """Loss, logits of true tokens, and gradients."""
+    model.zero_grad()
+    outputs = model(**inputs, use_cache=False)
+    outputs.loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return outputs.loss.detach(), outputs.logits.detach()[inputs["attention_mask"].bool()], gradients
+
+
+def assert_same(found, expected):
+    assert_float32(found[0], expected[0].double())
+    assert_float32(found[1], expected[1].double())
+    assert found[2].keys() == expected[2].keys() and any("vis" in name for name in expected[2])
+    largest = max(gradient.norm() for gradient in expected[2].values())
+    for name, gradient in expected[2].items():
+        assert (found[2][name] - gradient).norm() <= 3e-5 * max(gradient.norm(), 1e-3 * largest), name
+
+
+@pytest.fixture(params=TYPES)
+def stock(request):
+    return small_composite(request.param)
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_images_run_without_their_pads(stock, left):
+    inputs = image_batch(stock, left=left).inputs
+    model = patch(copy.deepcopy(stock), unpad=True)
+    state = find_state(model)
+    assert state.takes_images and state.unpadding_report.blocks and "in both directions" in describe(model)
+    assert_same(run(model, inputs), run(stock, inputs))
+    assert state.unpadding.calls == 1 and state.unpadding.blocks > 0
+    with torch.no_grad():  # with a cache, and after the patch is gone, the masks are the model's own
+        cached = model(**inputs, use_cache=True)
+        assert cached.cache is not None and torch.equal(cached.logits, stock(**inputs, use_cache=True).logits)
+        assert state.unpadding.calls == 1
+        assert torch.equal(unpatch(model)(**inputs).logits, stock(**inputs).logits)
+
+
+@pytest.mark.parametrize(("name", "reentrant"), CHECKPOINTED)
+def test_checkpointing_changes_nothing(name, reentrant):
+    """Layers are run again from their arguments, outside of the call: the blocks come with the layout."""
+    stock = small_composite(name)
+    inputs = image_batch(stock).inputs
+    model = patch(copy.deepcopy(stock), unpad=True).train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    assert_same(run(model, inputs), run(stock.train(), inputs))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_it_is_exact_beside_every_attention_with_a_mask(attention):
+    stock = small_composite("gemma3")
+    stock.set_attn_implementation(attention)
+    inputs = image_batch(stock).inputs
+    assert_same(run(patch(copy.deepcopy(stock), unpad=True), inputs), run(stock, inputs))
+
+
+def test_negative_controls_are_seen(stock, monkeypatch):
+    """Images whose tokens see only the ones before them, and blocks in layers that have none."""
+    inputs = image_batch(stock).inputs
+    _, logits, _ = run(stock, inputs)
+    model = patch(copy.deepcopy(stock), unpad=True)
+    with monkeypatch.context() as context:
+        context.setattr(HandedMasks, "blocks", lambda self, rows: None)
+        assert differs(run(model, inputs)[1], logits)
+    blocks = HandedMasks.blocks
+    everywhere = lambda self, rows: Blocks(*[max(blocks(self, rows), key=len)] * 2)  # noqa: E731
+    monkeypatch.setattr(HandedMasks, "blocks", everywhere)
+    assert differs(run(model, inputs)[1], logits) == (stock.config.model_type == "gemma4")
+
+
+def test_packed_rows_are_refused_where_they_are_not_exact():
+    """Without a mask PaliGemma's own text sees what comes after it."""
+    model = patch(small_composite("paligemma"), unpad=True)
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    with pytest.raises(PackingError, match="PaliGemmaForConditionalGeneration cannot run packed rows: differs"):
+        model(input_ids=torch.arange(6, 18)[None], position_ids=positions)
+
+
+def rule_of(groups):
+    """Transformers' rule for causal attention with groups that see each other; -1 is no group."""
+    groups = torch.tensor(groups)
+
+    def rule(batch, head, query, key):
+        same = (groups[batch, query] == groups[batch, key]) & (groups[batch, query] >= 0)
+        return (key <= query) | same
+
+    return rule
+
+
+@pytest.mark.parametrize("by_index", [True, False])
+def test_blocks_are_read_off_the_rule(by_index):
+    rule = rule_of([[-1, 0, 0, 1, 1, -1], [0, 0, 0, -1, -1, -1], [-1, -1, 2, 2, 2, 2]])
+    mask = torch.tensor([[1] * 6, [1] * 6, [1] * 4 + [0] * 2])
+    assert blocks_in_rule(rule, mask, by_index=by_index) == (((1, 3), (3, 5)), ((0, 3),), ((2, 4),))
+    with pytest.raises(PackingError, match="tokens 0 and 4 of row 0 see each other"):
+        blocks_in_rule(rule_of([[0, 0, -1, -1, 0, 0]]), torch.ones(1, 6, dtype=torch.long), by_index=by_index)

@@ -1,0 +1,28 @@
+"""Every type of transformers with images or sounds: what is committed is what running gives."""
+
+import composite_matrix as matrix
+import pytest
+from tiny_models.composites import composite_types
+
+from trl_packfa.cli.main import main
+from trl_packfa.patches.measured import composites
+from trl_packfa.versions import installed_version
+
+COMPARED = ("verdict", "level", "decoder", "blocks", "images")
+
+
+@pytest.mark.parametrize("model_type", composite_types())
+def test_running_gives_what_is_committed(model_type):
+    committed = composites()["types"][model_type]
+    if committed["verdict"] == "not built":
+        pytest.skip(committed["why"])
+    if installed_version("transformers") != composites()["versions"]["transformers"]:
+        pytest.skip("measured with another transformers")
+    found = matrix.measure_type(model_type)
+    assert [found.get(key) for key in COMPARED] == [committed.get(key) for key in COMPARED], found
+
+
+def test_the_command_lists_them(capsys):
+    assert main(["models", "--images"]) == 0
+    printed = capsys.readouterr().out
+    assert "qwen3_vl" in printed and "Qwen3VLTextModel" in printed and "exact" in printed

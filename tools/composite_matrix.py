@@ -1,0 +1,189 @@
+"""Measure every type with images or sounds: run its text decoder without pads, beside its own padded rows.
+
+`python tools/composite_matrix.py` builds each type small, patches it with `unpad=True`, and writes
+`patches/composites.json`. The documentation's table is made from this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_models.composites import ImageBatch, composite_types, image_batch, small_composite
+
+from trl_packfa import __version__, patch
+from trl_packfa.errors import PackingError, UnsupportedModel
+from trl_packfa.layout import PackedLayout
+from trl_packfa.layout.padded_rows import PaddedRows
+from trl_packfa.patches.measured import COMPOSITES
+from trl_packfa.patching.apply import find_state
+from trl_packfa.patching.inspect import text_decoder
+from trl_packfa.versions import installed_version
+
+# Limits of a relative difference in float32, for logits and for gradients.
+_LOGITS, _GRADIENTS = 1e-4, 3e-4
+# A leak is larger.
+_CONTROL = 1e-2
+
+
+def measure_type(name: str) -> dict[str, Any]:
+    """Build, patch and compare one type; return its entry for `composites.json`, also if the type fails."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            model: Any = small_composite(name)
+        except UnsupportedModel as error:
+            return {"verdict": "not built", "why": str(error).splitlines()[0]}
+        decoder = text_decoder(model)
+        if decoder is None:
+            return {"verdict": "refused", "why": "it has no text decoder that is a model of its own"}
+        found: dict[str, Any] = {"decoder": type(decoder).__name__}
+        stock = copy.deepcopy(model)
+        if raised := _raised_by_text(stock):
+            return {**found, "verdict": "refused", "why": f"its own code runs no text without images: {raised}"}
+        try:
+            patch(model, unpad=True)
+        except PackingError as error:
+            return {**found, "verdict": "refused", "why": _reason(error)}
+        except Exception as error:  # record it as a result, so that the other types go on
+            return {**found, "verdict": "raises", "why": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+        state = find_state(model)
+        assert state is not None
+        if not state.takes_images:
+            return {**found, "verdict": "text only", "why": "its decoder alone is not exact without pads"}
+        found |= {"level": state.patch.level, "blocks": state.unpadding_report.blocks}
+        try:
+            # Some models' own left-padded rows see their pads.
+            sides = (False, True) if state.unpadding_report.against == "padded" else (False,)
+            return {**found, **_with_images(stock, model, sides)}
+        except PackingError as error:
+            return {**found, "verdict": "text only", "why": _reason(error)}
+
+
+def _raised_by_text(model: Any) -> str | None:
+    """Return what a model's own code raises on padded rows of text, `None` if it runs."""
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]])
+    try:
+        with torch.no_grad():
+            model(input_ids=ids, attention_mask=ids.ne(0).long(), use_cache=False)
+    except Exception as error:  # whatever the model's code raises
+        return (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+    return None
+
+
+def _reason(error: PackingError) -> str:
+    """Return the first line of a refusal, or, where no general level was exact, what the last one showed."""
+    lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()]
+    tried = [line for line in lines if line.startswith("level ")]
+    return tried[-1] if tried else lines[0]
+
+
+def _with_images(stock: Any, model: Any, sides: tuple[bool, ...]) -> dict[str, Any]:
+    """Compare rows of images and text, padded on the right and on the left, with the same rows without their pads."""
+    batches = [image_batch(copy.deepcopy(stock), left=left) for left in sides]
+    if batches[0] is None:
+        return {"verdict": "exact", "images": "not tried: it takes pixels in a form of its own"}
+    worst, made = {"logits": 0.0, "gradients": 0.0}, [batch for batch in batches if batch is not None]
+    for batch in made:
+        expected, found = _run(stock, batch), _run(model, batch)
+        worst = {name: max(worst[name], value) for name, value in _apart(found, expected).items()}
+    with _rows_that_see_each_other():
+        control = _apart(_run(model, made[0]), _run(stock, made[0]))["logits"]
+    for reentrant in (False, True) if stock.supports_gradient_checkpointing else ():
+        expected = _run(stock, made[0])
+        if _apart(_checkpointed(stock, made[0], reentrant), expected)["gradients"] > _GRADIENTS:
+            continue  # layers that share keys have wrong gradients through reentrant checkpoints in transformers
+        found = _checkpointed(model, made[0], reentrant)
+        worst = {name: max(worst[name], value) for name, value in _apart(found, expected).items()}
+    exact = worst["logits"] <= _LOGITS and worst["gradients"] <= _GRADIENTS and control > _CONTROL
+    rounded = {name: float(f"{value:.1e}") for name, value in {**worst, "control": control}.items()}
+    return {"verdict": "exact" if exact else "text only", "images": made[0].form, **rounded}
+
+
+def _run(model: Any, batch: ImageBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the logits of true tokens, and the gradients of the loss."""
+    model.zero_grad()
+    outputs = model(**batch.inputs, use_cache=False)
+    outputs.loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return outputs.logits.detach()[batch.inputs["attention_mask"].bool()], gradients
+
+
+def _checkpointed(model: Any, batch: ImageBatch, reentrant: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    checkpointed = copy.deepcopy(model).train()
+    checkpointed.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    checkpointed.enable_input_require_grads()
+    return _run(checkpointed, batch)
+
+
+def _apart(
+    found: tuple[torch.Tensor, dict[str, torch.Tensor]], expected: tuple[torch.Tensor, dict[str, torch.Tensor]]
+) -> dict[str, float]:
+    """Return the largest relative difference of logits, and of the gradient of a parameter."""
+    scale = max(float(expected[1][name].norm()) for name in expected[1])
+    gradients = [
+        float((found[1][name] - own).norm() / own.norm().clamp(min=1e-3 * scale)) if name in found[1] else 1.0
+        for name, own in expected[1].items()
+    ]
+    return {"logits": float((found[0] - expected[0]).abs().max() / expected[0].std()), "gradients": max(gradients)}
+
+
+@contextmanager
+def _rows_that_see_each_other() -> Iterator[None]:
+    """Lay all rows out as one document, for the control."""
+    original = PaddedRows.layout
+    PaddedRows.layout = lambda self, device: PackedLayout.from_lengths([self.num_tokens])  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PaddedRows.layout = original  # type: ignore[method-assign]
+
+
+def run(path: Path, *, jobs: int, only: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Measure every type, or only some, and write the results to `path`."""
+    versions = {package: installed_version(package) for package in ("torch", "transformers")}
+    types = dict(json.loads(path.read_text(encoding="utf-8"))["types"]) if only else {}
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_quietly) as pool:
+        names = only or composite_types()
+        for name, result in zip(names, pool.map(measure_type, names), strict=True):
+            types[name] = result
+            print(
+                name, result["verdict"], result.get("images", ""), result.get("why", ""), file=sys.stderr, flush=True
+            )
+    contents: Mapping[str, Any] = {
+        "versions": {**versions, "trl-packfa": __version__},
+        "types": dict(sorted(types.items())),
+    }
+    path.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
+    return dict(contents)
+
+
+def _quietly() -> None:
+    """Set up a process of the pool: one thread, and no warnings about each model."""
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+
+
+def main() -> None:
+    """Measure every type and write the results."""
+    parser = argparse.ArgumentParser(description="build, patch and compare every type with images or sounds")
+    parser.add_argument("--output", type=Path, default=COMPOSITES, help="results file (default: the one of patches/)")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--only", nargs="+", default=(), metavar="TYPE", help="types to measure again (default: all)")
+    args = parser.parse_args()
+    run(args.output, jobs=args.jobs, only=tuple(args.only))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Blocks: neighbouring tokens of a document that see each other in both directions, such as those of an image.
+
+A token of a block also sees all tokens before the block, in the sliding window if the layer has one. So its keys are
+one interval, and attention of a block is one call without causality: the block's tokens are the last of the keys.
+
+Shape letters: T packed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from ..errors import InvalidLayout, PackingError
+from .shared_prefix import TokenGather
+
+# A block as `(start, stop)`, token numbers in the packed row.
+Block: TypeAlias = tuple[int, int]
+
+
+class Blocks(NamedTuple):
+    """The blocks of a packed row, for layers without a sliding window and for layers with one.
+
+    Gemma 4 has blocks in its sliding layers only, Gemma 3 in all layers.
+
+    Attributes:
+        full (`tuple[tuple[int, int], ...]`), sliding (`tuple[tuple[int, int], ...]`): the blocks, in order.
+    """
+
+    full: tuple[Block, ...]
+    sliding: tuple[Block, ...]
+
+    def of_window(self, sliding_window: int | None) -> tuple[Block, ...]:
+        """Return the blocks of layers with this sliding window.
+
+        Raises:
+            [`PackingError`]: if a block is longer than the window.
+        """
+        if sliding_window is None:
+            return self.full
+        longest = max((stop - start for start, stop in self.sliding), default=0)
+        if longest > sliding_window:
+            raise PackingError(
+                f"{longest} tokens of an image see each other, but the layer's sliding window has {sliding_window}.",
+                why=["models differ in what such an image sees, so packed attention does not compute it"],
+                do="Make images smaller, or patch the model with unpad=False.",
+            )
+        return self.sliding
+
+
+class BlockPlan(NamedTuple):
+    """The copies that make queries and keys of a call for the blocks of a row.
+
+    The example has documents of 6 and 3 tokens; tokens 2 and 3 are a block:
+
+    ```python
+    >>> plan = plan_blocks([(2, 4)], [6, 3])
+    >>> plan.queries.index, plan.keys.index
+    (tensor([2, 3]), tensor([0, 1, 2, 3]))
+    >>> plan.query_lengths, plan.key_lengths
+    ((2,), (4,))
+    ```
+
+    Attributes:
+        queries ([`TokenGather`]): the tokens of the blocks.
+        keys ([`TokenGather`]): for each block the tokens from its document's beginning to the block's end.
+        query_lengths (`tuple[int, ...]`), key_lengths (`tuple[int, ...]`): number of both, for each block.
+    """
+
+    queries: TokenGather
+    keys: TokenGather
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+
+
+def plan_blocks(blocks: Sequence[Block], lengths: Sequence[int], device: torch.device | str = "cpu") -> BlockPlan:
+    """Plan the call for these blocks in a row of documents of these `lengths` (tokens).
+
+    Raises:
+        [`InvalidLayout`]: if a block is empty or crosses the end of its document.
+    """
+    spans, start, waiting = [], 0, list(blocks)
+    for length in lengths:
+        while waiting and waiting[0][0] < start + length:
+            first, stop = waiting.pop(0)
+            if not start <= first < stop <= start + length:
+                break
+            spans.append((start, stop))
+        start += length
+    if len(spans) < len(blocks):
+        raise InvalidLayout(
+            f"block {blocks[len(spans)]} is not inside a document: lengths {list(lengths)}.",
+            do="Give each document blocks of its own, in the order of the row.",
+        )
+    return BlockPlan(
+        TokenGather.of_spans(blocks, start, device),
+        TokenGather.of_spans(spans, start, device),
+        tuple(stop - first for first, stop in blocks),
+        tuple(stop - first for first, stop in spans),
+    )

@@ -1,0 +1,160 @@
+"""The masks that a model with images makes and hands to its text decoder.
+
+Some models make the decoder's masks themselves, because tokens of an image see each other in both directions. Such a
+mask of L x L is not needed where the decoder runs without pads. So each is only noted when the model makes it: the
+mask of padding travels in its place, and the decoder makes the mask if it runs the call as it is.
+
+Shape letters: B rows, L row length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import PackingError
+from ..layout.blocks import Block, Blocks
+from ..layout.call_context import is_empty_mask
+from ..layout.padded_rows import PaddedRows
+from .mask_rules import blocks_in_rule
+
+# Attribute of the mask of padding that travels in the place of masks.
+_HANDED = "_trl_packfa_handed"
+# The kinds of layers by which transformers names a decoder's masks.
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, eq=False)
+class NotedMask:
+    """A mask that was not made.
+
+    Args:
+        make (`Callable`):
+            Makes it, in the form of the model's own attention.
+        padding (`torch.Tensor`):
+            The mask of padding, `(B, L)`.
+        blocks (`tuple[tuple[Block, ...], ...]`):
+            Tokens that see each other in both directions, for each row.
+    """
+
+    make: Callable[[], Any]
+    padding: torch.Tensor
+    blocks: tuple[tuple[Block, ...], ...]
+
+
+def note_mask(make: Callable[[], Any], options: Mapping[str, Any]) -> Any:
+    """Return the mask of padding with a note of the mask that it stands for; without padding make the mask.
+
+    Args:
+        make (`Callable`):
+            Makes the mask.
+        options (`Mapping[str, Any]`):
+            The keywords of transformers' mask interface.
+
+    Raises:
+        [`PackingError`]: if tokens see each other that are not neighbours.
+    """
+    padding, lengths = options.get("attention_mask"), (options.get("q_length"), options.get("kv_length"))
+    if not isinstance(padding, torch.Tensor) or padding.dim() != 2 or set(lengths) != {padding.shape[1]}:
+        return make()
+    # transformers lets attention skip the mask only if it is plainly causal.
+    blocks: tuple[tuple[Block, ...], ...] = ((),) * padding.shape[0]
+    if not options.get("allow_is_causal_skip", False):
+        blocks = blocks_in_rule(options["mask_function"], padding, by_index=not options.get("use_vmap", False))
+    mask = padding.detach().clone()  # the model may send one tensor of padding for several masks
+    setattr(mask, _HANDED, NotedMask(make, padding, blocks))
+    return mask
+
+
+class HandedMasks:
+    """The masks that a decoder was handed, by the kind of layer; one for all kinds has the name `None`."""
+
+    def __init__(self, masks: Mapping[str | None, Any], padding: torch.Tensor) -> None:
+        self.masks, self.padding = masks, padding
+
+    def make(self) -> Any:
+        """Make the masks, in the form in which they were handed over."""
+        made = {kind: mask.make() if isinstance(mask, NotedMask) else mask for kind, mask in self.masks.items()}
+        return made[None] if None in made else made
+
+    def of_row(self, rows: PaddedRows, row: int) -> Any:
+        """Return the masks of one row by itself, without its pads.
+
+        Raises:
+            [`PackingError`]: if the model's attention takes masks in a form that has no rows.
+        """
+        part = slice(rows.starts[row], rows.starts[row] + rows.lengths[row])
+        made = self.make()
+        if not isinstance(made, dict):
+            return _cut(made, row, part)
+        return {kind: _cut(mask, row, part) for kind, mask in made.items()}
+
+    def blocks(self, rows: PaddedRows) -> Blocks | None:
+        """Return the blocks of the row without pads, `None` if there are none.
+
+        Raises:
+            [`PackingError`]: if layers of another kind have blocks.
+        """
+        found = {kind: mask.blocks for kind, mask in self.masks.items() if isinstance(mask, NotedMask)}
+        if not any(map(any, found.values())):
+            return None
+        unknown = [kind for kind, blocks in found.items() if kind not in (None, _FULL, _SLIDING) and any(blocks)]
+        if unknown:
+            raise PackingError(
+                f"tokens of an image see each other in layers of kind {', '.join(map(str, unknown))}.",
+                why=["packed attention knows blocks of tokens in layers with and without a sliding window only"],
+                do="Patch the model with unpad=False, or train on text alone.",
+            )
+        own = found.get(None, ())
+        return Blocks(_packed(found.get(_FULL, own), rows), _packed(found.get(_SLIDING, own), rows))
+
+
+def handed_masks(mask: Any) -> HandedMasks | None:
+    """Return the masks for which a decoder's `attention_mask` stands, `None` for any other mask."""
+    if not isinstance(mask, dict):
+        noted = getattr(mask, _HANDED, None)
+        return HandedMasks({None: noted}, mask) if isinstance(noted, NotedMask) else noted
+    masks = {kind: getattr(value, _HANDED, value) for kind, value in mask.items()}
+    padding = next((noted.padding for noted in masks.values() if isinstance(noted, NotedMask)), None)
+    return None if padding is None else HandedMasks(masks, padding)
+
+
+def with_one_mask(call: dict[str, Any], masks: HandedMasks) -> dict[str, Any]:
+    """Return a call in which the mask of padding stands for all masks."""
+    padding = masks.padding.detach().clone()
+    setattr(padding, _HANDED, masks)
+    return {**call, "attention_mask": padding}
+
+
+def without_empty_masks(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a packed call without the empty masks that the model around the decoder has made for each kind."""
+    mask = call.get("attention_mask")
+    is_empty = isinstance(mask, dict) and any(map(is_empty_mask, mask.values()))
+    return {**call, "attention_mask": None} if is_empty else call
+
+
+def _packed(blocks: tuple[tuple[Block, ...], ...], rows: PaddedRows) -> tuple[Block, ...]:
+    """Return blocks of padded rows as blocks of the row without pads."""
+    # Rows of 5 and 3 tokens after 1 and 2 pads: block (3, 5) of the second row is block (6, 8).
+    packed, before = [], 0
+    for own, start, length in zip(blocks, rows.starts, rows.lengths, strict=False):
+        packed += [(first - start + before, stop - start + before) for first, stop in own]
+        before += length
+    return tuple(packed)
+
+
+def _cut(mask: Any, row: int, part: slice) -> Any:
+    """Return the part of a mask `(B, 1, L, L)` or `(B, L)` for some columns of one row."""
+    if mask is None:
+        return None
+    if isinstance(mask, torch.Tensor) and mask.dim() == 4:
+        return mask[row if mask.shape[0] > 1 else 0, :, part, part][None]
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        return mask[row, part][None]
+    raise PackingError(
+        f"a mask of type {type(mask).__name__} cannot be cut into rows.",
+        do="Load the model with attn_implementation='sdpa'.",
+    )

@@ -1,0 +1,119 @@
+"""Read documents and blocks of an image off transformers' mask rules, without building a mask.
+
+transformers describes a mask by a function of indices `(batch, head, query, key)` that says whether the query sees the
+key. Two neighbours are enough: a token that does not see the one before it begins a document, and a token that sees
+the one after it is in a block, whose tokens see each other in both directions.
+
+Shape letters: B rows, L row length.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+
+from ..errors import PackingError
+from ..layout import PackedLayout
+from ..layout.blocks import Block
+
+# Maps indices `(batch, head, query, key)`, which broadcast, to bool.
+Rule: TypeAlias = Callable[..., torch.Tensor]
+
+
+def starts_in_rule(rule: Rule, shape: tuple[int, int], device: Any) -> PackedLayout | None:
+    """Read documents off transformers' rule of who attends to whom, without building a mask from it.
+
+    A token that does not attend to the one before it begins a document.
+
+    Args:
+        rule (`Rule`):
+            The rule of the mask.
+        shape (`tuple[int, int]`):
+            `(B, L)`.
+        device (`torch.device`):
+            Device of the rule's tensors.
+
+    Returns:
+        [`PackedLayout`] or `None`: `None` for one document a row.
+    """
+    rows = torch.arange(shape[0], device=device)[:, None]
+    tokens = torch.arange(1, shape[1], device=device)[None]
+    sees = rule(rows, torch.zeros_like(rows), tokens, tokens - 1).expand(shape[0], shape[1] - 1)
+    starts = torch.cat([torch.ones(shape[0], 1, dtype=torch.bool), ~sees.cpu()], dim=1)
+    if int(starts.sum()) == shape[0]:
+        return None
+    # Starts [1, 0, 0, 1, 0] are offsets [0, 3] and the end, lengths [3, 2].
+    offsets = torch.cat([starts.flatten().nonzero().flatten(), torch.tensor([starts.numel()])])
+    return PackedLayout.from_lengths(offsets.diff().tolist(), rows=shape[0], device=device)
+
+
+def sees_ahead(rule: Rule, shape: tuple[int, int], device: Any) -> bool:
+    """Tell whether a token attends to the one after it, as those of an image do."""
+    return bool(_seen_ahead(rule, shape, device).any())
+
+
+def blocks_in_rule(rule: Rule, padding: torch.Tensor, *, by_index: bool = True) -> tuple[tuple[Block, ...], ...]:
+    """Read the blocks of each row off transformers' rule.
+
+    Args:
+        rule (`Rule`):
+            The rule of the mask, without the mask of padding.
+        padding (`torch.Tensor`):
+            The mask of padding `(B, L)`; blocks hold true tokens only.
+        by_index (`bool`, *optional*, defaults to `True`):
+            Whether the rule takes tensors of indices. A rule that the model has added may take single indices only.
+
+    Returns:
+        `tuple[tuple[Block, ...], ...]`: the blocks of each row, in columns of the row.
+
+    Raises:
+        [`PackingError`]: if tokens of two blocks see each other.
+    """
+    host = padding.detach().ne(0).cpu()
+    ahead = _seen_ahead(rule, (host.shape[0], host.shape[1]), padding.device, by_index=by_index).cpu()
+    ahead = ahead & host[:, :-1] & host[:, 1:]
+    rows = [_runs(row) for row in ahead.tolist()]
+    for number, blocks in enumerate(rows):
+        _refuse_joined(rule, number, blocks, padding.device)
+    return tuple(rows)
+
+
+def _seen_ahead(rule: Rule, shape: tuple[int, int], device: Any, *, by_index: bool = True) -> torch.Tensor:
+    """Return for each token but the last of a row whether it sees the one after it, bool, `(B, L - 1)`."""
+    rows = torch.arange(shape[0], device=device)[:, None]
+    tokens = torch.arange(1, shape[1], device=device)[None]
+    if by_index:
+        return rule(rows, torch.zeros_like(rows), tokens - 1, tokens).expand(shape[0], shape[1] - 1)
+    rows, tokens = torch.broadcast_tensors(rows, tokens)
+    # Twice over one axis each: `vmap` gives the rule single indices.
+    return torch.vmap(torch.vmap(rule))(rows, torch.zeros_like(rows), tokens - 1, tokens)
+
+
+def _runs(ahead: list[bool]) -> tuple[Block, ...]:
+    """Return the runs of tokens of a row in which each one sees the next.
+
+    [False, True, True, False] is one run, of the tokens 1, 2 and 3.
+    """
+    runs, start = [], None
+    for i, seen in enumerate([*ahead, False]):
+        if seen and start is None:
+            start = i
+        elif not seen and start is not None:
+            runs.append((start, i + 1))
+            start = None
+    return tuple(runs)
+
+
+def _refuse_joined(rule: Rule, row: int, blocks: tuple[Block, ...], device: Any) -> None:
+    """Refuse blocks that see each other across the tokens between them: they would not be intervals."""
+    for (first, _), (second, _) in itertools.pairwise(blocks):
+        index = (torch.tensor(i, device=device) for i in (row, 0, first, second))
+        if bool(rule(*index)):
+            raise PackingError(
+                f"tokens {first} and {second} of row {row} see each other, across tokens that do not.",
+                why=["packed attention computes blocks of neighbouring tokens only, as those of one image"],
+                do="Patch the model with unpad=False, or train on text alone.",
+            )
