@@ -3,16 +3,31 @@
 import tiny
 import torch
 from datasets import Dataset
+from tiny_models.composites import small_composite
 from transformers import (
     CLIPImageProcessorPil,
     CLIPVisionConfig,
+    DeepseekVLImageProcessorPil,
+    DeepseekVLProcessor,
+    Gemma3ImageProcessorPil,
+    Gemma3Processor,
+    Idefics3ImageProcessorPil,
+    Idefics3Processor,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaNextImageProcessorPil,
+    LlavaNextProcessor,
     LlavaProcessor,
 )
 
 _SIZE, _PATCH = 16, 8
+TEMPLATE = (
+    "{%% for m in messages %%}{{ m['role'] + ' ' }}{%% if m['content'] is string %%}{{ m['content'] }}{%% else %%}"
+    "{%% for part in m['content'] %%}{%% if part['type'] == 'image' %%}{{ '%s ' }}{%% else %%}"
+    "{{ part['text'] }}{%% endif %%}{%% endfor %%}{%% endif %%}{{ ' </s> ' }}{%% endfor %%}"
+    "{%% if add_generation_prompt %%}assistant {%% endif %%}"
+)
 
 
 def processor():
@@ -21,15 +36,9 @@ def processor():
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     size = {"height": _SIZE, "width": _SIZE}
     images = CLIPImageProcessorPil(size=size, crop_size=size, do_center_crop=False, do_convert_rgb=True)
-    template = (
-        "{% for m in messages %}{{ m['role'] + ' ' }}{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-        "{% for part in m['content'] %}{% if part['type'] == 'image' %}{{ '<image> ' }}{% else %}"
-        "{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{{ ' </s> ' }}{% endfor %}"
-        "{% if add_generation_prompt %}assistant {% endif %}"
-    )
     return LlavaProcessor(
-        images, tokenizer, patch_size=_PATCH, vision_feature_select_strategy="default", chat_template=template,
-        num_additional_image_tokens=1,
+        images, tokenizer, patch_size=_PATCH, vision_feature_select_strategy="default",
+        chat_template=TEMPLATE % "<image>", num_additional_image_tokens=1,
     )  # fmt: skip
 
 
@@ -47,6 +56,53 @@ def model():
     config = LlavaConfig(vision_config=vision, text_config=text, image_token_id=image_token,
                          vision_feature_select_strategy="default", vision_feature_layer=-1)  # fmt: skip
     return LlavaForConditionalGeneration(config)
+
+
+# Names of a family's special tokens; the first one stands for an image in the chat template.
+_TOKENS = {
+    "llava_next": ("<image>",),
+    "gemma3": ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
+    "idefics3": ("<image>", "<fake_token_around_image>", "<global-img>"),
+    "deepseek_vl": ("<image_placeholder>",),
+}
+FAMILIES = ("llava", *_TOKENS)
+
+
+def family(name):
+    """Build a small model of this family, and its processor."""
+    if name == "llava":
+        return model(), processor()
+    tokenizer = tiny.tokenizer([*_TOKENS[name], "USER", "ASSISTANT"])
+    tokenizer.add_special_tokens({"additional_special_tokens": list(_TOKENS[name])})
+    built = small_composite(name)
+    config, ids = (
+        built.config,
+        dict(zip(_TOKENS[name], tokenizer.convert_tokens_to_ids(list(_TOKENS[name])), strict=True)),
+    )
+    size, template = {"height": 32, "width": 32}, TEMPLATE % _TOKENS[name][0]
+    if name == "gemma3":
+        names = dict(zip(("boi_token", "image_token", "eoi_token"), _TOKENS[name], strict=True))
+        for role, token in names.items():
+            setattr(tokenizer, role, token)
+            setattr(tokenizer, f"{role}_id", ids[token])
+        config.image_token_id = ids["<image_soft_token>"]
+        images = Gemma3ImageProcessorPil(size=size)
+        return built, Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=4)
+    config.image_token_id = ids[_TOKENS[name][0]]
+    if name == "llava_next":
+        pinpoints = config.image_grid_pinpoints
+        images = LlavaNextImageProcessorPil(size={"shortest_edge": 32}, crop_size=size, image_grid_pinpoints=pinpoints)
+        strategy = config.vision_feature_select_strategy
+        return built, LlavaNextProcessor(images, tokenizer, 8, strategy, template, num_additional_image_tokens=1)
+    if name == "idefics3":
+        images = Idefics3ImageProcessorPil(
+            size={"longest_edge": 32}, max_image_size={"longest_edge": 32}, do_image_splitting=False
+        )
+        tokens = (32 // 8) ** 2 // config.scale_factor**2
+        return built, Idefics3Processor(images, tokenizer, image_seq_len=tokens, chat_template=template)
+    tokenizer.image_token = _TOKENS[name][0]
+    images = DeepseekVLImageProcessorPil(size=size, min_size=16)
+    return built, DeepseekVLProcessor(images, tokenizer, template, num_image_tokens=(32 // 8) ** 2)
 
 
 def images(count):

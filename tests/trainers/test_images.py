@@ -1,5 +1,7 @@
 """TRL's trainers on images, without padding: the losses and gradient norms of the padded run."""
 
+import os
+
 import pytest
 import tiny
 import torch
@@ -16,7 +18,8 @@ import trl_packfa
 from trl_packfa.errors import InvalidConfig, InvalidDataset, UnsupportedModel
 from trl_packfa.patching.apply import find_state
 
-STEPS = 4
+# `IMAGE_STEPS=50` runs as many as the documentation tells of.
+STEPS = int(os.environ.get("IMAGE_STEPS", "4"))
 
 
 def pairs():
@@ -30,10 +33,11 @@ def pairs():
     })  # fmt: skip
 
 
-def build(kind, out, *, lora=False, **options):
+def build(kind, out, *, lora=False, family="llava", **options):
     """Build TRL's own trainer of this kind on images."""
     adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM") if lora else None
-    common = {"processing_class": vision.processor(), "peft_config": adapter}
+    model, processor = vision.family(family)
+    common = {"processing_class": processor, "peft_config": adapter}
     batch = {
         "per_device_train_batch_size": 4,
         "learning_rate": 1e-4,
@@ -42,24 +46,27 @@ def build(kind, out, *, lora=False, **options):
     }
     if kind in ("messages", "prompts"):
         args = arguments(trl.SFTConfig, out, max_length=None, **batch, **options)
-        return trl.SFTTrainer(vision.model(), args=args, train_dataset=getattr(vision, kind)(), **common)
+        return trl.SFTTrainer(model, args=args, train_dataset=getattr(vision, kind)(), **common)
     if kind == "dpo":
         args = arguments(trl.DPOConfig, out, max_length=None, **batch, **options)
-        reference = {} if lora else {"ref_model": vision.model()}
-        return trl.DPOTrainer(vision.model(), args=args, train_dataset=pairs(), **reference, **common)
+        reference = {} if lora else {"ref_model": vision.family(family)[0]}
+        return trl.DPOTrainer(model, args=args, train_dataset=pairs(), **reference, **common)
     args = arguments(trl.GRPOConfig, out, num_generations=2, max_completion_length=8, beta=0.0, **batch, **options)
     prompts = vision.prompts().remove_columns("completion")
     reward = lambda completions, **columns: [float(len(str(text)) % 5) for text in completions]  # noqa: E731
-    return trl.GRPOTrainer(vision.model(), reward, args=args, train_dataset=prompts, **common)
+    return trl.GRPOTrainer(model, reward, args=args, train_dataset=prompts, **common)
 
 
 @pytest.mark.parametrize("lora", [True, *in_full(False)], ids=["lora", "full"])
 @pytest.mark.parametrize("kind", ["messages", "dpo", "grpo", *in_full("prompts")])
-def test_it_trains_as_padded(kind, lora, tmp_path):
+@pytest.mark.parametrize("family", ["llava", "gemma3", *in_full("llava_next", "idefics3", "deepseek_vl")])
+def test_it_trains_as_padded(family, kind, lora, tmp_path):
+    if (family, kind) == ("deepseek_vl", "grpo"):
+        pytest.skip("TRL's own padded run raises: this processor pads no prompts")
     torch.manual_seed(0)
-    expected = train(build(kind, tmp_path, lora=lora))
+    expected = train(build(kind, tmp_path, lora=lora, family=family))
     torch.manual_seed(0)
-    trainer = trl_packfa.padding_free(build(kind, tmp_path, lora=lora))
+    trainer = trl_packfa.padding_free(build(kind, tmp_path, lora=lora, family=family))
     logs = train(trainer)
     worst = {name: found for name, found in differences(expected, logs).items() if found > TRAJECTORY}
     assert worst.keys() <= set(ROUNDED), worst

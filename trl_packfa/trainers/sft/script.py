@@ -87,7 +87,7 @@ def train(argv: list[str], kind: Kind = SFT) -> int:
     if choice.preview and trainer.is_world_process_zero():
         print(trainer.preview_batch())
     # A preference trainer has already proven its models when it patched them.
-    if kind is SFT and args.packing and args.check_packing and not trainer.is_proven_wrapped:
+    if kind is SFT and trainer.args.packing and args.check_packing and not trainer.is_proven_wrapped:
         proof = trainer.prove(args.resume_from_checkpoint)  # on every rank, because ranks wait for each other
         if shown:
             _show_proof(proof)
