@@ -87,13 +87,16 @@ def packed(out, args=trl_packfa.PackedSFTConfig, *, data=None, model=None, **opt
 
 
 @pytest.mark.parametrize("config", [trl_packfa.PackedSFTConfig, trl.SFTConfig])
-def test_the_packed_trainer_trains_as_padded(config, tmp_path):
+def test_the_packed_trainer_trains_as_padded(config, tmp_path, caplog):
     """One line: TRL's micro-batches, without their pads."""
     own = {"use_peft": False} if config is trl_packfa.PackedSFTConfig else {}
     expected = train(build("messages", tmp_path))
     trainer = packed(tmp_path, config, **own)
-    if config is trl.SFTConfig:  # a swap of the class trains an adapter by default
+    if config is trl.SFTConfig:  # a swap of the class trains an adapter by default, and says so
         assert isinstance(trainer.model, PeftModel)
+        assert [r.message for r in caplog.records if "adds a LoRA adapter" in r.message]
+        free = packed(tmp_path, config, padding_free=True)  # TRL's own refuses images
+        assert max(entry["padding_saved"] for entry in train(free)) > 0.05
         return
     logs = train(trainer)
     worst = {name: found for name, found in differences(expected, logs).items() if found > TRAJECTORY}

@@ -26,19 +26,6 @@ def words_collator(rows):
     return {**encoded, "labels": encoded["input_ids"].masked_fill(encoded["attention_mask"] == 0, -100)}
 
 
-def vision_case(make):
-    def case():
-        pytest.importorskip("PIL")
-        import vision
-
-        return {
-            "model": vision.model(), "train_dataset": getattr(vision, make)(), "processing_class": vision.processor(),
-            "args": {"max_length": None},
-        }  # fmt: skip
-
-    return case
-
-
 def cpmant():
     from transformers import CpmAntConfig, CpmAntForCausalLM
 
@@ -50,8 +37,6 @@ def cpmant():
 VIRTUAL = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
 # id -> what the trainer is given, and what the one line says.
 CASES = {
-    "vision, messages": (vision_case("messages"), "'images': a vision dataset"),
-    "vision, prompts": (vision_case("prompts"), "'image': a vision dataset"),
     "prompt tuning": (lambda: {"peft_config": PromptTuningConfig(**VIRTUAL)}, "PromptTuningConfig cannot be packed"),
     "prefix tuning": (lambda: {"peft_config": PrefixTuningConfig(**VIRTUAL)}, "PrefixTuningConfig cannot be packed"),
     "p-tuning": (lambda: {"peft_config": PromptEncoderConfig(**VIRTUAL)}, "PromptEncoderConfig cannot be packed"),
@@ -119,7 +104,7 @@ ASKED = [(PackedSFTConfig, {}), (SFTConfig, {"packing": True}), (SFTConfig, FREE
 
 
 @pytest.mark.parametrize(("config", "asked"), ASKED, ids=["PackedSFTConfig", "packing", "padding_free"])
-@pytest.mark.parametrize("name", ["prompt tuning", "vision, messages", "a transform"])
+@pytest.mark.parametrize("name", ["prompt tuning", "a transform"])
 def test_who_asks_for_packing_is_refused(tmp_path, name, config, asked):
     case = CASES[name][0]()
     case["args"] = {**case.get("args", {}), **asked}

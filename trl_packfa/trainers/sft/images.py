@@ -51,6 +51,7 @@ def without_packing(args: TrainingArguments | None, output_dir: str, column: str
         logger.info("trl-packfa: with images, micro-batches are TRL's own: packing_strategy='step' re-cuts text only.")
     settled = copy.copy(PackedSFTConfig.from_args(args, packing_strategy=None))  # the user's own stays as it is
     settled.packing, settled.packing_strategy, settled.eval_packing = False, None, None
+    settled.padding_free = False  # TRL's own, which it refuses with images; the model computes no pads anyway
     return settled
 
 
