@@ -60,7 +60,7 @@ def build(documents, seed):
     seen = {"hidden_size": 192, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
     config = Idefics3Config(
         text_config=text, vision_config={**seen, "image_size": 128, "patch_size": 8}, scale_factor=2,
-        image_token_id=vocabulary[_IMAGE], pad_token_id=0,
+        image_token_id=vocabulary[_IMAGE],
     )  # fmt: skip
     generator = np.random.default_rng(seed)
     lengths = np.clip(generator.lognormal(np.log(122), 1.0, documents).astype(int), 8, 2000)
@@ -112,7 +112,7 @@ def run_side(side, documents, seed):
 
 def main():
     """Run both sides in turn and print a row for each run."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--documents", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=1)
