@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import logging
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support_matrix import quietly, write
 from tiny_models.composites import ImageBatch, composite_types, image_batch, small_composite
 
 from trl_packfa import __version__, patch
@@ -154,7 +154,7 @@ def run(path: Path, *, jobs: int, only: tuple[str, ...] = ()) -> dict[str, Any]:
     """Measure every type, or only some, and write the results to `path`."""
     versions = {package: installed_version(package) for package in ("torch", "transformers")}
     types = dict(json.loads(path.read_text(encoding="utf-8"))["types"]) if only else {}
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_quietly) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=quietly) as pool:
         names = only or composite_types()
         for name, result in zip(names, pool.map(measure_type, names), strict=True):
             types[name] = result
@@ -165,14 +165,8 @@ def run(path: Path, *, jobs: int, only: tuple[str, ...] = ()) -> dict[str, Any]:
         "versions": {**versions, "trl-packfa": __version__},
         "types": dict(sorted(types.items())),
     }
-    path.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
+    write(path, contents)
     return dict(contents)
-
-
-def _quietly() -> None:
-    """Set up a process of the pool: one thread, and no warnings about each model."""
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
 
 
 def main() -> None:

@@ -135,7 +135,7 @@ def _unpatched(model: Any) -> str:
     return "exact" if parity <= _UNPATCHED_EXACT else "differs"
 
 
-def _quietly() -> None:
+def quietly() -> None:
     """Set up a process of the pool: one thread, and no warnings about missing kernels of each model."""
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
@@ -174,14 +174,14 @@ def run(
                 do="Measure all types: remove --only.",
             )
         types, missing = {}, list(only)
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_quietly) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=quietly) as pool:
         futures = {pool.submit(measure_type, name): name for name in missing}
         for future in as_completed(futures):
             types[futures[future]] = future.result()
             seen(futures[future], types[futures[future]])
-            _write(partial, {"versions": versions, "types": types})
+            write(partial, {"versions": versions, "types": types})
     whole = merged(whole, versions, types)
-    _write(path, whole)
+    write(path, whole)
     partial.unlink(missing_ok=True)
     return whole
 
@@ -220,7 +220,7 @@ def merged(whole: Mapping[str, Any], versions: Mapping[str, Any], types: Mapping
     }
 
 
-def _write(path: Path, contents: Mapping[str, Any]) -> None:
+def write(path: Path, contents: Mapping[str, Any]) -> None:
     """Write a results file whole or not at all."""
     new = path.with_suffix(".new")
     new.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")

@@ -43,7 +43,7 @@ def masked(mask):
 
 
 def both_ways(lengths, window):
-    """Who sees whom where whole documents see each other, bool `(T, T)`."""
+    """Return who sees whom if all tokens of a document see each other, bool `(T, T)`."""
     ids = PackedLayout.from_lengths(lengths, device=DEVICE).document_ids().flatten()
     places = torch.arange(len(ids), device=DEVICE)
     same, distance = ids[:, None] == ids, (places[:, None] - places).abs()

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from test_composites import run
 from tiny_models.composites import image_batch, small_composite
 from tolerance import assert_float32, differs
 
@@ -20,15 +21,6 @@ TYPES = ("gemma3", "paligemma", "gemma4")
 CHECKPOINTED = [
     (name, reentrant) for name in TYPES for reentrant in (False, True) if (name, reentrant) != ("gemma4", True)
 ]
-
-
-def run(model, inputs):
-    """Loss, logits of true tokens, and gradients."""
-    model.zero_grad()
-    outputs = model(**inputs, use_cache=False)
-    outputs.loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return outputs.loss.detach(), outputs.logits.detach()[inputs["attention_mask"].bool()], gradients
 
 
 def assert_same(found, expected):

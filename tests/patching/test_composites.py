@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 import vision
-from tiny_models.composites import small_composite
+from tiny_models.composites import padded, small_composite
 from tolerance import assert_float32, differs
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
@@ -70,11 +70,7 @@ def batch(model, *, left=False, rows=ROWS):
             own = [IMAGE - 2, *[image] * (height * width // 4), IMAGE - 3] if by_grid else [image] * 4
             ids[2:2] = own
         documents.append(ids)
-    longest = max(map(len, documents)) + 2
-    ids, mask = torch.zeros(len(rows), longest, dtype=torch.long), torch.zeros(len(rows), longest, dtype=torch.long)
-    for i, document in enumerate(documents):
-        part = slice(longest - len(document), longest) if left else slice(0, len(document))
-        ids[i, part], mask[i, part] = torch.tensor(document), 1
+    ids, mask = padded(documents, left=left)
     labels = ids.masked_fill((mask == 0) | (ids >= IMAGE - 3) | (ids == image), -100)
     # A first token is predicted at a pad of a left-padded row, where nothing is computed.
     labels[torch.arange(len(rows)), mask.argmax(1)] = -100

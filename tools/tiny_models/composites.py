@@ -184,11 +184,7 @@ def _rows(model: Any, pixels: dict[str, torch.Tensor], *, left: bool) -> dict[st
         for place in reversed(range(number)):  # with text between images
             ids[2 + 3 * place : 2 + 3 * place] = [token] * each
         documents.append(ids)
-    longest = max(map(len, documents)) + 2
-    ids, mask = torch.zeros(len(_ROWS), longest, dtype=torch.long), torch.zeros(len(_ROWS), longest, dtype=torch.long)
-    for i, document in enumerate(documents):
-        part = slice(longest - len(document), longest) if left else slice(0, len(document))
-        ids[i, part], mask[i, part] = torch.tensor(document), 1
+    ids, mask = padded(documents, left=left)
     labels = ids.masked_fill((mask == 0) | (ids == token), -100)
     # A first token is predicted at a pad of a left-padded row, where nothing is computed.
     labels[torch.arange(len(_ROWS)), mask.argmax(1)] = -100
@@ -198,6 +194,16 @@ def _rows(model: Any, pixels: dict[str, torch.Tensor], *, left: bool) -> dict[st
     types = ~_up_to_last(is_image) if config.model_type == "paligemma" else is_image
     made |= {name: types.long() for name in ("token_type_ids", "mm_token_type_ids") if forward_takes(model, name)}
     return made
+
+
+def padded(documents: list[list[int]], *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pad documents on the `left` or on the right, two places more than the longest; return ids and mask `(B, L)`."""
+    longest = max(map(len, documents)) + 2
+    ids, mask = (torch.zeros(len(documents), longest, dtype=torch.long) for _ in range(2))
+    for i, document in enumerate(documents):
+        part = slice(longest - len(document), longest) if left else slice(0, len(document))
+        ids[i, part], mask[i, part] = torch.tensor(document), 1
+    return ids, mask
 
 
 def _up_to_last(marked: torch.Tensor) -> torch.Tensor:

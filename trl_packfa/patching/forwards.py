@@ -115,9 +115,11 @@ class BackboneOverride(Override):
     @outside_of_graphs
     def find_rows(self, call: dict[str, Any]) -> PaddedRows | None:
         """Return the rows of a padded call that runs without its pads, `None` if it runs as it is."""
+        if self.unpadding is None:
+            return None
         # A model with images hands its other arguments on, too; its decoder ignores those that it does not name.
         read = {name: value for name, value in call.items() if name in self.names or not self.in_composite}
-        rows = None if self.unpadding is None else self.unpadding.rows_of(call, read, self.module)
+        rows = self.unpadding.rows_of(call, read, self.module)
         if rows is not None:
             self._require_packable(call, rows.layout(torch.device("cpu")))
         return rows

@@ -139,6 +139,11 @@ def refuse_precision(model: torch.nn.Module, args: CommonConfig, *, scales_losse
         )
 
 
+def image_columns(dataset: Dataset | IterableDataset) -> list[str]:
+    """List the columns with images in a dataset's first example, under TRL's names."""
+    return sorted({"image", "images"} & set(next(iter(dataset), {})))
+
+
 def refuse_data(dataset: Dataset | IterableDataset, *, name: str) -> None:
     """Refuse datasets whose documents exist only after collation.
 
@@ -151,8 +156,7 @@ def refuse_data(dataset: Dataset | IterableDataset, *, name: str) -> None:
             why=["packing plans with lengths before training, and a resumed run must see the same documents"],
             do="Use dataset.map(...), which is computed once, or reset_format().",
         )
-    images = sorted({"image", "images"} & set(next(iter(dataset), {})))
-    if images:
+    if images := image_columns(dataset):
         raise InvalidDataset(
             f"the {name} dataset has a column '{images[0]}': a vision dataset cannot be packed.",
             why=["its processor tokenizes images during collation, so their number of tokens is not known before"],

@@ -15,6 +15,7 @@ from datasets import Dataset, IterableDataset
 from transformers import TrainingArguments
 
 from ...errors import InvalidConfig
+from ..common.validation import image_columns
 from ..padding_free.padding_free import run_without_pads
 from .config import PackedSFTConfig
 
@@ -23,10 +24,8 @@ logger = get_logger(__name__)
 
 def image_column(datasets: Iterable[tuple[str, Dataset | IterableDataset]]) -> str | None:
     """Return the column with images of the first dataset that has one, `None` if none has."""
-    for _, dataset in datasets:
-        if found := sorted({"image", "images"} & set(next(iter(dataset), {}))):
-            return found[0]
-    return None
+    found = (image_columns(dataset) for _, dataset in datasets)
+    return next((columns[0] for columns in found if columns), None)
 
 
 def without_packing(args: TrainingArguments | None, output_dir: str, column: str) -> PackedSFTConfig | None:
