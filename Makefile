@@ -8,11 +8,12 @@ export MALLOC_TRIM_THRESHOLD_ := 68719476736
 # Python compiles a module when it is first imported; most modules of the packages never are.
 export PIP_COMPILE := 0
 
-.PHONY: help demo test test-all test-versions lint docs gpu-kit
+.PHONY: help demo test test-all test-exhaustive test-versions lint docs gpu-kit
 
 help:
 	@echo "make demo       a packed, proven QLoRA fine-tune on a CPU, in two to three minutes"
 	@echo "make test       what a change is likely to break, in minutes on two cores; test-all is the rest, too"
+	@echo "make test-exhaustive  one more of each kind: every type of the tables, every fault in every dtype; hours"
 	@echo "make test-versions  a battery under the oldest and the newest supported packages, in fresh environments"
 	@echo "make lint       ruff and pyright"
 	@echo "make docs       the documentation's site, in site/"
@@ -26,7 +27,10 @@ test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --ignore=tests/whole -m "not slow"
 
 test-all: $(VENV)/installed
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 -m "not exhaustive"
+
+test-exhaustive: $(VENV)/installed
+	$(BIN)/python -m pytest -n 2 -m exhaustive
 
 # The oldest and the newest packages that versions.py names, each in an environment of its own.
 test-versions:

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import tiny
 import torch
-from selection import in_full
+from selection import exhaustive, in_full
 from test_fused_lora import adapted, by_peft, oracle
 from tolerance import assert_float32, assert_low_precision, assert_recomputed
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -83,7 +83,7 @@ def test_bfloat16_is_no_further_from_the_truth_than_pefts(autocast, calls):
 @pytest.mark.slow
 @pytest.mark.skipif(not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")),
                     reason="torch's inductor needs a C++ compiler on a CPU")  # fmt: skip
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [True, *exhaustive(False)])
 def test_inductor_under_autocast_with_checkpoints(reentrant, calls):
     """As most runs on a GPU that compile: the backward computes every layer's forward again, but for the down
     projection, whose result nothing in a layer's backward reads."""
@@ -121,7 +121,7 @@ def test_no_batch_after_the_first_compiles_anything(calls):
     assert calls["project_backward"] == 4 * 2 * OPERATORS_OF_A_LAYER
 
 
-@pytest.mark.parametrize("change", ["dropout", *in_full("disabled", "fused_lora=False")])
+@pytest.mark.parametrize("change", ["dropout", *in_full("disabled"), *exhaustive("fused_lora=False")])
 def test_what_is_not_fused_runs_pefts_own_forward(change, calls):
     """The control of the counts above."""
     model = patch(adapted(**({"lora_dropout": 0.5} if change == "dropout" else {})), fused_lora="fused" not in change)

@@ -9,7 +9,7 @@ import torch
 from padded import padded, rows
 from peft import LoraConfig, get_peft_model
 from pretended import pretend
-from selection import in_full
+from selection import exhaustive, in_full
 from test_unpadding import counted, run
 from tiny_models import small_model
 from tolerance import assert_float32, assert_low_precision, assert_recomputed, differs
@@ -262,7 +262,7 @@ def test_under_torch_compile():
     assert counted(made).shared
 
 
-@pytest.mark.parametrize("backend", ["varlen", *in_full("flash")])
+@pytest.mark.parametrize("backend", ["varlen", *exhaustive("flash")])
 def test_flash_attention_in_a_graph_is_told_of_keys_apart(backend, monkeypatch):
     """One graph of any documents, as for those that share nothing; the stand-in compares what it is told. The head
     sees the padded batch: one graph for the first, one for any other."""

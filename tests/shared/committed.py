@@ -1,5 +1,7 @@
 """Compare a run of the matrix of architectures with the committed one."""
 
+import re
+
 import support_matrix as matrix
 
 from trl_packfa.patches.measured import measured_transformers, results
@@ -24,3 +26,9 @@ def assert_is_what_is_committed(found):
         assert result["verdict"] == committed["verdict"], name
         if is_newest:
             assert [result.get(key) for key in COMPARED] == [committed.get(key) for key in COMPARED], name
+
+
+def kind_of(result):
+    """Return what the patch of a type does, whatever its name: `BambaMixer` and `MambaMixer` are one kind."""
+    by_document = {re.findall("[A-Z][a-z]+", name)[-1].rstrip("s") for name in result.get("by_document", ())}
+    return (result["verdict"], result.get("level"), result.get("unpatched"), *sorted(by_document))

@@ -19,6 +19,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, gather_object
 from compiling import compile_anew
+from proof_memo import forgotten, remember
 from tiny_models import small_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -158,7 +159,8 @@ def run(
     compile_anew()
     trainer = trainer_of(folder, build=build, **scenario)
     if leak is not None:
-        return errors_of_all(trainer, *([leak] if isinstance(leak, int) else leak))
+        with forgotten():  # the ranks have models of several kinds now, and all must run the proof
+            return errors_of_all(trainer, *([leak] if isinstance(leak, int) else leak))
     for callback in callbacks:
         trainer.add_callback(callback)
     if evaluate:
@@ -230,6 +232,7 @@ def check_wrapped(engine):
 def main():
     take_fsdp_on_a_cpu()
     take_deepspeed_on_a_cpu()
+    remember(setattr)
     folder, scenarios, victim = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
     results = {name: run(str(folder / name), **scenario) for name, scenario in scenarios.items()}
     state = PartialState()

@@ -1,8 +1,36 @@
-"""Selection of the test cases that only `make test-all` runs."""
+"""Selection of the test cases that only `make test-all` or `make test-exhaustive` runs."""
 
 import pytest
+
+EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
 
 
 def in_full(*values):
     """Mark parameters to run in `make test-all` only; a case of `make test` covers the same lines."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def exhaustive(*values):
+    """Mark parameters to run in `make test-exhaustive` only; a case of `make test-all` is of the same kind.
+
+    A tuple is one value for each parameter of the test.
+    """
+    return [pytest.param(*(value if isinstance(value, tuple) else [value]), marks=EXHAUSTIVE) for value in values]
+
+
+def one_of_each(names, kinds):
+    """Mark all but the first name of each kind to run in `make test-exhaustive` only."""
+    seen = set()
+    for name in names:
+        is_first = kinds[name] not in seen
+        seen.add(kinds[name])
+        yield pytest.param(name, marks=() if is_first else EXHAUSTIVE)
+
+
+def in_turn(cases, values):
+    """Pair each case with the first value and with one of the others in turn; other pairs are exhaustive."""
+    first, *others = values
+    for number, case in enumerate(cases):
+        for value in values:
+            chosen = value in (first, others[number % len(others)])
+            yield pytest.param(case, value, marks=() if chosen else EXHAUSTIVE)

@@ -6,14 +6,16 @@ import pickle
 import pytest
 import tiny
 import torch
-from committed import assert_is_what_is_committed, measured
 from tiny_models import NOT_BUILDABLE, all_types, small_model
-from tolerance import GRADIENT_FACTOR, assert_low_precision, assert_recomputed
+from tolerance import GRADIENT_FACTOR, assert_low_precision, assert_recomputed, differs
 from transformers import PhimoeConfig, PhimoeForCausalLM
 
 from trl_packfa import PackedLayout, check, describe, patch, registered_patches, unpatch
 from trl_packfa.errors import InvalidLayout, NoBackend, UnsupportedModel
+from trl_packfa.patches.measured import fingerprint, results
+from trl_packfa.versions import installed_version
 
+TRANSFORMERS = installed_version("transformers")
 SERVED = [name for name in all_types() if name in registered_patches() and name not in NOT_BUILDABLE]
 LENGTHS = (13, 1, 29, 7)
 
@@ -24,13 +26,12 @@ def test_packed_is_exact_and_the_rest_untouched(model_type):
     docs = tiny.documents(LENGTHS)
     plain = {"input_ids": torch.cat(docs)[None], "use_cache": False}
     before = model(**plain).logits
-    found = measured(model_type)  # builds and checks a model of its own
-    assert_is_what_is_committed(found)
-    assert found["types"][model_type]["verdict"] == "exact", found
-    assert found["types"][model_type]["control"] > 1e-2
+    committed = results()[model_type]
+    assert committed["verdict"] == "exact" and fingerprint(model) == committed["sources"].get(TRANSFORMERS)
     patch(model)
     assert torch.equal(model(**plain).logits, before), "without boundaries, the unpatched model"
-    assert_same_however_the_boundaries_come(model, docs)
+    packed = assert_same_however_the_boundaries_come(model, docs)
+    assert differs(before, packed), "without boundaries, documents see each other"
     assert_gradients_are_those_of_the_documents_alone(model, model_type, docs)
     unpatch(model)
     assert torch.equal(model(**plain).logits, before)
@@ -49,6 +50,7 @@ def assert_same_however_the_boundaries_come(model, docs):
     cached = model(**bare, use_cache=True)
     assert torch.equal(cached.logits, expected)
     assert not any(cached.get(name) for name in ("past_key_values", "cache_params", "state"))
+    return expected
 
 
 FLOAT32_INSIDE = ("inkling2_text", "inkling2_loop_text")  # multiply float32 by their weights, whatever the dtype

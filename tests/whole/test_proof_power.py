@@ -7,6 +7,7 @@ from itertools import combinations, permutations
 import pytest
 import tiny
 import torch
+from selection import exhaustive, in_turn
 from tiny_models import small_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -170,8 +171,7 @@ SHAPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("fault", SHAPES)
+@pytest.mark.parametrize(("fault", "dtype"), in_turn(SHAPES, DTYPES))
 def test_a_fault_of_some_lengths_rows_or_orders_is_seen(fault, dtype):
     model, context = with_dtype(faulty(SHAPES[fault]), dtype)
     with context:
@@ -179,8 +179,7 @@ def test_a_fault_of_some_lengths_rows_or_orders_is_seen(fault, dtype):
     assert report.verdict == ("leak" if fault.startswith("a leak") else "differs"), str(report)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("fault", "dtype"), in_turn(FAULTS, DTYPES))
 def test_a_fault_that_few_short_documents_cannot_show_is_seen(fault, dtype):
     model, context = with_dtype(faulty(FAULTS[fault]), dtype)
     with context:
@@ -212,7 +211,7 @@ def test_rotation_that_ends_at_position_64_is_seen(dtype):
 @pytest.mark.parametrize("mode", [True, False], ids=["training", "evaluation"])
 def test_a_kernel_of_one_mode_that_ignores_boundaries_is_seen(mode, dtype):
     """As Mamba's in transformers, which has another kernel for training."""
-    model, context = with_dtype(patch(small_model("mamba", num_hidden_layers=2)), dtype)
+    model, context = with_dtype(patch(small_model("lfm2")), dtype)
     mixer = next(iter(find_state(model).mixers.values()))
     override = vars(mixer)["forward"]
 
@@ -248,8 +247,15 @@ def test_large_weights_in_half_precision_are_no_false_alarm(std, seed, dtype):
     assert report.is_exact, str(report)
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "qwen3_next", "deepseek_v32", "gpt_oss"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "autocast"])
+@pytest.mark.parametrize(
+    ("model_type", "dtype"),
+    [
+        *((name, "bfloat16") for name in ("mixtral", "deepseek_v3", "gpt_oss")),
+        *((name, "autocast") for name in ("qwen3_next", "deepseek_v32")),
+        *exhaustive(*((name, "autocast") for name in ("mixtral", "deepseek_v3", "gpt_oss"))),
+        *exhaustive(("qwen3_next", "bfloat16"), ("deepseek_v32", "bfloat16")),
+    ],
+)
 def test_tokens_that_rounding_sends_elsewhere_are_no_false_alarm(model_type, dtype):
     """Another expert, another key chosen by an indexer: discontinuous where rounding is not."""
     model, context = with_dtype(patch(small_model(model_type)), dtype)

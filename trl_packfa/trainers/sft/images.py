@@ -24,7 +24,8 @@ logger = get_logger(__name__)
 
 def image_column(datasets: Iterable[tuple[str, Dataset | IterableDataset]]) -> str | None:
     """Return the column with images of the first dataset that has one, `None` if none has."""
-    found = (image_columns(dataset) for _, dataset in datasets)
+    # TRL refuses other types in its own words, once the arguments are settled.
+    found = (image_columns(dataset) for _, dataset in datasets if isinstance(dataset, (Dataset, IterableDataset)))
     return next((columns[0] for columns in found if columns), None)
 
 
