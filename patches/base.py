@@ -79,6 +79,12 @@ class Patch:
             Class names of modules that attend over layers and not over tokens. They are not changed.
         rebatch (`bool`, *optional*, defaults to `False`):
             Run the whole backbone document by document, level `rebatch`, if it mixes tokens in other ways.
+        encoder (`bool`, *optional*, defaults to `False`):
+            Run the stack of layers of an encoder without pads, level `stack`: embeddings and pooling see the padded
+            batch. Tokens see their document in the direction of the mask that the model asks for.
+        by_length (`bool`, *optional*, defaults to `False`):
+            Run padded batches in groups of rows of similar length, level `groups`, with the model's own code and
+            fewer pads.
         serves (`Callable[[Any], bool]`, *optional*):
             Function that tells whether the patch is for a model with this config.
         otherwise (`Patch`, *optional*):
@@ -102,6 +108,8 @@ class Patch:
     beside: tuple[str, ...] = ()
     over_layers: tuple[str, ...] = ()
     rebatch: bool = False
+    encoder: bool = False
+    by_length: bool = False
     serves: Callable[[Any], bool] | None = None
     otherwise: Patch | None = None
     origin: str = "trl_packfa"
@@ -144,10 +152,12 @@ class Patch:
         """Level of the patch, which names the part of the model that changes.
 
         `attention` replaces attention forwards. `interface` uses transformers' attention interface. `module` runs
-        mixers document by document. `rebatch` runs the whole backbone document by document.
+        mixers document by document. `rebatch` runs the whole backbone document by document. `stack` runs an encoder's
+        layers without pads, `groups` runs rows of similar length together; both serve padded batches only.
         """
-        if self.rebatch:
-            return "rebatch"
+        for level, is_chosen in {"rebatch": self.rebatch, "stack": self.encoder, "groups": self.by_length}.items():
+            if is_chosen:
+                return level
         # `beside` does not count, because position embeddings do not change how attention runs.
         if self.mixers or self.masked_mixers:
             return "module"
@@ -160,6 +170,12 @@ def _default(spec: Field[Any]) -> Any:
 
 # Entries (applies, fields, why): if `applies` is true of the set of given fields, the other `fields` are meaningless.
 _CONTRADICTIONS: tuple[tuple[Callable[[set[str]], bool], tuple[str, ...], str], ...] = (
+    (
+        lambda given: "encoder" in given or "by_length" in given,
+        ("attention", "functions", "window", "arguments", "output", "finish", "bias", "makes_mask", "mixers",
+         "masked_mixers", "beside", "rebatch"),
+        "an encoder's padded batches run through its stack of layers, or in groups of rows",
+    ),
     (
         lambda given: "rebatch" in given,
         ("attention", "functions", "window", "arguments", "output", "finish", "bias", "makes_mask", "mixers",

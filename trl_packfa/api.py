@@ -24,7 +24,7 @@ from .adapters import (
     unmeasured_adapters,
     unread_quantizers,
 )
-from .errors import ContaminationError, InvalidConfig, UnsupportedModel, is_out_of_memory
+from .errors import TRAIN_PADDED, ContaminationError, InvalidConfig, UnsupportedModel, is_out_of_memory
 from .exactness import check, check_unpadding, proof_identity
 from .kernels.lm_head.chunked import undo_head
 from .kernels.lora import adapted_layers, describe_lora
@@ -32,7 +32,7 @@ from .patches.base import Patch
 from .patches.measured import fingerprint, known_sources, measured_transformers, results
 from .patching.apply import PatchOptions, PatchState, all_or_none, apply_patch, find_state, undo_patch
 from .patching.fused import describe_kernels
-from .patching.inspect import get_patch, inner_model, model_type, text_decoder
+from .patching.inspect import attends_both_ways, get_patch, inner_model, model_type, runnable, text_decoder
 from .patching.named_models import NAME, runs_by_name
 from .versions import installed_version, newer_than_tested, tell_of_newer_versions
 
@@ -93,6 +93,12 @@ def patch(
             batches without padding, or rows with a shared prefix, are not exact.
         [`NoBackend`]: if the named backend does not exist.
     """
+    if (inside := runnable(model)) is not model:
+        patch(
+            inside, backend=backend, fused_lora=fused_lora, fused_kernels=fused_kernels, unpad=unpad,
+            share_prefixes=share_prefixes,
+        )  # fmt: skip
+        return model
     tell_of_newer_versions()
     options = PatchOptions(backend, fused_lora, fused_kernels, unpad, share_prefixes)
     # These checks come before any change, so that a refused model stays as it was.
@@ -213,15 +219,23 @@ def _candidates(model: nn.Module, name: str, *, unpad: bool) -> tuple[list[_Cand
         # pads if the decoder alone is patched.
         failed = f"trl-packfa: only text runs without its pads in {name}: %s"
         found.append(_Candidate(_patch_of_decoder(decoder), code, on_failure=failed))
+    # Padded batches of an encoder run without pads in its stack of layers, or with few pads in groups of rows.
+    stack, groups = Patch(model_types=(name,), encoder=True), Patch(model_types=(name,), by_length=True)
+    if unpad and decoder is None and attends_both_ways(model):  # a patch of its type is for its causal models
+        refusal = UnsupportedModel(
+            f"{type(model).__name__} attends in both directions.", do=f"{TRAIN_PADDED[0].upper()}{TRAIN_PADDED[1:]}."
+        )
+        return [_Candidate(patch, code) for patch in (stack, groups)], refusal
     try:
         patch = get_patch(model)
     except UnsupportedModel as refusal:
         if results().get(name, {}).get("verdict") != "refused":
             # The fast level comes first. Level `rebatch` runs the whole backbone document by document, which is exact
             # for every causal model.
-            for general in (Patch(model_types=(name,)), Patch(model_types=(name,), rebatch=True)):
-                said = f"trl-packfa: no patch for model type '{name}'; level {general.level} checked and used."
-                found.append(_Candidate(general, code, on_success=said))
+            general = [Patch(model_types=(name,)), Patch(model_types=(name,), rebatch=True)]
+            for patch in [general[0], stack, general[1], groups] if unpad else general:
+                said = f"trl-packfa: no patch for model type '{name}'; level {patch.level} checked and used."
+                found.append(_Candidate(patch, code, on_success=said))
         return found, refusal
     # Our tables hold no measurement of a third party's patch.
     is_known = patch.origin == "trl_packfa" and fingerprint(model) in known_sources().get(name, ())
@@ -259,8 +273,8 @@ def _require_exact(model: nn.Module, state: PatchState) -> None:
     if state.unpadding is not None:
         _require_unpadded(model, state)
         # The check of packed rows compares logits of an LM head.
-        if inner_model(model).get_output_embeddings() is None:
-            return  # a classifier gets padded batches only
+        if inner_model(model).get_output_embeddings() is None or state.patch.encoder or state.patch.by_length:
+            return  # a classifier or an encoder gets padded batches only
     report = check(model)
     if state.takes_images and not report.is_exact:
         # Padded batches are what such a model is patched for, and they are exact.
@@ -278,6 +292,8 @@ def _require_unpadded(model: nn.Module, state: PatchState) -> None:
     report = check_unpadding(model)
     report.require_exact()
     state.unpadding_report = report
+    assert state.unpadding is not None
+    state.unpadding.takes_left = report.takes_left
     if report.pads_seen:
         logger.warning("trl-packfa: %s: %s", type(inner_model(model)).__name__, report)
 

@@ -6,7 +6,12 @@ import trl
 from datasets import Dataset
 from peft import LoraConfig
 from training import arguments
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BartConfig,
+    BartForSequenceClassification,
+)
 
 import trl_packfa
 
@@ -166,6 +171,14 @@ ROUNDED = ("rewards/accuracies",)
 # KTO's `kl` is the difference of two rows' log-probabilities, sums over their tokens, and rounding is as large as they
 # are: 1e-5 of a `kl` near 0 is a few units in the last place of log-probabilities of 200.
 _DIFFERENCE_OF = {"kl": ("logps/chosen", "logps/rejected")}
+
+
+def encoder_decoder():
+    """Build a classifier that cannot run without its pads: its decoder attends to an encoder."""
+    torch.manual_seed(0)
+    sides = {f"{side}_{size}": value for side in ("encoder", "decoder")
+             for size, value in {"layers": 1, "attention_heads": 2, "ffn_dim": 16}.items()}  # fmt: skip
+    return BartForSequenceClassification(BartConfig(tiny.VOCAB, d_model=16, pad_token_id=0, num_labels=1, **sides))
 
 
 def differences(logs, others):

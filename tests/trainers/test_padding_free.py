@@ -11,7 +11,7 @@ from datasets import Dataset
 from padded import padded
 from selection import in_full
 from tolerance import TRAJECTORY
-from trl_trainers import EXPERIMENTAL, ROUNDED, STABLE, build, differences, pairs, tokenizer, train
+from trl_trainers import EXPERIMENTAL, ROUNDED, STABLE, build, differences, encoder_decoder, pairs, tokenizer, train
 
 import trl_packfa
 from trl_packfa.errors import ContaminationError, InvalidConfig, NoBackend, UnsupportedModel
@@ -151,7 +151,7 @@ def test_the_trainers_models_are_found_by_whatever_name(tmp_path):
 
 def test_all_models_or_none(tmp_path):
     trainer = build("grpo", tmp_path, lora=True)
-    trainer.reward_funcs[1] = _bert()
+    trainer.reward_funcs[1] = encoder_decoder()
     with pytest.raises(UnsupportedModel, match=r"GRPOTrainer\.reward_funcs\[1\] cannot run without its pads; none of"):
         trl_packfa.padding_free(trainer)
     assert find_state(trainer.model) is None
@@ -168,7 +168,7 @@ def test_a_refusal_leaves_every_model_patched_as_it_was(tmp_path):
     trainer = build("grpo", tmp_path, lora=True)
     trl_packfa.patch(trainer.model)
     before = find_state(trainer.model)
-    trainer.reward_funcs[1] = _bert()
+    trainer.reward_funcs[1] = encoder_decoder()
     with pytest.raises(UnsupportedModel, match="none of the trainer's models was changed"):
         trl_packfa.padding_free(trainer)
     state = find_state(trainer.model)
@@ -234,13 +234,6 @@ def test_a_model_whose_config_asks_for_tuples():
     model.config.return_dict = False
     trl_packfa.patch(model, unpad=True)
     assert trl_packfa.check(model).verdict == "exact" and model.config.return_dict is False
-
-
-def _bert():
-    from transformers import BertConfig, BertForSequenceClassification
-
-    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    return BertForSequenceClassification(BertConfig(vocab_size=99, **small))
 
 
 def test_bad_input_is_refused(tmp_path):

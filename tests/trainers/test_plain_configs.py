@@ -7,7 +7,7 @@ import tiny
 import torch
 import trl
 from tolerance import TRAJECTORY
-from trl_trainers import PACKED, ROUNDED, build, build_packed, differences, train
+from trl_trainers import PACKED, ROUNDED, build, build_packed, differences, encoder_decoder, train
 
 import trl_packfa
 from trl_packfa.errors import InvalidConfig, UnsupportedModel
@@ -24,15 +24,6 @@ def plain(kind, out, **options):
     """A packed trainer that is given TRL's own config."""
     own = {"dpo": trl.DPOConfig, "reward": trl.RewardConfig, "kto": trl.KTOConfig}[kind]
     return build(kind, out, cls=getattr(trl_packfa, PACKED[kind] + "Trainer"), config=own, **options)
-
-
-def _bert():
-    """A classifier whose backbone attends in both directions."""
-    from transformers import BertConfig, BertForSequenceClassification
-
-    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    torch.manual_seed(0)
-    return BertForSequenceClassification(BertConfig(vocab_size=tiny.VOCAB, pad_token_id=0, num_labels=1, **small))
 
 
 def told(caplog, what):
@@ -75,11 +66,11 @@ def test_what_cannot_be_packed_trains_as_trls_own_would(kind, tmp_path, caplog, 
 
 def test_a_model_that_cannot_run_without_pads_is_given_back(tmp_path, caplog):
     """It is found out once TRL has put an adapter around it."""
-    trainer = plain("reward", tmp_path, model=_bert())
+    trainer = plain("reward", tmp_path, model=encoder_decoder())
     assert not trainer._packs and trainer._cutter is None and not hasattr(trainer.model, "peft_config")
     assert len(told(caplog, "Training as RewardTrainer would")) == 1
     with pytest.raises(UnsupportedModel, match="cannot run without its pads"):
-        build_packed("reward", tmp_path, model=_bert())
+        build_packed("reward", tmp_path, model=encoder_decoder())
 
 
 @pytest.mark.parametrize("kind", PACKED)

@@ -8,12 +8,13 @@ Shape letters: B rows, L row length, K scored positions, D model dim, V vocabula
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..errors import is_out_of_memory
+from ..errors import UnsupportedModel, is_out_of_memory
 from ..patching.inspect import inner_model
 from ..runtime.compile import runs_compiled
 
@@ -83,9 +84,18 @@ class Scorer:
 
 def output_of(model: nn.Module, call: dict[str, Any]) -> torch.Tensor:
     """Return the logits or hidden states of a call, of the model inside if a wrapper returns something else."""
-    outputs = model(**call, use_cache=False)
-    for name in ("logits", "last_hidden_state"):
-        if getattr(outputs, name, None) is not None:
-            return getattr(outputs, name)
-    outputs = inner_model(model)(**call, use_cache=False)
-    return outputs.logits if hasattr(outputs, "logits") else outputs.last_hidden_state
+    for run in (model, inner_model(model)):
+        outputs = run(**call, **_without_cache(run))
+        for name in ("logits", "last_hidden_state"):
+            if getattr(outputs, name, None) is not None:
+                return getattr(outputs, name)
+        if getattr(outputs, "start_logits", None) is not None:  # of question answering, each `(B, L)`
+            return torch.stack([outputs.start_logits, outputs.end_logits], dim=-1)
+    raise UnsupportedModel(f"{type(inner_model(model)).__name__} returns neither logits nor hidden states.")
+
+
+def _without_cache(model: nn.Module) -> dict[str, bool]:
+    """Return the argument that asks for no cache, if the model has one."""
+    takes = inspect.signature(type(model).forward).parameters
+    named = "use_cache" in takes or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
+    return {"use_cache": False} if named else {}

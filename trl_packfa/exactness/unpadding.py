@@ -77,14 +77,15 @@ def check_unpadding(
             subject, most = Subject(model, state, parts, None), max_positions(find_backbone(model, state.patch))
             lengths = [min(length, most or length) for length in _LENGTHS]
             tokens, _ = draw_documents(lengths, known, known_ids(inner_model(model)), seed)
-            report = _measure(PaddedProbe(subject, state, tokens, seed))
+            state.unpadding.takes_left = True
+            report = _measure(PaddedProbe(subject, state, tokens, seed), may_read_first_column=state.patch.encoder)
             report["sharing"] = measure_sharing(subject, state, known, seed)
     finally:
         vars(state.unpadding).update(counted)
     return UnpaddingReport(**report, seconds=round(time.perf_counter() - started, 3))
 
 
-def _measure(probe: PaddedProbe) -> dict[str, Any]:
+def _measure(probe: PaddedProbe, *, may_read_first_column: bool) -> dict[str, Any]:
     subject = probe.subject
     sides = [_compare_side(probe, left=False), _compare_side(probe, left=True)]
     if sides[1].excess > 1 and probe.positions:  # let the model make its own positions: some begin at 2
@@ -95,7 +96,10 @@ def _measure(probe: PaddedProbe) -> dict[str, Any]:
             why=["a padded batch without its mask cannot be told from one without pads"],
             do="Train it padded, or pack it: trl_packfa.patch(model) without unpad.",
         )
-    rows = probe.rows(left=True)
+    # Pooling that reads the first column reads a pad in rows padded on the left.
+    takes_left = not may_read_first_column or subject.anywhere(sides[0].excess > 1 or sides[1].excess <= 1)
+    sides = sides if takes_left else sides[:1]
+    rows = probe.rows(left=takes_left)
     call = probe.batch(rows)
     against, seen = "padded", 0.0
     found = max(sides, key=lambda side: side.excess)
@@ -124,6 +128,7 @@ def _measure(probe: PaddedProbe) -> dict[str, Any]:
         if found.gradients is not None and found.gradients.excess > 1
         else None,
         "blocks": bool(probe.types),
+        "takes_left": takes_left,
         "dtype": str(compute_dtype(subject.model, plain.dtype)).removeprefix("torch."),
     }
 

@@ -70,6 +70,9 @@ class UnpaddingReport:
             The dtype of the measurement, and its duration.
         blocks (`bool`):
             Whether tokens of the rows saw each other in both directions, as those of an image do in this model.
+        takes_left (`bool`):
+            Whether rows padded on the left run without their pads, too. Pooling that reads the first column of a row
+            reads a pad there: then such rows run with their pads, as without a patch.
         sharing ([`SharingReport`] or `None`):
             Result for rows with a common prefix, if the model is patched with `share_prefixes=True` and can share.
     """
@@ -87,6 +90,7 @@ class UnpaddingReport:
     dtype: str
     seconds: float
     blocks: bool = False
+    takes_left: bool = True
     sharing: SharingReport | None = None
 
     @property

@@ -14,31 +14,16 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..errors import InvalidLayout
 from .blocks import Blocks, plan_blocks
+from .offsets import LayoutSizes, offsets_of
 from .shared_prefix import TokenGather, require_prefixes, visible_segments
 
 _MOST_TOKENS = torch.iinfo(torch.int32).max
-
-
-class LayoutSizes(NamedTuple):
-    """The lengths of a layout as sizes of tensors on the host, for compiled graphs.
-
-    torch.compile recompiles for every new Python int. Sizes of tensors may be dynamic, so lengths are passed as sizes.
-    torch.compile also makes separate graphs for sizes 0 and 1. Each size here is a length plus one, so it is at least
-    2.
-
-    Attributes:
-        offsets (`torch.Tensor`): `cu_seqlens`, int32, shape `(S + 1,)`.
-        longest (`torch.Tensor`): no elements, shape `(max_seqlen + 1, 0)`.
-    """
-
-    offsets: torch.Tensor
-    longest: torch.Tensor
 
 
 # Layouts are compared by identity (no `eq`), because `==` of their tensors is no bool.
@@ -122,6 +107,8 @@ class PackedLayout:
             segment is a document.
         blocks ([`Blocks`], *optional*):
             Tokens that see each other in both directions, as those of an image do in some models.
+        causal (`bool`, *optional*, defaults to `True`):
+            Whether a token sees only the tokens before it in its document. In an encoder it sees the whole document.
 
     Raises:
         [`InvalidLayout`]: if a length is not positive, if the counts disagree, if a document crosses the end of a row,
@@ -134,6 +121,7 @@ class PackedLayout:
     padding: int = 0
     documents: tuple[tuple[int, ...], ...] | None = None
     blocks: Blocks | None = None
+    causal: bool = True
     # Results that a kernel derives from the boundaries (block masks, groups), kept for the forward's other layers.
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -153,8 +141,8 @@ class PackedLayout:
         self._require_row_starts()
         if self.documents is not None:
             require_prefixes(self.documents, len(self.lengths))
-            if self.blocks is not None:
-                raise InvalidLayout("documents with blocks of tokens that see each other cannot share prefixes.")
+            if self.blocks is not None or not self.causal:
+                raise InvalidLayout("documents whose tokens see later tokens cannot share prefixes.")
 
     def _require_row_starts(self) -> None:
         """Refuse a document that crosses the end of a row."""
@@ -202,7 +190,7 @@ class PackedLayout:
                 why=["kernels take offsets as int32"],
             )
         numbered = None if documents is None else tuple(map(tuple, documents))
-        return cls(_offsets(lengths).to(device), lengths, rows, padding, numbered)
+        return cls(offsets_of(lengths).to(device), lengths, rows, padding, numbered)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: torch.Tensor, *, rows: int = 1) -> PackedLayout:
@@ -267,11 +255,11 @@ class PackedLayout:
 
     @cached_property  # every layer reads it
     def attention(self) -> AttentionLayout:
-        """The attention layout: each token attends to the earlier tokens of its document and to itself."""
+        """The attention layout: each token attends to its document's earlier tokens and itself, or to all of it."""
         # Not `self`: the two would refer to each other, and live until Python's garbage collector runs.
         queries, device = PackedLayout(self.cu_seqlens, self.lengths), self.cu_seqlens.device
         if self.documents is None:
-            return AttentionLayout(queries, queries)
+            return AttentionLayout(queries, queries, self.causal)
         visible = visible_segments(self.documents)
         keys = PackedLayout.from_lengths([sum(self.lengths[i] for i in seen) for seen in visible], device=device)
         return AttentionLayout(queries, keys, key_gather=TokenGather.of_segments(self.lengths, visible, device))
@@ -297,6 +285,10 @@ class PackedLayout:
         """Return this layout with these blocks."""
         return replace(self, blocks=blocks, memo={})
 
+    def in_both_directions(self) -> PackedLayout:
+        """Return this layout with tokens that see their whole document."""
+        return replace(self, causal=False, memo={})
+
     @cached_property  # every layer reads it
     def full_sequences(self) -> PackedLayout:
         """The layout of whole documents, each with its own copy of its prefix, one after the other."""
@@ -315,7 +307,7 @@ class PackedLayout:
     @cached_property  # every layer reads it
     def sizes(self) -> LayoutSizes:
         """The sizes of this layout that a compiled graph may read."""
-        return LayoutSizes(_offsets(self.lengths), torch.empty(max(self.lengths) + 1, 0))
+        return LayoutSizes(offsets_of(self.lengths), torch.empty(max(self.lengths) + 1, 0))
 
     @cached_property  # every call reads it
     def graph_tensors(self) -> tuple[torch.Tensor, ...]:
@@ -364,6 +356,7 @@ class PackedLayout:
         visible = torch.eye(len(self.lengths), dtype=torch.bool, device=self.cu_seqlens.device)
         for segment, segments in enumerate(visible_segments(self.documents or ())):
             visible[segment, list(segments)] = True
+        distance = distance if self.causal else distance.abs()
         mask = visible[ids][:, ids] & (distance >= 0)
         if sliding_window is not None:
             mask &= distance < sliding_window
@@ -391,10 +384,3 @@ class PackedLayout:
 
     def _with_offsets(self, cu_seqlens: torch.Tensor) -> PackedLayout:
         return replace(self, cu_seqlens=cu_seqlens, memo={})  # its tensors are on the other device
-
-
-def _offsets(lengths: tuple[int, ...]) -> torch.Tensor:
-    """Return the start of each segment and the end of the last one, int32, shape `(S + 1,)`."""
-    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    torch.cumsum(torch.tensor(lengths, dtype=torch.int32), dim=0, out=offsets[1:])
-    return offsets

@@ -32,6 +32,7 @@ from ..patches.base import Patch
 from ..runtime import bitsandbytes
 from ..runtime.compile import CompiledLayer
 from .attention_interface import interface_config, mask_config
+from .encoders import EncoderOverride, LengthGroupsOverride, StackOverride, find_stack
 from .forwards import (
     AttentionOverride,
     BackboneOverride,
@@ -89,6 +90,8 @@ class PatchState:
     unpadding: Unpadding | None = None
     # Whether only the text decoder of a model with images or sounds is patched, so that padded batches may bring them.
     takes_images: bool = False
+    # The module whose padded calls run without pads: the backbone, or an encoder's stack of layers.
+    unpads: nn.Module | None = None
     # Why packed rows of text are not exact in such a model, `None` if they are.
     packed_refusal: str | None = None
     # Result of the proof of `unpad=True`: an `UnpaddingReport`.
@@ -115,21 +118,22 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
     if patch.rebatch:
         _require_own_attention(patch, options.backend)
     takes_images = backbone is text_decoder(model)
-    attention = find_attention(backbone, patch, by_mask=takes_images)
+    attention = find_attention(backbone, patch, by_mask=takes_images or patch.encoder)
     mixers = find_by_class(backbone, (*patch.mixers, *patch.masked_mixers, *patch.beside))
     windows, lora = windows_of(patch, backbone, attention), adapted_layers(model)
     state = PatchState(patch, options, backends, attention, windows, mixers, adapted=lora)
     # Read from the `PeftModel` now: the modules below it, where the adapters run, do not know the adapters' configs.
     state.invocations = invocations_of(model)
     state.takes_images = takes_images
+    state.unpads = find_stack(backbone, attention) if patch.encoder else backbone
     if options.unpad:
-        generates = inner_model(model).get_output_embeddings() is not None
+        generates = not _reads_padded_batches(patch) and inner_model(model).get_output_embeddings() is not None
         state.unpadding = Unpadding(_sharing(backbone, state) if options.share_prefixes else None, generates=generates)
     for module in (backbone, *mixers.values()):
         require_in_packed_rows(module, by_document=patch.rebatch or module is not backbone)
     # Every refusal happens before the loop that sets the edits, so that a model is never patched in part.
     planned = _plan_attention(state)
-    if patch.makes_mask:
+    if patch.makes_mask or patch.encoder:
         planned.append((backbone, "config", interface_config(_config(backbone), backends)))
     if options.unpad and state.takes_images:
         planned += _plan_masks(model, backbone, backends)
@@ -144,7 +148,14 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
     return state
 
 
+def _reads_padded_batches(patch: Patch) -> bool:
+    """Tell whether a patch serves padded batches only, as those of encoders do."""
+    return patch.encoder or patch.by_length
+
+
 def _sharing(backbone: nn.Module, state: PatchState) -> Sharing:
+    if _reads_padded_batches(state.patch):
+        return Sharing(backbone, "its tokens see the tokens after them")
     follows = any(depends_on_length(module) for module in backbone.modules())
     invocations = bool(state.invocations)
     refusal = sharing_refusal(state.patch, state.mixers.values(), follows_length=follows, has_invocations=invocations)
@@ -247,7 +258,8 @@ def _plan_attention(state: PatchState) -> list[tuple[nn.Module, str, Any]]:
 
 
 def _of_interface(module: nn.Module, state: PatchState) -> PreTrainedConfig:
-    return interface_config(_config(module), state.backends, state.patch.window, by_mask=state.takes_images)
+    by_mask = state.takes_images or state.patch.encoder
+    return interface_config(_config(module), state.backends, state.patch.window, by_mask=by_mask)
 
 
 def _plan_masks(model: nn.Module, backbone: nn.Module, backends: BackendChoice) -> list[tuple[nn.Module, str, Any]]:
@@ -264,12 +276,15 @@ def _plan_outside(model: nn.Module, backbone: nn.Module, state: PatchState) -> l
     These are the backbone and, if it does not pass all its arguments on to the backbone, the causal LM around it.
     """
     patch = state.patch
+    if _reads_padded_batches(patch) and (patch.by_length or state.unpads is not backbone):
+        return _plan_encoder(backbone, state)
     backbone_override = RebatchOverride if patch.rebatch else BackboneOverride
     # Where documents run by themselves, or rotary frequencies depend on a document's length, positions are counted
     # from 0. Other positions of the caller would be ignored, so they are refused.
     counts = patch.rebatch or patch.beside or any(depends_on_length(module) for module in backbone.modules())
     options = {
-        "makes_mask": patch.makes_mask,
+        "makes_mask": patch.makes_mask or patch.encoder,
+        "encoder": patch.encoder,
         "ignores_position_ids": bool(counts),
         "max_positions": max_positions(backbone),
         "keeps_ids": bool(state.invocations),
@@ -295,9 +310,20 @@ def _plan_outside(model: nn.Module, backbone: nn.Module, state: PatchState) -> l
     return overrides + activated_overrides(model, _own_forward)
 
 
+def _plan_encoder(backbone: nn.Module, state: PatchState) -> list[Override]:
+    """Return the overrides of an encoder and its stack, or of an encoder that runs in groups of rows."""
+    assert state.unpadding is not None and state.unpads is not None
+    if state.patch.by_length:
+        return [LengthGroupsOverride(backbone, _own_forward(backbone), state.unpadding)]
+    return [
+        EncoderOverride(backbone, _own_forward(backbone), state.unpadding),
+        StackOverride(state.unpads, _own_forward(state.unpads), state.unpadding),
+    ]
+
+
 def _plan_inside(backbone: nn.Module, state: PatchState) -> list[Override]:
     """Return the overrides of modules inside the backbone, other than attention."""
-    if state.patch.rebatch:
+    if state.patch.rebatch or state.patch.by_length:
         return []
     rotary = [module for module in backbone.modules() if depends_on_length(module)]
     overrides: list[Override] = [RotaryOverride(module, _own_forward(module)) for module in rotary]
@@ -312,7 +338,7 @@ def _plan_inside(backbone: nn.Module, state: PatchState) -> list[Override]:
         when_packed += kernel_overrides(backbone, taken={id(override.module) for override in when_packed})
     # These modules get neither the keyword nor the mask, so they read the context variable. With activation
     # checkpointing the backward pass recomputes a layer outside of the backbone's call: the layer sets the variable.
-    if state.mixers or state.patch.functions or state.patch.makes_mask or when_packed:
+    if state.mixers or state.patch.functions or state.patch.makes_mask or state.patch.encoder or when_packed:
         layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
         overrides += [LayerOverride(layer, _own_forward(layer)) for layer in layers]
     return overrides + when_packed

@@ -23,6 +23,7 @@ from ..layout.call_context import KEYWORD, current_call, empty_mask, find_layout
 from ..runtime.compile import outside_of_graphs
 from .handed_masks import note_mask
 from .inspect import is_causal
+from .mask_rules import sees_ahead
 
 # Our name in transformers' attention interface. It is set on single modules, never on a whole model.
 INTERFACE = "trl_packfa"
@@ -200,6 +201,7 @@ def empty_packed_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     # The mask interface gets neither the call's keywords nor its mask, so the call comes from the context variable.
     call = current_call()
     if call.layout is not None:
+        _require_direction(call.layout, kwargs)
         # Bool, as transformers' own mask for SDPA is: some models branch on the mask's dtype (Doge, Falcon).
         return empty_mask(call, call.layout.cu_seqlens.device, dtype=torch.bool)
     source = kwargs["config"].trl_packfa_source
@@ -208,6 +210,24 @@ def empty_packed_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
         return AttentionMaskInterface()[source._attn_implementation](*args, **{**kwargs, "config": source})
 
     return note_mask(make, kwargs) if call.notes_masks else make()
+
+
+@outside_of_graphs
+def _require_direction(layout: PackedLayout, options: dict[str, Any]) -> None:
+    """Require that tokens of an encoder's call see later tokens in the mask that the model asks for.
+
+    Raises:
+        [`PackingError`]: if they do not.
+    """
+    rule, length = options.get("mask_function"), options.get("q_length")
+    # A row of single tokens has no later ones.
+    if layout.causal or rule is None or layout.max_seqlen < 2 or options.get("use_vmap", False):
+        return
+    if not sees_ahead(rule, (1, int(length)), layout.cu_seqlens.device):  # type: ignore[arg-type]
+        raise PackingError(
+            "this call asks for a causal mask, but the model was patched as an encoder.",
+            do="Patch the model with unpad=False.",
+        )
 
 
 AttentionInterface.register(INTERFACE, packed_attention_forward)

@@ -30,7 +30,7 @@ from ..runtime.per_document import BOUNDARIES, FOUND_BY_ITSELF, run_backbone_by_
 from . import router_loss
 from .handed_masks import HandedMasks, handed_masks, with_one_mask, without_empty_masks
 from .token_types import embeds_token_types, refuse_token_types, types_of_long_rows
-from .unpadding import Unpadding, refuse_modalities
+from .unpadding import Unpadding, refuse_modalities, refuse_packed
 
 
 class BackboneOverride(Override):
@@ -54,8 +54,10 @@ class BackboneOverride(Override):
         unpadding: Unpadding | None = None,
         honours_blocks: bool = False,
         in_composite: bool = False,
+        encoder: bool = False,
     ) -> None:
         super().__init__(module, original)
+        self.encoder = encoder
         self.honours_blocks, self.in_composite = honours_blocks, in_composite
         self.keeps_ids, self.look, self.unpadding = keeps_ids, look, unpadding
         self.makes_mask, self.ignores_position_ids, self.max_positions = (
@@ -109,6 +111,8 @@ class BackboneOverride(Override):
         layout = layout_of(call, ignores_position_ids=self.ignores_position_ids, max_positions=self.max_positions)
         layout = current_call().layout if layout is None else layout  # set by a causal LM that passes no boundaries on
         if layout is not None:
+            if self.encoder:
+                refuse_packed(self.module)
             self._require_packable(call, layout)
         return layout
 
@@ -183,6 +187,8 @@ class BackboneOverride(Override):
     @outside_of_graphs
     def _taken(self, call: dict[str, Any], rows: PaddedRows) -> tuple[dict[str, Any], PackedLayout]:
         layout, masks = rows.layout(call["attention_mask"].device), self.find_masks(call)
+        if self.encoder:  # `empty_packed_mask` compares this with the mask that the model asks for
+            return rows.take_call(call), layout.in_both_directions()
         blocks = None if masks is None else masks.blocks(rows)
         if blocks is None:
             return rows.take_call(call), layout

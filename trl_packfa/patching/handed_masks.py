@@ -18,7 +18,7 @@ import torch
 from ..errors import PackingError
 from ..layout.blocks import Block, Blocks
 from ..layout.call_context import is_empty_mask
-from ..layout.padded_rows import PaddedRows
+from ..layout.padded_rows import PaddedRows, rows_of
 from .mask_rules import blocks_in_rule
 
 # Attribute of the mask of padding that travels in the place of masks.
@@ -56,6 +56,7 @@ def note_mask(make: Callable[[], Any], options: Mapping[str, Any]) -> Any:
 
     Raises:
         [`PackingError`]: if tokens see each other that are not neighbours.
+        [`InvalidLayout`]: if a row has pads among its tokens.
     """
     padding, lengths = options.get("attention_mask"), (options.get("q_length"), options.get("kv_length"))
     if not isinstance(padding, torch.Tensor) or padding.dim() != 2 or set(lengths) != {padding.shape[1]}:
@@ -63,6 +64,7 @@ def note_mask(make: Callable[[], Any], options: Mapping[str, Any]) -> Any:
     # transformers lets attention skip the mask only if it is plainly causal.
     blocks: tuple[tuple[Block, ...], ...] = ((),) * padding.shape[0]
     if not options.get("allow_is_causal_skip", False):
+        rows_of(padding)  # refuses a hole in words about the hole, which would cut a block in two
         blocks = blocks_in_rule(options["mask_function"], padding, by_index=not options.get("use_vmap", False))
     mask = padding.detach().clone()  # the model may send one tensor of padding for several masks
     setattr(mask, _HANDED, NotedMask(make, padding, blocks))
@@ -91,6 +93,29 @@ class HandedMasks:
         if not isinstance(made, dict):
             return _cut(made, row, part)
         return {kind: _cut(mask, row, part) for kind, mask in made.items()}
+
+    def handed(self) -> Any:
+        """Return the mask of padding that stands for all masks."""
+        return with_one_mask({}, self)["attention_mask"]
+
+    def sees_both_directions(self, rows: PaddedRows) -> bool:
+        """Tell whether tokens see their whole row, as in an encoder; if not, they see the tokens before them only.
+
+        Raises:
+            [`PackingError`]: if some tokens see later tokens and others do not.
+        """
+        found = {mask.blocks for mask in self.masks.values() if isinstance(mask, NotedMask)}
+        if not any(map(any, found)):
+            return False
+        # One block is the whole row. A single token sees no other.
+        ends = zip(rows.starts, rows.lengths, strict=True)
+        whole = tuple(((start, start + length),) if length > 1 else () for start, length in ends)
+        if found != {whole}:
+            raise PackingError(
+                "some tokens of this batch see later tokens, others do not.",
+                do="Patch the model with unpad=False.",
+            )
+        return True
 
     def blocks(self, rows: PaddedRows) -> Blocks | None:
         """Return the blocks of the row without pads, `None` if there are none.

@@ -9,14 +9,17 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import cache
 from textwrap import dedent
-from typing import Any
+from typing import Any, TypeVar
 
+from peft import PeftModel
 from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from ..errors import TRAIN_PADDED, UnsupportedModel
 from ..patches.base import Patch
 from ..patches.registry import get_patch_for_type
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def model_type(model: nn.Module) -> str:
@@ -50,6 +53,17 @@ def inner_model(model: nn.Module) -> PreTrainedModel:
             do="Pass a transformers causal LM, or a PEFT, compiled or wrapped one.",
         )
     return inner
+
+
+def runnable(model: Model) -> Model | PreTrainedModel:
+    """Return the part of a model that takes a batch by name: in sentence-transformers, the transformers model inside.
+
+    Its own models are sequences of modules that take a dictionary of features.
+    """
+    if not isinstance(model, nn.Sequential):
+        return model
+    wrapped = (module for module in model.modules() if isinstance(module, (PeftModel, PreTrainedModel)))
+    return next(wrapped, model)  # type: ignore[return-value]  # a `PeftModel` has the transformers model's attributes
 
 
 def text_decoder(model: nn.Module) -> PreTrainedModel | None:
@@ -140,6 +154,21 @@ def is_causal(module: Any) -> bool:
     return getattr(module, "is_causal", True) is not False or bool(getattr(module, "is_decoder", False))
 
 
+def attends_both_ways(model: nn.Module) -> bool:
+    """Tell whether a model says that its attention sees later tokens, as that of an encoder does.
+
+    A model may say nothing and ask for such a mask all the same; the proof finds that.
+    """
+    inner = inner_model(model)
+    if inner.config.is_encoder_decoder:
+        return False
+    own = [m for name, m in inner.named_modules() if uses_interface(m) and not _is_elsewhere(name, m)]
+    if not own:  # some types are encoders unless their config says that they are decoders
+        is_lm = type(inner).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+        return getattr(inner.config, "is_decoder", None) is False and not is_lm
+    return not any(map(is_causal, own))
+
+
 def tells_window(module: nn.Module) -> bool:
     """Tell whether a module passes `sliding_window` to its attention function, and not to its mask alone."""
     return "sliding_window" in _keywords_passed(type(module).forward)
@@ -160,7 +189,12 @@ def masks_windows(backbone: nn.Module) -> bool:
     """Tell whether the code around a backbone builds masks of sliding windows; if not, a config's window has no
     effect."""
     names = vars(sys.modules[type(backbone).__module__])
-    return "create_sliding_window_causal_mask" in names or "create_masks_for_generate" in names
+    makers = (
+        "create_sliding_window_causal_mask",
+        "create_bidirectional_sliding_window_mask",
+        "create_masks_for_generate",
+    )
+    return any(maker in names for maker in makers)
 
 
 def find_attention(backbone: nn.Module, patch: Patch, *, by_mask: bool = False) -> dict[str, nn.Module]:
@@ -169,7 +203,7 @@ def find_attention(backbone: nn.Module, patch: Patch, *, by_mask: bool = False) 
     With `by_mask` the model around the backbone makes its masks, so a module need not say that it is causal: a mask
     decides for every call.
     """
-    if patch.rebatch:
+    if patch.rebatch or patch.by_length:
         return {}
     if patch.functions:
         return find_by_class(backbone, patch.functions)
@@ -267,8 +301,9 @@ def _require_causal(attention: dict[str, nn.Module]) -> dict[str, nn.Module]:
         if not is_causal(module):
             raise UnsupportedModel(
                 f"{type(module).__name__} attends in both directions: is_causal=False in {name}.",
-                why=["packed attention here is causal inside each document"],
-                do="Set use_bidirectional_attention=False in the model's config, or train it padded.",
+                why=["a packed row of an encoder would be one text to its positions and pooling"],
+                do="For an encoder call patch(model, unpad=True): its padded batches run without their pads. Train an "
+                "encoder-decoder model padded.",
             )
     return attention
 

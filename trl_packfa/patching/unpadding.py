@@ -39,6 +39,7 @@ class Unpadding:
         trained, trained_documents (`int`): true tokens and rows of calls with gradients.
         shared (`int`): true tokens that were not computed, because another row has the same prefix.
         blocks (`int`): blocks of tokens that saw each other in both directions, of layers with and without a window.
+        takes_left (`bool`): whether rows padded on the left run without their pads; the proof finds it.
         watch (`Callable` or `None`): called for every call that runs without its pads, see [`Watch`].
 
     Args:
@@ -53,6 +54,7 @@ class Unpadding:
         self.is_on, self.sharing, self.generates = True, sharing, generates
         self.calls, self.tokens, self.pads, self.documents = 0, 0, 0, 0
         self.trained, self.trained_documents, self.shared, self.blocks = 0, 0, 0, 0
+        self.takes_left = True
         self.watch: Watch | None = None
         self.noise = EmbeddingNoise(0.0)
         self._told = False
@@ -81,6 +83,9 @@ class Unpadding:
             self._tell_of_cache(module)
             return None
         rows = rows_of(mask)
+        if not self.takes_left and any(rows.starts):
+            self._tell_of_left_pads(module)
+            return None
         as_rows(call, rows.shape)
         self._count(rows)
         shared = None if self.sharing is None or _modalities(read) else self.sharing.rows_of(call, rows, module)
@@ -120,6 +125,15 @@ class Unpadding:
             logger.warning(
                 "trl-packfa: padded calls of %s ask for a cache (use_cache=True), so they run with their pads. "
                 "Set use_cache=False to train without them.",
+                type(module).__name__,
+            )
+
+    def _tell_of_left_pads(self, module: nn.Module) -> None:
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "trl-packfa: rows padded on the left run with their pads in %s: its pooling reads the first column of "
+                "a row. Set tokenizer.padding_side='right'.",
                 type(module).__name__,
             )
 
@@ -194,6 +208,19 @@ def refuse_modalities(call: dict[str, Any], what: str) -> None:
             why=["the model finds the places of images and sounds in padded rows"],
             do="Pass a padded batch to a model patched with unpad=False, or train on text alone.",
         )
+
+
+def refuse_packed(module: nn.Module) -> None:
+    """Refuse a packed row in an encoder.
+
+    Raises:
+        [`PackingError`]: always.
+    """
+    raise PackingError(
+        f"{type(module).__name__} cannot run packed rows.",
+        why=["an encoder computes positions and pooling by row, so a packed row would be one text"],
+        do="Pass a padded batch with its attention_mask; it runs without its pads.",
+    )
 
 
 def _refuse_missing_cache(mask: torch.Tensor, tokens: torch.Tensor) -> None:

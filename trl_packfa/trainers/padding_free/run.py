@@ -16,7 +16,7 @@ from ...errors import UnsupportedModel
 from ...exactness.first_padded_batch import PaddedBatchProof, compare_padded_batch, refuse_gradients_at_pads
 from ...layout.padded_rows import PaddedRows
 from ...patching.apply import PatchState, find_state
-from ...patching.inspect import find_backbone, inner_model
+from ...patching.inspect import inner_model
 from ...runtime.zero3 import is_partitioned
 from .collating import CountingCollator
 from .models import POLICY
@@ -235,7 +235,8 @@ class _Watching:
 
     def _compare(self, forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows) -> PaddedBatchProof:
         started, counted = time.perf_counter(), vars(self.state.unpadding).copy()
-        first = compare_padded_batch(find_backbone(self.model, self.state.patch), forward, call, rows)
+        assert self.state.unpads is not None
+        first = compare_padded_batch(self.state.unpads, forward, call, rows)
         vars(self.state.unpadding).update(counted)
         self.run.pause(time.perf_counter() - started)
         self.run.first_calls[self.name] = first

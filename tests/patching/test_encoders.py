@@ -1,0 +1,187 @@
+"""Encoders without padding: their stack of layers runs on the true tokens, embeddings and pooling see padded rows."""
+
+import copy
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig, get_peft_model
+from selection import in_full
+from tiny_models.encoders import small_encoder
+from tolerance import assert_low_precision
+from transformers import BartConfig, BartForSequenceClassification
+
+from trl_packfa import check, describe, patch, unpatch
+from trl_packfa.errors import InvalidLayout, PackingError, UnsupportedModel
+from trl_packfa.layout.padded_rows import PaddedRows
+from trl_packfa.patching.apply import find_state
+from trl_packfa.patching.handed_masks import HandedMasks
+
+LENGTHS = (9, 3, 14, 1)
+# Pooling of a first column, positions from the padding index, one layer run several times, windows on both sides, and
+# two types whose attention cannot be reached.
+TYPES = ["bert", "roberta", "albert", "modernbert", *in_full("distilbert", "eurobert", "mpnet", "deberta-v2")]
+GROUPS = ("mpnet", "deberta-v2")
+
+
+def batch(*, left=False, dtype=torch.long):
+    rows = PaddedRows((4, 16), tuple(16 - n if left else 0 for n in LENGTHS), LENGTHS)
+    ids, mask = torch.zeros(rows.shape, dtype=torch.long), torch.zeros(rows.shape, dtype=dtype)
+    for i, (start, tokens) in enumerate(zip(rows.starts, tiny.documents(LENGTHS), strict=True)):
+        ids[i, start : start + len(tokens)], mask[i, start : start + len(tokens)] = tokens, 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def run(model, inputs):
+    """Logits of a head's labels and the gradients of their loss."""
+    model.zero_grad()
+    logits = model(**inputs).logits
+    if logits.dim() == 3:  # a label for each token: those at pads are not read
+        logits = logits[inputs["attention_mask"].bool()]
+    logits.float().sin().sum().backward()
+    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(found, expected, limit=1e-5):
+    (logits, grads), (own, own_grads) = found, expected
+    assert (logits - own).abs().max() <= limit * own.abs().max().clamp(min=1.0)
+    assert grads.keys() == own_grads.keys()
+    scale = max(float(grad.norm()) for grad in own_grads.values())
+    for name, grad in own_grads.items():
+        assert (grads[name] - grad).norm() <= limit * max(float(grad.norm()), 1e-2 * scale), name
+
+
+@pytest.mark.parametrize("head", ["SequenceClassification", *in_full("TokenClassification", "MaskedLM")])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_padded_batches_run_without_their_pads(model_type, head):
+    model = small_encoder(model_type, head)
+    expected = run(model, batch())
+    patch(model, unpad=True)
+    state = find_state(model)
+    assert state.patch.level == ("groups" if model_type in GROUPS else "stack")
+    assert "exact: without pads against padded" in describe(model)
+    assert_same(run(model, batch()), expected)
+    assert_same(run(model, batch(dtype=torch.bool)), expected)
+    assert state.unpadding.calls == 2
+    saved, places = state.unpadding.pads, 2 * 4 * 16
+    assert saved == places - 2 * sum(LENGTHS) if model_type not in GROUPS else 0 < saved < places - 2 * sum(LENGTHS)
+    unpatch(model)
+    assert torch.equal(run(model, batch())[0], expected[0]) and describe(model) == "not patched"
+
+
+@pytest.mark.parametrize("model_type", ["roberta", "modernbert", *in_full("bert", "distilbert")])
+def test_left_pads_keep_their_positions(model_type):
+    model = small_encoder(model_type, "TokenClassification")
+    expected = run(model, batch(left=True))
+    assert_same(run(patch(model, unpad=True), batch(left=True)), expected)
+    assert find_state(model).unpadding.calls == 1
+
+
+def test_pooling_of_the_first_column_runs_left_pads_as_they_are(caplog):
+    model = small_encoder("bert", "SequenceClassification")
+    expected = run(model, batch(left=True))
+    patch(model, unpad=True)
+    assert torch.equal(run(model, batch(left=True))[0], expected[0])
+    assert find_state(model).unpadding.calls == 0 and not find_state(model).unpadding_report.takes_left
+    assert "its pooling reads the first column of a row. Set tokenizer.padding_side='right'" in caplog.text
+    run(model, batch())
+    assert find_state(model).unpadding.calls == 1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("model_type", ["bert", *in_full("modernbert")])
+def test_checkpointing_and_adapters_change_nothing(model_type, lora, reentrant):
+    model = small_encoder(model_type, "SequenceClassification").train()
+    if lora:
+        config = LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS", init_lora_weights=False)
+        model = get_peft_model(model, config)
+    expected = run(model, batch())
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    assert_same(run(patch(model, unpad=True), batch()), expected)
+    assert find_state(model).unpadding.calls == 1
+
+
+@pytest.mark.parametrize("model_type", ["bert", "modernbert"])
+def test_bfloat16_is_no_further_from_the_truth_than_padded(model_type):
+    model = small_encoder(model_type, "SequenceClassification")
+    exact = run(copy.deepcopy(model).double(), batch())[0]
+    half = model.bfloat16()
+    padded = run(half, batch())[0]
+    assert_low_precision(run(patch(half, unpad=True), batch())[0], padded, exact, factor=3.0)
+
+
+def test_under_torch_compile():
+    model = small_encoder("bert", "SequenceClassification")
+    expected = run(model, batch())
+    assert_same(run(torch.compile(patch(model, unpad=True), backend="eager"), batch()), expected_of(expected))
+
+
+def expected_of(expected):
+    """The names of a compiled model's parameters."""
+    return expected[0], {f"_orig_mod.{name}": grad for name, grad in expected[1].items()}
+
+
+def test_negative_controls_are_seen(monkeypatch):
+    """Rows that see each other, and tokens that see only the tokens before them."""
+    model = small_encoder("bert", "SequenceClassification")
+    expected = run(model, batch())[0]
+    patch(model, unpad=True)
+    with monkeypatch.context() as once:
+        once.setattr(HandedMasks, "sees_both_directions", lambda self, rows: False)
+        assert (run(model, batch())[0] - expected).abs().max() > 1e-3
+    layout = PaddedRows.layout
+    one = lambda self, device: type(layout(self, device)).from_lengths([self.num_tokens], device=device)  # noqa: E731
+    monkeypatch.setattr(PaddedRows, "layout", one)
+    assert (run(model, batch())[0] - expected).abs().max() > 1e-3
+
+
+def test_results_of_each_layer_and_batches_without_a_mask_run_as_they_are():
+    model = small_encoder("bert", "SequenceClassification")
+    whole = model(**batch(), output_hidden_states=True).hidden_states
+    plain = model(input_ids=batch()["input_ids"]).logits
+    patch(model, unpad=True)
+    assert all(map(torch.equal, model(**batch(), output_hidden_states=True).hidden_states, whole))
+    assert torch.equal(model(input_ids=batch()["input_ids"]).logits, plain)
+    assert find_state(model).unpadding.calls == 0
+
+
+@pytest.mark.parametrize("model_type", ["bert", "modernbert", "mpnet"])
+def test_packed_rows_are_refused(model_type):
+    model = patch(small_encoder(model_type, "TokenClassification"), unpad=True)
+    ids = torch.arange(3, 11)[None]
+    for packed in ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}, {"packed_layout": None}):
+        boundaries = packed if packed.get("position_ids") is not None else {"cu_seq_lens_q": torch.tensor([0, 3, 8])}
+        if model_type == "mpnet" and "cu_seq_lens_q" in boundaries:
+            continue  # its forward takes no further arguments
+        with pytest.raises(PackingError, match=r"cannot run packed rows(?s:.*)Pass a padded batch"):
+            model(input_ids=ids, **boundaries)
+
+
+def test_bad_input_is_refused():
+    model = patch(small_encoder("bert", "SequenceClassification"), unpad=True)
+    holes = batch()
+    holes["attention_mask"][0, 4] = 0
+    with pytest.raises(InvalidLayout, match="the attention_mask has a hole: row 0"):
+        model(**holes)
+    with pytest.raises(UnsupportedModel, match=r"attends in both directions(?s:.*)patch\(model, unpad=True\)"):
+        patch(small_encoder("bert", "SequenceClassification"))
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+             "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}  # fmt: skip
+    with pytest.raises(UnsupportedModel, match="Train an encoder-decoder model padded"):
+        patch(BartForSequenceClassification(BartConfig(tiny.VOCAB, **sizes)), unpad=True)
+    with pytest.raises((PackingError, UnsupportedModel)):
+        check(model)
+
+
+def test_copies_are_patched_and_stand_on_their_own():
+    model = patch(small_encoder("bert", "SequenceClassification"), unpad=True)
+    twin = copy.deepcopy(model)
+    expected = model(**batch()).logits
+    assert torch.equal(twin(**batch()).logits, expected)
+    with torch.no_grad():
+        next(twin.parameters()).zero_()
+    unpatch(twin)
+    assert torch.equal(model(**batch()).logits, expected)

@@ -1,0 +1,180 @@
+"""Encoders without padding in transformers' `Trainer` and in sentence-transformers: the padded run's losses."""
+
+import os
+
+import pytest
+import tiny
+import torch
+from datasets import Dataset
+from selection import in_full
+from tiny_models.encoders import small_encoder
+from tolerance import TRAJECTORY
+from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
+from trl_trainers import train
+
+import trl_packfa
+from trl_packfa.patching.apply import find_state
+
+# `ENCODER_STEPS=50` runs as many as the documentation tells of.
+STEPS = int(os.environ.get("ENCODER_STEPS", "4"))
+TYPES = ["bert", "modernbert", *in_full("mpnet", "roberta")]
+# SGD: Adam makes whole steps of gradients that are rounding alone, as those of key biases are.
+COMMON = {
+    "per_device_train_batch_size": 8, "logging_steps": 1, "report_to": "none", "save_strategy": "no", "use_cpu": True,
+    "optim": "sgd", "learning_rate": 1e-2, "max_steps": STEPS,
+}  # fmt: skip
+
+
+def texts(column, count=64):
+    return [tiny.words(1 + (7 * i + 5 * column) % 30, seed=100 * column + i) for i in range(count)]
+
+
+def apart(expected, found):
+    pairs = [(a[name], b[name]) for a, b in zip(expected, found, strict=True) for name in ("loss", "grad_norm")]
+    return max(abs(a - b) / max(1.0, abs(a)) for a, b in pairs)
+
+
+def both(build):
+    """Return the logs of a trainer with and without padding, and the second trainer."""
+    logs = []
+    for free in (False, True):
+        torch.manual_seed(0)
+        trainer = build()
+        logs.append(train(trl_packfa.padding_free(trainer) if free else trainer))
+    assert max(entry["padding_saved"] for entry in logs[1]) > 0.1
+    return *logs, trainer
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_classifier_trains_as_padded(model_type, tmp_path):
+    tokenizer = tiny.tokenizer()
+    rows = [{**tokenizer(text), "labels": i % 2} for i, text in enumerate(texts(0))]
+
+    def build():
+        model, args = small_encoder(model_type, "SequenceClassification"), TrainingArguments(str(tmp_path), **COMMON)
+        collator = DataCollatorWithPadding(tokenizer)
+        return Trainer(model, args, train_dataset=Dataset.from_list(rows), data_collator=collator)
+
+    padded, free, trainer = both(build)
+    assert apart(padded, free) <= TRAJECTORY
+    first = trainer.trl_packfa_padding_free.first_calls["model"]
+    assert first.difference <= first.allowed
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Save small encoders of a type with a tokenizer, as a user's folder, and return the folder."""
+
+    def save(model_type, head):
+        folder = tmp_path / f"{model_type}-{head}"
+        small_encoder(model_type, head, num_labels=1).save_pretrained(folder)
+        tokenizer = tiny.tokenizer()
+        tokenizer.model_max_length = 64
+        tokenizer.save_pretrained(folder)
+        return str(folder)
+
+    return save
+
+
+def without_dropout(model):
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    return model
+
+
+def sentence_transformer(folder, pooling="mean"):
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    torch.manual_seed(0)
+    modules = [Transformer(folder), Pooling(32, pooling_mode=pooling)]
+    return without_dropout(SentenceTransformer(modules=modules, device="cpu"))
+
+
+def losses():
+    from sentence_transformers.sentence_transformer import losses as of
+
+    return {
+        "ranking": of.MultipleNegativesRankingLoss,
+        "cached": lambda model: of.CachedMultipleNegativesRankingLoss(model, mini_batch_size=4),
+        "matryoshka": lambda model: of.MatryoshkaLoss(model, of.MultipleNegativesRankingLoss(model), [32, 16]),
+        "cosine": of.CosineSimilarityLoss,
+    }
+
+
+@pytest.mark.parametrize("pooling", ["mean", *in_full("cls")])
+@pytest.mark.parametrize("loss", ["ranking", "cached", *in_full("matryoshka", "cosine")])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_embeddings_train_as_padded(model_type, loss, pooling, saved, tmp_path):
+    pytest.importorskip("sentence_transformers")
+    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+
+    columns = {"anchor": texts(1), "positive": texts(2)}
+    if loss == "cosine":
+        columns["score"] = [i % 5 / 4 for i in range(64)]
+    folder = saved(model_type, "MaskedLM")
+
+    def build():
+        model = sentence_transformer(folder, pooling)
+        args = SentenceTransformerTrainingArguments(str(tmp_path / "out"), **COMMON)
+        data = Dataset.from_dict(columns)
+        return SentenceTransformerTrainer(model, args=args, train_dataset=data, loss=losses()[loss](model))
+
+    padded, free, trainer = both(build)
+    assert apart(padded, free) <= TRAJECTORY
+    assert find_state(trainer.model).unpadding.calls > 0
+
+
+@pytest.mark.parametrize("model_type", ["bert", *in_full("modernbert", "mpnet")])
+def test_cross_encoders_train_as_padded(model_type, saved, tmp_path):
+    pytest.importorskip("sentence_transformers")
+    from sentence_transformers.cross_encoder import CrossEncoder, CrossEncoderTrainer, CrossEncoderTrainingArguments
+    from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
+
+    folder = saved(model_type, "SequenceClassification")
+
+    def build():
+        torch.manual_seed(0)
+        model = without_dropout(CrossEncoder(folder, num_labels=1, device="cpu"))
+        args = CrossEncoderTrainingArguments(str(tmp_path / "out"), **COMMON)
+        data = Dataset.from_dict({"query": texts(1), "answer": texts(2), "label": [float(i % 2) for i in range(64)]})
+        return CrossEncoderTrainer(model, args=args, train_dataset=data, loss=BinaryCrossEntropyLoss(model))
+
+    padded, free, _ = both(build)
+    assert apart(padded, free) <= TRAJECTORY
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_encode_gives_the_same_embeddings(model_type, saved):
+    pytest.importorskip("sentence_transformers")
+    model = sentence_transformer(saved(model_type, "MaskedLM"))
+    expected = model.encode(texts(3), convert_to_tensor=True, batch_size=16)
+    assert trl_packfa.patch(model, unpad=True) is model
+    found = model.encode(texts(3), convert_to_tensor=True, batch_size=16)
+    unpadding = find_state(model).unpadding
+    assert unpadding.calls == 4 and (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    trl_packfa.unpatch(model)
+    assert torch.equal(model.encode(texts(3), convert_to_tensor=True, batch_size=16), expected)
+
+
+def test_a_decoder_embeds_without_pads(tmp_path):
+    """A causal model under a pooling head, such as Qwen3's embedding models."""
+    pytest.importorskip("sentence_transformers")
+    tiny.model(layers=2).save_pretrained(tmp_path)
+    tokenizer = tiny.tokenizer()
+    tokenizer.model_max_length = 64
+    tokenizer.save_pretrained(tmp_path)
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    model = SentenceTransformer(modules=[Transformer(str(tmp_path)), Pooling(64, pooling_mode="lasttoken")],
+                                device="cpu")  # fmt: skip
+    expected = model.encode(texts(3), convert_to_tensor=True)
+    trl_packfa.patch(model, unpad=True)
+    found = model.encode(texts(3), convert_to_tensor=True)
+    assert find_state(model).unpadding.calls > 0 and (found - expected).abs().max() <= 1e-5 * expected.abs().max()

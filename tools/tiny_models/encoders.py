@@ -1,0 +1,84 @@
+"""Small random encoders of every type that transformers has a head for, for tests, tools and tables."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from trl_packfa.errors import UnsupportedModel
+
+# By the head's name: transformers' mapping of model types to classes.
+HEADS = {
+    "SequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "TokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    "MaskedLM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "QuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+}
+_SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# Sizes that a type has under other names, or that its other sizes must fit.
+_OWN: dict[str, dict[str, Any]] = {
+    "albert": {"embedding_size": 16},
+    "big_bird": {"attention_type": "original_full"},
+    "convbert": {"embedding_size": 16},
+    "distilbert": {"dim": 32, "hidden_dim": 48, "n_heads": 4, "n_layers": 2},
+    "electra": {"embedding_size": 16},
+    "eurobert": {"num_key_value_heads": 2},
+    "longformer": {"attention_window": 8},
+    "modernbert": {"local_attention": 8, "global_attn_every_n_layers": 2, "sep_token_id": 1, "cls_token_id": 2},
+    "mobilebert": {"embedding_size": 16, "true_hidden_size": 32, "intra_bottleneck_size": 32},
+    "nystromformer": {"num_landmarks": 8, "segment_means_seq_len": 8},
+    "squeezebert": {"embedding_size": 32},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+}
+
+
+@cache
+def encoder_types() -> tuple[str, ...]:
+    """Return every type with a masked-LM head, and those with a classifier whose attention sees both directions."""
+    known = {name for names in HEADS.values() for name in names}
+    causal = {*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES}
+    return tuple(sorted(known - causal))
+
+
+def heads_of(model_type: str) -> tuple[str, ...]:
+    """Return the heads that transformers has for a type."""
+    return tuple(head for head, names in HEADS.items() if model_type in names)
+
+
+def small_encoder(model_type: str, head: str, **sizes: Any) -> PreTrainedModel:
+    """Build a small random encoder with a head, without dropout.
+
+    Raises:
+        [`UnsupportedModel`]: if it cannot be built from its config class and small sizes.
+    """
+    torch.manual_seed(0)
+    try:
+        config = AutoConfig.for_model(model_type, **{**_SIZES, **_OWN.get(model_type, {}), **sizes})
+        model: Any = getattr(transformers, f"AutoModelFor{head}").from_config(config).eval()
+    except Exception as error:  # a config class may refuse the sizes in any way
+        raise UnsupportedModel(f"{model_type} cannot be built small: {type(error).__name__}: {error}") from error
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    for module in model.modules():  # in training, too: two runs are compared
+        for name in ("p", "dropout_prob", "attention_dropout", "hidden_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model

@@ -1,0 +1,236 @@
+"""Padded batches of encoders without their pads.
+
+An encoder's embeddings and its pooling are made for padded batches: BERT's pooler reads the first column of each row,
+RoBERTa's positions count from its padding index. Almost all of the work is in the stack of layers between them. So
+only the stack runs without pads: it gets the hidden states of the true tokens as one row, and its output is put back
+into the padded batch's shape. The direction of attention is read from the mask that the model asks for.
+
+Models whose attention cannot be reached run whole, in groups of rows of similar length, with the model's own mask and
+fewer pads.
+
+Shape letters: B rows, L row length, T true tokens, G rows of a group, M their longest length, D model dim.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import PackingError
+from ..layout import PackedLayout
+from ..layout.call_context import KEYWORD, PackedCall, current_call, empty_mask, in_call
+from ..layout.from_call import layout_of
+from ..layout.padded_rows import PaddedRows, as_rows
+from ..runtime.compile import around_graphs, outside_of_graphs
+from ..runtime.length_groups import group_by_length
+from ..runtime.override import Override
+from .handed_masks import HandedMasks, handed_masks
+from .unpadding import Unpadding, refuse_packed
+
+# Arguments that ask for the results of each layer, which the stack would return without pads.
+_OF_EACH_LAYER = ("output_hidden_states", "output_attentions")
+
+
+def find_stack(backbone: nn.Module, attention: Mapping[str, nn.Module]) -> nn.Module:
+    """Return the module that runs the layers: the one around the outermost list that holds the attention modules."""
+    # For `encoder.layer.3.attention.self` the list is `encoder.layer`, and the stack is `encoder`.
+    name = next(iter(attention))
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        if isinstance(backbone.get_submodule(".".join(parts[:end])), nn.ModuleList):
+            return backbone.get_submodule(".".join(parts[: end - 1]))
+    return backbone
+
+
+class _EncoderOverride(Override):
+    """A forward of a module in an encoder, with its arguments by name."""
+
+    def __init__(self, module: nn.Module, original: Callable[..., Any] | None, unpadding: Unpadding) -> None:
+        super().__init__(module, original)
+        self.unpadding = unpadding
+        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+        self.names = tuple(parameter.name for parameter in parameters)
+        self.takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+    def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all arguments of a call by name."""
+        return {**dict(zip(self.names, args, strict=False)), **kwargs}
+
+    def asks_for_layers(self, call: Mapping[str, Any]) -> bool:
+        """Tell whether a call or the config asks for the results of each layer."""
+        config: Any = getattr(self.module, "config", None)
+        return any(
+            call.get(name) or (call.get(name) is None and getattr(config, name, None)) for name in _OF_EACH_LAYER
+        )
+
+
+@outside_of_graphs
+def _refuse_packed(module: nn.Module, call: dict[str, Any]) -> None:
+    """Refuse packed rows and cross-attention.
+
+    Raises:
+        [`PackingError`]: with the reason.
+    """
+    layout = layout_of(call)
+    if (current_call().layout if layout is None else layout) is not None:
+        refuse_packed(module)
+    if call.get("encoder_hidden_states") is not None:
+        raise PackingError(
+            "cross-attention cannot run without pads: each row attends to its own encoder states.",
+            do="Patch the model with unpad=False.",
+        )
+
+
+class EncoderOverride(_EncoderOverride):
+    """Forward of an encoder whose stack of layers runs without pads: the masks that it makes are only noted."""
+
+    @around_graphs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the encoder's forward."""
+        call = self.named(args, kwargs)
+        _refuse_packed(self.module, call)
+        kwargs.pop("packed_layout", None)
+        if not self.unpadding.is_on or self.asks_for_layers(call):
+            return self.call_original(*args, **kwargs)
+        with in_call(PackedCall(router_logits=current_call().router_logits, notes_masks=True)):
+            return self.call_original(*args, **kwargs)
+
+
+class StackOverride(_EncoderOverride):
+    """Forward of an encoder's stack of layers, on one row of the true tokens."""
+
+    @around_graphs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the stack's forward."""
+        call = self.named(args, kwargs)
+        name, masks = self.find_masks(call)
+        if masks is None:
+            return self.call_original(*args, **kwargs)
+        rows = self.find_rows(call, masks)
+        if rows is None:
+            with in_call(PackedCall(router_logits=current_call().router_logits)):
+                return self.call_original(**{**call, name: masks.make()})
+        return self.run_without_pads(call, name, masks, rows)
+
+    @outside_of_graphs
+    def find_masks(self, call: dict[str, Any]) -> tuple[str, HandedMasks | None]:
+        """Return the argument with the masks that the encoder has noted, and the masks; `None` if it has noted
+        none."""
+        found = ((name, handed_masks(value)) for name, value in call.items())
+        return next(((name, masks) for name, masks in found if masks is not None), ("", None))
+
+    @outside_of_graphs
+    def find_rows(self, call: dict[str, Any], masks: HandedMasks) -> PaddedRows | None:
+        """Return the rows of a call that runs without its pads, `None` if it runs as it is."""
+        tokens = {"inputs_embeds": call[self.names[0]], "attention_mask": masks.padding}
+        return self.unpadding.rows_of(tokens, {}, self.module)
+
+    @around_graphs
+    def run_without_pads(self, call: dict[str, Any], name: str, masks: HandedMasks, rows: PaddedRows) -> Any:
+        """Run the stack on one row of the true tokens, and put its output back into the padded batch's shape."""
+        taken, packed = self._taken(call, name, masks, rows)
+        with in_call(packed):
+            outputs = self.call_original(**taken)
+        return self._put_back(outputs, {**call, name: masks.handed()}, rows)
+
+    @outside_of_graphs
+    def _taken(
+        self, call: dict[str, Any], name: str, masks: HandedMasks, rows: PaddedRows
+    ) -> tuple[dict[str, Any], PackedCall]:
+        device = call[self.names[0]].device
+        layout: PackedLayout = rows.layout(device)
+        if masks.sees_both_directions(rows):
+            layout = layout.in_both_directions()
+        packed = PackedCall(layout, router_logits=current_call().router_logits)
+        taken = {key: _take(value, rows) for key, value in call.items()}
+        taken[name] = empty_mask(packed, device)
+        return taken | ({KEYWORD: packed} if self.takes_any else {}), packed
+
+    @outside_of_graphs
+    def _put_back(self, outputs: Any, call: dict[str, Any], rows: PaddedRows) -> Any:
+        outputs = rows.put_back_outputs(outputs)
+        self.unpadding.note(self.call_original, call, rows, outputs)
+        return outputs
+
+
+def _take(value: Any, rows: PaddedRows) -> Any:
+    """Return the true tokens of an argument `(B, L, ...)` or `(1, L, ...)`, inside tuples too."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_take(item, rows) for item in value)
+    own = {"value": value}
+    as_rows(own, rows.shape)
+    return rows.take_call(own)["value"]
+
+
+class LengthGroupsOverride(_EncoderOverride):
+    """Forward of an encoder that runs rows of similar length together, with its own masks and fewer pads."""
+
+    @around_graphs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the encoder's forward."""
+        call = self.named(args, kwargs)
+        _refuse_packed(self.module, call)
+        call.pop("packed_layout", None)
+        rows = None if self.asks_for_layers(call) else self.find_rows(call)
+        if rows is None:
+            return self.call_original(**call)
+        return self._run_in_groups(call, rows)
+
+    @outside_of_graphs
+    def find_rows(self, call: dict[str, Any]) -> PaddedRows | None:
+        """Return the rows of a call that runs in groups; `None` if it runs as it is, as rows padded on the left do."""
+        rows = self.unpadding.rows_of(call, call, self.module)
+        # Without the pads before it, a token would have another position.
+        return None if rows is None or any(rows.starts) else rows
+
+    @outside_of_graphs
+    def _run_in_groups(self, call: dict[str, Any], rows: PaddedRows) -> Any:
+        device = next(value.device for value in call.values() if isinstance(value, torch.Tensor))
+        groups = group_by_length(tuple(max(length, 1) for length in rows.lengths), device)
+        outputs, computed = [], 0
+        for group in groups:
+            index, longest = torch.tensor(group, device=device), max(rows.lengths[i] for i in group)
+            longest = max(longest, 1)
+            computed += len(group) * longest
+            outputs.append(self.call_original(**{key: _cut(v, index, longest, rows) for key, v in call.items()}))
+        self.unpadding.pads -= computed - rows.num_tokens  # these pads were computed
+        order = torch.tensor([i for group in groups for i in group], device=device)
+        merged = _merged(outputs, order, [max(rows.lengths[i] for i in group) or 1 for group in groups], rows)
+        self.unpadding.note(self.call_original, call, rows, merged)
+        return merged
+
+
+def _cut(value: Any, index: torch.Tensor, longest: int, rows: PaddedRows) -> Any:
+    """Return a group's rows of an argument `(B, ...)`, `(B, L, ...)` or `(1, L, ...)`, without their last pads."""
+    if not isinstance(value, torch.Tensor) or value.dim() < 1:
+        return value
+    count, length = rows.shape
+    if value.shape[0] == count and (count > 1 or value.dim() > 1):
+        value = value.index_select(0, index)
+    elif value.dim() < 2 or value.shape[0] != 1:
+        return value
+    return value[:, :longest] if value.dim() > 1 and value.shape[1] == length else value
+
+
+def _merged(outputs: Sequence[Any], order: torch.Tensor, longest: Sequence[int], rows: PaddedRows) -> Any:
+    """Return the outputs of all groups as those of the padded batch, inside tuples and transformers' outputs."""
+    first = outputs[0]
+    if isinstance(first, dict):
+        values = {name: _merged([output[name] for output in outputs], order, longest, rows) for name in first}
+        return type(first)(**values)  # type: ignore[arg-type]
+    if isinstance(first, (tuple, list)):
+        return type(first)(_merged(items, order, longest, rows) for items in zip(*outputs, strict=True))
+    if not isinstance(first, torch.Tensor):
+        return None
+    if first.dim() > 1 and all(output.shape[1] == most for output, most in zip(outputs, longest, strict=True)):
+        after = (0, 0) * (first.dim() - 2)
+        outputs = [
+            nn.functional.pad(output, (*after, 0, rows.shape[1] - most))
+            for output, most in zip(outputs, longest, strict=True)
+        ]
+    joined = torch.cat(list(outputs))
+    return joined.index_select(0, order.argsort())
