@@ -171,7 +171,7 @@ def test_bad_input_is_refused():
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
              "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}  # fmt: skip
     with pytest.raises(UnsupportedModel, match="Train an encoder-decoder model padded"):
-        patch(BartForSequenceClassification(BartConfig(tiny.VOCAB, **sizes)), unpad=True)
+        patch(BartForSequenceClassification(BartConfig(vocab_size=tiny.VOCAB, **sizes)), unpad=True)
     with pytest.raises((PackingError, UnsupportedModel)):
         check(model)
 

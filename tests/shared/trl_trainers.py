@@ -178,7 +178,9 @@ def encoder_decoder():
     torch.manual_seed(0)
     sides = {f"{side}_{size}": value for side in ("encoder", "decoder")
              for size, value in {"layers": 1, "attention_heads": 2, "ffn_dim": 16}.items()}  # fmt: skip
-    return BartForSequenceClassification(BartConfig(tiny.VOCAB, d_model=16, pad_token_id=0, num_labels=1, **sides))
+    return BartForSequenceClassification(
+        BartConfig(vocab_size=tiny.VOCAB, d_model=16, pad_token_id=0, num_labels=1, **sides)
+    )
 
 
 def differences(logs, others):
