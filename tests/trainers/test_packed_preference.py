@@ -13,7 +13,7 @@ from datasets import Dataset
 from selection import in_full
 from tiny_models import small_model
 from tolerance import BFLOAT16_LOSSES, TRAJECTORY
-from trl_trainers import PACKED, ROUNDED, build, build_packed, differences, pairs, tokenizer, train
+from trl_trainers import PACKED, ROUNDED, build, build_packed, differences, encoder_decoder, pairs, tokenizer, train
 
 import trl_packfa
 from trl_packfa import PackedDPOConfig, PackedDPOTrainer, PackedKTOConfig, PackedRewardConfig
@@ -245,10 +245,7 @@ def test_masks_with_holes_and_models_that_are_not_patched(tmp_path):
 
 def test_half_of_the_models_is_none(tmp_path):
     model = tiny.model(layers=2)
-    from transformers import BertConfig, BertLMHeadModel
-
-    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    reference = BertLMHeadModel(BertConfig(vocab_size=tiny.VOCAB, is_decoder=False, **small))
+    reference = encoder_decoder()
     args = PackedDPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", use_peft=False)
     with pytest.raises(UnsupportedModel, match=r"PackedDPOTrainer\.ref_model cannot run without its pads; none of"):
         PackedDPOTrainer(model, reference, args, train_dataset=Dataset.from_list(pairs(4)),
