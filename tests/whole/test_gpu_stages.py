@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 from gpu import run, wanted
+from selection import exhaustive
 
 # `paper_x2` has the recipe of `paper_x16`.
+# Their lines are those of `compiled_1b` and `paper_x16`.
+ALIKE = ("llama3_8b", "automodel")
 STEPS = ["tests", "parts", "attention", "llama3_8b", "automodel", "paper_x16", "qlora_8b", "compiled_1b"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", [*exhaustive(*ALIKE), *(name for name in STEPS if name not in ALIKE)])
 def test_every_step_runs_on_a_cpu_in_its_smallest_form(name, tmp_path, capsys):
     assert run.main([name, "--small", "--out", str(tmp_path), "--limit", "3000"]) == 0, capsys.readouterr().out
     (step,) = run.chosen(name, run.stages(tmp_path, small=True))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import IterableDataset
+from selection import exhaustive
 from training import arguments, dataset, losses, packed_trainer, rows
 from transformers import TrainerCallback
 
@@ -101,7 +102,7 @@ def same(ours, theirs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["step", "bfd"])
+@pytest.mark.parametrize("strategy", ["step", *exhaustive("bfd")])
 def test_twenty_kill_points(tmp_path, strategy):
     whole = tmp_path / "whole.json"
     assert finish(tmp_path / "whole", strategy, whole) == 0
