@@ -57,7 +57,7 @@ class Unpadding:
         self.takes_left = True
         self.watch: Watch | None = None
         self.noise = EmbeddingNoise(0.0)
-        self._told = False
+        self._told: frozenset[str] = frozenset()
 
     def rows_of(self, call: dict[str, Any], read: dict[str, Any], module: nn.Module) -> PaddedRows | None:
         """Return the rows of a call that runs without its pads, `None` if it runs as it is.
@@ -84,7 +84,11 @@ class Unpadding:
             return None
         rows = rows_of(mask)
         if not self.takes_left and any(rows.starts):
-            self._tell_of_left_pads(module)
+            self._tell_once(
+                "trl-packfa: rows padded on the left run with their pads in %s: its pooling reads the first column of "
+                "a row. Set tokenizer.padding_side='right'.",
+                module,
+            )
             return None
         as_rows(call, rows.shape)
         self._count(rows)
@@ -120,22 +124,18 @@ class Unpadding:
         return getattr(getattr(module, "config", None), "use_cache", None) is True
 
     def _tell_of_cache(self, module: nn.Module) -> None:
-        if module.training and torch.is_grad_enabled() and not self._told:
-            self._told = True
-            logger.warning(
+        if module.training and torch.is_grad_enabled():
+            self._tell_once(
                 "trl-packfa: padded calls of %s ask for a cache (use_cache=True), so they run with their pads. "
                 "Set use_cache=False to train without them.",
-                type(module).__name__,
+                module,
             )
 
-    def _tell_of_left_pads(self, module: nn.Module) -> None:
-        if not self._told:
-            self._told = True
-            logger.warning(
-                "trl-packfa: rows padded on the left run with their pads in %s: its pooling reads the first column of "
-                "a row. Set tokenizer.padding_side='right'.",
-                type(module).__name__,
-            )
+    def _tell_once(self, text: str, module: nn.Module) -> None:
+        """Log a warning about a module, each text once."""
+        if text not in self._told:
+            self._told |= {text}
+            logger.warning(text, type(module).__name__)
 
     def _count(self, rows: PaddedRows) -> None:
         self.tokens += rows.num_tokens
