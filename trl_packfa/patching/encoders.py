@@ -13,7 +13,6 @@ Shape letters: B rows, L row length, T true tokens, G rows of a group, M their l
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from ..layout.from_call import layout_of
 from ..layout.padded_rows import PaddedRows, as_rows
 from ..runtime.compile import around_graphs, outside_of_graphs
 from ..runtime.length_groups import group_by_length
-from ..runtime.override import Override
+from ..runtime.override import NamedOverride
 from .handed_masks import HandedMasks, handed_masks
 from .unpadding import Unpadding, refuse_packed
 
@@ -46,19 +45,12 @@ def find_stack(backbone: nn.Module, attention: Mapping[str, nn.Module]) -> nn.Mo
     return backbone
 
 
-class _EncoderOverride(Override):
-    """A forward of a module in an encoder, with its arguments by name."""
+class _EncoderOverride(NamedOverride):
+    """A forward of a module in an encoder."""
 
     def __init__(self, module: nn.Module, original: Callable[..., Any] | None, unpadding: Unpadding) -> None:
         super().__init__(module, original)
         self.unpadding = unpadding
-        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-        self.names = tuple(parameter.name for parameter in parameters)
-        self.takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-
-    def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all arguments of a call by name."""
-        return {**dict(zip(self.names, args, strict=False)), **kwargs}
 
     def asks_for_layers(self, call: Mapping[str, Any]) -> bool:
         """Tell whether a call or the config asks for the results of each layer."""
@@ -190,16 +182,17 @@ class LengthGroupsOverride(_EncoderOverride):
     @outside_of_graphs
     def _run_in_groups(self, call: dict[str, Any], rows: PaddedRows) -> Any:
         device = next(value.device for value in call.values() if isinstance(value, torch.Tensor))
-        groups = group_by_length(tuple(max(length, 1) for length in rows.lengths), device)
-        outputs, computed = [], 0
-        for group in groups:
-            index, longest = torch.tensor(group, device=device), max(rows.lengths[i] for i in group)
-            longest = max(longest, 1)
-            computed += len(group) * longest
-            outputs.append(self.call_original(**{key: _cut(v, index, longest, rows) for key, v in call.items()}))
+        lengths = tuple(max(length, 1) for length in rows.lengths)  # a row of pads alone keeps one of them
+        groups = group_by_length(lengths, device)
+        widths = [max(lengths[i] for i in group) for group in groups]
+        outputs = []
+        for group, width in zip(groups, widths, strict=True):
+            index = torch.tensor(group, device=device)
+            outputs.append(self.call_original(**{key: _cut(v, index, width, rows) for key, v in call.items()}))
+        computed = sum(len(group) * width for group, width in zip(groups, widths, strict=True))
         self.unpadding.pads -= computed - rows.num_tokens  # these pads were computed
         order = torch.tensor([i for group in groups for i in group], device=device)
-        merged = _merged(outputs, order, [max(rows.lengths[i] for i in group) or 1 for group in groups], rows)
+        merged = _merged(outputs, order, widths, rows)
         self.unpadding.note(self.call_original, call, rows, merged)
         return merged
 

@@ -7,7 +7,6 @@ Shape letters: B rows, L row length, T packed tokens (B * L), N heads, H head di
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -25,7 +24,7 @@ from ..layout.padded_rows import PaddedRows, as_rows
 from ..patches.base import QKV, Patch
 from ..runtime.autocast import autocast_dtype
 from ..runtime.compile import around_graphs, mark_dynamic, outside_of_graphs
-from ..runtime.override import Override, forward_signature
+from ..runtime.override import NamedOverride, Override, forward_signature
 from ..runtime.per_document import BOUNDARIES, FOUND_BY_ITSELF, run_backbone_by_document
 from . import router_loss
 from .handed_masks import HandedMasks, handed_masks, with_one_mask, without_empty_masks
@@ -33,7 +32,7 @@ from .token_types import embeds_token_types, refuse_token_types, types_of_long_r
 from .unpadding import Unpadding, refuse_modalities, refuse_packed
 
 
-class BackboneOverride(Override):
+class BackboneOverride(NamedOverride):
     """Forward of a backbone that finds the document boundaries once, hands them to every layer, and avoids any T x T
     mask."""
 
@@ -65,15 +64,12 @@ class BackboneOverride(Override):
             ignores_position_ids,
             max_positions,
         )
-        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-        self.names = tuple(parameter.name for parameter in parameters)
-        self.takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
         self.takes_token_types = self.any_token_types or embeds_token_types(module)
 
     @around_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the backbone's forward."""
-        call = {**dict(zip(self.names, args, strict=False)), **kwargs}  # layouts are looked for by name
+        call = self.named(args, kwargs)  # layouts are looked for by name
         masks = self.find_masks(call)
         call = without_empty_masks(call) if masks is None else with_one_mask(call, masks)
         layout = self.find_layout(call)

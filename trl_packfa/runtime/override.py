@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -36,6 +36,25 @@ class Override:
         # the layers of a model share one graph, while each override object would need its own. A signature is read
         # from the object itself, and only a whole model's forward has one.
         return self if hasattr(self, "__signature__") else self.__call__
+
+
+class NamedOverride(Override):
+    """An override that reads its call's arguments by name.
+
+    Attributes:
+        names (`tuple[str, ...]`): names of the parameters of the class's forward.
+        takes_any (`bool`): whether that forward takes further keywords.
+    """
+
+    def __init__(self, module: nn.Module, original: Callable[..., Any] | None) -> None:
+        super().__init__(module, original)
+        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+        self.names = tuple(parameter.name for parameter in parameters)
+        self.takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+    def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all arguments of a call by name."""
+        return {**dict(zip(self.names, args, strict=False)), **kwargs}
 
 
 def override_in(module: nn.Module, slot: str = "forward") -> Override | None:
