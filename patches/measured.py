@@ -18,6 +18,8 @@ from torch import nn
 RESULTS = Path(__file__).with_name("models.json")
 # Of the types with images or sounds, made by `tools/composite_matrix.py`.
 COMPOSITES = Path(__file__).with_name("composites.json")
+# Of encoders by head, made by `tools/encoder_matrix.py`.
+ENCODERS = Path(__file__).with_name("encoders.json")
 
 
 @cache
@@ -34,6 +36,12 @@ def results() -> dict[str, dict[str, Any]]:
 def composites() -> dict[str, Any]:
     """Return the committed results of the types with images or sounds: `versions`, and `types` by model type."""
     return json.loads(COMPOSITES.read_text(encoding="utf-8"))
+
+
+@cache
+def encoders() -> dict[str, Any]:
+    """Return the committed results of encoders: `versions`, and `types` by model type and head."""
+    return json.loads(ENCODERS.read_text(encoding="utf-8"))
 
 
 def measured_transformers() -> tuple[str, ...]:

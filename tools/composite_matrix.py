@@ -55,7 +55,7 @@ def measure_type(name: str) -> dict[str, Any]:
         try:
             patch(model, unpad=True)
         except PackingError as error:
-            return {**found, "verdict": "refused", "why": _reason(error)}
+            return {**found, "verdict": "refused", "why": reason_of(error)}
         except Exception as error:  # record it as a result, so that the other types go on
             return {**found, "verdict": "raises", "why": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
         state = find_state(model)
@@ -68,7 +68,7 @@ def measure_type(name: str) -> dict[str, Any]:
             sides = (False, True) if state.unpadding_report.against == "padded" else (False,)
             return {**found, **_with_images(stock, model, sides)}
         except PackingError as error:
-            return {**found, "verdict": "text only", "why": _reason(error)}
+            return {**found, "verdict": "text only", "why": reason_of(error)}
 
 
 def _raised_by_text(model: Any) -> str | None:
@@ -82,7 +82,7 @@ def _raised_by_text(model: Any) -> str | None:
     return None
 
 
-def _reason(error: PackingError) -> str:
+def reason_of(error: PackingError) -> str:
     """Return the first line of a refusal, or, where no general level was exact, what the last one showed."""
     lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()]
     tried = [line for line in lines if line.startswith("level ")]
@@ -97,15 +97,15 @@ def _with_images(stock: Any, model: Any, sides: tuple[bool, ...]) -> dict[str, A
     worst, made = {"logits": 0.0, "gradients": 0.0}, [batch for batch in batches if batch is not None]
     for batch in made:
         expected, found = _run(stock, batch), _run(model, batch)
-        worst = {name: max(worst[name], value) for name, value in _apart(found, expected).items()}
-    with _rows_that_see_each_other():
-        control = _apart(_run(model, made[0]), _run(stock, made[0]))["logits"]
+        worst = {name: max(worst[name], value) for name, value in differences(found, expected).items()}
+    with rows_that_see_each_other():
+        control = differences(_run(model, made[0]), _run(stock, made[0]))["logits"]
     for reentrant in (False, True) if stock.supports_gradient_checkpointing else ():
         expected = _run(stock, made[0])
-        if _apart(_checkpointed(stock, made[0], reentrant), expected)["gradients"] > _GRADIENTS:
+        if differences(_checkpointed(stock, made[0], reentrant), expected)["gradients"] > _GRADIENTS:
             continue  # layers that share keys have wrong gradients through reentrant checkpoints in transformers
         found = _checkpointed(model, made[0], reentrant)
-        worst = {name: max(worst[name], value) for name, value in _apart(found, expected).items()}
+        worst = {name: max(worst[name], value) for name, value in differences(found, expected).items()}
     exact = worst["logits"] <= _LOGITS and worst["gradients"] <= _GRADIENTS and control > _CONTROL
     rounded = {name: float(f"{value:.1e}") for name, value in {**worst, "control": control}.items()}
     return {"verdict": "exact" if exact else "text only", "images": made[0].form, **rounded}
@@ -127,7 +127,7 @@ def _checkpointed(model: Any, batch: ImageBatch, reentrant: bool) -> tuple[torch
     return _run(checkpointed, batch)
 
 
-def _apart(
+def differences(
     found: tuple[torch.Tensor, dict[str, torch.Tensor]], expected: tuple[torch.Tensor, dict[str, torch.Tensor]]
 ) -> dict[str, float]:
     """Return the largest relative difference of logits, and of the gradient of a parameter."""
@@ -140,7 +140,7 @@ def _apart(
 
 
 @contextmanager
-def _rows_that_see_each_other() -> Iterator[None]:
+def rows_that_see_each_other() -> Iterator[None]:
     """Lay all rows out as one document, for the control."""
     original = PaddedRows.layout
     PaddedRows.layout = lambda self, device: PackedLayout.from_lengths([self.num_tokens])  # type: ignore[method-assign]

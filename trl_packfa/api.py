@@ -12,29 +12,31 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from .adapters import (
-    adapter_kinds,
-    refuse_adapters,
-    refuse_quantized,
-    unmeasured_adapters,
-    unread_quantizers,
-)
-from .errors import TRAIN_PADDED, ContaminationError, InvalidConfig, UnsupportedModel, is_out_of_memory
+from .adapters import adapter_kinds, refuse_adapters, refuse_quantized
+from .candidates import Candidate, does_not_fit, list_candidates
+from .errors import ContaminationError, InvalidConfig, UnsupportedModel, is_out_of_memory
 from .exactness import check, check_unpadding, proof_identity
 from .kernels.lm_head.chunked import undo_head
 from .kernels.lora import adapted_layers, describe_lora
-from .patches.base import Patch
-from .patches.measured import fingerprint, known_sources, measured_transformers, results
-from .patching.apply import PatchOptions, PatchState, all_or_none, apply_patch, find_state, undo_patch
+from .patches.measured import results
+from .patching.apply import (
+    PatchOptions,
+    PatchState,
+    all_or_none,
+    apply_patch,
+    find_state,
+    takes_padded_only,
+    undo_patch,
+)
 from .patching.fused import describe_kernels
-from .patching.inspect import attends_both_ways, get_patch, inner_model, model_type, runnable, text_decoder
+from .patching.inspect import inner_model, model_type, runnable
 from .patching.named_models import NAME, runs_by_name
-from .versions import installed_version, newer_than_tested, tell_of_newer_versions
+from .versions import tell_of_newer_versions
 
 logger = logging.getLogger(__name__)
 
@@ -136,25 +138,6 @@ def _has_new_lora(state: PatchState, model: nn.Module) -> bool:
     return state.options.fused_lora and any(id(layer) not in known for layer in adapted_layers(model))
 
 
-class _Candidate(NamedTuple):
-    """A patch to try on a model.
-
-    Attributes:
-        patch ([`Patch`]): the patch.
-        unmeasured (`str`): what of this model nobody has measured under packing; if any, the model is checked.
-        is_final (`bool`): whether an error is the user's to see. If not, the next candidate is tried.
-        may_not_fit (`bool`): whether the installed code differs from the code that the patch was written for.
-        on_success (`str`), on_failure (`str`): what the log then says.
-    """
-
-    patch: Patch
-    unmeasured: str
-    is_final: bool = False
-    may_not_fit: bool = False
-    on_success: str = ""
-    on_failure: str = ""
-
-
 def _apply_first_exact(model: nn.Module, options: PatchOptions) -> PatchState:
     """Patch a model with the first candidate that is trusted, or that the check finds exact on this model.
 
@@ -163,7 +146,7 @@ def _apply_first_exact(model: nn.Module, options: PatchOptions) -> PatchState:
         [`UnsupportedModel`]: if the type has no patch, with the result of each general level.
     """
     name = model_type(model)
-    candidates, refusal = _candidates(model, name, unpad=options.unpad)
+    candidates, refusal = list_candidates(model, name, unpad=options.unpad)
     tried = []
     for candidate in candidates:
         try:
@@ -182,10 +165,12 @@ def _apply_first_exact(model: nn.Module, options: PatchOptions) -> PatchState:
     assert refusal is not None, "the patch of a known type is final"
     if results().get(name, {}).get("verdict") == "refused":  # measured before: no level is exact
         raise refusal
+    if not tried:
+        raise refusal
     raise UnsupportedModel(f"{refusal}\nTried on this model:", why=tried)
 
 
-def _apply(model: nn.Module, name: str, candidate: _Candidate, options: PatchOptions) -> PatchState:
+def _apply(model: nn.Module, name: str, candidate: Candidate, options: PatchOptions) -> PatchState:
     """Apply a candidate, and check the model if it has not been measured.
 
     Raises:
@@ -196,7 +181,7 @@ def _apply(model: nn.Module, name: str, candidate: _Candidate, options: PatchOpt
         state = apply_patch(model, candidate.patch, options)
     except (UnsupportedModel, AttributeError) as error:
         if candidate.may_not_fit:
-            raise _does_not_fit(name, error) from error
+            raise does_not_fit(name, error) from error
         raise
     if candidate.unmeasured:
         if candidate.is_final:
@@ -209,72 +194,12 @@ def _apply(model: nn.Module, name: str, candidate: _Candidate, options: PatchOpt
     return state
 
 
-def _candidates(model: nn.Module, name: str, *, unpad: bool) -> tuple[list[_Candidate], UnsupportedModel | None]:
-    """List the patches to try on a model of this type, and the error that says why its type has none."""
-    code = f"{type(model).__name__}'s code"
-    found: list[_Candidate] = []
-    decoder = text_decoder(model) if unpad else None
-    if decoder is not None:
-        # The decoder gets the merged embeddings of images and text. So a padded batch with images can run without its
-        # pads if the decoder alone is patched.
-        failed = f"trl-packfa: only text runs without its pads in {name}: %s"
-        found.append(_Candidate(_patch_of_decoder(decoder), code, on_failure=failed))
-    # Padded batches of an encoder run without pads in its stack of layers, or with few pads in groups of rows.
-    stack, groups = Patch(model_types=(name,), encoder=True), Patch(model_types=(name,), by_length=True)
-    if unpad and decoder is None and attends_both_ways(model):  # a patch of its type is for its causal models
-        refusal = UnsupportedModel(
-            f"{type(model).__name__} attends in both directions.", do=f"{TRAIN_PADDED[0].upper()}{TRAIN_PADDED[1:]}."
-        )
-        return [_Candidate(patch, code) for patch in (stack, groups)], refusal
-    try:
-        patch = get_patch(model)
-    except UnsupportedModel as refusal:
-        if results().get(name, {}).get("verdict") != "refused":
-            # The fast level comes first. Level `rebatch` runs the whole backbone document by document, which is exact
-            # for every causal model.
-            general = [Patch(model_types=(name,)), Patch(model_types=(name,), rebatch=True)]
-            for patch in [general[0], stack, general[1], groups] if unpad else general:
-                said = f"trl-packfa: no patch for model type '{name}'; level {patch.level} checked and used."
-                found.append(_Candidate(patch, code, on_success=said))
-        return found, refusal
-    # Our tables hold no measurement of a third party's patch.
-    is_known = patch.origin == "trl_packfa" and fingerprint(model) in known_sources().get(name, ())
-    unmeasured = [] if is_known else [code]
-    unmeasured += [f"PEFT's {kind}" for kind in unmeasured_adapters(model)] + unread_quantizers(model)
-    # Masks and the attention interface are not part of a model's code: a newer release may have changed only those.
-    unmeasured += newer_than_tested()
-    may_not_fit = not is_known and patch.origin == "trl_packfa"
-    found.append(_Candidate(patch, ", ".join(unmeasured), is_final=True, may_not_fit=may_not_fit))
-    return found, None
-
-
-def _patch_of_decoder(decoder: nn.Module) -> Patch:
-    """Return the patch for the text decoder of a model with images or sounds."""
-    try:
-        found = get_patch(decoder)
-    except UnsupportedModel:
-        found = Patch(model_types=(model_type(decoder),))
-    return replace(found, backbone=type(decoder).__name__)
-
-
-def _does_not_fit(name: str, error: Exception) -> UnsupportedModel:
-    """Return the error for a supported model type whose installed code does not fit its patch."""
-    if name not in results():  # registered by the user
-        return UnsupportedModel(str(error))
-    return UnsupportedModel(
-        f"the patch for '{name}' does not fit its code in transformers {installed_version('transformers')}.",
-        why=[str(error).splitlines()[0], f"it was tested with transformers {', '.join(measured_transformers())}"],
-        do=f"Install transformers {measured_transformers()[-1]}, or report it.",
-    )
-
-
 def _require_exact(model: nn.Module, state: PatchState) -> None:
     _require_weights(model)
     if state.unpadding is not None:
         _require_unpadded(model, state)
-        # The check of packed rows compares logits of an LM head.
-        if inner_model(model).get_output_embeddings() is None or state.patch.encoder or state.patch.by_length:
-            return  # a classifier or an encoder gets padded batches only
+        if takes_padded_only(model, state.patch):  # the check of packed rows compares logits of an LM head
+            return
     report = check(model)
     if state.takes_images and not report.is_exact:
         # Padded batches are what such a model is patched for, and they are exact.

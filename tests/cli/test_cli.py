@@ -302,3 +302,15 @@ def test_backends_are_asked_about_the_model_that_is_described(capsys):
     assert here["sdpa"] == "yes"
     for reason in ("varlen_attn has no softcap", "up to 256, got 512", "no attention sinks", "got float64"):
         assert reason in here["varlen"]
+
+
+@pytest.mark.parametrize("head", ["Embeddings", "SequenceClassification"])
+def test_check_of_an_encoder_compares_padded_batches(head, tmp_path, capsys):
+    from tiny_models.encoders import small_encoder
+
+    small_encoder("bert", head).save_pretrained(tmp_path)
+    assert main(["check", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "exact: without pads against padded" in printed and "pads left visible: not 0" in printed
+    assert main(["check", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "exact"

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from selection import in_full
 from tiny_models.encoders import small_encoder
 from tolerance import assert_low_precision
-from transformers import BartConfig, BartForSequenceClassification
+from transformers import BartConfig, BartForConditionalGeneration, BartForSequenceClassification
 
 from trl_packfa import check, describe, patch, unpatch
 from trl_packfa.errors import InvalidLayout, PackingError, UnsupportedModel
@@ -168,12 +168,49 @@ def test_bad_input_is_refused():
         model(**holes)
     with pytest.raises(UnsupportedModel, match=r"attends in both directions(?s:.*)patch\(model, unpad=True\)"):
         patch(small_encoder("bert", "SequenceClassification"))
-    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
-             "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}  # fmt: skip
-    with pytest.raises(UnsupportedModel, match="Train an encoder-decoder model padded"):
-        patch(BartForSequenceClassification(BartConfig(vocab_size=tiny.VOCAB, **sizes)), unpad=True)
+    for options in ({}, {"unpad": True}):
+        with pytest.raises(UnsupportedModel, match=r"Train an encoder-decoder model padded"):
+            patch(BartForSequenceClassification(bart_config()), **options)
     with pytest.raises((PackingError, UnsupportedModel)):
         check(model)
+
+
+def bart_config():
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+             "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}  # fmt: skip
+    return BartConfig(vocab_size=tiny.VOCAB, pad_token_id=0, dropout=0.0, **sizes)
+
+
+def test_rows_with_a_text_for_the_decoder_run_as_they_are():
+    """Its pads are others, although both texts may be equally long in the batch."""
+    torch.manual_seed(0)
+    model = BartForConditionalGeneration(bart_config())
+    inputs = {**batch(), "labels": batch()["input_ids"].flip(0)}
+    expected = model(**inputs)
+    patch(model, unpad=True)
+    found, state = model(**inputs), find_state(model)
+    assert torch.equal(found.logits, expected.logits) and state.unpadding.calls == 0
+    model(**batch())
+    assert state.unpadding.calls == 1
+
+
+@pytest.mark.parametrize("head", ["Embeddings", "SequenceClassification"])
+@pytest.mark.parametrize("model_type", ["modernbert", "gte", "mpnet"])
+def test_a_patched_encoder_is_saved_as_it_was_loaded(model_type, head, tmp_path):
+    """A user may also change its config after it was patched."""
+    model = small_encoder(model_type, head)
+    config = model.config
+    patch(model, unpad=True)
+    assert model.config is config
+    model.config.output_hidden_states = True
+    assert model(**batch()).hidden_states is not None
+    model.config.output_hidden_states = False
+    expected = model(**batch())[0]
+    model.save_pretrained(tmp_path)
+    loaded, tokens = type(model).from_pretrained(tmp_path), batch()["attention_mask"].bool()
+    assert "packfa" not in (tmp_path / "config.json").read_text()
+    apart = (loaded(**batch())[0] - expected).abs()
+    assert (apart[tokens] if apart.dim() == 3 else apart).max() < 1e-5
 
 
 def test_copies_are_patched_and_stand_on_their_own():

@@ -20,7 +20,7 @@ README = (ROOT / "README.md").read_text()
 # The floors of the house: a folder, or a file beside the folders, imports from those before it and from itself.
 FLOORS = [
     "errors", "versions", "layout", "collator", "packing", "runtime", "attention", "kernels", "patches",
-    "patching", "adapters", "exactness", "api", "register", "plotting", "terminal", "trainers.common",
+    "patching", "adapters", "candidates", "exactness", "api", "register", "plotting", "terminal", "trainers.common",
     "trainers.padding_free", "trainers.sft", "trainers.preference", "trainers",
     "frameworks", "plan", "demo", "bench", "cli", "__main__",
 ]  # fmt: skip
@@ -184,6 +184,20 @@ def test_a_page_holds_the_generated_table_of_types_with_images():
     assert f"Of the {len(types)} types" in page and f"{len(exact)} are exact:" in page
     assert f"{len(exact)} types were measured exact" in (ROOT / "CHANGELOG.md").read_text()
     assert {result["verdict"] for result in types.values()} <= {"exact", "text only", "refused", "not built"}
+
+
+def test_a_page_holds_the_generated_table_of_encoders():
+    from tiny_models.encoders import encoder_types
+
+    from trl_packfa.cli.encoder_table import markdown
+    from trl_packfa.patches.measured import encoders
+
+    types = encoders()["types"]
+    page = (ROOT / "docs" / "encoders.md").read_text()
+    block = page.split("<!-- generated: trl-packfa models --encoders --markdown -->\n")[1].split("\n<!-- end -->")[0]
+    assert block == markdown(types) and set(types) == set(encoder_types())
+    verdicts = {result["verdict"] for heads in types.values() for result in heads.values()}
+    assert verdicts <= {"exact", "alone", "refused", "not built"}
 
 
 def test_a_page_holds_the_generated_table_of_adapters():

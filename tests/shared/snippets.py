@@ -6,6 +6,7 @@ import runpy
 import tiny
 import vision
 from tiny_models import small_model
+from tiny_models.encoders import EMBEDDINGS, small_encoder
 from training import FORMATS, rows
 from transformers import TrainingArguments
 
@@ -16,12 +17,14 @@ MODELS = {
     "Qwen/Qwen3-0.6B": "qwen3",
     "ibm-granite/granite-3.3-2b-base": "granite",
 }
+EMBEDDER = "nomic-ai/modernbert-embed-base"
 LLAVA, IMAGES = "llava-hf/llava-1.5-7b-hf", "trl-lib/llava-instruct-mix"
 PAIRS = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "1 2 3"} for row in rows(24)]
 DATASETS = {
     "trl-lib/tldr": rows(24),
     "trl-lib/Capybara": FORMATS["messages"],
     "trl-lib/ultrafeedback_binarized": PAIRS,
+    "sentence-transformers/gooaq": [{"question": row["prompt"], "answer": row["completion"]} for row in rows(24)],
 }
 
 
@@ -33,6 +36,13 @@ def localize(text, folder):
             small_model(model_type, num_hidden_layers=2, intermediate_size=128).save_pretrained(path)
             tiny.tokenizer().save_pretrained(path)
             text = text.replace(f'"{name}"', repr(str(path)))
+    if EMBEDDER in text:
+        path = folder / "hub" / EMBEDDER.replace("/", "--")
+        small_encoder("modernbert", EMBEDDINGS).save_pretrained(path)
+        tokenizer = tiny.tokenizer()
+        tokenizer.model_max_length = 64
+        tokenizer.save_pretrained(path)
+        text = text.replace(f'"{EMBEDDER}"', repr(str(path)))
     if LLAVA in text:
         path = folder / "hub" / LLAVA.replace("/", "--")
         vision.model().save_pretrained(path)

@@ -17,6 +17,7 @@ from trl_packfa.patching.apply import find_state
 
 # `ENCODER_STEPS=50` runs as many as the documentation tells of.
 STEPS = int(os.environ.get("ENCODER_STEPS", "4"))
+METRICS = ("eval_loss", "eval_a_", "eval_b_", "eval_c_")
 TYPES = ["bert", "modernbert", *in_full("mpnet", "roberta")]
 # SGD: Adam makes whole steps of gradients that are rounding alone, as those of key biases are.
 COMMON = {
@@ -85,13 +86,13 @@ def without_dropout(model):
     return model
 
 
-def sentence_transformer(folder, pooling="mean"):
+def sentence_transformer(folder, pooling="mean", **options):
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.base.modules import Transformer
     from sentence_transformers.sentence_transformer.modules import Pooling
 
     torch.manual_seed(0)
-    modules = [Transformer(folder), Pooling(32, pooling_mode=pooling)]
+    modules = [Transformer(folder), Pooling(32, pooling_mode=pooling, **options)]
     return without_dropout(SentenceTransformer(modules=modules, device="cpu"))
 
 
@@ -178,3 +179,68 @@ def test_a_decoder_embeds_without_pads(tmp_path):
     trl_packfa.patch(model, unpad=True)
     found = model.encode(texts(3), convert_to_tensor=True)
     assert find_state(model).unpadding.calls > 0 and (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def evaluators():
+    from sentence_transformers.sentence_transformer import evaluation
+
+    first, second = texts(1, 24), texts(2, 24)
+    return {
+        "similarity": evaluation.EmbeddingSimilarityEvaluator(first, second, [i % 5 / 4 for i in range(24)], name="a"),
+        "retrieval": evaluation.InformationRetrievalEvaluator(
+            {str(i): text for i, text in enumerate(first)}, {str(i): text for i, text in enumerate(second)},
+            {str(i): {str(i), str((i + 1) % 24)} for i in range(24)}, name="b",
+        ),
+        "pairs": evaluation.BinaryClassificationEvaluator(first, second, [i % 2 for i in range(24)], name="c"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", ["modernbert", *in_full("bert", "mpnet")])
+def test_prompts_and_evaluators_give_the_padded_numbers(model_type, saved, tmp_path):
+    """Prompts are part of the texts, and pooling may leave them out."""
+    pytest.importorskip("sentence_transformers")
+    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+
+    folder, numbers = saved(model_type, "MaskedLM"), []
+    for free in (False, True):
+        model = sentence_transformer(folder, include_prompt=False)
+        args = SentenceTransformerTrainingArguments(
+            str(tmp_path / "out"), **COMMON, prompts={"anchor": "w1 w2 ", "positive": "w3 w4 w5 "},
+        )  # fmt: skip
+        data = Dataset.from_dict({"anchor": texts(1), "positive": texts(2)})
+        trainer = SentenceTransformerTrainer(
+            model, args=args, train_dataset=data, eval_dataset=data, evaluator=list(evaluators().values()),
+            loss=losses()["ranking"](model),
+        )  # fmt: skip
+        train(trl_packfa.padding_free(trainer) if free else trainer)
+        numbers.append({name: value for name, value in trainer.evaluate().items() if name.startswith(METRICS)})
+    padded, found = numbers
+    assert len(padded) > 20 and padded.keys() == found.keys()
+    assert max(abs(found[name] - value) for name, value in padded.items()) <= 1e-5
+
+
+def test_embedding_gemma_trains_as_padded(tmp_path):
+    """A decoder's stack whose tokens see each other in both directions, some through windows on both sides."""
+    pytest.importorskip("sentence_transformers")
+    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+    from transformers import Gemma3TextConfig, Gemma3TextModel
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}  # fmt: skip
+    config = Gemma3TextConfig(
+        vocab_size=tiny.VOCAB, **sizes, sliding_window=8, use_bidirectional_attention=True,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Gemma3TextModel(config).save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+
+    def build():
+        model = sentence_transformer(str(tmp_path))
+        args = SentenceTransformerTrainingArguments(str(tmp_path / "out"), **COMMON)
+        data = Dataset.from_dict({"anchor": texts(1), "positive": texts(2)})
+        return SentenceTransformerTrainer(model, args=args, train_dataset=data, loss=losses()["ranking"](model))
+
+    padded, free, trainer = both(build)
+    assert apart(padded, free) <= TRAJECTORY
+    assert find_state(trainer.model).patch.level == "stack"

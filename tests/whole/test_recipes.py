@@ -217,6 +217,8 @@ def test_every_script_runs(script, tmp_path, monkeypatch, capsys):
 
     if "load_in_4bit" in script.read_text():
         pytest.importorskip("bitsandbytes")
+    if "sentence_transformers" in script.read_text():
+        pytest.importorskip("sentence_transformers")
     run_shortened(script.read_text(), tmp_path, monkeypatch)
     told = capsys.readouterr().out
     assert "exact: isolation 0.0e+00" in told or "padded batches: computed without padding, exact" in told

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from trl_packfa.errors import UnsupportedModel
@@ -18,7 +18,12 @@ HEADS = {
     "TokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
     "MaskedLM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "QuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    "MultipleChoice": modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,
 }
+# Models without a head, whose last hidden states an embedding model pools.
+EMBEDDINGS = "Embeddings"
+# Parts of a config that only models of images or sounds have: those are in the table of composites.
+_OTHER_INPUTS = {"vision_config", "audio_config"}
 _SIZES = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -30,6 +35,7 @@ _SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_GEMMA = {**_SIZES, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8}
 # Sizes that a type has under other names, or that its other sizes must fit.
 _OWN: dict[str, dict[str, Any]] = {
     "albert": {"embedding_size": 16},
@@ -42,6 +48,19 @@ _OWN: dict[str, dict[str, Any]] = {
     "modernbert": {"local_attention": 8, "global_attn_every_n_layers": 2, "sep_token_id": 1, "cls_token_id": 2},
     "mobilebert": {"embedding_size": 16, "true_hidden_size": 32, "intra_bottleneck_size": 32},
     "nystromformer": {"num_landmarks": 8, "segment_means_seq_len": 8},
+    "mt5": {"decoder_start_token_id": 0},
+    "t5gemma": {"encoder": _GEMMA, "decoder": _GEMMA},
+    "t5": {"decoder_start_token_id": 0},
+    "umt5": {"decoder_start_token_id": 0},
+    "perceiver": {
+        "num_latents": 8,
+        "d_latents": 32,
+        "d_model": 32,
+        "num_blocks": 1,
+        "num_self_attends_per_block": 2,
+        "num_self_attention_heads": 4,
+        "num_cross_attention_heads": 4,
+    },
     "squeezebert": {"embedding_size": 32},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
 }
@@ -49,15 +68,25 @@ _OWN: dict[str, dict[str, Any]] = {
 
 @cache
 def encoder_types() -> tuple[str, ...]:
-    """Return every type with a masked-LM head, and those with a classifier whose attention sees both directions."""
+    """Return every type of texts with a masked-LM head, and those with a classifier and no causal LM."""
     known = {name for names in HEADS.values() for name in names}
     causal = {*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES}
-    return tuple(sorted(known - causal))
+    takes_more = {name for name in known if _OTHER_INPUTS & {*CONFIG_MAPPING[name].sub_configs}} | {"t5gemma2"}
+    decoders = {"mistral4"}
+    return tuple(sorted(known - causal - takes_more - decoders))
 
 
 def heads_of(model_type: str) -> tuple[str, ...]:
-    """Return the heads that transformers has for a type."""
-    return tuple(head for head, names in HEADS.items() if model_type in names)
+    """Return the heads that transformers has for a type, and last the model without a head."""
+    return (*(head for head, names in HEADS.items() if model_type in names), EMBEDDINGS)
+
+
+def _auto_class(model_type: str, head: str) -> Any:
+    if head != EMBEDDINGS:
+        return getattr(transformers, f"AutoModelFor{head}")
+    # Of a type with an encoder and a decoder, the encoder alone.
+    encodes = model_type in modeling_auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES
+    return transformers.AutoModelForTextEncoding if encodes else transformers.AutoModel
 
 
 def small_encoder(model_type: str, head: str, **sizes: Any) -> PreTrainedModel:
@@ -69,7 +98,7 @@ def small_encoder(model_type: str, head: str, **sizes: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     try:
         config = AutoConfig.for_model(model_type, **{**_SIZES, **_OWN.get(model_type, {}), **sizes})
-        model: Any = getattr(transformers, f"AutoModelFor{head}").from_config(config).eval()
+        model: Any = _auto_class(model_type, head).from_config(config).eval()
     except Exception as error:  # a config class may refuse the sizes in any way
         raise UnsupportedModel(f"{model_type} cannot be built small: {type(error).__name__}: {error}") from error
     generator = torch.Generator().manual_seed(1)

@@ -1,13 +1,20 @@
-"""`trl-packfa check`: prove that packing is exact on a given model."""
+"""`trl-packfa check`: prove that packing, or running padded batches without pads, is exact on a given model."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from typing import TYPE_CHECKING
 
 from ..errors import ContaminationError
 from ..versions import require_versions
 from .output import add_json, print_rows
+
+if TYPE_CHECKING:  # the command's help must not import torch
+    from torch import nn
+
+    from ..exactness import ExactnessReport
+    from ..exactness.unpadding_report import UnpaddingReport
 
 # Not 1: that code means that the command could not run.
 NOT_EXACT = 3
@@ -16,7 +23,7 @@ NOT_EXACT = 3
 def add(commands: argparse._SubParsersAction) -> None:
     """Declare the command."""
     check = commands.add_parser("check", help="prove that packing is exact on a model")
-    check.add_argument("model", help="name or path of a causal LM")
+    check.add_argument("model", help="name or path of a causal LM, a classifier or an encoder")
     check.add_argument("--adapter", help="name or path of a PEFT adapter to load onto the model")
     check.add_argument("--backend", default="auto", help="attention backend (default: auto)")
     check.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
@@ -34,16 +41,12 @@ def add(commands: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check the model and print the report; return 0 if packing is exact, else 3."""
     require_versions(training=False)
-    from ..api import patch
-    from ..exactness import check
-    from ..terminal.progress import a_line_per_thing, proving
-    from ..trainers.common.hub import load_causal_lm, load_tokenizer
+    from ..terminal.progress import a_line_per_thing
+    from ..trainers.common.hub import load_for_check
 
     with a_line_per_thing():
-        model = load_causal_lm(args.model, dtype=args.dtype, adapter=args.adapter)
-    patch(model, backend=args.backend, unpad=args.unpad, share_prefixes=args.share_prefixes)
-    with proving("checking that no document sees another") as progress:
-        report = check(model, processing_class=load_tokenizer(args.model), seed=args.seed, progress=progress)
+        model = load_for_check(args.model, dtype=args.dtype, adapter=args.adapter)
+    report = _checked(model, args)
     if args.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
@@ -54,3 +57,26 @@ def run(args: argparse.Namespace) -> int:
         except ContaminationError as error:  # the same message as in the trainer: it names the module and what to do
             print(error)
     return 0 if report.is_exact else NOT_EXACT
+
+
+def _checked(model: nn.Module, args: argparse.Namespace) -> ExactnessReport | UnpaddingReport:
+    """Patch the model, and check packed rows. Encoders and classifiers get padded batches only: `patch` checks these.
+
+    Raises:
+        [`PackingError`]: if no patch is exact on the model.
+    """
+    from ..api import patch
+    from ..exactness import check
+    from ..patching.apply import find_state, takes_padded_only
+    from ..patching.inspect import inner_model
+    from ..terminal.progress import proving
+    from ..trainers.common.hub import is_encoder, load_tokenizer
+
+    inner = inner_model(model)
+    padded = is_encoder(inner.config) or inner.get_output_embeddings() is None
+    patch(model, backend=args.backend, unpad=args.unpad or padded, share_prefixes=args.share_prefixes)
+    state = find_state(model)
+    if state is not None and state.unpadding_report is not None and takes_padded_only(model, state.patch):
+        return state.unpadding_report
+    with proving("checking that no document sees another") as progress:
+        return check(model, processing_class=load_tokenizer(args.model), seed=args.seed, progress=progress)

@@ -1,4 +1,4 @@
-"""`trl-packfa models`: the measured result of packing on every causal-LM type of transformers and every PEFT tuner."""
+"""`trl-packfa models`: measured results of causal LMs, models with images, encoders, and PEFT's tuners."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     models = commands.add_parser("models", help=text)
     models.add_argument("--adapters", action="store_true", help="list PEFT's tuners instead of model types")
     models.add_argument("--images", action="store_true", help="list the types with images or sounds instead")
+    models.add_argument("--encoders", action="store_true", help="list encoders by head instead")
     models.add_argument("--markdown", action="store_true", help="print the table as in the documentation")
     add_json(models)
     models.set_defaults(run=run)
@@ -31,6 +32,11 @@ def run(args: argparse.Namespace) -> int:
         from . import composite_table as table
 
         found, versions = composites()["types"], composites()["versions"]
+    elif args.encoders:
+        from ..patches.measured import encoders
+        from . import encoder_table as table
+
+        found, versions = encoders()["types"], encoders()["versions"]
     else:
         from ..patches.measured import measured_with, results
         from . import model_table as table

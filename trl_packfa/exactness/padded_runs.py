@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..errors import UnsupportedModel, is_out_of_memory
+from ..errors import TRAIN_PADDED, PackingError, UnsupportedModel, is_out_of_memory
 from ..layout.padded_rows import PaddedRows, rows_of_lengths
 from ..layout.shared_rows import share
 from ..patching.apply import PatchState
@@ -22,7 +22,7 @@ from .documents import Documents
 from .engine import Run
 from .following import Following, Trace
 from .probe import device_of
-from .scoring import Scorer
+from .scoring import Scorer, is_multiple_choice
 from .subject import Subject
 
 # Columns of pads that even the longest row has.
@@ -54,14 +54,33 @@ class PaddedProbe:
         self.pad = 0 if pad is None else int(pad)
         width = max(map(len, tokens)) + _EXTRA
         self.width = width if most is None else min(width, most)
-        self.positions = forward_takes(inner, "position_ids")
+        self.positions = forward_takes(inner, "position_ids") and not is_multiple_choice(inner)
         self.score = Scorer(self.model)
         # Token types of each document by the argument's name.
         self.types: dict[str, list[torch.Tensor]] = {}
         with torch.no_grad():  # before any trace: the first call may run the model twice to find out how to score
-            self.score({"input_ids": tokens[0][None].to(self.device)}, (1, len(tokens[0])), torch.tensor([0]))
+            self._require_text()
             if state.takes_images:
                 self.types = self._types_with_blocks([name for name in _TYPES if forward_takes(inner, name)])
+
+    def _require_text(self) -> None:
+        """Run one document, before anything is measured.
+
+        Raises:
+            [`UnsupportedModel`]: if the model's own code needs more than a text without padding.
+        """
+        ids = self.tokens[0]
+        try:
+            with self.unpadding.off():
+                self.score({"input_ids": ids[None].to(self.device)}, (1, len(ids)), torch.tensor([0]))
+        except Exception as error:  # the model's own code may raise anything
+            if isinstance(error, PackingError) or is_out_of_memory(error):
+                raise
+            said = f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0].rstrip('.')}"
+            raise UnsupportedModel(
+                f"the code of {type(inner_model(self.model)).__name__} does not run a text by itself: {said}.",
+                do=f"{TRAIN_PADDED[0].upper()}{TRAIN_PADDED[1:]}.",
+            ) from error
 
     def _types_with_blocks(self, names: list[str]) -> dict[str, list[torch.Tensor]]:
         """Return token types by which this model lets tokens see each other in both directions, empty if it has none.

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import ContaminationError
 from ..patches.measured import results
-from .unpadding_report import UnpaddingReport
+from .unpadding_report import Measurement, UnpaddingReport, number, table_rows
 
 # Removing the boundaries must move documents by more than this. Else the model mixes no tokens, and the check has no
 # power.
@@ -165,36 +165,27 @@ class ExactnessReport:
 
     def rows(self) -> list[dict[str, str]]:
         """Return the rows of a table for the terminal: each measurement with its limit."""
-        forward, gradients = f"{self.threshold:.1e}", _number(self.gradient_threshold)
+        forward, gradients = f"{self.threshold:.1e}", number(self.gradient_threshold)
         isolated, unlinked = self.isolation == 0, not self.input_gradients
+        with_labels = "mean loss under the collator's labels"
         lines = [
-            ("isolation", "change of a document when others are replaced", self.isolation, "0", isolated),
-            ("", "gradient of a document without a loss of its own", self.input_gradients, "0", unlinked),
-            ("parity", "worst layer, packed against alone", self.parity, forward, self.has_parity),
-            ("", "mean loss under the collator's labels", self.loss, f"{_SAME_LOSS:.0e}", self.has_loss),
-            ("gradients", "worst parameter, packed against alone", self.gradients, gradients, self.has_gradients),
-            ("control", "isolation without boundaries: not 0", self.control, f"> {_VISIBLE:.0e}", self.has_power),
+            Measurement("isolation", "change of a document when others are replaced", self.isolation, "0", isolated),
+            Measurement("", "gradient of a document without a loss of its own", self.input_gradients, "0", unlinked),
+            Measurement("parity", "worst layer, packed against alone", self.parity, forward, self.has_parity),
+            Measurement("", with_labels, self.loss, f"{_SAME_LOSS:.0e}", self.has_loss),
+            Measurement(
+                "gradients", "worst parameter, packed against alone", self.gradients, gradients, self.has_gradients
+            ),
+            Measurement(
+                "control", "isolation without boundaries: not 0", self.control, f"> {_VISIBLE:.0e}", self.has_power
+            ),
         ]
-        if (pads := self.unpadding) is not None:
-            against, allowed = f"padded batches without pads, against {pads.against}", f"{pads.allowed:.1e}"
-            without = pads.verdict == "exact"
-            lines.append(("unpadding", against, pads.difference, allowed, without))
-            by, limit = pads.gradients, _number(pads.gradients_allowed)
-            lines.append(("", "worst parameter, with pads against without", by, limit, without))
-            if (shared := pads.sharing) is not None:
-                allowed, limit, same = f"{shared.allowed:.1e}", _number(shared.gradients_allowed), pads.is_exact
-                lines.append(("sharing", "prefixes once, against in each row", shared.difference, allowed, same))
-                lines.append(("", "worst parameter, once against in each", shared.gradients, limit, same))
-        return [
-            {"verdict": name, "what": what, "measured": _number(value), "allowed": allowed, "": "yes" if ok else "NO"}
-            for name, what, value, allowed, ok in lines
-            if value is not None  # there is no gradient if nothing trains
-        ]
+        return table_rows([*lines, *(self.unpadding.measurements() if self.unpadding is not None else ())])
 
     def __str__(self) -> str:
         gradients = "not measured, nothing trains"
         if self.gradients is not None:
-            gradients = f"{self.gradients:.1e} (allowed {_number(self.gradient_threshold)})"
+            gradients = f"{self.gradients:.1e} (allowed {number(self.gradient_threshold)})"
         return (
             f"{self.verdict}: isolation {max(self.isolation, self.input_gradients or 0.0):.1e}, "
             f"parity {self.parity:.1e} (allowed {self.threshold:.1e}), "
@@ -254,7 +245,3 @@ class ExactnessReport:
                 f"the packed gradient is not the sum of the documents' own; worst in parameter '{self.first_gradient}'"
             )
         return reasons
-
-
-def _number(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.1e}"

@@ -84,6 +84,8 @@ class Scorer:
 
 def output_of(model: nn.Module, call: dict[str, Any]) -> torch.Tensor:
     """Return the logits or hidden states of a call, of the model inside if a wrapper returns something else."""
+    if is_multiple_choice(model):  # each text is a question with one choice
+        call = {name: value[:, None] if isinstance(value, torch.Tensor) else value for name, value in call.items()}
     for run in (model, inner_model(model)):
         outputs = run(**call, **_without_cache(run))
         for name in ("logits", "last_hidden_state"):
@@ -92,6 +94,11 @@ def output_of(model: nn.Module, call: dict[str, Any]) -> torch.Tensor:
         if getattr(outputs, "start_logits", None) is not None:  # of question answering, each `(B, L)`
             return torch.stack([outputs.start_logits, outputs.end_logits], dim=-1)
     raise UnsupportedModel(f"{type(inner_model(model)).__name__} returns neither logits nor hidden states.")
+
+
+def is_multiple_choice(model: nn.Module) -> bool:
+    """Tell whether a model takes ids of shape `(B, choices, L)`."""
+    return type(inner_model(model)).__name__.endswith("ForMultipleChoice")
 
 
 def _without_cache(model: nn.Module) -> dict[str, bool]:

@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import ContaminationError
 
 # The control must be larger than this, or the comparison has no power.
 _VISIBLE = 1e-4
+
+
+class Measurement(NamedTuple):
+    """A line of a report's table: verdict, words, value (`None` if nothing trains), limit, and whether it is kept."""
+
+    verdict: str
+    what: str
+    value: float | None
+    allowed: str
+    is_kept: bool
+
+
+def table_rows(lines: Iterable[Measurement]) -> list[dict[str, str]]:
+    """Return the rows of a table for the terminal, without the lines that were not measured."""
+    return [
+        {"verdict": verdict, "what": what, "measured": number(value), "allowed": allowed, "": "yes" if kept else "NO"}
+        for verdict, what, value, allowed, kept in lines
+        if value is not None
+    ]
+
+
+def number(value: float | None) -> str:
+    """Return a measured value as the reports show it."""
+    return "not measured" if value is None else f"{value:.1e}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +132,31 @@ class UnpaddingReport:
         """Return the report as a dictionary for JSON, with the verdict."""
         shared = None if self.sharing is None else {"verdict": self.sharing.verdict, **asdict(self.sharing)}
         return {"verdict": self.verdict, **asdict(self), "sharing": shared}
+
+    def measurements(self) -> list[Measurement]:
+        """List what was measured, for [`table_rows`]."""
+        without, against = self.verdict == "exact", f"padded batches without pads, against {self.against}"
+        by, limit = self.gradients, number(self.gradients_allowed)
+        lines = [
+            Measurement("unpadding", against, self.difference, number(self.allowed), without),
+            Measurement("", "worst parameter, with pads against without", by, limit, without),
+        ]
+        if (shared := self.sharing) is not None:
+            allowed, limit, same = number(shared.allowed), number(shared.gradients_allowed), self.is_exact
+            what = "prefixes once, against in each row"
+            lines.append(Measurement("sharing", what, shared.difference, allowed, same))
+            lines.append(Measurement("", "worst parameter, once against in each", shared.gradients, limit, same))
+        return lines
+
+    def rows(self) -> list[dict[str, str]]:
+        """Return the rows of a table for the terminal: each measurement with its limit."""
+        control = Measurement("control", "pads left visible: not 0", self.control, f"> {_VISIBLE:.0e}", self.has_power)
+        return table_rows([*self.measurements(), control])
+
+    @property
+    def has_power(self) -> bool:
+        """True if visible pads change the outputs: otherwise the comparison shows nothing."""
+        return self.control > _VISIBLE
 
     def __str__(self) -> str:
         text = (

@@ -31,7 +31,7 @@ from ..kernels.rotary import PlainRotation
 from ..patches.base import Patch
 from ..runtime import bitsandbytes
 from ..runtime.compile import CompiledLayer
-from .attention_interface import interface_config, mask_config
+from .attention_interface import MasksByInterface, interface_config, mask_config
 from .encoders import EncoderOverride, LengthGroupsOverride, StackOverride, find_stack
 from .forwards import (
     AttentionOverride,
@@ -127,14 +127,12 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
     state.takes_images = takes_images
     state.unpads = find_stack(backbone, attention) if patch.encoder else backbone
     if options.unpad:
-        generates = not _reads_padded_batches(patch) and inner_model(model).get_output_embeddings() is not None
+        generates = not takes_padded_only(model, patch)
         state.unpadding = Unpadding(_sharing(backbone, state) if options.share_prefixes else None, generates=generates)
     for module in (backbone, *mixers.values()):
         require_in_packed_rows(module, by_document=patch.rebatch or module is not backbone)
     # Every refusal happens before the loop that sets the edits, so that a model is never patched in part.
     planned = _plan_attention(state)
-    if patch.makes_mask or patch.encoder:
-        planned.append((backbone, "config", interface_config(_config(backbone), backends)))
     if options.unpad and state.takes_images:
         planned += _plan_masks(model, backbone, backends)
     planned += [(module, bitsandbytes.SWITCH, False) for module in bitsandbytes.convertible_modules(model)]
@@ -151,6 +149,11 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
 def _reads_padded_batches(patch: Patch) -> bool:
     """Tell whether a patch serves padded batches only, as those of encoders do."""
     return patch.encoder or patch.by_length
+
+
+def takes_padded_only(model: nn.Module, patch: Patch) -> bool:
+    """Tell whether a patched model gets no packed rows: an encoder, a classifier, or a model without an LM head."""
+    return _reads_padded_batches(patch) or inner_model(model).get_output_embeddings() is None
 
 
 def _sharing(backbone: nn.Module, state: PatchState) -> Sharing:
@@ -279,11 +282,12 @@ def _plan_outside(model: nn.Module, backbone: nn.Module, state: PatchState) -> l
     if _reads_padded_batches(patch) and (patch.by_length or state.unpads is not backbone):
         return _plan_encoder(backbone, state)
     backbone_override = RebatchOverride if patch.rebatch else BackboneOverride
+    makes_mask, own = patch.makes_mask or patch.encoder, _own_forward(backbone)
     # Where documents run by themselves, or rotary frequencies depend on a document's length, positions are counted
     # from 0. Other positions of the caller would be ignored, so they are refused.
     counts = patch.rebatch or patch.beside or any(depends_on_length(module) for module in backbone.modules())
     options = {
-        "makes_mask": patch.makes_mask or patch.encoder,
+        "makes_mask": makes_mask,
         "encoder": patch.encoder,
         "ignores_position_ids": bool(counts),
         "max_positions": max_positions(backbone),
@@ -293,7 +297,8 @@ def _plan_outside(model: nn.Module, backbone: nn.Module, state: PatchState) -> l
         "in_composite": state.takes_images,
         "honours_blocks": not (patch.rebatch or patch.functions or state.mixers),
     }
-    overrides: list[Override] = [backbone_override(backbone, _own_forward(backbone), **options)]
+    runs = MasksByInterface(backbone, own, state.backends) if makes_mask else own
+    overrides: list[Override] = [backbone_override(backbone, runs, **options)]
     inner = inner_model(model)
     own = _own_forward(inner)
     head = trl_options(inner) if state.unpadding is not None else None
@@ -316,7 +321,7 @@ def _plan_encoder(backbone: nn.Module, state: PatchState) -> list[Override]:
     if state.patch.by_length:
         return [LengthGroupsOverride(backbone, _own_forward(backbone), state.unpadding)]
     return [
-        EncoderOverride(backbone, _own_forward(backbone), state.unpadding),
+        EncoderOverride(backbone, MasksByInterface(backbone, _own_forward(backbone), state.backends), state.unpadding),
         StackOverride(state.unpads, _own_forward(state.unpads), state.unpadding),
     ]
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
 from ..attention.base import AttentionArguments
@@ -21,6 +22,7 @@ from ..errors import PackingError
 from ..layout import PackedLayout
 from ..layout.call_context import KEYWORD, current_call, empty_mask, find_layout
 from ..runtime.compile import outside_of_graphs
+from ..runtime.override import Override
 from .handed_masks import note_mask
 from .inspect import is_causal
 from .mask_rules import sees_ahead
@@ -47,6 +49,30 @@ def interface_config(
     vars(ours).update(_attn_implementation_internal=INTERFACE, trl_packfa_source=config, trl_packfa_backends=backends)
     ours.trl_packfa_window, ours.trl_packfa_by_mask = window, by_mask
     return ours
+
+
+class MasksByInterface(Override):
+    """Forward of a module that makes masks: while it runs, its config sends them to our function.
+
+    Between calls the module has its own config, which is the one that users change, and that a saved model has.
+    """
+
+    def __init__(self, module: nn.Module, original: Callable[..., Any] | None, backends: BackendChoice) -> None:
+        super().__init__(module, original)
+        self.backends = backends
+        self.config = interface_config(self.module.config, backends)  # type: ignore[arg-type]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward."""
+        module: Any = self.module
+        own = module.config
+        if not torch.compiler.is_compiling():  # a graph cannot copy a config; its first call, which checks, does
+            self.config = interface_config(own, self.backends)
+        module.config = self.config
+        try:
+            return self.call_original(*args, **kwargs)
+        finally:
+            module.config = own
 
 
 def mask_config(config: PreTrainedConfig, backends: BackendChoice) -> PreTrainedConfig | None:

@@ -174,7 +174,12 @@ class LengthGroupsOverride(_EncoderOverride):
 
     @outside_of_graphs
     def find_rows(self, call: dict[str, Any]) -> PaddedRows | None:
-        """Return the rows of a call that runs in groups; `None` if it runs as it is, as rows padded on the left do."""
+        """Return the rows of a call that runs in groups; `None` if it runs as it is.
+
+        Rows padded on the left run as they are, and rows with a text for the decoder.
+        """
+        if any(name.startswith("decoder_") and value is not None for name, value in call.items()):
+            return None  # its length is another one, or equal by chance
         rows = self.unpadding.rows_of(call, call, self.module)
         # Without the pads before it, a token would have another position.
         return None if rows is None or any(rows.starts) else rows

@@ -165,7 +165,8 @@ def attends_both_ways(model: nn.Module) -> bool:
     own = [m for name, m in inner.named_modules() if uses_interface(m) and not _is_elsewhere(name, m)]
     if not own:  # some types are encoders unless their config says that they are decoders
         is_lm = type(inner).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-        return getattr(inner.config, "is_decoder", None) is False and not is_lm
+        says = [getattr(inner.config, name, None) for name in ("is_decoder", "causal")]  # `causal` is XLM's
+        return False in says and True not in says and not (is_lm and says[1] is None)
     return not any(map(is_causal, own))
 
 

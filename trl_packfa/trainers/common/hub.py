@@ -8,14 +8,27 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import transformers
 from datasets import DatasetDict, IterableDatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from peft import PeftModel
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from ...errors import InvalidDataset, UnsupportedModel
 
+# Ends of the names of classes with a head that is no LM head.
+_HEADS = (
+    "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice", "ForMaskedLM",
+)  # fmt: skip
 _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 
 
@@ -91,14 +104,36 @@ def telling_of_model(name: str) -> Iterator[None]:
         ) from error
 
 
-def load_causal_lm(name: str, *, dtype: str = "auto", adapter: str | None = None) -> nn.Module:
-    """Load a causal LM by name or path, optionally with a PEFT adapter.
+def load_for_check(name: str, *, dtype: str = "auto", adapter: str | None = None) -> nn.Module:
+    """Load a causal LM, a classifier or an encoder by name or path, optionally with a PEFT adapter.
 
     Raises:
         [`UnsupportedModel`]: if there is no such model.
     """
     with telling_of_model(name):
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        config = AutoConfig.from_pretrained(name)
+    saved = next(iter(config.architectures or ()), "")
+    if saved.endswith(_HEADS) or (is_encoder(config) and not saved.endswith(("ForCausalLM", "LMHeadModel"))):
+        return load_causal_lm(name, dtype=dtype, adapter=adapter, auto_class=getattr(transformers, saved, AutoModel))
+    return load_causal_lm(name, dtype=dtype, adapter=adapter)
+
+
+def is_encoder(config: PretrainedConfig) -> bool:
+    """Tell whether a model of this type is an encoder, unless its class makes a causal LM of it."""
+    # Decoders of other types have no such attribute.
+    return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
+
+
+def load_causal_lm(
+    name: str, *, dtype: str = "auto", adapter: str | None = None, auto_class: Any = AutoModelForCausalLM
+) -> nn.Module:
+    """Load a causal LM, or a model of another class, by name or path, optionally with a PEFT adapter.
+
+    Raises:
+        [`UnsupportedModel`]: if there is no such model.
+    """
+    with telling_of_model(name):
+        model = auto_class.from_pretrained(name, dtype=dtype)
     if adapter is None:
         return model
     with telling_of_model(adapter):

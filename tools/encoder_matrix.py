@@ -1,0 +1,215 @@
+"""Measure every encoder type with each of its heads: padded batches without their pads, beside the same padded rows.
+
+`python tools/encoder_matrix.py` builds each type small, patches it with `unpad=True`, and writes
+`patches/encoders.json`. The documentation's table is made from this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import signal
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from composite_matrix import differences, reason_of, rows_that_see_each_other
+from support_matrix import quietly, write
+from tiny_models.encoders import encoder_types, heads_of, small_encoder
+
+from trl_packfa import __version__, patch
+from trl_packfa.errors import PackingError, UnsupportedModel
+from trl_packfa.patches.measured import ENCODERS
+from trl_packfa.patching.apply import PatchState, find_state
+from trl_packfa.versions import installed_version
+
+_LENGTHS, _WIDTH = (9, 3, 14, 1), 16
+# Limits of a relative difference in float32, for outputs and for gradients.
+_OUTPUTS, _GRADIENTS = 1e-4, 3e-4
+# Rows that see each other move the outputs by more.
+_CONTROL = 1e-2
+# Seconds for one head; some types take minutes a forward even when they are small.
+_LONGEST = 60
+
+Results = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+def measure_type(name: str) -> dict[str, Any]:
+    """Measure all heads of one type, and return its entry for `encoders.json`."""
+    return {head: measure_head(name, head) for head in heads_of(name)}
+
+
+def measure_head(name: str, head: str) -> dict[str, Any]:
+    """Build, patch and compare one type with one head; return its result, also if it fails."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with _at_most(_LONGEST):
+                return _measured(small_encoder(name, head))
+        except UnsupportedModel as error:
+            return {"verdict": "not built", "why": str(error).splitlines()[0]}
+        except TimeoutError:
+            return {"verdict": "not built", "why": f"it runs for more than {_LONGEST} seconds"}
+
+
+def _measured(model: Any) -> dict[str, Any]:
+    stock = copy.deepcopy(model)
+    try:
+        expected = run_padded(stock, padded_batch())
+    except Exception as error:  # whatever the model's code raises
+        return {"verdict": "not built", "why": f"its own code does not run padded texts: {_line(error)}"}
+    try:
+        patch(model, unpad=True)
+    except PackingError as error:
+        both = stock.config.is_encoder_decoder
+        return {"verdict": "refused", "why": "it has an encoder and a decoder" if both else reason_of(error)}
+    except TimeoutError:
+        raise
+    except Exception as error:  # record it as a result, so that the other types go on
+        return {"verdict": "raises", "why": _line(error)}
+    state = find_state(model)
+    assert state is not None
+    if state.unpadding_report.against == "alone":
+        return {"verdict": "alone", "why": "its own padded rows see their pads; each text runs by itself"}
+    worst = differences(run_padded(model, padded_batch()), expected)
+    if state.unpadding.takes_left:
+        left = differences(run_padded(model, padded_batch(left=True)), run_padded(stock, padded_batch(left=True)))
+        worst = {key: max(value, left[key]) for key, value in worst.items()}
+    # Groups run only rows that begin with their first token.
+    runs = 2 if state.unpadding.takes_left and state.patch.level != "groups" else 1
+    calls = state.unpadding.calls
+    control = differences(_leaking(model, stock, state), expected)["logits"]
+    exact = worst["logits"] <= _OUTPUTS and worst["gradients"] <= _GRADIENTS and control > _CONTROL
+    if calls != runs:
+        return {"verdict": "padded", "why": f"{calls} of {runs} padded batches ran without pads"}
+    return {
+        "verdict": "exact" if exact else "differs",
+        "level": state.patch.level,
+        "left pads": _of_left_pads(state),
+        **_rounded({"outputs": worst["logits"], "gradients": worst["gradients"], "control": control}),
+        **_in_half_precision(stock, model),
+    }
+
+
+def _leaking(model: Any, stock: Any, state: PatchState) -> Results:
+    """Run rows that see each other, for the control; rows of a group cannot, so there rows that see their pads."""
+    if state.patch.level == "groups":
+        batch = padded_batch()
+        mask = torch.ones_like(batch["attention_mask"])
+        outputs = outputs_of(stock, {**batch, "attention_mask": mask}, batch["attention_mask"])
+        return outputs.detach(), {}
+    with rows_that_see_each_other():
+        return run_padded(model, padded_batch())
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:120]}"
+
+
+def _of_left_pads(state: PatchState) -> str:
+    if state.patch.level == "groups":
+        return "as they are"
+    return "without pads" if state.unpadding.takes_left else "as they are"
+
+
+def _rounded(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(f"{value:.1e}") for name, value in values.items()}
+
+
+def _in_half_precision(stock: Any, model: Any) -> dict[str, Any]:
+    """Return how far bfloat16 outputs are from float64, without and with pads; nothing if the stock model fails."""
+    batch = padded_batch()
+    try:
+        with torch.no_grad():
+            truth = outputs_of(copy.deepcopy(stock).double(), batch)
+            padded = outputs_of(stock.bfloat16(), batch)
+    except Exception:  # whatever the model's code raises in this precision
+        return {}
+    with torch.no_grad():
+        free = outputs_of(model.bfloat16(), batch)
+    size = truth.norm()
+    return _rounded({"bfloat16": float((free - truth).norm() / size), "padded": float((padded - truth).norm() / size)})
+
+
+def padded_batch(*, left: bool = False) -> dict[str, torch.Tensor]:
+    """Return padded rows of random token ids, and their mask."""
+    generator = torch.Generator().manual_seed(0)
+    ids, mask = (torch.zeros(len(_LENGTHS), _WIDTH, dtype=torch.long) for _ in range(2))
+    for i, length in enumerate(_LENGTHS):
+        places = slice(_WIDTH - length, None) if left else slice(length)
+        ids[i, places], mask[i, places] = torch.randint(3, 97, (length,), generator=generator), 1
+        ids[i, -1 if left else length - 1] = 2  # T5 reads a row at its end-of-sequence token
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def outputs_of(model: Any, batch: Mapping[str, torch.Tensor], tokens: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the head's outputs: those of each row, or those of each true token, by default those of the mask."""
+    if type(model).__name__.endswith("ForMultipleChoice"):
+        return model(**{name: value[:, None] for name, value in batch.items()}).logits
+    outputs = model(**batch)
+    if hasattr(outputs, "start_logits"):
+        found = torch.stack([outputs.start_logits, outputs.end_logits], dim=-1)
+    else:
+        found = outputs["logits"] if "logits" in outputs else outputs["last_hidden_state"]
+    found = found.where(found > -1e5, 0.0)  # BigBird takes 1e6 from the logits of a question
+    tokens = batch["attention_mask"] if tokens is None else tokens
+    return found[tokens.bool()] if found.dim() == 3 else found
+
+
+def run_padded(model: Any, batch: Mapping[str, torch.Tensor]) -> Results:
+    """Return the outputs and the gradients of a loss of all of them."""
+    model.zero_grad()
+    outputs = outputs_of(model, batch)
+    outputs.sin().sum().backward()
+    return outputs.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@contextmanager
+def _at_most(seconds: int) -> Iterator[None]:
+    """Raise `TimeoutError` in a block that runs longer."""
+
+    def stop(*args: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def run(path: Path, *, jobs: int, only: tuple[str, ...] = ()) -> None:
+    """Measure every type, or only some, and write the results to `path`."""
+    versions = {package: installed_version(package) for package in ("torch", "transformers")}
+    types = dict(json.loads(path.read_text(encoding="utf-8"))["types"]) if only else {}
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=quietly) as pool:
+        names = only or encoder_types()
+        for name, result in zip(names, pool.map(measure_type, names), strict=True):
+            types[name] = result
+            for head, found in result.items():
+                print(name, head, *found.values(), file=sys.stderr, flush=True)
+            contents = {"versions": {**versions, "trl-packfa": __version__}, "types": dict(sorted(types.items()))}
+            write(path, contents)  # after each type, as a run takes minutes
+
+
+def main() -> None:
+    """Measure every type and write the results."""
+    parser = argparse.ArgumentParser(description="build, patch and compare every encoder type with each of its heads")
+    parser.add_argument("--output", type=Path, default=ENCODERS, help="results file (default: the one of patches/)")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--only", nargs="+", default=(), metavar="TYPE", help="types to measure again (default: all)")
+    args = parser.parse_args()
+    run(args.output, jobs=args.jobs, only=tuple(args.only))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Table of the encoders by head, as rows for the terminal and as Markdown for the documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Heads in the order of the columns, and their words.
+HEADS = {
+    "SequenceClassification": "sequence classification",
+    "TokenClassification": "token classification",
+    "MaskedLM": "masked LM",
+    "QuestionAnswering": "question answering",
+    "MultipleChoice": "multiple choice",
+    "Embeddings": "embeddings",
+}
+
+Types = Mapping[str, Mapping[str, Mapping[str, Any]]]
+
+
+def rows(types: Types) -> list[dict[str, str]]:
+    """Return one row for each type and head: the level, and how far padded batches without pads are from padded."""
+    return [
+        {
+            "model_type": name,
+            "head": HEADS[head],
+            "verdict": result["verdict"],
+            **{key: str(result.get(key, "")) for key in ("level", "left pads", "outputs", "gradients", "control")},
+            "why": result.get("why", ""),
+        }
+        for name, heads in types.items()
+        for head, result in heads.items()
+    ]
+
+
+def markdown(types: Types) -> str:
+    """Return the table of the documentation: the level of each head, and each refusal with its reason."""
+    exact = [result for heads in types.values() for result in heads.values() if result["verdict"] == "exact"]
+    lines = [f"| type | {' | '.join(HEADS.values())} |", f"|---|{'---|' * len(HEADS)}"]
+    served: dict[tuple[str, ...], list[str]] = {}
+    reasons: dict[str, list[str]] = {}
+    for name, heads in types.items():
+        cells = tuple(_cell(heads.get(head)) for head in HEADS)
+        if any(result["verdict"] == "exact" for result in heads.values()):
+            served.setdefault(cells, []).append(name)
+        for why, of in _refusals(heads).items():
+            reasons.setdefault(why, []).append(f"`{name}`" + (f" ({', '.join(of)})" if of else ""))
+    by_reach = sorted(served.items(), key=lambda item: (-item[0].count("stack"), -len(item[1])))
+    lines += [f"| {', '.join(f'`{name}`' for name in names)} | {' | '.join(cells)} |" for cells, names in by_reach]
+    worst = {key: max(result[key] for result in exact) for key in ("outputs", "gradients")}
+    least = min(result["control"] for result in exact)
+    lines += [
+        "",
+        f"{len(exact)} heads of {sum(map(len, served.values()))} types are exact in float32: outputs are off by "
+        f"{worst['outputs']:.1e} at most, gradients by {worst['gradients']:.1e}. Rows that see each other, or their "
+        f"pads, are off by {least:.1e} at least.",
+        "",
+        "Not served, with the reason:",
+        "",
+    ]
+    return "\n".join([*lines, *(f"- {', '.join(names)}: {why}." for why, names in reasons.items())])
+
+
+def _cell(result: Mapping[str, Any] | None) -> str:
+    if result is None or result["verdict"] == "not built":
+        return ""
+    return result["level"] if result["verdict"] == "exact" else "no"
+
+
+def _refusals(heads: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return the heads of each reason for a refusal, none if all heads are refused for it."""
+    reasons: dict[str, list[str]] = {}
+    for head, result in heads.items():
+        if result["verdict"] not in ("exact", "not built"):
+            reasons.setdefault(_plain(result["why"]), []).append(HEADS[head])
+    tried = [result for result in heads.values() if result["verdict"] != "not built"]
+    return {why: [] if len(of) == len(tried) else of for why, of in reasons.items()}
+
+
+def _plain(why: str) -> str:
+    """Return a reason without its numbers, which differ between heads."""
+    if "padded batches without their pads are not exact" in why:
+        return "its rows differ with other pads around them, so none can be removed"
+    if "get_input_embeddings" in why:
+        return "its code does not say where its input embeddings are"
+    return why.removeprefix("level groups: ").split(". ")[0].rstrip(".")
