@@ -1,21 +1,28 @@
-"""Compare a training step and `encode` of encoders with and without padding: tokens a second, side by side.
+"""Compare a training step and `encode` of encoders with and without padding: tokens a second and memory.
 
     PYTHONPATH=tools:tests/shared python benchmarks/encoders.py [--types bert modernbert] [--repeats 3]
+    ... --lengths LENGTHS.json --texts TEXTS.jsonl --tokenizer FOLDER --count 1000 --encode minilm
 
-BERT-base and ModernBERT-base shapes with random weights and a small vocabulary, in float32 on a CPU; 16 texts a batch
-with log-normal lengths (median 60 tokens, at most 512), as instruction data has. Sides run in turn; the table shows
-the median and the range of the ratio. `encode` needs sentence-transformers and sorts texts by length in both sides.
+BERT-base, ModernBERT-base and MiniLM shapes with random weights, in float32. A training step has 16 texts; lengths are
+log-normal (median 60 tokens, at most 512), or drawn from a JSON list. `encode` gets random words in such lengths, or
+the prompts of a dataset. Sides run in turn in one process; the table shows the median and the range of the ratio. Each
+side's peak memory is that of a process of its own. `encode` needs sentence-transformers, which sorts texts by length.
 """
 
 import argparse
+import json
+import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 
 import tiny
 import torch
-from tiny_models.encoders import small_encoder
-from transformers import logging
+from datasets import load_dataset
+from tiny_models.encoders import EMBEDDINGS, small_encoder
+from transformers import AutoTokenizer, logging
 
 import trl_packfa
 
@@ -27,25 +34,86 @@ _SHAPES = {
     "bert": _BASE,
     "modernbert": {**_BASE, "intermediate_size": 1152, "num_hidden_layers": 22, "local_attention": 128,
                    "global_attn_every_n_layers": 3},
+    "minilm": {**_BASE, "hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6},
 }  # fmt: skip
-_ROWS, _TEXTS, _LONGEST = 16, 128, 500
+_ROWS, _LONGEST = 16, 512
 
 
-def lengths(count, seed=0):
-    """Draw lengths of texts in tokens."""
+def encoder(shape, head, **sizes):
+    """Build an encoder of a shape."""
+    return small_encoder("bert" if shape == "minilm" else shape, head, **{**_SHAPES[shape], **sizes})
+
+
+def lengths(count, path, seed=0):
+    """Draw lengths of texts in tokens, from a JSON list if there is one."""
+    if path:
+        return [min(n, _LONGEST) for n in random.Random(seed).sample(json.load(open(path)), count)]
     drawn = torch.exp(torch.randn(count, generator=torch.Generator().manual_seed(seed)) * 0.9 + 4.1)
-    return drawn.clamp(4, _LONGEST).int().tolist()
+    return drawn.clamp(4, _LONGEST - 12).int().tolist()
 
 
 def padded_batch(rows):
     """Pad random token ids of these lengths on the right."""
-    ids, mask = (
-        torch.zeros(len(rows), max(rows), dtype=torch.long),
-        torch.zeros(len(rows), max(rows), dtype=torch.long),
-    )
+    ids, mask = (torch.zeros(len(rows), max(rows), dtype=torch.long) for _ in range(2))
     for i, length in enumerate(rows):
         ids[i, :length], mask[i, :length] = torch.randint(3, 97, (length,)), 1
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def training_step(args, shape):
+    """Return a function that makes a side's training step, and the step's true tokens."""
+    rows = lengths(_ROWS, args.lengths, args.seed)
+    batch = padded_batch(rows)
+
+    def side(free):
+        model = encoder(shape, "SequenceClassification").train()
+        if free:
+            trl_packfa.patch(model, unpad=True)
+
+        def step():
+            model.zero_grad()
+            model(**batch, labels=torch.arange(_ROWS) % 2).loss.backward()
+
+        return step
+
+    return side, sum(rows), len(rows) * max(rows) / sum(rows)
+
+
+def encoding(args, shape):
+    """Return a function that makes a side's `encode`, the true tokens, and what batches of 32 in order compute."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer) if args.tokenizer else tiny.tokenizer()
+    tokenizer.model_max_length = _LONGEST
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if args.texts:
+        data = load_dataset("json", data_files=args.texts, split="train").shuffle(seed=args.seed)
+        texts = data.select(range(args.count))["prompt"]
+    else:
+        drawn = lengths(args.count, args.lengths, args.seed)
+        texts = [tiny.words(max(1, count - 2), seed=i) for i, count in enumerate(drawn)]
+    texts = list(texts)
+    counts = [len(ids) for ids in tokenizer(texts, truncation=True)["input_ids"]]
+    longest_first = sorted(counts, reverse=True)
+    computed = sum(len(longest_first[i : i + 32]) * longest_first[i] for i in range(0, len(counts), 32))
+
+    def side(free):
+        with tempfile.TemporaryDirectory() as folder:
+            encoder(shape, EMBEDDINGS, vocab_size=len(tokenizer)).save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            modules = [Transformer(folder), Pooling(_SHAPES[shape]["hidden_size"])]
+            model = SentenceTransformer(modules=modules, device="cpu")
+        if free:
+            trl_packfa.patch(model, unpad=True)
+        return lambda: model.encode(texts, batch_size=32)
+
+    return side, sum(counts), computed / sum(counts)
+
+
+RUNS = {"step": training_step, "encode": encoding}
 
 
 def timed(run):
@@ -54,69 +122,56 @@ def timed(run):
     return time.perf_counter() - started
 
 
-def compare(padded, free, repeats):
-    """Run both sides in turn, after one run of each; return both times and the ratios."""
-    padded()
-    free()
-    times = [(timed(padded), timed(free)) for _ in range(repeats)]
-    return [statistics.median(side) for side in zip(*times, strict=True)], [a / b for a, b in times]
+def peak_of_this_process():
+    """Return the peak memory in MB. Linux counts the parent's in `ru_maxrss` of a child."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) // 1024 for line in status if line.startswith("VmHWM"))
 
 
-def train_step(model, batch):
-    def run():
-        model.zero_grad()
-        labels = torch.arange(len(batch["input_ids"])) % 2
-        model(**batch, labels=labels).loss.backward()
-
-    return run
+def peak(kind, shape, side, argv):
+    """Return the peak memory in MB of a process that runs one side once."""
+    command = [sys.executable, __file__, *argv, "--one-side", kind, shape, side]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
-def embed(folder, texts):
-    """Return a run of `encode` by a model of its own."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.base.modules import Transformer
-    from sentence_transformers.sentence_transformer.modules import Pooling
-
-    model = SentenceTransformer(modules=[Transformer(folder), Pooling(768)], device="cpu")
-    return model, lambda: model.encode(texts, batch_size=32)
-
-
-def show(name, tokens, times, ratios):
-    speeds = " | ".join(f"{tokens / seconds:,.0f}" for seconds in times)
+def compare(kind, shape, args, argv):
+    """Run both sides in turn after one run of each, and print a row."""
+    side, tokens, computed = RUNS[kind](args, shape)
+    padded, free = side(False), side(True)
+    if kind == "step":
+        padded(), free()
+    times = [(timed(padded), timed(free)) for _ in range(args.repeats)]
+    speeds = " | ".join(f"{tokens / statistics.median(each):,.0f}" for each in zip(*times, strict=True))
+    ratios = [a / b for a, b in times]
     middle = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-    print(f"| {name} | {speeds} | {middle} |", flush=True)
+    memory = " | ".join(f"{peak(kind, shape, name, argv):,} MB" for name in ("padded", "free"))
+    print(f"| {shape}, {kind} | {computed:.2f} | {speeds} | {middle} | {memory} |", flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description="compare encoders with and without padding")
-    parser.add_argument("--types", nargs="+", default=list(_SHAPES), choices=list(_SHAPES))
+    parser.add_argument("--types", nargs="*", default=["bert", "modernbert"], choices=list(_SHAPES))
+    parser.add_argument("--encode", nargs="*", default=["bert"], choices=list(_SHAPES))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--lengths", help="JSON list of lengths in tokens")
+    parser.add_argument("--texts", help="dataset file with a column `prompt`")
+    parser.add_argument("--tokenizer", help="folder of a tokenizer for these texts")
+    parser.add_argument("--count", type=int, default=128, help="texts to encode")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--one-side", nargs=3, metavar=("KIND", "SHAPE", "SIDE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     logging.set_verbosity_error()
-    rows = lengths(_ROWS)
-    share = len(rows) * max(rows) / sum(rows)
-    print(f"a batch computes {share:.2f} times its true tokens; {torch.get_num_threads()} threads")
-    print("| run | padded, tokens/s | without pads, tokens/s | times as fast |\n|---|---|---|---|")
-    for name in args.types:
-        stock = small_encoder(name, "SequenceClassification", **_SHAPES[name]).train()
-        free = trl_packfa.patch(small_encoder(name, "SequenceClassification", **_SHAPES[name]).train(), unpad=True)
-        batch = padded_batch(rows)
-        show(
-            f"{name}, training step",
-            sum(rows),
-            *compare(train_step(stock, batch), train_step(free, batch), args.repeats),
-        )
-        del stock, free
-        counts = lengths(_TEXTS, seed=1)
-        texts = [tiny.words(count - 2, seed=i) for i, count in enumerate(counts)]
-        with tempfile.TemporaryDirectory() as folder:
-            small_encoder(name, "MaskedLM", **_SHAPES[name]).save_pretrained(folder)
-            tokenizer = tiny.tokenizer()
-            tokenizer.model_max_length = 512
-            tokenizer.save_pretrained(folder)
-            (_, padded), (model, own) = embed(folder, texts), embed(folder, texts)
-            trl_packfa.patch(model, unpad=True)
-            show(f"{name}, encode", sum(counts), *compare(padded, own, args.repeats))
+    if args.one_side:
+        kind, shape, side = args.one_side
+        RUNS[kind](args, shape)[0](side == "free")()
+        print(peak_of_this_process())
+        return
+    print(f"{torch.get_num_threads()} threads")
+    print("| run | computed by true tokens | padded, tokens/s | without pads | times as fast | peak memory, padded "
+          "| without pads |\n|---|---|---|---|---|---|---|")  # fmt: skip
+    for kind, shapes in (("step", args.types), ("encode", args.encode)):
+        for shape in shapes:
+            compare(kind, shape, args, sys.argv[1:])
 
 
 if __name__ == "__main__":

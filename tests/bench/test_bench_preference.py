@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tiny
 from datasets import Dataset
+from selection import one_of_each
 from training import arguments
 
 from trl_packfa import PackedSFTConfig
@@ -65,7 +66,7 @@ def test_pairs_are_tokenized_and_cut_once(trainer, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", PREFERENCES)
+@pytest.mark.parametrize("trainer", one_of_each(PREFERENCES, dict.fromkeys(PREFERENCES)))
 def test_all_sides_train_the_same(trainer, tmp_path):
     lengths, output = tmp_path / "lengths.json", tmp_path / "bench.json"
     lengths.write_text(json.dumps(LENGTHS))

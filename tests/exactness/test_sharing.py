@@ -6,12 +6,12 @@ import torch
 from tiny_models import small_model
 
 from trl_packfa import check, describe, patch
-from trl_packfa.api import get_patch
 from trl_packfa.errors import ContaminationError
 from trl_packfa.exactness import check_unpadding
 from trl_packfa.layout import PackedLayout
 from trl_packfa.layout.shared_prefix import TokenGather
 from trl_packfa.patching.apply import PatchOptions, apply_patch, find_state
+from trl_packfa.patching.inspect import get_patch
 
 
 def shared(model):

@@ -10,7 +10,8 @@ from tiny_models import small_model
 
 from trl_packfa import check, describe, patch
 from trl_packfa.errors import UnsupportedModel
-from trl_packfa.exactness import check_unpadding
+from trl_packfa.exactness import check_unpadding, depth
+from trl_packfa.exactness.padded_runs import PaddedProbe
 from trl_packfa.layout.padded_rows import PaddedRows
 from trl_packfa.patching.apply import PatchOptions, find_state
 from trl_packfa.patching.rotary import RotaryOverride
@@ -52,9 +53,12 @@ def _half_detached(tensor):
     return torch.cat([tensor[:1].detach(), tensor[1:]])
 
 
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_found(fault, monkeypatch):
+def test_faults_are_found(fault, large, monkeypatch):
     model = patch(tiny.model(layers=2), unpad=True)
+    if large:
+        monkeypatch.setattr(depth, "CHEAP", 0)
     name, change = FAULTS[fault]
     monkeypatch.setattr(PaddedRows, name, change(getattr(PaddedRows, name)))
     report = check_unpadding(model)
@@ -63,13 +67,43 @@ def test_faults_are_found(fault, monkeypatch):
     assert packing.verdict == "differs" and "padded batches without their pads" in packing._reasons()[0]
 
 
+def test_a_large_model_on_a_cpu_runs_left_pads_through_one_layer_of_each_kind(monkeypatch):
+    """Rows padded on the right run through all layers, so a wrong gradient of any layer is found."""
+    model, calls, is_unpadded = patch(tiny.model(layers=4), unpad=True), [0, 0, 0, 0], [False]
+    forward = type(model.model.layers[0].self_attn).__call__
+
+    def counted(self, *args, **kwargs):
+        if hasattr(self, "layer_idx"):
+            calls[self.layer_idx] += 1
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model.model.layers[0].self_attn), "__call__", counted)
+    assert check_unpadding(model).verdict == "exact"
+    assert len(set(calls)) == 1
+    monkeypatch.setattr(depth, "CHEAP", 0)
+    calls[:] = [0, 0, 0, 0]
+    assert check_unpadding(model).verdict == "exact"
+    assert calls[1] == calls[2] == calls[3] < 0.8 * calls[0]
+    run = PaddedProbe.run
+
+    def told(self, *args, unpad, **kwargs):
+        is_unpadded[0] = unpad
+        return run(self, *args, unpad=unpad, **kwargs)
+
+    monkeypatch.setattr(PaddedProbe, "run", told)
+    weight = model.model.layers[2].mlp.down_proj.weight
+    weight.register_hook(lambda gradient: gradient * 0.5 if is_unpadded[0] else gradient)
+    report = check_unpadding(model)
+    assert report.verdict == "differs" and report.first_gradient == "model.layers.2.mlp.down_proj.weight"
+
+
 def test_a_model_without_power_is_said_to_have_none():
     model = tiny.model(layers=1)
     for name, parameter in model.named_parameters():
         if "o_proj" in name:
             torch.nn.init.zeros_(parameter)
-    from trl_packfa.api import get_patch
     from trl_packfa.patching.apply import apply_patch
+    from trl_packfa.patching.inspect import get_patch
 
     apply_patch(model, get_patch(model), PatchOptions(unpad=True))
     assert check_unpadding(model).verdict == "no power"

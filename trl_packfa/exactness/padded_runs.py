@@ -82,6 +82,12 @@ class PaddedProbe:
                 do=f"{TRAIN_PADDED[0].upper()}{TRAIN_PADDED[1:]}.",
             ) from error
 
+    def run_once(self) -> None:
+        """Run the padded rows as without a patch."""
+        rows = self.rows(left=False)
+        with torch.no_grad(), self.unpadding.off():
+            self.score(self.batch(rows), rows.shape, torch.tensor([0]))
+
     def _types_with_blocks(self, names: list[str]) -> dict[str, list[torch.Tensor]]:
         """Return token types by which this model lets tokens see each other in both directions, empty if it has none.
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -24,10 +25,12 @@ from ..patching.apply import find_state
 from ..patching.inspect import find_backbone, inner_model, known_ids, max_positions
 from ..runtime.compile import uncompiled
 from ..runtime.zero3 import gradients_taken
+from .depth import layers_to_skip, skipping
 from .documents import draw_documents, known_tokens
 from .engine import Comparison, Run, compare
 from .following import Trace
 from .padded_runs import PaddedProbe, apart
+from .products import fast_half_products
 from .quiet import quiet
 from .sharing import measure_sharing
 from .subject import Subject, compute_dtype
@@ -46,7 +49,8 @@ def check_unpadding(
 ) -> UnpaddingReport:
     """Measure whether padded batches give the same results with and without their pads, on this model as it is now.
 
-    It runs about a thousand tokens forwards and backwards. Modes, gradients and random state are left as they were.
+    It runs about a thousand tokens forwards and backwards, half of them, in a large model on a CPU, through one layer
+    of each kind. Modes, gradients and random state are left as they were.
 
     Args:
         model (`torch.nn.Module`):
@@ -73,23 +77,36 @@ def check_unpadding(
     counted = vars(state.unpadding).copy()
     known = known_tokens(documents, processing_class, known_ids(inner_model(model)))
     try:
-        with gradients_taken(model) as parts, torch.enable_grad(), quiet(model, training=True), uncompiled(model):
+        with ExitStack() as stack:
+            parts = stack.enter_context(gradients_taken(model))
+            for context in (torch.enable_grad(), quiet(model, training=True), uncompiled(model)):
+                stack.enter_context(context)
+            stack.enter_context(fast_half_products(model))
             subject, most = Subject(model, state, parts, None), max_positions(find_backbone(model, state.patch))
             lengths = [min(length, most or length) for length in _LENGTHS]
             tokens, _ = draw_documents(lengths, known, known_ids(inner_model(model)), seed)
             state.unpadding.takes_left = True
-            report = _measure(PaddedProbe(subject, state, tokens, seed), may_read_first_column=state.patch.encoder)
-            report["sharing"] = measure_sharing(subject, state, known, seed)
+            probe = PaddedProbe(subject, state, tokens, seed)
+            skipped = layers_to_skip(model, state, subject.parts.layers, probe.run_once)
+            kinds = Subject(model, state, parts, None, skipped) if skipped else subject
+            report = _measure(probe, PaddedProbe(kinds, state, tokens, seed), skipped, state.patch.encoder)
+            with skipping(skipped):
+                report["sharing"] = measure_sharing(kinds, state, known, seed)
     finally:
         vars(state.unpadding).update(counted)
     return UnpaddingReport(**report, seconds=round(time.perf_counter() - started, 3))
 
 
-def _measure(probe: PaddedProbe, *, may_read_first_column: bool) -> dict[str, Any]:
+def _measure(
+    probe: PaddedProbe, kinds: PaddedProbe, skipped: dict[str, tuple[nn.Module, bool]], may_read_first_column: bool
+) -> dict[str, Any]:
+    """Measure rows padded on the right in the whole model, and rows padded on the left in one layer of each kind."""
     subject = probe.subject
-    sides = [_compare_side(probe, left=False), _compare_side(probe, left=True)]
-    if sides[1].excess > 1 and probe.positions:  # let the model make its own positions: some begin at 2
-        sides[1] = _compare_side(probe, left=True, positions=False)
+    with skipping(skipped):
+        left = _compare_side(kinds, left=True)
+        if left.excess > 1 and probe.positions:  # let the model make its own positions: some begin at 2
+            left = _compare_side(kinds, left=True, positions=False)
+    sides = [_compare_side(probe, left=False), left]
     if not probe.unpadding.calls:
         raise UnsupportedModel(
             f"{type(inner_model(subject.model)).__name__} passes its backbone no attention_mask.",
