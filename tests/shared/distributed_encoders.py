@@ -1,0 +1,50 @@
+"""Train an embedding model on two processes, with and without padding: `torchrun distributed_encoders.py FOLDER OUT`."""
+
+import json
+import sys
+
+import tiny
+import torch
+from datasets import Dataset
+from sentence_transformers import (
+    SentenceTransformer,
+    SentenceTransformerTrainer,
+    SentenceTransformerTrainingArguments,
+)
+from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+from torch import distributed
+
+import trl_packfa
+
+
+def run(folder, out, free):
+    """Return the logged losses and gradient norms."""
+    torch.manual_seed(0)
+    model = SentenceTransformer(folder, device="cpu")
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    columns = {
+        name: [tiny.words(1 + (7 * i + 5 * column) % 30, seed=100 * column + i) for i in range(64)]
+        for column, name in enumerate(("anchor", "positive"))
+    }
+    args = SentenceTransformerTrainingArguments(
+        f"{out}.{free}", per_device_train_batch_size=8, max_steps=4, logging_steps=1, optim="sgd", use_cpu=True,
+        report_to="none", disable_tqdm=True, save_strategy="no", ddp_find_unused_parameters=True,
+    )  # fmt: skip
+    # Every rank sees the texts of both as negatives.
+    loss = MultipleNegativesRankingLoss(model, gather_across_devices=True)
+    trainer = SentenceTransformerTrainer(model, args=args, train_dataset=Dataset.from_dict(columns), loss=loss)
+    if free:
+        trl_packfa.padding_free(trainer)
+    trainer.train()
+    return [[entry[name] for name in ("loss", "grad_norm")] for entry in trainer.state.log_history if "loss" in entry]
+
+
+if __name__ == "__main__":
+    folder, out = sys.argv[1:]
+    logs = [run(folder, out, free) for free in (False, True)]
+    if not distributed.get_rank():
+        with open(out, "w") as file:
+            json.dump(logs, file)
+    distributed.destroy_process_group()
