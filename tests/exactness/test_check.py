@@ -135,3 +135,30 @@ def test_report_is_json_and_reads_well():
     assert "[llama, level attention, sdpa, float32, all parameters train]" in str(report)
     assert [row[""] for row in report.rows()] == ["yes"] * 6
     assert report.versions["torch"] and report.seed == 0 and report.seconds > 0
+
+
+@pytest.mark.parametrize(("excess", "draws"), [(2.0, 4), (10.0, 1), (0.5, 1)])
+def test_rounding_is_drawn_again_before_a_model_is_blamed_for_a_difference_near_its_limit(excess, draws, monkeypatch):
+    from trl_packfa.exactness import check_unpadding, engine
+    from trl_packfa.patching.apply import PatchOptions, apply_patch
+    from trl_packfa.patching.inspect import get_patch
+
+    judged, noises = engine._Measured.judged, []
+
+    def at_first(self, noise):
+        found = judged(self, noise)
+        noises.append(noise)
+        forward = found.forward._replace(difference=1e-4, allowed=1e-4 / excess)
+        return found._replace(forward=forward) if len(noises) == 1 else found
+
+    drawn, before, draw, compare = [], [], engine._rounding, engine._compare
+    monkeypatch.setattr(engine, "_rounding", lambda *args: drawn.append(draw(*args)) or drawn[-1])
+    monkeypatch.setattr(engine, "_compare", lambda *args: before.append(len(drawn)) or compare(*args))
+    monkeypatch.setattr(engine._Measured, "judged", at_first)
+    model = tiny.model(layers=1)
+    apply_patch(model, get_patch(model), PatchOptions(unpad=True))
+    report = check_unpadding(model)
+    assert before[:2] == [0, draws]
+    if draws > 1:
+        assert noises[1].gradients == list(map(max, *(noise.gradients for noise in drawn[:draws])))
+        assert report.verdict == "exact" and report.against == "padded"

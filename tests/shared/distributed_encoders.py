@@ -1,4 +1,4 @@
-"""Train an embedding model on two processes, with and without padding: `torchrun distributed_encoders.py FOLDER OUT`."""
+"""Train an embedding model on two processes, with and without padding: `torchrun FILE FOLDER OUT`."""
 
 import json
 import sys

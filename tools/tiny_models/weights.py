@@ -22,6 +22,12 @@ _STATES: dict[str, tuple[float, float]] = {
     "igate_preact.bias": (-1.0, 0.0),
     # keep the model's own value, which decays slowly
     "recurrent_param": (0.0, 0.0),
+    # keep Dory's scales, which are multiplied by the inverse of their own initial values
+    "lambda_1": (0.0, 0.0),
+    "lambda_2": (0.0, 0.0),
+    "sqk": (0.0, 0.0),
+    "s_gate": (0.0, 0.0),
+    "logit_scale": (0.0, 0.0),
 }
 # A vector with only smaller elements turns something off: a gate, a query, or the scale of a mixer.
 _OFF = 0.1

@@ -32,6 +32,8 @@ from .rounding import last_places_off
 from .subject import Subject, rounding_dtype
 
 Differences: TypeAlias = "dict[tuple[Key, int], float]"
+# A difference of up to this many times its limit is judged again, with rounding drawn that many times more.
+_NEAR, _MORE_DRAWS = 3.0, 3
 STATES, LOGITS = Key("states", "the LM head's input", 0), Key("logits", "the LM head", 0)
 
 
@@ -154,24 +156,78 @@ def _compare(
         found.append(_differences(subject, way(-1.0, expected.traces), expected))
         by_candidates = list(map(max, by_candidates, subject.norms()))
     subject.begin("what rounding alone changes", 0.15)
+    noise = _rounding(subject, rounding, expected)
+    subject.clear()
+    subject.begin(names[2], 0.2)
+    found += [_differences(subject, way(-1.0, expected.traces), expected) for way in others]
+    measured = _Measured(expected, dtype, subject.dimensions, norms, found, by_candidates)
+    comparison = measured.judged(noise)
+    # One draw of random last places may show less rounding than there is. So before the model is blamed for a
+    # difference near its limit, rounding is drawn again.
+    if subject.anywhere(1 < comparison.excess <= _NEAR):
+        for _ in range(_MORE_DRAWS):
+            noise = noise.or_larger(_rounding(subject, rounding, expected))
+        subject.clear()
+        comparison = measured.judged(noise)
+    return comparison
+
+
+class _Noise(NamedTuple):
+    """What rounding alone changes: relative differences, and the norm of the difference of each gradient."""
+
+    apart: _Differences
+    gradients: list[float]
+
+    def or_larger(self, other: _Noise) -> _Noise:
+        """Return the larger of both, value by value."""
+        apart = _Differences(
+            layers={key: max(value, other.apart.layers[key]) for key, value in self.apart.layers.items()},
+            inputs={key: max(value, other.apart.inputs[key]) for key, value in self.apart.inputs.items()},
+        )
+        return _Noise(apart, list(map(max, self.gradients, other.gradients)))
+
+
+def _rounding(subject: Subject, rounding: Way, expected: Run) -> _Noise:
+    """Run twice in the way that is right, once with every value off by up to a last place."""
     subject.clear()
     with last_places_off(subject.model, by=0.0):
         as_it_is = rounding(-1.0, expected.traces)
     with last_places_off(subject.model):
         rounded = rounding(1.0, expected.traces)
-    by_rounding, noise = subject.norms(), _differences(subject, rounded, as_it_is)
-    subject.clear()
-    subject.begin(names[2], 0.2)
-    found += [_differences(subject, way(-1.0, expected.traces), expected) for way in others]
-    # Each way is judged by itself, as a document and layer may be wrong in only one of them.
-    judged = [(*worst(apart.layers, noise.layers, dtype), where) for where, apart in enumerate(found)]
-    forward, first, where = max(judged, key=lambda item: item[0].excess)
-    gradients = [worst_inputs(apart.inputs, noise.inputs, dtype) for apart in found if apart.inputs]
-    if sum(norms):
-        changed, rounded_off = (relative_gradients(by, norms) for by in (by_candidates, by_rounding))
-        gradients.append(find_worst_gradient(subject.dimensions, changed, rounded_off, dtype))
-    gradient = max(gradients, key=lambda finding: finding.excess, default=None)
-    return Comparison(expected, noise.layers, forward, first, gradient, where)
+    return _Noise(_differences(subject, rounded, as_it_is), subject.norms())
+
+
+class _Measured(NamedTuple):
+    """All differences that were measured, with what is needed to judge them.
+
+    Attributes:
+        expected ([`Run`]), dtype (`torch.dtype`):
+            The run of the reference, and the dtype of its rounding.
+        dimensions (`dict[str, int]`), norms (`list[float]`):
+            Number of dimensions of each parameter by name, and the norms of the reference's gradients.
+        found (`list`), gradients (`list[float]`):
+            Differences of each way, and the largest norm of the difference of each gradient.
+    """
+
+    expected: Run
+    dtype: torch.dtype
+    dimensions: dict[str, int]
+    norms: list[float]
+    found: list[_Differences]
+    gradients: list[float]
+
+    def judged(self, noise: _Noise) -> Comparison:
+        """Compare the differences with what rounding changes."""
+        layers, inputs = noise.apart
+        # Each way is judged by itself, as a document and layer may be wrong in only one of them.
+        judged = [(*worst(apart.layers, layers, self.dtype), where) for where, apart in enumerate(self.found)]
+        forward, first, where = max(judged, key=lambda item: item[0].excess)
+        gradients = [worst_inputs(apart.inputs, inputs, self.dtype) for apart in self.found if apart.inputs]
+        if sum(self.norms):
+            changed, rounded = (relative_gradients(by, self.norms) for by in (self.gradients, noise.gradients))
+            gradients.append(find_worst_gradient(self.dimensions, changed, rounded, self.dtype))
+        gradient = max(gradients, key=lambda finding: finding.excess, default=None)
+        return Comparison(self.expected, layers, forward, first, gradient, where)
 
 
 class _Differences(NamedTuple):

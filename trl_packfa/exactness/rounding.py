@@ -49,8 +49,8 @@ def _move(module: nn.Module, output: Any, by: float) -> Any:
     if not by or not isinstance(first, torch.Tensor) or not first.is_floating_point():
         return None
     place = by * _last_place(module, first)
-    # x + x * u, with u within a last place. Detached, so that the noise changes values, but not the gradient of x.
-    moved = torch.addcmul(first, first.detach(), torch.empty_like(first).uniform_(-place, place))
+    # x + x * u, with u within a last place. The gradient of x gets the same factor: the backward pass rounds, too.
+    moved = torch.addcmul(first, first, torch.empty_like(first).uniform_(-place, place))
     return (moved, *output[1:]) if isinstance(output, tuple) else moved
 
 
