@@ -9,7 +9,13 @@ from datasets import Dataset
 from selection import in_full
 from tiny_models.encoders import small_encoder
 from tolerance import TRAJECTORY
-from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForMultipleChoice,
+    DataCollatorWithPadding,
+    Trainer,
+    TrainingArguments,
+)
 from trl_trainers import train
 
 import trl_packfa
@@ -244,3 +250,55 @@ def test_embedding_gemma_trains_as_padded(tmp_path):
     padded, free, trainer = both(build)
     assert apart(padded, free) <= TRAJECTORY
     assert find_state(trainer.model).patch.level == "stack"
+
+
+def token_ids():
+    """Texts as token ids and masks."""
+    return [dict(tiny.tokenizer()(text)) for text in texts(0, 32)]
+
+
+def masked_lm(args):
+    tokenizer = tiny.tokenizer(["<mask>"])
+    tokenizer.mask_token = "<mask>"
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3, seed=1)
+    model = small_encoder("modernbert", "MaskedLM")
+    return Trainer(model, args, train_dataset=Dataset.from_list(token_ids()), data_collator=collator)
+
+
+def multiple_choice(args):
+    ids = [row["input_ids"] for row in token_ids()]
+    choices = [[ids[(i + k) % 32] for k in (0, 3, 5)] for i in range(32)]
+    rows = [{"input_ids": of, "attention_mask": [[1] * len(one) for one in of], "labels": i % 3}
+            for i, of in enumerate(choices)]  # fmt: skip
+    collator = DataCollatorForMultipleChoice(tiny.tokenizer())
+    model = small_encoder("bert", "MultipleChoice")
+    return Trainer(model, args, train_dataset=Dataset.from_list(rows), data_collator=collator)
+
+
+@pytest.mark.parametrize("task", [masked_lm, multiple_choice])
+def test_other_heads_train_as_padded(task, tmp_path):
+    padded, free, _ = both(lambda: task(TrainingArguments(str(tmp_path), **COMMON)))
+    assert apart(padded, free) <= TRAJECTORY
+
+
+def test_sparse_embeddings_train_as_padded_and_are_saved(saved, tmp_path):
+    """Sparse embeddings (SPLADE) pool the logits of a masked LM."""
+    pytest.importorskip("sentence_transformers")
+    from sentence_transformers import SparseEncoder, SparseEncoderTrainer, SparseEncoderTrainingArguments
+    from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss
+
+    folder, out = saved("bert", "MaskedLM"), tmp_path / "out"
+
+    def build():
+        torch.manual_seed(0)
+        model = without_dropout(SparseEncoder(folder, device="cpu"))
+        args = SparseEncoderTrainingArguments(str(out), **{**COMMON, "save_strategy": "steps", "save_steps": 2})
+        loss = SpladeLoss(model, SparseMultipleNegativesRankingLoss(model), 1e-3, query_regularizer_weight=1e-3)
+        data = Dataset.from_dict({"anchor": texts(1), "positive": texts(2)})
+        return SparseEncoderTrainer(model, args=args, train_dataset=data, loss=loss)
+
+    padded, free, trainer = both(build)
+    assert apart(padded, free) <= TRAJECTORY
+    loaded = SparseEncoder(str(out / f"checkpoint-{STEPS}"), device="cpu")
+    expected, found = (model.encode(texts(3)).to_dense() for model in (trainer.model, loaded))
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
