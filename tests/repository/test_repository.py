@@ -196,6 +196,9 @@ def test_a_page_holds_the_generated_table_of_encoders():
     page = (ROOT / "docs" / "encoders.md").read_text()
     block = page.split("<!-- generated: trl-packfa models --encoders --markdown -->\n")[1].split("\n<!-- end -->")[0]
     assert block == markdown(types) and set(types) == set(encoder_types())
+    exact = [name for name, heads in types.items() for head in heads.values() if head["verdict"] == "exact"]
+    counts = f"{len(exact)}\n  heads of {len(set(exact))} types were measured exact"
+    assert counts in (ROOT / "CHANGELOG.md").read_text()
     verdicts = {result["verdict"] for heads in types.values() for result in heads.values()}
     assert verdicts <= {"exact", "alone", "refused", "not built"}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 # Heads in the order of the columns, and their words.
@@ -53,12 +53,22 @@ def markdown(types: Types) -> str:
         "",
         f"{len(exact)} heads of {sum(map(len, served.values()))} types are exact in float32: outputs are off by "
         f"{worst['outputs']:.1e} at most, gradients by {worst['gradients']:.1e}. Rows that see each other, or their "
-        f"pads, are off by {least:.1e} at least.",
+        f"pads, are off by {least:.1e} at least. In bfloat16, outputs without pads are at most {_in_half(exact):.1f} "
+        "times as far from float64 as those with pads.",
         "",
         "Not served, with the reason:",
         "",
     ]
-    return "\n".join([*lines, *(f"- {', '.join(names)}: {why}." for why, names in reasons.items())])
+    lines += [f"- {', '.join(names)}: {why}." for why, names in reasons.items()]
+    unknown = [name for name, heads in types.items() if {of["verdict"] for of in heads.values()} == {"not built"}]
+    lines += ["", f"No small model could be built of these, so your own is checked ({len(unknown)}): "
+              f"{', '.join(f'`{name}`' for name in unknown)}."]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _in_half(exact: Iterable[Mapping[str, Any]]) -> float:
+    """Return the largest ratio of the errors in bfloat16, without and with pads."""
+    return max(result["bfloat16"] / result["padded"] for result in exact if "bfloat16" in result)
 
 
 def _cell(result: Mapping[str, Any] | None) -> str:
