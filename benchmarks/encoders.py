@@ -139,7 +139,8 @@ def compare(kind, shape, args, argv):
     side, tokens, computed = RUNS[kind](args, shape)
     padded, free = side(False), side(True)
     if kind == "step":
-        padded(), free()
+        for warm_up in (padded, free):
+            warm_up()
     times = [(timed(padded), timed(free)) for _ in range(args.repeats)]
     speeds = " | ".join(f"{tokens / statistics.median(each):,.0f}" for each in zip(*times, strict=True))
     ratios = [a / b for a, b in times]

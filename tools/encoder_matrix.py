@@ -75,7 +75,7 @@ def _measured(model: Any) -> dict[str, Any]:
     except Exception as error:  # record it as a result, so that the other types go on
         return {"verdict": "raises", "why": _line(error)}
     state = find_state(model)
-    assert state is not None
+    assert state is not None and state.unpadding is not None
     if state.unpadding_report.against == "alone":
         return {"verdict": "alone", "why": "its own padded rows see their pads; each text runs by itself"}
     worst = differences(run_padded(model, padded_batch()), expected)
@@ -114,6 +114,7 @@ def _line(error: Exception) -> str:
 
 
 def _of_left_pads(state: PatchState) -> str:
+    assert state.unpadding is not None
     if state.patch.level == "groups":
         return "as they are"
     return "without pads" if state.unpadding.takes_left else "as they are"

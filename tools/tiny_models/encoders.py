@@ -71,7 +71,8 @@ def encoder_types() -> tuple[str, ...]:
     """Return every type of texts with a masked-LM head, and those with a classifier and no causal LM."""
     known = {name for names in HEADS.values() for name in names}
     causal = {*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES}
-    takes_more = {name for name in known if _OTHER_INPUTS & {*CONFIG_MAPPING[name].sub_configs}} | {"t5gemma2"}
+    configs: dict[str, Any] = {name: CONFIG_MAPPING[name] for name in known}
+    takes_more = {name for name, of in configs.items() if _OTHER_INPUTS & {*of.sub_configs}} | {"t5gemma2"}
     decoders = {"mistral4"}
     return tuple(sorted(known - causal - takes_more - decoders))
 
