@@ -6,30 +6,24 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
-from support_matrix import quietly, write
+from support_matrix import parse_arguments, run_types
 from tiny_models.composites import ImageBatch, composite_types, image_batch, small_composite
 
-from trl_packfa import __version__, patch
+from trl_packfa import patch
 from trl_packfa.errors import PackingError, UnsupportedModel
 from trl_packfa.layout import PackedLayout
 from trl_packfa.layout.padded_rows import PaddedRows
 from trl_packfa.patches.measured import COMPOSITES
 from trl_packfa.patching.apply import find_state
 from trl_packfa.patching.inspect import text_decoder
-from trl_packfa.versions import installed_version
 
 # Limits of a relative difference in float32, for logits and for gradients.
 _LOGITS, _GRADIENTS = 1e-4, 3e-4
@@ -150,33 +144,14 @@ def rows_that_see_each_other() -> Iterator[None]:
         PaddedRows.layout = original  # type: ignore[method-assign]
 
 
-def run(path: Path, *, jobs: int, only: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Measure every type, or only some, and write the results to `path`."""
-    versions = {package: installed_version(package) for package in ("torch", "transformers")}
-    types = dict(json.loads(path.read_text(encoding="utf-8"))["types"]) if only else {}
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=quietly) as pool:
-        names = only or composite_types()
-        for name, result in zip(names, pool.map(measure_type, names), strict=True):
-            types[name] = result
-            print(
-                name, result["verdict"], result.get("images", ""), result.get("why", ""), file=sys.stderr, flush=True
-            )
-    contents: Mapping[str, Any] = {
-        "versions": {**versions, "trl-packfa": __version__},
-        "types": dict(sorted(types.items())),
-    }
-    write(path, contents)
-    return dict(contents)
+def _show(name: str, result: dict[str, Any]) -> None:
+    print(name, result["verdict"], result.get("images", ""), result.get("why", ""), file=sys.stderr, flush=True)
 
 
 def main() -> None:
     """Measure every type and write the results."""
-    parser = argparse.ArgumentParser(description="build, patch and compare every type with images or sounds")
-    parser.add_argument("--output", type=Path, default=COMPOSITES, help="results file (default: the one of patches/)")
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--only", nargs="+", default=(), metavar="TYPE", help="types to measure again (default: all)")
-    args = parser.parse_args()
-    run(args.output, jobs=args.jobs, only=tuple(args.only))
+    args = parse_arguments("build, patch and compare every type with images or sounds", COMPOSITES)
+    run_types(args.output, composite_types(), measure_type, jobs=args.jobs, only=args.only, seen=_show)
 
 
 if __name__ == "__main__":

@@ -6,29 +6,23 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import signal
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
 from composite_matrix import differences, reason_of, rows_that_see_each_other
-from support_matrix import quietly, write
+from support_matrix import parse_arguments, run_types
 from tiny_models.encoders import encoder_types, heads_of, small_encoder
 
-from trl_packfa import __version__, patch
+from trl_packfa import patch
 from trl_packfa.errors import PackingError, UnsupportedModel
 from trl_packfa.patches.measured import ENCODERS
 from trl_packfa.patching.apply import PatchState, find_state
-from trl_packfa.versions import installed_version
 
 _LENGTHS, _WIDTH = (9, 3, 14, 1), 16
 # Limits of a relative difference in float32, for outputs and for gradients.
@@ -79,12 +73,12 @@ def _measured(model: Any) -> dict[str, Any]:
     if state.unpadding_report.against == "alone":
         return {"verdict": "alone", "why": "its own padded rows see their pads; each text runs by itself"}
     worst = differences(run_padded(model, padded_batch()), expected)
-    if state.unpadding.takes_left:
+    # Groups run only rows that begin with their first token.
+    takes_left = state.unpadding.takes_left and state.patch.level != "groups"
+    if takes_left:
         left = differences(run_padded(model, padded_batch(left=True)), run_padded(stock, padded_batch(left=True)))
         worst = {key: max(value, left[key]) for key, value in worst.items()}
-    # Groups run only rows that begin with their first token.
-    runs = 2 if state.unpadding.takes_left and state.patch.level != "groups" else 1
-    calls = state.unpadding.calls
+    runs, calls = 1 + takes_left, state.unpadding.calls
     control = differences(_leaking(model, stock, state), expected)["logits"]
     exact = worst["logits"] <= _OUTPUTS and worst["gradients"] <= _GRADIENTS and control > _CONTROL
     if calls != runs:
@@ -92,7 +86,7 @@ def _measured(model: Any) -> dict[str, Any]:
     return {
         "verdict": "exact" if exact else "differs",
         "level": state.patch.level,
-        "left pads": _of_left_pads(state),
+        "left pads": "without pads" if takes_left else "as they are",
         **_rounded({"outputs": worst["logits"], "gradients": worst["gradients"], "control": control}),
         **_in_half_precision(stock, model),
     }
@@ -111,13 +105,6 @@ def _leaking(model: Any, stock: Any, state: PatchState) -> Results:
 
 def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:120]}"
-
-
-def _of_left_pads(state: PatchState) -> str:
-    assert state.unpadding is not None
-    if state.patch.level == "groups":
-        return "as they are"
-    return "without pads" if state.unpadding.takes_left else "as they are"
 
 
 def _rounded(values: Mapping[str, float]) -> dict[str, float]:
@@ -188,28 +175,15 @@ def _at_most(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def run(path: Path, *, jobs: int, only: tuple[str, ...] = ()) -> None:
-    """Measure every type, or only some, and write the results to `path`."""
-    versions = {package: installed_version(package) for package in ("torch", "transformers")}
-    types = dict(json.loads(path.read_text(encoding="utf-8"))["types"]) if only else {}
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=quietly) as pool:
-        names = only or encoder_types()
-        for name, result in zip(names, pool.map(measure_type, names), strict=True):
-            types[name] = result
-            for head, found in result.items():
-                print(name, head, *found.values(), file=sys.stderr, flush=True)
-            contents = {"versions": {**versions, "trl-packfa": __version__}, "types": dict(sorted(types.items()))}
-            write(path, contents)  # after each type, as a run takes minutes
+def _show(name: str, result: dict[str, Any]) -> None:
+    for head, found in result.items():
+        print(name, head, *found.values(), file=sys.stderr, flush=True)
 
 
 def main() -> None:
     """Measure every type and write the results."""
-    parser = argparse.ArgumentParser(description="build, patch and compare every encoder type with each of its heads")
-    parser.add_argument("--output", type=Path, default=ENCODERS, help="results file (default: the one of patches/)")
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--only", nargs="+", default=(), metavar="TYPE", help="types to measure again (default: all)")
-    args = parser.parse_args()
-    run(args.output, jobs=args.jobs, only=tuple(args.only))
+    args = parse_arguments("build, patch and compare every encoder type with each of its heads", ENCODERS)
+    run_types(args.output, encoder_types(), measure_type, jobs=args.jobs, only=args.only, seen=_show)
 
 
 if __name__ == "__main__":

@@ -227,6 +227,38 @@ def write(path: Path, contents: Mapping[str, Any]) -> None:
     new.replace(path)
 
 
+def run_types(
+    path: Path,
+    names: Iterable[str],
+    measure: Callable[[str], dict[str, Any]],
+    *,
+    jobs: int,
+    only: Iterable[str],
+    seen: Callable[[str, dict[str, Any]], None],
+) -> None:
+    """Measure every type, or only some, under the installed transformers, and write the results to `path`.
+
+    The file is written after each type, as a run takes minutes.
+    """
+    versions = {package: installed_version(package) for package in _VERSIONS}
+    types = dict(json.loads(path.read_text(encoding="utf-8"))["types"]) if only else {}
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=quietly) as pool:
+        names = list(only or names)
+        for name, result in zip(names, pool.map(measure, names), strict=True):
+            types[name] = result
+            seen(name, result)
+            write(path, {"versions": {**versions, "trl-packfa": __version__}, "types": dict(sorted(types.items()))})
+
+
+def parse_arguments(description: str, output: Path) -> argparse.Namespace:
+    """Parse the arguments of a tool that measures types: `output`, `jobs` and `only`."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--output", type=Path, default=output, help="results file (default: the one of patches/)")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--only", nargs="+", default=(), metavar="TYPE", help="types to measure again (default: all)")
+    return parser.parse_args()
+
+
 def require_known(types: Iterable[str], installed: Iterable[str]) -> None:
     """Refuse an installed transformers with types that are not in the results.
 
@@ -243,11 +275,7 @@ def require_known(types: Iterable[str], installed: Iterable[str]) -> None:
 
 def main() -> None:
     """Measure every type and write the results."""
-    parser = argparse.ArgumentParser(description="build, patch and check every causal-LM type, and write the results")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="results file (default: the one of patches/)")
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--only", nargs="+", default=(), metavar="TYPE", help="types to measure again (default: all)")
-    args = parser.parse_args()
+    args = parse_arguments("build, patch and check every causal-LM type, and write the results", RESULTS)
     run(args.output, jobs=args.jobs, seen=_show, only=args.only)
 
 

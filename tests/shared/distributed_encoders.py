@@ -24,10 +24,7 @@ def run(folder, out, free):
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    columns = {
-        name: [tiny.words(1 + (7 * i + 5 * column) % 30, seed=100 * column + i) for i in range(64)]
-        for column, name in enumerate(("anchor", "positive"))
-    }
+    columns = {name: tiny.texts(column) for column, name in enumerate(("anchor", "positive"))}
     args = SentenceTransformerTrainingArguments(
         f"{out}.{free}", per_device_train_batch_size=8, max_steps=4, logging_steps=1, optim="sgd", use_cpu=True,
         report_to="none", disable_tqdm=True, save_strategy="no", ddp_find_unused_parameters=True,

@@ -39,9 +39,7 @@ def localize(text, folder):
     if EMBEDDER in text:
         path = folder / "hub" / EMBEDDER.replace("/", "--")
         small_encoder("modernbert", EMBEDDINGS).save_pretrained(path)
-        tokenizer = tiny.tokenizer()
-        tokenizer.model_max_length = 64
-        tokenizer.save_pretrained(path)
+        tiny.save_tokenizer(path)
         text = text.replace(f'"{EMBEDDER}"', repr(str(path)))
     if LLAVA in text:
         path = folder / "hub" / LLAVA.replace("/", "--")

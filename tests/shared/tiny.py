@@ -114,3 +114,15 @@ def words(count, *, seed):
     """Return random words of the tokenizer."""
     generator = torch.Generator().manual_seed(seed)
     return " ".join(map(str, torch.randint(0, 80, (count,), generator=generator).tolist()))
+
+
+def save_tokenizer(folder):
+    """Save the tokenizer for an encoder, which cuts texts to 64 tokens."""
+    made = tokenizer()
+    made.model_max_length = 64
+    made.save_pretrained(folder)
+
+
+def texts(column, count=64):
+    """Random texts of 1 to 30 words, others for each column of a dataset."""
+    return [words(1 + (7 * i + 5 * column) % 30, seed=100 * column + i) for i in range(count)]

@@ -7,6 +7,7 @@ import tiny
 import torch
 from datasets import Dataset
 from selection import in_full
+from tiny import texts
 from tiny_models.encoders import small_encoder
 from tolerance import TRAJECTORY
 from transformers import (
@@ -30,10 +31,6 @@ COMMON = {
     "per_device_train_batch_size": 8, "logging_steps": 1, "report_to": "none", "save_strategy": "no", "use_cpu": True,
     "optim": "sgd", "learning_rate": 1e-2, "max_steps": STEPS,
 }  # fmt: skip
-
-
-def texts(column, count=64):
-    return [tiny.words(1 + (7 * i + 5 * column) % 30, seed=100 * column + i) for i in range(count)]
 
 
 def apart(expected, found):
@@ -75,9 +72,7 @@ def saved(tmp_path):
     def save(model_type, head):
         folder = tmp_path / f"{model_type}-{head}"
         small_encoder(model_type, head, num_labels=1).save_pretrained(folder)
-        tokenizer = tiny.tokenizer()
-        tokenizer.model_max_length = 64
-        tokenizer.save_pretrained(folder)
+        tiny.save_tokenizer(folder)
         return str(folder)
 
     return save
@@ -172,9 +167,7 @@ def test_a_decoder_embeds_without_pads(tmp_path):
     """A causal model under a pooling head, such as Qwen3's embedding models."""
     pytest.importorskip("sentence_transformers")
     tiny.model(layers=2).save_pretrained(tmp_path)
-    tokenizer = tiny.tokenizer()
-    tokenizer.model_max_length = 64
-    tokenizer.save_pretrained(tmp_path)
+    tiny.save_tokenizer(tmp_path)
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.base.modules import Transformer
     from sentence_transformers.sentence_transformer.modules import Pooling

@@ -17,9 +17,7 @@ ROOT = Path(__file__).parents[2]
 def test_two_processes_train_as_padded(tmp_path):
     pytest.importorskip("sentence_transformers")
     small_encoder("bert", EMBEDDINGS).save_pretrained(tmp_path / "model")
-    tokenizer = tiny.tokenizer()
-    tokenizer.model_max_length = 64
-    tokenizer.save_pretrained(tmp_path / "model")
+    tiny.save_tokenizer(tmp_path / "model")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
                str(ROOT / "tests" / "shared" / "distributed_encoders.py")]  # fmt: skip
     path = os.pathsep.join([str(ROOT / "tests" / "shared"), str(ROOT / "tools")])

@@ -32,7 +32,7 @@ from .rounding import last_places_off
 from .subject import Subject, rounding_dtype
 
 Differences: TypeAlias = "dict[tuple[Key, int], float]"
-# A difference of up to this many times its limit is judged again, with rounding drawn that many times more.
+# A difference of up to three times its limit is judged again, after rounding was drawn three times more.
 _NEAR, _MORE_DRAWS = 3.0, 3
 STATES, LOGITS = Key("states", "the LM head's input", 0), Key("logits", "the LM head", 0)
 
@@ -173,7 +173,7 @@ def _compare(
 
 
 class _Noise(NamedTuple):
-    """What rounding alone changes: relative differences, and the norm of the difference of each gradient."""
+    """Rounding of every layer and document (relative), and of every gradient (norm of the difference)."""
 
     apart: _Differences
     gradients: list[float]

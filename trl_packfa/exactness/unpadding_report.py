@@ -150,13 +150,9 @@ class UnpaddingReport:
 
     def rows(self) -> list[dict[str, str]]:
         """Return the rows of a table for the terminal: each measurement with its limit."""
-        control = Measurement("control", "pads left visible: not 0", self.control, f"> {_VISIBLE:.0e}", self.has_power)
+        seen, limit = self.verdict != "no power", f"> {_VISIBLE:.0e}"
+        control = Measurement("control", "pads left visible: not 0", self.control, limit, seen)
         return table_rows([*self.measurements(), control])
-
-    @property
-    def has_power(self) -> bool:
-        """True if visible pads change the outputs: otherwise the comparison shows nothing."""
-        return self.control > _VISIBLE
 
     def __str__(self) -> str:
         text = (

@@ -66,7 +66,7 @@ class MasksByInterface(Override):
         """Run the module's forward."""
         module: Any = self.module
         own = module.config
-        if not torch.compiler.is_compiling():  # a graph cannot copy a config; its first call, which checks, does
+        if not torch.compiler.is_compiling():  # a graph cannot copy a config, and takes the last copy
             self.config = interface_config(own, self.backends)
         module.config = self.config
         try:

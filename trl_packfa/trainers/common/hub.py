@@ -112,10 +112,10 @@ def load_for_check(name: str, *, dtype: str = "auto", adapter: str | None = None
     """
     with telling_of_model(name):
         config = AutoConfig.from_pretrained(name)
-    saved = next(iter(config.architectures or ()), "")
+    saved, cls = next(iter(config.architectures or ()), ""), AutoModelForCausalLM
     if saved.endswith(_HEADS) or (is_encoder(config) and not saved.endswith(("ForCausalLM", "LMHeadModel"))):
-        return load_causal_lm(name, dtype=dtype, adapter=adapter, auto_class=getattr(transformers, saved, AutoModel))
-    return load_causal_lm(name, dtype=dtype, adapter=adapter)
+        cls = getattr(transformers, saved, AutoModel)  # a name that the folder holds
+    return _load(cls, name, dtype, adapter)
 
 
 def is_encoder(config: PretrainedConfig) -> bool:
@@ -124,16 +124,18 @@ def is_encoder(config: PretrainedConfig) -> bool:
     return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
 
 
-def load_causal_lm(
-    name: str, *, dtype: str = "auto", adapter: str | None = None, auto_class: Any = AutoModelForCausalLM
-) -> nn.Module:
-    """Load a causal LM, or a model of another class, by name or path, optionally with a PEFT adapter.
+def load_causal_lm(name: str, *, dtype: str = "auto", adapter: str | None = None) -> nn.Module:
+    """Load a causal LM by name or path, optionally with a PEFT adapter.
 
     Raises:
         [`UnsupportedModel`]: if there is no such model.
     """
+    return _load(AutoModelForCausalLM, name, dtype, adapter)
+
+
+def _load(cls: Any, name: str, dtype: str, adapter: str | None) -> nn.Module:
     with telling_of_model(name):
-        model = auto_class.from_pretrained(name, dtype=dtype)
+        model = cls.from_pretrained(name, dtype=dtype)
     if adapter is None:
         return model
     with telling_of_model(adapter):
