@@ -18,6 +18,7 @@ from ...patches.measured import results
 from ...patches.registry import get_patch_for_type
 from ...patching.inspect import model_config, model_type
 from .config import CommonConfig
+from .image_rows import image_columns
 from .parallelism import refuse_parallelism
 
 logger = get_logger(__name__)
@@ -137,11 +138,6 @@ def refuse_precision(model: torch.nn.Module, args: CommonConfig, *, scales_losse
             why=why,
             do="Load the model with dtype='float32' or 'bfloat16', or train an adapter, which PEFT keeps in float32.",
         )
-
-
-def image_columns(dataset: Dataset | IterableDataset) -> list[str]:
-    """List the columns with images in a dataset's first example, under TRL's names."""
-    return sorted({"image", "images"} & set(next(iter(dataset), {})))
 
 
 def refuse_data(dataset: Dataset | IterableDataset, *, name: str) -> None:
