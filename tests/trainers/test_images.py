@@ -93,8 +93,8 @@ def packed(out, args=trl_packfa.PackedSFTConfig, *, data=None, model=None, **opt
 
 @pytest.mark.parametrize("config", [trl_packfa.PackedSFTConfig, trl.SFTConfig])
 def test_the_packed_trainer_trains_as_padded(config, tmp_path, caplog):
-    """One line: TRL's micro-batches, without their pads."""
-    own = {"use_peft": False, **IN_FULL} if config is trl_packfa.PackedSFTConfig else {}
+    """TRL's micro-batches, without their pads."""
+    own = {"use_peft": False, "packing_strategy": "minibatch", **IN_FULL} if config is trl_packfa.PackedSFTConfig else {}
     expected = train(build("messages", tmp_path))
     trainer = packed(tmp_path, config, **own)
     if config is trl.SFTConfig:  # a swap of the class trains an adapter by default, and says so
@@ -128,7 +128,7 @@ def test_rows_are_not_filled_with_images(tmp_path):
     for options in ({"packing_strategy": "bfd", "max_length": 64}, {"packing_strategy": "wrapped", "max_length": 64}):
         with pytest.raises(InvalidConfig, match="rows cannot be filled before training: the dataset has images"):
             packed(tmp_path, **options)
-    with pytest.raises(InvalidConfig, match="packing_strategy='minibatch'"):
+    with pytest.raises(InvalidConfig, match="packing_strategy='step'"):
         packed(tmp_path, trl.SFTConfig, packing=True, max_length=64)
 
 
