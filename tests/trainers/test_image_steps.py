@@ -1,53 +1,21 @@
 """`packing_strategy="step"` on images: the padded run's losses, from fewer and fuller micro-batches."""
 
-import os
-
 import pytest
 import torch
 import trl
 import vision
-from peft import LoraConfig
+from image_runs import build, worst
 from selection import in_full
 from tolerance import TRAJECTORY
 from torch import nn
 from training import arguments
-from trl_trainers import differences, train
+from trl_trainers import train
 
 import trl_packfa
 from trl_packfa.errors import InvalidConfig
 from trl_packfa.trainers.common.patches import PatchWeights
 from trl_packfa.trainers.sft.image_steps import ImageCutter, Merging
 
-# `IMAGE_STEPS=20` runs as many as the documentation tells of.
-STEPS = int(os.environ.get("IMAGE_STEPS", "4"))
-# As in the padded run. TRL's other metrics are means over micro-batches.
-SAME = ("loss", "grad_norm", "num_tokens", "learning_rate")
-# Adam divides by a gradient's size: of key biases, whose gradients are rounding alone, it makes whole steps.
-IN_FULL = {"optim": "sgd", "learning_rate": 1e-2, "use_peft": False}
-
-
-def build(out, family="llava", *, padded=False, data=None, lora=None, built=None, **options):
-    """Build a trainer on images of uneven sizes: ours, or TRL's own."""
-    model, processor = built or vision.family(family)
-    adapter = LoraConfig(r=4, target_modules=lora, task_type="CAUSAL_LM") if lora else None
-    options = {
-        "max_length": None, "max_steps": STEPS, "gradient_accumulation_steps": 3, "learning_rate": 1e-4,
-        **({} if lora else IN_FULL), **options,
-    }  # fmt: skip
-    cls, config = trl_packfa.PackedSFTTrainer, trl_packfa.PackedSFTConfig
-    if padded:
-        cls, config = trl.SFTTrainer, trl.SFTConfig
-        ours = ("use_peft", "packing_strategy", "max_tokens_per_microbatch")
-        options = {name: value for name, value in options.items() if name not in ours}
-    args = arguments(config, out, **options)
-    data = vision.uneven() if data is None else data
-    return cls(model, args=args, train_dataset=data, processing_class=processor, peft_config=adapter)
-
-
-def worst(logs, others):
-    """Return the largest difference of what a re-cut run has in common with the padded one."""
-    kept = [[{name: entry[name] for name in SAME} for entry in run] for run in (logs, others)]
-    return max(differences(*kept).values())
 
 
 @pytest.mark.parametrize("lora", [None, *in_full(("q_proj", "v_proj"), ("q_proj", "qkv", "fc1"))])
