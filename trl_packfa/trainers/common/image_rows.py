@@ -17,6 +17,7 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import Sampler
 
 from ...errors import InvalidDataset
+from .model_loading import named
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
@@ -225,9 +226,30 @@ def _count_images(dataset: Dataset, column: str) -> tuple[np.ndarray, np.ndarray
 
 
 class NamesRows(Base):
-    """A base class of trainers on images: their loaders read [`NumberedRows`]."""
+    """A base class of trainers on images: errors of images and of the processor name the row."""
 
-    _is_vision_dataset: bool
+    _is_vision_dataset: bool = False
+
+    # The Trainer declares these types more loosely.
+    train_dataset: Any
+    eval_dataset: Any
+    data_collator: Any
+
+    def name_rows(self, *, own_collator: bool) -> None:
+        """Look at the images of the datasets, and let the collator name rows. Call it once TRL's trainer is built.
+
+        Args:
+            own_collator (`bool`):
+                Whether the collator is the user's own. Then it stays as it is.
+
+        Raises:
+            [`InvalidDataset`]: for rows whose image is missing, or without images where weights are sharded.
+        """
+        in_parts = self.is_fsdp_enabled or getattr(self.args.deepspeed_plugin, "zero_stage", 0) == 3
+        for name, dataset in named(self.train_dataset, self.eval_dataset):
+            look_at_images(dataset, name=name, requires_images=in_parts)
+        if not own_collator:
+            self.data_collator = NamingCollator(self.data_collator, requires_images=in_parts)
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         kept = super()._remove_unused_columns(dataset, description)

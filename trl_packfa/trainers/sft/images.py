@@ -20,8 +20,7 @@ from trl import SFTTrainer
 from ...errors import InvalidConfig
 from ...packing import MINIBATCH, STEP
 from ..common.batching import FREE
-from ..common.image_rows import NamesRows, NamingCollator, image_columns, look_at_images
-from ..common.model_loading import named
+from ..common.image_rows import NamesRows, image_columns
 from ..common.step_cutting import how_to_cut
 from ..padding_free.collating import CountedBatch
 from ..padding_free.padding_free import run_without_pads
@@ -95,10 +94,7 @@ class TrainsOnImages(NamesRows, SFTTrainer):
 
     args: Any
     model: Any
-    train_dataset: Any
-    data_collator: Any
     _tokenizer: Any
-    _total_train_tokens: int
     _cutter: Any
 
     def run_images_without_pads(self, strategy: str, *, own_collator: bool) -> None:
@@ -116,11 +112,7 @@ class TrainsOnImages(NamesRows, SFTTrainer):
             [`InvalidDataset`]: for rows whose image is missing.
         """
         args: PackedSFTConfig = self.args
-        in_parts = self.is_fsdp_enabled or self.is_zero3_enabled
-        for name, dataset in named(self.train_dataset, self.eval_dataset):  # type: ignore[arg-type]  # of the Trainer
-            look_at_images(dataset, name=name, requires_images=in_parts and name == "train")
-        if not own_collator:
-            self.data_collator = NamingCollator(self.data_collator, requires_images=in_parts)
+        self.name_rows(own_collator=own_collator)
         run_without_pads(self, check_first_batch=args.check_packing, **args.patch_options)
         if strategy == STEP.name:
             self._choose_image_cutter(own_collator=own_collator)
