@@ -57,5 +57,7 @@ def test_each_rank_cuts_its_own_examples():
     dealt = batching.recut(step, budget=1000)
     assert [sorted(np.concatenate(rank).tolist()) for rank in dealt] == [[1, 3, 4, 9], [1, 2, 2, 2]]
     assert [len(rank) for rank in dealt] == [1, 1] and fewest_micro_batches(np.array([9, 1, 3, 4]), 18) == 1
-    small = Batching(STEP, batch_size=2, accumulation=2, world_size=2, keeps_ranks=True, budget=9).recut(step, budget=1)
+    small = Batching(STEP, batch_size=2, accumulation=2, world_size=2, keeps_ranks=True, budget=9).recut(
+        step, budget=1
+    )
     assert [len(rank) for rank in small] == [2, 2] and all(part.sum() <= 9 for rank in small for part in rank)

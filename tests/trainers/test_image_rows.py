@@ -79,7 +79,7 @@ def test_an_image_that_is_missing_is_refused_before_training(tmp_path):
         look_at_images(one, name="train")
     # A stream's rows are found as they come.
     collate = NamingCollator(len)
-    with pytest.raises(InvalidDataset, match="an example .it begins with '4 5'. has no image"):
+    with pytest.raises(InvalidDataset, match=r"an example .it begins with '4 5'. has no image"):
         collate([{"image": None, "messages": [{"role": "user", "content": "4 5"}]}])
     assert collate([{"images": [], "text": "4 5"}]) == 1
 

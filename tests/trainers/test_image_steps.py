@@ -13,9 +13,8 @@ from trl_trainers import train
 
 import trl_packfa
 from trl_packfa.errors import InvalidConfig
-from trl_packfa.trainers.common.patches import PatchWeights
+from trl_packfa.trainers.common.image_weights import ImageWeights
 from trl_packfa.trainers.sft.image_steps import ImageCutter, Merging
-
 
 
 @pytest.mark.parametrize("lora", [None, *in_full(("q_proj", "v_proj"), ("q_proj", "qkv", "fc1"))])
@@ -95,7 +94,7 @@ def test_a_budget_counts_tokens_and_patches(budget, tmp_path):
     def record(self, batches, collate):
         slots = cut(self, batches, collate)
         for micro_batch in slots[-1].micro_batches:
-            patches = self.weights.patches(micro_batch)
+            patches = self.weights.count(micro_batch)
             tokens = int(micro_batch["attention_mask"].sum())
             sizes.append((tokens + self.weights.size * patches, len(micro_batch["labels"])))
         return slots
@@ -110,17 +109,17 @@ def test_a_budget_counts_tokens_and_patches(budget, tmp_path):
 
 def test_weights_follow_the_shapes_and_what_trains():
     model, _ = vision.family("llava")
-    trained = PatchWeights.of(model)
+    trained = ImageWeights.of(model)
     assert trained.values == 3 * 8 * 8
     # LLaVA's tower has 2 layers of width 16 and products of 4 * 16^2 + 2 * 16 * 32; Llama's 2 of width 32.
     for parameter in model.model.vision_tower.parameters():
         parameter.requires_grad = False
     for parameter in model.model.multi_modal_projector.parameters():
         parameter.requires_grad = False
-    frozen = PatchWeights.of(model)
+    frozen = ImageWeights.of(model)
     assert frozen.cost == pytest.approx(trained.cost / 3) and frozen.size < trained.size
-    assert trained.patches({"pixel_values": torch.zeros(5, 3, 16, 16), "input_ids": torch.zeros(1, 7)}) == 20
-    assert PatchWeights.of(model.model.language_model.__class__(model.config.text_config)) == PatchWeights(1, 0.0, 0.0)
+    assert trained.count({"pixel_values": torch.zeros(5, 3, 16, 16), "input_ids": torch.zeros(1, 7)}) == 20
+    assert ImageWeights.of(model.model.language_model.__class__(model.config.text_config)) == ImageWeights(1, 0.0, 0.0)
 
 
 def test_where_a_cut_would_change_the_loss_micro_batches_stay(tmp_path, caplog):
@@ -128,7 +127,7 @@ def test_where_a_cut_would_change_the_loss_micro_batches_stay(tmp_path, caplog):
         trainer = build(tmp_path, neftune_noise_alpha=5.0)
     reason = "NEFTune's noise depends on the padded row"
     assert trainer._cutter is None and [r.message for r in caplog.records if reason in r.message]
-    with pytest.raises(InvalidConfig, match=f"max_tokens_per_microbatch=99 has no effect(?s:.*){reason}"):
+    with pytest.raises(InvalidConfig, match=rf"max_tokens_per_microbatch=99 has no effect(?s:.*){reason}"):
         build(tmp_path, neftune_noise_alpha=5.0, max_tokens_per_microbatch=99)
     trainer.neftune_noise_alpha = None
     assert trainer._why_images_stay(own_collator=False) == ""

@@ -94,7 +94,9 @@ def packed(out, args=trl_packfa.PackedSFTConfig, *, data=None, model=None, **opt
 @pytest.mark.parametrize("config", [trl_packfa.PackedSFTConfig, trl.SFTConfig])
 def test_the_packed_trainer_trains_as_padded(config, tmp_path, caplog):
     """TRL's micro-batches, without their pads."""
-    own = {"use_peft": False, "packing_strategy": "minibatch", **IN_FULL} if config is trl_packfa.PackedSFTConfig else {}
+    own = (
+        {"use_peft": False, "packing_strategy": "minibatch", **IN_FULL} if config is trl_packfa.PackedSFTConfig else {}
+    )
     expected = train(build("messages", tmp_path))
     trainer = packed(tmp_path, config, **own)
     if config is trl.SFTConfig:  # a swap of the class trains an adapter by default, and says so
@@ -182,7 +184,7 @@ def test_packed_preference_trainers_refuse_what_images_do_not_have(tmp_path):
         build_preference("Reward", tmp_path, use_peft=True)
     with pytest.raises(InvalidConfig, match="overflow='drop' with images"):
         build_preference("DPO", tmp_path, overflow="drop")
-    with pytest.raises(InvalidConfig, match="max_tokens_per_microbatch=99 has no effect(?s:.*)tokens of images"):
+    with pytest.raises(InvalidConfig, match=r"max_tokens_per_microbatch=99 has no effect(?s:.*)tokens of images"):
         build_preference("DPO", tmp_path, max_tokens_per_microbatch=99)
     broken = Dataset.from_list([{**row, "image": None if i == 3 else row["image"]} for i, row in enumerate(pairs())])
     with pytest.raises(InvalidDataset, match="row 3 of the train dataset has no image"):

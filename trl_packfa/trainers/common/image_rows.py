@@ -257,9 +257,8 @@ class NamesRows(Base):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         # Samplers read lengths from the columns of the dataset itself.
-        return super()._get_train_sampler(
-            train_dataset.dataset if isinstance(train_dataset, NumberedRows) else train_dataset
-        )
+        dataset: Any = train_dataset.dataset if isinstance(train_dataset, NumberedRows) else train_dataset
+        return super()._get_train_sampler(dataset)
 
 
 def image_columns(dataset: Dataset | IterableDataset) -> list[str]:

@@ -53,9 +53,7 @@ class Slot(dict):
         untrained (`int`): tokens that TRL counts as trained, but that ranks run only to take part in collectives.
     """
 
-    def __init__(
-        self, micro_batches: Sequence[dict[str, Any]], imbalance: float = 1.0, *, untrained: int = 0
-    ) -> None:
+    def __init__(self, micro_batches: Sequence[dict[str, Any]], imbalance: float = 1.0, *, untrained: int = 0) -> None:
         # Concatenated to `(1, T)`, because the Trainer counts tokens and operations by `input_ids`.
         ids = [micro_batch["input_ids"].reshape(1, -1) for micro_batch in micro_batches]
         super().__init__(input_ids=torch.cat(ids, dim=1) if ids else torch.empty((1, 0), dtype=torch.long))

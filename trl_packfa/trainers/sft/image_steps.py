@@ -1,6 +1,6 @@
 """`packing_strategy="step"` on images: each rank re-cuts its own examples of an optimizer step.
 
-The loader's workers process each example alone, so its tokens and patches are known before the step is cut. Sizes are
+The loader's workers process each example alone, so its tokens and image patches are known before the step is cut. Sizes are
 gathered over ranks, images never: an example stays on its rank. A micro-batch is a padded one. Its parts are the
 processed examples, merged if the processor's own batch equals that, else the processor's own batch.
 
@@ -23,7 +23,7 @@ from accelerate.utils import gather_object
 from ...packing import document_cost, fewest_micro_batches, imbalance, recut
 from ..common.flops import quadratic_weight
 from ..common.image_rows import Example, NamingCollator, rejected
-from ..common.patches import PatchWeights
+from ..common.image_weights import ImageWeights
 from ..common.step_cutting import Documents, Slot
 from ..padding_free.collating import CountingCollator
 from .config import PackedSFTConfig
@@ -66,11 +66,11 @@ class OneByOne:
     Args:
         collator ([`NamingCollator`]):
             TRL's collator.
-        weights ([`PatchWeights`]):
-            Counts the patches of a batch.
+        weights ([`ImageWeights`]):
+            Counts the image patches of a batch.
     """
 
-    def __init__(self, collator: NamingCollator, weights: PatchWeights) -> None:
+    def __init__(self, collator: NamingCollator, weights: ImageWeights) -> None:
         self.collator, self.weights = collator, weights
 
     def __call__(self, examples: Sequence[Example]) -> Documents:
@@ -89,7 +89,7 @@ class OneByOne:
         if longest is not None and tokens >= longest:
             self._refuse_cut_image(example, batch, longest)
         trained = int((batch["labels"][:, 1:] != -100).sum())  # the first token is never predicted
-        return Processed(example, batch, tokens, self.weights.patches(batch), trained)
+        return Processed(example, batch, tokens, self.weights.count(batch), trained)
 
     def _refuse_cut_image(self, example: Example, batch: dict[str, Any], longest: int) -> None:
         """Refuse an example whose image tokens `max_length` cuts. TRL cuts tokens, but no pixels."""
@@ -170,14 +170,14 @@ def _equal(merged: dict[str, Any], own: dict[str, Any]) -> bool:
 class ImageCutter:
     """A cutter of a step's examples into micro-batches of about equal cost, the same number of them on every rank.
 
-    A micro-batch's size is its tokens plus its patches, weighted ([`PatchWeights`]). The budget is
+    A micro-batch's size is its tokens plus its image patches, weighted ([`ImageWeights`]). The budget is
     `max_tokens_per_microbatch`, or the size of the step's largest padded micro-batch, with its pads.
 
     Args:
         args ([`PackedSFTConfig`]):
             The run's config.
         model (`torch.nn.Module`):
-            Its shape decides the weights of patches and attention.
+            Its shape decides the weights of image patches and attention.
         accelerator (`Accelerator`):
             Gathers the sizes of all ranks.
         pad_token_id (`int`):
@@ -197,7 +197,7 @@ class ImageCutter:
         counts_tokens: bool,
     ) -> None:
         self.accelerator, self.asked, self.counts_tokens = accelerator, args.max_tokens_per_microbatch, counts_tokens
-        self.weights, self.quadratic = PatchWeights.of(model), quadratic_weight(model)
+        self.weights, self.quadratic = ImageWeights.of(model), quadratic_weight(model)
         self.pad_token_id = pad_token_id
         self.free_budget: int | None = self.asked  # without one: that of the last step
         self._collator: CountingCollator | None = None

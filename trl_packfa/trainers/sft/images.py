@@ -159,7 +159,9 @@ class TrainsOnImages(NamesRows, SFTTrainer):
             return "data_collator makes the batches, and they may depend on which examples are together"
         if self.neftune_noise_alpha is not None:
             return "NEFTune's noise depends on the padded row, and the model embeds padded rows"
-        norm = next((name for name, m in self.model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)), "")
+        norm = next(
+            (name for name, m in self.model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)), ""
+        )
         return f"'{norm}' is a batch norm, which depends on all images of a micro-batch" if norm else ""
 
     def get_train_dataloader(self) -> DataLoader:
@@ -178,7 +180,7 @@ class TrainsOnImages(NamesRows, SFTTrainer):
     ) -> Any:
         """Compute TRL's loss, with the weights of a re-cut micro-batch's rows."""
         weights = inputs.pop(ROW_WEIGHTS, None)
-        called = model if weights is None else WeightedModel(model, weights[:, None])
+        called: Any = model if weights is None else WeightedModel(model, weights[:, None])
         return super().compute_loss(called, inputs, return_outputs, num_items_in_batch)
 
     def _prepare_input(self, data: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`PatchWeights`: the memory and the time of an image's patch, as a share of a token's in the text decoder."""
+"""`ImageWeights`: the memory and the time of an image patch, as a share of a token's in the text decoder."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _EDGE, _CHANNELS = 14, 3
 
 
 @dataclass(frozen=True)
-class PatchWeights:
-    """The weight of a patch of an image.
+class ImageWeights:
+    """The weight of an image patch.
 
     Args:
-        values (`int`): numbers that a processor makes for a patch: its pixels, in all channels.
+        values (`int`): numbers that a processor makes for an image patch: its pixels, in all channels.
         size (`float`): its activations, as a share of a token's in the decoder, at most 1.
         cost (`float`): its operations, as a share of a token's in the decoder.
     """
@@ -29,7 +29,7 @@ class PatchWeights:
     cost: float
 
     @classmethod
-    def of(cls, model: Any) -> PatchWeights:
+    def of(cls, model: Any) -> ImageWeights:
         """Read the weights from the shape of a model, as it will train. All are 0 without a vision tower."""
         decoder, head = text_decoder(model), model.get_output_embeddings()
         if decoder is None:
@@ -47,8 +47,8 @@ class PatchWeights:
             cost=passes * _products(others) / max(_products(inside), 1),
         )
 
-    def patches(self, batch: dict[str, Any]) -> float:
-        """Count the patches of a batch's images, those that only fill it up included."""
+    def count(self, batch: dict[str, Any]) -> float:
+        """Count the image patches of a batch, those that only fill it up included."""
         pixels = (value for key, value in batch.items() if key.startswith("pixel_values"))
         return sum(value.numel() for value in pixels if isinstance(value, torch.Tensor)) / self.values
 
@@ -61,5 +61,7 @@ def _patch_values(config: Any) -> int:
     vision = getattr(config, "vision_config", None)  # composites name their parts differently
     edge = getattr(vision, "patch_size", None) or _EDGE
     height, width = edge if isinstance(edge, (list, tuple)) else (edge, edge)
-    channels = next((n for name in ("num_channels", "in_channels", "in_chans") if (n := getattr(vision, name, None))), _CHANNELS)
+    channels = next(
+        (n for name in ("num_channels", "in_channels", "in_chans") if (n := getattr(vision, name, None))), _CHANNELS
+    )
     return height * width * channels * (getattr(vision, "temporal_patch_size", None) or 1)
