@@ -12,7 +12,7 @@ from training import arguments
 from trl_trainers import train
 
 import trl_packfa
-from trl_packfa.errors import InvalidConfig
+from trl_packfa.errors import ContaminationError, InvalidConfig
 from trl_packfa.trainers.common.image_weights import ImageWeights
 from trl_packfa.trainers.sft.image_steps import ImageCutter, Merging
 
@@ -84,6 +84,26 @@ def test_a_processor_whose_batches_depend_on_their_examples_makes_them_again(tmp
         train(trainer)
     assert list(trainer._cutter._collator.collator.is_equal.values()) == [False]
     assert [r.message for r in caplog.records if "they are processed twice" in r.message]
+
+
+def test_a_tower_that_mixes_images_is_found_before_the_first_update(tmp_path, caplog):
+    """The control of the check of the first re-cut micro-batch, which passes on the model itself."""
+    model, processor = vision.family("llava")
+    with caplog.at_level("INFO", logger="trl_packfa"):
+        train(build(tmp_path, built=(model, processor), max_steps=1))
+    assert [r.message for r in caplog.records if "between the first re-cut micro-batch of" in r.message]
+    look = model.model.vision_tower.forward
+
+    def mixing(pixel_values, **options):
+        return look(pixel_values + pixel_values.mean(0, keepdim=True), **options)
+
+    model.model.vision_tower.forward = mixing
+    before = model.lm_head.weight.clone()
+    trainer = build(tmp_path, built=(model, processor), max_steps=1)
+    with pytest.raises(ContaminationError, match="images of a micro-batch have an effect on each other"):
+        train(trainer)
+    assert torch.equal(model.lm_head.weight, before)
+    train(build(tmp_path, built=(model, processor), max_steps=1, check_packing=False))
 
 
 @pytest.mark.parametrize("budget", [90, 30])

@@ -1,8 +1,8 @@
 """`packing_strategy="step"` on images: each rank re-cuts its own examples of an optimizer step.
 
-The loader's workers process each example alone, so its tokens and image patches are known before the step is cut. Sizes are
-gathered over ranks, images never: an example stays on its rank. A micro-batch is a padded one. Its parts are the
-processed examples, merged if the processor's own batch equals that, else the processor's own batch.
+The loader's workers process each example alone, so its tokens and image patches are known before the step is cut.
+Sizes are gathered over ranks, images never: an example stays on its rank. A micro-batch is a padded one, made of the
+processed examples. It is the processor's own batch: where merging would not give that, the processor makes it.
 
 Shape letters: B rows, L row length.
 """
@@ -201,6 +201,8 @@ class ImageCutter:
         self.pad_token_id = pad_token_id
         self.free_budget: int | None = self.asked  # without one: that of the last step
         self._collator: CountingCollator | None = None
+        # The largest micro-batch of the last step, and the batch of its last example.
+        self.sample: tuple[dict[str, Any], dict[str, Any]] | None = None
 
     def cut(self, batches: Sequence[Documents], collate: Callable[[list[Example]], Any]) -> list[Slot]:
         """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
@@ -231,6 +233,8 @@ class ImageCutter:
         idle = merge([examples[int(tokens.argmin())]])
         idle["labels"] = torch.full_like(idle["labels"], -100)
         micro_batches = [*[idle] * (count - len(parts)), *(merge([examples[i] for i in part]) for part in parts)]
+        largest = max(range(len(parts)), key=lambda i: len(parts[i]))
+        self.sample = dict(micro_batches[count - len(parts) + largest]), examples[parts[largest][-1]].batch
         if not self.counts_tokens:
             weights = _row_weights(trained, padded, parts, count)
             for micro_batch, of_rows in zip(micro_batches[count - len(parts) :], weights, strict=True):

@@ -20,11 +20,13 @@ from trl import SFTTrainer
 from ...errors import InvalidConfig
 from ...packing import MINIBATCH, STEP
 from ..common.batching import FREE
+from ..common.distributed import agree
 from ..common.image_rows import NamesRows, image_columns
 from ..common.step_cutting import how_to_cut
 from ..padding_free.collating import CountedBatch
 from ..padding_free.padding_free import run_without_pads
 from .config import PackedSFTConfig
+from .image_proof import ExampleProof, compare_example
 from .image_steps import ROW_WEIGHTS, ImageCutter, OneByOne
 from .loss_weighting import WeightedModel
 
@@ -96,6 +98,7 @@ class TrainsOnImages(NamesRows, SFTTrainer):
     model: Any
     _tokenizer: Any
     _cutter: Any
+    _recut_is_proven = False
 
     def run_images_without_pads(self, strategy: str, *, own_collator: bool) -> None:
         """Make a trainer that was built without packing compute no pads, see [`padding_free`], and re-cut steps.
@@ -174,6 +177,32 @@ class TrainsOnImages(NamesRows, SFTTrainer):
             return super().get_train_dataloader()
         finally:
             self.data_collator = collator
+
+    def prove_recut_images(self, model: Any) -> None:
+        """Compare an example of the first re-cut step with the example alone, unless `check_packing` is off.
+
+        Raises:
+            [`ContaminationError`]: on every rank, if they differ on one.
+        """
+        cutter = self._cutter
+        if not isinstance(cutter, ImageCutter) or cutter.sample is None:
+            return
+        (together, alone), cutter.sample = cutter.sample, None
+        if not self.args.check_packing or self._recut_is_proven:
+            return
+        self._recut_is_proven = True
+
+        def compare() -> ExampleProof:
+            with self.compute_loss_context_manager():
+                found = compare_example(model, together, alone, self._prepare_inputs)
+            found.require_exact()
+            return found
+
+        found = agree(self.accelerator, compare)
+        logger.info(
+            "trl-packfa: an example's losses differ by %.1e between the first re-cut micro-batch of %d and alone "
+            "(allowed %.1e).", found.difference, found.rows, found.allowed,
+        )  # fmt: skip
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

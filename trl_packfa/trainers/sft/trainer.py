@@ -385,6 +385,7 @@ class PackedSFTTrainer(TrainsOnImages):
         self.current_gradient_accumulation_steps = len(inputs.micro_batches)  # TRL divides the auxiliary loss by it
         syncs_itself = self.is_deepspeed_enabled
         self._total_train_tokens -= inputs.untrained  # TRL will add them
+        self.prove_recut_images(model)
         for micro_batch in in_turn(inputs, accelerator=self.accelerator, model=model, syncs_itself=syncs_itself):
             loss += self._run_micro_batch(model, micro_batch, num_items_in_batch)
         if inputs.micro_batches:
