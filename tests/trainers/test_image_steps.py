@@ -51,6 +51,16 @@ def test_prompts_and_streams_train_as_padded(tmp_path):
         assert worst(expected, logs) <= TRAJECTORY and min(entry["micro_batches"] for entry in logs) < 3
 
 
+def test_workers_and_a_resumed_run_train_the_same(tmp_path):
+    """Workers process the images; a run that resumes in the middle of an epoch skips what was trained."""
+    saving = {"save_strategy": "steps", "save_steps": 2, "dataloader_num_workers": 2}
+    common = {"data": vision.uneven(36), "lora": ["q_proj", "v_proj"], "max_steps": 3}
+    expected = train(build(tmp_path / "padded", padded=True, **common))
+    assert worst(expected, train(build(tmp_path / "run", **common, **saving))) <= TRAJECTORY
+    resumed = train(build(tmp_path / "run", **common), resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert worst(expected, resumed) <= TRAJECTORY
+
+
 def test_controls_differ(tmp_path, monkeypatch):
     """Images of other examples, and rows without their weights, train another loss."""
     merged, weights = Merging._merged, "trl_packfa.trainers.sft.image_steps._row_weights"
