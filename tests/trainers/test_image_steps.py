@@ -137,6 +137,19 @@ def test_a_budget_counts_tokens_and_patches(budget, tmp_path):
     assert max(sizes)[0] > budget if budget == 30 else len(sizes) > 3
 
 
+def test_out_of_memory_says_which_budget_to_lower(tmp_path):
+    model, processor = vision.family("llava")
+    trainer = build(tmp_path, built=(model, processor), check_packing=False, max_tokens_per_microbatch=150)
+
+    def fails(*args, **kwargs):
+        raise MemoryError("no memory")
+
+    model.forward = fails
+    with pytest.raises(MemoryError) as raised:
+        train(trainer)
+    assert "Lower max_tokens_per_microbatch from 150 to 75" in str([raised.value.args, raised.value.__notes__])
+
+
 def test_weights_follow_the_shapes_and_what_trains():
     model, _ = vision.family("llava")
     trained = ImageWeights.of(model)
