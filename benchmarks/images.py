@@ -3,8 +3,8 @@
     python benchmarks/images.py
 
 Each side is a process of its own, and the sides run in turn. The texts have log-normal lengths (median 122 tokens,
-sigma 1.0), an image has 4 to 100 tokens. Figures: true tokens per second of the whole run, CPU seconds (for a machine with other
-work on it), and the peak memory.
+sigma 1.0), an image has 4 to 100 tokens. Figures: true tokens per second of the whole run, CPU seconds (for a machine
+with other work on it), and the peak memory.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ def run_side(side, documents, seed):
     tokens = logs[-1]["num_tokens"]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     figures = {
-        "side": side, "seconds": round(seconds, 1), "CPU seconds": round(worked, 1), "tokens/s": round(tokens / seconds), "peak MB": round(peak),
+        "side": side, "seconds": round(seconds, 1), "CPU seconds": round(worked, 1),
+        "tokens/s": round(tokens / seconds), "peak MB": round(peak),
         "micro-batches": [entry.get("micro_batches") for entry in logs], "losses": [entry["loss"] for entry in logs],
     }  # fmt: skip
     print("RESULT " + json.dumps(figures), flush=True)
