@@ -8,6 +8,7 @@ from trl_packfa import PackedLayout
 from trl_packfa.errors import InvalidLayout
 from trl_packfa.layout import shared_prefix, shared_rows
 from trl_packfa.layout.padded_rows import PaddedRows, rows_of
+from trl_packfa.layout.prefix_tree import SHORTEST
 from trl_packfa.layout.shared_rows import SharedRows, share, shared_rows_of, tell_shared
 
 # A prefix of two documents, one of which goes on in two ways; one document that is a prefix; one by itself.
@@ -156,7 +157,7 @@ def test_as_much_is_shared_as_there_is():
 
 
 def test_nothing_is_shared_where_little_is_alike():
-    same = torch.arange(1, shared_rows.SHORTEST)
+    same = torch.arange(1, SHORTEST)
     batch = padded([torch.cat([same, torch.tensor([i])]) for i in (70, 71)])
     assert share(rows_of(batch["attention_mask"]), batch["input_ids"]) is None
     assert share(PaddedRows((2, 3), (0, 0), (3, 0)), torch.ones(2, 3)) is None

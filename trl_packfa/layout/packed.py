@@ -21,6 +21,7 @@ import torch
 from ..errors import InvalidLayout
 from .blocks import Blocks, plan_blocks
 from .offsets import LayoutSizes, offsets_of
+from .prefix_tree import PrefixTree
 from .shared_prefix import TokenGather, require_prefixes, visible_segments
 
 _MOST_TOKENS = torch.iinfo(torch.int32).max
@@ -109,6 +110,9 @@ class PackedLayout:
             Tokens that see each other in both directions, as those of an image do in some models.
         causal (`bool`, *optional*, defaults to `True`):
             Whether a token sees only the tokens before it in its document. In an encoder it sees the whole document.
+        prefix_tree ([`PrefixTree`], *optional*):
+            The common prefixes of the documents, if the collator has looked for them. The row still holds whole
+            documents: a model patched with `share_prefixes=True` computes each prefix once.
 
     Raises:
         [`InvalidLayout`]: if a length is not positive, if the counts disagree, if a document crosses the end of a row,
@@ -122,6 +126,7 @@ class PackedLayout:
     documents: tuple[tuple[int, ...], ...] | None = None
     blocks: Blocks | None = None
     causal: bool = True
+    prefix_tree: PrefixTree | None = None
     # Results that a kernel derives from the boundaries (block masks, groups), kept for the forward's other layers.
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 

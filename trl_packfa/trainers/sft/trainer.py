@@ -42,6 +42,7 @@ from ...errors import ContaminationError, InvalidConfig, NoBackend, UnsupportedM
 from ...exactness import ExactnessReport
 from ...packing import PackedBatchSampler, PackingReport
 from ...patching import inspect
+from ...patching.apply import unpadding_of
 from ..common.batching import FREE, TOGETHER
 from ..common.chat_templates import left_out_by_template
 from ..common.checkpoint_files import count_batch, write_reports
@@ -216,7 +217,8 @@ class PackedSFTTrainer(SFTTrainer):
         apply_liger(model, args)  # before the patch: later the Trainer would replace the patch's forwards by Liger's
         self._gate.switch_checkpointing(model)
         with self.accelerator.autocast():  # if `patch` has to check the model, its check is the run's proof
-            patch(model, **args.patch_options)
+            patch(model, unpad=args.share_prefixes, **args.patch_options)  # prefixes are proven with padded rows
+        self._speed.sharing = unpadding_of(model)
         compile_by_layer(model, args, self.accelerator, whole=self.is_zero3_enabled)
         self._terms = PaddedTerms(args, self.accelerator, model, balances_experts=self.aux_loss_enabled)
         if self.aux_loss_enabled and not self.is_zero3_enabled:
@@ -295,6 +297,7 @@ class PackedSFTTrainer(SFTTrainer):
 
         def tokenize(uncut: PackedSFTConfig) -> AnyDataset:
             given = without_our_columns(dataset)
+            given = self._data.expand(given, self._tokenizer, self.chat_template, name=dataset_name)
             return by_trl(given, processing_class, uncut, False, formatting_func, dataset_name)
 
         return self._data.prepare(tokenize, name=dataset_name)
