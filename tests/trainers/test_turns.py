@@ -143,7 +143,7 @@ def test_a_template_that_keeps_thoughts_gives_ordinary_multi_turn_training(tmp_p
     options = {"max_steps": 4, "learning_rate": 1e-4, "data": data}
     expected, _ = trained(padded(tmp_path, template=None, assistant_only_loss=True, batch=1, **options))
     trainer = expanded(tmp_path, template=None, **options)
-    found, logs = trained(trainer)
+    found, _ = trained(trainer)
     assert_trajectory(found, expected)
     whole = tokenizer(None)
     lengths = [len(whole.apply_chat_template(m, return_dict=True)["input_ids"]) for m in data["messages"]]
@@ -235,7 +235,7 @@ def test_a_row_is_split_where_it_is_too_large():
     assert split_example(example, 90) == [example]
     halves = split_example(example, 60)
     assert [half[SAVED] for half in halves] == [40, 40, 0] and all(half["source"] == "a" for half in halves)
-    assert sum((half["input_ids"] for half in halves), []) == ids
+    assert [token for half in halves for token in half["input_ids"]] == ids
 
 
 def test_a_tree_counts_what_is_computed():
@@ -293,7 +293,7 @@ def test_data_without_turns_is_refused(tmp_path):
 
 def test_a_template_whose_history_changes_is_refused(tmp_path):
     counting = "{{ messages | length ~ ' ' }}" + DROPS_THOUGHTS
-    with pytest.raises(InvalidDataset, match="conversation 0: .* before turn 1 in another way"):
+    with pytest.raises(InvalidDataset, match=r"conversation 0: .* before turn 1 in another way"):
         expanded(tmp_path, template=counting)
 
 

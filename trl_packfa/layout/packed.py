@@ -310,6 +310,15 @@ class PackedLayout:
         return TokenGather.of_segments(self.lengths, self.documents, self.cu_seqlens.device)
 
     @cached_property  # every layer reads it
+    def pairs_saved(self) -> float:
+        """Pairs of query and key of whole documents, divided by those of segments whose prefixes run once."""
+        attention = self.attention
+        whole = sum(length**2 / 2 for length in self.full_sequences.lengths)
+        # A segment without a prefix is a document; after a prefix, each query is taken to see all keys.
+        pairs = zip(attention.queries.lengths, attention.keys.lengths, strict=True)
+        return whole / sum(n**2 / 2 if n == m else n * m for n, m in pairs)
+
+    @cached_property  # every layer reads it
     def sizes(self) -> LayoutSizes:
         """The sizes of this layout that a compiled graph may read."""
         return LayoutSizes(offsets_of(self.lengths), torch.empty(max(self.lengths) + 1, 0))

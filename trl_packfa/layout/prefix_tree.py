@@ -46,8 +46,8 @@ class PrefixTree(NamedTuple):
         alike = [common_length(documents[a], documents[b]) for a, b in itertools.pairwise(order)]
         segments: list[int] = []
         found: list[tuple[int, ...]] = [()] * len(documents)
-        # Each entry: neighbours from `first` up to `stop`, whose first `depth` tokens are in the segments `before`. The
-        # last entry comes next, so that a prefix lies beside its continuations.
+        # Each entry: neighbours from `first` up to `stop`, whose first `depth` tokens are in the segments `before`.
+        # The last entry comes next, so that a prefix lies beside its continuations.
         waiting: list[tuple[int, int, int, tuple[int, ...]]] = [(0, len(order), 0, ())]
         while waiting:
             first, stop, depth, before = waiting.pop()

@@ -176,9 +176,10 @@ class BackboneOverride(NamedOverride):
     @around_graphs
     def run_shared(self, call: dict[str, Any], shared: SharedDocuments) -> Any:
         """Run a packed call as a row that holds each common prefix once, and put the outputs back."""
-        device = call["input_ids"].device
-        taken = {name: value for name, value in shared.take_call(call).items() if name not in (*BOUNDARIES, *FOUND_BY_ITSELF)}
-        return shared.put_back_outputs(self.run_packed(taken, shared.layout(device)))
+        taken = shared.take_call(call)
+        for name in (*BOUNDARIES, *FOUND_BY_ITSELF):
+            taken.pop(name, None)
+        return shared.put_back_outputs(self.run_packed(taken, shared.layout(call["input_ids"].device)))
 
     @around_graphs
     def run_without_pads(self, call: dict[str, Any], rows: PaddedRows) -> Any:

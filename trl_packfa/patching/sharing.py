@@ -21,8 +21,8 @@ from .inspect import inner_model
 
 logger = logging.getLogger(__name__)
 
-# Arguments per token that a call may have if prefixes are to be compared by their ids alone; in a packed call also those
-# that say what its layout says.
+# Arguments per token that a call may have if prefixes are to be compared by their ids alone. In a packed call it may
+# also have those that say what its layout says.
 _COMPARED = ("input_ids", "attention_mask", "labels")
 _OF_LAYOUT = ("position_ids", "seq_idx")
 # Rates at which a module draws random numbers while it trains.

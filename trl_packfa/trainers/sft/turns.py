@@ -11,7 +11,7 @@ Shape letters: S examples of a conversation.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from ..common.dataset import AnyDataset, cut_some
 from ..common.trees import split_tree, tree_columns
 
 # Column with the number of an example's conversation, until its examples are one row.
-_CONVERSATION = "trl_packfa_conversation"
+CONVERSATION = "trl_packfa_conversation"
 # Number of a stream's conversations that one call expands.
 _EXPANDED_TOGETHER = 16
 
@@ -82,13 +82,13 @@ class TurnExpander:
     def _examples(self, conversations: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         """Return the examples of some conversations, in order."""
         kept = [] if self.keep is None or self.keep not in conversations else [self.keep]
-        examples: dict[str, list[Any]] = {name: [] for name in ("input_ids", "labels", _CONVERSATION, *kept)}
+        examples: dict[str, list[Any]] = {name: [] for name in ("input_ids", "labels", CONVERSATION, *kept)}
         for i, index in enumerate(indices):
             conversation = {name: values[i] for name, values in conversations.items()}
             for ids, start in self._turns(conversation, index):
                 examples["input_ids"].append(ids)
                 examples["labels"].append([-100] * start + ids[start:])
-                examples[_CONVERSATION].append(index)
+                examples[CONVERSATION].append(index)
                 for name in kept:
                     examples[name].append(conversation[name])
         return examples
@@ -165,7 +165,7 @@ def join(examples: Dataset, report: PackingReport, *, limit: int | None, name: s
         name (`str`):
             Name of the dataset.
     """
-    numbers = np.array(examples[_CONVERSATION])
+    numbers = np.array(examples[CONVERSATION])
     starts = np.flatnonzero(np.diff(numbers, prepend=-1))
     spans = Dataset.from_dict({"start": starts, "stop": [*starts[1:], len(numbers)]})
 
@@ -182,7 +182,7 @@ def join(examples: Dataset, report: PackingReport, *, limit: int | None, name: s
 
 def join_some(examples: dict[str, list[Any]], limit: int | None) -> dict[str, list[Any]]:
     """Make one row of the examples of each conversation, see [`join`]; counts of a stream's losses are added up."""
-    numbers = examples.pop(_CONVERSATION)
+    numbers = examples.pop(CONVERSATION)
     rows: dict[str, list[Any]] = {column: [] for column in (*examples, ROW_LENGTHS, SAVED)}
     for number in dict.fromkeys(numbers):
         of_one = [i for i, other in enumerate(numbers) if other == number]
