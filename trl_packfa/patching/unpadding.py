@@ -198,7 +198,9 @@ def _refuse_other_rows(call: dict[str, Any], rows: PaddedRows) -> None:
     """
     count, length = rows.shape
     tensors = {name: value for name, value in call.items() if isinstance(value, torch.Tensor) and value.dim() > 1}
-    found = [name for name, value in tensors.items() if value.shape[0] == count and value.shape[1] != length]
+    # Positions of three kinds for three rows, `(3, 3, L)`, are for each token.
+    others = {name: value for name, value in tensors.items() if rows.row_axis(value) is None}
+    found = [name for name, value in others.items() if value.shape[0] == count and value.shape[1] != length]
     if found and count > 1:
         raise PackingError(
             f"a batch without its pads cannot hold {', '.join(sorted(found))}.",

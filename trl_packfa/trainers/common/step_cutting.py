@@ -47,13 +47,18 @@ class Documents:
 
 
 class Slot(dict):
-    """A stand-in for one micro-batch of the Trainer. It holds token ids to count, and the micro-batches to run."""
+    """A stand-in for one micro-batch of the Trainer. It holds token ids to count, and the micro-batches to run.
 
-    def __init__(self, micro_batches: Sequence[dict[str, Any]], imbalance: float = 1.0) -> None:
+    Attributes:
+        imbalance (`float`): time of the step relative to ranks that are always busy.
+        untrained (`int`): tokens that TRL counts as trained, but that ranks run only to take part in collectives.
+    """
+
+    def __init__(self, micro_batches: Sequence[dict[str, Any]], imbalance: float = 1.0, *, untrained: int = 0) -> None:
         # Concatenated to `(1, T)`, because the Trainer counts tokens and operations by `input_ids`.
         ids = [micro_batch["input_ids"].reshape(1, -1) for micro_batch in micro_batches]
         super().__init__(input_ids=torch.cat(ids, dim=1) if ids else torch.empty((1, 0), dtype=torch.long))
-        self.micro_batches, self.imbalance = list(micro_batches), imbalance
+        self.micro_batches, self.imbalance, self.untrained = list(micro_batches), imbalance, untrained
 
 
 class StepCutter:

@@ -34,7 +34,6 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from trl import SFTTrainer
 
 from ...api import describe, patch
 from ...collator import SOURCES
@@ -67,7 +66,7 @@ from .construction import asks_for_packing, padded, settle_arguments
 from .dataloading import PackedData
 from .epoch_plan import summarize_plan
 from .exactness_gate import ExactnessGate, require_engine
-from .images import run_images_without_pads
+from .images import TrainsOnImages
 from .lm_head import LossHead, OwnHead, drop_unmeasured
 from .loss_weighting import SourceLosses, WeightedModel, as_example_labels, example_weights
 from .padded_terms import PaddedTerms
@@ -79,7 +78,7 @@ from .what_fits import tell_what_fits
 logger = get_logger(__name__)
 
 
-class PackedSFTTrainer(SFTTrainer):
+class PackedSFTTrainer(TrainsOnImages):
     """TRL's `SFTTrainer` with packing. It takes the same arguments; training matches padded training.
 
     ```python
@@ -111,10 +110,6 @@ class PackedSFTTrainer(SFTTrainer):
 
     # The Trainer declares these types more loosely.
     args: PackedSFTConfig
-    model: Any
-    train_dataset: Any
-    data_collator: Any
-    _tokenizer: Any
     _signature_columns: Any
 
     def __init__(
@@ -155,8 +150,8 @@ class PackedSFTTrainer(SFTTrainer):
         if refusal is None:
             try:
                 self._construct(model, settled, asked=args, **options)
-                if on_images:
-                    run_images_without_pads(self)
+                if on_images is not None:
+                    self.run_images_without_pads(on_images, own_collator=data_collator is not None)
                 return
             except (UnsupportedModel, ContaminationError, NoBackend, InvalidConfig) as late:
                 if asks_for_packing(args):
@@ -392,6 +387,8 @@ class PackedSFTTrainer(SFTTrainer):
         loss = torch.zeros((), device=self.args.device)  # an idle slot returns this zero
         self.current_gradient_accumulation_steps = len(inputs.micro_batches)  # TRL divides the auxiliary loss by it
         syncs_itself = self.is_deepspeed_enabled
+        self._total_train_tokens -= inputs.untrained  # TRL will add them
+        self.prove_recut_images(model)
         for micro_batch in in_turn(inputs, accelerator=self.accelerator, model=model, syncs_itself=syncs_itself):
             loss += self._run_micro_batch(model, micro_batch, num_items_in_batch)
         if inputs.micro_batches:
