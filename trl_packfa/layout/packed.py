@@ -21,6 +21,7 @@ import torch
 from ..errors import InvalidLayout
 from .blocks import Blocks, plan_blocks
 from .offsets import LayoutSizes, offsets_of
+from .shard import RowShard
 from .shared_prefix import TokenGather, require_prefixes, visible_segments
 
 _MOST_TOKENS = torch.iinfo(torch.int32).max
@@ -109,6 +110,9 @@ class PackedLayout:
             Tokens that see each other in both directions, as those of an image do in some models.
         causal (`bool`, *optional*, defaults to `True`):
             Whether a token sees only the tokens before it in its document. In an encoder it sees the whole document.
+        shard ([`RowShard`], *optional*):
+            The part of the tokens that this process holds, if several processes share the row. All other fields
+            describe the whole row.
 
     Raises:
         [`InvalidLayout`]: if a length is not positive, if the counts disagree, if a document crosses the end of a row,
@@ -122,6 +126,7 @@ class PackedLayout:
     documents: tuple[tuple[int, ...], ...] | None = None
     blocks: Blocks | None = None
     causal: bool = True
+    shard: RowShard | None = None
     # Results that a kernel derives from the boundaries (block masks, groups), kept for the forward's other layers.
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -242,6 +247,16 @@ class PackedLayout:
     def row_length(self) -> int:
         """Row length L in tokens."""
         return self.num_tokens // self.rows
+
+    @property
+    def local_shape(self) -> tuple[int, int]:
+        """Rows and row length that this process holds."""
+        return self.rows, self.row_length if self.shard is None else self.row_length // self.shard.size
+
+    @cached_property  # every layer reads it
+    def whole(self) -> PackedLayout:
+        """The layout of the whole row in a process that holds a part of it."""
+        return self if self.shard is None else replace(self, shard=None, memo={})
 
     @cached_property  # every layer reads it
     def max_seqlen(self) -> int:

@@ -41,6 +41,12 @@ def without_packing(args: TrainingArguments | None, output_dir: str, column: str
     if packed is not None and not packed.packing:
         return None
     strategy = packed.strategy if packed is not None else None
+    if packed is not None and packed.sequence_parallel > 1:
+        raise InvalidConfig(
+            f"sequence_parallel={packed.sequence_parallel}, but the dataset has images in its column '{column}'.",
+            why=["such batches run padded rows without their pads, and only packed rows can be shared"],
+            do="Drop sequence_parallel, or the column to train on the text alone.",
+        )
     if (strategy is not None and strategy.fills_rows) or (packed is None and getattr(args, "packing", False)):
         raise InvalidConfig(
             f"rows cannot be filled before training: the dataset has images in its column '{column}'.",
