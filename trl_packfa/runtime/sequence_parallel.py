@@ -58,16 +58,14 @@ def shard_batch(
     shard = group if isinstance(group, RowShard) else RowShard.of(group)
     shape, padding = (layout.rows, layout.row_length), -layout.num_tokens % shard.size
 
-    def part(tokens: torch.Tensor, fill: int = 0) -> torch.Tensor:
-        flat = tokens.flatten(0, 1)
-        return shard.local(torch.cat([flat, flat.new_full((padding, *flat.shape[1:]), fill)]))[None]
-
     given = {name: value for name, value in batch.items() if name not in (*BOUNDARIES, "attention_mask")}
     given.setdefault("position_ids", layout.position_ids())
     by_token = {name for name, value in given.items() if isinstance(value, torch.Tensor) and value.shape[:2] == shape}
-    parts = {name: part(given[name], -100 if "labels" in name else 0) for name in by_token}
-    if "labels" in parts and "shift_labels" not in parts:
-        parts["shift_labels"] = part(shifted_labels(given["labels"], layout), -100)
+    if "labels" in by_token and "shift_labels" not in by_token:
+        given["shift_labels"] = shifted_labels(given["labels"], layout)
+        by_token.add("shift_labels")
+    fills = {name: -100 if "labels" in name else 0 for name in by_token}
+    parts = {name: local_part(given[name].flatten(0, 1), shard, fill)[None] for name, fill in fills.items()}
     if padding:
         whole = PackedLayout.from_lengths(
             (*layout.lengths, padding), padding=layout.padding + padding, device=layout.cu_seqlens.device
@@ -75,6 +73,12 @@ def shard_batch(
     else:
         whole = replace(layout, rows=1, memo={})
     return {**given, **parts, "packed_layout": replace(whole, shard=shard, memo={})}
+
+
+def local_part(tokens: torch.Tensor, shard: RowShard, fill: int) -> torch.Tensor:
+    """Return this process's part of a tensor with a value for each token, padded with `fill` to N equal parts."""
+    missing = -len(tokens) % shard.size
+    return shard.local(torch.cat([tokens, tokens.new_full((missing, *tokens.shape[1:]), fill)]))
 
 
 def shifted_labels(labels: torch.Tensor, layout: PackedLayout) -> torch.Tensor:

@@ -108,18 +108,16 @@ def refuse_shared_rows(args: CommonConfig, *, own_loss: bool) -> None:
             )
 
 
-def require_shareable(model: nn.Module, args: CommonConfig, *, balances_experts: bool) -> None:
+def require_shareable(model: nn.Module, args: CommonConfig) -> None:
     """Require a patched model that runs rows which ranks share.
 
     Args:
         model (`torch.nn.Module`), args ([`CommonConfig`]):
             The patched model and the run's config.
-        balances_experts (`bool`):
-            Whether the routers' auxiliary loss is trained.
 
     Raises:
         [`UnsupportedModel`]: with the reason.
-        [`InvalidConfig`]: if the size does not divide the attention heads, or the routers' loss is trained.
+        [`InvalidConfig`]: if the size does not divide the attention heads.
     """
     size, state = args.sequence_parallel, find_state(model)
     if size == 1 or state is None:
@@ -127,12 +125,6 @@ def require_shareable(model: nn.Module, args: CommonConfig, *, balances_experts:
     mixers, invocations = state.mixers.values(), bool(state.invocations)
     if (refusal := shard_refusal(state.patch, mixers, has_invocations=invocations)) is not None:
         raise refuse_shards(model, size, refusal)
-    if balances_experts:
-        raise InvalidConfig(
-            f"the routers' auxiliary loss with sequence_parallel={size} cannot be trained.",
-            why=["it depends on all tokens of a padded micro-batch, and each process holds only a part of a row"],
-            do="Set router_aux_loss_coef=0.0 to train without it, or drop sequence_parallel.",
-        )
     heads = getattr(model_config(model).get_text_config(), "num_attention_heads", None)
     if isinstance(heads, int) and heads % size:
         raise InvalidConfig(

@@ -229,7 +229,7 @@ class PackedSFTTrainer(SharedRowsTrainer):
             refuse_loss_function(self.compute_loss_func, vocabulary=text.vocab_size, device=args.device)
         if self.neftune_noise_alpha is not None:
             refuse_noise(model)
-        require_shareable(model, args, balances_experts=self.aux_loss_enabled)
+        require_shareable(model, args)
         if self.is_proven_wrapped:
             refuse_uneven_calls(model, getattr(self.accelerator.state, "fsdp_plugin", None))
         refuse_sources(args, self.train_dataset)
