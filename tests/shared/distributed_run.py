@@ -221,7 +221,7 @@ def run(
             trainer.train()
             return {"losses": losses(trainer)}
     if evaluate:
-        return {"eval": trainer.evaluate(dataset(8))["eval_loss"]}
+        return {"eval": trainer.evaluate(dataset(8 if evaluate is True else evaluate))["eval_loss"]}
     trained = count_trained(trainer)
     trainer.train(resume_from_checkpoint=resume)
     if trainer.is_fsdp_enabled:  # of a sharded state dict the Trainer would save nothing, without a word

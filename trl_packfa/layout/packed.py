@@ -111,8 +111,7 @@ class PackedLayout:
         causal (`bool`, *optional*, defaults to `True`):
             Whether a token sees only the tokens before it in its document. In an encoder it sees the whole document.
         shard ([`RowShard`], *optional*):
-            The part of the tokens that this process holds, if several processes share the row. All other fields
-            describe the whole row.
+            The part that this process holds, if several share the row. Other fields describe the whole row.
 
     Raises:
         [`InvalidLayout`]: if a length is not positive, if the counts disagree, if a document crosses the end of a row,

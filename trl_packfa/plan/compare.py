@@ -18,7 +18,10 @@ from ..trainers.sft.epoch_plan import EpochPlan, plan_epoch
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one strategy: the report of cut documents, their lengths, and the epoch by number of ranks."""
+    """Result of one strategy: the report of cut documents, their lengths, and the epoch by number of ranks.
+
+    Ranks that share rows count as one in an epoch's `world_size`.
+    """
 
     strategy: Strategy
     report: PackingReport
@@ -66,7 +69,10 @@ def _outcome(
         require_budget(args.max_tokens_per_microbatch, int(lengths[longest]), which)
         if cut != FREE:
             require_whole(args.max_tokens_per_microbatch, lengths, args.per_device_train_batch_size)
-    batchings = {n: Batching.of(args, strategy=strategy, world_size=n, quadratic=quadratic, cut=cut) for n in ranks}
+    batchings = {
+        n: Batching.of(args, strategy=strategy, world_size=n // args.sequence_parallel, quadratic=quadratic, cut=cut)
+        for n in ranks
+    }
     return Outcome(strategy, report, lengths, {n: plan_epoch(lengths, b) for n, b in batchings.items()})
 
 

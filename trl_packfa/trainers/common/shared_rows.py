@@ -108,6 +108,26 @@ def refuse_shared_rows(args: CommonConfig, *, own_loss: bool) -> None:
             )
 
 
+def refuse_short_rows(args: CommonConfig, largest: int) -> None:
+    """Refuse rows that have fewer tokens than ranks share them.
+
+    Args:
+        args ([`CommonConfig`]):
+            The run's config.
+        largest (`int`):
+            Largest number of tokens in a micro-batch.
+
+    Raises:
+        [`InvalidConfig`]: with both numbers.
+    """
+    if largest < args.sequence_parallel:
+        raise InvalidConfig(
+            f"sequence_parallel={args.sequence_parallel}, but no micro-batch has more than {largest} tokens.",
+            why=["some processes would never hold a token"],
+            do=f"Set sequence_parallel={largest} or less, or pack more documents into a micro-batch.",
+        )
+
+
 def require_shareable(model: nn.Module, args: CommonConfig) -> None:
     """Require a patched model that runs rows which ranks share.
 

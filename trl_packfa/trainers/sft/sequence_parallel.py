@@ -13,6 +13,7 @@ from accelerate.utils import recursively_apply
 from torch import nn
 from trl import SFTTrainer
 
+from ...runtime.memory import peak_memory
 from ...runtime.sequence_parallel import SharedRowModel
 from ..common.shared_rows import row_group
 from .config import PackedSFTConfig
@@ -56,6 +57,15 @@ class SharedRowsTrainer(SFTTrainer):
             counts: Any = self.accelerator.gather(torch.tensor([surplus], device=self.accelerator.device))
             surplus = int(counts.sum())
         self._total_train_tokens -= surplus
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log TRL's metrics, and the peak memory of the process that shares rows and has most."""
+        if self._size > 1 and "loss" in logs:
+            peaks: Any = self.accelerator.gather(
+                torch.tensor([peak_memory(self.args.device)], device=self.args.device)
+            )
+            logs["peak_memory_gb"] = float(peaks.max()) / 1e9
+        super().log(logs, start_time)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's evaluation loop. Of each group it takes one process's results."""

@@ -57,7 +57,7 @@ from ..common.parallelism import refuse_uneven_calls
 from ..common.resuming import identity
 from ..common.run_context import alone_in_folder, go_on, whole
 from ..common.sampler import EpochCallback
-from ..common.shared_rows import require_shareable, share_rows
+from ..common.shared_rows import refuse_short_rows, require_shareable, share_rows
 from ..common.step_cutting import Slot, StepCutter, count_every_rank, how_to_cut, in_turn, require_aligned
 from ..common.transfer import copies_without_waiting, send
 from ..common.validation import refuse_precision
@@ -264,6 +264,7 @@ class PackedSFTTrainer(SharedRowsTrainer):
             return {}
         lengths = read_lengths(self.train_dataset)
         require_same_documents(self.accelerator, lengths)
+        refuse_short_rows(self.args, self._data.batching.micro_batch_tokens(lengths))
         plan = summarize_plan(self.args, lengths, quadratic=quadratic_weight(self.model), cut=cut)
         logger.info("trl-packfa: %s", ", ".join(f"{name} {value:,.4g}" for name, value in plan.items()))
         return plan
