@@ -30,7 +30,7 @@ from trl_packfa.bench.memory import reset_resident_peak
 from trl_packfa.runtime.memory import resident_peak
 
 VOCABULARY, DOCUMENT = 1024, 4096
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 704,
     "num_hidden_layers": 4,

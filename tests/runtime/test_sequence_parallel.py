@@ -78,6 +78,17 @@ def test_ranks_compute_the_row_of_one(monkeypatch, kind, size):
         assert_recomputed(found[2][name].float(), gradient.float())
 
 
+def test_transformers_own_losses_add_up(monkeypatch):
+    model, batch = KINDS["llama"]().double(), batch_of()
+    models = [trl_packfa.patch(copy.deepcopy(model)) for _ in range(2)]
+    expected = models[0](**batch, num_items_in_batch=10).loss
+    parts = Ranks(2).run(
+        monkeypatch, lambda shard: models[shard.rank](**shard_batch(batch, shard), num_items_in_batch=10).loss.detach()
+    )
+    assert_float32(sum(parts), expected.detach())
+    assert differs(parts[0] * 2, expected.detach())
+
+
 def test_labels_that_are_cut_before_they_are_shifted_are_not_those_of_one(monkeypatch):
     """The control: the last token of a part has no label."""
 

@@ -15,6 +15,8 @@ RUNS = {
     for kind in distributed_run.SHARED
     for strategy in ("step", "bfd")
 }
+BY_STEPS, BY_ROWS = ({name: RUNS[name] for name in RUNS if name.endswith(strategy)} for strategy in ("step", "bfd"))
+EXPERTS = {"gpt_oss bfd": RUNS["gpt_oss bfd"]}
 MORE = {
     "LoRA": {"builds": "llama"},
     "checkpointing": {"builds": "llama", "gradient_checkpointing": True},
@@ -29,7 +31,7 @@ MORE = {
     "means": {"builds": "llama", "average_tokens_across_devices": False},
     "compiled": {"builds": "llama", "torch_compile": True, "torch_compile_backend": "eager"},
 }
-FULL = {"builds": "llama", "lora": False}
+FULL = {"lora": False}
 RESUMED = {**FULL, "max_steps": 6}
 # Each part shifts its own labels; each part attends to itself; each process takes its own loss's gradient.
 FAULTS = {f"fault: {name}": {**FULL, "fault": name, "check_packing": False} for name in ("labels", "layout")}
@@ -64,7 +66,8 @@ def start(processes, folder, scenarios):
 def two(folder, one):
     resumed = {"resume": {**RESUMED, "resume": str(folder / "one" / "resume" / "checkpoint-2")}}
     alike = {**RUNS, **MORE, **FAULTS, **CAUGHT, **resumed, "FSDP2": {**FULL, **FSDP2}}
-    return start(2, folder / "two", {**shared(alike), "evaluated": {**FULL, "evaluate": 11}})
+    whole = {f"whole rows, {name}": options for name, options in {"means": MORE["means"], **EXPERTS}.items()}
+    return start(2, folder / "two", {**shared(alike), **whole, "evaluated": {**FULL, "evaluate": 11}})
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +75,8 @@ def four(folder, two):
     """Four that share rows, and two groups of two."""
     resumed = {"resume": {**RESUMED, "resume": str(folder / "two" / "resume" / "checkpoint-4")}}
     pairs = {"FSDP2": {**FULL, **FSDP2}, "evaluated": {**FULL, "evaluate": 11}, **resumed, "means": MORE["means"]}
-    groups = {f"groups, {name}": options for name, options in shared({**RUNS, **pairs}).items()}
-    return start(4, folder / "four", {**groups, **shared(RUNS, 4)})
+    groups = {f"groups, {name}": options for name, options in shared({**BY_ROWS, **pairs}).items()}
+    return start(4, folder / "four", {**groups, **shared(BY_STEPS, 4)})
 
 
 def assert_same(result, expected):
@@ -89,10 +92,15 @@ def test_two_processes_share_rows(one, two, name):
     assert_same(two[name], one[name])
 
 
-@pytest.mark.parametrize("name", RUNS)
-@pytest.mark.parametrize("groups", ["", "groups, "], ids=["one group", "two groups"])
-def test_four_processes_share_rows(one, four, groups, name):
-    assert_same(four[groups + name], one[name])
+@pytest.mark.parametrize("name", BY_STEPS)
+def test_four_processes_share_rows(one, four, name):
+    assert_same(four[name], one[name])
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_two_groups_of_two_share_rows(one, two, four, name):
+    """The routers' loss of two processes is another one than that of one, as it is no sum over tokens."""
+    assert_same(four[f"groups, {name}"], two[f"whole rows, {name}"] if name in EXPERTS else one[name])
 
 
 @pytest.mark.parametrize("processes", ["two", "four"])
@@ -114,7 +122,7 @@ def test_another_degree_resumes(one, two, four):
 
 def test_the_mean_of_each_ranks_loss_is_the_groups(four, two):
     """`average_tokens_across_devices=False`: with two groups it is the mean of two losses, as of two processes."""
-    assert four["groups, means"]["tokens"] == two["means"]["tokens"]
+    assert_trajectory(four["groups, means"]["losses"], two["whole rows, means"]["losses"])
 
 
 def test_groups_evaluate_as_processes(two, four):

@@ -28,6 +28,11 @@ class SharedRowsTrainer(SFTTrainer):
         """Return the number of processes with the same batch. The Trainer divides counts and losses by it."""
         return super().get_tp_size() * self._size
 
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | int | None:
+        found = super()._get_num_items_in_batch(batch_samples, device)
+        # The Trainer divides by the number of processes with the same batch, also if it has not summed over them.
+        return found if found is None or self.args.average_tokens_across_devices else found * self._size
+
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return this process's share of the operations of a batch."""
         return super().floating_point_ops(inputs) // self._size

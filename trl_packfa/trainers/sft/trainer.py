@@ -436,7 +436,7 @@ class PackedSFTTrainer(SharedRowsTrainer):
         by_example = self.args.loss_weighting == "example" and is_training
         sources = {name: inputs[name] for name in ("labels", "packed_layout", SOURCES) if name in inputs}
         inputs.pop(SOURCES, None)  # no model takes strings
-        called = self._shared(model, inputs)
+        called: Any = self._shared(model, inputs)
         called = called if self._terms is None else self._terms.wrap(called, inputs)
         weighted = None
         if by_example or SOURCES in sources:
