@@ -267,7 +267,7 @@ def test_memory_that_no_gpu_has_is_said_with_what_is_left_to_do(tmp_path, saved)
     assert "a GPU of 4 GB will do" in "\n".join(made(tmp_path, shape=shape, **args).advice)
 
 
-def test_shared_rows_are_advised_where_no_gpu_holds_one(tmp_path, saved):
+def test_sharded_rows_are_advised_where_no_gpu_holds_one(tmp_path, saved):
     args = {"model_name_or_path": saved["MODEL"], "max_length": None, "gradient_checkpointing": False}
     shape = read_shape(arguments(out=tmp_path, **args))
     text = "\n".join(made(tmp_path, [80_000_000, 5], shape=shape, **args).advice)

@@ -139,6 +139,12 @@ def test_batches_without_boundaries_are_refused():
         shard_batch({"input_ids": ids}, RowShard(0, 2))
 
 
+def test_positions_of_several_axes_are_refused():
+    batch = batch_of()
+    with pytest.raises(InvalidLayout, match=r"position_ids of shape \(3, 1, 71\) cannot be cut"):
+        shard_batch({**batch, "position_ids": batch["position_ids"].expand(3, 1, -1)}, RowShard(0, 2))
+
+
 def test_tokens_that_are_not_the_part_are_refused():
     batch = batch_of()
     layout = shard_batch(batch, RowShard(0, 2))["packed_layout"]

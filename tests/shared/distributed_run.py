@@ -232,7 +232,7 @@ def run(
         "norms": [entry["grad_norm"] for entry in trainer.state.log_history if "loss" in entry],
         "accuracy": [entry.get("mean_token_accuracy") for entry in trainer.state.log_history if "loss" in entry],
         "flos": trainer.state.total_flos,
-        "shared_row": None if scenario.get("padded") else trainer.exactness.shared_row,
+        "sharded_row": None if scenario.get("padded") else trainer.exactness.sharded_row,
         "tokens": [entry["num_tokens"] for entry in trainer.state.log_history if "loss" in entry],
         "trained": sum(gather_object([sum(trained)])),
         "verdict": "padded" if scenario.get("padded") else trainer.exactness.verdict,

@@ -23,7 +23,7 @@ from ..patching.inspect import inner_model
 from ..patching.rotary import depends_on_length
 from ..runtime.compile import uncompiled
 from ..runtime.per_document import BOUNDARIES
-from ..runtime.sequence_parallel import SharedRowModel, shard_batch
+from ..runtime.sequence_parallel import ShardedRowModel, shard_batch
 from .compare import NOISE_FACTOR
 from .head import HeadProof, check_head, kept_outputs
 from .products import fast_half_products
@@ -103,7 +103,7 @@ def check_batch(
     trained = [document[:most] != -100 for document in layout.split(batch["labels"])]
     chosen = _choose([int(mask[1:].sum()) for mask in trained])
     batch = {name: value for name, value in batch.items() if name != "loss"}
-    called: Any = model if group is None else SharedRowModel(model, group)
+    called: Any = model if group is None else ShardedRowModel(model, group)
     with quiet(model, training=True), uncompiled(model), fast_half_products(model):
         with kept_outputs(model) as outputs:
             packed = log_probs_of(model, batch, called)

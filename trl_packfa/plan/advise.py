@@ -35,7 +35,7 @@ PAPER = (
 def advise(plan: Plan) -> tuple[str, ...]:
     """Return the advice as sentences, the recommendation first."""
     parts = (_recommend, _steps, _few, _lost, _outlier, _budget, _waiting, _untrained, _fits, _checkpointing,
-             _shared_rows)  # fmt: skip
+             _sharded_rows)  # fmt: skip
     return tuple(sentence for part in parts for sentence in part(plan))
 
 
@@ -239,7 +239,7 @@ def _checkpointing(plan: Plan) -> Iterator[str]:
     )
 
 
-def _shared_rows(plan: Plan) -> Iterator[str]:
+def _sharded_rows(plan: Plan) -> Iterator[str]:
     """Say when GPUs have to share rows, and what it costs."""
     memory, shape, args = plan.memory.get(plan.chosen.strategy.name), plan.shape, plan.args
     if memory is None or shape is None:

@@ -59,7 +59,13 @@ def shard_batch(
     shape, padding = (layout.rows, layout.row_length), -layout.num_tokens % shard.size
 
     given = {name: value for name, value in batch.items() if name not in (*BOUNDARIES, "attention_mask")}
-    given.setdefault("position_ids", layout.position_ids())
+    positions = given.setdefault("position_ids", layout.position_ids())
+    if positions.shape[:2] != shape:
+        raise InvalidLayout(
+            f"position_ids of shape {tuple(positions.shape)} cannot be cut: the batch has {shape[0]} x {shape[1]} "
+            "tokens.",
+            do="Send one position for each token of each row, or none: they count from 0 in each document.",
+        )
     by_token = {name for name, value in given.items() if isinstance(value, torch.Tensor) and value.shape[:2] == shape}
     if "labels" in by_token and "shift_labels" not in by_token:
         given["shift_labels"] = shifted_labels(given["labels"], layout)
@@ -87,7 +93,7 @@ def shifted_labels(labels: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
     return shifted.index_fill(0, layout.cu_seqlens[1:].long().to(labels.device) - 1, -100).view_as(labels)
 
 
-class SharedRowModel:
+class ShardedRowModel:
     """A wrapper of a model that runs a whole row on the processes of a group, and returns all its tokens' results.
 
     Every process of the group calls it with the same batch and gets the same results, so losses are computed as on one

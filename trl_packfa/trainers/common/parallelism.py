@@ -1,7 +1,7 @@
 """Ways of parallel training: checks that refuse those which packing does not support, with the reasons.
 
 Weights may be sharded over ranks. A packed row is whole on one rank, or shared by a group of ranks
-(`shared_rows.py`).
+(`sharded_rows.py`).
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ from ...collator import LOSSES, SOURCES, DataCollatorForPacking
 from ...errors import UnsupportedModel
 from ...exactness import (
     ExactnessReport,
-    SharedRowProof,
+    ShardedRowProof,
     check,
     check_batch,
-    check_shared_row,
+    check_sharded_row,
     proof_identity,
     reusable_proof,
 )
@@ -31,7 +31,7 @@ from ...runtime.compile import uncompiled
 from ...terminal.progress import proving
 from ..common.distributed import agree, from_main_rank
 from ..common.padded_batch_map import ORIGINS
-from ..common.shared_rows import row_group
+from ..common.sharded_rows import row_group
 from ..common.step_cutting import Slot
 from .config import PackedSFTConfig
 
@@ -102,7 +102,7 @@ class ExactnessGate:
         if self._everywhere(proven is not None):
             assert proven is not None
             logger.info("trl-packfa: %s; proven when the model was patched", proven)
-            self.report = self._with_shared_rows(replace(proven, identity=identity), engine, collator, documents)
+            self.report = self._with_sharded_rows(replace(proven, identity=identity), engine, collator, documents)
             return self.report
 
         def proof(progress: Callable[[str, float], None]) -> ExactnessReport:
@@ -124,10 +124,10 @@ class ExactnessGate:
         with proving("proving on this model that no document sees another", shown=shown) as progress:
             found = agree(self.accelerator, lambda: proof(progress))
         logger.info("trl-packfa: %s in %.1f s", found, found.seconds)
-        self.report = self._with_shared_rows(replace(found, identity=identity), engine, collator, documents)
+        self.report = self._with_sharded_rows(replace(found, identity=identity), engine, collator, documents)
         return self.report
 
-    def _with_shared_rows(
+    def _with_sharded_rows(
         self, report: ExactnessReport, engine: Any, collator: Any, documents: Any
     ) -> ExactnessReport:
         """Return the report with the check of rows that processes share; unchanged if none do.
@@ -139,9 +139,9 @@ class ExactnessGate:
         if group is None:
             return report
 
-        def proof() -> SharedRowProof:
+        def proof() -> ShardedRowProof:
             with self.accelerator.autocast():
-                found = check_shared_row(
+                found = check_sharded_row(
                     engine, group, collator=collator, documents=_first_documents(documents), seed=self.args.seed
                 )
             found.require_exact()
@@ -149,8 +149,8 @@ class ExactnessGate:
 
         shared = agree(self.accelerator, proof)
         logger.info("trl-packfa: %s", shared)
-        return replace(report, shared_row=shared.difference, shared_row_allowed=shared.allowed,
-                       shared_row_gradients=shared.gradient)  # fmt: skip
+        return replace(report, sharded_row=shared.difference, sharded_row_allowed=shared.allowed,
+                       sharded_row_gradients=shared.gradient)  # fmt: skip
 
     def switch_checkpointing(self, model: Any) -> None:
         """Switch activation checkpointing on as training will, because TRL does so only later."""

@@ -1,4 +1,4 @@
-"""`SharedRowsTrainer`: TRL's `SFTTrainer` whose processes share rows in groups (`sequence_parallel`).
+"""`ShardedRowsTrainer`: TRL's `SFTTrainer` whose processes share rows in groups (`sequence_parallel`).
 
 A group counts as one data-parallel process: all of its processes get the same batches. Here are the Trainer's hooks
 that count processes. Without sharing they do nothing.
@@ -14,12 +14,12 @@ from torch import nn
 from trl import SFTTrainer
 
 from ...runtime.memory import peak_memory
-from ...runtime.sequence_parallel import SharedRowModel
-from ..common.shared_rows import row_group
+from ...runtime.sequence_parallel import ShardedRowModel
+from ..common.sharded_rows import row_group
 from .config import PackedSFTConfig
 
 
-class SharedRowsTrainer(SFTTrainer):
+class ShardedRowsTrainer(SFTTrainer):
     """TRL's `SFTTrainer` with groups of `args.sequence_parallel` processes that share each row."""
 
     args: PackedSFTConfig
@@ -49,7 +49,7 @@ class SharedRowsTrainer(SFTTrainer):
     def _shared(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         """Return the model that runs a batch: for packed batches the one that the group shares."""
         group = row_group(self.args, self.accelerator)
-        return model if group is None or "attention_mask" in inputs else SharedRowModel(model, group)
+        return model if group is None or "attention_mask" in inputs else ShardedRowModel(model, group)
 
     def _uncount_padding(self, inputs: dict[str, Any], mode: str) -> None:
         """Subtract from TRL's token count what is no true token, on all ranks: TRL adds the whole row of each rank."""

@@ -57,7 +57,7 @@ from ..common.parallelism import refuse_uneven_calls
 from ..common.resuming import identity
 from ..common.run_context import alone_in_folder, go_on, whole
 from ..common.sampler import EpochCallback
-from ..common.shared_rows import refuse_short_rows, require_shareable, share_rows
+from ..common.sharded_rows import refuse_short_rows, require_shareable, share_rows
 from ..common.step_cutting import Slot, StepCutter, count_every_rank, how_to_cut, in_turn, require_aligned
 from ..common.transfer import copies_without_waiting, send
 from ..common.validation import refuse_precision
@@ -71,7 +71,7 @@ from .lm_head import LossHead, OwnHead, drop_unmeasured
 from .loss_weighting import SourceLosses, WeightedModel, as_example_labels, example_weights
 from .padded_terms import PaddedTerms
 from .raw_dataset import usable
-from .sequence_parallel import SharedRowsTrainer
+from .sequence_parallel import ShardedRowsTrainer
 from .throughput import SpeedMeter
 from .validation import refuse_loss_function, refuse_noise, refuse_sources
 from .what_fits import tell_what_fits
@@ -79,7 +79,7 @@ from .what_fits import tell_what_fits
 logger = get_logger(__name__)
 
 
-class PackedSFTTrainer(SharedRowsTrainer):
+class PackedSFTTrainer(ShardedRowsTrainer):
     """TRL's `SFTTrainer` with packing. It takes the same arguments; training matches padded training.
 
     ```python

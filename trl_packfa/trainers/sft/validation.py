@@ -19,7 +19,7 @@ from ...patching.inspect import model_type
 from ..common.dataset_checks import TOKENS
 from ..common.liger import refuse_missing_liger
 from ..common.parallelism import asked_parallelism, refuse_parallelism, refuse_zero3
-from ..common.shared_rows import refuse_shared_rows
+from ..common.sharded_rows import refuse_sharded_rows
 from ..common.validation import refuse_adapters_and_backend
 from .config import PackedSFTConfig
 
@@ -65,7 +65,7 @@ def refuse_arguments(
     refuse_missing_liger(args)
     refuse_adapters_and_backend(args, peft_config)
     refuse_parallelism(asked_parallelism(args))
-    refuse_shared_rows(args, own_loss=compute_loss_func is not None)
+    refuse_sharded_rows(args, own_loss=compute_loss_func is not None)
     if getattr(args.deepspeed_plugin, "zero_stage", 0) == 3:
         refuse_zero3(args)
 

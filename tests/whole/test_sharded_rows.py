@@ -45,7 +45,7 @@ def shared(scenarios, processes=2):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("shared_rows")
+    return tmp_path_factory.mktemp("sharded_rows")
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def assert_same(result, expected):
     assert_trajectory(result["losses"], expected["losses"])
     assert_trajectory(result["norms"], expected["norms"])
     assert result["tokens"] == expected["tokens"]
-    assert result["verdict"] == "exact" and result["shared_row"] < 1e-5
+    assert result["verdict"] == "exact" and result["sharded_row"] < 1e-5
     assert result["flos"] == pytest.approx(expected["flos"])
 
 

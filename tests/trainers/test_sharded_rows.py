@@ -1,5 +1,5 @@
 """What `sequence_parallel` refuses, each in a sentence with its reason; the runs themselves need several processes
-(`tests/whole/test_shared_rows.py`)."""
+(`tests/whole/test_sharded_rows.py`)."""
 
 import copy
 import pickle
@@ -17,13 +17,14 @@ from trl import SFTTrainer
 
 import trl_packfa
 from trl_packfa import PackedSFTConfig, padding_free
-from trl_packfa.errors import ContaminationError, InvalidConfig, UnsupportedModel
-from trl_packfa.exactness import SharedRowProof
+from trl_packfa.errors import ContaminationError, InvalidConfig, UnsupportedModel, VersionTooOld
+from trl_packfa.exactness import ShardedRowProof
 from trl_packfa.trainers.common import step_cutting
-from trl_packfa.trainers.common.shared_rows import RowGroups, refuse_short_rows, require_shareable, share_rows
+from trl_packfa.trainers.common.sharded_rows import RowGroups, refuse_short_rows, require_shareable, share_rows
 from trl_packfa.trainers.common.step_cutting import Documents, of_all_ranks
 from trl_packfa.trainers.sft.memory import estimate, shared_by
 from trl_packfa.trainers.sft.model_shape import shape_as_loaded
+from trl_packfa.trainers.sft.sequence_parallel import ShardedRowsTrainer
 
 
 @pytest.fixture
@@ -43,6 +44,13 @@ def test_more_than_the_processes_are_refused(tmp_path):
         InvalidConfig, match=r"sequence_parallel=2 is more than the number of processes, 1(.|\n)*torchrun"
     ):
         packed_trainer(args)
+
+
+def test_a_trainer_that_was_not_measured_is_refused(tmp_path, processes, monkeypatch):
+    processes(2)
+    monkeypatch.setattr("trl_packfa.trainers.common.sharded_rows.installed_version", lambda package: "5.16.0")
+    with pytest.raises(VersionTooOld, match=r"sequence_parallel=2 needs transformers >= 5.23.0, found 5.16.0"):
+        packed_trainer(arguments(out=tmp_path, sequence_parallel=2))
 
 
 def test_groups_of_unequal_size_are_refused(tmp_path, processes):
@@ -135,7 +143,7 @@ def test_rows_shorter_than_their_processes_are_refused():
 
 
 def test_a_row_that_differs_is_refused():
-    proof = SharedRowProof(2e-7, 1e-3, 1e-6, 3e-4, "lm_head.weight", 2)
+    proof = ShardedRowProof(2e-7, 1e-3, 1e-6, 3e-4, "lm_head.weight", 2)
     proof.require_exact()
     for wrong in (proof._replace(difference=0.1), proof._replace(gradient=0.5), proof._replace(gradient=float("nan"))):
         with pytest.raises(
@@ -188,6 +196,16 @@ def test_the_first_of_a_group_sends_its_examples(monkeypatch):
         assert examples == ({"input_ids": [rank]},) and np.array_equal(numbers, [rank // 2])
     assert [number for number, _ in sent[0]] == [0, 2] and [number for number, _ in sent[2]] == [1, 3]
     assert sent[1] == sent[3] == []
+
+
+@pytest.mark.parametrize(("ends", "expected"), [(False, [0, 1, 4, 5]), (True, [0, 1, 4])])
+def test_results_of_a_group_are_taken_once(ends, expected):
+    """Two groups of two, two results each; at the end of the data the last one is a repetition."""
+    trainer = ShardedRowsTrainer.__new__(ShardedRowsTrainer)
+    trainer.args = SimpleNamespace(sequence_parallel=2, data_parallel_size=2)
+    state = SimpleNamespace(end_of_dataloader=ends, remainder=3)
+    trainer.accelerator = SimpleNamespace(gradient_state=state, gather=lambda found: torch.arange(8))
+    assert trainer._gather_groups(torch.arange(2)).tolist() == expected
 
 
 def test_memory_of_activations_is_divided(tmp_path):

@@ -20,7 +20,7 @@ from ..layout.shard import RowShard
 from ..patching.apply import find_state
 from ..patching.inspect import find_backbone, max_positions
 from ..runtime.compile import uncompiled
-from ..runtime.sequence_parallel import SharedRowModel
+from ..runtime.sequence_parallel import ShardedRowModel
 from .compare import NOISE_FACTOR, relative_gradients, worst_gradient
 from .documents import draw_documents, known_tokens
 from .first_batch import FLOOR, log_probs_of
@@ -34,7 +34,7 @@ from .subject import Subject, rounding_dtype
 LENGTHS = (150, 24, 1, 66, 37, 5, 130)
 
 
-class SharedRowProof(NamedTuple):
+class ShardedRowProof(NamedTuple):
     """Difference between a row that N processes share and the same row on one process.
 
     Attributes:
@@ -75,14 +75,14 @@ class SharedRowProof(NamedTuple):
         )
 
 
-def check_shared_row(
+def check_sharded_row(
     model: nn.Module,
     group: distributed.ProcessGroup | distributed.DeviceMesh,
     *,
     collator: Collator,
     documents: Sequence[Sequence[int]] | None = None,
     seed: int = 0,
-) -> SharedRowProof:
+) -> ShardedRowProof:
     """Run a packed row on one process and on all of a group, forwards and backwards; measure what rounding changes.
 
     Args:
@@ -104,7 +104,7 @@ def check_shared_row(
     tokens, _ = draw_documents(lengths, known_tokens(documents, None, vocabulary), vocabulary, seed)
     examples = [{"input_ids": ids.tolist()} for ids in tokens]
     batch = {name: _moved(value, device_of(model)) for name, value in collator(examples).items()}
-    shared = SharedRowModel(model, group)
+    shared = ShardedRowModel(model, group)
     with quiet(model, training=True), uncompiled(model), fast_half_products(model), torch.enable_grad():
         subject = Subject(model, state, None, None)
 
@@ -125,7 +125,7 @@ def check_shared_row(
             rounding = _rms(run(1.0) - as_it_is)
         noise, dtype = relative_gradients(subject.norms(), norms), rounding_dtype(model)
     worst = worst_gradient(subject.dimensions, changed, noise, dtype) if sum(norms) else None
-    return SharedRowProof(
+    return ShardedRowProof(
         apart,
         max(NOISE_FACTOR * rounding, FLOOR[dtype]),
         0.0 if worst is None else worst.difference,

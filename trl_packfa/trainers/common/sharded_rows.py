@@ -5,18 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate import Accelerator, DistributedType, ParallelismConfig
+from packaging.version import Version
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ...errors import InvalidConfig
+from ...errors import InvalidConfig, VersionTooOld
 from ...packing import MINIBATCH
 from ...patching.apply import find_state
 from ...patching.inspect import model_config
 from ...patching.sharding import refuse_shards, shard_refusal
+from ...versions import installed_version
 from .config import CommonConfig
 
 # The dimension of accelerate's mesh whose ranks get the same batches. accelerate has no other name for it.
 _SAME_BATCHES = "tp"
+# The first transformers that was measured.
+_TRANSFORMERS = "5.23.0"
 
 
 class RowGroups(ParallelismConfig):
@@ -60,7 +64,7 @@ def row_group(args: CommonConfig, accelerator: Accelerator) -> DeviceMesh | None
     return mesh[_SAME_BATCHES] if args.sequence_parallel > 1 else None
 
 
-def refuse_shared_rows(args: CommonConfig, *, own_loss: bool) -> None:
+def refuse_sharded_rows(args: CommonConfig, *, own_loss: bool) -> None:
     """Refuse arguments with which ranks cannot share rows.
 
     Args:
@@ -71,10 +75,18 @@ def refuse_shared_rows(args: CommonConfig, *, own_loss: bool) -> None:
 
     Raises:
         [`InvalidConfig`]: with the argument and the reason.
+        [`VersionTooOld`]: for a transformers that was not measured.
     """
     size, world = args.sequence_parallel, args.world_size
     if size == 1:
         return
+    found = installed_version("transformers")
+    if Version(found or "0") < Version(_TRANSFORMERS):
+        raise VersionTooOld(
+            f"sequence_parallel={size} needs transformers >= {_TRANSFORMERS}, found {found}.",
+            why=["how older Trainers count processes with the same batch was not measured"],
+            do="Upgrade transformers, or drop sequence_parallel.",
+        )
     if world % size:
         what = "is more than" if size > world else "does not divide"
         raise InvalidConfig(
@@ -99,8 +111,8 @@ def refuse_shared_rows(args: CommonConfig, *, own_loss: bool) -> None:
             "its sampler draws other batches in each process of a group; packing_strategy='step' sends them",
         ),
     }
-    for name, (found, why) in refusals.items():
-        if found:
+    for name, (given, why) in refusals.items():
+        if given:
             raise InvalidConfig(
                 f"{name} with sequence_parallel={size} cannot be trained.",
                 why=[why],
