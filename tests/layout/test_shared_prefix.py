@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from dense import dense_mask
 from padded import SIDES, padded
 
 from trl_packfa import PackedLayout
@@ -38,14 +39,14 @@ def test_a_token_attends_to_what_lies_before_it_in_its_documents(window):
         for i, token in enumerate(tokens.tolist()):
             for other in tokens[max(0, i + 1 - (window or len(tokens))) : i + 1].tolist():
                 seen[token, other] = True
-    assert torch.equal(made.dense_mask(window), seen)
+    assert torch.equal(dense_mask(made, window), seen)
     by_keys = torch.zeros_like(seen)
     attention = made.attention
     numbers, keys = torch.arange(made.num_tokens), attention.key_gather.index
     segments = zip(attention.queries.split(numbers), attention.keys.split(keys), strict=True)
     for own, keys in segments:
         assert torch.equal(keys[-len(own) :], own), "a segment's queries are the last of its keys"
-        by_keys[own[:, None], keys] = PackedLayout.from_lengths([len(keys)]).dense_mask(window)[-len(own) :]
+        by_keys[own[:, None], keys] = dense_mask(PackedLayout.from_lengths([len(keys)]), window)[-len(own) :]
     assert torch.equal(by_keys, seen)
 
 

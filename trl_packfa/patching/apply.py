@@ -54,6 +54,7 @@ from .inspect import (
 )
 from .mixers import FunctionOverride, LayerOverride, MixerOverride
 from .rotary import RotaryOverride, depends_on_length
+from .sharding import shard_refusal
 from .sharing import Sharing, sharing_refusal
 from .unpadding import Unpadding
 
@@ -302,6 +303,7 @@ def _plan_outside(model: nn.Module, backbone: nn.Module, state: PatchState) -> l
         "unpadding": state.unpadding,
         "in_composite": state.takes_images,
         "honours_blocks": not (patch.rebatch or patch.functions or state.mixers),
+        "shard_refusal": shard_refusal(patch, state.mixers.values(), has_invocations=bool(state.invocations)),
     }
     runs = MasksByInterface(backbone, own, state.backends) if makes_mask else own
     overrides: list[Override] = [backbone_override(backbone, runs, **options)]

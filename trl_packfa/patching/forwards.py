@@ -29,6 +29,7 @@ from ..runtime.override import NamedOverride, Override, forward_signature
 from ..runtime.per_document import BOUNDARIES, FOUND_BY_ITSELF, run_backbone_by_document
 from . import router_loss
 from .handed_masks import HandedMasks, handed_masks, with_one_mask, without_empty_masks
+from .sharding import refuse_shards
 from .token_types import embeds_token_types, refuse_token_types, types_of_long_rows
 from .unpadding import Unpadding, refuse_modalities, refuse_packed
 
@@ -55,9 +56,10 @@ class BackboneOverride(NamedOverride):
         honours_blocks: bool = False,
         in_composite: bool = False,
         encoder: bool = False,
+        shard_refusal: str | None = None,
     ) -> None:
         super().__init__(module, original)
-        self.encoder = encoder
+        self.encoder, self.shard_refusal = encoder, shard_refusal
         self.honours_blocks, self.in_composite = honours_blocks, in_composite
         self.keeps_ids, self.look, self.unpadding = keeps_ids, look, unpadding
         self.makes_mask, self.ignores_position_ids, self.max_positions = (
@@ -142,6 +144,8 @@ class BackboneOverride(NamedOverride):
             self.look = None
         if self.max_positions is not None:
             self._require_positions(layout, self.max_positions)
+        if layout.shard is not None and self.shard_refusal is not None:
+            raise refuse_shards(self.module, layout.shard.size, self.shard_refusal)
         if call.get("output_attentions"):
             raise PackingError(
                 "attention weights cannot be returned for a packed batch: no T x T matrix exists.",
@@ -235,9 +239,10 @@ class BackboneOverride(NamedOverride):
 
 def _packed_arguments(call: dict[str, Any], layout: PackedLayout) -> dict[str, Any]:
     """Return the arguments of a packed call: always with positions, without a cache and without the layout."""
-    as_rows(call, (layout.rows, layout.row_length))
+    as_rows(call, layout.local_shape)
     if call.get("position_ids") is None:
-        call["position_ids"] = layout.position_ids()
+        positions = layout.position_ids()
+        call["position_ids"] = positions if layout.shard is None else layout.shard.local(positions, dim=1)
     if call["position_ids"].dtype not in (torch.int32, torch.int64):  # tables of learned positions take no others
         call["position_ids"] = call["position_ids"].long()
     # Filled caches were refused before, and filling an empty one would be wasted work.

@@ -18,6 +18,7 @@ from ..layout.padded_rows import PaddedRows
 from ..layout.shared_rows import SharedDocuments, SharedRows, shared_documents_of, shared_rows_of
 from ..patches.base import Patch
 from .inspect import inner_model
+from .sharding import needs_whole_documents
 
 logger = logging.getLogger(__name__)
 
@@ -141,10 +142,6 @@ def sharing_refusal(
         has_invocations (`bool`):
             Whether an adapter is activated by tokens.
     """
-    if patch.rebatch:
-        return "the backbone runs document by document"
-    if names := sorted({type(module).__name__ for module in mixers}):
-        return f"documents run one by one in {', '.join(names)}"
-    if follows_length:
-        return "the rotary embedding's frequencies depend on the length of a document"
-    return "activated LoRA begins at the last invocation of a document" if has_invocations else None
+    if (refusal := needs_whole_documents(patch, mixers, has_invocations=has_invocations)) is not None:
+        return refusal
+    return "the rotary embedding's frequencies depend on the length of a document" if follows_length else None

@@ -46,6 +46,8 @@ class CommonConfig(_Base):
 
     # The code that loads models reads it. `PackedSFTConfig` makes it a field, because it can switch packing off.
     packing = True
+    # The number of processes that share a row. `PackedSFTConfig` makes it a field.
+    sequence_parallel = 1
 
     check_packing: bool = field(
         default=True,
@@ -97,6 +99,16 @@ class CommonConfig(_Base):
             "that mix tokens outside of attention run each row by itself, and a warning says so."
         },
     )
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of processes with different batches; processes that share rows count once."""
+        return max(self.world_size // self.sequence_parallel, 1)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Number of this process's batches among them."""
+        return self.process_index // self.sequence_parallel
 
     @property
     def patch_options(self) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class StepCutter:
     def __init__(
         self, args: CommonConfig, *, train_dataset: Any, model: Any, accelerator: Accelerator, cut: str = FREE
     ) -> None:
-        self.accelerator, self.how = accelerator, cut
+        self.args, self.accelerator, self.how = args, accelerator, cut
         lengths, which = _longest(train_dataset, args)
         longest = int(lengths.max())
         if args.max_tokens_per_microbatch is not None:
@@ -104,8 +104,9 @@ class StepCutter:
         self, batches: Sequence[Documents], collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
     ) -> list[Slot]:
         """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
-        rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
-        examples, groups = self._split(*of_all_ranks(batches, self.accelerator))
+        rank, world_size = self.args.data_parallel_rank, self.args.data_parallel_size
+        examples, groups = of_all_ranks(batches, self.accelerator, shared_by=self.args.sequence_parallel)
+        examples, groups = self._split(examples, groups)
         lengths = np.array([count_computed(example) for example in examples], dtype=np.int64)
         dealt = deal(
             lengths, groups, cut=self.how, budget=self.budget, world_size=world_size, quadratic=self.quadratic
@@ -134,17 +135,19 @@ class StepCutter:
 
 
 def of_all_ranks(
-    batches: Sequence[Documents], accelerator: Accelerator
+    batches: Sequence[Documents], accelerator: Accelerator, *, shared_by: int = 1
 ) -> tuple[tuple[dict[str, Any], ...], np.ndarray]:
     """Gather the examples of a step from all ranks, rank by rank, and the number of each one's padded micro-batch.
 
-    With them every rank makes the same plan. Sending token ids costs little compared with computing a step.
+    With them every rank makes the same plan. Sending token ids costs little compared with computing a step. Groups of
+    `shared_by` ranks have the same examples; the first rank of a group sends them.
     """
-    rank, world_size = accelerator.process_index, accelerator.num_processes
+    rank, world_size = accelerator.process_index // shared_by, accelerator.num_processes // shared_by
+    sends = accelerator.process_index % shared_by == 0
     # Padded micro-batches are numbered in turn over ranks: with 2 ranks, rank 0 has 0, 2, 4. Examples with the same
     # number are from the same padded micro-batch.
-    mine = [(i * world_size + rank, example) for i, batch in enumerate(batches) for example in batch.examples]
-    numbers, examples = zip(*(mine if world_size == 1 else gather_object(mine)), strict=True)
+    mine = [(i * world_size + rank, example) for i, batch in enumerate(batches) for example in batch.examples if sends]
+    numbers, examples = zip(*(mine if accelerator.num_processes == 1 else gather_object(mine)), strict=True)
     return examples, np.array(numbers)
 
 

@@ -31,10 +31,10 @@ LOSS_WEIGHTINGS = ("token", "example")
 
 @dataclass
 class PackedSFTConfig(CommonConfig, SFTConfig):
-    """Arguments of [`PackedSFTTrainer`]: all fields of TRL's `SFTConfig` and `ModelConfig`, and eleven of our own.
+    """Arguments of [`PackedSFTTrainer`]: all fields of TRL's `SFTConfig` and `ModelConfig`, and twelve of our own.
 
     Ours are `max_tokens_per_microbatch`, `overflow`, `expand_turns`, `share_prefixes`, `loss_weighting`, `loss_by`,
-    `check_packing`, `attention_backend`, `fused_lora`, `fused_kernels` and `peak_tflops`.
+    `sequence_parallel`, `check_packing`, `attention_backend`, `fused_lora`, `fused_kernels` and `peak_tflops`.
 
     > [!NOTE]
     > These fields have other defaults than TRL's: `packing=True`, `use_peft=True`,
@@ -100,6 +100,14 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
         default=None,
         metadata={"help": "Column with the source of each example. The loss of each source is logged."},
     )
+    sequence_parallel: int = field(
+        default=1,
+        metadata={
+            "help": "Number of processes that share each row, so that each holds a part of its tokens. Such a group "
+            "has the batches that one process has otherwise. It must divide the number of processes and the model's "
+            "attention heads."
+        },
+    )
     peak_tflops: float | None = field(
         default=None,
         metadata={
@@ -120,6 +128,12 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
         self._settle_turns()
         self._settle_packing()
         require_trainable(self)
+        if self.sequence_parallel < 1 or (self.sequence_parallel > 1 and not self.packing):
+            raise InvalidConfig(
+                f"sequence_parallel={self.sequence_parallel} with packing={self.packing}: only packed rows can be "
+                "shared, by at least one process.",
+                do="Drop sequence_parallel, or set packing=True.",
+            )
 
     def _settle_packing(self) -> None:
         """Require one valid strategy if packing is on, and none if it is off."""
@@ -171,6 +185,12 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
                 f"{name}=True with packing=False.",
                 why=["a prefix is computed once for the documents of a packed row"],
                 do=f"Drop packing=False, or {name}.",
+            )
+        if self.sequence_parallel > 1:
+            raise InvalidConfig(
+                f"{name}=True with sequence_parallel={self.sequence_parallel}.",
+                why=["each process holds a part of the row, and no process knows which documents begin alike"],
+                do="Drop one of them.",
             )
         if self.expand_turns and self.packing_strategy == WRAPPED.name:
             raise InvalidConfig(

@@ -170,7 +170,7 @@ class PackedData:
 
     def row_sampler(self, dataset: Any) -> PackedBatchSampler:
         """Build this rank's sampler of rows that are filled over the dataset, and keep it in `sampler`."""
-        rank = self.args.process_index
+        rank = self.args.data_parallel_rank
         self.sampler = self.batching.row_sampler(read_lengths(dataset), rank=rank, kind=RankAwareSampler)
         return self.sampler
 
@@ -200,7 +200,7 @@ class PackedData:
             batch_size=batching.batch_size,
             capacity=batching.max_length if batching.strategy.fills_rows else None,
             wrapped=batching.strategy.wraps,
-            rank=self.args.process_index,
+            rank=self.args.data_parallel_rank,
             world_size=batching.world_size,
             seed=batching.seed,
             quadratic=batching.quadratic,
@@ -211,7 +211,8 @@ class PackedData:
 
     def save_state(self, folder: Any) -> None:
         """Write the position of a stream into a checkpoint's folder."""
-        if self._stream is not None and resumes_by_state(self._stream.source):
+        first = self.args.process_index % self.args.sequence_parallel == 0  # the others would write the same file
+        if self._stream is not None and first and resumes_by_state(self._stream.source):
             write_stream_state(folder, self.args, self._stream.state_dict())
 
     def preview(self, dataset: Any, collator: Any, tokenizer: PreTrainedTokenizerBase) -> str:
