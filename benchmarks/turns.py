@@ -16,6 +16,7 @@ import random
 import statistics
 import tempfile
 import time
+from typing import Any
 
 import torch
 from datasets import Dataset, load_dataset
@@ -38,7 +39,8 @@ SIDES = ("padded", "packed", "turns")
 def conversations(path, count, thoughts, seed):
     """Draw conversations that have an assistant turn; give every assistant turn thoughts of random words."""
     generator, words, found = random.Random(seed), "so we see that it is one of two".split(), []
-    for row in load_dataset("json", data_files=path, split="train").shuffle(seed=seed).select(range(4 * count)):
+    rows: Any = load_dataset("json", data_files=path, split="train").shuffle(seed=seed).select(range(4 * count))
+    for row in rows:
         messages = [{name: value for name, value in m.items() if value is not None} for m in row["messages"]]
         if any(message["role"] == "assistant" for message in messages):
             for message in messages:
@@ -117,7 +119,7 @@ def measure(path, tokenizer, args):
 
 def main():
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("datasets", nargs="+")
     parser.add_argument("--tokenizer", required=True)
     numbers = {"count": 24, "repeats": 3, "batch": 4, "max_length": 2048, "thoughts": 0, "seed": 0}

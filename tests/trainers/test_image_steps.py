@@ -51,6 +51,16 @@ def test_prompts_and_streams_train_as_padded(tmp_path):
         assert worst(expected, logs) <= TRAJECTORY and min(entry["micro_batches"] for entry in logs) < 3
 
 
+def test_workers_and_a_resumed_run_train_the_same(tmp_path):
+    """Workers process the images; a run that resumes in the middle of an epoch skips what was trained."""
+    saving = {"save_strategy": "steps", "save_steps": 2, "dataloader_num_workers": 2}
+    common = {"data": vision.uneven(36), "lora": ["q_proj", "v_proj"], "max_steps": 3}
+    expected = train(build(tmp_path / "padded", padded=True, **common))
+    assert worst(expected, train(build(tmp_path / "run", **common, **saving))) <= TRAJECTORY
+    resumed = train(build(tmp_path / "run", **common), resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert worst(expected, resumed) <= TRAJECTORY
+
+
 def test_controls_differ(tmp_path, monkeypatch):
     """Images of other examples, and rows without their weights, train another loss."""
     merged, weights = Merging._merged, "trl_packfa.trainers.sft.image_steps._row_weights"
@@ -125,6 +135,19 @@ def test_a_budget_counts_tokens_and_patches(budget, tmp_path):
     assert worst(expected, train(trainer)) <= TRAJECTORY
     assert all(size <= budget or rows == 1 for size, rows in sizes)
     assert max(sizes)[0] > budget if budget == 30 else len(sizes) > 3
+
+
+def test_out_of_memory_says_which_budget_to_lower(tmp_path):
+    model, processor = vision.family("llava")
+    trainer = build(tmp_path, built=(model, processor), check_packing=False, max_tokens_per_microbatch=150)
+
+    def fails(*args, **kwargs):
+        raise MemoryError("no memory")
+
+    model.forward = fails
+    with pytest.raises(MemoryError) as raised:
+        train(trainer)
+    assert "Lower max_tokens_per_microbatch from 150 to 75" in str([raised.value.args, raised.value.__notes__])
 
 
 def test_weights_follow_the_shapes_and_what_trains():

@@ -83,8 +83,8 @@ class SdpaBackend:
                 lengths = [queries.lengths[i] for i in whole]
                 call.layout.memo["whole"] = PackedLayout.from_lengths(lengths, device=query.device)
             alone: PackedLayout = call.layout.memo["whole"]
-            qkv = (torch.cat([segments[i][part] for i in whole]) for part in range(3))
-            found = self(*qkv, replace(call, layout=alone.attention))
+            q, k, v = (torch.cat([segments[i][part] for i in whole]) for part in range(3))
+            found = self(q, k, v, replace(call, layout=alone.attention))
             outputs = dict(zip(whole, alone.split(found), strict=True))
         for i, (q, k, v) in enumerate(segments):
             if i not in outputs:

@@ -68,7 +68,8 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
         default=None,
         metadata={
             "help": "Token budget of a micro-batch under `packing_strategy='step'`. Default: the size of the padded "
-            "run's largest micro-batch, `per_device_train_batch_size` times the longest document."
+            "run's largest micro-batch, `per_device_train_batch_size` times the longest document. With images: the "
+            "size of the step's largest padded micro-batch; image patches count as parts of tokens."
         },
     )
     overflow: str = field(
