@@ -75,7 +75,7 @@ def tokenized(rows, tokenizer, longest):
     return Dataset.from_list(samples)
 
 
-def run(side, data, tokenizer, batch, longest):
+def run(side, data, tokenizer, batch, longest) -> tuple[float, Any]:
     """Train one side for an epoch; return its seconds and its trainer."""
     common = {
         "num_train_epochs": 1, "per_device_train_batch_size": batch, "max_length": longest, "logging_steps": 1,
