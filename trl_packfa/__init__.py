@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .patches.registry import register_patch as register_patch
     from .patches.registry import registered_patches as registered_patches
     from .plotting import plot as plot
+    from .runtime.sequence_parallel import shard_batch as shard_batch
     from .trainers.padding_free.padding_free import padding_free as padding_free
     from .trainers.preference.dpo import PackedDPOConfig as PackedDPOConfig
     from .trainers.preference.dpo import PackedDPOTrainer as PackedDPOTrainer
@@ -57,6 +58,7 @@ _HOME = {
     "plot": "plotting",
     "register_patch": "patches.registry",
     "registered_patches": "patches.registry",
+    "shard_batch": "runtime.sequence_parallel",
     "unpatch": "api",
 }
 

@@ -23,9 +23,9 @@ from trl_packfa.packing import (
     plan_overflow,
 )
 from trl_packfa.plan.gather import Source, read_documents
-from trl_packfa.plan.run import make_plan
+from trl_packfa.plan.run import _ranks, make_plan
 from trl_packfa.plan.shape import read_shape
-from trl_packfa.plan.terminal import _memory
+from trl_packfa.plan.terminal import _memory, tables
 from trl_packfa.trainers.common.batching import Batching
 from trl_packfa.trainers.sft.epoch_plan import plan_epoch
 from trl_packfa.trainers.sft.memory import estimate, layer_bytes
@@ -265,6 +265,28 @@ def test_memory_that_no_gpu_has_is_said_with_what_is_left_to_do(tmp_path, saved)
     text = "\n".join(made(tmp_path, [40_000_000, 5], shape=shape, **args).advice)
     assert "No single GPU has that: lower per_device_train_batch_size or max_length, gradient_checkpointing," in text
     assert "a GPU of 4 GB will do" in "\n".join(made(tmp_path, shape=shape, **args).advice)
+
+
+def test_sharded_rows_are_advised_where_no_gpu_holds_one(tmp_path, saved):
+    args = {"model_name_or_path": saved["MODEL"], "max_length": None, "gradient_checkpointing": False}
+    shape = read_shape(arguments(out=tmp_path, **args))
+    text = "\n".join(made(tmp_path, [80_000_000, 5], shape=shape, **args).advice)
+    size = int(re.search(r"With sequence_parallel=(\d+) \(it must divide the model's attention heads\)", text)[1])
+    plan = made(tmp_path, [80_000_000, 5], ranks=(size,), shape=shape, sequence_parallel=size, **args)
+    sentence = next(s for s in plan.advice if s.startswith(f"sequence_parallel={size}: {size} GPUs share each row"))
+    assert "GB will do" in "\n".join(plan.advice) and "not needed" not in sentence
+    # Two layers of 4 heads of 16 features, 2 key/value heads: (2 * 64 + 2 * 32) * 4 bytes a token.
+    tokens = plan.chosen.epoch().largest_micro_batch / size
+    assert f"Each sends {tokens * 192 * 4 * (size - 1) / size / 1e6:,.1f} MB in the forward of a layer" in sentence
+    assert "It is not needed: est." in "\n".join(made(tmp_path, ranks=(2,), shape=shape, sequence_parallel=2).advice)
+
+
+def test_gpus_that_share_rows_count_as_one(tmp_path):
+    shared, alone = made(tmp_path, ranks=(2, 8), sequence_parallel=2), made(tmp_path, ranks=(1, 4))
+    assert list(shared.chosen.epochs) == [2, 8] and shared.world_size == 2
+    assert list(shared.chosen.epochs.values()) == list(alone.chosen.epochs.values())
+    assert "2 GPUs, 2 of which share each row" in next(tables(shared))[0]
+    assert _ranks("1,2,8", 4) == [8] and _ranks("1,2", 4) == [4]
 
 
 def test_the_suggested_budget_does_what_is_said(tmp_path):

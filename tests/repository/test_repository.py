@@ -120,6 +120,7 @@ def test_public_names_are_frozen_and_load():
         "plot",
         "register_patch",
         "registered_patches",
+        "shard_batch",
         "unpatch",
     ]
     assert all(getattr(trl_packfa, name).__doc__ for name in trl_packfa.__all__)

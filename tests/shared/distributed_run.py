@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -30,10 +31,13 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTConfig, SFTTrainer
 
 import trl_packfa
-from trl_packfa import PackedSFTConfig
+from trl_packfa import PackedLayout, PackedSFTConfig
+from trl_packfa.attention import dispatch
 from trl_packfa.bench.tracing import compiled_graphs
 from trl_packfa.errors import ContaminationError
 from trl_packfa.layout.call_context import find_layout
+from trl_packfa.runtime import sequence_parallel
+from trl_packfa.runtime.sequence_parallel import shifted_labels
 
 STEPS, SAVE, BATCH = 4, 2, 8
 
@@ -74,12 +78,58 @@ def experts():
     return small_model("mixtral", num_hidden_layers=2)
 
 
+def of_four_heads(kind):
+    """Build a model that four processes can share, with fewer key/value heads than processes."""
+    return small_model(kind, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+
+
+SHARED = ("llama", "qwen3", "gemma2", "gpt_oss")
 BUILDERS = {"model": model, "mamba": mamba, "experts": experts}
+BUILDERS |= {kind: partial(of_four_heads, kind) for kind in SHARED}
+
+
+def cut_before_the_shift(labels, layout):
+    """Return shifted labels of a row that two processes share, as if each had shifted its own part."""
+    shifted, half = shifted_labels(labels, layout).clone(), -(-labels.numel() // 2)
+    shifted.view(-1)[half - 1] = -100
+    return shifted
+
+
+def attend_to_own_part(attend, query, key, value, layout, arguments):
+    """Attend with the layout of this process's tokens only."""
+    return attend(query, key, value, PackedLayout.from_lengths([len(query)]), arguments)
+
+
+def forget_the_others(ctx, grad):
+    """Return the gradient of this process's loss only."""
+    return ctx.shard.local(grad, dim=-1), None
+
+
+FAULTS = {
+    "labels": (sequence_parallel, "shifted_labels", cut_before_the_shift),
+    "layout": (dispatch, "attend_sharded", attend_to_own_part),
+    "gradients": (sequence_parallel._Gathered, "backward", staticmethod(forget_the_others)),
+}
+
+
+@contextmanager
+def faulty(name):
+    """Share rows in a wrong way."""
+    if name is None:
+        yield
+        return
+    owner, slot, fault = FAULTS[name]
+    right = vars(owner)[slot]
+    setattr(owner, slot, fault)
+    try:
+        yield
+    finally:
+        setattr(owner, slot, right)
 
 
 def trainer_of(
     folder, *, strategy="step", lora=True, fsdp=None, zero3=False, patch_first=False, build=model, base=None,
-    padded=False, documents=48, **options
+    padded=False, documents=48, sequence_parallel=1, **options
 ):  # fmt: skip
     """Build a trainer with the same examples in each step under any number of processes; `padded`: TRL's own."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -93,11 +143,11 @@ def trainer_of(
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         options |= {"deepspeed": ZERO3, "use_cpu": False, "ddp_backend": None}
     defaults = {"max_steps": STEPS, "max_length": 96, "learning_rate": 2e-3, "gradient_accumulation_steps": 3}
-    ours = {} if padded else {"packing_strategy": strategy, "use_peft": lora}
+    ours = {} if padded else {"packing_strategy": strategy, "use_peft": lora, "sequence_parallel": sequence_parallel}
     args = arguments(
         SFTConfig if padded else PackedSFTConfig,
         out=folder,
-        per_device_train_batch_size=BATCH // world,
+        per_device_train_batch_size=BATCH * sequence_parallel // world,
         save_strategy="steps",
         save_steps=SAVE,
         **ours,
@@ -146,12 +196,13 @@ def take_deepspeed_on_a_cpu():
 
 
 def run(
-    folder, *, resume=None, leak=None, wrap=None, callbacks=(), evaluate=False, nf4=None, builds="model", **scenario
-):
+    folder, *, resume=None, leak=None, wrap=None, callbacks=(), evaluate=False, nf4=None, builds="model", fault=None,
+    **scenario,
+):  # fmt: skip
     """Train and save, and return losses, counts, engine and graphs.
 
     With `leak`, the rank with leaking attention, return the error of each rank. With `wrap`, an engine, return the
-    verdict of each rank on a model that is patched after wrapping.
+    verdict of each rank on a model that is patched after wrapping. With `fault`, rows are shared in a wrong way.
     """
     if wrap is not None:
         return check_wrapped(wrap)
@@ -163,8 +214,14 @@ def run(
             return errors_of_all(trainer, *([leak] if isinstance(leak, int) else leak))
     for callback in callbacks:
         trainer.add_callback(callback)
+    if fault is not None:
+        with faulty(fault):
+            if scenario.get("check_packing", True):
+                return caught(trainer)
+            trainer.train()
+            return {"losses": losses(trainer)}
     if evaluate:
-        return {"eval": trainer.evaluate(dataset(8))["eval_loss"]}
+        return {"eval": trainer.evaluate(dataset(8 if evaluate is True else evaluate))["eval_loss"]}
     trained = count_trained(trainer)
     trainer.train(resume_from_checkpoint=resume)
     if trainer.is_fsdp_enabled:  # of a sharded state dict the Trainer would save nothing, without a word
@@ -172,6 +229,10 @@ def run(
     trainer.save_model(f"{folder}/saved")
     return {
         "losses": losses(trainer),
+        "norms": [entry["grad_norm"] for entry in trainer.state.log_history if "loss" in entry],
+        "accuracy": [entry.get("mean_token_accuracy") for entry in trainer.state.log_history if "loss" in entry],
+        "flos": trainer.state.total_flos,
+        "sharded_row": None if scenario.get("padded") else trainer.exactness.sharded_row,
         "tokens": [entry["num_tokens"] for entry in trainer.state.log_history if "loss" in entry],
         "trained": sum(gather_object([sum(trained)])),
         "verdict": "padded" if scenario.get("padded") else trainer.exactness.verdict,
@@ -209,6 +270,11 @@ def errors_of_all(trainer, rank, kind="forward"):
             return override(hidden_states, **kwargs)
 
         attention.forward = leaks
+    return caught(trainer)
+
+
+def caught(trainer):
+    """Train, and return the error of each rank."""
     try:
         trainer.train()
     except ContaminationError as error:

@@ -12,6 +12,7 @@ from ..runtime.compile import constant_in_graphs, outside_of_graphs
 from .backends import BACKENDS, AttentionBackend, get_backend
 from .base import AttentionArguments, AttentionCall, AttentionRequest
 from .custom_op import attend_in_graph
+from .exchange import attend_sharded
 
 
 def resolve(request: AttentionRequest, backend: str = "auto") -> AttentionBackend:
@@ -57,16 +58,25 @@ class BackendChoice:
         """Compute packed attention with the backend that serves these tensors and arguments, see [`AttentionBackend`].
 
         A token attends to the earlier tokens of its document, also if the prefix is shared between documents. Tokens
-        of a block attend to the later tokens of their block, too.
+        of a block attend to the later tokens of their block, too. If several processes share the row, they exchange
+        its tokens for heads.
 
         Raises:
             [`NoBackend`]: if no backend serves them.
-            [`PackingError`]: if a block comes with a bias, or is longer than the sliding window.
+            [`PackingError`]: if a block comes with a bias, or is longer than the sliding window; if a row cannot be
+                shared by so many processes.
         """
+        if layout.shard is not None:
+            return self._attend_sharded(query, key, value, layout, arguments)
         out = self._attend_causally(query, key, value, layout, arguments)
         if layout.blocks is None or layout.block_attention(arguments.sliding_window) is None:
             return out
         return self._attend_to_blocks(out, query, key, value, layout, arguments)
+
+    # Outside of graphs, as they cannot hold the exchange between processes.
+    @outside_of_graphs
+    def _attend_sharded(self, *call: Any) -> torch.Tensor:
+        return attend_sharded(self.attend, *call)
 
     # Outside of graphs, as the blocks are those of this batch.
     @outside_of_graphs
@@ -113,7 +123,8 @@ class BackendChoice:
 
         # A bias and the opaque operator support whole documents only, not segments of them.
         knows_segments = arguments.bias is None and (is_traceable or not in_graph)
-        if (gather := layout.sequence_gather) is None or (backend.capabilities.keys_apart and knows_segments):
+        cost = backend.capabilities.cost_after_prefix
+        if (gather := layout.sequence_gather) is None or (knows_segments and (not cost or layout.pairs_saved > cost)):
             return attend(query, call.layout.gather_keys(key), call.layout.gather_keys(value), call)
         query, key, value = (gather.gather(tensor) for tensor in (query, key, value))
         return gather.take_first(attend(query, key, value, arguments.on(layout.full_sequences.attention)))

@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import torch
 
-_STATUS = Path("/proc/self/status")
-
-
-def resident_peak() -> int:
-    """Return the peak resident bytes of this process since its start or the last [`reset_resident_peak`]."""
-    if _STATUS.exists():
-        line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-    import resource
-
-    # Linux counts in KiB, macOS in bytes.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+from ..runtime.memory import resident_peak
 
 
 def reset_resident_peak() -> bool:

@@ -7,20 +7,23 @@ Shape letters: B rows, L row length, n tokens of a document.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from ..errors import ContaminationError
 from ..layout import PackedLayout
 from ..layout.from_call import layout_of
+from ..layout.shard import RowShard
 from ..patching import router_loss
 from ..patching.inspect import inner_model
+from ..patching.rotary import depends_on_length
 from ..runtime.compile import uncompiled
 from ..runtime.per_document import BOUNDARIES
+from ..runtime.sequence_parallel import ShardedRowModel, shard_batch
 from .compare import NOISE_FACTOR
 from .head import HeadProof, check_head, kept_outputs
 from .products import fast_half_products
@@ -34,7 +37,7 @@ _DOCUMENTS, _ROUNDED = 8, 3
 # A document with fewer trained tokens has no meaningful median.
 _FEW = 8
 # Smaller differences of log-probabilities, in nats, do not matter: two last places of a logit of eight.
-_FLOOR = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 1.6e-2, torch.bfloat16: 1.25e-1}
+FLOOR = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 1.6e-2, torch.bfloat16: 1.25e-1}
 
 
 class BatchProof(NamedTuple):
@@ -72,7 +75,11 @@ class BatchProof(NamedTuple):
 
 
 @torch.no_grad()
-def check_batch(model: nn.Module, batch: Mapping[str, Any]) -> BatchProof | None:
+def check_batch(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    group: distributed.ProcessGroup | distributed.DeviceMesh | None = None,
+) -> BatchProof | None:
     """Compare a packed training batch with some of its documents, each alone; `None` if it trains no token.
 
     It runs the batch forward once, eight of its documents alone, and three of these with random rounding. The LM head
@@ -83,34 +90,44 @@ def check_batch(model: nn.Module, batch: Mapping[str, Any]) -> BatchProof | None
             The patched model as it trains, wrapped or not. It must accept `fused_lm_head=True`.
         batch (`Mapping[str, Any]`):
             The collator's batch, on the model's device.
+        group (`torch.distributed.ProcessGroup` or `DeviceMesh`, *optional*):
+            The processes that share the row. Each runs as many tokens alone as it holds of the row.
     """
     layout = batch.get("packed_layout") or layout_of(dict(batch))
     if layout is None:
         return None
+    most = layout.max_seqlen if group is None else max(layout.num_tokens // RowShard.of(group).size, 2)
+    if any(depends_on_length(module) for module in model.modules()):
+        most = layout.max_seqlen  # the beginning of a document is not the document's beginning in these models
     # The first label does not count, as no token precedes it.
-    trained = [document != -100 for document in layout.split(batch["labels"])]
+    trained = [document[:most] != -100 for document in layout.split(batch["labels"])]
     chosen = _choose([int(mask[1:].sum()) for mask in trained])
     batch = {name: value for name, value in batch.items() if name != "loss"}
+    called: Any = model if group is None else ShardedRowModel(model, group)
     with quiet(model, training=True), uncompiled(model), fast_half_products(model):
         with kept_outputs(model) as outputs:
-            packed = _log_probs(model, batch)
-        head = check_head(model, batch, outputs[0]) if outputs else None
+            packed = log_probs_of(model, batch, called)
+        part = batch if group is None else shard_batch(batch, group)
+        head = check_head(model, part, outputs[0]) if outputs else None
         # TRL's log-probabilities `(B, L - 1)` begin with the second token. One column is added in front, so that place
         # i is token i.
         pieces = layout.split(nn.functional.pad(packed, (1, 0)))
-        alone = [_alone(model, batch, layout, i) for i in chosen]
-        rounded = [_alone(model, batch, layout, i, off=True) for i in chosen[:_ROUNDED]]
+        alone = [_alone(model, batch, layout, i, most) for i in chosen]
+        rounded = [_alone(model, batch, layout, i, most, off=True) for i in chosen[:_ROUNDED]]
+    # Repeated documents only keep ranks in step. They come last, and would outweigh the others in the median.
+    chosen = list(dict.fromkeys(chosen))
+    alone, rounded = alone[: len(chosen)], rounded[: len(chosen)]
     masks = [trained[i][1:].to(own.device) for i, own in zip(chosen, alone, strict=True)]
-    found = [(pieces[i][1:] - own)[mask].abs().float() for i, own, mask in zip(chosen, alone, masks, strict=True)]
+    found = [(pieces[i][1:most] - own)[mask].abs().float() for i, own, mask in zip(chosen, alone, masks, strict=True)]
     noise = [(off - own)[mask].abs().float() for off, own, mask in zip(rounded, alone, masks, strict=False)]
-    proof = _worst(found, noise, [layout.lengths[i] for i in chosen], _FLOOR[rounding_dtype(model)])
+    proof = _worst(found, noise, [layout.lengths[i] for i in chosen], FLOOR[rounding_dtype(model)])
     return proof and proof._replace(head=head)
 
 
 def _choose(trained: Sequence[int]) -> list[int]:
     """Return the documents to compare: the longest that trains, the first, the last, the shortest, and some between.
 
-    Documents are repeated if there are too few.
+    Documents are repeated at the end if there are too few.
     """
     training = [i for i, count in enumerate(trained) if count] or [0]
     by_length = sorted(training, key=lambda i: trained[i])
@@ -120,11 +137,11 @@ def _choose(trained: Sequence[int]) -> list[int]:
 
 
 def _alone(
-    model: nn.Module, batch: Mapping[str, Any], layout: PackedLayout, document: int, *, off: bool = False
+    model: nn.Module, batch: Mapping[str, Any], layout: PackedLayout, document: int, most: int, *, off: bool = False
 ) -> torch.Tensor:
-    """Return the log-probabilities `(n - 1,)` of a document's labels, from a run of this document alone."""
+    """Return the log-probabilities `(n - 1,)` of the labels of a document, or of its first `most` tokens, alone."""
     start = sum(layout.lengths[:document])
-    stop = start + layout.lengths[document]
+    stop = start + min(layout.lengths[document], most)
     call = {
         name: value.flatten(0, 1)[start:stop][None]
         for name, value in batch.items()
@@ -133,14 +150,15 @@ def _alone(
     # Without positions the model counts them from 0, as in padded training.
     call = {name: value for name, value in call.items() if name not in (*BOUNDARIES, "position_ids")}
     with last_places_off(model) if off else nullcontext():
-        return _log_probs(model, call)[0]
+        return log_probs_of(model, call, model)[0]
 
 
-def _log_probs(model: nn.Module, call: Mapping[str, Any]) -> torch.Tensor:
-    """Return the log-probabilities `(B, L - 1)`, zero at tokens that are not trained."""
+def log_probs_of(model: nn.Module, call: Mapping[str, Any], called: Callable[..., Any]) -> torch.Tensor:
+    """Return the log-probabilities `(B, L - 1)` from a call of `called`, which runs the model; zero where nothing is
+    trained."""
     options = router_loss.without(inner_model(model).config.get_text_config())  # TRL's computation fails on some types
     # The same call as in TRL's training. Logits `(B, L, V)` of a whole batch may not fit into memory.
-    return model(**call, fused_lm_head=True, use_cache=False, **options).log_probs
+    return called(**call, fused_lm_head=True, use_cache=False, **options).log_probs
 
 
 def _worst(

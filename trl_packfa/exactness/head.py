@@ -95,7 +95,9 @@ def check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Any) -> Head
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     if sharded or any(isinstance(weight, DTensor) or is_in_parts(weight) for weight in weights):
         return None
-    labels = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)  # at the token that predicts them
+    labels = batch.get("shift_labels")  # at the token that predicts them
+    if labels is None:
+        labels = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
     trained = (labels.flatten() != -100).nonzero()[:, 0]
     if not len(trained):
         return None
@@ -113,7 +115,7 @@ def check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Any) -> Head
         samples = trained[torch.linspace(0, len(trained) - 1, _SAMPLES, device=trained.device).long().unique()]
         # The gradient of the weights is a sum over all positions. If they do not train, a few positions are enough.
         parts = trained.split(_CHUNK) if len(params) > 1 else [samples]
-        call = {name: value for name, value in batch.items() if name != "labels"}
+        call = {name: value for name, value in batch.items() if name not in ("labels", "shift_labels")}
         expected: list[torch.Tensor] = [torch.zeros_like(param, dtype=torch.float32) for param in params]
         log_probs = torch.empty(labels.numel(), device=labels.device)
         for part in parts:
@@ -124,7 +126,7 @@ def check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Any) -> Head
             for total, gradient in zip(expected, _gradients(-own.sum() / len(trained), params), strict=True):
                 total += gradient
             log_probs[part] = own.detach()
-    scored = nn.functional.pad(found.log_probs.detach(), (0, 1)).flatten()
+    scored = nn.functional.pad(found.log_probs.detach(), (0, labels.shape[1] - found.log_probs.shape[1])).flatten()
     at_samples = [gradient.flatten(0, 1)[samples] for gradient in (by_head[0], expected[0])]
     differences = {
         "the gradient of the hidden states": relative_difference(*at_samples),

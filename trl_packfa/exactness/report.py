@@ -65,6 +65,11 @@ class ExactnessReport:
             once training has begun.
         head (`float` or `None`), head_allowed (`float` or `None`):
             Worst difference of the LM head that trains, on that batch, from the model's own logits; and its limit.
+        sharded_row (`float` or `None`), sharded_row_allowed (`float` or `None`):
+            Difference between a row that several processes share and the same row on one process, in nats, with its
+            limit. It is known under `sequence_parallel`, once training has begun.
+        sharded_row_gradients (`float` or `None`):
+            Worst relative difference of a parameter's gradient between these two.
         no_weight (`str`):
             Matrices of zeros, which may hide a leak from the control.
         unpadding ([`UnpaddingReport`] or `None`):
@@ -108,6 +113,9 @@ class ExactnessReport:
     first_batch_allowed: float | None = None
     head: float | None = None
     head_allowed: float | None = None
+    sharded_row: float | None = None
+    sharded_row_allowed: float | None = None
+    sharded_row_gradients: float | None = None
     no_weight: str = ""
     unpadding: UnpaddingReport | None = None
     seconds: float = 0.0

@@ -54,6 +54,7 @@ from .inspect import (
 )
 from .mixers import FunctionOverride, LayerOverride, MixerOverride
 from .rotary import RotaryOverride, depends_on_length
+from .sharding import shard_refusal
 from .sharing import Sharing, sharing_refusal
 from .unpadding import Unpadding
 
@@ -103,6 +104,12 @@ class PatchState:
 def find_state(model: nn.Module) -> PatchState | None:
     """Return the state of a patched model, `None` if it is not patched."""
     return next((vars(module)[_STATE] for module in model.modules() if _STATE in vars(module)), None)
+
+
+def unpadding_of(model: nn.Module) -> Unpadding | None:
+    """Return the policy of a model that is patched with `unpad=True`, `None` of any other."""
+    state = find_state(model)
+    return None if state is None else state.unpadding
 
 
 def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = None) -> PatchState:
@@ -296,6 +303,7 @@ def _plan_outside(model: nn.Module, backbone: nn.Module, state: PatchState) -> l
         "unpadding": state.unpadding,
         "in_composite": state.takes_images,
         "honours_blocks": not (patch.rebatch or patch.functions or state.mixers),
+        "shard_refusal": shard_refusal(patch, state.mixers.values(), has_invocations=bool(state.invocations)),
     }
     runs = MasksByInterface(backbone, own, state.backends) if makes_mask else own
     overrides: list[Override] = [backbone_override(backbone, runs, **options)]

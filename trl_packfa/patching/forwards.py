@@ -21,6 +21,7 @@ from ..layout.caches import without_caches
 from ..layout.call_context import KEYWORD, PackedCall, current_call, empty_mask, find_layout, in_call, packed_call
 from ..layout.from_call import layout_of
 from ..layout.padded_rows import PaddedRows, as_rows
+from ..layout.shared_rows import SharedDocuments
 from ..patches.base import QKV, Patch
 from ..runtime.autocast import autocast_dtype
 from ..runtime.compile import around_graphs, mark_dynamic, outside_of_graphs
@@ -28,6 +29,7 @@ from ..runtime.override import NamedOverride, Override, forward_signature
 from ..runtime.per_document import BOUNDARIES, FOUND_BY_ITSELF, run_backbone_by_document
 from . import router_loss
 from .handed_masks import HandedMasks, handed_masks, with_one_mask, without_empty_masks
+from .sharding import refuse_shards
 from .token_types import embeds_token_types, refuse_token_types, types_of_long_rows
 from .unpadding import Unpadding, refuse_modalities, refuse_packed
 
@@ -54,9 +56,10 @@ class BackboneOverride(NamedOverride):
         honours_blocks: bool = False,
         in_composite: bool = False,
         encoder: bool = False,
+        shard_refusal: str | None = None,
     ) -> None:
         super().__init__(module, original)
-        self.encoder = encoder
+        self.encoder, self.shard_refusal = encoder, shard_refusal
         self.honours_blocks, self.in_composite = honours_blocks, in_composite
         self.keeps_ids, self.look, self.unpadding = keeps_ids, look, unpadding
         self.makes_mask, self.ignores_position_ids, self.max_positions = (
@@ -74,7 +77,8 @@ class BackboneOverride(NamedOverride):
         call = without_empty_masks(call) if masks is None else with_one_mask(call, masks)
         layout = self.find_layout(call)
         if layout is not None:
-            return self.run_packed(call, layout)
+            shared = self.find_shared(call, layout)
+            return self.run_packed(call, layout) if shared is None else self.run_shared(call, shared)
         rows = self.find_rows(call)
         if rows is not None:
             return self.run_without_pads(call, rows)
@@ -113,6 +117,11 @@ class BackboneOverride(NamedOverride):
         return layout
 
     @outside_of_graphs
+    def find_shared(self, call: dict[str, Any], layout: PackedLayout) -> SharedDocuments | None:
+        """Return the documents of a packed call whose common prefixes run once, `None` if it runs as it is."""
+        return None if self.unpadding is None else self.unpadding.shared_documents_of(call, layout, self.module)
+
+    @outside_of_graphs
     def find_rows(self, call: dict[str, Any]) -> PaddedRows | None:
         """Return the rows of a padded call that runs without its pads, `None` if it runs as it is."""
         if self.unpadding is None:
@@ -135,6 +144,8 @@ class BackboneOverride(NamedOverride):
             self.look = None
         if self.max_positions is not None:
             self._require_positions(layout, self.max_positions)
+        if layout.shard is not None and self.shard_refusal is not None:
+            raise refuse_shards(self.module, layout.shard.size, self.shard_refusal)
         if call.get("output_attentions"):
             raise PackingError(
                 "attention weights cannot be returned for a packed batch: no T x T matrix exists.",
@@ -165,6 +176,14 @@ class BackboneOverride(NamedOverride):
         arguments, packed = self._packed_call(call, layout)
         with in_call(packed):
             return router_loss.collect_logits(self.call_original(**arguments))
+
+    @around_graphs
+    def run_shared(self, call: dict[str, Any], shared: SharedDocuments) -> Any:
+        """Run a packed call as a row that holds each common prefix once, and put the outputs back."""
+        taken = shared.take_call(call)
+        for name in (*BOUNDARIES, *FOUND_BY_ITSELF):
+            taken.pop(name, None)
+        return shared.put_back_outputs(self.run_packed(taken, shared.layout(call["input_ids"].device)))
 
     @around_graphs
     def run_without_pads(self, call: dict[str, Any], rows: PaddedRows) -> Any:
@@ -220,9 +239,10 @@ class BackboneOverride(NamedOverride):
 
 def _packed_arguments(call: dict[str, Any], layout: PackedLayout) -> dict[str, Any]:
     """Return the arguments of a packed call: always with positions, without a cache and without the layout."""
-    as_rows(call, (layout.rows, layout.row_length))
+    as_rows(call, layout.local_shape)
     if call.get("position_ids") is None:
-        call["position_ids"] = layout.position_ids()
+        positions = layout.position_ids()
+        call["position_ids"] = positions if layout.shard is None else layout.shard.local(positions, dim=1)
     if call["position_ids"].dtype not in (torch.int32, torch.int64):  # tables of learned positions take no others
         call["position_ids"] = call["position_ids"].long()
     # Filled caches were refused before, and filling an empty one would be wasted work.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..layout.call_context import current_layout
+from ..layout.call_context import current_layout, packed_call
 from ..runtime.compile import outside_of_graphs
 from ..runtime.override import Override
 
@@ -33,6 +33,11 @@ class RotaryOverride(Override):
         """Return cos and sin, each of shape `(B, L, R)`."""
         options = {} if layer_type is None else {"layer_type": layer_type}
         layout = current_layout()
+        if layout is not None and layout.shard is not None:
+            # The tables of the whole row are small beside the states of a layer, and need no other process.
+            with packed_call(layout.whole):
+                tables = self(x, layout.position_ids(), layer_type)
+            return tuple(layout.shard.local(table, dim=1) for table in tables)
         if layout is None or layout.max_seqlen < self._fixed_up_to(layer_type):
             return self.call_original(x, position_ids, **options)
         start = torch.zeros_like(position_ids[:, :1])  # one token at position 0

@@ -60,6 +60,6 @@ def types_of_long_rows(backbone: Any, layout: PackedLayout) -> torch.Tensor | No
     # The model (BigBird) would take the first L of its own buffer, which is as long as its table of positions. A
     # packed row may be longer: only its documents must fit the table.
     own = getattr(getattr(backbone, "embeddings", None), "token_type_ids", None)
-    if not isinstance(own, torch.Tensor) or layout.row_length <= own.shape[-1]:
+    if not isinstance(own, torch.Tensor) or layout.local_shape[1] <= own.shape[-1]:
         return None
-    return own.new_zeros(layout.rows, layout.row_length)
+    return own.new_zeros(layout.local_shape)

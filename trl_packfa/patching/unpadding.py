@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 from ..errors import InvalidLayout, PackingError
+from ..layout import PackedLayout
 from ..layout.caches import has_cache
 from ..layout.padded_rows import PaddedRows, as_rows, rows_of
+from ..layout.shared_rows import SharedDocuments
 from ..runtime.neftune import EmbeddingNoise, noise_of_padded_rows
 from .sharing import Sharing
 
@@ -103,6 +105,15 @@ class Unpadding:
         refuse_modalities(read, "a batch without its pads")
         _refuse_other_rows(read, rows)
         return rows
+
+    def shared_documents_of(
+        self, call: dict[str, Any], layout: PackedLayout, module: nn.Module
+    ) -> SharedDocuments | None:
+        """Return the documents of a packed call with each common prefix once, `None` if none is shared."""
+        shared = None if self.sharing is None else self.sharing.documents_of(call, layout, module)
+        if shared is not None:
+            self.shared += shared.num_tokens - shared.num_packed
+        return shared
 
     def noise_as_padded(
         self, module: nn.Module, rows: PaddedRows, device: torch.device

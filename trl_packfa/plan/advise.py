@@ -10,13 +10,15 @@ import numpy as np
 from ..packing import BFD, BFD_SPLIT, MINIBATCH, PADDED, STEP
 from ..trainers.common.batching import FREE, Batching
 from ..trainers.sft.epoch_plan import EpochPlan, plan_epoch
-from ..trainers.sft.memory import RESERVED, SLACK, Memory, estimate
+from ..trainers.sft.memory import RESERVED, SLACK, Memory, estimate, shared_by
 from ..trainers.sft.what_fits import operations
 from .compare import total_steps
 from .report import Plan
 
 # Memory sizes of GPUs for rent, in GB of 10^9 bytes.
 _CARDS = (4, 6, 8, 12, 16, 24, 40, 48, 80, 96, 141, 180)
+# Numbers of GPUs that may share a row.
+_SHARED_BY = (2, 4, 8, 16, 32)
 # Warn if a strategy takes fewer optimizer steps than this share of the padded run's, or if the whole run is short.
 _FEWER, _FEW_STEPS = 0.67, 200
 # Packing gains little below this share of pads. Warn about lost tokens above this share.
@@ -32,7 +34,8 @@ PAPER = (
 
 def advise(plan: Plan) -> tuple[str, ...]:
     """Return the advice as sentences, the recommendation first."""
-    parts = (_recommend, _steps, _few, _lost, _outlier, _budget, _waiting, _untrained, _fits, _checkpointing)
+    parts = (_recommend, _steps, _few, _lost, _outlier, _budget, _waiting, _untrained, _fits, _checkpointing,
+             _sharded_rows)  # fmt: skip
     return tuple(sentence for part in parts for sentence in part(plan))
 
 
@@ -233,4 +236,41 @@ def _checkpointing(plan: Plan) -> Iterator[str]:
     yield (
         f"Gradient checkpointing can be off: est. {memory.needed / 1e9:.1f} GB of a GPU of {card} GB. "
         f"gradient_checkpointing=False computes {operations(bool(plan.shape.lora_rank))}."
+    )
+
+
+def _sharded_rows(plan: Plan) -> Iterator[str]:
+    """Say when GPUs have to share rows, and what it costs."""
+    memory, shape, args = plan.memory.get(plan.chosen.strategy.name), plan.shape, plan.args
+    if memory is None or shape is None:
+        return
+    tokens, size = plan.chosen.epoch().largest_micro_batch, args.sequence_parallel
+    if size == 1:
+        estimates = {n: estimate(shape, shared_by(args, n), tokens) for n in _SHARED_BY}
+        least = None if _card(memory) else next((n for n in _SHARED_BY if _card(estimates[n])), None)
+        if least is not None:
+            yield (
+                f"With sequence_parallel={least} (it must divide the model's attention heads) {least} GPUs share each "
+                f"row: est. {estimates[least].needed / 1e9:.1f} GB on each. {_exchange(plan, least)}"
+            )
+        return
+    alone = estimate(shape, shared_by(args, 1), tokens)
+    card = _card(alone)
+    unneeded = f" It is not needed: est. {alone.needed / 1e9:.1f} GB without it, which a GPU of {card} GB has."
+    yield (
+        f"sequence_parallel={size}: {size} GPUs share each row, {-(-tokens // size):,} tokens of the largest "
+        f"micro-batch on each. {_exchange(plan, size)}{unneeded if card else ''}"
+    )
+
+
+def _exchange(plan: Plan, size: int) -> str:
+    """Describe the traffic of rows that `size` GPUs share."""
+    shape, tokens = plan.shape, plan.chosen.epoch().largest_micro_batch
+    assert shape is not None
+    # Query, key, value and the attention's output are exchanged; each GPU keeps one part of N.
+    width = (2 * shape.query + 2 * shape.key_value) * (2 if plan.args.bf16 or plan.args.fp16 else shape.dtype_bytes)
+    sent = tokens / size * width * (size - 1) / size
+    return (
+        f"Each sends {sent / 1e6:,.1f} MB in the forward of a layer and as much in its backward: keep the GPUs of a "
+        "group on one node."
     )

@@ -19,7 +19,10 @@ from ..trainers.sft.epoch_plan import EpochPlan, plan_epoch
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one strategy: the report of cut documents, their lengths, and the epoch by number of ranks."""
+    """Result of one strategy: the report of cut documents, their lengths, and the epoch by number of ranks.
+
+    Ranks that share rows count as one in an epoch's `world_size`.
+    """
 
     strategy: Strategy
     report: PackingReport
@@ -75,7 +78,9 @@ def _outcome(
         require_budget(args.max_tokens_per_microbatch, int(lengths[longest]), which)
         if options["cut"] != FREE:
             require_whole(args.max_tokens_per_microbatch, lengths, args.per_device_train_batch_size)
-    batchings = {n: Batching.of(args, strategy=strategy, world_size=n, **options) for n in ranks}
+    batchings = {
+        n: Batching.of(args, strategy=strategy, world_size=n // args.sequence_parallel, **options) for n in ranks
+    }
     return Outcome(strategy, report, lengths, {n: plan_epoch(lengths, b) for n, b in batchings.items()})
 
 

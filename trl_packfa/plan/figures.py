@@ -172,7 +172,8 @@ def row_of(plan: Plan) -> list[int]:
     """Return the document lengths of one packed micro-batch of the chosen strategy (`step` for a padded run)."""
     outcome = plan.outcomes[_packing(plan).name]
     q, cut = (plan.shape.quadratic, plan.shape.cut) if plan.shape else (0.0, FREE)
-    batching = Batching.of(plan.args, strategy=outcome.strategy, world_size=plan.world_size, quadratic=q, cut=cut)
+    batching = Batching.of(plan.args, strategy=outcome.strategy, world_size=outcome.epoch().world_size,
+                           quadratic=q, cut=cut)  # fmt: skip
     if outcome.strategy.fills_rows:
         sampler = batching.row_sampler(outcome.lengths)
         return outcome.lengths[sampler.share(sampler.rounds()[0], 0)].tolist()

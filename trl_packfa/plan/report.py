@@ -51,7 +51,7 @@ class Plan:
     @property
     def world_size(self) -> int:
         """Number of ranks for the main tables: the first requested number."""
-        return self.chosen.epoch().world_size
+        return next(iter(self.chosen.epochs))
 
     @property
     def basis(self) -> str:

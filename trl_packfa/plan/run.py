@@ -36,7 +36,10 @@ class PlanArguments(ColumnChoice):
     lengths: str | None = field(
         default=None, metadata={"help": "JSON list of document lengths in tokens, instead of a dataset."}
     )
-    ranks: str = field(default="1,2,8", metadata={"help": "Numbers of GPUs; the main tables show the first."})
+    ranks: str = field(
+        default="1,2,8",
+        metadata={"help": "Numbers of GPUs, multiples of sequence_parallel; the main tables show the first."},
+    )
     html: str | None = field(default=None, metadata={"help": "Write one self-contained page with plots to this file."})
     json: bool = field(default=False, metadata={"help": "Print everything as JSON instead of tables."})
 
@@ -48,7 +51,7 @@ def plan(argv: list[str]) -> int:
     classes = (ScriptArguments, PackedSFTConfig, DatasetMixtureConfig, PlanArguments)
     given = ["--use_cpu", "true", *argv, "--tf32", "false"]
     script, args, mixture, wanted = parse(classes, given, prog="trl-packfa plan")
-    ranks = _ranks(wanted.ranks)
+    ranks = _ranks(wanted.ranks, args.sequence_parallel)
     if wanted.html:
         require_matplotlib("--html")  # fail before tokenizing, which can take minutes
         _require_writable(wanted.html)
@@ -101,7 +104,8 @@ def _source(script: Any, args: PackedSFTConfig, mixture: Any, wanted: PlanArgume
     return read_documents(Path(script.dataset_name or "the mixture").name, dataset, tokenizer, args)
 
 
-def _ranks(text: str) -> list[int]:
+def _ranks(text: str, shared_by: int) -> list[int]:
+    """Return the numbers of GPUs that can share rows in groups of this size, at least one group."""
     try:
         ranks = list(dict.fromkeys(int(part) for part in text.split(",")))
         if min(ranks) < 1:
@@ -110,7 +114,7 @@ def _ranks(text: str) -> list[int]:
         raise InvalidConfig(
             f"--ranks {text} is not a list of GPU counts.", do="Write for example --ranks 1,2,8."
         ) from error
-    return ranks
+    return [n for n in ranks if n % shared_by == 0] or [shared_by]
 
 
 def _require_writable(path: str) -> None:

@@ -46,6 +46,8 @@ def tables(plan: Plan) -> Iterator[tuple[str, Rows]]:
     """Yield the title, the columns and the rows of each table; the page shows the same tables."""
     world = plan.world_size
     on = f"{world} GPU{'s' if world > 1 else ''}"
+    if plan.args.sequence_parallel > 1:
+        on += f", {plan.args.sequence_parallel} of which share each row"
     size, steps = plan.args.per_device_train_batch_size, plan.args.gradient_accumulation_steps
     yield f"an epoch on {on}, batch size {size}, accumulation {steps} (* chosen)", _strategies(plan)
     yield f"what is cut at max_length={plan.args.max_length}", _cuts(plan)

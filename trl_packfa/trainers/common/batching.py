@@ -20,7 +20,7 @@ Sampler = TypeVar("Sampler", bound=PackedBatchSampler)
 
 @dataclass(frozen=True)
 class Batching:
-    """Strategy, sizes and number of processes of a run.
+    """Strategy, sizes and number of processes of a run; processes that share rows count once.
 
     `cut` is how `step` may cut (`FREE`, `TOGETHER`, `KEPT`). `budget` is the token budget of its micro-batches; the
     default is the size of the padded run's largest one. `quadratic` is the cost of attention between two tokens,
@@ -58,7 +58,7 @@ class Batching:
             strategy=strategy or args.strategy,
             batch_size=args.per_device_train_batch_size,
             accumulation=args.gradient_accumulation_steps,
-            world_size=world_size or args.world_size,
+            world_size=world_size or args.data_parallel_size,
             max_length=args.max_length,
             budget=args.max_tokens_per_microbatch,
             quadratic=quadratic,

@@ -50,7 +50,8 @@ def count_batch(metrics: Mapping[str, list[float]], inputs: dict[str, Any], *, c
         metrics["documents"].append(len(lengths))
         metrics["longest_document"].append(max(lengths, default=0))
         if capacity:
-            metrics["fill"].append(sum(lengths) / capacity)
+            computed = sum(lengths) if layout.prefix_tree is None else layout.prefix_tree.num_tokens - layout.padding
+            metrics["fill"].append(computed / capacity)
     if lost is not None:
         for name, count in zip(_LOST, lost, strict=True):
             metrics[name].append(count)
@@ -246,16 +247,16 @@ def read_stream_state(folder: str | Path, args: CommonConfig) -> dict[str, Any] 
 
 
 def _stream_path(folder: str | Path, args: CommonConfig) -> Path:
-    return Path(folder) / f"packing_stream_{args.process_index}.json"
+    return Path(folder) / f"packing_stream_{args.data_parallel_rank}.json"
 
 
 def _stream_identity(args: CommonConfig) -> dict[str, Any]:
     """Return the arguments that decide which documents are in which micro-batch of a stream."""
     names = (
         "packing_strategy", "max_length", "overflow", "per_device_train_batch_size", "gradient_accumulation_steps",
-        "world_size", "seed", "data_seed",
+        "seed", "data_seed",
     )  # fmt: skip
-    return {name: getattr(args, name) for name in names}
+    return {"world_size": args.data_parallel_size, **{name: getattr(args, name) for name in names}}
 
 
 def write_reports(

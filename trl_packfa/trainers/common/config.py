@@ -46,6 +46,8 @@ class CommonConfig(_Base):
 
     # The code that loads models reads it. `PackedSFTConfig` makes it a field, because it can switch packing off.
     packing = True
+    # The number of processes that share a row. `PackedSFTConfig` makes it a field.
+    sequence_parallel = 1
 
     check_packing: bool = field(
         default=True,
@@ -89,10 +91,29 @@ class CommonConfig(_Base):
         },
     )
 
+    share_prefixes: bool = field(
+        default=False,
+        metadata={
+            "help": "Compute a prefix that several rows or documents of a micro-batch share only once: a pair's "
+            "prompt, a system prompt, the history of a conversation. A shared prefix needs 16 tokens or more. Models "
+            "that mix tokens outside of attention run each row by itself, and a warning says so."
+        },
+    )
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of processes with different batches; processes that share rows count once."""
+        return max(self.world_size // self.sequence_parallel, 1)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Number of this process's batches among them."""
+        return self.process_index // self.sequence_parallel
+
     @property
     def patch_options(self) -> dict[str, Any]:
         """Keyword arguments for [`patch`]."""
-        names = ("fused_lora", "fused_kernels")
+        names = ("fused_lora", "fused_kernels", "share_prefixes")
         return {"backend": self.attention_backend, **{name: getattr(self, name) for name in names}}
 
 

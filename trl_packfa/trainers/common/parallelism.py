@@ -1,6 +1,7 @@
-"""Checks that refuse ways of parallel training which packing does not support, with the reasons.
+"""Ways of parallel training: checks that refuse those which packing does not support, with the reasons.
 
-Weights may be sharded over ranks, but a packed row must be whole on one rank.
+Weights may be sharded over ranks. A packed row is whole on one rank, or shared by a group of ranks
+(`sharded_rows.py`).
 """
 
 from __future__ import annotations
@@ -139,5 +140,6 @@ def refuse_parallelism(sizes: dict[str, int]) -> None:
         raise InvalidConfig(
             f"{', '.join(f'{name}={size}' for name, size in found.items())} cannot be packed.",
             why=[_DIVIDED[name] for name in found],
-            do=f"Shard the model with FSDP2 (fsdp=True), where each rank has its own rows, or {TRAIN_PADDED}.",
+            do="Share rows with PackedSFTConfig(sequence_parallel=N), shard the model with FSDP2 (fsdp=True), or "
+            f"{TRAIN_PADDED}.",
         )

@@ -23,9 +23,10 @@ from ...layout import PackedLayout
 from ...packing import imbalance
 from .batching import FREE, KEPT, TOGETHER, deal
 from .config import CommonConfig
-from .dataset import read_lengths
+from .dataset import count_computed, longest_document, read_lengths
 from .flops import quadratic_weight
 from .padded_batch_map import ORIGINS, origins_of_steps
+from .trees import split_example
 
 
 class Documents:
@@ -84,11 +85,11 @@ class StepCutter:
     def __init__(
         self, args: CommonConfig, *, train_dataset: Any, model: Any, accelerator: Accelerator, cut: str = FREE
     ) -> None:
-        self.accelerator, self.how = accelerator, cut
+        self.args, self.accelerator, self.how = args, accelerator, cut
         lengths, which = _longest(train_dataset, args)
         longest = int(lengths.max())
         if args.max_tokens_per_microbatch is not None:
-            require_budget(args.max_tokens_per_microbatch, longest, which)
+            require_budget(args.max_tokens_per_microbatch, *(longest_document(train_dataset) or (longest, which)))
             if cut != FREE:
                 require_whole(args.max_tokens_per_microbatch, lengths, args.per_device_train_batch_size)
         self.budget = args.max_tokens_per_microbatch or args.per_device_train_batch_size * longest
@@ -103,37 +104,50 @@ class StepCutter:
         self, batches: Sequence[Documents], collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
     ) -> list[Slot]:
         """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
-        rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
-        examples, groups = of_all_ranks(batches, self.accelerator)
-        lengths = np.array([len(example["input_ids"]) for example in examples], dtype=np.int64)
+        rank, world_size = self.args.data_parallel_rank, self.args.data_parallel_size
+        examples, groups = of_all_ranks(batches, self.accelerator, shared_by=self.args.sequence_parallel)
+        examples, groups = self._split(examples, groups)
+        lengths = np.array([count_computed(example) for example in examples], dtype=np.int64)
         dealt = deal(
             lengths, groups, cut=self.how, budget=self.budget, world_size=world_size, quadratic=self.quadratic
         )
         # If other ranks have one micro-batch more, this rank runs an untrained one, to take part in their collectives.
-        shortest = int(lengths.argmin())
-        idle = {**examples[shortest], "labels": [-100] * int(lengths[shortest])}
+        shortest = examples[int(lengths.argmin())]
+        idle = {**shortest, "labels": [-100] * len(shortest["input_ids"])}
         micro_batches = [
             collate([examples[i] for i in part]) if part else _untrue(collate([idle])) for part in dealt[rank]
         ]
-        origins = origins_of_steps(dealt, lengths, groups, rank=rank)
+        sizes = np.array([len(example["input_ids"]) for example in examples], dtype=np.int64)
+        origins = origins_of_steps(dealt, sizes, groups, rank=rank)
         for micro_batch, origin in zip(micro_batches, origins, strict=True):
             micro_batch[ORIGINS] = origin
         last = Slot(micro_batches, imbalance=imbalance(dealt, lengths, self.quadratic))
         return [Slot([]) for _ in batches[:-1]] + [last]
 
+    def _split(
+        self, examples: Sequence[dict[str, Any]], groups: np.ndarray
+    ) -> tuple[list[dict[str, Any]], np.ndarray]:
+        """Split examples of several documents that are larger than the budget; each part keeps its group."""
+        if self.how == KEPT:
+            return list(examples), groups
+        parts = [split_example(example, self.budget) for example in examples]
+        return [part for of_one in parts for part in of_one], np.repeat(groups, [len(of_one) for of_one in parts])
+
 
 def of_all_ranks(
-    batches: Sequence[Documents], accelerator: Accelerator
+    batches: Sequence[Documents], accelerator: Accelerator, *, shared_by: int = 1
 ) -> tuple[tuple[dict[str, Any], ...], np.ndarray]:
     """Gather the examples of a step from all ranks, rank by rank, and the number of each one's padded micro-batch.
 
-    With them every rank makes the same plan. Sending token ids costs little compared with computing a step.
+    With them every rank makes the same plan. Sending token ids costs little compared with computing a step. Groups of
+    `shared_by` ranks have the same examples; the first rank of a group sends them.
     """
-    rank, world_size = accelerator.process_index, accelerator.num_processes
+    rank, world_size = accelerator.process_index // shared_by, accelerator.num_processes // shared_by
+    sends = accelerator.process_index % shared_by == 0
     # Padded micro-batches are numbered in turn over ranks: with 2 ranks, rank 0 has 0, 2, 4. Examples with the same
     # number are from the same padded micro-batch.
-    mine = [(i * world_size + rank, example) for i, batch in enumerate(batches) for example in batch.examples]
-    numbers, examples = zip(*(mine if world_size == 1 else gather_object(mine)), strict=True)
+    mine = [(i * world_size + rank, example) for i, batch in enumerate(batches) for example in batch.examples if sends]
+    numbers, examples = zip(*(mine if accelerator.num_processes == 1 else gather_object(mine)), strict=True)
     return examples, np.array(numbers)
 
 

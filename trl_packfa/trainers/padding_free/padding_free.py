@@ -186,6 +186,12 @@ def _require_trainer(trainer: Any) -> None:
     args, name = trainer.args, type(trainer).__name__
     if hasattr(trainer, "packing_reports"):
         raise InvalidConfig(f"{name} packs its batches already.", do="Use it as it is, without padding_free.")
+    if (size := getattr(args, "sequence_parallel", 1)) > 1:
+        raise InvalidConfig(
+            f"{name} with sequence_parallel={size} cannot run without its pads.",
+            why=["it runs padded rows, encoders' too, and only packed rows can be shared by several processes"],
+            do="Drop sequence_parallel, or train packed rows with PackedSFTTrainer.",
+        )
     refuse_liger(args, name)
 
 

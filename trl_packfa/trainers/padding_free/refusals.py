@@ -140,8 +140,8 @@ def _refuse_images(column: str, trainer: str, *, name: str, takes_images: bool) 
 
 def _refuse_policy(args: Any, what: str, why: str) -> None:
     """Refuse an overflow policy other than TRL's where TRL itself cuts or drops long pairs."""
-    default = next(f.default for f in fields(args) if f.name == "overflow")
-    if args.overflow != default:
+    default = next((f.default for f in fields(args) if f.name == "overflow"), None)
+    if default is not None and args.overflow != default:
         raise InvalidConfig(
             f"overflow='{args.overflow}' with {what}.",
             why=[why],

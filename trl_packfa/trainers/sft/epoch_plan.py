@@ -167,6 +167,8 @@ def summarize_plan(
     batching = Batching.of(args, quadratic=quadratic, cut=cut)
     epoch = plan_epoch(lengths, batching)
     plan = {"steps_per_epoch": float(epoch.steps), "examples_per_step": epoch.examples_per_step}
+    if args.sequence_parallel > 1:
+        plan["tokens_per_process"] = epoch.tokens_per_micro_batch / args.sequence_parallel
     if args.strategy.fills_rows:
         filled = {"rows": epoch.rows, "documents_per_row": epoch.documents / epoch.rows, "fill": epoch.fill or 0.0}
         return plan | filled | {"imbalance": epoch.imbalance}

@@ -17,12 +17,21 @@ from transformers import PreTrainedTokenizerBase
 
 from ...collator import LOSSES, SOURCES, DataCollatorForPacking
 from ...errors import UnsupportedModel
-from ...exactness import ExactnessReport, check, check_batch, proof_identity, reusable_proof
+from ...exactness import (
+    ExactnessReport,
+    ShardedRowProof,
+    check,
+    check_batch,
+    check_sharded_row,
+    proof_identity,
+    reusable_proof,
+)
 from ...patching.apply import find_state
 from ...runtime.compile import uncompiled
 from ...terminal.progress import proving
 from ..common.distributed import agree, from_main_rank
 from ..common.padded_batch_map import ORIGINS
+from ..common.sharded_rows import row_group
 from ..common.step_cutting import Slot
 from .config import PackedSFTConfig
 
@@ -47,6 +56,7 @@ class ExactnessGate:
 
     def __init__(self, args: PackedSFTConfig, accelerator: Accelerator) -> None:
         self.args, self.accelerator = args, accelerator
+        self._group = row_group(args, accelerator)
         self.report: ExactnessReport | None = None
         self._has_proven_batch = False
 
@@ -92,7 +102,7 @@ class ExactnessGate:
         if self._everywhere(proven is not None):
             assert proven is not None
             logger.info("trl-packfa: %s; proven when the model was patched", proven)
-            self.report = replace(proven, identity=identity)
+            self.report = self._with_sharded_rows(replace(proven, identity=identity), engine, collator, documents)
             return self.report
 
         def proof(progress: Callable[[str, float], None]) -> ExactnessReport:
@@ -113,9 +123,34 @@ class ExactnessGate:
         shown = self.accelerator.is_main_process and not args.disable_tqdm
         with proving("proving on this model that no document sees another", shown=shown) as progress:
             found = agree(self.accelerator, lambda: proof(progress))
-        self.report = replace(found, identity=identity)
-        logger.info("trl-packfa: %s in %.1f s", self.report, self.report.seconds)
+        logger.info("trl-packfa: %s in %.1f s", found, found.seconds)
+        self.report = self._with_sharded_rows(replace(found, identity=identity), engine, collator, documents)
         return self.report
+
+    def _with_sharded_rows(
+        self, report: ExactnessReport, engine: Any, collator: Any, documents: Any
+    ) -> ExactnessReport:
+        """Return the report with the check of rows that processes share; unchanged if none do.
+
+        Raises:
+            [`ContaminationError`]: on every rank, if such a row differs from the same row on one process.
+        """
+        group = self._group
+        if group is None:
+            return report
+
+        def proof() -> ShardedRowProof:
+            with self.accelerator.autocast():
+                found = check_sharded_row(
+                    engine, group, collator=collator, documents=_first_documents(documents), seed=self.args.seed
+                )
+            found.require_exact()
+            return found
+
+        shared = agree(self.accelerator, proof)
+        logger.info("trl-packfa: %s", shared)
+        return replace(report, sharded_row=shared.difference, sharded_row_allowed=shared.allowed,
+                       sharded_row_gradients=shared.gradient)  # fmt: skip
 
     def switch_checkpointing(self, model: Any) -> None:
         """Switch activation checkpointing on as training will, because TRL does so only later."""
@@ -146,7 +181,7 @@ class ExactnessGate:
             return proof_identity(
                 model,
                 collator=(type(collator).__module__, type(collator).__qualname__),
-                engine=(self.accelerator.distributed_type, self.accelerator.num_processes),
+                engine=(self.accelerator.distributed_type, self.accelerator.num_processes, args.sequence_parallel),
                 checkpointing=(args.gradient_checkpointing, args.gradient_checkpointing_kwargs),
                 compiled=args.torch_compile,
             )
@@ -177,7 +212,7 @@ class ExactnessGate:
         names = (LOSSES, ORIGINS, SOURCES)
         # The trainer removes these before it calls the model.
         batch = {name: value for name, value in batches[0].items() if name not in names}
-        proof = agree(self.accelerator, lambda: _exact_batch(model, prepare(batch)))
+        proof = agree(self.accelerator, lambda: _exact_batch(model, prepare(batch), self._group))
         if proof is not None and self.report is not None:
             head = proof.head and {"head": proof.head.difference, "head_allowed": proof.head.allowed}
             self.report = replace(
@@ -185,8 +220,8 @@ class ExactnessGate:
             )
 
 
-def _exact_batch(model: Any, batch: dict[str, Any]) -> Any:
-    proof = check_batch(model, batch)
+def _exact_batch(model: Any, batch: dict[str, Any], group: Any) -> Any:
+    proof = check_batch(model, batch, group)
     if proof is not None:
         proof.require_exact()
     return proof

@@ -56,6 +56,12 @@ def without_packing(
     if packed is not None and not packed.packing:
         return None
     strategy = packed.strategy if packed is not None else None
+    if packed is not None and packed.sequence_parallel > 1:
+        raise InvalidConfig(
+            f"sequence_parallel={packed.sequence_parallel}, but the dataset has images in its column '{column}'.",
+            why=["such batches run padded rows without their pads, and only packed rows can be shared"],
+            do="Drop sequence_parallel, or the column to train on the text alone.",
+        )
     if (strategy is not None and strategy.fills_rows) or (packed is None and getattr(args, "packing", False)):
         raise InvalidConfig(
             f"rows cannot be filled before training: the dataset has images in its column '{column}'.",
@@ -82,6 +88,12 @@ def _refuse_without_effect(args: PackedSFTConfig, column: str) -> None:
             f"overflow='{args.overflow}' has no effect on images (column '{column}').",
             why=["their tokens exist only after collation, where TRL cuts them to max_length"],
             do="Drop it. Set max_length=None, so that nothing is cut.",
+        )
+    if args.share_prefixes:
+        raise InvalidConfig(
+            f"{'expand_turns' if args.expand_turns else 'share_prefixes'}=True with images (column '{column}').",
+            why=["equal token ids may stand for different images, so documents are not known to begin alike"],
+            do="Drop it, or the column to train on the text alone.",
         )
     if args.loss_by is not None:
         raise InvalidConfig(

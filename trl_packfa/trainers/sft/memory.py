@@ -62,8 +62,9 @@ class Memory:
 def estimate(shape: ModelShape, args: PackedSFTConfig, tokens: int, *, fused_norms: bool = False) -> Memory:
     """Estimate the memory if the largest micro-batch has so many tokens, padding included.
 
-    `fused_norms` means that Liger computes RMSNorms.
+    Processes that share rows hold equal parts of them. `fused_norms` means that Liger computes RMSNorms.
     """
+    tokens = -(-tokens // args.sequence_parallel)
     quantized = args.load_in_4bit or args.load_in_8bit
     mixed = args.bf16 or args.fp16
     parameter = (2 if quantized else 4) if shape.lora_rank else shape.dtype_bytes  # TRL's choice for adapters
@@ -79,6 +80,13 @@ def estimate(shape: ModelShape, args: PackedSFTConfig, tokens: int, *, fused_nor
         activations=_activations(shape, args, tokens, 2 if mixed else shape.dtype_bytes, fused_norms=fused_norms),
         logits=_logits(shape, tokens, 2 if mixed else shape.dtype_bytes, trains=bool(full)),
     )
+
+
+def shared_by(args: PackedSFTConfig, processes: int) -> PackedSFTConfig:
+    """Copy the arguments with rows that so many processes share."""
+    args = copy.copy(args)
+    args.sequence_parallel = processes
+    return args
 
 
 def without_checkpointing(args: PackedSFTConfig) -> PackedSFTConfig:

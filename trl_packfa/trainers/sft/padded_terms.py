@@ -8,17 +8,23 @@ Shape letters: B rows, L row length.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import UnsupportedModel
 from ...exactness import quiet
+from ...layout.shard import RowShard
 from ...patching import inspect
 from ...patching.router_loss import BalancedModel
 from ...runtime.neftune import EmbeddingNoise
+from ...runtime.sequence_parallel import local_part
 from ..common.padded_batch_map import ORIGINS, Origins
+from ..common.sharded_rows import row_group
 from .config import PackedSFTConfig
 
 # Tokens of the document on which routers are tried.
@@ -79,14 +85,31 @@ class PaddedTerms:
         if not self.balances_experts:
             return model
         self._experts_per_token = self._experts_per_token or _experts_per_token(self.model)
+        share, reduce = (1.0, None) if origins is None else (origins.share, self._reduction(origins))
+        if origins is not None and (group := self._row_group) is not None:
+            # Each process has the logits of its part of the row. The mean of the parts' losses over the processes,
+            # times their number, is the row's.
+            shard = RowShard.of(group)
+            groups, share = local_part(groups, shard, len(tokens)), share * shard.size
         return BalancedModel(
-            model,
-            groups,
-            tokens,
-            experts_per_token=self._experts_per_token,
-            share=1.0 if origins is None else origins.share,
-            reduce=self.accelerator.reduce if origins is not None and origins.shared else None,
+            model, groups, tokens, experts_per_token=self._experts_per_token, share=share, reduce=reduce
         )
+
+    @property
+    def _row_group(self) -> DeviceMesh | None:
+        return row_group(self.args, self.accelerator)
+
+    def _reduction(self, origins: Origins) -> Callable[[torch.Tensor], Any] | None:
+        """Return the sum over the ranks that hold tokens of the same padded micro-batches, `None` if only this one."""
+        if origins.shared:
+            return self.accelerator.reduce
+        group = self._row_group
+
+        def over_row(counts: torch.Tensor) -> torch.Tensor:
+            distributed.all_reduce(counts, group=group.get_group())  # type: ignore[union-attr]
+            return counts
+
+        return None if group is None else over_row
 
     def _padded_lengths(self, origins: Origins, ids: torch.Tensor) -> torch.Tensor:
         """Return, for each token `(B, L)`, the length that its example's padded row would have.

@@ -41,6 +41,7 @@ from ...errors import ContaminationError, InvalidConfig, NoBackend, UnsupportedM
 from ...exactness import ExactnessReport
 from ...packing import PackedBatchSampler, PackingReport
 from ...patching import inspect
+from ...patching.apply import unpadding_of
 from ..common.batching import FREE, TOGETHER
 from ..common.chat_templates import left_out_by_template
 from ..common.checkpoint_files import count_batch, write_reports
@@ -57,6 +58,7 @@ from ..common.parallelism import refuse_uneven_calls
 from ..common.resuming import identity
 from ..common.run_context import alone_in_folder, go_on, whole
 from ..common.sampler import EpochCallback
+from ..common.sharded_rows import refuse_short_rows, require_shareable, share_rows
 from ..common.step_cutting import Slot, StepCutter, count_every_rank, how_to_cut, in_turn, require_aligned
 from ..common.transfer import copies_without_waiting, send
 from ..common.validation import refuse_precision
@@ -70,6 +72,7 @@ from .lm_head import LossHead, OwnHead, drop_unmeasured
 from .loss_weighting import SourceLosses, WeightedModel, as_example_labels, example_weights
 from .padded_terms import PaddedTerms
 from .raw_dataset import usable
+from .sequence_parallel import ShardedRowsTrainer
 from .throughput import SpeedMeter
 from .validation import refuse_loss_function, refuse_noise, refuse_sources
 from .what_fits import tell_what_fits
@@ -77,7 +80,7 @@ from .what_fits import tell_what_fits
 logger = get_logger(__name__)
 
 
-class PackedSFTTrainer(TrainsOnImages):
+class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
     """TRL's `SFTTrainer` with packing. It takes the same arguments; training matches padded training.
 
     ```python
@@ -175,6 +178,7 @@ class PackedSFTTrainer(TrainsOnImages):
             model, args, quantization=options["quantization_config"], adapter=options["peft_config"]
         )
         tell_adapter(asked, args, options["peft_config"] if own_adapter else None)
+        share_rows(args)
         packs_eval = args.eval_packing is not False and options["compute_metrics"] is None
         self._data = PackedData(args, packs_eval=packs_eval)
         self._cutter: StepCutter | None = None
@@ -211,7 +215,8 @@ class PackedSFTTrainer(TrainsOnImages):
         apply_liger(model, args)  # before the patch: later the Trainer would replace the patch's forwards by Liger's
         self._gate.switch_checkpointing(model)
         with self.accelerator.autocast():  # if `patch` has to check the model, its check is the run's proof
-            patch(model, **args.patch_options)
+            patch(model, unpad=args.share_prefixes, **args.patch_options)  # prefixes are proven with padded rows
+        self._speed.sharing = unpadding_of(model)
         compile_by_layer(model, args, self.accelerator, whole=self.is_zero3_enabled)
         self._terms = PaddedTerms(args, self.accelerator, model, balances_experts=self.aux_loss_enabled)
         if self.aux_loss_enabled and not self.is_zero3_enabled:
@@ -222,6 +227,7 @@ class PackedSFTTrainer(TrainsOnImages):
             refuse_loss_function(self.compute_loss_func, vocabulary=text.vocab_size, device=args.device)
         if self.neftune_noise_alpha is not None:
             refuse_noise(model)
+        require_shareable(model, args)
         if self.is_proven_wrapped:
             refuse_uneven_calls(model, getattr(self.accelerator.state, "fsdp_plugin", None))
         refuse_sources(args, self.train_dataset)
@@ -243,7 +249,7 @@ class PackedSFTTrainer(TrainsOnImages):
             balances_experts=self.aux_loss_enabled,
             counts_tokens=self.model_accepts_loss_kwargs,
             own_loss=self.compute_loss_func is not None,
-            world_size=self.accelerator.num_processes,
+            world_size=self.args.data_parallel_size,
         )
         if self.args.strategy.recuts_steps and cut != FREE:
             kept = "run at the same time" if cut == TOGETHER else "stay one micro-batch"
@@ -256,6 +262,7 @@ class PackedSFTTrainer(TrainsOnImages):
             return {}
         lengths = read_lengths(self.train_dataset)
         require_same_documents(self.accelerator, lengths)
+        refuse_short_rows(self.args, self._data.batching.micro_batch_tokens(lengths))
         plan = summarize_plan(self.args, lengths, quadratic=quadratic_weight(self.model), cut=cut)
         logger.info("trl-packfa: %s", ", ".join(f"{name} {value:,.4g}" for name, value in plan.items()))
         return plan
@@ -290,6 +297,7 @@ class PackedSFTTrainer(TrainsOnImages):
 
         def tokenize(uncut: PackedSFTConfig) -> AnyDataset:
             given = without_our_columns(dataset)
+            given = self._data.expand(given, self._tokenizer, self.chat_template, name=dataset_name)
             return by_trl(given, processing_class, uncut, False, formatting_func, dataset_name)
 
         return self._data.prepare(tokenize, name=dataset_name)
@@ -429,7 +437,8 @@ class PackedSFTTrainer(TrainsOnImages):
         by_example = self.args.loss_weighting == "example" and is_training
         sources = {name: inputs[name] for name in ("labels", "packed_layout", SOURCES) if name in inputs}
         inputs.pop(SOURCES, None)  # no model takes strings
-        called: Any = model if self._terms is None else self._terms.wrap(model, inputs)
+        called: Any = self._shared(model, inputs)
+        called = called if self._terms is None else self._terms.wrap(called, inputs)
         weighted = None
         if by_example or SOURCES in sources:
             called = weighted = WeightedModel(called, example_weights(inputs) if by_example else None)
@@ -439,17 +448,6 @@ class PackedSFTTrainer(TrainsOnImages):
         if weighted is not None and SOURCES in sources and weighted.log_probs is not None:
             self._sources.add(mode, sources, weighted.log_probs)
         return result
-
-    def _uncount_padding(self, inputs: dict[str, Any], mode: str) -> None:
-        """Subtract the batch's padding on all ranks from TRL's token count, because TRL adds the whole row."""
-        layout = inputs.get("packed_layout")
-        if mode != "train" or layout is None:
-            return
-        padding = layout.padding
-        if self.accelerator.num_processes > 1:
-            counts: Any = self.accelerator.gather(torch.tensor([padding], device=self.accelerator.device))
-            padding = int(counts.sum())
-        self._total_train_tokens -= padding
 
     def _add_noise(self) -> None:
         if self.neftune_noise_alpha is not None and self._terms is not None:

@@ -19,6 +19,7 @@ from ...patching.inspect import model_type
 from ..common.dataset_checks import TOKENS
 from ..common.liger import refuse_missing_liger
 from ..common.parallelism import asked_parallelism, refuse_parallelism, refuse_zero3
+from ..common.sharded_rows import refuse_sharded_rows
 from ..common.validation import refuse_adapters_and_backend
 from .config import PackedSFTConfig
 
@@ -64,6 +65,7 @@ def refuse_arguments(
     refuse_missing_liger(args)
     refuse_adapters_and_backend(args, peft_config)
     refuse_parallelism(asked_parallelism(args))
+    refuse_sharded_rows(args, own_loss=compute_loss_func is not None)
     if getattr(args.deepspeed_plugin, "zero_stage", 0) == 3:
         refuse_zero3(args)
 

@@ -1,0 +1,214 @@
+"""What `sequence_parallel` refuses, each in a sentence with its reason; the runs themselves need several processes
+(`tests/whole/test_sharded_rows.py`)."""
+
+import copy
+import pickle
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tiny
+import torch
+import vision
+from accelerate import ParallelismConfig
+from tiny_models import small_model
+from training import arguments, dataset, packed_trainer
+from trl import SFTTrainer
+
+import trl_packfa
+from trl_packfa import PackedSFTConfig, padding_free
+from trl_packfa.errors import ContaminationError, InvalidConfig, UnsupportedModel, VersionTooOld
+from trl_packfa.exactness import ShardedRowProof
+from trl_packfa.trainers.common import step_cutting
+from trl_packfa.trainers.common.sharded_rows import RowGroups, refuse_short_rows, require_shareable, share_rows
+from trl_packfa.trainers.common.step_cutting import Documents, of_all_ranks
+from trl_packfa.trainers.sft.memory import estimate, shared_by
+from trl_packfa.trainers.sft.model_shape import shape_as_loaded
+from trl_packfa.trainers.sft.sequence_parallel import ShardedRowsTrainer
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """Let arguments believe in this many processes."""
+
+    def pretend(count, rank=0):
+        monkeypatch.setattr(PackedSFTConfig, "world_size", count)
+        monkeypatch.setattr(PackedSFTConfig, "process_index", rank)
+
+    return pretend
+
+
+def test_more_than_the_processes_are_refused(tmp_path):
+    args = arguments(out=tmp_path, sequence_parallel=2)
+    with pytest.raises(
+        InvalidConfig, match=r"sequence_parallel=2 is more than the number of processes, 1(.|\n)*torchrun"
+    ):
+        packed_trainer(args)
+
+
+def test_a_trainer_that_was_not_measured_is_refused(tmp_path, processes, monkeypatch):
+    processes(2)
+    monkeypatch.setattr("trl_packfa.trainers.common.sharded_rows.installed_version", lambda package: "5.16.0")
+    with pytest.raises(VersionTooOld, match=r"sequence_parallel=2 needs transformers >= 5.23.0, found 5.16.0"):
+        packed_trainer(arguments(out=tmp_path, sequence_parallel=2))
+
+
+def test_groups_of_unequal_size_are_refused(tmp_path, processes):
+    processes(3)
+    with pytest.raises(InvalidConfig, match="sequence_parallel=2 does not divide the number of processes, 3"):
+        packed_trainer(arguments(out=tmp_path, sequence_parallel=2))
+
+
+@pytest.mark.parametrize("options", [{"sequence_parallel": 0}, {"sequence_parallel": 2, "packing": False}])
+def test_only_packed_rows_are_shared(tmp_path, options):
+    with pytest.raises(InvalidConfig, match="only packed rows can be shared"):
+        arguments(out=tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"parallelism_config": ParallelismConfig(dp_shard_size=2)}, "parallelism_config"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+        ({"packing_strategy": "minibatch", "train_sampling_strategy": "group_by_length"}, "group_by_length"),
+    ],
+)
+def test_what_needs_the_whole_row_is_refused(tmp_path, processes, options, named):
+    processes(2)
+    with pytest.raises(
+        InvalidConfig, match=rf"{named}.* with sequence_parallel=2 cannot be trained(.|\n)*Drop {named}|{named}"
+    ):
+        packed_trainer(arguments(out=tmp_path, sequence_parallel=2, **options))
+
+
+def test_a_loss_function_is_refused(tmp_path, processes):
+    processes(2)
+    with pytest.raises(
+        InvalidConfig, match=r"compute_loss_func with sequence_parallel=2(.|\n)*logits of the whole row"
+    ):
+        packed_trainer(arguments(out=tmp_path, sequence_parallel=2), compute_loss_func=lambda *args, **kwargs: None)
+
+
+def test_deepspeed_is_refused(tmp_path, processes):
+    processes(2)
+    args = arguments(out=tmp_path, sequence_parallel=2)
+    args.deepspeed_plugin = SimpleNamespace(zero_stage=2, deepspeed_config={})
+    with pytest.raises(InvalidConfig, match=r"deepspeed with sequence_parallel=2(.|\n)*use DDP or FSDP2"):
+        packed_trainer(args)
+
+
+@pytest.mark.parametrize("size", ["cp_size", "sp_size"])
+def test_accelerates_own_ways_at_once_are_refused(tmp_path, processes, size):
+    processes(2)
+    args = arguments(out=tmp_path, sequence_parallel=2, parallelism_config=ParallelismConfig(**{size: 2}))
+    with pytest.raises(InvalidConfig, match=rf"{size}=2 cannot be packed(.|\n)*sequence_parallel=N"):
+        packed_trainer(args)
+
+
+def test_images_are_refused(tmp_path):
+    with pytest.raises(InvalidConfig, match=r"sequence_parallel=2, but the dataset has images in its column 'image'"):
+        packed_trainer(arguments(out=tmp_path, sequence_parallel=2), train_dataset=vision.prompts())
+
+
+def test_padded_rows_are_refused(tmp_path):
+    args = arguments(out=tmp_path, packing=False)
+    args.sequence_parallel = 2
+    trainer = SFTTrainer(tiny.model(layers=2), args, train_dataset=dataset(), processing_class=tiny.tokenizer())
+    with pytest.raises(InvalidConfig, match=r"SFTTrainer with sequence_parallel=2 cannot run without its pads"):
+        padding_free(trainer)
+
+
+def test_heads_that_processes_cannot_divide_are_refused():
+    """Four heads."""
+    model = trl_packfa.patch(tiny.model(layers=2))
+    with pytest.raises(InvalidConfig, match=r"sequence_parallel=3 does not divide the model's 4 (.|\n)*\[1, 2, 4\]"):
+        require_shareable(model, SimpleNamespace(sequence_parallel=3))
+    for size in (1, 2, 4):
+        require_shareable(model, SimpleNamespace(sequence_parallel=size))
+
+
+def test_mixers_are_refused():
+    model = trl_packfa.patch(small_model("mamba", num_hidden_layers=1))
+    with pytest.raises(
+        UnsupportedModel, match=r"cannot run rows that 2 processes share(.|\n)*MambaMixer(.|\n)*fsdp=True"
+    ):
+        require_shareable(model, SimpleNamespace(sequence_parallel=2))
+
+
+def test_rows_shorter_than_their_processes_are_refused():
+    refuse_short_rows(SimpleNamespace(sequence_parallel=4), 4)
+    with pytest.raises(InvalidConfig, match="sequence_parallel=4, but no micro-batch has more than 3 tokens"):
+        refuse_short_rows(SimpleNamespace(sequence_parallel=4), 3)
+
+
+def test_a_row_that_differs_is_refused():
+    proof = ShardedRowProof(2e-7, 1e-3, 1e-6, 3e-4, "lm_head.weight", 2)
+    proof.require_exact()
+    for wrong in (proof._replace(difference=0.1), proof._replace(gradient=0.5), proof._replace(gradient=float("nan"))):
+        with pytest.raises(
+            ContaminationError, match=r"rows that 2 processes share are not exact(.|\n)*lm_head.weight"
+        ):
+            wrong.require_exact()
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "groups"), [(8, 2, [0, 0, 1, 1, 2, 2, 3, 3]), (4, 4, [0] * 4), (2, 1, [0, 1])]
+)
+def test_a_group_counts_as_one_process(tmp_path, processes, count, size, groups):
+    found = []
+    for rank in range(count):
+        processes(count, rank)
+        args = arguments(out=tmp_path, sequence_parallel=size)
+        found.append(args.data_parallel_rank)
+    assert found == groups and args.data_parallel_size == count // size
+
+
+def test_accelerate_gets_the_groups(tmp_path, processes):
+    processes(4)
+    args = arguments(out=tmp_path, sequence_parallel=2)
+    share_rows(args)
+    config = args.parallelism_config
+    assert config.shape == (2, 2) and config.total_size == 4 and config.tp_size == 1
+    config.device_mesh = torch.nn.Identity  # a mesh, whose process groups cannot be saved
+    for saved in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
+        assert isinstance(saved, RowGroups) and saved.shape == (2, 2) and saved.device_mesh is None
+    share_rows(args)  # of a second trainer
+    assert args.parallelism_config is not config
+
+
+def test_the_first_of_a_group_sends_its_examples(monkeypatch):
+    """Two groups of two: ranks 0 and 2 send, and all ranks number the padded micro-batches as two processes do."""
+    sent = {}
+
+    def one(rank):
+        def gather(mine):
+            sent[rank] = mine
+            return [(rank // 2, {"input_ids": [rank]})]
+
+        monkeypatch.setattr(step_cutting, "gather_object", gather)
+        accelerator = SimpleNamespace(process_index=rank, num_processes=4)
+        batches = [Documents([{"input_ids": [10 * i]}]) for i in range(2)]
+        return of_all_ranks(batches, accelerator, shared_by=2)
+
+    for rank in range(4):
+        examples, numbers = one(rank)
+        assert examples == ({"input_ids": [rank]},) and np.array_equal(numbers, [rank // 2])
+    assert [number for number, _ in sent[0]] == [0, 2] and [number for number, _ in sent[2]] == [1, 3]
+    assert sent[1] == sent[3] == []
+
+
+@pytest.mark.parametrize(("ends", "expected"), [(False, [0, 1, 4, 5]), (True, [0, 1, 4])])
+def test_results_of_a_group_are_taken_once(ends, expected):
+    """Two groups of two, two results each; at the end of the data the last one is a repetition."""
+    trainer = ShardedRowsTrainer.__new__(ShardedRowsTrainer)
+    trainer.args = SimpleNamespace(sequence_parallel=2, data_parallel_size=2)
+    state = SimpleNamespace(end_of_dataloader=ends, remainder=3)
+    trainer.accelerator = SimpleNamespace(gradient_state=state, gather=lambda found: torch.arange(8))
+    assert trainer._gather_groups(torch.arange(2)).tolist() == expected
+
+
+def test_memory_of_activations_is_divided(tmp_path):
+    shape, args = shape_as_loaded(tiny.model(layers=2)), arguments(out=tmp_path)
+    whole, half = (estimate(shape, shared_by(args, size), 1001) for size in (1, 2))
+    assert half.activations == whole.activations * 501 / 1001 and half.weights == whole.weights

@@ -1,0 +1,144 @@
+"""Rows that processes share, in real processes on a CPU (gloo): losses, gradient norms and weights of one process."""
+
+import os
+
+import distributed_run
+import pytest
+from test_distributed import FSDP2, launch, merged
+from tolerance import assert_trajectory, assert_weights
+
+pytestmark = pytest.mark.slow
+
+LONG = {"lora": False, "max_steps": 20}
+RUNS = {
+    f"{kind} {strategy}": {"builds": kind, "strategy": strategy, **LONG}
+    for kind in distributed_run.SHARED
+    for strategy in ("step", "bfd")
+}
+BY_STEPS, BY_ROWS = ({name: RUNS[name] for name in RUNS if name.endswith(strategy)} for strategy in ("step", "bfd"))
+EXPERTS = {"gpt_oss bfd": RUNS["gpt_oss bfd"]}
+MORE = {
+    "LoRA": {"builds": "llama"},
+    "checkpointing": {"builds": "llama", "gradient_checkpointing": True},
+    # Not with LoRA, of which DDP takes no reentrant checkpoints, shared rows or not.
+    "reentrant": {
+        "builds": "llama",
+        "lora": False,
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    },
+    "by example": {"builds": "llama", "strategy": "minibatch", "loss_weighting": "example", "loss_by": "source"},
+    "means": {"builds": "llama", "average_tokens_across_devices": False},
+    "compiled": {"builds": "llama", "torch_compile": True, "torch_compile_backend": "eager"},
+}
+FULL = {"lora": False}
+RESUMED = {**FULL, "max_steps": 6}
+# Each part shifts its own labels; each part attends to itself; each process takes its own loss's gradient.
+FAULTS = {f"fault: {name}": {**FULL, "fault": name, "check_packing": False} for name in ("labels", "layout")}
+CAUGHT = {f"caught: {name}": {**FULL, "fault": name} for name in ("layout", "gradients")}
+TORCHRUN = ["torch.distributed.run", "--nproc_per_node"]
+
+
+def shared(scenarios, processes=2):
+    return {name: {**options, "sequence_parallel": processes} for name, options in scenarios.items()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("sharded_rows")
+
+
+@pytest.fixture(scope="module")
+def one(folder):
+    """The same runs in this process."""
+    scenarios = {**RUNS, **MORE, "full": FULL, "resume": RESUMED}
+    return {name: distributed_run.run(str(folder / "one" / name), **options) for name, options in scenarios.items()}
+
+
+def start(processes, folder, scenarios):
+    port = str(31_500 + processes * 100 + os.getpid() % 100)
+    results, done = launch([*TORCHRUN, str(processes), "--master_port", port], folder, scenarios)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return results
+
+
+@pytest.fixture(scope="module")
+def two(folder, one):
+    resumed = {"resume": {**RESUMED, "resume": str(folder / "one" / "resume" / "checkpoint-2")}}
+    alike = {**RUNS, **MORE, **FAULTS, **CAUGHT, **resumed, "FSDP2": {**FULL, **FSDP2}}
+    whole = {f"whole rows, {name}": options for name, options in {"means": MORE["means"], **EXPERTS}.items()}
+    return start(2, folder / "two", {**shared(alike), **whole, "evaluated": {**FULL, "evaluate": 11}})
+
+
+@pytest.fixture(scope="module")
+def four(folder, two):
+    """Four that share rows, and two groups of two."""
+    resumed = {"resume": {**RESUMED, "resume": str(folder / "two" / "resume" / "checkpoint-4")}}
+    pairs = {"FSDP2": {**FULL, **FSDP2}, "evaluated": {**FULL, "evaluate": 11}, **resumed, "means": MORE["means"]}
+    groups = {f"groups, {name}": options for name, options in shared({**BY_ROWS, **pairs}).items()}
+    return start(4, folder / "four", {**groups, **shared(BY_STEPS, 4)})
+
+
+def assert_same(result, expected):
+    assert_trajectory(result["losses"], expected["losses"])
+    assert_trajectory(result["norms"], expected["norms"])
+    assert result["tokens"] == expected["tokens"]
+    assert result["verdict"] == "exact" and result["sharded_row"] < 1e-5
+    assert result["flos"] == pytest.approx(expected["flos"])
+
+
+@pytest.mark.parametrize("name", [*RUNS, *MORE])
+def test_two_processes_share_rows(one, two, name):
+    assert_same(two[name], one[name])
+
+
+@pytest.mark.parametrize("name", BY_STEPS)
+def test_four_processes_share_rows(one, four, name):
+    assert_same(four[name], one[name])
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_two_groups_of_two_share_rows(one, two, four, name):
+    """The routers' loss of two processes is another one than that of one, as it is no sum over tokens."""
+    assert_same(four[f"groups, {name}"], two[f"whole rows, {name}"] if name in EXPERTS else one[name])
+
+
+@pytest.mark.parametrize("processes", ["two", "four"])
+def test_weights_are_sharded_by_fsdp2_as_well(folder, one, two, four, processes):
+    name = {"two": "FSDP2", "four": "groups, FSDP2"}[processes]
+    result = {"two": two, "four": four}[processes][name]
+    assert_same(result, one["full"])
+    assert result["engine"] == "FSDP" and "FSDP" in result["wrapped"][1]
+    saved, reference = folder / processes / name / "saved", folder / "one" / "full" / "saved"
+    assert_weights(merged(saved, lora=False), merged(reference, lora=False))
+
+
+def test_another_degree_resumes(one, two, four):
+    """From one process to two that share rows, and from these to two groups of two: the same tokens in every step."""
+    for result in (two["resume"], four["groups, resume"]):
+        assert_trajectory(result["losses"], one["resume"]["losses"])
+        assert result["tokens"] == one["resume"]["tokens"]
+
+
+def test_the_mean_of_each_ranks_loss_is_the_groups(four, two):
+    """`average_tokens_across_devices=False`: with two groups it is the mean of two losses, as of two processes."""
+    assert_trajectory(four["groups, means"]["losses"], two["whole rows, means"]["losses"])
+
+
+def test_groups_evaluate_as_processes(two, four):
+    """Eleven documents in batches of four: the last batch repeats some."""
+    assert four["groups, evaluated"]["eval"] == pytest.approx(two["evaluated"]["eval"], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_rows_that_are_shared_wrongly_train_otherwise(one, two, name):
+    with pytest.raises(AssertionError, match="worst step"):
+        assert_trajectory(two[name]["losses"], one["full"]["losses"])
+
+
+@pytest.mark.parametrize("name", CAUGHT)
+def test_the_check_finds_rows_that_are_shared_wrongly(two, name):
+    """On every process, before the first step."""
+    assert len(two[name]) == 2
+    for error in two[name]:
+        assert "rows that 2 processes share are not exact on this model" in error and "at step 0" in error

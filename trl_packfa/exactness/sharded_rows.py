@@ -1,0 +1,152 @@
+"""Compare a row that several processes share with the same row on one process: log-probabilities and gradients.
+
+The other parts of the check run documents on one process. This one measures the exchange between processes, on the
+user's own model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import ContaminationError
+from ..layout import PackedLayout
+from ..layout.shard import RowShard
+from ..patching.apply import find_state
+from ..patching.inspect import find_backbone, max_positions
+from ..runtime.compile import uncompiled
+from ..runtime.sequence_parallel import ShardedRowModel
+from .compare import NOISE_FACTOR, relative_gradients, worst_gradient
+from .documents import draw_documents, known_tokens
+from .first_batch import FLOOR, log_probs_of
+from .probe import Collator, device_of, vocabulary_of
+from .products import fast_half_products
+from .quiet import quiet
+from .rounding import last_places_off
+from .subject import Subject, rounding_dtype
+
+# Lengths of the documents in the row: some end inside a part, some are longer than a part, one is a single token.
+LENGTHS = (150, 24, 1, 66, 37, 5, 130)
+
+
+class ShardedRowProof(NamedTuple):
+    """Difference between a row that N processes share and the same row on one process.
+
+    Attributes:
+        difference (`float`), allowed (`float`): root mean square of the log-probabilities' differences, in nats.
+        gradient (`float`), gradient_allowed (`float`): relative, of the worst parameter.
+        where (`str`): this parameter.
+        processes (`int`): N.
+    """
+
+    difference: float
+    allowed: float
+    gradient: float
+    gradient_allowed: float
+    where: str
+    processes: int
+
+    def __str__(self) -> str:
+        return (
+            f"a row that {self.processes} processes share: log-probabilities {self.difference:.1e} nats (allowed "
+            f"{self.allowed:.1e}), gradients {self.gradient:.1e} (allowed {self.gradient_allowed:.1e})"
+        )
+
+    def require_exact(self) -> None:
+        """Raise if the row differs.
+
+        Raises:
+            [`ContaminationError`]: with the numbers.
+        """
+        if self.difference <= self.allowed and self.gradient <= self.gradient_allowed:
+            return
+        raise ContaminationError(
+            f"rows that {self.processes} processes share are not exact on this model: log-probabilities are off by "
+            f"{self.difference:.2e} nats (allowed {self.allowed:.2e}), the gradient of {self.where} by "
+            f"{self.gradient:.2e} (allowed {self.gradient_allowed:.2e}).",
+            why=["some module of this model needs tokens of the row that other processes hold"],
+            do="Train it with sequence_parallel=1, and please report it. check_packing=False trains without this "
+            "proof.",
+        )
+
+
+def check_sharded_row(
+    model: nn.Module,
+    group: distributed.ProcessGroup | distributed.DeviceMesh,
+    *,
+    collator: Collator,
+    documents: Sequence[Sequence[int]] | None = None,
+    seed: int = 0,
+) -> ShardedRowProof:
+    """Run a packed row on one process and on all of a group, forwards and backwards; measure what rounding changes.
+
+    Args:
+        model (`torch.nn.Module`):
+            The patched model as it trains. It must accept `fused_lm_head=True`.
+        group (`torch.distributed.ProcessGroup` or `DeviceMesh`):
+            The processes that share a row. All of them call this function.
+        collator (`Callable`):
+            The collator of the training.
+        documents (`Sequence[Sequence[int]]`, *optional*), seed (`int`, *optional*, defaults to `0`):
+            See [`check`].
+    """
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    state, shard = find_state(model), RowShard.of(group)
+    assert state is not None
+    most, vocabulary = max_positions(find_backbone(model, state.patch)), vocabulary_of(model)
+    lengths = [min(length, most or length) for length in LENGTHS]
+    tokens, _ = draw_documents(lengths, known_tokens(documents, None, vocabulary), vocabulary, seed)
+    examples = [{"input_ids": ids.tolist()} for ids in tokens]
+    batch = {name: _moved(value, device_of(model)) for name, value in collator(examples).items()}
+    shared = ShardedRowModel(model, group)
+    with quiet(model, training=True), uncompiled(model), fast_half_products(model), torch.enable_grad():
+        subject = Subject(model, state, None, None)
+
+        def run(sign: float, called: Callable[..., Any] = model) -> torch.Tensor:
+            found = log_probs_of(model, batch, called)
+            if subject.trained:
+                (-sign * found.sum() / found.numel()).backward()
+            return found.detach().float()
+
+        whole, norms = run(1.0), subject.norms()
+        apart = _rms(run(-1.0, shared) - whole)
+        _average(subject.trained, shard)
+        changed = relative_gradients(subject.norms(), norms)
+        subject.clear()
+        with last_places_off(model, by=0.0):
+            as_it_is = run(-1.0)
+        with last_places_off(model):
+            rounding = _rms(run(1.0) - as_it_is)
+        noise, dtype = relative_gradients(subject.norms(), norms), rounding_dtype(model)
+    worst = worst_gradient(subject.dimensions, changed, noise, dtype) if sum(norms) else None
+    return ShardedRowProof(
+        apart,
+        max(NOISE_FACTOR * rounding, FLOOR[dtype]),
+        0.0 if worst is None else worst.difference,
+        0.0 if worst is None else worst.allowed,
+        "no parameter" if worst is None else worst.where,
+        shard.size,
+    )
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, (torch.Tensor, PackedLayout)) else value
+
+
+def _average(parameters: list[nn.Parameter], shard: RowShard) -> None:
+    """Average gradients over the group, as data parallel training does. FSDP2 has averaged its own."""
+    for parameter in parameters:
+        if parameter.grad is not None and not isinstance(parameter.grad, DTensor):
+            distributed.all_reduce(parameter.grad, group=shard.group)
+            parameter.grad /= shard.size
+
+
+def _rms(difference: torch.Tensor) -> float:
+    found = float(difference.square().mean().sqrt())
+    return found if found == found else float("inf")

@@ -1,0 +1,49 @@
+"""`RowShard`, the part of a packed row that one process holds if several processes share the row.
+
+Shape letters: T packed tokens of the whole row, N processes that share it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import distributed
+
+from ..errors import InvalidConfig
+
+
+@dataclass(frozen=True, eq=False)
+class RowShard:
+    """One of N equal parts of a row's tokens: rank r of the group holds tokens `r * T / N` to `(r + 1) * T / N`.
+
+    Args:
+        rank (`int`), size (`int`):
+            This process's number in its group, and the number of processes N.
+        group (`torch.distributed.ProcessGroup`, *optional*):
+            The processes that share the row. Without it nothing can be exchanged.
+    """
+
+    rank: int
+    size: int
+    group: distributed.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, group: distributed.ProcessGroup | distributed.DeviceMesh) -> RowShard:
+        """Make this process's shard from a process group, or from a device mesh of one dimension.
+
+        Raises:
+            [`InvalidConfig`]: if this process is not in the group.
+        """
+        group = group.get_group() if isinstance(group, distributed.DeviceMesh) else group
+        rank = distributed.get_rank(group)
+        if rank < 0:
+            raise InvalidConfig(
+                "this process is not in the group that shares its row.", do="Pass the group of this process."
+            )
+        return cls(rank, distributed.get_world_size(group), group)
+
+    def local(self, tokens: torch.Tensor, *, dim: int = 0) -> torch.Tensor:
+        """Return this process's part of a tensor with all T tokens in a dimension."""
+        length = tokens.shape[dim] // self.size
+        return tokens.narrow(dim, self.rank * length, length)
