@@ -21,6 +21,7 @@ from battery import (
     was_fused,
 )
 from oracle import attention, attention_of_documents
+from selection import exhaustive
 from tolerance import (
     BFLOAT16_LOSSES,
     FORWARD_FACTOR,
@@ -204,7 +205,7 @@ def test_no_forward_waits_for_the_device(device, backend, lora):
         model(**batch).logits.sum().backward()
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
+@pytest.mark.parametrize("lora", [True, *exhaustive(False)], ids=["LoRA", "full"])
 @places("flash", "varlen", "flex", on_cpu_marks=pytest.mark.slow)
 def test_a_backbone_is_compiled_once(device, backend, lora):
     """No batch after the second compiles anything. flex's own graphs are counted with the backbone's: other sizes are

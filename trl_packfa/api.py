@@ -80,12 +80,12 @@ def patch(
             Positions count from each row's first real token. Calls that get or ask for a cache run with padding.
             `patch` measures at once that outputs and gradients on this model are the same with and without padding.
         share_prefixes (`bool`, *optional*, defaults to `False`):
-            With `unpad`, compute the shared prefix of rows only once, if it has 16 tokens or more (the prompt of a
-            preference pair, or of a group of completions). The other tokens of each row attend to the shared prefix
-            and to their own row. The prefix gets the sum of all rows' gradients. `patch` measures at once that
-            outputs and gradients are those of separate rows. Rows are computed separately if more than attention
-            mixes tokens (recurrent state, documents run one by one), and while dropout or noise draws random numbers.
-            [`describe`] and a warning say so.
+            With `unpad`, compute the shared prefix of rows, and of documents in a packed row, only once, if it has 16
+            tokens or more (the prompt of a preference pair, or of a group of completions; a system prompt). The other
+            tokens of each row attend to the shared prefix and to their own row. The prefix gets the sum of all rows'
+            gradients. `patch` measures at once that outputs and gradients are those of separate rows. Rows are
+            computed separately if more than attention mixes tokens (recurrent state, documents run one by one), and
+            while dropout or noise draws random numbers. [`describe`] and a warning say so.
 
     Raises:
         [`InvalidConfig`]: if `share_prefixes` comes without `unpad`.

@@ -6,7 +6,7 @@ Shape letters: T packed tokens (of the batch's single row), S documents.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from .errors import InvalidDataset, InvalidLayout
 from .layout import PackedLayout
+from .layout.shared_rows import tree_of
 
 # Our columns and batch keys begin with the package's name, so that they never clash with a user's names.
 _PREFIX = "trl_packfa_"
@@ -22,6 +23,8 @@ _PREFIX = "trl_packfa_"
 LOSSES = f"{_PREFIX}losses"
 # Batch key with each document's source, which the trainer removes from the batch.
 SOURCES = f"{_PREFIX}sources"
+# Column of rows whose documents share prefixes: the number of tokens that are not computed because of that.
+SAVED = f"{_PREFIX}saved"
 # TRL's column with the lengths of the documents in a row that is already packed.
 ROW_LENGTHS = "seq_lengths"
 
@@ -57,6 +60,8 @@ class DataCollatorForPacking:
         return_flash_attn_kwargs (`bool`, *optional*, defaults to `True`):
             Send TRL's five keys beside `packed_layout`. Our trainers switch it off: a patched model does not read
             these keys, and each one costs a copy to the device.
+        share_prefixes (`bool`, *optional*, defaults to `False`):
+            Compare the documents, so that a model patched with `share_prefixes=True` need not do it.
     """
 
     pad_token_id: int = 0
@@ -64,6 +69,7 @@ class DataCollatorForPacking:
     source_column: str | None = None
     vocab_size: int | None = None
     return_flash_attn_kwargs: bool = True
+    share_prefixes: bool = False
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Collate `examples` into one row.
@@ -100,6 +106,8 @@ class DataCollatorForPacking:
         # predict the first token of the next document.
         labels_T[layout.cu_seqlens[:-1].long()] = -100
         input_ids_T = torch.tensor(input_ids)
+        if self.share_prefixes:
+            layout = replace(layout, prefix_tree=tree_of(layout, input_ids_T))
         if self.vocab_size is not None:
             _require_known(input_ids_T, self.vocab_size)
             _require_known(labels_T[labels_T != -100], self.vocab_size)

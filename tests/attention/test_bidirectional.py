@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from dense import dense_mask
 from pretended import pretend
 from test_attention import CASES, DEVICE, NAMES, inputs
 from test_segments import run
@@ -92,7 +93,7 @@ def test_blocks_against_the_oracle(name, case):
     layout = blocks_layout()
     tensors, upstream = inputs(layout.num_tokens), torch.randn(layout.num_tokens, 4, 16, device=DEVICE)
     found = run(by_blocks(name), layout, tensors, case, upstream)
-    oracle = masked(layout.dense_mask(case.get("sliding_window")))
+    oracle = masked(dense_mask(layout, case.get("sliding_window")))
     for actual, expected in zip(found, run(oracle, layout, tensors, case, upstream), strict=True):
         assert_float32(actual, expected)
 
@@ -109,7 +110,7 @@ def assert_as_precise_as_reference(name, case, dtype):
     """Documents and blocks, against float64, beside the reference backend."""
     window = case.get("sliding_window")
     for ours, mask in ((lambda name: whole(name, DOCUMENTS), both_ways(DOCUMENTS, window)),
-                       (by_blocks, blocks_layout().dense_mask(window))):  # fmt: skip
+                       (by_blocks, dense_mask(blocks_layout(), window))):  # fmt: skip
         tensors, upstream = inputs(sum(DOCUMENTS), dtype=dtype), torch.randn(sum(DOCUMENTS), 4, 16, device=DEVICE)
         ways = (ours(name), ours("reference"), masked(mask))
         triples = zip(*(run(way, None, tensors, case, upstream) for way in ways), strict=True)
@@ -165,7 +166,7 @@ def assert_lists(mask, dense):
 def test_negative_controls_are_seen():
     tensors, options = inputs(sum(DOCUMENTS))[:3], {"scaling": 0.3}
     causal = PackedLayout.from_lengths(DOCUMENTS, device=DEVICE)
-    expected = masked(blocks_layout().dense_mask())(*tensors, options)
+    expected = masked(dense_mask(blocks_layout()))(*tensors, options)
     without = BackendChoice("sdpa").attend(*tensors, causal, AttentionArguments(**options))
     assert differs(without, expected)
     joined = causal.with_blocks(Blocks(((5, 12), (30, 44), (80, 90), (130, 134)), ()))

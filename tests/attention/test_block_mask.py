@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from dense import dense_mask
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from trl_packfa import PackedLayout
@@ -40,7 +41,7 @@ def as_matrix(numbers, indices):
 def test_blocks_are_those_of_the_pairs(lengths, window):
     layout = PackedLayout.from_lengths(lengths, rows=2 if lengths == LENGTHS["two rows"] else 1)
     mask, tokens = module.block_mask(layout.attention, window), layout.num_tokens
-    dense = layout.dense_mask(window)
+    dense = dense_mask(layout, window)
     assert torch.equal(create_mask(mask.mask_mod, 1, 1, tokens, tokens, device="cpu")[0, 0], dense)
     counts = blocks_of(dense, module.BLOCK)
     partial, whole = (

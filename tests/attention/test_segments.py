@@ -3,6 +3,7 @@
 import oracle
 import pytest
 import torch
+from dense import dense_mask
 from pretended import pretend
 from test_attention import CASES, DEVICE, NAMES, backend_for, inputs
 from tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, assert_float32, assert_low_precision, differs
@@ -159,7 +160,7 @@ def test_blocks_of_keys_apart_hold_every_pair(lengths, window):
     for own, place in zip(attention.queries.split(numbers[0]), attention.keys.split(numbers[1]), strict=True):
         seen[own[:, None], attention.key_gather.index[place]] = dense[own[:, None], place]
         assert dense[own].sum() == dense[own[:, None], place].sum(), "keys of another segment"
-    assert torch.equal(seen, layout.dense_mask(window))
+    assert torch.equal(seen, dense_mask(layout, window))
     blocks = (-(-queries // side), -(-keys // side))
     counts = torch.zeros(blocks[0] * side, blocks[1] * side, dtype=torch.long)
     counts[:queries, :keys] = dense

@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 from peft import LoraConfig, get_peft_model
-from selection import in_full
+from selection import exhaustive
 
 from trl_packfa import check, patch
 from trl_packfa.errors import ContaminationError, UnsupportedModel
@@ -14,7 +14,7 @@ from trl_packfa.exactness import subject
 from trl_packfa.exactness.compare import share
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32)], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *exhaustive(torch.float32)], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 def test_exact_models_pass(architecture, dtype):
     report = check(patch(tiny.model(architecture).to(dtype)))

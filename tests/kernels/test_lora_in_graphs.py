@@ -50,7 +50,7 @@ def run(model, *, whole, context=nullcontext, backend="aot_eager"):
     return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("whole", [False, *in_full(True)], ids=["by layer", "whole"])
+@pytest.mark.parametrize("whole", [False, *exhaustive(True)], ids=["by layer", "whole"])
 @pytest.mark.parametrize("options", [{}, *in_full({"target_modules": ["q_proj", "v_proj", "down_proj"]})],
                          ids=["all", "some"])  # fmt: skip
 def test_it_is_peft_s(whole, options, calls):

@@ -3,6 +3,7 @@
 import pytest
 import tiny
 import torch
+from dense import dense_mask
 from tiny_models import small_model
 from tolerance import assert_float32
 
@@ -155,7 +156,7 @@ def test_the_text_axis_of_multimodal_positions_tells_documents():
 
 
 def test_a_mask_of_ones_own_decides():
-    mask = LAYOUT.dense_mask()[None, None]
+    mask = dense_mask(LAYOUT)[None, None]
     assert layout_of({"input_ids": IDS, "position_ids": NATURAL, "attention_mask": mask}) is None
 
 

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from dense import dense_mask
 
 from trl_packfa import PackedLayout
 from trl_packfa.errors import InvalidLayout
@@ -41,7 +42,7 @@ def test_flash_kwargs_are_trls():
 
 
 def test_dense_mask_is_block_diagonal_causal_and_windowed():
-    mask = PackedLayout.from_lengths([2, 3]).dense_mask(sliding_window=2)
+    mask = dense_mask(PackedLayout.from_lengths([2, 3]), sliding_window=2)
     assert mask.int().tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],

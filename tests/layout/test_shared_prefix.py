@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from dense import dense_mask
 from padded import SIDES, padded
 
 from trl_packfa import PackedLayout
 from trl_packfa.errors import InvalidLayout
 from trl_packfa.layout import shared_prefix, shared_rows
 from trl_packfa.layout.padded_rows import PaddedRows, rows_of
+from trl_packfa.layout.prefix_tree import SHORTEST
 from trl_packfa.layout.shared_rows import SharedRows, share, shared_rows_of, tell_shared
 
 # A prefix of two documents, one of which goes on in two ways; one document that is a prefix; one by itself.
@@ -37,14 +39,14 @@ def test_a_token_attends_to_what_lies_before_it_in_its_documents(window):
         for i, token in enumerate(tokens.tolist()):
             for other in tokens[max(0, i + 1 - (window or len(tokens))) : i + 1].tolist():
                 seen[token, other] = True
-    assert torch.equal(made.dense_mask(window), seen)
+    assert torch.equal(dense_mask(made, window), seen)
     by_keys = torch.zeros_like(seen)
     attention = made.attention
     numbers, keys = torch.arange(made.num_tokens), attention.key_gather.index
     segments = zip(attention.queries.split(numbers), attention.keys.split(keys), strict=True)
     for own, keys in segments:
         assert torch.equal(keys[-len(own) :], own), "a segment's queries are the last of its keys"
-        by_keys[own[:, None], keys] = PackedLayout.from_lengths([len(keys)]).dense_mask(window)[-len(own) :]
+        by_keys[own[:, None], keys] = dense_mask(PackedLayout.from_lengths([len(keys)]), window)[-len(own) :]
     assert torch.equal(by_keys, seen)
 
 
@@ -156,7 +158,7 @@ def test_as_much_is_shared_as_there_is():
 
 
 def test_nothing_is_shared_where_little_is_alike():
-    same = torch.arange(1, shared_rows.SHORTEST)
+    same = torch.arange(1, SHORTEST)
     batch = padded([torch.cat([same, torch.tensor([i])]) for i in (70, 71)])
     assert share(rows_of(batch["attention_mask"]), batch["input_ids"]) is None
     assert share(PaddedRows((2, 3), (0, 0), (3, 0)), torch.ones(2, 3)) is None

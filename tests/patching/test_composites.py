@@ -110,6 +110,16 @@ def test_batches_with_images_run_without_their_pads(name, left):
     assert check(model).is_exact and "computed without padding" in describe(model)
 
 
+def test_three_rows_with_positions_of_three_kinds():
+    """Their positions are `(3, 3, L)`: the first axis holds kinds, not rows."""
+    stock = build("qwen3_vl")
+    inputs = batch(stock, rows=ROWS[:3])
+    loss, logits, _ = run(stock, inputs)
+    found = run(patch(copy.deepcopy(stock), unpad=True), inputs)
+    assert_float32(found[0], loss.double())
+    assert_float32(found[1], logits.double())
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_checkpointing_changes_nothing(name, reentrant):

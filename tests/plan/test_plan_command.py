@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 from calls import calls_of
 from plans import made
 from training import arguments
@@ -55,6 +56,17 @@ def test_the_command_takes_yaml_and_lengths(saved, tmp_path, capsys):
     plan = json.loads(capsys.readouterr().out)
     assert plan["arguments"]["max_length"] == 80 and plan["arguments"]["packing_strategy"] == "bfd"
     assert plan["strategies"]["bfd"]["cut"]["tokens_lost"] == 20
+
+
+def test_the_command_tells_what_shared_histories_save(saved, tmp_path, capsys):
+    turns = [{"role": role, "content": tiny.words(20, seed=i)} for i in range(3) for role in ("user", "assistant")]
+    (tmp_path / "chat.jsonl").write_text("\n".join(json.dumps({"messages": turns}) for _ in range(10)))
+    argv = ["plan", "--dataset_name", str(tmp_path / "chat.jsonl"), "--tokenizer", saved["MODEL"], "--bf16", "true"]
+    argv += ["--output_dir", str(tmp_path / "out"), "--expand_turns", "true", "--json"]
+    assert main(argv) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["documents"] == 10 and "10 conversations are 30 turns" in plan["advice"][-1]
+    assert "2.0 times fewer" in plan["advice"][-1]
 
 
 @pytest.mark.parametrize(

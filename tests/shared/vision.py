@@ -19,6 +19,8 @@ from transformers import (
     LlavaNextImageProcessorPil,
     LlavaNextProcessor,
     LlavaProcessor,
+    Qwen2VLImageProcessorPil,
+    Qwen3VLProcessor,
 )
 
 _SIZE, _PATCH = 16, 8
@@ -64,8 +66,17 @@ _TOKENS = {
     "gemma3": ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
     "idefics3": ("<image>", "<fake_token_around_image>", "<global-img>"),
     "deepseek_vl": ("<image_placeholder>",),
+    "qwen3_vl": ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
 }
 FAMILIES = ("llava", *_TOKENS)
+
+
+class _WithoutVideos(Qwen3VLProcessor):
+    """Qwen3-VL's processor without a video processor, which needs torchvision."""
+
+    def check_argument_for_proper_class(self, argument_name, argument):
+        if argument_name != "video_processor":
+            return super().check_argument_for_proper_class(argument_name, argument)
 
 
 def family(name):
@@ -89,6 +100,14 @@ def family(name):
         images = Gemma3ImageProcessorPil(size=size)
         return built, Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=4)
     config.image_token_id = ids[_TOKENS[name][0]]
+    if name == "qwen3_vl":
+        config.vision_config.deepstack_visual_indexes = [0, 2]
+        config.video_token_id, config.vision_start_token_id, config.vision_end_token_id = list(ids.values())[1:]
+        torch.manual_seed(0)
+        size = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}
+        images = Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, temporal_patch_size=2, size=size)
+        template = TEMPLATE % "<|vision_start|> <|image_pad|> <|vision_end|>"
+        return type(built)(config), _WithoutVideos(images, tokenizer, chat_template=template)
     if name == "llava_next":
         pinpoints = config.image_grid_pinpoints
         images = LlavaNextImageProcessorPil(size={"shortest_edge": 32}, crop_size=size, image_grid_pinpoints=pinpoints)
@@ -118,6 +137,25 @@ def messages(count=12):
         "messages": [[{"role": "user", "content": tiny.words(2 + i % 7, seed=i)},
                       {"role": "assistant", "content": tiny.words(1 + i % 3, seed=-i - 1)}] for i in range(count)],
     })  # fmt: skip
+
+
+def uneven(count=24, *, without=()):
+    """Return conversations about one or two images of uneven sizes, with texts of uneven lengths.
+
+    Rows whose number is in `without` have no image.
+    """
+    from PIL import Image
+
+    rows = []
+    for i in range(count):
+        number = 0 if i in without else 2 if i % 5 == 4 else 1
+        size, color = (16 * (1 + i % 3), 16 * (1 + i % 2)), (i * 10 % 256, i * 40 % 256, 90)
+        ask, answer = tiny.words(1 + i * 7 % 31, seed=i), tiny.words(1 + i % 9, seed=-i - 1)
+        rows.append({
+            "images": [Image.new("RGB", size, color) for _ in range(number)],
+            "messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}],
+        })  # fmt: skip
+    return Dataset.from_dict({name: [row[name] for row in rows] for name in rows[0]})
 
 
 def prompts(count=12):

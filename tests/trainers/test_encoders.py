@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 from datasets import Dataset
-from selection import in_full
+from selection import exhaustive, in_full
 from tiny import texts
 from tiny_models.encoders import small_encoder
 from tolerance import TRAJECTORY
@@ -108,8 +108,8 @@ def losses():
     }
 
 
-@pytest.mark.parametrize("pooling", ["mean", *in_full("cls")])
-@pytest.mark.parametrize("loss", ["ranking", "cached", *in_full("matryoshka", "cosine")])
+@pytest.mark.parametrize("pooling", ["mean", *exhaustive("cls")])
+@pytest.mark.parametrize("loss", ["ranking", "cached", *in_full("matryoshka"), *exhaustive("cosine")])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_embeddings_train_as_padded(model_type, loss, pooling, saved, tmp_path):
     pytest.importorskip("sentence_transformers")

@@ -93,8 +93,10 @@ def packed(out, args=trl_packfa.PackedSFTConfig, *, data=None, model=None, **opt
 
 @pytest.mark.parametrize("config", [trl_packfa.PackedSFTConfig, trl.SFTConfig])
 def test_the_packed_trainer_trains_as_padded(config, tmp_path, caplog):
-    """One line: TRL's micro-batches, without their pads."""
-    own = {"use_peft": False, **IN_FULL} if config is trl_packfa.PackedSFTConfig else {}
+    """TRL's micro-batches, without their pads."""
+    own = (
+        {"use_peft": False, "packing_strategy": "minibatch", **IN_FULL} if config is trl_packfa.PackedSFTConfig else {}
+    )
     expected = train(build("messages", tmp_path))
     trainer = packed(tmp_path, config, **own)
     if config is trl.SFTConfig:  # a swap of the class trains an adapter by default, and says so
@@ -128,7 +130,7 @@ def test_rows_are_not_filled_with_images(tmp_path):
     for options in ({"packing_strategy": "bfd", "max_length": 64}, {"packing_strategy": "wrapped", "max_length": 64}):
         with pytest.raises(InvalidConfig, match="rows cannot be filled before training: the dataset has images"):
             packed(tmp_path, **options)
-    with pytest.raises(InvalidConfig, match="packing_strategy='minibatch'"):
+    with pytest.raises(InvalidConfig, match="packing_strategy='step'"):
         packed(tmp_path, trl.SFTConfig, packing=True, max_length=64)
 
 
@@ -141,9 +143,49 @@ def test_a_model_that_runs_text_only_is_refused_by_name_or_trained_padded(tmp_pa
     assert "padding_saved" not in train(trainer)[0]
 
 
-def test_packed_preference_trainers_say_how_images_train_without_padding(tmp_path):
-    args = arguments(trl_packfa.PackedDPOConfig, tmp_path, max_length=64)
-    with pytest.raises(InvalidDataset, match=r"vision dataset cannot be packed(?s:.*)padding_free\(trainer\)"):
-        trl_packfa.PackedDPOTrainer(
-            vision.model(), args=args, train_dataset=pairs(), processing_class=vision.processor()
-        )
+def answers():
+    """Return good and bad answers about an image, one each."""
+    rows = [
+        {"image": row["image"], "prompt": row["prompt"], "completion": row[which], "label": which == "chosen"}
+        for row in pairs()
+        for which in ("chosen", "rejected")
+    ]
+    return Dataset.from_list(rows)
+
+
+def build_preference(kind, out, *, packed=True, data=None, **options):
+    """Build TRL's trainer of pairs or answers, or ours."""
+    trainer, config, ours = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config"), {}
+    if packed:
+        trainer, config = (getattr(trl_packfa, f"Packed{kind}{what}") for what in ("Trainer", "Config"))
+        ours = {"use_peft": False}
+    options = {"max_length": None, "max_steps": STEPS, "remove_unused_columns": False, **IN_FULL, **ours, **options}
+    reference = {} if kind == "Reward" else {"ref_model": vision.model()}
+    return trainer(
+        vision.model(), args=arguments(config, out, **options), processing_class=vision.processor(),
+        train_dataset=data or (pairs() if kind != "KTO" else answers()), **reference,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["DPO", *in_full("KTO")])
+def test_packed_preference_trainers_train_as_padded(kind, tmp_path):
+    expected = train(build_preference(kind, tmp_path, packed=False))
+    trainer = build_preference(kind, tmp_path)
+    logs = train(trainer)
+    worst = {name: found for name, found in differences(expected, logs).items() if found > TRAJECTORY}
+    assert worst.keys() <= set(ROUNDED), worst
+    assert trainer.cut_reason == "the tokens of images exist only after collation"
+    assert max(entry["padding_saved"] for entry in logs) > 0.05
+    assert trainer.trl_packfa_padding_free.first_calls.keys() == {"model", "ref_model"}
+
+
+def test_packed_preference_trainers_refuse_what_images_do_not_have(tmp_path):
+    with pytest.raises(InvalidDataset, match="column 'image', and PackedRewardTrainer takes no images"):
+        build_preference("Reward", tmp_path, use_peft=True)
+    with pytest.raises(InvalidConfig, match="overflow='drop' with images"):
+        build_preference("DPO", tmp_path, overflow="drop")
+    with pytest.raises(InvalidConfig, match=r"max_tokens_per_microbatch=99 has no effect(?s:.*)tokens of images"):
+        build_preference("DPO", tmp_path, max_tokens_per_microbatch=99)
+    broken = Dataset.from_list([{**row, "image": None if i == 3 else row["image"]} for i, row in enumerate(pairs())])
+    with pytest.raises(InvalidDataset, match="row 3 of the train dataset has no image"):
+        build_preference("DPO", tmp_path, data=broken)

@@ -218,9 +218,9 @@ def test_bad_input_is_refused_before_anything_is_loaded(tmp_path):
                          train_dataset=data.to_iterable_dataset())  # fmt: skip
     with pytest.raises(InvalidDataset, match="takes a `Dataset` or a stream, but train_dataset is list"):
         PackedDPOTrainer("no such model", args=PackedDPOConfig(str(tmp_path), **small), train_dataset=pairs(4))
-    with pytest.raises(InvalidDataset, match=r"(?s)has a column 'image': a vision dataset.*padding_free"):
-        PackedDPOTrainer("no such model", args=PackedDPOConfig(str(tmp_path), **small),
-                         train_dataset=data.add_column("image", [0] * 4))  # fmt: skip
+    with pytest.raises(InvalidDataset, match=r"(?s)has a column 'image', and PackedRewardTrainer takes no images"):
+        trl_packfa.PackedRewardTrainer("no such model", args=PackedRewardConfig(str(tmp_path), **small),
+                                       train_dataset=data.add_column("image", [0] * 4))  # fmt: skip
     with pytest.raises(InvalidConfig, match="PackedDPOTrainer packs its batches already"):
         trl_packfa.padding_free(build_packed("dpo", tmp_path))
 

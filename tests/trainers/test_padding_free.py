@@ -9,7 +9,7 @@ import torch
 import trl
 from datasets import Dataset
 from padded import padded
-from selection import in_full
+from selection import exhaustive, in_full
 from tolerance import TRAJECTORY
 from trl_trainers import EXPERIMENTAL, ROUNDED, STABLE, build, differences, encoder_decoder, pairs, tokenizer, train
 
@@ -39,7 +39,7 @@ def free(trainer, **options):
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("lora", [True, *in_full(False)], ids=["lora", "full"])
+@pytest.mark.parametrize("lora", [True, *exhaustive(False)], ids=["lora", "full"])
 @pytest.mark.parametrize("kind", [*STABLE, *in_full(*EXPERIMENTAL)])
 def test_it_trains_as_padded(kind, lora, tmp_path, caplog):
     if kind == "bema_dpo" and lora:
@@ -95,7 +95,7 @@ def test_a_loss_that_reads_pads_is_refused(tmp_path):
                          {"loss_type": ["ipo", "sft"], "ld_alpha": None}, {"use_weighting": True},
                          {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}],
                          ids=lambda options: next(iter(options)))  # fmt: skip
-@pytest.mark.parametrize("lora", [False, *in_full(True)], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [False, *exhaustive(True)], ids=["full", "lora"])
 def test_dpo_with_what_it_can_do(options, lora, tmp_path):
     if lora and "sync_ref_model" in options:
         pytest.skip("TRL syncs no adapter")

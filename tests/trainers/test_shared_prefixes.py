@@ -5,7 +5,7 @@ import pickle
 import pytest
 import tiny
 import torch
-from selection import in_full
+from selection import exhaustive, in_full
 from tolerance import TRAJECTORY
 from trl_trainers import ROUNDED, build, build_packed, differences, pairs, train
 
@@ -34,7 +34,7 @@ def both(kind, out, *, lora=False, **options):
     return expected, train(trainer), trainer
 
 
-@pytest.mark.parametrize("lora", [True, *in_full(False)], ids=["lora", "full"])
+@pytest.mark.parametrize("lora", [True, *exhaustive(False)], ids=["lora", "full"])
 @pytest.mark.parametrize("kind", ["dpo", "reward", "grpo", *in_full("orpo", "cpo", "tpo", "rloo", "kto")])
 def test_it_trains_as_padded(kind, lora, tmp_path):
     expected, logs, trainer = both(kind, tmp_path, lora=lora)
@@ -63,7 +63,7 @@ def test_a_packed_trainer_shares_prompts_in_recut_steps(kind, tmp_path):
 @pytest.mark.parametrize("options", [{"gradient_checkpointing": True}, {"bf16": True}, {"loss_type": ["ipo", "sft"],
                          "ld_alpha": None}, {"precompute_ref_log_probs": True}, {"max_length": 24}],
                          ids=lambda options: next(iter(options)))  # fmt: skip
-@pytest.mark.parametrize("lora", [False, *in_full(True)], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [False, *exhaustive(True)], ids=["full", "lora"])
 def test_dpo_with_what_it_can_do(options, lora, tmp_path):
     expected, logs, _ = both("dpo", tmp_path, lora=lora, **options)
     allowed = 2e-2 if "bf16" in options else TRAJECTORY

@@ -5,7 +5,7 @@ import tiny
 import torch
 from datasets import Dataset
 from peft import PeftModel, get_peft_model
-from selection import in_full
+from selection import exhaustive, in_full
 from tolerance import assert_trajectory
 from training import FORMATS, arguments, dataset, lora_config, losses, packed_trainer
 from transformers import TrainingArguments
@@ -165,7 +165,7 @@ def test_a_model_by_name_is_loaded_quantized_and_saved(tmp_path):
 # Data --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["step", *in_full("minibatch", "bfd", "bfd_split")])
+@pytest.mark.parametrize("strategy", ["step", *in_full("bfd"), *exhaustive("minibatch", "bfd_split")])
 @pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_dataset_formats(tmp_path, kind, streaming, strategy):

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import tiny
 import torch
+from selection import exhaustive
 from tiny_models import NOT_BUILDABLE, all_types, small_model
 from tolerance import GRADIENT_FACTOR, assert_low_precision, assert_recomputed, differs
 from transformers import PhimoeConfig, PhimoeForCausalLM
@@ -58,7 +59,7 @@ FLOAT32_INSIDE = ("inkling2_text", "inkling2_loop_text")  # multiply float32 by 
 SHARED_KEYS = ("gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["saved", "reentrant"])
+@pytest.mark.parametrize("reentrant", [True, *exhaustive(False)], ids=["reentrant", "saved"])
 @pytest.mark.parametrize("model_type", SERVED)
 def test_gradient_checkpointing_changes_nothing(model_type, reentrant):
     """A backward pass runs layers again from their arguments; reentrant ones strip tensors of their attributes."""
@@ -149,7 +150,7 @@ def gradients(model, docs, forward):
     return {name: grad for name, grad in zip(names, grads, strict=True) if grad is not None}
 
 
-@pytest.mark.parametrize("model_type", ["olmoe", "gpt_oss", "granitemoe"])
+@pytest.mark.parametrize("model_type", ["granitemoe", *exhaustive("olmoe", "gpt_oss")])
 def test_rerouted_tokens_are_not_taken_for_contamination(model_type):
     """In bf16, rounding alone sends single tokens to other experts: the check must pass, and still see a leak."""
     model = patch(small_model(model_type).bfloat16())

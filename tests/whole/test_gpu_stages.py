@@ -9,8 +9,8 @@ from gpu import run, wanted
 from selection import exhaustive
 
 # `paper_x2` has the recipe of `paper_x16`.
-# Their lines are those of `compiled_1b` and `paper_x16`.
-ALIKE = ("llama3_8b", "automodel")
+# Their lines are those of `compiled_1b` and `parts`.
+ALIKE = ("llama3_8b", "automodel", "paper_x16", "attention")
 STEPS = ["tests", "parts", "attention", "llama3_8b", "automodel", "paper_x16", "qlora_8b", "compiled_1b"]
 
 

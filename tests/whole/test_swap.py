@@ -9,6 +9,7 @@ import json
 import pytest
 import tiny
 from datasets import Dataset, DatasetDict
+from selection import exhaustive
 from swap import SWAP, both, build, moved, snapshot, train_both
 from tolerance import assert_trajectory
 from training import FORMATS, dataset, losses
@@ -51,8 +52,10 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
-@pytest.mark.parametrize("kind", DATA)
+MAPPED, STREAMED = ([(streaming, kind) for kind in DATA] for streaming in (False, True))
+
+
+@pytest.mark.parametrize("streaming, kind", [*MAPPED, *STREAMED[::2], *exhaustive(*STREAMED[1::2])], ids=str)
 def test_every_dataset_format_is_prepared_and_trained_alike(tmp_path, kind, streaming):
     data = Dataset.from_list(DATA[kind])
     data = data.to_iterable_dataset() if streaming else data

@@ -56,8 +56,8 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """Compute attention inside each segment of `call.layout`.
 
-        Shapes are `query` `(T, N, H)`, `key` and `value` `(M, K, H)`. Only backends with the capability `keys_apart`
-        get segments with more keys than queries; otherwise M is T.
+        Shapes are `query` `(T, N, H)`, `key` and `value` `(M, K, H)`. M is T, unless documents share a prefix or
+        tokens of a block see each other.
 
         Return `(T, N, H)` in the query's dtype.
         """

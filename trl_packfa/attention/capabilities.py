@@ -33,9 +33,10 @@ class Capabilities:
             Whether it supports this field of [`AttentionArguments`].
         is_selectable (`bool`, *optional*, defaults to `True`):
             Whether `"auto"` may choose it.
-        keys_apart (`bool`, *optional*, defaults to `True`):
-            Whether documents may have more keys than queries, because they share a prefix. If not, the queries of the
-            prefix are computed again for each document.
+        cost_after_prefix (`float`, *optional*, defaults to `0.0`):
+            Cost of a pair of query and key after a shared prefix, where a segment has more keys than queries,
+            relative to a pair of a whole document. Where whole documents cost less, the queries of the prefix are
+            computed again for each; with 0 they never are.
         bidirectional (`bool`, *optional*, defaults to `False`):
             Whether queries may see later keys too.
     """
@@ -53,7 +54,7 @@ class Capabilities:
     dropout: bool = True
     bias: bool = True
     is_selectable: bool = True
-    keys_apart: bool = True
+    cost_after_prefix: float = 0.0
     bidirectional: bool = False
 
     def refusals(self, request: AttentionRequest) -> list[str]:

@@ -123,7 +123,8 @@ class BackendChoice:
 
         # A bias and the opaque operator support whole documents only, not segments of them.
         knows_segments = arguments.bias is None and (is_traceable or not in_graph)
-        if (gather := layout.sequence_gather) is None or (backend.capabilities.keys_apart and knows_segments):
+        cost = backend.capabilities.cost_after_prefix
+        if (gather := layout.sequence_gather) is None or (knows_segments and (not cost or layout.pairs_saved > cost)):
             return attend(query, call.layout.gather_keys(key), call.layout.gather_keys(value), call)
         query, key, value = (gather.gather(tensor) for tensor in (query, key, value))
         return gather.take_first(attend(query, key, value, arguments.on(layout.full_sequences.attention)))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
+from ..layout import PackedLayout
 from ..runtime.autocast import autocast_dtype, cast_to_autocast_dtype
 from ..runtime.length_groups import group_by_length, pack_groups, pad_groups
 from .base import AttentionArguments, AttentionCall, AttentionRequest
@@ -38,9 +40,10 @@ class SdpaBackend:
 
     name = "sdpa"
     summary = "torch's scaled_dot_product_attention per group of similar documents; no mask, any device and dtype"
-    # Features that the fused kernels lack run in chunks of queries. Documents that share a prefix are computed whole,
-    # as torch's causal mask begins at the first query.
-    capabilities = Capabilities(function="scaled_dot_product_attention", keys_apart=False, bidirectional=True)
+    # Features that the fused kernels lack run in chunks of queries, and so do queries after a shared prefix: torch's
+    # causal mask begins at the first query. A pair of query and key costs about 1.5 times as much then: a mask is
+    # read, and the backward computes scores again (measured on a CPU, 30 to 200 queries after 20 to 1,100 keys).
+    capabilities = Capabilities(function="scaled_dot_product_attention", cost_after_prefix=1.5, bidirectional=True)
 
     def refusals(self, request: AttentionRequest) -> list[str]:
         """List no reasons: this backend supports every request."""
@@ -54,11 +57,8 @@ class SdpaBackend:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         """Compute attention, see [`AttentionBackend`]."""
-        if call.layout.has_own_keys:  # blocks: few, and each with keys of its own
-            segments = zip(
-                call.layout.queries.split(query), *(call.layout.keys.split(x) for x in (key, value)), strict=True
-            )
-            return torch.cat([_attend_batch(q[None], k[None], v[None], call)[0] for q, k, v in segments])
+        if call.layout.has_own_keys:
+            return self._attend_by_segment(query, key, value, call)
         layout = call.layout.queries
         batches = zip(*(pad_groups(tensor, layout) for tensor in (query, key, value)), strict=True)
         numbers = layout.split(torch.arange(layout.num_tokens, device=query.device)) if call.bias else ()
@@ -69,6 +69,27 @@ class SdpaBackend:
             q_GLNH, k_GLKH, v_GLKH = batch
             outputs.append(_attend_batch(q_GLNH, k_GLKH, v_GLKH, call, tokens_GL, lengths))
         return pack_groups(outputs, layout)
+
+    def _attend_by_segment(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
+        """Compute segments with more keys than queries one by one, the others as documents."""
+        queries, keys = call.layout.queries, call.layout.keys
+        segments = list(zip(queries.split(query), keys.split(key), keys.split(value), strict=True))
+        whole = [i for i in range(len(segments)) if call.layout.causal and queries.lengths[i] == keys.lengths[i]]
+        outputs: dict[int, torch.Tensor] = {}
+        if whole:
+            if "whole" not in call.layout.memo:
+                lengths = [queries.lengths[i] for i in whole]
+                call.layout.memo["whole"] = PackedLayout.from_lengths(lengths, device=query.device)
+            alone: PackedLayout = call.layout.memo["whole"]
+            q, k, v = (torch.cat([segments[i][part] for i in whole]) for part in range(3))
+            found = self(q, k, v, replace(call, layout=alone.attention))
+            outputs = dict(zip(whole, alone.split(found), strict=True))
+        for i, (q, k, v) in enumerate(segments):
+            if i not in outputs:
+                outputs[i] = _attend_batch(q[None], k[None], v[None], call)[0]
+        return torch.cat([outputs[i] for i in range(len(segments))])
 
 
 def _attend_batch(
@@ -113,6 +134,8 @@ def _attend(
     if not call.layout.causal:
         allowed = None if lengths_G is None else _unpadded(torch.arange(key.shape[2], device=key.device), lengths_G)
         return _fused(query, key, value, call, allowed)
+    if query.shape[2] != key.shape[2]:  # after a shared prefix
+        return _in_chunks(query, key, value, call, tokens_GL, lengths_G)
     dtype = autocast_dtype(query) or query.dtype
     if call.dropout == 0 and has_two_halves(query, value, dtype):
         qkv = (tensor.to(dtype) for tensor in (query, key, value))

@@ -114,6 +114,9 @@ def check_batch(
         pieces = layout.split(nn.functional.pad(packed, (1, 0)))
         alone = [_alone(model, batch, layout, i, most) for i in chosen]
         rounded = [_alone(model, batch, layout, i, most, off=True) for i in chosen[:_ROUNDED]]
+    # Repeated documents only keep ranks in step. They come last, and would outweigh the others in the median.
+    chosen = list(dict.fromkeys(chosen))
+    alone, rounded = alone[: len(chosen)], rounded[: len(chosen)]
     masks = [trained[i][1:].to(own.device) for i, own in zip(chosen, alone, strict=True)]
     found = [(pieces[i][1:most] - own)[mask].abs().float() for i, own, mask in zip(chosen, alone, masks, strict=True)]
     noise = [(off - own)[mask].abs().float() for off, own, mask in zip(rounded, alone, masks, strict=False)]
@@ -124,7 +127,7 @@ def check_batch(
 def _choose(trained: Sequence[int]) -> list[int]:
     """Return the documents to compare: the longest that trains, the first, the last, the shortest, and some between.
 
-    Documents are repeated if there are too few.
+    Documents are repeated at the end if there are too few.
     """
     training = [i for i, count in enumerate(trained) if count] or [0]
     by_length = sorted(training, key=lambda i: trained[i])

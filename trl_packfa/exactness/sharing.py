@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ..layout.shared_rows import SHORTEST
+from ..layout.prefix_tree import SHORTEST
 from ..patching.apply import PatchState
 from ..patching.inspect import find_backbone, inner_model, known_ids, max_positions
 from .compare import relative_difference

@@ -117,8 +117,8 @@ def _require_fit(layout: Any, shape: tuple[int, int]) -> PackedLayout:
     if layout.shares_prefixes:
         raise InvalidLayout(
             "packed_layout has documents that share prefixes.",
-            why=["a patched model finds common prefixes by itself, in padded rows"],
-            do="Send padded rows to a model patched with unpad=True, share_prefixes=True.",
+            why=["a patched model finds common prefixes by itself, in rows of whole documents"],
+            do="Send whole documents to a model patched with unpad=True, share_prefixes=True.",
         )
     if layout.num_tokens != shape[0] * shape[1]:
         raise InvalidLayout(

@@ -21,6 +21,7 @@ import torch
 from ..errors import InvalidLayout
 from .blocks import Blocks, plan_blocks
 from .offsets import LayoutSizes, offsets_of
+from .prefix_tree import PrefixTree
 from .shard import RowShard
 from .shared_prefix import TokenGather, require_prefixes, visible_segments
 
@@ -110,6 +111,9 @@ class PackedLayout:
             Tokens that see each other in both directions, as those of an image do in some models.
         causal (`bool`, *optional*, defaults to `True`):
             Whether a token sees only the tokens before it in its document. In an encoder it sees the whole document.
+        prefix_tree ([`PrefixTree`], *optional*):
+            The common prefixes of the documents, if the collator has looked for them. The row still holds whole
+            documents: a model patched with `share_prefixes=True` computes each prefix once.
         shard ([`RowShard`], *optional*):
             The part that this process holds, if several share the row. Other fields describe the whole row.
 
@@ -125,6 +129,7 @@ class PackedLayout:
     documents: tuple[tuple[int, ...], ...] | None = None
     blocks: Blocks | None = None
     causal: bool = True
+    prefix_tree: PrefixTree | None = None
     shard: RowShard | None = None
     # Results that a kernel derives from the boundaries (block masks, groups), kept for the forward's other layers.
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -319,6 +324,15 @@ class PackedLayout:
         return TokenGather.of_segments(self.lengths, self.documents, self.cu_seqlens.device)
 
     @cached_property  # every layer reads it
+    def pairs_saved(self) -> float:
+        """Pairs of query and key of whole documents, divided by those of segments whose prefixes run once."""
+        attention = self.attention
+        whole = sum(length**2 / 2 for length in self.full_sequences.lengths)
+        # A segment without a prefix is a document; after a prefix, each query is taken to see all keys.
+        pairs = zip(attention.queries.lengths, attention.keys.lengths, strict=True)
+        return whole / sum(n**2 / 2 if n == m else n * m for n, m in pairs)
+
+    @cached_property  # every layer reads it
     def sizes(self) -> LayoutSizes:
         """The sizes of this layout that a compiled graph may read."""
         return LayoutSizes(offsets_of(self.lengths), torch.empty(max(self.lengths) + 1, 0))
@@ -359,24 +373,6 @@ class PackedLayout:
             "max_length_k": self.max_seqlen,
             "seq_idx": self.document_ids(),
         }
-
-    def dense_mask(self, sliding_window: int | None = None) -> torch.Tensor:
-        """Return the attention mask that the layout stands for, bool, shape `(T, T)`.
-
-        It is quadratic in T, so it is for tests and plots only.
-        """
-        ids, position = self.document_ids().flatten().long(), self.position_ids().flatten()
-        distance = position[:, None] - position[None, :]
-        visible = torch.eye(len(self.lengths), dtype=torch.bool, device=self.cu_seqlens.device)
-        for segment, segments in enumerate(visible_segments(self.documents or ())):
-            visible[segment, list(segments)] = True
-        distance = distance if self.causal else distance.abs()
-        mask = visible[ids][:, ids] & (distance >= 0)
-        if sliding_window is not None:
-            mask &= distance < sliding_window
-        for start, stop in () if self.blocks is None else self.blocks.of_window(sliding_window):
-            mask[start:stop, start:stop] = True
-        return mask
 
     def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Split a `(T, ...)` or `(B, L, ...)` tensor into its S segments, views of shape `(length, ...)`."""

@@ -176,12 +176,12 @@ class PaddedRows:
         return {name: self._take_argument(value) for name, value in call.items() if name != "attention_mask"}
 
     def _take_argument(self, value: Any) -> Any:
-        axis = self._row_axis(value)
+        axis = self.row_axis(value)
         if axis is None:
             return value
         return self.take(value) if axis == 0 else torch.cat([self.take(kind) for kind in value])[:, None]
 
-    def _row_axis(self, value: Any) -> int | None:
+    def row_axis(self, value: Any) -> int | None:
         """Return the axis of the rows in an argument per token, `None` for any other argument.
 
         It is 0 in `(B, L, ...)`, and 1 in `(3, B, L)`, where kinds of positions (time, height, width) come first.
@@ -201,7 +201,7 @@ class PaddedRows:
         part = slice(self.starts[row], self.starts[row] + self.lengths[row])
         own: dict[str, Any] = {}
         for name, value in call.items():
-            axis = self._row_axis(value)
+            axis = self.row_axis(value)
             if axis == 1:
                 own[name] = value[:, row : row + 1, part]
             elif name not in ("attention_mask", "position_ids"):

@@ -1,24 +1,19 @@
-"""Find the rows of a padded batch with a common prefix, and build the row without pads that holds the prefix once.
+"""Find the documents of a batch with a common prefix, and build the row that holds the prefix once.
 
 Shape letters: B rows, L row length, T tokens of the row without pads, P true tokens of the batch.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from .packed import PackedLayout
 from .padded_rows import PaddedRows, remember, remembered
+from .prefix_tree import SHORTEST, PrefixTree
 from .shared_prefix import TokenGather
 
-# Shorter prefixes are computed in each row. Every further segment needs one more attention call in every layer, which
-# is not worth it for a short header that all rows begin with.
-SHORTEST = 16
 # Attribute of input ids whose rows were compared, so that no later call compares them again.
 _KNOWN = "_trl_packfa_shared"
 
@@ -105,43 +100,34 @@ def share(rows: PaddedRows, input_ids: torch.Tensor, *, shortest: int = SHORTEST
         return None
     host = input_ids.detach().cpu().numpy()
     tokens = [host[i, start : start + n] for i, (start, n) in enumerate(zip(rows.starts, rows.lengths, strict=True))]
-    segments, documents = _segments([ids for ids in tokens if len(ids)], shortest)
-    if len(segments) == len(documents) == sum(map(len, documents)):  # one segment for each row: nothing is shared
+    tree = PrefixTree.of([ids for ids in tokens if len(ids)], shortest=shortest)
+    if not tree.saved:
         return None
-    return SharedRows(rows.shape, rows.starts, rows.lengths, rows.widths, segments=segments, documents=documents)
+    return SharedRows(rows.shape, rows.starts, rows.lengths, rows.widths, **tree._asdict())
 
 
-def _segments(rows: Sequence[np.ndarray], shortest: int) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Return the lengths of the segments, and the segments that each row is made of.
+class SharedDocuments(SharedRows):
+    """[`SharedRows`] of a packed batch `(B, L)`: its documents stand one after the other, without pads."""
 
-    A prefix of two or more rows is one segment, and so is a common continuation of some of these rows.
+    def index(self, device: torch.device) -> torch.Tensor:
+        """Return the index of each token, int64, `(P,)`."""
+        return torch.arange(self.num_tokens, device=device)
+
+
+def shared_documents_of(layout: PackedLayout, input_ids: torch.Tensor) -> SharedDocuments | None:
+    """Return the documents of a packed batch `(B, L)` with each common prefix once; `None` if no two share one.
+
+    If the collator has not compared the documents, the ids are copied to the host and compared, once for each layout.
     """
-    # In sorted order rows with a common prefix are neighbours. In [5, 6, 7], [5, 6, 8], [9] they share 2 and 0 tokens.
-    order = sorted(range(len(rows)), key=lambda i: rows[i].tolist())
-    alike = [_alike(rows[a], rows[b]) for a, b in itertools.pairwise(order)]
-    segments: list[int] = []
-    documents: list[tuple[int, ...]] = [()] * len(rows)
-    # Each entry: neighbours from `first` up to `stop`, whose first `depth` tokens are in the segments `before`. The
-    # last entry comes next, so that a prefix lies beside its continuations.
-    waiting: list[tuple[int, int, int, tuple[int, ...]]] = [(0, len(order), 0, ())]
-    while waiting:
-        first, stop, depth, before = waiting.pop()
-        is_one = stop - first == 1
-        end = len(rows[order[first]]) if is_one else min(alike[first : stop - 1])
-        if end - depth >= (1 if is_one else shortest):
-            before = (*before, len(segments))
-            segments.append(end - depth)
-            depth = end
-        if is_one:
-            documents[order[first]] = before
-            continue
-        cuts = [first, *(i + 1 for i in range(first, stop - 1) if alike[i] == end), stop]
-        waiting += [(begin, until, depth, before) for begin, until in itertools.pairwise(cuts)][::-1]
-    return tuple(segments), tuple(documents)
+    if _KNOWN not in layout.memo:
+        tree = layout.prefix_tree or tree_of(layout, input_ids)
+        layout.memo[_KNOWN] = None
+        if tree.saved:
+            shape = (layout.rows, layout.row_length)
+            layout.memo[_KNOWN] = SharedDocuments(shape, (), layout.lengths, **tree._asdict())
+    return layout.memo[_KNOWN]
 
 
-def _alike(one: np.ndarray, other: np.ndarray) -> int:
-    """Count the tokens that two rows have in common at their beginning."""
-    length = min(len(one), len(other))
-    different = one[:length] != other[:length]
-    return int(different.argmax()) if different.any() else length
+def tree_of(layout: PackedLayout, input_ids: torch.Tensor) -> PrefixTree:
+    """Compare the documents of a packed batch by their ids `(B, L)`, on the host."""
+    return PrefixTree.of([ids.numpy() for ids in layout.split(input_ids.detach().cpu())])

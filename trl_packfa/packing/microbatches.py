@@ -32,14 +32,22 @@ def document_cost(lengths: np.ndarray, quadratic: float) -> np.ndarray:
     return lengths + quadratic * lengths**2
 
 
-def recut(lengths: np.ndarray, *, budget: int, num_micro_batches: int, quadratic: float = 0.0) -> list[list[int]]:
+def recut(
+    lengths: np.ndarray,
+    *,
+    budget: int,
+    num_micro_batches: int,
+    quadratic: float = 0.0,
+    cost: np.ndarray | None = None,
+) -> list[list[int]]:
     """Cut documents of `lengths` (tokens) into micro-batches of equal cost, none above `budget` tokens.
 
     `num_micro_batches` is at least [`fewest_micro_batches`] and at most the number of documents. A document longer
-    than the budget is alone. Returns document indices, each list in the documents' own order.
+    than the budget is alone. `cost` is that of each document if its length does not say it. Returns document indices,
+    each list in the documents' own order.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    return _recut(lengths, document_cost(lengths, quadratic), budget, num_micro_batches)
+    return _recut(lengths, document_cost(lengths, quadratic) if cost is None else cost, budget, num_micro_batches)
 
 
 def recut_over_ranks(

@@ -30,7 +30,10 @@ class Spans(NamedTuple):
 
 @dataclass(frozen=True)
 class PackingReport:
-    """Counts of documents and tokens before and after packing, and of those that were dropped."""
+    """Counts of documents and tokens before and after packing, and of those that were dropped.
+
+    `shared_tokens` are those of packed documents that are not computed, because a prefix runs once for several.
+    """
 
     documents: int
     tokens: int
@@ -43,6 +46,7 @@ class PackingReport:
     packed_documents: int
     packed_tokens: int
     trained_tokens: int
+    shared_tokens: int = 0
 
     def to_dict(self) -> dict[str, int]:
         """Return the counts as a dictionary, for JSON."""

@@ -106,6 +106,12 @@ def find_state(model: nn.Module) -> PatchState | None:
     return next((vars(module)[_STATE] for module in model.modules() if _STATE in vars(module)), None)
 
 
+def unpadding_of(model: nn.Module) -> Unpadding | None:
+    """Return the policy of a model that is patched with `unpad=True`, `None` of any other."""
+    state = find_state(model)
+    return None if state is None else state.unpadding
+
+
 def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = None) -> PatchState:
     """Patch this model instance in place, and return what was done. Every edit is prepared before any is made.
 

@@ -21,6 +21,7 @@ from ..layout.caches import without_caches
 from ..layout.call_context import KEYWORD, PackedCall, current_call, empty_mask, find_layout, in_call, packed_call
 from ..layout.from_call import layout_of
 from ..layout.padded_rows import PaddedRows, as_rows
+from ..layout.shared_rows import SharedDocuments
 from ..patches.base import QKV, Patch
 from ..runtime.autocast import autocast_dtype
 from ..runtime.compile import around_graphs, mark_dynamic, outside_of_graphs
@@ -76,7 +77,8 @@ class BackboneOverride(NamedOverride):
         call = without_empty_masks(call) if masks is None else with_one_mask(call, masks)
         layout = self.find_layout(call)
         if layout is not None:
-            return self.run_packed(call, layout)
+            shared = self.find_shared(call, layout)
+            return self.run_packed(call, layout) if shared is None else self.run_shared(call, shared)
         rows = self.find_rows(call)
         if rows is not None:
             return self.run_without_pads(call, rows)
@@ -113,6 +115,11 @@ class BackboneOverride(NamedOverride):
                 refuse_packed(self.module)
             self._require_packable(call, layout)
         return layout
+
+    @outside_of_graphs
+    def find_shared(self, call: dict[str, Any], layout: PackedLayout) -> SharedDocuments | None:
+        """Return the documents of a packed call whose common prefixes run once, `None` if it runs as it is."""
+        return None if self.unpadding is None else self.unpadding.shared_documents_of(call, layout, self.module)
 
     @outside_of_graphs
     def find_rows(self, call: dict[str, Any]) -> PaddedRows | None:
@@ -169,6 +176,14 @@ class BackboneOverride(NamedOverride):
         arguments, packed = self._packed_call(call, layout)
         with in_call(packed):
             return router_loss.collect_logits(self.call_original(**arguments))
+
+    @around_graphs
+    def run_shared(self, call: dict[str, Any], shared: SharedDocuments) -> Any:
+        """Run a packed call as a row that holds each common prefix once, and put the outputs back."""
+        taken = shared.take_call(call)
+        for name in (*BOUNDARIES, *FOUND_BY_ITSELF):
+            taken.pop(name, None)
+        return shared.put_back_outputs(self.run_packed(taken, shared.layout(call["input_ids"].device)))
 
     @around_graphs
     def run_without_pads(self, call: dict[str, Any], rows: PaddedRows) -> Any:

@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..layout import PackedLayout
 from ..layout.padded_rows import PaddedRows
-from ..layout.shared_rows import SharedRows, shared_rows_of
+from ..layout.shared_rows import SharedDocuments, SharedRows, shared_documents_of, shared_rows_of
 from ..patches.base import Patch
 from .inspect import inner_model
 from .sharding import needs_whole_documents
 
 logger = logging.getLogger(__name__)
 
-# Arguments per token that a call may have if prefixes are to be compared by their ids alone.
+# Arguments per token that a call may have if prefixes are to be compared by their ids alone. In a packed call it may
+# also have those that say what its layout says.
 _COMPARED = ("input_ids", "attention_mask", "labels")
+_OF_LAYOUT = ("position_ids", "seq_idx")
 # Rates at which a module draws random numbers while it trains.
 _DRAWS = re.compile(r"drop|jitter|noise")
 _NEFTUNE = "neftune_noise_alpha"
@@ -43,13 +46,38 @@ class Sharing:
 
     def rows_of(self, call: Mapping[str, Any], rows: PaddedRows, module: nn.Module) -> SharedRows | None:
         """Return the rows of a padded call with each common prefix once; `None` if nothing is shared."""
+        ids = self._comparable_ids(call, rows.shape, module, known=_COMPARED)
+        return None if ids is None else shared_rows_of(rows, ids)
+
+    def documents_of(self, call: Mapping[str, Any], layout: PackedLayout, module: nn.Module) -> SharedDocuments | None:
+        """Return the documents of a packed call with each common prefix once; `None` if nothing is shared."""
+        shape = (layout.rows, layout.row_length)
+        ids = self._comparable_ids(call, shape, module, known=(*_COMPARED, *_OF_LAYOUT))
+        if ids is None or not _count_from_zero(call.get("position_ids"), layout):
+            return None
+        return shared_documents_of(layout, ids)
+
+    def _comparable_ids(
+        self, call: Mapping[str, Any], shape: tuple[int, int], module: nn.Module, *, known: Sequence[str]
+    ) -> torch.Tensor | None:
+        """Return the ids of a call `(B, L)` if equal ids mean equal results; `None` if they may not.
+
+        They may not if positions, kinds or embeddings come with the ids, or if random numbers are drawn.
+        """
         ids = call.get("input_ids")
-        if self.refusal or not isinstance(ids, torch.Tensor) or not self._are_all_known(call, rows):
+        if self.refusal or not isinstance(ids, torch.Tensor):
+            return None
+        by_token = [
+            name
+            for name, value in call.items()
+            if isinstance(value, torch.Tensor) and shape in (value.shape[:2], value.shape[1:])
+        ]
+        if any(name not in known for name in by_token):
             return None
         if (drawing := self._draws()) is not None:
             self._tell(module, drawing)
             return None
-        return shared_rows_of(rows, ids)
+        return ids
 
     def tell_of_refusal(self, model: nn.Module) -> None:
         """Log why no call of this model shares anything, if none does."""
@@ -59,15 +87,6 @@ class Sharing:
                 type(inner_model(model)).__name__,
                 self.refusal,
             )
-
-    def _are_all_known(self, call: Mapping[str, Any], rows: PaddedRows) -> bool:
-        """Tell whether equal ids mean equal tokens in this call: no positions, kinds or embeddings come with the
-        ids."""
-        return not any(
-            isinstance(value, torch.Tensor) and rows.shape in (value.shape[:2], value.shape[1:])
-            for name, value in call.items()
-            if name not in _COMPARED
-        )
 
     def _draws(self) -> str | None:
         """Return the name of a rate at which the model draws random numbers now: each row would draw its own."""
@@ -86,6 +105,13 @@ class Sharing:
                 type(module).__name__,
                 drawing,
             )
+
+
+def _count_from_zero(position_ids: torch.Tensor | None, layout: PackedLayout) -> bool:
+    """Tell whether positions are those of the layout; on an accelerator a collator's are trusted, as elsewhere."""
+    if position_ids is None or position_ids.device.type != "cpu":
+        return position_ids is None or layout.prefix_tree is not None
+    return torch.equal(position_ids, layout.position_ids().to(position_ids))
 
 
 def _rates_of(modules: Iterable[nn.Module]) -> list[tuple[Any, str]]:

@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 from ..errors import InvalidLayout, PackingError
+from ..layout import PackedLayout
 from ..layout.caches import has_cache
 from ..layout.padded_rows import PaddedRows, as_rows, rows_of
+from ..layout.shared_rows import SharedDocuments
 from ..runtime.neftune import EmbeddingNoise, noise_of_padded_rows
 from .sharing import Sharing
 
@@ -104,6 +106,15 @@ class Unpadding:
         _refuse_other_rows(read, rows)
         return rows
 
+    def shared_documents_of(
+        self, call: dict[str, Any], layout: PackedLayout, module: nn.Module
+    ) -> SharedDocuments | None:
+        """Return the documents of a packed call with each common prefix once, `None` if none is shared."""
+        shared = None if self.sharing is None else self.sharing.documents_of(call, layout, module)
+        if shared is not None:
+            self.shared += shared.num_tokens - shared.num_packed
+        return shared
+
     def noise_as_padded(
         self, module: nn.Module, rows: PaddedRows, device: torch.device
     ) -> AbstractContextManager[None]:
@@ -187,7 +198,9 @@ def _refuse_other_rows(call: dict[str, Any], rows: PaddedRows) -> None:
     """
     count, length = rows.shape
     tensors = {name: value for name, value in call.items() if isinstance(value, torch.Tensor) and value.dim() > 1}
-    found = [name for name, value in tensors.items() if value.shape[0] == count and value.shape[1] != length]
+    # Positions of three kinds for three rows, `(3, 3, L)`, are for each token.
+    others = {name: value for name, value in tensors.items() if rows.row_axis(value) is None}
+    found = [name for name, value in others.items() if value.shape[0] == count and value.shape[1] != length]
     if found and count > 1:
         raise PackingError(
             f"a batch without its pads cannot hold {', '.join(sorted(found))}.",

@@ -107,7 +107,7 @@ def _few(plan: Plan) -> Iterator[str]:
 def _lost(plan: Plan) -> Iterator[str]:
     report, lengths = plan.chosen.report, plan.source.tokens.lengths
     share = report.tokens_lost / report.tokens
-    if share > _MUCH_LOST and plan.args.max_length is not None:
+    if share > _MUCH_LOST and BFD_SPLIT.name in plan.outcomes:
         covers, split = int(np.percentile(lengths, 99)), plan.outcomes[BFD_SPLIT.name].report.tokens_lost
         yield (
             f"{report.tokens_lost:,} tokens ({share:.1%}) are lost: {report.too_long:,} of {report.documents:,} "

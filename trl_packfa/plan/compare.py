@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -34,11 +35,18 @@ class Outcome:
 
 
 def compare(
-    tokens: Tokens, args: PackedSFTConfig, ranks: Sequence[int], quadratic: float, cut: str = FREE
+    tokens: Tokens,
+    args: PackedSFTConfig,
+    ranks: Sequence[int],
+    quadratic: float,
+    cut: str = FREE,
+    *,
+    on_images: bool = False,
 ) -> dict[str, Outcome]:
     """Return the outcome of every strategy by name, the padded run first.
 
-    Strategies that the arguments rule out are left out, unless the arguments chose this strategy: then it raises.
+    Strategies that the arguments or images rule out are left out, unless the arguments chose this strategy: then it
+    raises.
 
     Raises:
         [`InvalidConfig`]: if a document is longer than `max_tokens_per_microbatch`.
@@ -46,10 +54,11 @@ def compare(
     """
     outcomes: dict[str, Outcome] = {}
     for strategy in (PADDED, *STRATEGIES.values()):
-        if strategy.fills_rows and args.max_length is None:
+        if strategy.fills_rows and (args.max_length is None or on_images):
             continue
+        options = {"quadratic": quadratic, "cut": cut, "keeps_ranks": on_images}
         try:
-            outcomes[strategy.name] = _outcome(tokens, args, ranks, strategy, quadratic, cut)
+            outcomes[strategy.name] = _outcome(tokens, args, ranks, strategy, options)
         except InvalidConfig:
             if strategy == args.strategy:
                 raise
@@ -57,7 +66,7 @@ def compare(
 
 
 def _outcome(
-    tokens: Tokens, args: PackedSFTConfig, ranks: Sequence[int], strategy: Strategy, quadratic: float, cut: str
+    tokens: Tokens, args: PackedSFTConfig, ranks: Sequence[int], strategy: Strategy, options: dict[str, Any]
 ) -> Outcome:
     spans, report = plan_overflow(
         *tokens, max_length=args.max_length, policy=policy_of(strategy, args), as_padded=not strategy.fills_rows
@@ -67,11 +76,10 @@ def _outcome(
         longest = int(lengths.argmax())
         which = f"document {int(spans.document[longest])}"
         require_budget(args.max_tokens_per_microbatch, int(lengths[longest]), which)
-        if cut != FREE:
+        if options["cut"] != FREE:
             require_whole(args.max_tokens_per_microbatch, lengths, args.per_device_train_batch_size)
     batchings = {
-        n: Batching.of(args, strategy=strategy, world_size=n // args.sequence_parallel, quadratic=quadratic, cut=cut)
-        for n in ranks
+        n: Batching.of(args, strategy=strategy, world_size=n // args.sequence_parallel, **options) for n in ranks
     }
     return Outcome(strategy, report, lengths, {n: plan_epoch(lengths, b) for n, b in batchings.items()})
 

@@ -15,6 +15,7 @@ from ..terminal.progress import a_line_per_thing
 from ..trainers.common.batching import FREE
 from ..trainers.common.parsing import ColumnChoice, parse
 from ..trainers.sft.config import PackedSFTConfig
+from ..trainers.sft.images import without_packing
 from ..trainers.sft.memory import estimate, without_checkpointing
 from ..trainers.sft.script import train_dataset
 from .advise import advise
@@ -77,7 +78,9 @@ def make_plan(source: Source, args: PackedSFTConfig, ranks: list[int], shape: An
         [`PackingError`]: if `trl-packfa train` would raise it for these documents.
     """
     quadratic, cut = (shape.quadratic, shape.cut) if shape else (0.0, FREE)
-    outcomes = compare(source.tokens, args, ranks, quadratic, cut)
+    if source.on_images:
+        without_packing(args, args.output_dir or "", "images")  # refuses what the trainer would
+    outcomes = compare(source.tokens, args, ranks, quadratic, cut, on_images=source.on_images)
     memory, unchecked = {}, None
     if shape:
         memory = {name: estimate(shape, args, o.epoch().largest_micro_batch) for name, o in outcomes.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ..errors import InvalidConfig, PackingError
 from ..trainers.common.model_loading import init_kwargs
@@ -28,7 +28,8 @@ def read_shape(args: PackedSFTConfig) -> ModelShape:
         if args.packing:
             refuse_model(config.model_type, args)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+            kind = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
+            model = kind.from_config(config, trust_remote_code=args.trust_remote_code)
         return shape_of(model, args)
     except PackingError:
         raise

@@ -63,7 +63,9 @@ def notes(plan: Plan) -> list[str]:
         f"predicted: {plan.basis}",
         "waiting: duration of the epoch, divided by its duration if no rank had to wait.",
     ]
-    if plan.args.max_length is None:
+    if plan.source.on_images:
+        lines.append("bfd, bfd_split and wrapped: left out: rows of images cannot be filled before training.")
+    elif plan.args.max_length is None:
         lines.append("bfd, bfd_split and wrapped: left out: they fill rows of max_length tokens, which is None.")
     if plan.memory:
         return [*lines, f"memory: {FORMULA}. CUDA's own context and fragmentation come on top."]

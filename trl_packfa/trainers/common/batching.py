@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
-from ...packing import PackedBatchSampler, Strategy, recut_over_ranks
+from ...packing import PackedBatchSampler, Strategy, fewest_micro_batches, recut, recut_over_ranks
 from .config import CommonConfig
 
 # How `step` may cut: freely; freely, but a padded micro-batch's examples run at the same time; as the padded run cuts.
@@ -24,7 +24,8 @@ class Batching:
 
     `cut` is how `step` may cut (`FREE`, `TOGETHER`, `KEPT`). `budget` is the token budget of its micro-batches; the
     default is the size of the padded run's largest one. `quadratic` is the cost of attention between two tokens,
-    relative to the other cost of one token. `pad_to` is TRL's `pad_to_multiple_of`.
+    relative to the other cost of one token. `pad_to` is TRL's `pad_to_multiple_of`. `keeps_ranks` is true for images:
+    `step` cuts each rank's own examples, and its default budget is the largest padded micro-batch of the step.
     """
 
     strategy: Strategy
@@ -39,6 +40,7 @@ class Batching:
     pad_to: int = 1
     seed: int = 0
     cut: str = FREE
+    keeps_ranks: bool = False
 
     @classmethod
     def of(
@@ -49,6 +51,7 @@ class Batching:
         world_size: int | None = None,
         quadratic: float = 0.0,
         cut: str = FREE,
+        keeps_ranks: bool = False,
     ) -> Batching:
         """Read the settings from a config, optionally for another strategy or number of processes."""
         return cls(
@@ -64,6 +67,7 @@ class Batching:
             pad_to=args.pad_to_multiple_of or 1,  # type: ignore[arg-type]  # SFTConfig has made it an int
             seed=args.seed if args.data_seed is None else args.data_seed,
             cut=cut,
+            keeps_ranks=keeps_ranks,
         )
 
     def micro_batch_tokens(self, lengths: np.ndarray) -> int:
@@ -112,12 +116,27 @@ class Batching:
 
     def recut(self, step: np.ndarray, *, budget: int) -> list[list[np.ndarray]]:
         """Re-cut one step of [`~Batching.draw`]; return, per rank, the document lengths of each micro-batch."""
+        if self.keeps_ranks:
+            return self._recut_by_rank(step)
         # For example 2 micro-batches of 3 examples on 1 rank: [0, 0, 0, 1, 1, 1].
         groups = np.arange(step.shape[0] * step.shape[1]).repeat(step.shape[2])
         documents, groups = step[step > 0], groups[step.ravel() > 0]
         dealt = deal(documents, groups, cut=self.cut, budget=budget, world_size=self.world_size,
                      quadratic=self.quadratic)  # fmt: skip
         return [[documents[part] for part in rank] for rank in dealt]
+
+    def _recut_by_rank(self, step: np.ndarray) -> list[list[np.ndarray]]:
+        largest = int((self.padded(step.max(axis=2)) * (step > 0).sum(axis=2)).max())
+        budget, ranks = (
+            self.budget or largest,
+            [own[own > 0] for own in step.swapaxes(0, 1).reshape(step.shape[1], -1)],
+        )
+        count = max(fewest_micro_batches(own, budget) for own in ranks)
+        found = []
+        for own in ranks:
+            parts = recut(own, budget=budget, num_micro_batches=min(count, len(own)), quadratic=self.quadratic)
+            found.append([own[part] for part in parts] + [own[:0]] * (count - len(parts)))
+        return found
 
     def row_sampler(self, lengths: np.ndarray, *, rank: int = 0, kind: type[Sampler] = PackedBatchSampler) -> Sampler:
         """Build a rank's sampler of rows, for a strategy that fills rows."""

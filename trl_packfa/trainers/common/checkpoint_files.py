@@ -50,7 +50,8 @@ def count_batch(metrics: Mapping[str, list[float]], inputs: dict[str, Any], *, c
         metrics["documents"].append(len(lengths))
         metrics["longest_document"].append(max(lengths, default=0))
         if capacity:
-            metrics["fill"].append(sum(lengths) / capacity)
+            computed = sum(lengths) if layout.prefix_tree is None else layout.prefix_tree.num_tokens - layout.padding
+            metrics["fill"].append(computed / capacity)
     if lost is not None:
         for name, count in zip(_LOST, lost, strict=True):
             metrics[name].append(count)

@@ -91,6 +91,15 @@ class CommonConfig(_Base):
         },
     )
 
+    share_prefixes: bool = field(
+        default=False,
+        metadata={
+            "help": "Compute a prefix that several rows or documents of a micro-batch share only once: a pair's "
+            "prompt, a system prompt, the history of a conversation. A shared prefix needs 16 tokens or more. Models "
+            "that mix tokens outside of attention run each row by itself, and a warning says so."
+        },
+    )
+
     @property
     def data_parallel_size(self) -> int:
         """Number of processes with different batches; processes that share rows count once."""
@@ -104,7 +113,7 @@ class CommonConfig(_Base):
     @property
     def patch_options(self) -> dict[str, Any]:
         """Keyword arguments for [`patch`]."""
-        names = ("fused_lora", "fused_kernels")
+        names = ("fused_lora", "fused_kernels", "share_prefixes")
         return {"backend": self.attention_backend, **{name: getattr(self, name) for name in names}}
 
 

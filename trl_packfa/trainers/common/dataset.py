@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 
-from ...collator import LOSSES, ROW_LENGTHS
+from ...collator import LOSSES, ROW_LENGTHS, SAVED
 from ...errors import InvalidConfig, InvalidDataset
 from ...packing import WRAP, PackingReport, Spans, TrainedTokens, nothing_trains, plan_overflow
 
@@ -51,7 +51,12 @@ def read_tokens(dataset: Dataset) -> Tokens:
 
 
 def read_lengths(dataset: Dataset, column: str = "input_ids") -> np.ndarray:
-    """Count the tokens of each document of a tokenized dataset, int64, shape `(S,)`. Labels are not read."""
+    """Count the tokens of each document of a tokenized dataset, int64, shape `(S,)`. Labels are not read.
+
+    Of a row whose documents share prefixes ([`SAVED`]), these are the tokens that are computed.
+    """
+    shares = column == "input_ids" and SAVED in dataset.column_names
+    saved = [table[SAVED].to_numpy() for table in _tables(dataset, SAVED)] if shares else []
     counted = dataset.select_columns([column]).with_format("arrow")
     # `datasets` caches the result by the fingerprint of the dataset's contents.
     counted = counted.map(
@@ -59,7 +64,24 @@ def read_lengths(dataset: Dataset, column: str = "input_ids") -> np.ndarray:
         desc="Counting tokens",
     )  # fmt: skip
     parts = [table["length"].to_numpy() for table in _tables(counted, "length")]
-    return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
+    lengths = np.concatenate([np.zeros(0, dtype=np.int64), *parts])
+    return lengths - np.concatenate(saved) if saved else lengths
+
+
+def longest_document(dataset: AnyDataset) -> tuple[int, str] | None:
+    """Return the tokens of the longest document in rows that may be split ([`SAVED`]), and a description of it.
+
+    `None` for a stream, and for a dataset whose rows stay whole.
+    """
+    if isinstance(dataset, IterableDataset) or SAVED not in dataset.column_names:
+        return None
+    longest = max(int(_flat(table[ROW_LENGTHS]).max()) for table in _tables(dataset, ROW_LENGTHS))
+    return longest, f"the longest turn with its history, which has {longest} tokens"
+
+
+def count_computed(example: dict[str, Any]) -> int:
+    """Count the tokens of an example that are computed: all but those of a prefix that it holds several times."""
+    return len(example["input_ids"]) - example.get(SAVED, 0)
 
 
 def count_trained(dataset: Dataset) -> int:
@@ -94,9 +116,10 @@ def _flat(column: pa.ChunkedArray) -> np.ndarray:
 
 
 def without_our_columns(dataset: AnyDataset) -> AnyDataset:
-    """Drop a user's columns whose names have a meaning here: `LOSSES`, and `ROW_LENGTHS` of an untokenized dataset."""
+    """Drop a user's columns whose names have a meaning here; `ROW_LENGTHS` has one in a tokenized dataset for users,
+    too."""
     columns = dataset.column_names or list(next(iter(dataset), {}))
-    ours = {LOSSES} if "input_ids" in columns else {LOSSES, ROW_LENGTHS}
+    ours = {LOSSES, SAVED} if "input_ids" in columns else {LOSSES, SAVED, ROW_LENGTHS}
     found = [name for name in columns if name in ours]
     return dataset.remove_columns(found) if found else dataset
 
@@ -106,14 +129,15 @@ def take_apart(dataset: AnyDataset, *, name: str) -> AnyDataset:
     columns = dataset.column_names or list(next(iter(dataset), {}))
     if ROW_LENGTHS not in columns:
         return dataset
-    options: dict[str, Any] = {"batched": True, "batch_size": _CUT_TOGETHER, "remove_columns": [ROW_LENGTHS]}
+    gone = [name for name in (ROW_LENGTHS, SAVED) if name in columns]
+    options: dict[str, Any] = {"batched": True, "batch_size": _CUT_TOGETHER, "remove_columns": gone}
     if isinstance(dataset, IterableDataset):
         return dataset.map(_documents, **options)
     return dataset.map(_documents, desc=f"Taking rows of the {name} dataset apart", **options)
 
 
 def _documents(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    documents: dict[str, list[Any]] = {column: [] for column in rows if column != ROW_LENGTHS}
+    documents: dict[str, list[Any]] = {column: [] for column in rows if column not in (ROW_LENGTHS, SAVED)}
     for i, lengths in enumerate(rows[ROW_LENGTHS]):
         # Lengths [2, 3] of a row of 5 tokens give stops [2, 5].
         stops = np.cumsum(lengths or [len(rows["input_ids"][i])]).tolist()
@@ -174,12 +198,13 @@ def cut_stream(
     options["as_padded"] = as_padded
     # A stream may not know its columns before its first example. All are removed, because the result has other rows.
     columns = list(next(iter(dataset), {}))
-    return dataset.map(_cut_some, batched=True, batch_size=_CUT_TOGETHER, remove_columns=columns, fn_kwargs=options)
+    return dataset.map(cut_some, batched=True, batch_size=_CUT_TOGETHER, remove_columns=columns, fn_kwargs=options)
 
 
-def _cut_some(
+def cut_some(
     documents: dict[str, list[Any]], max_length: int | None, overflow: str, as_padded: bool
 ) -> dict[str, list]:
+    """Cut some documents of a stream, see [`cut_stream`]."""
     labels = documents.get("labels", documents["input_ids"])
     lengths = np.array([len(ids) for ids in documents["input_ids"]], dtype=np.int64)
     trained = np.concatenate([np.asarray(document, dtype=np.int64) for document in labels]) != -100

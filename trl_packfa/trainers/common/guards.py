@@ -45,12 +45,16 @@ def memory_advice(args: CommonConfig, inputs: dict[str, Any], *, budget: int | N
 
 
 def _advice(args: CommonConfig, inputs: dict[str, Any], budget: int | None) -> str:
-    tokens, layout = inputs["input_ids"].numel(), inputs.get("packed_layout")
+    tokens, layout, mask = inputs["input_ids"].numel(), inputs.get("packed_layout"), inputs.get("attention_mask")
     longest = tokens if layout is None else layout.max_seqlen
+    if layout is None and mask is not None:  # padded rows
+        tokens, longest = int(mask.sum()), int(mask.sum(-1).max())
     held = f"trl-packfa: out of memory with a micro-batch of {tokens} tokens (longest document {longest})."
     # Advise half as many tokens, but not fewer than the longest document, which cannot be cut.
     if budget is not None and tokens > longest:
-        lower = max(longest, tokens // 2)
+        lower = (
+            max(longest, tokens // 2) if layout is not None else budget // 2
+        )  # a budget counts image patches as well
         return f"{held} Lower max_tokens_per_microbatch from {budget} to {lower}: each step keeps the same examples."
     batch = args.per_device_train_batch_size
     if batch > 1 and tokens > longest:

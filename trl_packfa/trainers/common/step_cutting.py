@@ -23,9 +23,10 @@ from ...layout import PackedLayout
 from ...packing import imbalance
 from .batching import FREE, KEPT, TOGETHER, deal
 from .config import CommonConfig
-from .dataset import read_lengths
+from .dataset import count_computed, longest_document, read_lengths
 from .flops import quadratic_weight
 from .padded_batch_map import ORIGINS, origins_of_steps
+from .trees import split_example
 
 
 class Documents:
@@ -46,13 +47,18 @@ class Documents:
 
 
 class Slot(dict):
-    """A stand-in for one micro-batch of the Trainer. It holds token ids to count, and the micro-batches to run."""
+    """A stand-in for one micro-batch of the Trainer. It holds token ids to count, and the micro-batches to run.
 
-    def __init__(self, micro_batches: Sequence[dict[str, Any]], imbalance: float = 1.0) -> None:
+    Attributes:
+        imbalance (`float`): time of the step relative to ranks that are always busy.
+        untrained (`int`): tokens that TRL counts as trained, but that ranks run only to take part in collectives.
+    """
+
+    def __init__(self, micro_batches: Sequence[dict[str, Any]], imbalance: float = 1.0, *, untrained: int = 0) -> None:
         # Concatenated to `(1, T)`, because the Trainer counts tokens and operations by `input_ids`.
         ids = [micro_batch["input_ids"].reshape(1, -1) for micro_batch in micro_batches]
         super().__init__(input_ids=torch.cat(ids, dim=1) if ids else torch.empty((1, 0), dtype=torch.long))
-        self.micro_batches, self.imbalance = list(micro_batches), imbalance
+        self.micro_batches, self.imbalance, self.untrained = list(micro_batches), imbalance, untrained
 
 
 class StepCutter:
@@ -83,7 +89,7 @@ class StepCutter:
         lengths, which = _longest(train_dataset, args)
         longest = int(lengths.max())
         if args.max_tokens_per_microbatch is not None:
-            require_budget(args.max_tokens_per_microbatch, longest, which)
+            require_budget(args.max_tokens_per_microbatch, *(longest_document(train_dataset) or (longest, which)))
             if cut != FREE:
                 require_whole(args.max_tokens_per_microbatch, lengths, args.per_device_train_batch_size)
         self.budget = args.max_tokens_per_microbatch or args.per_device_train_batch_size * longest
@@ -100,21 +106,32 @@ class StepCutter:
         """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
         rank, world_size = self.args.data_parallel_rank, self.args.data_parallel_size
         examples, groups = of_all_ranks(batches, self.accelerator, shared_by=self.args.sequence_parallel)
-        lengths = np.array([len(example["input_ids"]) for example in examples], dtype=np.int64)
+        examples, groups = self._split(examples, groups)
+        lengths = np.array([count_computed(example) for example in examples], dtype=np.int64)
         dealt = deal(
             lengths, groups, cut=self.how, budget=self.budget, world_size=world_size, quadratic=self.quadratic
         )
         # If other ranks have one micro-batch more, this rank runs an untrained one, to take part in their collectives.
-        shortest = int(lengths.argmin())
-        idle = {**examples[shortest], "labels": [-100] * int(lengths[shortest])}
+        shortest = examples[int(lengths.argmin())]
+        idle = {**shortest, "labels": [-100] * len(shortest["input_ids"])}
         micro_batches = [
             collate([examples[i] for i in part]) if part else _untrue(collate([idle])) for part in dealt[rank]
         ]
-        origins = origins_of_steps(dealt, lengths, groups, rank=rank)
+        sizes = np.array([len(example["input_ids"]) for example in examples], dtype=np.int64)
+        origins = origins_of_steps(dealt, sizes, groups, rank=rank)
         for micro_batch, origin in zip(micro_batches, origins, strict=True):
             micro_batch[ORIGINS] = origin
         last = Slot(micro_batches, imbalance=imbalance(dealt, lengths, self.quadratic))
         return [Slot([]) for _ in batches[:-1]] + [last]
+
+    def _split(
+        self, examples: Sequence[dict[str, Any]], groups: np.ndarray
+    ) -> tuple[list[dict[str, Any]], np.ndarray]:
+        """Split examples of several documents that are larger than the budget; each part keeps its group."""
+        if self.how == KEPT:
+            return list(examples), groups
+        parts = [split_example(example, self.budget) for example in examples]
+        return [part for of_one in parts for part in of_one], np.repeat(groups, [len(of_one) for of_one in parts])
 
 
 def of_all_ranks(

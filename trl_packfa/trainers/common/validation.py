@@ -139,27 +139,15 @@ def refuse_precision(model: torch.nn.Module, args: CommonConfig, *, scales_losse
         )
 
 
-def image_columns(dataset: Dataset | IterableDataset) -> list[str]:
-    """List the columns with images in a dataset's first example, under TRL's names."""
-    return sorted({"image", "images"} & set(next(iter(dataset), {})))
-
-
 def refuse_data(dataset: Dataset | IterableDataset, *, name: str) -> None:
-    """Refuse datasets whose documents exist only after collation.
+    """Refuse a dataset that is transformed on the fly.
 
     Raises:
-        [`InvalidDataset`]: for images, and for a dataset that is transformed on the fly.
+        [`InvalidDataset`]: with the reason.
     """
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise InvalidDataset(
             f"the {name} dataset is transformed on the fly (set_transform or with_transform).",
             why=["packing plans with lengths before training, and a resumed run must see the same documents"],
             do="Use dataset.map(...), which is computed once, or reset_format().",
-        )
-    if images := image_columns(dataset):
-        raise InvalidDataset(
-            f"the {name} dataset has a column '{images[0]}': a vision dataset cannot be packed.",
-            why=["its processor tokenizes images during collation, so their number of tokens is not known before"],
-            do="Train it with TRL's trainer, without padding: trl_packfa.padding_free(trainer). Or drop the "
-            "column to train on the text alone.",
         )

@@ -66,7 +66,7 @@ def _without_pads(trainer: Any, model: str, *, args: Any, **given: Any) -> Any:
                 do="Drop dataset_streaming.",
             )
         require_columns(dataset, name=name, trainer=trainer.__name__, formats=(("prompt",),))
-    refuse_before_loading(trainer.__name__, {"model": model, **given}, args)
+    refuse_before_loading(trainer.__name__, {"model": model, **given}, args, takes_images=True)
     require_run({"model": model, **given}, args)
     quantization, adapter = load_as_asked(model, args, quantization=None, adapter=None)
     with telling_of_targets(model, args):

@@ -12,6 +12,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 
 from ...errors import InvalidConfig, InvalidDataset
+from ..common.image_rows import image_columns
 from ..common.model_loading import model_type, named
 from ..common.parallelism import asked_parallelism, refuse_parallelism
 from ..common.preflight import require_attention, require_reporters, require_tokenizer
@@ -70,7 +71,7 @@ def require_columns(dataset: Dataset, *, name: str, trainer: str, formats: Seque
     )
 
 
-def refuse_before_loading(trainer: str, given: dict[str, Any], args: Any) -> None:
+def refuse_before_loading(trainer: str, given: dict[str, Any], args: Any, *, takes_images: bool) -> None:
     """Refuse arguments, data and models that cannot train without padding, before data and weights are loaded.
 
     Args:
@@ -80,10 +81,12 @@ def refuse_before_loading(trainer: str, given: dict[str, Any], args: Any) -> Non
             Its arguments, by name.
         args ([`PreferenceConfig`]):
             The settled config.
+        takes_images (`bool`):
+            Whether TRL's trainer takes images.
 
     Raises:
         [`InvalidConfig`]: with the argument.
-        [`InvalidDataset`]: for images, or if there is no data.
+        [`InvalidDataset`]: for images that TRL's trainer does not take, or if there is no data.
         [`UnsupportedModel`]: for a model, an adapter or a quantization that mixes documents.
     """
     model, adapter, train = given["model"], given.get("peft_config"), given.get("train_dataset")
@@ -95,9 +98,12 @@ def refuse_before_loading(trainer: str, given: dict[str, Any], args: Any) -> Non
             do="Load it with datasets.load_dataset, or make one: Dataset.from_list(rows).",
         )
     if isinstance(train, IterableDataset):
-        _refuse_policy(args)
+        _refuse_policy(args, "a stream", "its pairs are not known before they are read, so TRL cuts or drops them")
     for name, dataset in named(train, given.get("eval_dataset")):
         refuse_data(dataset, name=name)
+        if columns := image_columns(dataset):
+            _refuse_images(columns[0], trainer, name=name, takes_images=takes_images)
+            _refuse_policy(args, "images", "their tokens exist only after collation, where TRL cuts them")
     if getattr(args.accelerator_config, "dispatch_batches", None):
         raise InvalidConfig(
             "accelerator_config.dispatch_batches=True cannot carry the pairs of a step.",
@@ -122,12 +128,24 @@ def require_run(given: dict[str, Any], args: Any) -> None:
     require_tokenizer(given["model"], args, processing_class=given.get("processing_class"), datasets=datasets)
 
 
-def _refuse_policy(args: Any) -> None:
-    """Refuse an overflow policy other than TRL's for a stream, because TRL itself cuts or drops its long pairs."""
-    default = next(f.default for f in fields(args) if f.name == "overflow")
-    if args.overflow != default:
+def _refuse_images(column: str, trainer: str, *, name: str, takes_images: bool) -> None:
+    """Refuse images where TRL's own trainer has no code for them."""
+    if not takes_images:
+        raise InvalidDataset(
+            f"the {name} dataset has a column '{column}', and {trainer} takes no images.",
+            why=["TRL's own trainer takes none: it would tokenize the text alone"],
+            do="Drop the column to train on the text alone. PackedDPOTrainer and PackedKTOTrainer take images.",
+        )
+
+
+def _refuse_policy(args: Any, what: str, why: str) -> None:
+    """Refuse an overflow policy other than TRL's where TRL itself cuts or drops long pairs."""
+    default = next((f.default for f in fields(args) if f.name == "overflow"), None)
+    if default is not None and args.overflow != default:
         raise InvalidConfig(
-            f"overflow='{args.overflow}' with a stream.",
-            why=["its pairs are not known before they are read, so TRL cuts or drops them"],
-            do=f"Drop overflow (the default is '{default}'), or load the whole dataset.",
+            f"overflow='{args.overflow}' with {what}.",
+            why=[why],
+            do=f"Drop overflow (the default is '{default}'), or load the whole dataset."
+            if what == "a stream"
+            else f"Drop overflow (the default is '{default}').",
         )

@@ -52,15 +52,6 @@ class PreferenceConfig(CommonConfig):
         },
     )
 
-    share_prefixes: bool = field(
-        default=False,
-        metadata={
-            "help": "Compute a prefix that several rows of a micro-batch share, such as a pair's prompt, only once. A "
-            "shared prefix needs 16 tokens or more. Models that mix tokens outside of attention run each row by "
-            "itself, and a warning says so."
-        },
-    )
-
     def __post_init__(self) -> None:
         # Call both by name, because neither calls the other.
         ModelConfig.__post_init__(self)
@@ -118,11 +109,6 @@ class PreferenceConfig(CommonConfig):
     def strategy(self) -> Strategy:
         """The strategy that `packing_strategy` names."""
         return _STRATEGIES[self.packing_strategy]
-
-    @property
-    def patch_options(self) -> dict[str, Any]:
-        """Keyword arguments for [`patch`]."""
-        return {**super().patch_options, "share_prefixes": self.share_prefixes}
 
     @classmethod
     def from_args(cls, args: TrainingArguments, **changes: Any) -> Any:

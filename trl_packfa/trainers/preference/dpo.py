@@ -65,6 +65,7 @@ class PackedDPOTrainer(PackedPreference, DPOTrainer):
 
     _tag_names = ["trl", "dpo", "trl-packfa"]
     _config = PackedDPOConfig
+    _takes_images = True
     _rows = (("prompt_ids", "chosen_ids"), ("prompt_ids", "rejected_ids"))
     _reference_keys = ("ref_chosen_logps", "ref_rejected_logps")
 

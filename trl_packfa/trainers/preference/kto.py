@@ -56,6 +56,7 @@ class PackedKTOTrainer(PackedPreference, KTOTrainer):
 
     _tag_names = ["trl", "kto", "trl-packfa"]
     _config = PackedKTOConfig
+    _takes_images = True
     _columns = (("prompt", "completion", "label"), ("chosen", "rejected"))
     _rows = (("prompt_ids", "completion_ids"),)
     _reference_keys = ("ref_logps",)

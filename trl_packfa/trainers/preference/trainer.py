@@ -26,6 +26,7 @@ from ..common.checkpoint_files import write_reports
 from ..common.dataset import tell_counts
 from ..common.distributed import require_same_documents
 from ..common.fallback import AsGiven, tell_adapter, tell_padded
+from ..common.image_rows import NamesRows
 from ..common.model_card import add_section, card_section, name_base
 from ..common.model_loading import load_as_asked, named, telling_of_targets
 from ..common.resuming import identity
@@ -42,7 +43,7 @@ from .recutting import RecutSteps
 logger = get_logger(__name__)
 
 
-class PackedPreference(RecutSteps):
+class PackedPreference(NamesRows, RecutSteps):
     """Base class of the packed preference trainers. It comes before TRL's trainer in their base classes.
 
     Attributes:
@@ -56,6 +57,8 @@ class PackedPreference(RecutSteps):
     _label: ClassVar[str] = "labels"
     # The columns of each dataset format that TRL's trainer accepts.
     _columns: ClassVar[tuple[tuple[str, ...], ...]] = (("chosen", "rejected"),)
+    # Whether TRL's trainer has a collator of images.
+    _takes_images: ClassVar[bool] = False
 
     train_dataset: Any
     # Whether models run without padding. With a plain config, a run that cannot do so trains padded, as TRL would.
@@ -98,7 +101,7 @@ class PackedPreference(RecutSteps):
                 require_columns(dataset, name=name, trainer=type(self).__name__, formats=self._columns)
         try:
             settled = config(_output_dir(model, self._name())) if asked is None else config.from_args(asked)
-            refuse_before_loading(type(self).__name__, given, settled)
+            refuse_before_loading(type(self).__name__, given, settled, takes_images=self._takes_images)
         except PackingError as refusal:
             if self._asks_to_pack(asked):
                 raise
@@ -126,6 +129,8 @@ class PackedPreference(RecutSteps):
             scales_losses=self.accelerator.scaler is not None,
             own_optimizer=self.optimizer is not None,
         )
+        if self._is_vision_dataset:
+            self.name_rows(own_collator=given.get("data_collator") is not None)
         self._run_without_pads()
         if settled.strategy.recuts_steps:
             self._choose_cut(own_collator=given.get("data_collator") is not None)
@@ -167,6 +172,8 @@ class PackedPreference(RecutSteps):
         own_loss = type(self).compute_loss is not PackedPreference.compute_loss
         if not isinstance(self.train_dataset, Dataset):
             self.cut_reason = "the pairs of a stream are not known before they are read"
+        elif self._is_vision_dataset:
+            self.cut_reason = "the tokens of images exist only after collation"
         elif own_collator:
             self.cut_reason = "data_collator makes the batches, and they may depend on which pairs are together"
         elif own_loss:

@@ -12,7 +12,16 @@ from transformers import TrainingArguments
 from trl import ModelConfig, SFTConfig
 
 from ...errors import InvalidConfig, VersionTooOld
-from ...packing import BFD, OVERFLOW_POLICIES, PADDED, STEP, STRATEGIES, Strategy, require_policy
+from ...packing import (
+    BFD,
+    OVERFLOW_POLICIES,
+    PADDED,
+    STEP,
+    STRATEGIES,
+    WRAPPED,
+    Strategy,
+    require_policy,
+)
 from ...versions import installed_version
 from ..common.config import CommonConfig, require_trainable, settle_loading, settle_precision
 from ..common.sampler import TAKES_BATCHES
@@ -22,10 +31,10 @@ LOSS_WEIGHTINGS = ("token", "example")
 
 @dataclass
 class PackedSFTConfig(CommonConfig, SFTConfig):
-    """Arguments of [`PackedSFTTrainer`]: all fields of TRL's `SFTConfig` and `ModelConfig`, and ten of our own.
+    """Arguments of [`PackedSFTTrainer`]: all fields of TRL's `SFTConfig` and `ModelConfig`, and twelve of our own.
 
-    Ours are `max_tokens_per_microbatch`, `overflow`, `loss_weighting`, `loss_by`, `sequence_parallel`,
-    `check_packing`, `attention_backend`, `fused_lora`, `fused_kernels` and `peak_tflops`.
+    Ours are `max_tokens_per_microbatch`, `overflow`, `expand_turns`, `share_prefixes`, `loss_weighting`, `loss_by`,
+    `sequence_parallel`, `check_packing`, `attention_backend`, `fused_lora`, `fused_kernels` and `peak_tflops`.
 
     > [!NOTE]
     > These fields have other defaults than TRL's: `packing=True`, `use_peft=True`,
@@ -59,7 +68,8 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
         default=None,
         metadata={
             "help": "Token budget of a micro-batch under `packing_strategy='step'`. Default: the size of the padded "
-            "run's largest micro-batch, `per_device_train_batch_size` times the longest document."
+            "run's largest micro-batch, `per_device_train_batch_size` times the longest document. With images: the "
+            "size of the step's largest padded micro-batch; image patches count as parts of tokens."
         },
     )
     overflow: str = field(
@@ -68,6 +78,14 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
             "help": "What happens to documents longer than `max_length`: `'truncate'`, `'split'` into several "
             "documents, `'drop'`, or `'error'`. The report counts them.",
             "choices": list(OVERFLOW_POLICIES),
+        },
+    )
+    expand_turns: bool = field(
+        default=False,
+        metadata={
+            "help": "Train each assistant turn of a conversation as an example of its own, with the history as the "
+            "chat template renders it there. The examples of a conversation stay in one micro-batch, where their "
+            "common history is computed once (`share_prefixes` is on). A step counts conversations."
         },
     )
     loss_weighting: str = field(
@@ -108,6 +126,7 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
         settle_loading(self)
         require_policy(self.overflow)
         self._require_weighting()
+        self._settle_turns()
         self._settle_packing()
         require_trainable(self)
         if self.sequence_parallel < 1 or (self.sequence_parallel > 1 and not self.packing):
@@ -155,6 +174,43 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
         self._require_budget()
         # Packing has no padding anyway. TRL's `padding_free` is a switch for TRL's own collator.
         self.padding_free = False
+
+    def _settle_turns(self) -> None:
+        """Switch shared prefixes on for expanded turns, and refuse what contradicts either."""
+        name = "expand_turns" if self.expand_turns else "share_prefixes"
+        if not self.expand_turns and not self.share_prefixes:
+            return
+        self.share_prefixes = True
+        if not self.packing:
+            raise InvalidConfig(
+                f"{name}=True with packing=False.",
+                why=["a prefix is computed once for the documents of a packed row"],
+                do=f"Drop packing=False, or {name}.",
+            )
+        if self.sequence_parallel > 1:
+            raise InvalidConfig(
+                f"{name}=True with sequence_parallel={self.sequence_parallel}.",
+                why=["each process holds a part of the row, and no process knows which documents begin alike"],
+                do="Drop one of them.",
+            )
+        if self.expand_turns and self.packing_strategy == WRAPPED.name:
+            raise InvalidConfig(
+                f"expand_turns=True with packing_strategy='{WRAPPED}'.",
+                why=["it cuts documents wherever a row is full, and a part of a turn has lost its history"],
+                do="Use packing_strategy='step', 'minibatch' or 'bfd'.",
+            )
+        if self.expand_turns and self.assistant_only_loss:
+            raise InvalidConfig(
+                "assistant_only_loss=True with expand_turns=True.",
+                why=["each example trains exactly its own assistant turn"],
+                do="Drop assistant_only_loss.",
+            )
+        if self.neftune_noise_alpha is not None:
+            raise InvalidConfig(
+                f"{name}=True with neftune_noise_alpha={self.neftune_noise_alpha}.",
+                why=["each document draws its own noise, so no prefix could be computed once"],
+                do="Drop one of them.",
+            )
 
     def _require_budget(self) -> None:
         """Refuse a token budget that is too small or has no effect."""

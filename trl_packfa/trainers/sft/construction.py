@@ -28,12 +28,13 @@ class Settled(NamedTuple):
         args ([`PackedSFTConfig`]): the config to train with.
         refusal (`PackingError`, *optional*): the error that explains why the run is padded, if the user asked for
             no packing and it is not possible.
-        on_images (`bool`): whether TRL's own micro-batches run without their pads.
+        on_images (`str`, *optional*): the strategy of a run on images, which computes padded micro-batches without
+            their pads; `None` for any other run.
     """
 
     args: PackedSFTConfig
     refusal: PackingError | None
-    on_images: bool
+    on_images: str | None
 
 
 def settle_arguments(
@@ -76,15 +77,16 @@ def settle_arguments(
 
     refuse_untrainable(model, peft_config)
     column = image_column(named(train_dataset, eval_dataset))
-    on_images = None if column is None else without_packing(args, output_dir(model), column)
-    settled, refusal = (on_images, None) if on_images is not None else _settle(args, output_dir(model), refuse)
+    found = None if column is None else without_packing(args, output_dir(model), column)
+    settled, on_images = found if found is not None else (None, None)
+    settled, refusal = (settled, None) if settled is not None else _settle(args, output_dir(model), refuse)
     require_reporters(settled)
     require_attention(settled)
     require_tokenizer(
         model, settled, processing_class=processing_class, datasets=named(train_dataset, eval_dataset),
         makes_text=formatting_func is None and prepares(settled),
     )  # fmt: skip
-    return Settled(settled, refusal, on_images is not None)
+    return Settled(settled, refusal, on_images)
 
 
 def asks_for_packing(args: TrainingArguments | None) -> bool:

@@ -17,7 +17,7 @@ from datasets import IterableDataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from ...collator import LOSSES, DataCollatorForPacking
+from ...collator import LOSSES, SAVED, DataCollatorForPacking
 from ...errors import InvalidConfig
 from ...packing import PackedBatchSampler, PackingReport
 from ...patching.inspect import known_ids, known_labels
@@ -32,6 +32,7 @@ from ..common.step_cutting import Documents
 from .config import PackedSFTConfig
 from .preview import describe_batch
 from .streaming import PackedStream, resumes_by_state, stream_loader
+from .turns import TurnExpander, join
 
 logger = get_logger(__name__)
 
@@ -59,7 +60,7 @@ class PackedData:
         self.args, self.packs_eval = args, packs_eval
         self.reports: dict[str, PackingReport] = {}
         self.sampler: PackedBatchSampler | None = None
-        self.columns = [LOSSES, *([args.loss_by] if args.loss_by else [])]
+        self.columns = [LOSSES, SAVED, *([args.loss_by] if args.loss_by else [])]
         # Tokenized datasets by name, kept until `meet` has checked their tokens against the model.
         self._uncut: dict[str, Any] = {}
         self._stream: PackedStream | None = None
@@ -80,26 +81,49 @@ class PackedData:
         uncut = copy.copy(args)
         uncut.max_length, uncut.shuffle_dataset = None, False
         dataset = tokenize(uncut)
-        fills_rows = args.strategy.fills_rows and name == "train"
-        wraps = fills_rows and args.strategy.wraps
+        fills_rows, limits = self._fills_rows(name), self._limits(name)
         # Rows that were packed before stay whole as examples of a step. For filled rows and padded batches they are
         # taken apart into documents.
         padded = name != "train" and (not self.packs_eval or isinstance(dataset, IterableDataset))
-        if fills_rows or padded:
+        if padded or (fills_rows and not args.expand_turns):
             dataset = take_apart(dataset, name=name)
-        limits: dict[str, Any] = {
-            "max_length": args.max_length,
-            "overflow": args.strategy.overflow if wraps else args.overflow,
-            "as_padded": not fills_rows,
-        }
         if isinstance(dataset, IterableDataset):
-            dataset = cut_stream(dataset, **limits)
+            # The turns of a stream are cut when they are expanded, because their rows have to stay together.
+            dataset = dataset if args.expand_turns else cut_stream(dataset, **limits)
         else:
             self._uncut[name] = dataset
-            dataset, self.reports[name] = cut_dataset(dataset, name=name, **limits)
-            tell_counts(self.reports[name], name)
+            dataset, report = cut_dataset(dataset, name=name, **limits)
+            if args.expand_turns and not padded:
+                dataset, report = join(dataset, report, limit=self._row_limit(name), name=name)
+            self.reports[name] = report
+            tell_counts(report, name)
         # Shuffle after the cut, as TRL does, because the random order depends on the number of documents.
         return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
+
+    def expand(
+        self, dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, chat_template: str | None, *, name: str
+    ) -> AnyDataset:
+        """Make an example of each assistant turn, if `expand_turns` says so. Those of a stream are cut and joined."""
+        if not self.args.expand_turns:
+            return dataset
+        expander = TurnExpander(tokenizer, chat_template=chat_template, keep=self.args.loss_by)
+        if isinstance(dataset, IterableDataset):
+            return expander.expand_stream(dataset, limit=self._row_limit(name), **self._limits(name))
+        return expander.expand(dataset, name=name, num_proc=self.args.dataset_num_proc)
+
+    def _fills_rows(self, name: str) -> bool:
+        return self.args.strategy.fills_rows and name == "train"
+
+    def _row_limit(self, name: str) -> int | None:
+        """Return the computed tokens that a row of a conversation's turns may have."""
+        return self.args.max_length if self._fills_rows(name) else None
+
+    def _limits(self, name: str) -> dict[str, Any]:
+        """Return the arguments with which documents are cut."""
+        args, fills_rows = self.args, self._fills_rows(name)
+        wraps = fills_rows and args.strategy.wraps
+        overflow = args.strategy.overflow if wraps else args.overflow
+        return {"max_length": args.max_length, "overflow": overflow, "as_padded": not fills_rows}
 
     def meet(self, model: Any, *, pad_token_id: int, padding_collator: Any, collator: Any) -> Any:
         """Check the datasets' tokens against the model, measure its cost of attention, and return the collator.
@@ -136,6 +160,7 @@ class PackedData:
             source_column=self.args.loss_by,
             vocab_size=known_ids(model),
             return_flash_attn_kwargs=False,
+            share_prefixes=self.args.share_prefixes,
         )
 
     @property

@@ -1,4 +1,4 @@
-"""Training on images: TRL's own micro-batches, and the model computes them without their pads.
+"""Training on images: the model computes padded micro-batches without their pads, and steps are re-cut.
 
 A processor makes the tokens of an image while it collates. So rows cannot be filled before, and the text decoder
 removes the pads after images and text are merged.
@@ -12,12 +12,23 @@ from typing import Any
 
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
+from torch import nn
+from torch.utils.data import DataLoader
 from transformers import TrainingArguments
+from trl import SFTTrainer
 
 from ...errors import InvalidConfig
-from ..common.validation import image_columns
+from ...packing import MINIBATCH, STEP
+from ..common.batching import FREE
+from ..common.distributed import agree
+from ..common.image_rows import NamesRows, image_columns
+from ..common.step_cutting import how_to_cut
+from ..padding_free.collating import CountedBatch
 from ..padding_free.padding_free import run_without_pads
 from .config import PackedSFTConfig
+from .image_proof import ExampleProof, compare_example
+from .image_steps import ROW_WEIGHTS, ImageCutter, OneByOne
+from .loss_weighting import WeightedModel
 
 logger = get_logger(__name__)
 
@@ -29,14 +40,18 @@ def image_column(datasets: Iterable[tuple[str, Dataset | IterableDataset]]) -> s
     return next((columns[0] for columns in found if columns), None)
 
 
-def without_packing(args: TrainingArguments | None, output_dir: str, column: str) -> PackedSFTConfig | None:
-    """Return the config of a run on images that computes no pads; `None` if the user asked for TRL's padded run.
+def without_packing(
+    args: TrainingArguments | None, output_dir: str, column: str
+) -> tuple[PackedSFTConfig, str] | None:
+    """Return the config of a run on images that computes no pads, and its strategy, `"step"` or `"minibatch"`.
+
+    The result is `None` if the user asked for TRL's padded run.
 
     Raises:
-        [`InvalidConfig`]: if the user asked for a strategy that fills rows.
+        [`InvalidConfig`]: if the user asked for a strategy that fills rows, or for what rows of images do not have.
     """
     if args is None:
-        return PackedSFTConfig(output_dir, packing=False)
+        return PackedSFTConfig(output_dir, packing=False), STEP.name
     packed = args if isinstance(args, PackedSFTConfig) else None
     if packed is not None and not packed.packing:
         return None
@@ -51,21 +66,164 @@ def without_packing(args: TrainingArguments | None, output_dir: str, column: str
         raise InvalidConfig(
             f"rows cannot be filled before training: the dataset has images in its column '{column}'.",
             why=["a processor makes their tokens during collation, so the length of an example is not known before"],
-            do="Use packing_strategy='minibatch', which computes TRL's micro-batches without their pads.",
+            do="Use packing_strategy='step', which re-cuts each step, or 'minibatch'.",
         )
-    if strategy is not None and strategy.recuts_steps:
-        logger.info("trl-packfa: with images, micro-batches are TRL's own: packing_strategy='step' re-cuts text only.")
-    settled = copy.copy(PackedSFTConfig.from_args(args, packing_strategy=None))  # the user's own stays as it is
+    if packed is not None:
+        _refuse_without_effect(packed, column)
+    # Both decide how a step is cut. A plain config asks for no strategy.
+    keeps = getattr(args, "train_sampling_strategy", None) == "batch_rebalance"
+    chosen = MINIBATCH.name if packed is None and keeps else None
+    # The user's own config stays as it is.
+    settled = copy.copy(PackedSFTConfig.from_args(args, packing_strategy=chosen))
+    name = settled.strategy.name
     settled.packing, settled.packing_strategy, settled.eval_packing = False, None, None
     settled.padding_free = False  # TRL's own, which it refuses with images; the model computes no pads anyway
-    return settled
+    return settled, name
 
 
-def run_images_without_pads(trainer: Any) -> None:
-    """Make a trainer that was built without packing compute no pads, see [`padding_free`].
+def _refuse_without_effect(args: PackedSFTConfig, column: str) -> None:
+    """Refuse arguments about documents, which exist only after collation."""
+    if args.overflow != "truncate":
+        raise InvalidConfig(
+            f"overflow='{args.overflow}' has no effect on images (column '{column}').",
+            why=["their tokens exist only after collation, where TRL cuts them to max_length"],
+            do="Drop it. Set max_length=None, so that nothing is cut.",
+        )
+    if args.share_prefixes:
+        raise InvalidConfig(
+            f"{'expand_turns' if args.expand_turns else 'share_prefixes'}=True with images (column '{column}').",
+            why=["equal token ids may stand for different images, so documents are not known to begin alike"],
+            do="Drop it, or the column to train on the text alone.",
+        )
+    if args.loss_by is not None:
+        raise InvalidConfig(
+            f"loss_by='{args.loss_by}' has no effect on images (column '{column}').",
+            why=["TRL's collator of images drops other columns"],
+            do="Drop it.",
+        )
 
-    Raises:
-        [`UnsupportedModel`], [`ContaminationError`]: if its model is not exact without pads.
-    """
-    args: PackedSFTConfig = trainer.args
-    run_without_pads(trainer, check_first_batch=args.check_packing, **args.patch_options)
+
+class TrainsOnImages(NamesRows, SFTTrainer):
+    """TRL's `SFTTrainer`, and what a run on images needs more: a cutter of steps, and rows that errors name."""
+
+    args: Any
+    model: Any
+    _tokenizer: Any
+    _cutter: Any
+    _recut_is_proven = False
+
+    def run_images_without_pads(self, strategy: str, *, own_collator: bool) -> None:
+        """Make a trainer that was built without packing compute no pads, see [`padding_free`], and re-cut steps.
+
+        Args:
+            strategy (`str`):
+                `"step"` or `"minibatch"`.
+            own_collator (`bool`):
+                Whether the user's own collator makes the batches.
+
+        Raises:
+            [`UnsupportedModel`], [`ContaminationError`]: if its model is not exact without pads.
+            [`InvalidConfig`]: if steps cannot be re-cut, and the user set a token budget.
+            [`InvalidDataset`]: for rows whose image is missing.
+        """
+        args: PackedSFTConfig = self.args
+        self.name_rows(own_collator=own_collator)
+        run_without_pads(self, check_first_batch=args.check_packing, **args.patch_options)
+        if strategy == STEP.name:
+            self._choose_image_cutter(own_collator=own_collator)
+
+    def _choose_image_cutter(self, *, own_collator: bool) -> None:
+        """Prepare to re-cut steps if the loss stays the padded run's; otherwise log the reason.
+
+        Raises:
+            [`InvalidConfig`]: if steps are not re-cut, and the user set a token budget.
+        """
+        args: PackedSFTConfig = self.args
+        why = self._why_images_stay(own_collator=own_collator)
+        if not why:
+            self._cutter = ImageCutter(
+                args,
+                model=self.model,
+                accelerator=self.accelerator,
+                pad_token_id=self._tokenizer.pad_token_id,
+                counts_tokens=self.model_accepts_loss_kwargs,
+            )
+            return
+        if args.max_tokens_per_microbatch is not None:
+            raise InvalidConfig(
+                f"max_tokens_per_microbatch={args.max_tokens_per_microbatch} has no effect: padded micro-batches stay "
+                "as they are.",
+                why=[why],
+                do="Drop it. To save memory, lower per_device_train_batch_size and raise gradient_accumulation_steps.",
+            )
+        logger.info("trl-packfa: padded micro-batches stay as they are: %s.", why)
+
+    def _why_images_stay(self, *, own_collator: bool) -> str:
+        """Return the reason why re-cut steps would train another loss; `""` if there is none."""
+        args: PackedSFTConfig = self.args
+        # Examples stay on their rank, and rows are weighted where the loss is a mean over each padded micro-batch.
+        cut, why = how_to_cut(
+            args, balances_experts=self.aux_loss_enabled, own_loss=self.compute_loss_func is not None
+        )
+        if cut != FREE:
+            return why
+        weighted = args.loss_type == "nll" and not args.label_smoothing_factor and args.loss_weighting == "token"
+        if not (self.model_accepts_loss_kwargs or weighted):
+            return "the model's forward takes no num_items_in_batch, and the loss is not a sum over trained tokens"
+        if own_collator:
+            return "data_collator makes the batches, and they may depend on which examples are together"
+        if self.neftune_noise_alpha is not None:
+            return "NEFTune's noise depends on the padded row, and the model embeds padded rows"
+        norm = next(
+            (name for name, m in self.model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)), ""
+        )
+        return f"'{norm}' is a batch norm, which depends on all images of a micro-batch" if norm else ""
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Return the training loader. If steps on images are re-cut, its workers process each example alone."""
+        if not isinstance(self._cutter, ImageCutter):
+            return super().get_train_dataloader()
+        collator = self.data_collator
+        self.data_collator = OneByOne(collator.collator, self._cutter.weights)  # TRL's loader reads this attribute
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self.data_collator = collator
+
+    def prove_recut_images(self, model: Any) -> None:
+        """Compare an example of the first re-cut step with the example alone, unless `check_packing` is off.
+
+        Raises:
+            [`ContaminationError`]: on every rank, if they differ on one.
+        """
+        cutter = self._cutter
+        if not isinstance(cutter, ImageCutter) or cutter.sample is None:
+            return
+        (together, alone), cutter.sample = cutter.sample, None
+        if not self.args.check_packing or self._recut_is_proven:
+            return
+        self._recut_is_proven = True
+
+        def compare() -> ExampleProof:
+            with self.compute_loss_context_manager():
+                found = compare_example(model, together, alone, self._prepare_inputs)
+            found.require_exact()
+            return found
+
+        found = agree(self.accelerator, compare)
+        logger.info(
+            "trl-packfa: an example's losses differ by %.1e between the first re-cut micro-batch of %d and alone "
+            "(allowed %.1e).", found.difference, found.rows, found.allowed,
+        )  # fmt: skip
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute TRL's loss, with the weights of a re-cut micro-batch's rows."""
+        weights = inputs.pop(ROW_WEIGHTS, None)
+        called: Any = model if weights is None else WeightedModel(model, weights[:, None])
+        return super().compute_loss(called, inputs, return_outputs, num_items_in_batch)
+
+    def _prepare_input(self, data: Any) -> Any:
+        # The loader moves only the batches that it makes. The batches of a re-cut step are made here.
+        return super()._prepare_input(data.to(self.args.device) if isinstance(data, CountedBatch) else data)

@@ -22,6 +22,7 @@ from transformers.trainer_utils import seed_worker
 
 from ...errors import InvalidDataset
 from ...packing import pack_buffer
+from ..common.dataset import count_computed
 
 Document = dict[str, Any]
 MicroBatch = list[Document]
@@ -142,7 +143,7 @@ class PackedStream(TorchIterableDataset):
         if not buffer:
             return [], []
         packed = pack_buffer(
-            np.array([len(document["input_ids"]) for document, _ in buffer]),
+            np.array([count_computed(document) for document, _ in buffer]),
             np.array([waited for _, waited in buffer]),
             capacity=self.capacity,
             rows_per_batch=self.batch_size,
@@ -185,13 +186,13 @@ def _with_own_epoch(source: IterableDataset) -> IterableDataset:
 
 def _fill(documents: Iterator[Document], carry: list[Any], *, at_least: int, tokens: int) -> list[Any]:
     """Fill a buffer of `[document, times carried over]` with the carried-over documents and enough new ones."""
-    buffer, held = list(carry), sum(len(document["input_ids"]) for document, _ in carry)
+    buffer, held = list(carry), sum(count_computed(document) for document, _ in carry)
     while len(buffer) < at_least or held < tokens:
         document = next(documents, None)
         if document is None:
             return []
         buffer.append([document, 0])
-        held += len(document["input_ids"])
+        held += count_computed(document)
     return buffer
 
 

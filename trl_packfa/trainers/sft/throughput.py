@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ...patching.unpadding import Unpadding
 from ...runtime.datasheet import datasheet_flops
 from ..common.flops import ModelFlops, compute_dtype, matmul_flops
 from .config import PackedSFTConfig
@@ -25,6 +26,9 @@ class SpeedMeter:
         model (`torch.nn.Module`): the model that trains, not wrapped by an engine.
         args ([`PackedSFTConfig`]): MFU is a share of the peak speed; see [`peak_flops`].
         world_size (`int`): number of ranks, each with its own device.
+
+    Attributes:
+        sharing ([`Unpadding`] or `None`): counts the tokens that a model with shared prefixes does not compute.
     """
 
     def __init__(self, model: Any, args: PackedSFTConfig, *, world_size: int) -> None:
@@ -33,30 +37,35 @@ class SpeedMeter:
         self._peak: float | None = None
         self._since: tuple[float, int] | None = None
         self._pauses = 0
+        self.sharing: Unpadding | None = None
         self._forget()
 
     def _forget(self) -> None:
         # They become tensors if a padded batch's mask has to be counted on its device.
         self._tokens, self._squares, self._trained = [0, 0, 0]
+        self._squares_of_trees = 0
         self._paused = 0.0
+        self._shared_before = 0 if self.sharing is None else self.sharing.shared
 
     def start(self, tokens: int) -> None:
         """Start the clock, at the first call only; `tokens` is the number that all ranks have trained so far."""
         if self._since is None:
             # Earlier pauses (for example an evaluation before training) do not count.
-            self._since, self._paused = (time.perf_counter(), tokens), 0.0
+            self._forget()
+            self._since = time.perf_counter(), tokens
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Stop the clock inside a `with` block, for work that is not training."""
         self._pauses += 1
-        began = time.perf_counter()
+        began, shared = time.perf_counter(), self.sharing and self.sharing.shared
         try:
             yield
         finally:
             self._pauses -= 1
             if not self._pauses:
                 self._paused += time.perf_counter() - began
+                self._shared_before += 0 if self.sharing is None else self.sharing.shared - (shared or 0)
 
     def add(self, inputs: dict[str, Any]) -> None:
         """Count a micro-batch: its documents' tokens, the squares of their lengths, and the trained tokens."""
@@ -66,6 +75,7 @@ class SpeedMeter:
             lengths = layout.lengths[:-1] if layout.padding else layout.lengths
             tokens: Any = sum(lengths)
             squares: Any = sum(length * length for length in lengths)
+            self._squares_of_trees += squares if layout.prefix_tree is None else layout.prefix_tree.squares
         else:
             lengths = (
                 inputs["attention_mask"].sum(-1)
@@ -79,17 +89,23 @@ class SpeedMeter:
     def read(self, tokens: int) -> dict[str, float]:
         """Return `tokens_per_second` of all ranks and `mfu` since the last call; an empty dict if nothing was trained.
 
-        The cost of attention is estimated from this rank's documents.
+        With shared prefixes, `prefixes_shared` is the share of this rank's tokens that were not computed. The cost of
+        attention is estimated from this rank's documents.
         """
         now, since, counted = time.perf_counter(), self._since, float(self._tokens)
         figures: dict[str, float] = {}
         if since is not None and tokens > since[1] and counted:
             rate = (tokens - since[1]) / (now - since[0] - self._paused)
             # Mean over tokens of their document's length. Lengths 1 and 3 give (1 + 9) / 4 = 2.5, not 2.
-            needed = self._flops.per_token(seen=float(self._squares) / counted, trained=float(self._trained) / counted)
+            shared = 0 if self.sharing is None else self.sharing.shared - self._shared_before
+            computed, squares = counted - shared, self._squares_of_trees if shared else self._squares
+            needed = self._flops.per_token(seen=float(squares) / computed, trained=float(self._trained) / computed)
+            needed *= computed / counted
             if self._peak is None:
                 self._peak = peak_flops(self._config, self._args, seconds=_MEASURING)
             figures = {"tokens_per_second": rate, "mfu": rate * needed / (self._peak * self._world_size)}
+            if self.sharing is not None:
+                figures["prefixes_shared"] = shared / counted
         self._since = (time.perf_counter(), tokens)
         self._forget()
         return figures

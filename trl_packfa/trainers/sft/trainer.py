@@ -41,6 +41,7 @@ from ...errors import ContaminationError, InvalidConfig, NoBackend, UnsupportedM
 from ...exactness import ExactnessReport
 from ...packing import PackedBatchSampler, PackingReport
 from ...patching import inspect
+from ...patching.apply import unpadding_of
 from ..common.batching import FREE, TOGETHER
 from ..common.chat_templates import left_out_by_template
 from ..common.checkpoint_files import count_batch, write_reports
@@ -66,7 +67,7 @@ from .construction import asks_for_packing, padded, settle_arguments
 from .dataloading import PackedData
 from .epoch_plan import summarize_plan
 from .exactness_gate import ExactnessGate, require_engine
-from .images import run_images_without_pads
+from .images import TrainsOnImages
 from .lm_head import LossHead, OwnHead, drop_unmeasured
 from .loss_weighting import SourceLosses, WeightedModel, as_example_labels, example_weights
 from .padded_terms import PaddedTerms
@@ -79,7 +80,7 @@ from .what_fits import tell_what_fits
 logger = get_logger(__name__)
 
 
-class PackedSFTTrainer(ShardedRowsTrainer):
+class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
     """TRL's `SFTTrainer` with packing. It takes the same arguments; training matches padded training.
 
     ```python
@@ -111,10 +112,6 @@ class PackedSFTTrainer(ShardedRowsTrainer):
 
     # The Trainer declares these types more loosely.
     args: PackedSFTConfig
-    model: Any
-    train_dataset: Any
-    data_collator: Any
-    _tokenizer: Any
     _signature_columns: Any
 
     def __init__(
@@ -155,8 +152,8 @@ class PackedSFTTrainer(ShardedRowsTrainer):
         if refusal is None:
             try:
                 self._construct(model, settled, asked=args, **options)
-                if on_images:
-                    run_images_without_pads(self)
+                if on_images is not None:
+                    self.run_images_without_pads(on_images, own_collator=data_collator is not None)
                 return
             except (UnsupportedModel, ContaminationError, NoBackend, InvalidConfig) as late:
                 if asks_for_packing(args):
@@ -218,7 +215,8 @@ class PackedSFTTrainer(ShardedRowsTrainer):
         apply_liger(model, args)  # before the patch: later the Trainer would replace the patch's forwards by Liger's
         self._gate.switch_checkpointing(model)
         with self.accelerator.autocast():  # if `patch` has to check the model, its check is the run's proof
-            patch(model, **args.patch_options)
+            patch(model, unpad=args.share_prefixes, **args.patch_options)  # prefixes are proven with padded rows
+        self._speed.sharing = unpadding_of(model)
         compile_by_layer(model, args, self.accelerator, whole=self.is_zero3_enabled)
         self._terms = PaddedTerms(args, self.accelerator, model, balances_experts=self.aux_loss_enabled)
         if self.aux_loss_enabled and not self.is_zero3_enabled:
@@ -299,6 +297,7 @@ class PackedSFTTrainer(ShardedRowsTrainer):
 
         def tokenize(uncut: PackedSFTConfig) -> AnyDataset:
             given = without_our_columns(dataset)
+            given = self._data.expand(given, self._tokenizer, self.chat_template, name=dataset_name)
             return by_trl(given, processing_class, uncut, False, formatting_func, dataset_name)
 
         return self._data.prepare(tokenize, name=dataset_name)
@@ -393,6 +392,8 @@ class PackedSFTTrainer(ShardedRowsTrainer):
         loss = torch.zeros((), device=self.args.device)  # an idle slot returns this zero
         self.current_gradient_accumulation_steps = len(inputs.micro_batches)  # TRL divides the auxiliary loss by it
         syncs_itself = self.is_deepspeed_enabled
+        self._total_train_tokens -= inputs.untrained  # TRL will add them
+        self.prove_recut_images(model)
         for micro_batch in in_turn(inputs, accelerator=self.accelerator, model=model, syncs_itself=syncs_itself):
             loss += self._run_micro_batch(model, micro_batch, num_items_in_batch)
         if inputs.micro_batches:

@@ -1,0 +1,86 @@
+"""Trainers on images, beside TRL's own. As a script, under torchrun, it runs them one after the other on two ranks.
+
+    image_runs.py FOLDER SCENARIOS
+
+SCENARIOS is JSON, {name: arguments of `run`}. The logs are printed as one line of JSON.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import trl
+import vision
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from distributed_run import take_fsdp_on_a_cpu
+from peft import LoraConfig
+from training import arguments
+from trl_trainers import differences, train
+
+import trl_packfa
+
+# `IMAGE_STEPS=20` runs as many as the documentation tells of.
+STEPS = int(os.environ.get("IMAGE_STEPS", "4"))
+# As in the padded run. TRL's other metrics are means over micro-batches.
+SAME = ("loss", "grad_norm", "num_tokens", "learning_rate")
+# Adam divides by a gradient's size: of key biases, whose gradients are rounding alone, it makes whole steps.
+IN_FULL = {"optim": "sgd", "learning_rate": 1e-2, "use_peft": False}
+
+# By default accelerate looks for a class that the tower does not have.
+WRAPPED = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer", "CLIPEncoderLayer"]}
+
+
+def build(out, family="llava", *, padded=False, data=None, lora=None, built=None, **options):
+    """Build a trainer on images of uneven sizes: ours, or TRL's own."""
+    model, processor = built or vision.family(family)
+    adapter = LoraConfig(r=4, target_modules=lora, task_type="CAUSAL_LM") if lora else None
+    options = {
+        "max_length": None, "max_steps": STEPS, "gradient_accumulation_steps": 3, "learning_rate": 1e-4,
+        **({} if lora else IN_FULL), **options,
+    }  # fmt: skip
+    cls, config = trl_packfa.PackedSFTTrainer, trl_packfa.PackedSFTConfig
+    if padded:
+        cls, config = trl.SFTTrainer, trl.SFTConfig
+        ours = ("use_peft", "packing_strategy", "max_tokens_per_microbatch")
+        options = {name: value for name, value in options.items() if name not in ours}
+    args = arguments(config, out, **options)
+    data = vision.uneven() if data is None else data
+    return cls(model, args=args, train_dataset=data, processing_class=processor, peft_config=adapter)
+
+
+def worst(logs, others):
+    """Return the largest difference of what a re-cut run has in common with the padded one."""
+    kept = [[{name: entry[name] for name in SAME} for entry in run] for run in (logs, others)]
+    return max(differences(*kept).values())
+
+
+def run(folder, *, without=(), fsdp=False, **options):
+    """Train on two ranks, and return the logs, or the error."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # accelerate's own note of the last one
+    if fsdp:
+        options |= {"fsdp": True, "fsdp_config": {"version": 2, **WRAPPED}}
+    batch = {"per_device_train_batch_size": 2, "ddp_backend": "gloo", "max_steps": 3}
+    torch.manual_seed(0)
+    try:
+        return train(build(folder, data=vision.uneven(24, without=without), **{**batch, **options}))
+    except trl_packfa.errors.PackingError as error:
+        return str(error)
+
+
+def main():
+    take_fsdp_on_a_cpu()
+    folder, scenarios = Path(sys.argv[1]), json.loads(sys.argv[2])
+    results = {name: run(str(folder / name), **scenario) for name, scenario in scenarios.items()}
+    state = PartialState()
+    if state.is_main_process:
+        print(json.dumps(results), flush=True)
+    state.wait_for_everyone()
+    state.destroy_process_group()  # its threads must not outlive the interpreter
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Two real processes on a CPU (gloo): steps on images, re-cut on each rank, beside TRL's padded ones."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from image_runs import worst
+from tolerance import TRAJECTORY
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).parents[1] / "shared" / "image_runs.py"
+# Options of both sides, and of ours.
+RUNS = {
+    "llava": ({}, {"max_tokens_per_microbatch": 150}),
+    "qwen3_vl, a mean over each micro-batch": ({"family": "qwen3_vl"}, {}),
+    "rows without images": ({"without": [1, 3, 6, 7, 8, 9, 11, 12]}, {}),
+    "many micro-batches": ({}, {"max_tokens_per_microbatch": 30}),
+    "a mean over each rank": ({"average_tokens_across_devices": False}, {}),
+    "FSDP2": ({"fsdp": True}, {"max_tokens_per_microbatch": 300}),
+}
+REFUSED = {"fsdp": True, "without": [3]}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Of each run the logs of TRL's trainer and of ours."""
+    scenarios = {f"{name}, padded": {**both, "padded": True} for name, (both, _) in RUNS.items()}
+    scenarios |= {f"{name}, re-cut": {**both, **ours} for name, (both, ours) in RUNS.items()}
+    folder, port = tmp_path_factory.mktemp("distributed"), str(32_500 + os.getpid() % 1000)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_CBWR": "COMPATIBLE"}
+    arguments = [str(SCRIPT), str(folder), json.dumps({**scenarios, "refused": REFUSED})]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr[-8000:]
+    return json.loads([line for line in done.stdout.splitlines() if line.startswith('{"')][-1])
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_train_as_trls_two_do(two, name):
+    padded, recut = two[f"{name}, padded"], two[f"{name}, re-cut"]
+    assert worst(padded, recut) <= TRAJECTORY
+    counts = [entry["micro_batches"] for entry in recut]
+    assert max(counts) > 3 if name == "many micro-batches" else min(counts) < 3 or "rank" in name or "rows" in name
+    # The control: another run's losses.
+    assert worst(padded, two["qwen3_vl, a mean over each micro-batch, padded"]) > TRAJECTORY or "qwen3_vl" in name
+
+
+def test_a_row_without_an_image_is_refused_where_weights_are_in_parts(two):
+    assert "row 3 of the train dataset has no image (its column 'images' is [])" in two["refused"]
+    assert "a rank whose micro-batch has no image would not" in two["refused"]
