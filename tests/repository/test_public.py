@@ -36,6 +36,8 @@ FIELDS = {
     "peak_tflops": None,
     "loss_by": None,
     "sequence_parallel": 1,
+    "expand_turns": False,
+    "share_prefixes": False,
     "loss_weighting": "token",
     "max_tokens_per_microbatch": None,
     "overflow": "truncate",
