@@ -41,8 +41,6 @@ FIELDS = {
     "loss_weighting": "token",
     "max_tokens_per_microbatch": None,
     "overflow": "truncate",
-    "expand_turns": False,
-    "share_prefixes": False,
     "attention_backend": "auto",
 }
 # Fields of TRL's with another default.
