@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/sequence_parallel.py
 
 It needs Linux. Each measurement runs in processes of its own (gloo): one forward and backward of a small Llama in
-float32 over a row of documents of 4,096 tokens, with activation checkpointing. Memory is the peak of resident memory
-during the second pass above what lay there before it. DDP and shared rows run the same two rows per step, in turn, in
+float32 over a row of documents of 1,024 tokens, with activation checkpointing. Memory is the peak of resident memory
+during the pass above what lay there before it. DDP and shared rows run the same two rows per step, in turn, in
 one set of processes.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import distributed, multiprocessing
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -29,13 +29,13 @@ from trl_packfa import DataCollatorForPacking, patch, shard_batch
 from trl_packfa.bench.memory import reset_resident_peak
 from trl_packfa.runtime.memory import resident_peak
 
-VOCABULARY, DOCUMENT = 1024, 4096
+VOCABULARY, DOCUMENT = 1024, 1024
 SIZES: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 704,
+    "hidden_size": 128,
+    "intermediate_size": 352,
     "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
 }
 
 
@@ -60,14 +60,19 @@ def loss_of(model: Any, batch: dict[str, Any], tokens: int) -> torch.Tensor:
     return model(**batch, num_items_in_batch=tokens, use_cache=False).loss
 
 
+def group_of(world: int) -> DeviceMesh:
+    """Return the mesh of all processes, with a group of its own beside DDP's."""
+    return init_device_mesh("cpu", (1, world), mesh_dim_names=("data", "row"))["row"]
+
+
 def measure_memory(rank: int, world: int, length: int, out: Any) -> None:
     """Put the peak bytes of each process above its start into `out`."""
-    mesh, model, batch = init_device_mesh("cpu", (world,)), build(), row(length)
-    batch = shard_batch(batch, mesh) if world > 1 else batch
-    loss_of(model, batch, length).backward()  # gradients and workspaces exist from here on
-    before = resident_now()
-    reset_resident_peak()
-    loss_of(model, batch, length).backward()
+    mesh, model = group_of(world), build()
+    for tokens in (2 * DOCUMENT, length):  # a short row first, so that gradients and workspaces exist
+        batch = shard_batch(row(tokens), mesh) if world > 1 else row(tokens)
+        before = resident_now()
+        reset_resident_peak()
+        loss_of(model, batch, tokens).backward()
     out[rank] = resident_peak() - before
 
 
@@ -79,7 +84,7 @@ def resident_now() -> int:
 
 def measure_time(rank: int, world: int, length: int, out: Any, repeats: int = 7) -> None:
     """Put seconds of a step of `world` rows into `out`: one row for each process (DDP), or all rows shared."""
-    mesh, rows = init_device_mesh("cpu", (world,)), [row(length, seed=seed) for seed in range(world)]
+    mesh, rows = group_of(world), [row(length, seed=seed) for seed in range(world)]
     model = DistributedDataParallel(build())
 
     def ddp() -> None:

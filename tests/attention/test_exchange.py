@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from ranks import Ranks
+from tolerance import assert_recomputed
 
 from trl_packfa import AttentionArguments, PackedLayout
 from trl_packfa.attention import BackendChoice
@@ -50,7 +51,7 @@ def assert_shared(monkeypatch, size, heads, key_value_heads, arguments, *, layou
         parts = [rank[place] for rank in ranks]
         # Sinks are whole on each rank, and each has the gradient of its own heads.
         together = sum(parts) if place == 4 else torch.cat(parts)
-        torch.testing.assert_close(together, whole, rtol=0.0, atol=1e-12)
+        assert_recomputed(together, whole)
 
 
 @pytest.mark.parametrize("name", SPECIAL)
@@ -78,7 +79,7 @@ def test_documents_may_share_a_prefix(monkeypatch):
 
     ranks = Ranks(2).run(monkeypatch, work)
     for place, whole in enumerate(expected):
-        torch.testing.assert_close(torch.cat([rank[place] for rank in ranks]), whole, rtol=0.0, atol=1e-12)
+        assert_recomputed(torch.cat([rank[place] for rank in ranks]), whole)
 
 
 def test_the_layout_of_the_own_part_is_wrong(monkeypatch):

@@ -70,6 +70,8 @@ def test_only_packed_rows_are_shared(tmp_path, options):
     [
         ({"parallelism_config": ParallelismConfig(dp_shard_size=2)}, "parallelism_config"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ({"share_prefixes": True}, "share_prefixes"),
+        ({"expand_turns": True}, "expand_turns"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
         ({"packing_strategy": "minibatch", "train_sampling_strategy": "group_by_length"}, "group_by_length"),
     ],

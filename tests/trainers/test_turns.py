@@ -273,7 +273,6 @@ BAD = {
     "sharing padded": ({"share_prefixes": True, "packing": False}, "share_prefixes=True with packing=False"),
     "wrapped": ({"expand_turns": True, "packing_strategy": "wrapped"}, "lost its history"),
     "assistant": ({"expand_turns": True, "assistant_only_loss": True}, "exactly its own assistant turn"),
-    "several processes": ({"expand_turns": True, "sequence_parallel": 2}, "no process knows which documents"),
     "noise": ({"share_prefixes": True, "neftune_noise_alpha": 5.0}, "draws its own noise"),
 }
 

@@ -127,7 +127,7 @@ def test_the_mean_of_each_ranks_loss_is_the_groups(four, two):
 
 def test_groups_evaluate_as_processes(two, four):
     """Eleven documents in batches of four: the last batch repeats some."""
-    assert four["groups, evaluated"]["eval"] == pytest.approx(two["evaluated"]["eval"], abs=1e-6)
+    assert_trajectory([four["groups, evaluated"]["eval"]], [two["evaluated"]["eval"]])
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -119,7 +119,9 @@ class BackboneOverride(NamedOverride):
     @outside_of_graphs
     def find_shared(self, call: dict[str, Any], layout: PackedLayout) -> SharedDocuments | None:
         """Return the documents of a packed call whose common prefixes run once, `None` if it runs as it is."""
-        return None if self.unpadding is None else self.unpadding.shared_documents_of(call, layout, self.module)
+        if self.unpadding is None or layout.shard is not None:  # the prefix may lie on another process
+            return None
+        return self.unpadding.shared_documents_of(call, layout, self.module)
 
     @outside_of_graphs
     def find_rows(self, call: dict[str, Any]) -> PaddedRows | None:

@@ -77,7 +77,7 @@ def shard_batch(
             (*layout.lengths, padding), padding=layout.padding + padding, device=layout.cu_seqlens.device
         )
     else:
-        whole = replace(layout, rows=1, memo={})
+        whole = replace(layout, rows=1, prefix_tree=None, memo={})
     return {**given, **parts, "packed_layout": replace(whole, shard=shard, memo={})}
 
 

@@ -103,6 +103,10 @@ def refuse_sharded_rows(args: CommonConfig, *, own_loss: bool) -> None:
             args.parallelism_config is not None and not isinstance(args.parallelism_config, RowGroups),
             "sequence_parallel makes accelerate's device mesh itself",
         ),
+        "expand_turns" if getattr(args, "expand_turns", False) else "share_prefixes": (
+            args.share_prefixes,
+            "a prefix is computed once by a process that holds the whole row",
+        ),
         "compute_loss_func": (own_loss, "no process has the logits of the whole row"),
         "label_smoothing_factor": (args.label_smoothing_factor, "no process has the logits of the whole row"),
         "neftune_noise_alpha": (args.neftune_noise_alpha, "its noise was not measured on parts of a row"),

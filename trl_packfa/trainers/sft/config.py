@@ -187,12 +187,6 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
                 why=["a prefix is computed once for the documents of a packed row"],
                 do=f"Drop packing=False, or {name}.",
             )
-        if self.sequence_parallel > 1:
-            raise InvalidConfig(
-                f"{name}=True with sequence_parallel={self.sequence_parallel}.",
-                why=["each process holds a part of the row, and no process knows which documents begin alike"],
-                do="Drop one of them.",
-            )
         if self.expand_turns and self.packing_strategy == WRAPPED.name:
             raise InvalidConfig(
                 f"expand_turns=True with packing_strategy='{WRAPPED}'.",
