@@ -33,12 +33,15 @@ def own_loss(model, example):
     return torch.nn.functional.cross_entropy(model(input_ids=ids).logits[0, :-1], labels[1:], ignore_index=-100)
 
 
+@pytest.mark.parametrize("counts", [True, False], ids=["by step", "by micro-batch"])
 @pytest.mark.parametrize("strategy", ["step", "minibatch"])
-def test_every_example_counts_the_same(tmp_path, strategy):
+def test_every_example_counts_the_same(tmp_path, strategy, counts):
     """Losses of SGD steps over single examples with gradient accumulation, unpacked and by hand."""
     args = arguments(out=tmp_path, packing_strategy=strategy, loss_weighting="example", gradient_accumulation_steps=2,
                      max_steps=4, **OPTIONS)  # fmt: skip
-    trainer = packed_trainer(args, model=tiny.model(layers=2), peft_config=None)
+    trained = tiny.model(layers=2)
+    trained.accepts_loss_kwargs = counts  # without, as in Gemma 4, TRL takes the mean of each micro-batch
+    trainer = packed_trainer(args, model=trained, peft_config=None)
     model, examples = tiny.model(layers=2), examples_of(trainer)
     optimizer, expected = torch.optim.SGD(model.parameters(), lr=1e-3), []
     for step in range(4):

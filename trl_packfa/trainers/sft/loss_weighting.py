@@ -48,13 +48,18 @@ def as_example_labels(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {"labels": labels, "shift_labels": labels}
 
 
-def example_weights(inputs: Mapping[str, Any]) -> torch.Tensor:
-    """Return, for each label `(B, L - 1)`, one over the number of trained tokens of its document."""
+def example_weights(inputs: Mapping[str, Any], *, divided_by_tokens: bool = False) -> torch.Tensor:
+    """Return, for each label `(B, L - 1)`, one over the number of trained tokens of its document.
+
+    With `divided_by_tokens`, TRL divides the sum by the batch's trained tokens, not by the step's examples. Then the
+    weights make the result the mean of the batch's examples.
+    """
     documents, trained = documents_of_labels(inputs)
     # For example 4 trained tokens weigh 1/4 each. The weights of an example add up to 1.
     counts = torch.zeros(int(documents.max()) + 1, device=documents.device)
     counts.index_add_(0, documents[trained], torch.ones_like(documents[trained], dtype=counts.dtype))
-    return 1.0 / counts.clamp(min=1)[documents]
+    share = counts.sum() / (counts > 0).sum().clamp(min=1) if divided_by_tokens else 1.0
+    return share / counts.clamp(min=1)[documents]
 
 
 class WeightedModel:

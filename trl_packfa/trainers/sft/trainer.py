@@ -441,7 +441,9 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         called = called if self._terms is None else self._terms.wrap(called, inputs)
         weighted = None
         if by_example or SOURCES in sources:
-            called = weighted = WeightedModel(called, example_weights(inputs) if by_example else None)
+            # TRL counts a step's examples only for models whose forward takes their number.
+            weights = example_weights(inputs, divided_by_tokens=num_items_in_batch is None) if by_example else None
+            called = weighted = WeightedModel(called, weights)
         result = super().compute_loss(called, inputs, return_outputs, num_items_in_batch)
         if not measured:  # otherwise zeros would enter the logged mean
             drop_unmeasured(self._metrics[mode])
