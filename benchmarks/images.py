@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
 # CPU timing: keep large tensors in the heap, where they are reused. glibc reads these when a process starts.
 _HEAP = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "68719476736", "HF_HUB_OFFLINE": "1"}
@@ -81,7 +82,7 @@ def build(documents, seed):
         "num_position_embeddings": 400, "deepstack_visual_indexes": [0, 2],
     }  # fmt: skip
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    ids = {name: vocabulary[mark] for name, mark in zip(names, _MARKS, strict=True)}
+    ids: Any = {name: vocabulary[mark] for name, mark in zip(names, _MARKS, strict=True)}
     config = Qwen3VLConfig(text_config=text, vision_config=seen, **ids)
     generator = np.random.default_rng(seed)
     lengths = np.clip(generator.lognormal(np.log(122), 1.0, documents).astype(int), 8, 2000)
