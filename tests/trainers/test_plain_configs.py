@@ -48,7 +48,7 @@ def test_what_cannot_be_packed_trains_as_trls_own_would(kind, tmp_path, caplog, 
     options = {"max_steps": 2, "max_length": 30}
     expected, _ = run(build, kind, tmp_path, **options)
 
-    def refuse(*args):
+    def refuse(*args, **options):
         raise InvalidConfig("this cannot be packed.", why=["a reason"])
 
     monkeypatch.setattr("trl_packfa.trainers.preference.trainer.refuse_before_loading", refuse)
