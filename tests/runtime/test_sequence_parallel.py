@@ -58,7 +58,7 @@ def run(model, batch):
 
 
 def shared(monkeypatch, model, batch, size, cut=shard_batch):
-    """What all ranks make together: logits, the sum of the losses, and the sum of the gradients."""
+    """Return what all ranks make together: logits, the sum of the losses, and the sum of the gradients."""
     models = [trl_packfa.patch(copy.deepcopy(model)) for _ in range(size)]
     parts = Ranks(size).run(monkeypatch, lambda shard: run(models[shard.rank], cut(batch, shard)))
     names = parts[0][2]

@@ -1,4 +1,4 @@
-"""What `sequence_parallel` refuses, each in a sentence with its reason; the runs themselves need several processes
+"""Refusals of `sequence_parallel`, each in a sentence with its reason; the runs themselves need several processes
 (`tests/whole/test_sharded_rows.py`)."""
 
 import copy

@@ -27,7 +27,7 @@ REFUSED = {"fsdp": True, "without": [3]}
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """Of each run the logs of TRL's trainer and of ours."""
+    """Return the logs of TRL's trainer and of ours, for each run."""
     scenarios = {f"{name}, padded": {**both, "padded": True} for name, (both, _) in RUNS.items()}
     scenarios |= {f"{name}, re-cut": {**both, **ours} for name, (both, ours) in RUNS.items()}
     folder, port = tmp_path_factory.mktemp("distributed"), str(32_500 + os.getpid() % 1000)

@@ -26,7 +26,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """Of each run the logs of TRL's trainer and of ours."""
+    """Return the logs of TRL's trainer and of ours, for each run."""
     scenarios = {
         f"{name}, {which}": {**options, "packed": which == "packed"}
         for name, options in RUNS.items()

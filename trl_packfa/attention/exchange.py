@@ -51,7 +51,7 @@ def attend_sharded(
     """
     shard = layout.shard
     assert shard is not None
-    _require_divisible(query.shape[1], shard.size)
+    shard.require_divisible(query.shape[1], shard.size)
     if arguments.bias is not None:
         raise PackingError(
             f"a row shared by {shard.size} processes cannot have a term added to its attention scores.",
@@ -65,15 +65,6 @@ def attend_sharded(
         key, value = (heads.repeat_interleave(repeats, dim=1) for heads in (key, value))
     query, key, value = (_TokensForHeads.apply(heads, shard) for heads in (query, key, value))
     return _HeadsForTokens.apply(attend(query, key, value, layout.whole, arguments), shard)
-
-
-def _require_divisible(heads: int, size: int) -> None:
-    if heads % size:
-        raise PackingError(
-            f"sequence_parallel={size} does not divide the model's {heads} attention heads.",
-            why=["each process of a group attends with an equal number of heads"],
-            do=f"Use one of {[n for n in range(1, heads + 1) if heads % n == 0]}.",
-        )
 
 
 class _TokensForHeads(torch.autograd.Function):

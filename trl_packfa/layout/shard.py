@@ -43,6 +43,20 @@ class RowShard:
             )
         return cls(rank, distributed.get_world_size(group), group)
 
+    @staticmethod
+    def require_divisible(heads: int, size: int) -> None:
+        """Require that `size` processes can attend with an equal number of a model's heads.
+
+        Raises:
+            [`InvalidConfig`]: if they cannot.
+        """
+        if heads % size:
+            raise InvalidConfig(
+                f"sequence_parallel={size} does not divide the model's {heads} attention heads.",
+                why=["each process of a group attends with an equal number of heads"],
+                do=f"Use one of {[n for n in range(1, heads + 1) if heads % n == 0]}.",
+            )
+
     def local(self, tokens: torch.Tensor, *, dim: int = 0) -> torch.Tensor:
         """Return this process's part of a tensor with all T tokens in a dimension."""
         length = tokens.shape[dim] // self.size

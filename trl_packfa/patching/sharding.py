@@ -1,4 +1,4 @@
-"""Which models can run a row that several processes share, and the reasons of those that cannot."""
+"""Reasons why several processes cannot share a row of a model."""
 
 from __future__ import annotations
 

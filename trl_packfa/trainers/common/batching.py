@@ -127,10 +127,8 @@ class Batching:
 
     def _recut_by_rank(self, step: np.ndarray) -> list[list[np.ndarray]]:
         largest = int((self.padded(step.max(axis=2)) * (step > 0).sum(axis=2)).max())
-        budget, ranks = (
-            self.budget or largest,
-            [own[own > 0] for own in step.swapaxes(0, 1).reshape(step.shape[1], -1)],
-        )
+        budget = self.budget or largest
+        ranks = [own[own > 0] for own in step.swapaxes(0, 1).reshape(step.shape[1], -1)]
         count = max(fewest_micro_batches(own, budget) for own in ranks)
         found = []
         for own in ranks:

@@ -48,6 +48,8 @@ class CommonConfig(_Base):
     packing = True
     # The number of processes that share a row. `PackedSFTConfig` makes it a field.
     sequence_parallel = 1
+    # Whether each assistant turn is an example of its own, another field of `PackedSFTConfig`.
+    expand_turns = False
 
     check_packing: bool = field(
         default=True,

@@ -116,8 +116,8 @@ def _flat(column: pa.ChunkedArray) -> np.ndarray:
 
 
 def without_our_columns(dataset: AnyDataset) -> AnyDataset:
-    """Drop a user's columns whose names have a meaning here; `ROW_LENGTHS` has one in a tokenized dataset for users,
-    too."""
+    """Drop a user's columns whose names have a meaning here. `ROW_LENGTHS` stays in a tokenized dataset, where users
+    may bring it."""
     columns = dataset.column_names or list(next(iter(dataset), {}))
     ours = {LOSSES, SAVED} if "input_ids" in columns else {LOSSES, SAVED, ROW_LENGTHS}
     found = [name for name in columns if name in ours]

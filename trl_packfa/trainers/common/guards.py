@@ -52,9 +52,8 @@ def _advice(args: CommonConfig, inputs: dict[str, Any], budget: int | None) -> s
     held = f"trl-packfa: out of memory with a micro-batch of {tokens} tokens (longest document {longest})."
     # Advise half as many tokens, but not fewer than the longest document, which cannot be cut.
     if budget is not None and tokens > longest:
-        lower = (
-            max(longest, tokens // 2) if layout is not None else budget // 2
-        )  # a budget counts image patches as well
+        # Without a layout the batch has images, and the budget counts their patches as well.
+        lower = budget // 2 if layout is None else max(longest, tokens // 2)
         return f"{held} Lower max_tokens_per_microbatch from {budget} to {lower}: each step keeps the same examples."
     batch = args.per_device_train_batch_size
     if batch > 1 and tokens > longest:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...errors import InvalidConfig, VersionTooOld
+from ...layout.shard import RowShard
 from ...packing import MINIBATCH
 from ...patching.apply import find_state
 from ...patching.inspect import model_config
@@ -103,7 +104,7 @@ def refuse_sharded_rows(args: CommonConfig, *, own_loss: bool) -> None:
             args.parallelism_config is not None and not isinstance(args.parallelism_config, RowGroups),
             "sequence_parallel makes accelerate's device mesh itself",
         ),
-        "expand_turns" if getattr(args, "expand_turns", False) else "share_prefixes": (
+        "expand_turns" if args.expand_turns else "share_prefixes": (
             args.share_prefixes,
             "a prefix is computed once by a process that holds the whole row",
         ),
@@ -162,9 +163,5 @@ def require_shareable(model: nn.Module, args: CommonConfig) -> None:
     if (refusal := shard_refusal(state.patch, mixers, has_invocations=invocations)) is not None:
         raise refuse_shards(model, size, refusal)
     heads = getattr(model_config(model).get_text_config(), "num_attention_heads", None)
-    if isinstance(heads, int) and heads % size:
-        raise InvalidConfig(
-            f"sequence_parallel={size} does not divide the model's {heads} attention heads.",
-            why=["each process of a group attends with an equal number of heads"],
-            do=f"Use one of {[n for n in range(1, heads + 1) if heads % n == 0]}.",
-        )
+    if isinstance(heads, int):
+        RowShard.require_divisible(heads, size)
