@@ -30,7 +30,7 @@ test-all: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 -m "not exhaustive"
 
 test-exhaustive: $(VENV)/installed
-	$(BIN)/python -m pytest -n 2 -m exhaustive
+	IN_FULL=1 $(BIN)/python -m pytest -n 2 -m exhaustive
 
 # The oldest and the newest packages that versions.py names, each in an environment of its own.
 test-versions:

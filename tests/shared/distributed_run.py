@@ -61,17 +61,15 @@ def quantized(base, storage):
     return AutoModelForCausalLM.from_pretrained(base, quantization_config=config, dtype="float32")
 
 
-# Every weight is in parts between its uses: DeepSpeed would keep those of a small model whole.
-ZERO3 = {
-    "zero_optimization": {
-        "stage": 3,
-        "stage3_param_persistence_threshold": 0,
-        "stage3_gather_16bit_weights_on_model_save": True,
-    },
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "zero_allow_untested_optimizer": True,
-}
+def zero_config(stage):
+    """Return DeepSpeed's config. In stage 3 it would keep the weights of a small model whole between their uses."""
+    options = {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
+    return {
+        "zero_optimization": {"stage": stage, **(options if stage == 3 else {})},
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "zero_allow_untested_optimizer": True,
+    }
 
 
 def experts():
@@ -128,7 +126,7 @@ def faulty(name):
 
 
 def trainer_of(
-    folder, *, strategy="step", lora=True, fsdp=None, zero3=False, patch_first=False, build=model, base=None,
+    folder, *, strategy="step", lora=True, fsdp=None, zero=None, patch_first=False, build=model, base=None,
     padded=False, documents=48, sequence_parallel=1, **options
 ):  # fmt: skip
     """Build a trainer with the same examples in each step under any number of processes; `padded`: TRL's own."""
@@ -136,12 +134,16 @@ def trainer_of(
     if world > 1:  # another engine this time; the process group stays
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-        os.environ.pop("ACCELERATE_USE_FSDP", None)  # accelerate's own note of the last one
+        for noted in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):  # by accelerate, of the last one
+            os.environ.pop(noted, None)
         unset_hf_deepspeed_config()  # transformers' own, under which every model is built in parts
     built = base or build()
-    if zero3:
+    if zero is not None:
+        import deepspeed.ops
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would compile for a minute
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-        options |= {"deepspeed": ZERO3, "use_cpu": False, "ddp_backend": None}
+        options |= {"deepspeed": zero_config(zero), "use_cpu": False, "ddp_backend": None}
     defaults = {"max_steps": STEPS, "max_length": 96, "learning_rate": 2e-3, "gradient_accumulation_steps": 3}
     ours = {} if padded else {"packing_strategy": strategy, "use_peft": lora, "sequence_parallel": sequence_parallel}
     args = arguments(

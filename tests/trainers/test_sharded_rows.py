@@ -92,14 +92,6 @@ def test_a_loss_function_is_refused(tmp_path, processes):
         packed_trainer(arguments(out=tmp_path, sequence_parallel=2), compute_loss_func=lambda *args, **kwargs: None)
 
 
-def test_deepspeed_is_refused(tmp_path, processes):
-    processes(2)
-    args = arguments(out=tmp_path, sequence_parallel=2)
-    args.deepspeed_plugin = SimpleNamespace(zero_stage=2, deepspeed_config={})
-    with pytest.raises(InvalidConfig, match=r"deepspeed with sequence_parallel=2(.|\n)*use DDP or FSDP2"):
-        packed_trainer(args)
-
-
 @pytest.mark.parametrize("size", ["cp_size", "sp_size"])
 def test_accelerates_own_ways_at_once_are_refused(tmp_path, processes, size):
     processes(2)

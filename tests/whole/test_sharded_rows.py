@@ -4,20 +4,21 @@ import os
 
 import distributed_run
 import pytest
+from in_full import IN_FULL, LAUNCHES, chosen
 from test_distributed import FSDP2, launch, merged
 from tolerance import assert_trajectory, assert_weights
 
-pytestmark = pytest.mark.slow
+pytestmark = LAUNCHES
 
-# `SHARDED_STEPS=20` runs what the page about long rows tells of: 20 steps, and every model on four processes.
-IN_FULL = "SHARDED_STEPS" in os.environ
-LONG = {"lora": False, "max_steps": int(os.environ.get("SHARDED_STEPS", "6"))}
+# In full this is what the page about long rows tells of: 20 steps, and every model on four processes.
+LONG = {"lora": False, "max_steps": 20 if IN_FULL else 6}
 RUNS = {
     f"{kind} {strategy}": {"builds": kind, "strategy": strategy, **LONG}
     for kind in distributed_run.SHARED
     for strategy in ("step", "bfd")
 }
-ON_FOUR = RUNS if IN_FULL else [name for name in RUNS if name.startswith(("llama", "gpt_oss"))]
+RUNS = chosen(RUNS, "llama step", "qwen3 bfd", "gemma2 step", "gpt_oss bfd")
+ON_FOUR = RUNS if IN_FULL else ["llama step", "gpt_oss bfd"]
 BY_STEPS, BY_ROWS = ({name: RUNS[name] for name in ON_FOUR if name.endswith(kind)} for kind in ("step", "bfd"))
 EXPERTS = {"gpt_oss bfd": RUNS["gpt_oss bfd"]}
 MORE = {
@@ -34,10 +35,12 @@ MORE = {
     "means": {"builds": "llama", "average_tokens_across_devices": False},
     "compiled": {"builds": "llama", "torch_compile": True, "torch_compile_backend": "eager"},
 }
+MORE = chosen(MORE, "reentrant", "by example", "means", "compiled")
 FULL = {"lora": False}
 RESUMED = {**FULL, "max_steps": 6}
 # Each part shifts its own labels; each part attends to itself; each process takes its own loss's gradient.
 FAULTS = {f"fault: {name}": {**FULL, "fault": name, "check_packing": False} for name in ("labels", "layout")}
+FAULTS = chosen(FAULTS, "fault: labels")
 CAUGHT = {f"caught: {name}": {**FULL, "fault": name} for name in ("layout", "gradients")}
 TORCHRUN = ["torch.distributed.run", "--nproc_per_node"]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import ContaminationError
 from ..patching import router_loss
 from ..patching.inspect import inner_model
-from ..runtime.zero3 import is_in_parts
+from ..runtime.zero3 import is_engine, is_in_parts
 from .compare import GRADIENT_FLOORS, relative_difference
 from .scoring import Scorer
 from .subject import rounding_dtype
@@ -83,9 +83,9 @@ def check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Any) -> Head
         outputs (`ModelOutput`):
             The backbone's outputs for it.
     """
-    if isinstance(model, DistributedDataParallel):
-        # Its forward prepares for one backward over all parameters, which is that of the training step.
-        model = model.module
+    if isinstance(model, DistributedDataParallel) or is_engine(model):
+        # Their forward prepares for one backward over all parameters, which is that of the training step.
+        model = cast(nn.Module, model.module)
     inner = inner_model(model)
     scorer, states = Scorer(model), getattr(outputs, "last_hidden_state", None)
     weights = [] if scorer.head is None else list(scorer.head.parameters())

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from ..patching.inspect import own_config
 from ..patching.rotary import fresh_frequencies
 from ..runtime.bitsandbytes import unconverted
 from ..runtime.random_states import devices_of, random_states_kept
@@ -56,7 +57,7 @@ def quiet(model: nn.Module, *, training: bool = False) -> Iterator[None]:
 def _name_outputs(model: nn.Module, changed: list[tuple[Any, str, Any]]) -> None:
     """Make every part return its outputs by name, whatever `return_dict` its config has, and note the old value."""
     for module in model.modules():
-        config: Any = vars(module).get("config")
+        config = own_config(module)
         if getattr(config, "return_dict", None) is False:
             changed.append((config, "return_dict", False))
             config.return_dict = True
@@ -75,7 +76,7 @@ def _silence(model: nn.Module, silenced: list[tuple[Any, str, Any]]) -> None:
         if isinstance(module, nn.Embedding):
             module.training = False  # hooks that add noise (NEFTune) read this flag
         owners[id(module)] = module
-        config: Any = vars(module).get("config")
+        config = own_config(module)
         if config is not None:
             owners[id(config)] = config
             owners |= {id(part): part for part in vars(config).values() if hasattr(part, "model_type")}

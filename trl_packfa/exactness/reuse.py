@@ -16,7 +16,7 @@ from torch import nn
 
 from ..patches.measured import fingerprint
 from ..patching.apply import find_state
-from ..patching.inspect import inner_model, model_config
+from ..patching.inspect import inner_model, model_config, own_config
 from ..runtime.override import override_in
 from ..versions import MINIMUM_VERSIONS, installed_version
 from .probe import device_of
@@ -87,7 +87,7 @@ def _inside(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def _settings(module: nn.Module) -> list[str]:
     """Return settings of a module that its config's dictionary lacks: implementations, and activation
     checkpointing."""
-    config: Any = vars(module).get("config")
+    config = own_config(module)
     config = vars(config).get("trl_packfa_source", config) if config is not None else None
     chosen = [str(getattr(config, name, "")) for name in ("_attn_implementation", "_experts_implementation")]
     again = vars(module).get("gradient_checkpointing", False)

@@ -17,6 +17,7 @@ from torch import nn
 from ..errors import UnsupportedModel, is_out_of_memory
 from ..patching.inspect import inner_model
 from ..runtime.compile import runs_compiled
+from ..runtime.zero3 import is_partitioned
 
 
 class Scores(NamedTuple):
@@ -72,7 +73,9 @@ class Scorer:
             seen.append(states)
             return states.flatten(0, 1)[places.to(states.device)][None], *args[1:]
 
-        handle = self.head.register_forward_pre_hook(hook)
+        # DeepSpeed's own hook marks the head's input, and fails if a backward passes the mark but not the head. So
+        # ours comes before it. Elsewhere ours comes last, and a user's hook on the head sees all positions.
+        handle = self.head.register_forward_pre_hook(hook, prepend=is_partitioned(self.model))
         try:
             logits = output_of(self.model, call)
         finally:

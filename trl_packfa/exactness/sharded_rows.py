@@ -21,6 +21,7 @@ from ..patching.apply import find_state
 from ..patching.inspect import find_backbone, max_positions
 from ..runtime.compile import uncompiled
 from ..runtime.sequence_parallel import ShardedRowModel
+from ..runtime.zero3 import gradients_taken
 from .compare import NOISE_FACTOR, relative_gradients, worst_gradient
 from .documents import draw_documents, known_tokens
 from .first_batch import FLOOR, log_probs_of
@@ -105,8 +106,14 @@ def check_sharded_row(
     examples = [{"input_ids": ids.tolist()} for ids in tokens]
     batch = {name: _moved(value, device_of(model)) for name, value in collator(examples).items()}
     shared = ShardedRowModel(model, group)
-    with quiet(model, training=True), uncompiled(model), fast_half_products(model), torch.enable_grad():
-        subject = Subject(model, state, None, None)
+    with (
+        gradients_taken(model, shard) as gradient_parts,
+        quiet(model, training=True),
+        uncompiled(model),
+        fast_half_products(model),
+        torch.enable_grad(),
+    ):
+        subject = Subject(model, state, gradient_parts, None)
 
         def run(sign: float, called: Callable[..., Any] = model) -> torch.Tensor:
             found = log_probs_of(model, batch, called)
@@ -140,11 +147,11 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _average(parameters: list[nn.Parameter], shard: RowShard) -> None:
-    """Average gradients over the group, as data parallel training does. FSDP2 has averaged its own."""
+    """Average gradients over the group, as data parallel training does. FSDP2 has averaged its own, and ZeRO-3's are
+    not kept here."""
     for parameter in parameters:
         if parameter.grad is not None and not isinstance(parameter.grad, DTensor):
-            distributed.all_reduce(parameter.grad, group=shard.group)
-            parameter.grad /= shard.size
+            shard.average(parameter.grad)
 
 
 def _rms(difference: torch.Tensor) -> float:

@@ -61,3 +61,8 @@ class RowShard:
         """Return this process's part of a tensor with all T tokens in a dimension."""
         length = tokens.shape[dim] // self.size
         return tokens.narrow(dim, self.rank * length, length)
+
+    def average(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor by its mean over the processes that share the row."""
+        distributed.all_reduce(tensor, group=self.group)
+        tensor /= self.size

@@ -40,6 +40,15 @@ def model_config(model: nn.Module) -> PreTrainedConfig:
     return inner_model(model).config
 
 
+def own_config(module: nn.Module) -> Any:
+    """Return the config object that a module itself holds, `None` if it has none.
+
+    Some modules hold something else under this name: DeepSpeed's engine a dictionary, which has no attributes.
+    """
+    config = vars(module).get("config")
+    return config if hasattr(config, "__dict__") else None
+
+
 def inner_model(model: nn.Module) -> PreTrainedModel:
     """Return the outermost transformers model in `model`.
 

@@ -16,6 +16,7 @@ import torch
 from torch import distributed, nn
 
 from ..errors import UnsupportedModel
+from ..layout.shard import RowShard
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -38,6 +39,11 @@ def is_partitioned(model: nn.Module) -> bool:
     return any(map(is_in_parts, model.parameters()))
 
 
+def is_engine(model: nn.Module) -> bool:
+    """Tell whether a model is DeepSpeed's engine."""
+    return hasattr(model, "zero_optimization_partition_weights")
+
+
 class GradientParts:
     """Collector of gradients that keeps this rank's part of each: every `world`th element.
 
@@ -45,17 +51,23 @@ class GradientParts:
     into memory.
 
     Args:
-        parameters (`Sequence[torch.nn.Parameter]`): those whose gradients are taken, and removed from `.grad`.
+        parameters (`Sequence[torch.nn.Parameter]`):
+            Those whose gradients are taken, and removed from `.grad`.
+        shard ([`RowShard`], *optional*):
+            The ranks that share a row. Their gradients differ, and the mean over them is taken.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], shard: RowShard | None = None) -> None:
         self._rank, self._world = distributed.get_rank(), distributed.get_world_size()
+        self._shard = shard
         self._parameters = parameters
         self._parts: dict[nn.Parameter, torch.Tensor] = {}
         self._handles = [parameter.register_post_accumulate_grad_hook(self._take) for parameter in parameters]
 
     def _take(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+        if self._shard is not None:
+            self._shard.average(parameter.grad)
         # Rank 1 of 2 keeps elements 1, 3, 5, ... Each gradient is taken as soon as it is complete, and then freed, so
         # that only one parameter's gradient is whole at a time.
         part = parameter.grad.flatten()[self._rank :: self._world]
@@ -87,10 +99,10 @@ class GradientParts:
 
 
 @contextmanager
-def gradients_taken(model: Any) -> Iterator[GradientParts | None]:
+def gradients_taken(model: Any, shard: RowShard | None = None) -> Iterator[GradientParts | None]:
     """Take the gradients of backward passes through a ZeRO-3 engine, inside a `with` block; `None` for other models.
 
-    The engine's own gradients stay as they were.
+    The engine's own gradients stay as they were. `shard` is that of [`GradientParts`].
 
     Raises:
         [`UnsupportedModel`]: if the model's weights are split and it is not the engine, or the engine is too old.
@@ -98,7 +110,7 @@ def gradients_taken(model: Any) -> Iterator[GradientParts | None]:
     if not is_partitioned(model):
         yield None
         return
-    if not hasattr(model, "zero_optimization_partition_weights"):
+    if not is_engine(model):
         raise UnsupportedModel(
             f"the weights of {type(model).__name__} are split (DeepSpeed ZeRO-3), and it has no engine around it.",
             why=["only DeepSpeed's engine gathers a weight when it is used"],
@@ -106,7 +118,7 @@ def gradients_taken(model: Any) -> Iterator[GradientParts | None]:
         )
     # Inside this block the engine does not reduce gradients. At its end there are none left to reduce.
     with model.coalesce_grad_reduction():
-        taken = GradientParts([parameter for parameter in model.parameters() if parameter.requires_grad])
+        taken = GradientParts([parameter for parameter in model.parameters() if parameter.requires_grad], shard)
         try:
             yield taken
         finally:

@@ -96,10 +96,6 @@ def refuse_sharded_rows(args: CommonConfig, *, own_loss: bool) -> None:
             do=f"Start a multiple of {size} processes (torchrun --nproc_per_node {size}), or lower sequence_parallel.",
         )
     refusals = {
-        "deepspeed": (
-            args.deepspeed or args.deepspeed_plugin,
-            "DeepSpeed was not measured with shared rows: use DDP or FSDP2 (fsdp=True)",
-        ),
         "parallelism_config": (
             args.parallelism_config is not None and not isinstance(args.parallelism_config, RowGroups),
             "sequence_parallel makes accelerate's device mesh itself",
