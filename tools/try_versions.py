@@ -120,8 +120,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sets", nargs="+", choices=("oldest", "newest", "released", "upstream"))
     parser.add_argument("--folder", type=Path, default=ROOT / ".venv-versions", help="folder for the environments")
+    parser.add_argument("--install-only", action="store_true", help="make the environments, and run no test")
     args = parser.parse_args()
     folders = {name: args.folder / name for name in args.sets}
+    if args.install_only:
+        with ThreadPoolExecutor(len(folders)) as pool:
+            list(pool.map(install, folders, folders.values()))
+        return 0
     with ThreadPoolExecutor(len(folders)) as pool:
         results = list(pool.map(try_set, folders, folders.values()))
     for result in results:

@@ -117,6 +117,7 @@ def test_the_page_without_matplotlib_fails_before_the_work(saved, tmp_path, caps
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_million_documents_take_little_memory(tmp_path):
     """Lengths only."""
     lengths = np.exp(np.random.default_rng(0).normal(5.3, 0.8, 1_000_000)).astype(np.int64).clip(2, 20_000)

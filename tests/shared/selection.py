@@ -1,8 +1,19 @@
 """Selection of the test cases that only `make test-all` or `make test-exhaustive` runs."""
 
+import os
+
 import pytest
 
 EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
+# The tests of several processes share a launch. It runs one scenario of each kind, or all of them with `IN_FULL=1`,
+# which `make test-exhaustive` sets.
+IN_FULL = "IN_FULL" in os.environ
+LAUNCHES = EXHAUSTIVE if IN_FULL else (pytest.mark.slow,)
+
+
+def chosen(scenarios, *names):
+    """Return the scenarios of these names, or all of them in full."""
+    return {name: options for name, options in scenarios.items() if IN_FULL or name in names}
 
 
 def in_full(*values):

@@ -11,6 +11,7 @@ import tiny
 import torch
 from accelerate import dispatch_model
 from peft import LoraConfig, get_peft_model
+from selection import exhaustive
 from tiny_models import small_model
 from tolerance import FORWARD_FACTOR, assert_float32, assert_low_precision
 from training import arguments, packed_trainer
@@ -154,8 +155,14 @@ def mixers_of(model_type):
     return " ".join(registered_patches()[model_type].mixers)
 
 
-@pytest.mark.parametrize("quantized", [False, True], ids=["lora", "qlora"])
-@pytest.mark.parametrize("model_type", ["granitemoehybrid", "falcon_h1", "mamba"])
+@pytest.mark.parametrize(
+    ("model_type", "quantized"),
+    [
+        ("granitemoehybrid", False),
+        ("mamba", True),
+        *exhaustive(("granitemoehybrid", True), ("mamba", False), ("falcon_h1", False), ("falcon_h1", True)),
+    ],
+)
 def test_all_linear_leaves_out_what_mamba_kernels_read(tmp_path, model_type, quantized):
     """PEFT refuses such a layer on some types, and trains it to no effect on others; the control has it."""
     if quantized:

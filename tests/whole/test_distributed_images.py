@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from image_runs import worst
+from selection import LAUNCHES, chosen
 from tolerance import TRAJECTORY
 
-pytestmark = pytest.mark.slow
+pytestmark = list(LAUNCHES)
 
 SCRIPT = Path(__file__).parents[1] / "shared" / "image_runs.py"
 # Options of both sides, and of ours.
@@ -22,6 +23,7 @@ RUNS = {
     "a mean over each rank": ({"average_tokens_across_devices": False}, {}),
     "FSDP2": ({"fsdp": True}, {"max_tokens_per_microbatch": 300}),
 }
+RUNS = chosen(RUNS, "llava", "qwen3_vl, a mean over each micro-batch", "rows without images", "FSDP2")
 REFUSED = {"fsdp": True, "without": [3]}
 
 

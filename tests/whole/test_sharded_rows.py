@@ -4,11 +4,11 @@ import os
 
 import distributed_run
 import pytest
-from in_full import IN_FULL, LAUNCHES, chosen
+from selection import IN_FULL, LAUNCHES, chosen
 from test_distributed import FSDP2, launch, merged
 from tolerance import assert_trajectory, assert_weights
 
-pytestmark = LAUNCHES
+pytestmark = list(LAUNCHES)
 
 # In full this is what the page about long rows tells of: 20 steps, and every model on four processes.
 LONG = {"lora": False, "max_steps": 20 if IN_FULL else 6}

@@ -5,7 +5,7 @@ import os
 from importlib.util import find_spec
 
 import pytest
-from in_full import IN_FULL, LAUNCHES, chosen
+from selection import IN_FULL, LAUNCHES, chosen
 from test_distributed import LONG, alone, assert_same, launch
 from tolerance import assert_trajectory
 
