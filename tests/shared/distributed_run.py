@@ -61,15 +61,32 @@ def quantized(base, storage):
     return AutoModelForCausalLM.from_pretrained(base, quantization_config=config, dtype="float32")
 
 
-def zero_config(stage):
-    """Return DeepSpeed's config. In stage 3 it would keep the weights of a small model whole between their uses."""
+def deepspeed_options(stage):
+    """Return a trainer's arguments for ZeRO in this stage.
+
+    In stage 3 DeepSpeed would keep the weights of a small model whole between their uses.
+    """
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would compile for a minute
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     options = {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
-    return {
+    config = {
         "zero_optimization": {"stage": stage, **(options if stage == 3 else {})},
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "zero_allow_untested_optimizer": True,
     }
+    return {"deepspeed": config, "use_cpu": False, "ddp_backend": None}
+
+
+def forget_the_last_engine():
+    """Let the next trainer run another engine; the process group stays."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    for noted in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):  # by accelerate
+        os.environ.pop(noted, None)
+    unset_hf_deepspeed_config()  # transformers' own, under which every model is built in parts
 
 
 def experts():
@@ -131,19 +148,11 @@ def trainer_of(
 ):  # fmt: skip
     """Build a trainer with the same examples in each step under any number of processes; `padded`: TRL's own."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:  # another engine this time; the process group stays
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        for noted in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):  # by accelerate, of the last one
-            os.environ.pop(noted, None)
-        unset_hf_deepspeed_config()  # transformers' own, under which every model is built in parts
+    if world > 1:
+        forget_the_last_engine()
     built = base or build()
     if zero is not None:
-        import deepspeed.ops
-
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would compile for a minute
-        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-        options |= {"deepspeed": zero_config(zero), "use_cpu": False, "ddp_backend": None}
+        options |= deepspeed_options(zero)
     defaults = {"max_steps": STEPS, "max_length": 96, "learning_rate": 2e-3, "gradient_accumulation_steps": 3}
     ours = {} if padded else {"packing_strategy": strategy, "use_peft": lora, "sequence_parallel": sequence_parallel}
     args = arguments(

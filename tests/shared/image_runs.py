@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 import trl
 import vision
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from distributed_run import take_fsdp_on_a_cpu
+from accelerate.state import PartialState
+from distributed_run import deepspeed_options, forget_the_last_engine, take_deepspeed_on_a_cpu, take_fsdp_on_a_cpu
 from peft import LoraConfig
 from training import arguments
 from trl_trainers import differences, train
@@ -56,13 +56,13 @@ def worst(logs, others):
     return max(differences(*kept).values())
 
 
-def run(folder, *, without=(), fsdp=False, **options):
+def run(folder, *, without=(), fsdp=False, zero=None, **options):
     """Train on two ranks, and return the logs, or the error."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    os.environ.pop("ACCELERATE_USE_FSDP", None)  # accelerate's own note of the last one
+    forget_the_last_engine()
     if fsdp:
         options |= {"fsdp": True, "fsdp_config": {"version": 2, **WRAPPED}}
+    if zero is not None:
+        options |= deepspeed_options(zero)
     batch = {"per_device_train_batch_size": 2, "ddp_backend": "gloo", "max_steps": 3}
     torch.manual_seed(0)
     try:
@@ -73,6 +73,7 @@ def run(folder, *, without=(), fsdp=False, **options):
 
 def main():
     take_fsdp_on_a_cpu()
+    take_deepspeed_on_a_cpu()
     folder, scenarios = Path(sys.argv[1]), json.loads(sys.argv[2])
     results = {name: run(str(folder / name), **scenario) for name, scenario in scenarios.items()}
     state = PartialState()

@@ -22,6 +22,8 @@ RUNS = {
     "many micro-batches": ({}, {"max_tokens_per_microbatch": 30}),
     "a mean over each rank": ({"average_tokens_across_devices": False}, {}),
     "FSDP2": ({"fsdp": True}, {"max_tokens_per_microbatch": 300}),
+    "ZeRO-2": ({"zero": 2}, {"max_tokens_per_microbatch": 300}),
+    "ZeRO-3": ({"zero": 3}, {"max_tokens_per_microbatch": 300}),
 }
 RUNS = chosen(RUNS, "llava", "qwen3_vl, a mean over each micro-batch", "rows without images", "FSDP2")
 REFUSED = {"fsdp": True, "without": [3]}

@@ -33,6 +33,7 @@ class PackingReport:
     """Counts of documents and tokens before and after packing, and of those that were dropped.
 
     `shared_tokens` are those of packed documents that are not computed, because a prefix runs once for several.
+    `image_tokens` are those of packed documents that stand for images.
     """
 
     documents: int
@@ -47,6 +48,21 @@ class PackingReport:
     packed_tokens: int
     trained_tokens: int
     shared_tokens: int = 0
+    image_tokens: int = 0
+
+    @classmethod
+    def of_seen(cls, documents: int, tokens: int, trained_tokens: int, image_tokens: int) -> PackingReport:
+        """Make the report of documents that have trained whole."""
+        return cls(
+            documents=documents,
+            tokens=tokens,
+            **dict.fromkeys(("too_long", "truncated", "split", "dropped_too_long", "dropped_untrained"), 0),
+            tokens_lost=0,
+            packed_documents=documents,
+            packed_tokens=tokens,
+            trained_tokens=trained_tokens,
+            image_tokens=image_tokens,
+        )
 
     def to_dict(self) -> dict[str, int]:
         """Return the counts as a dictionary, for JSON."""

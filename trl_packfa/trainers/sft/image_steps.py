@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
-from ...packing import document_cost, fewest_micro_batches, imbalance, recut
+from ...packing import PackingReport, document_cost, fewest_micro_batches, imbalance, recut
 from ..common.flops import quadratic_weight
 from ..common.image_rows import Example, NamingCollator, rejected
 from ..common.image_weights import ImageWeights
@@ -46,6 +46,7 @@ class Processed:
         tokens (`int`): its true tokens, those of images included.
         patches (`float`): the patches of its images.
         trained (`int`): its trained tokens.
+        image_tokens (`int`): its tokens that stand for images.
     """
 
     row: Example
@@ -53,6 +54,7 @@ class Processed:
     tokens: int
     patches: float
     trained: int
+    image_tokens: int
 
     @property
     def width(self) -> int:
@@ -89,11 +91,19 @@ class OneByOne:
         if longest is not None and tokens >= longest:
             self._refuse_cut_image(example, batch, longest)
         trained = int((batch["labels"][:, 1:] != -100).sum())  # the first token is never predicted
-        return Processed(example, batch, tokens, self.weights.count(batch), trained)
+        image = self._image_token
+        image_tokens = 0 if image is None else int((batch["input_ids"] == image).sum())
+        return Processed(example, batch, tokens, self.weights.count(batch), trained, image_tokens)
+
+    @property
+    def _image_token(self) -> int | None:
+        """The token that stands for a part of an image, `None` if the processor names none."""
+        # A user's own collator has no processor.
+        return getattr(getattr(self.collator.collator, "processor", None), "image_token_id", None)
 
     def _refuse_cut_image(self, example: Example, batch: dict[str, Any], longest: int) -> None:
         """Refuse an example whose image tokens `max_length` cuts. TRL cuts tokens, but no pixels."""
-        image: int | None = getattr(self.collator.collator.processor, "image_token_id", None)
+        image = self._image_token
         if image is None:
             return
         uncut = copy.copy(self.collator)
@@ -185,6 +195,9 @@ class ImageCutter:
         counts_tokens (`bool`):
             Whether losses are divided by the tokens of the step. If not, the padded run's loss is a mean over each
             padded micro-batch, and rows get weights ([`ROW_WEIGHTS`]) with which the step's loss is the same.
+
+    Attributes:
+        seen (`np.ndarray`): examples, tokens, trained tokens and image tokens of all ranks so far, `(4,)`.
     """
 
     def __init__(
@@ -201,6 +214,7 @@ class ImageCutter:
         self.pad_token_id = pad_token_id
         self.free_budget: int | None = self.asked  # without one: that of the last step
         self._collator: CountingCollator | None = None
+        self.seen = np.zeros(4, dtype=np.int64)
         # The largest micro-batch of the last step, and the batch of its last example.
         self.sample: tuple[dict[str, Any], dict[str, Any]] | None = None
 
@@ -208,16 +222,19 @@ class ImageCutter:
         """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
         examples: list[Any] = [example for batch in batches for example in batch.examples]
         padded = np.repeat(np.arange(len(batches)), [len(batch) for batch in batches])
-        tokens, patches, widths, trained = (
+        tokens, patches, widths, trained, image_tokens = (
             np.array([getattr(example, name) for example in examples])
-            for name in ("tokens", "patches", "width", "trained")
+            for name in ("tokens", "patches", "width", "trained", "image_tokens")
         )
         # Rounded up, so that a padded micro-batch always fits the budget that is made of it.
         sizes = np.ceil(tokens + self.weights.size * patches).astype(np.int64)
         cost = document_cost(tokens, self.quadratic) + self.weights.cost * patches
         pads = np.array([widths[padded == group].max() for group in padded]) - tokens
-        mine = (int(np.bincount(padded, weights=sizes + pads).max()), sizes, float(cost.sum()), int(tokens.min()))
+        counts = np.array([len(examples), tokens.sum(), trained.sum(), image_tokens.sum()])
+        largest_padded = int(np.bincount(padded, weights=sizes + pads).max())
+        mine = (largest_padded, sizes, float(cost.sum()), int(tokens.min()), counts)
         ranks = [mine] if self.accelerator.num_processes == 1 else gather_object([mine])
+        self.seen += sum(rank[4] for rank in ranks)
         budget = self.free_budget = self.asked or max(rank[0] for rank in ranks)
         count = max(fewest_micro_batches(rank[1], budget) for rank in ranks)
         if self.asked is None and count > len(batches):  # best fit does not always find the fewest
@@ -245,6 +262,11 @@ class ImageCutter:
             untrained=sum(max(count - len(rank[1]), 0) * rank[3] for rank in ranks),
         )
         return [Slot([]) for _ in batches[:-1]] + [last]
+
+    @property
+    def report(self) -> PackingReport:
+        """Counts of the examples that have trained so far: their tokens exist only after collation."""
+        return PackingReport.of_seen(*self.seen.tolist())
 
     def _merging(self, collate: Callable[[list[Example]], Any]) -> CountingCollator:
         if self._collator is None:

@@ -18,7 +18,7 @@ from transformers import TrainingArguments
 from trl import SFTTrainer
 
 from ...errors import InvalidConfig
-from ...packing import MINIBATCH, STEP
+from ...packing import MINIBATCH, STEP, PackingReport
 from ..common.batching import FREE
 from ..common.distributed import agree
 from ..common.image_rows import NamesRows, image_columns
@@ -178,6 +178,11 @@ class TrainsOnImages(NamesRows, SFTTrainer):
             (name for name, m in self.model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)), ""
         )
         return f"'{norm}' is a batch norm, which depends on all images of a micro-batch" if norm else ""
+
+    @property
+    def seen_images(self) -> dict[str, PackingReport]:
+        """The report of the examples that have trained, by dataset name; empty unless steps on images are re-cut."""
+        return {"train": self._cutter.report} if isinstance(self._cutter, ImageCutter) else {}
 
     def get_train_dataloader(self) -> DataLoader:
         """Return the training loader. If steps on images are re-cut, its workers process each example alone."""

@@ -271,8 +271,8 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
 
     @property
     def packing_reports(self) -> dict[str, PackingReport]:
-        """Packing reports by dataset name: documents and tokens in, out and lost."""
-        return self._data.reports
+        """Packing reports by dataset name: documents and tokens in, out and lost; of images what has trained."""
+        return self.seen_images or self._data.reports
 
     @property
     def packing_sampler(self) -> PackedBatchSampler | None:
@@ -533,7 +533,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
 
     @cached_property
     def _identity(self) -> dict[str, str]:
-        report = self.packing_reports.get("train")
+        report = self._data.reports.get("train")
         return identity(self.train_dataset, self._tokenizer, trained=report and report.trained_tokens)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
