@@ -6,12 +6,13 @@ import pytest
 import tiny
 import torch
 import vision
-from tiny_models.composites import padded, small_composite
+from tiny_models.composites import image_batch, padded, small_composite
 from tolerance import assert_float32, differs
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from trl_packfa import check, describe, patch
 from trl_packfa.errors import PackingError
+from trl_packfa.exactness.first_padded_batch import compare_padded_batch
 from trl_packfa.patching.apply import find_state
 
 IMAGE = tiny.VOCAB - 1
@@ -148,14 +149,45 @@ def test_negative_control_rows_that_see_each_other(name, monkeypatch):
     assert differs(run(model, inputs)[1], logits)
 
 
-def test_arguments_by_row_are_refused():
-    """Without pads all rows are one, and each would see the images of all."""
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("left", [False, True])
+def test_cross_attention_to_images_runs_on_padded_rows(left, reentrant):
+    """Mllama: each row attends to its own images. The control gives every row those of the next."""
+    stock = small_composite("mllama")
+    inputs = image_batch(stock, left=left).inputs
+    loss, logits, gradients = run(stock, inputs)
+    model = patch(copy.deepcopy(stock), unpad=True)
+    if reentrant is not None:
+        model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    found = run(model, inputs)
+    assert find_state(model).unpadding.calls > 0
+    assert_float32(found[0], loss.double())
+    assert_float32(found[1], logits.double())
+    for key, gradient in gradients.items():
+        assert (found[2][key] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1e-3), key
+    others = {key: inputs[key].roll(1, 0) for key in ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")}
+    assert differs(run(model, {**inputs, **others})[1], logits)
+
+
+def test_the_first_batch_is_compared_with_its_rows_and_their_images():
     model = patch(small_composite("mllama"), unpad=True)
-    decoder = model.model.language_model
-    hidden = decoder.config.hidden_size
-    embeds, mask = torch.zeros(2, 5, hidden), torch.tensor([[1] * 5, [1, 1, 1, 0, 0]])
-    with pytest.raises(PackingError, match="cannot hold cross_attention_states"):
-        decoder(inputs_embeds=embeds, attention_mask=mask, cross_attention_states=torch.zeros(2, 3, hidden))
+    decoder, seen = model.model.language_model, []
+    find_state(model).unpadding.watch = lambda forward, call, rows, outputs: seen.append((forward, call, rows))
+    inputs = image_batch(model).inputs
+    run(model, inputs)
+    find_state(model).unpadding.watch = None
+    forward, call, rows = seen[0]
+    assert compare_padded_batch(decoder, forward, call, rows).difference < 1e-5
+
+
+def test_arguments_by_row_are_refused():
+    """Without pads all rows are one, and each would see the states of all."""
+    model = patch(tiny.model(layers=2), unpad=True)
+    decoder = model.model
+    mask = torch.tensor([[1] * 5, [1, 1, 1, 0, 0]])
+    with pytest.raises(PackingError, match="cannot hold states_by_row"):
+        decoder(input_ids=torch.ones_like(mask), attention_mask=mask, states_by_row=torch.zeros(2, 3, 8))
 
 
 def test_packed_rows_hold_text_only():

@@ -57,6 +57,12 @@ _ENCODER = {
 _SPECIAL: dict[str, dict[str, Any]] = {
     "gemma4_text": {"use_bidirectional_attention": "vision"},
     "gemma4_unified_text": {"use_bidirectional_attention": "vision"},
+    "mllama_vision_model": {
+        "intermediate_layers_indices": [1, 3],
+        "vision_output_dim": 3 * 64,
+        "num_global_layers": 1,
+    },
+    "mllama_text_model": {"cross_attention_layers": [1]},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 70, "audio_start_token_id": 71},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 70, "audio_start_token_id": 71},
 }
@@ -155,7 +161,7 @@ def image_batch(model: Any, *, left: bool = False) -> ImageBatch | None:
     """Make padded rows with images that this model runs; `None` if it takes images in none of the known forms."""
     for form, make in _FORMS.items():
         try:
-            inputs = _rows(model, make(model.config, sum(images for _, images in _ROWS)), left=left)
+            inputs = make_rows(model, make, left=left)
             with torch.no_grad():
                 logits = model(**inputs, use_cache=False).logits
                 other = {**inputs, "pixel_values": inputs["pixel_values"].flip(-1) * 0.5}
@@ -165,6 +171,31 @@ def image_batch(model: Any, *, left: bool = False) -> ImageBatch | None:
         if logits.isfinite().all() and not torch.allclose(logits, moved, atol=1e-4):
             return ImageBatch(form, inputs)
     return None
+
+
+def make_rows(model: Any, make: Any, *, left: bool) -> dict[str, torch.Tensor]:
+    """Return rows of text and images, with image tokens in the text or, for cross-attention, beside it."""
+    pixels = make(model.config, sum(images for _, images in _ROWS))
+    return _rows_beside(model, pixels, left=left) if "aspect_ratio_ids" in pixels else _rows(model, pixels, left=left)
+
+
+def _rows_beside(model: Any, pixels: dict[str, torch.Tensor], *, left: bool) -> dict[str, torch.Tensor]:
+    """Return rows of text whose tokens see the images that stand before them, as Mllama's processor makes them."""
+    token, generator = model.config.image_token_index, torch.Generator().manual_seed(1)
+    documents = []
+    for text, number in _ROWS:
+        ids = torch.randint(6, VOCABULARY - 20, (text,), generator=generator).tolist()
+        for place in reversed(range(number)):
+            ids.insert(2 + 3 * place, token)
+        documents.append(ids)
+    ids, mask = padded(documents, left=left)
+    labels = ids.masked_fill((mask == 0) | (ids == token), -100)
+    labels[torch.arange(len(_ROWS)), mask.argmax(1)] = -100
+    # Row by row, token by token: the last image before the token, all of its tiles that are there.
+    last = (ids == token).cumsum(1)
+    tiles = pixels["aspect_ratio_mask"]
+    sees = torch.stack([(last == 1 + i)[..., None] * tiles[:, None, i] for i in range(tiles.shape[1])], dim=2)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels, "cross_attention_mask": sees, **pixels}
 
 
 def _rows(model: Any, pixels: dict[str, torch.Tensor], *, left: bool) -> dict[str, torch.Tensor]:
@@ -258,6 +289,19 @@ def _placed(config: Any, images: int) -> dict[str, torch.Tensor]:
     }
 
 
+def _beside(config: Any, images: int) -> dict[str, torch.Tensor]:
+    """Tiles of each row's images, as Mllama's processor makes them: rows with fewer get empty ones."""
+    tiles, side = config.vision_config.max_num_tiles, config.vision_config.image_size
+    made = _by_row(config, images)["pixel_values"]
+    there = made.flatten(2).ne(0).any(-1).long()
+    made = made[:, :, None, :, :1, :1].expand(-1, -1, tiles, -1, side, side) * torch.linspace(0.5, 1, side)
+    return {
+        "pixel_values": made.contiguous(),
+        "aspect_ratio_ids": there,  # 1: a single tile
+        "aspect_ratio_mask": torch.nn.functional.one_hot(torch.zeros_like(there), tiles) * there[..., None],
+    }
+
+
 # By the name of the form.
 _FORMS = {
     "square": _square,
@@ -267,4 +311,5 @@ _FORMS = {
     "tiled": _tiled,
     "by row": _by_row,
     "placed": _placed,
+    "beside the text": _beside,
 }

@@ -17,6 +17,7 @@ from torch import nn
 
 from ..errors import ContaminationError
 from ..layout.padded_rows import PaddedRows
+from ..patching import cross_attention
 from ..patching.handed_masks import handed_masks
 from .compare import FLOORS, NOISE_FACTOR, relative_difference
 from .quiet import quiet
@@ -138,7 +139,7 @@ def _alone(
     off: bool = False,
 ) -> torch.Tensor:
     """Run one row alone; return its hidden states `(n, D)`."""
-    own = rows.row_of_call(call, row)
+    own = {**rows.row_of_call(call, row), **cross_attention.row_of_call(call, rows, row)}
     if (masks := handed_masks(call.get("attention_mask"))) is not None:
         own["attention_mask"] = masks.of_row(rows, row)
     with last_places_off(backbone) if off else nullcontext():

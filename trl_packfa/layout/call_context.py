@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from .packed import PackedLayout
+from .padded_rows import PaddedRows
 
 # Name of the keyword, and of the mask's attribute.
 KEYWORD = "packed_call"
@@ -39,12 +40,15 @@ class PackedCall:
             List to which backbones append the logits of their routers, `(T, X)` for each layer.
         notes_masks (`bool`, *optional*, defaults to `False`):
             Whether masks are only noted, because the text decoder may not need them (`patching/handed_masks.py`).
+        rows ([`PaddedRows`], *optional*):
+            The padded rows of a call that runs without its pads, for cross-attention (`patching/cross_attention.py`).
     """
 
     layout: PackedLayout | None = None
     input_ids: torch.Tensor | None = None
     router_logits: list[torch.Tensor] | None = None
     notes_masks: bool = False
+    rows: PaddedRows | None = None
     # Results that one layer derives from the tokens, kept for the other layers of the same call.
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 

@@ -32,6 +32,7 @@ from ..patches.base import Patch
 from ..runtime import bitsandbytes
 from ..runtime.compile import CompiledLayer
 from .attention_interface import MasksByInterface, interface_config, mask_config
+from .cross_attention import ARGUMENTS, CrossAttentionOverride, cross_attention_of
 from .encoders import EncoderOverride, LengthGroupsOverride, StackOverride, find_stack
 from .forwards import (
     AttentionOverride,
@@ -136,6 +137,8 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
     if options.unpad:
         generates = not takes_padded_only(model, patch)
         state.unpadding = Unpadding(_sharing(backbone, state) if options.share_prefixes else None, generates=generates)
+        if takes_images and cross_attention_of(backbone):
+            state.unpadding.runs_by_row = ARGUMENTS
     for module in (backbone, *mixers.values()):
         require_in_packed_rows(module, by_document=patch.rebatch or module is not backbone)
     # Every refusal happens before the loop that sets the edits, so that a model is never patched in part.
@@ -303,6 +306,7 @@ def _plan_outside(model: nn.Module, backbone: nn.Module, state: PatchState) -> l
         "unpadding": state.unpadding,
         "in_composite": state.takes_images,
         "honours_blocks": not (patch.rebatch or patch.functions or state.mixers),
+        "attends_to_images": bool(cross_attention_of(backbone)),
         "shard_refusal": shard_refusal(patch, state.mixers.values(), has_invocations=bool(state.invocations)),
     }
     runs = MasksByInterface(backbone, own, state.backends) if makes_mask else own
@@ -341,6 +345,7 @@ def _plan_inside(backbone: nn.Module, state: PatchState) -> list[Override]:
     rotary = [module for module in backbone.modules() if depends_on_length(module)]
     overrides: list[Override] = [RotaryOverride(module, _own_forward(module)) for module in rotary]
     overrides += [_mixer_override(module, state) for module in state.mixers.values()]
+    overrides += [CrossAttentionOverride(module, _own_forward(module)) for module in cross_attention_of(backbone)]
     options = {
         "fused": state.options.fused_lora,
         "by_liger": state.options.fused_kernels,

@@ -27,11 +27,14 @@ from ..runtime.autocast import autocast_dtype
 from ..runtime.compile import around_graphs, mark_dynamic, outside_of_graphs
 from ..runtime.override import NamedOverride, Override, forward_signature
 from ..runtime.per_document import BOUNDARIES, FOUND_BY_ITSELF, run_backbone_by_document
-from . import router_loss
+from . import cross_attention, router_loss
 from .handed_masks import HandedMasks, handed_masks, with_one_mask, without_empty_masks
 from .sharding import refuse_shards
 from .token_types import embeds_token_types, refuse_token_types, types_of_long_rows
 from .unpadding import Unpadding, refuse_modalities, refuse_packed
+
+# Name under which the rows of a call travel inside a backbone's override.
+ROWS = "trl_packfa_rows"
 
 
 class BackboneOverride(NamedOverride):
@@ -57,8 +60,10 @@ class BackboneOverride(NamedOverride):
         in_composite: bool = False,
         encoder: bool = False,
         shard_refusal: str | None = None,
+        attends_to_images: bool = False,
     ) -> None:
         super().__init__(module, original)
+        self.attends_to_images = attends_to_images
         self.encoder, self.shard_refusal = encoder, shard_refusal
         self.honours_blocks, self.in_composite = honours_blocks, in_composite
         self.keeps_ids, self.look, self.unpadding = keeps_ids, look, unpadding
@@ -191,6 +196,8 @@ class BackboneOverride(NamedOverride):
     def run_without_pads(self, call: dict[str, Any], rows: PaddedRows) -> Any:
         """Run a padded call as one row of its true tokens, and put the outputs back into the padded batch's shape."""
         taken, layout = self._taken(call, rows)
+        if self.attends_to_images:
+            taken[ROWS] = rows
         with self.unpadding.noise_as_padded(self.module, rows, call["attention_mask"].device):  # type: ignore[union-attr]
             outputs = self.run_packed(taken, layout)
         return self._put_back(outputs, call, rows)
@@ -204,6 +211,8 @@ class BackboneOverride(NamedOverride):
     @outside_of_graphs
     def _taken(self, call: dict[str, Any], rows: PaddedRows) -> tuple[dict[str, Any], PackedLayout]:
         layout, masks = rows.layout(call["attention_mask"].device), self.find_masks(call)
+        if self.attends_to_images:
+            return cross_attention.take_call(call, rows), layout
         if self.encoder:  # `empty_packed_mask` compares this with the mask that the model asks for
             return rows.take_call(call), layout.in_both_directions()
         blocks = None if masks is None else masks.blocks(rows)
@@ -223,7 +232,7 @@ class BackboneOverride(NamedOverride):
         device = next(call[name] for name in ("inputs_embeds", "input_ids") if call.get(name) is not None).device
         layout = layout.to(device)  # a caller's layout may lie on the host
         ids = call.get("input_ids") if self.keeps_ids else None
-        packed = PackedCall(layout, ids, current_call().router_logits)
+        packed = PackedCall(layout, ids, current_call().router_logits, rows=call.pop(ROWS, None))
         call = {**_packed_arguments(call, layout), "attention_mask": empty_mask(packed, device), KEYWORD: packed}
         if "token_type_ids" in self.names and call.get("token_type_ids") is None:
             call["token_type_ids"] = types_of_long_rows(self.module, layout)

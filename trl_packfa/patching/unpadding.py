@@ -42,6 +42,7 @@ class Unpadding:
         shared (`int`): true tokens that were not computed, because another row has the same prefix.
         blocks (`int`): blocks of tokens that saw each other in both directions, of layers with and without a window.
         takes_left (`bool`): whether rows padded on the left run without their pads; the proof finds it.
+        runs_by_row (`frozenset[str]`): arguments with a part for each row that a module reads by row.
         watch (`Callable` or `None`): called for every call that runs without its pads, see [`Watch`].
 
     Args:
@@ -59,6 +60,7 @@ class Unpadding:
         self.takes_left = True
         self.watch: Watch | None = None
         self.noise = EmbeddingNoise(0.0)
+        self.runs_by_row: frozenset[str] = frozenset()
         self._told: frozenset[str] = frozenset()
 
     def rows_of(self, call: dict[str, Any], read: dict[str, Any], module: nn.Module) -> PaddedRows | None:
@@ -94,7 +96,9 @@ class Unpadding:
             return None
         as_rows(call, rows.shape)
         self._count(rows)
-        shared = None if self.sharing is None or _modalities(read) else self.sharing.rows_of(call, rows, module)
+        # Equal tokens of two rows may stand for different images.
+        has_images = _modalities(read) or any(read.get(name) is not None for name in self.runs_by_row)
+        shared = None if self.sharing is None or has_images else self.sharing.rows_of(call, rows, module)
         if shared is not None:
             self.shared += shared.num_tokens - shared.num_packed
             return shared
@@ -103,7 +107,7 @@ class Unpadding:
             return None
         # Checked last: a batch of images without pads runs as it is.
         refuse_modalities(read, "a batch without its pads")
-        _refuse_other_rows(read, rows)
+        _refuse_other_rows(read, rows, self.runs_by_row)
         return rows
 
     def shared_documents_of(
@@ -188,10 +192,10 @@ def _modalities(call: dict[str, Any]) -> list[str]:
     return [name for name, value in call.items() if _MODALITIES.search(name) and value is not None]
 
 
-def _refuse_other_rows(call: dict[str, Any], rows: PaddedRows) -> None:
+def _refuse_other_rows(call: dict[str, Any], rows: PaddedRows, runs_by_row: frozenset[str]) -> None:
     """Refuse arguments with a part for each row that is not a part for each token: their rows would be mixed up.
 
-    An example are the encoder states `(B, E, D)` of cross-attention to images.
+    An example are the encoder states `(B, E, D)` of cross-attention. Those of cross-attention to images run by row.
 
     Raises:
         [`PackingError`]: with the arguments.
@@ -200,6 +204,7 @@ def _refuse_other_rows(call: dict[str, Any], rows: PaddedRows) -> None:
     tensors = {name: value for name, value in call.items() if isinstance(value, torch.Tensor) and value.dim() > 1}
     # Positions of three kinds for three rows, `(3, 3, L)`, are for each token.
     others = {name: value for name, value in tensors.items() if rows.row_axis(value) is None}
+    others = {name: value for name, value in others.items() if name not in runs_by_row}
     found = [name for name, value in others.items() if value.shape[0] == count and value.shape[1] != length]
     if found and count > 1:
         raise PackingError(
