@@ -10,10 +10,11 @@ from pathlib import Path
 import distributed_run
 import pytest
 from peft import PeftModel
+from selection import LAUNCHES, chosen
 from tolerance import BFLOAT16_TRAJECTORY, assert_trajectory, assert_weights, differs
 from transformers import AutoModelForCausalLM
 
-pytestmark = pytest.mark.slow
+pytestmark = list(LAUNCHES)
 
 SCRIPT = Path(__file__).parents[1] / "shared" / "distributed_run.py"
 FSDP2 = {"fsdp": {"version": 2}}
@@ -41,9 +42,17 @@ LIKE_TRL = {
 }
 COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
 LONG = {"max_steps": 6}
+ALIKE = chosen(
+    {
+        **{f"DDP {name}": options for name, options in RUNS.items()},
+        **{f"FSDP2 {name}": {**options, **FSDP2} for name, options in RUNS.items()},
+    },
+    "DDP step, LoRA", "DDP minibatch, LoRA", "DDP bfd, full", "DDP patched first", "FSDP2 step, full",
+    "FSDP2 stateful mixers",
+)  # fmt: skip
+PARTIAL = chosen({strategy: strategy for strategy in ("step", "minibatch", "bfd")}, "step", "bfd")
 TWO = {
-    **{f"DDP {name}": options for name, options in RUNS.items()},
-    **{f"FSDP2 {name}": {**options, **FSDP2} for name, options in RUNS.items()},
+    **ALIKE,
     **{f"DDP {name}": options for name, options in LIKE_TRL.items()},
     **{f"DDP {name}, padded": {**options, "padded": True} for name, options in LIKE_TRL.items()},
     "FSDP2 experts": {**LIKE_TRL["experts"], **FSDP2},
@@ -57,11 +66,12 @@ TWO = {
     # 13 documents for 2 ranks of 4: the last step has fewer, and accelerate repeats some.
     **{
         f"DDP partial {strategy}": {"strategy": strategy, "documents": 13, "max_steps": -1, "num_train_epochs": 1}
-        for strategy in ("step", "minibatch", "bfd")
+        for strategy in PARTIAL
     },
 }
 # A 4-bit model, by how it is wrapped and how its codes are kept: those in bytes stay whole on every rank.
 NF4 = {"DDP": ({}, "uint8"), "FSDP2, whole": (FSDP2, "uint8"), "FSDP2, sharded": (FSDP2, "float32")}
+NF4 = chosen(NF4, "DDP", "FSDP2, sharded")
 FOUR = {
     "DDP step, LoRA": {},
     "FSDP2 step, full": {"lora": False, **FSDP2},
@@ -132,13 +142,11 @@ def assert_same(result, expected, saved, reference, *, lora):
     assert_weights(merged(saved, lora=lora), merged(reference, lora=lora))
 
 
-@pytest.mark.parametrize("engine", ["DDP", "FSDP2"])
-@pytest.mark.parametrize("name", RUNS)
-def test_two_processes_train_as_one(folder, one, two, engine, name):
-    result, lora = two[f"{engine} {name}"], RUNS[name].get("lora", True)
-    assert_same(
-        result, one[name], folder / "two" / f"{engine} {name}" / "saved", folder / "one" / name / "saved", lora=lora
-    )
+@pytest.mark.parametrize("run", ALIKE)
+def test_two_processes_train_as_one(folder, one, two, run):
+    engine, name = run.split(" ", 1)
+    result, lora = two[run], RUNS[name].get("lora", True)
+    assert_same(result, one[name], folder / "two" / run / "saved", folder / "one" / name / "saved", lora=lora)
     assert result["engine"] == {"DDP": "MULTI_CPU", "FSDP2": "FSDP"}[engine]
     assert ("FSDP" in result["wrapped"][1]) == (engine == "FSDP2")
 
@@ -164,7 +172,7 @@ def test_four_processes_train_as_one(folder, one, four, name):
     assert_same(four[0][name], one[same], saved, reference, lora=same.endswith("LoRA"))
 
 
-@pytest.mark.parametrize("strategy", ["step", "minibatch", "bfd"])
+@pytest.mark.parametrize("strategy", PARTIAL)
 def test_the_tokens_of_every_rank_count_in_the_last_step_too(two, strategy):
     result = two[f"DDP partial {strategy}"]
     assert result["tokens"][-1] == result["trained"]
