@@ -90,14 +90,18 @@ def adapted(model):
     return {name.split(".lora_B")[0] for name, p in model.named_parameters() if "lora_B" in name and p.abs().sum() > 0}
 
 
+def save_images(model_folder, data_folder):
+    """Save a small LLaVA with its processor, and conversations about images."""
+    for part in vision.family("llava"):
+        part.save_pretrained(model_folder)
+    data_folder.mkdir()
+    vision.messages(16).to_parquet(data_folder / "train.parquet")
+
+
 @pytest.mark.parametrize("recipe", ON_IMAGES, ids=lambda path: path.stem)
 def test_every_recipe_on_images_trains_two_steps(recipe, tmp_path):
     """On a small LLaVA: the processors of these models need packages that are not here."""
-    model, processor = vision.family("llava")
-    for part in (model, processor):
-        part.save_pretrained(tmp_path / "model")
-    (tmp_path / "data").mkdir()
-    vision.messages(16).to_parquet(tmp_path / "data" / "train.parquet")
+    save_images(tmp_path / "model", tmp_path / "data")
     out = tmp_path / "out"
     assert main(["train", "--config", str(recipe), "--model_name_or_path", str(tmp_path / "model"), "--dataset_name",
                  str(tmp_path / "data"), "--output_dir", str(out), "--max_steps", "2", "--use_cpu", "true",
@@ -236,7 +240,9 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(source, tmp_path, mon
     tiny.tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows(40)))
-    small = {"MODEL": "model", "DATASET": source, "EXAMPLES": 40, "HELD_OUT": 4, "STEPS": 2,
+    save_images(tmp_path / "image_model", tmp_path / "images")
+    small = {"IMAGE_MODEL": source and "image_model", "IMAGE_DATASET": "images",
+             "MODEL": "model", "DATASET": source, "EXAMPLES": 16 if source else 40, "HELD_OUT": 4, "STEPS": 2,
              "OPTIONS": {"use_cpu": True, "per_device_train_batch_size": 2, "disable_tqdm": True}}  # fmt: skip
     text = (RECIPES / "packed_finetune.ipynb").read_text()
     cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
@@ -252,7 +258,7 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(source, tmp_path, mon
             assert set(names) - before - {"__builtins__"} == set(small)
             names.update(small)
     told = capsys.readouterr().out
-    assert "exact: isolation 0.0e+00" in told and "[[" in told
+    assert "exact: isolation 0.0e+00" in told and "[[" in told and ("image_tokens" in told) == bool(source)
     assert {"adapter_model.safetensors", "exactness_report.json"} <= {
         p.name for p in Path("packed-notebook").iterdir()
     }
