@@ -33,7 +33,7 @@ def test_it_trains_as_padded_in_fewer_micro_batches(family, lora, tmp_path):
     assert merged == [True] or family == "idefics3"
     assert trainer.trl_packfa_padding_free.first_calls["model"].difference < 1e-5
     report = trainer.packing_reports["train"]
-    assert report.documents == 2 * 3 * len(logs) and report.tokens == logs[-1]["num_tokens"]
+    assert report.documents == 4 * 3 * len(logs) and report.tokens == logs[-1]["num_tokens"]
     assert 0 < report.image_tokens < report.tokens and 0 < report.trained_tokens < report.tokens
 
 
