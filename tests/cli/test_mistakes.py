@@ -81,7 +81,8 @@ GRPO = ["--trainer", "grpo", "--num_generations", "2", "--per_device_train_batch
         ("pairs", ["--trainer", "dpo", "--lora_target_modules", "query"], r"matches no layer(.|\n)*q_proj"),
         ("text", ["--push_to_hub", "true"], r"push_to_hub=True, but nothing can be pushed(.|\n)*`hf auth login`"),
         ("text", ["--eos_token", "<nope>"], r"ValueError of trl: .*`eos_token` \('<nope>'\)(.|\n)*--debug"),
-        ("text", ["--deepspeed", "none.json"], r"deepspeed>=0.9.3"),
+        # The first without the package, the second with it.
+        ("text", ["--deepspeed", "none.json"], r"deepspeed>=0.9.3|existing deepspeed config(.|\n)*none.json"),
         ("text", ["--config", "broken.yaml"], r"broken.yaml is no YAML: (.|\n)*line 2"),
         ("alpaca", [], r"Pass --columns 'prompt={instruction}\\n{input}\\n' 'completion={output}' to"),
         ("questions", [], r'dataset.map\(lambda row: {"prompt": "{question}\\n".format\(\*\*row\), "completion"'),

@@ -170,6 +170,21 @@ def test_cross_attention_to_images_runs_on_padded_rows(left, reentrant):
     assert differs(run(model, {**inputs, **others})[1], logits)
 
 
+@pytest.mark.parametrize("name", ["voxtral", "glmasr", "qwen2_audio"])
+def test_batches_with_sounds_run_without_their_pads(name):
+    stock = small_composite(name)
+    inputs = image_batch(stock).inputs
+    _, logits, gradients = run(stock, inputs)
+    model = patch(copy.deepcopy(stock), unpad=True)
+    found = run(model, inputs)
+    assert find_state(model).unpadding.calls > 0 and any("audio" in key for key in gradients)
+    assert_float32(found[1], logits.double())
+    for key, gradient in gradients.items():
+        assert (found[2][key] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1e-3), key
+    others = {**inputs, "input_features": inputs["input_features"].roll(1, 0)}
+    assert differs(run(model, others)[1], logits)
+
+
 def test_the_first_batch_is_compared_with_its_rows_and_their_images():
     model = patch(small_composite("mllama"), unpad=True)
     decoder, seen = model.model.language_model, []

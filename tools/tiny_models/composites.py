@@ -62,6 +62,10 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "vision_output_dim": 3 * 64,
         "num_global_layers": 1,
     },
+    # Four frames of the encoder are one token.
+    "voxtral": {"audio_token_id": 90},
+    "voxtral_encoder": {"intermediate_size": 4 * 64},
+    "glmasr_encoder": {"intermediate_size": 4 * 64},
     "mllama_text_model": {"cross_attention_layers": [1]},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 70, "audio_start_token_id": 71},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 70, "audio_start_token_id": 71},
@@ -162,10 +166,10 @@ def image_batch(model: Any, *, left: bool = False) -> ImageBatch | None:
     for form, make in _FORMS.items():
         try:
             inputs = make_rows(model, make, left=left)
+            key = next(key for key in ("pixel_values", "input_features") if key in inputs)
             with torch.no_grad():
                 logits = model(**inputs, use_cache=False).logits
-                other = {**inputs, "pixel_values": inputs["pixel_values"].flip(-1) * 0.5}
-                moved = model(**other, use_cache=False).logits
+                moved = model(**{**inputs, key: inputs[key].flip(-1) * 0.5}, use_cache=False).logits
         except Exception:  # this form is not the model's, and its code may raise anything
             continue
         if logits.isfinite().all() and not torch.allclose(logits, moved, atol=1e-4):
@@ -201,13 +205,9 @@ def _rows_beside(model: Any, pixels: dict[str, torch.Tensor], *, left: bool) -> 
 def _rows(model: Any, pixels: dict[str, torch.Tensor], *, left: bool) -> dict[str, torch.Tensor]:
     """Return rows of text with as many image tokens in them as the model makes of each image."""
     config, images = model.config, sum(number for _, number in _ROWS)
-    holder: Any = next(m for m in (model, getattr(model, "model", None)) if hasattr(m, "get_image_features"))
-    with torch.no_grad():
-        features = holder.get_image_features(**pixels, return_dict=True).pooler_output
-    hidden = config.get_text_config().hidden_size
-    tokens = sum(x.numel() for x in features) // hidden if isinstance(features, (list, tuple)) else (
-        features.numel() // hidden)  # fmt: skip
-    token, each = getattr(config, "image_token_id", None) or config.image_token_index, tokens // images
+    kind = "audio" if "input_features" in pixels else "image"
+    token = getattr(config, f"{kind}_token_id", None) or getattr(config, f"{kind}_token_index")
+    each = _tokens_of(model, pixels, kind) // images
     generator = torch.Generator().manual_seed(1)
     documents = []
     for text, number in _ROWS:
@@ -225,6 +225,18 @@ def _rows(model: Any, pixels: dict[str, torch.Tensor], *, left: bool) -> dict[st
     types = ~_up_to_last(is_image) if config.model_type == "paligemma" else is_image
     made |= {name: types.long() for name in ("token_type_ids", "mm_token_type_ids") if forward_takes(model, name)}
     return made
+
+
+def _tokens_of(model: Any, pixels: dict[str, torch.Tensor], kind: str) -> int:
+    """Return how many tokens a model makes of these images or sounds."""
+    if "feature_attention_mask" in pixels:  # Qwen2-Audio: a convolution and a pooling, each by 2
+        return len(pixels["input_features"]) * (pixels["input_features"].shape[2] // 4)
+    name, hidden = f"get_{kind}_features", model.config.get_text_config().hidden_size
+    holder: Any = next(m for m in (model, getattr(model, "model", None)) if hasattr(m, name))
+    with torch.no_grad():
+        features = getattr(holder, name)(**pixels, return_dict=True).pooler_output
+    features = features if isinstance(features, (list, tuple)) else [features]
+    return sum(x.numel() for x in features) // hidden
 
 
 def padded(documents: list[list[int]], *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -302,6 +314,13 @@ def _beside(config: Any, images: int) -> dict[str, torch.Tensor]:
     }
 
 
+def _sounds(config: Any, images: int, mask: str | None = None) -> dict[str, torch.Tensor]:
+    """Frames of whole sounds, with or without the mask that says so."""
+    frames = 80
+    made = {"input_features": _pixels(images, 8, frames)}
+    return made if mask is None else {**made, mask: torch.ones(images, frames, dtype=torch.long)}
+
+
 # By the name of the form.
 _FORMS = {
     "square": _square,
@@ -312,4 +331,7 @@ _FORMS = {
     "by row": _by_row,
     "placed": _placed,
     "beside the text": _beside,
+    "sounds": _sounds,
+    "sounds with a mask": lambda config, images: _sounds(config, images, "input_features_mask"),
+    "sounds with an attention mask": lambda config, images: _sounds(config, images, "feature_attention_mask"),
 }
