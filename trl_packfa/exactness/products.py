@@ -6,6 +6,7 @@ These products treat every token by itself. All other code runs as in training.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,15 +21,40 @@ from .depth import CHEAP
 _PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm"))
 
 
+# Most numbers of weights that are kept in float32 (1 GiB). Converting them for each product takes a fifth of a proof.
+_KEPT = 2**28
+
+
 class _InFloat32(TorchDispatchMode):
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        matrices = [p for p in parameters if p.dtype in HALF and p.dim() == 2 and p.is_contiguous()]
+        kept = matrices if sum(p.numel() for p in matrices) <= _KEPT else []
+        self._matrices = {matrix.data_ptr(): matrix for matrix in kept}
+        self._wide: dict[int, tuple[int, torch.Tensor]] = {}  # by address: the version that was converted, and it
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in _PRODUCTS or args[-1].dtype not in HALF or has_half_products(args[-1].dtype, "cpu"):
             return func(*args, **kwargs)
         if not args[-2].numel():  # without tokens, do not convert the LM head
             return func(*args, **kwargs)
-        wide = [arg.float() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        wide = [self._widened(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
         return func(*wide, **kwargs).to(args[-1].dtype)
+
+    def _widened(self, operand: torch.Tensor) -> torch.Tensor:
+        """Return an operand in float32; a weight, or its transpose, is converted once."""
+        address = operand.data_ptr()
+        matrix = self._matrices.get(address)
+        if matrix is None or operand.dtype is not matrix.dtype:
+            return operand.float()
+        is_whole = operand.shape == matrix.shape and operand.stride() == matrix.stride()
+        if not is_whole and (operand.shape != matrix.shape[::-1] or operand.stride() != matrix.stride()[::-1]):
+            return operand.float()
+        if address not in self._wide or self._wide[address][0] != matrix._version:
+            self._wide[address] = matrix._version, matrix.detach().float()
+        wide = self._wide[address][1]
+        return wide if is_whole else wide.t()
 
 
 def fast_half_products(model: nn.Module) -> AbstractContextManager[Any]:
@@ -41,4 +67,4 @@ def fast_half_products(model: nn.Module) -> AbstractContextManager[Any]:
         dtypes.add(torch.get_autocast_dtype("cpu"))
     # The mode sees every operator, which costs more than the products of a small model.
     emulated = any(dtype in HALF and not has_half_products(dtype, "cpu") for dtype in dtypes)
-    return _InFloat32() if on_cpu and large and emulated else nullcontext()
+    return _InFloat32(parameters) if on_cpu and large and emulated else nullcontext()
