@@ -44,6 +44,18 @@ def test_a_weight_that_changes_is_converted_again(layer):
         assert torch.equal(x @ part.t(), in_float32(part, x))
 
 
+def test_activations_that_change_are_converted_again(layer):
+    x = torch.randn(5, 16).bfloat16()
+    with torch.no_grad(), products.fast_half_products(layer) as mode:
+        layer(x)
+        assert [wide.tensor.data_ptr() for wide in mode._recent] == [x.data_ptr()]
+        layer(x)
+        assert len(mode._recent) == 1
+        x.mul_(2)
+        assert torch.equal(layer(x), in_float32(layer.weight, x))
+        assert torch.equal(layer(x[:3]), in_float32(layer.weight, x[:3]))
+
+
 def test_small_models_and_float32_run_as_they_are(layer, monkeypatch):
     assert not isinstance(products.fast_half_products(layer.float()), products._InFloat32)
     monkeypatch.setattr(products, "CHEAP", 10**6)

@@ -6,6 +6,7 @@ These products treat every token by itself. All other code runs as in training.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -25,13 +26,42 @@ _PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addm
 _KEPT = 2**28
 
 
+# Operands that are remembered beside the weights.
+_RECENT = 3
+
+
+class _Wide:
+    """A tensor and its conversion to float32. While this holds the tensor, nothing else gets its address."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.version, self.wide = tensor, tensor._version, tensor.float()
+
+    @property
+    def is_old(self) -> bool:
+        """Whether the tensor has changed since."""
+        return self.tensor._version != self.version
+
+    def find(self, operand: torch.Tensor) -> torch.Tensor | None:
+        """Return the conversion of an operand that is this tensor or its transpose, `None` of any other."""
+        own = self.tensor
+        if operand.data_ptr() != own.data_ptr() or operand.dtype is not own.dtype or self.is_old:
+            return None
+        if operand.shape == own.shape and operand.stride() == own.stride():
+            return self.wide
+        if own.dim() == 2 and operand.shape == own.shape[::-1] and operand.stride() == own.stride()[::-1]:
+            return self.wide.t()
+        return None
+
+
 class _InFloat32(TorchDispatchMode):
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
         matrices = [p for p in parameters if p.dtype in HALF and p.dim() == 2 and p.is_contiguous()]
         kept = matrices if sum(p.numel() for p in matrices) <= _KEPT else []
         self._matrices = {matrix.data_ptr(): matrix for matrix in kept}
-        self._wide: dict[int, tuple[int, torch.Tensor]] = {}  # by address: the version that was converted, and it
+        self._wide: dict[int, _Wide] = {}
+        # Several layers multiply the same activations, and a backward pass multiplies each gradient twice.
+        self._recent: deque[_Wide] = deque(maxlen=_RECENT)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -46,15 +76,16 @@ class _InFloat32(TorchDispatchMode):
         """Return an operand in float32; a weight, or its transpose, is converted once."""
         address = operand.data_ptr()
         matrix = self._matrices.get(address)
-        if matrix is None or operand.dtype is not matrix.dtype:
+        if matrix is not None and (address not in self._wide or self._wide[address].is_old):
+            self._wide[address] = _Wide(matrix)
+        known = [*self._recent] if matrix is None else [self._wide[address]]
+        for wide in known:
+            if (found := wide.find(operand)) is not None:
+                return found
+        if matrix is not None:  # a part of a weight
             return operand.float()
-        is_whole = operand.shape == matrix.shape and operand.stride() == matrix.stride()
-        if not is_whole and (operand.shape != matrix.shape[::-1] or operand.stride() != matrix.stride()[::-1]):
-            return operand.float()
-        if address not in self._wide or self._wide[address][0] != matrix._version:
-            self._wide[address] = matrix._version, matrix.detach().float()
-        wide = self._wide[address][1]
-        return wide if is_whole else wide.t()
+        self._recent.append(_Wide(operand))
+        return self._recent[-1].wide
 
 
 def fast_half_products(model: nn.Module) -> AbstractContextManager[Any]:
