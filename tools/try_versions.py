@@ -123,11 +123,10 @@ def main() -> int:
     parser.add_argument("--install-only", action="store_true", help="make the environments, and run no test")
     args = parser.parse_args()
     folders = {name: args.folder / name for name in args.sets}
-    if args.install_only:
-        with ThreadPoolExecutor(len(folders)) as pool:
-            list(pool.map(install, folders, folders.values()))
-        return 0
     with ThreadPoolExecutor(len(folders)) as pool:
+        if args.install_only:
+            list(pool.map(install, folders, folders.values()))
+            return 0
         results = list(pool.map(try_set, folders, folders.values()))
     for result in results:
         if result.failed or not result.passed:

@@ -165,7 +165,8 @@ def image_batch(model: Any, *, left: bool = False) -> ImageBatch | None:
     """Make padded rows with images that this model runs; `None` if it takes images in none of the known forms."""
     for form, make in _FORMS.items():
         try:
-            inputs = make_rows(model, make, left=left)
+            pixels = make(model.config, sum(images for _, images in _ROWS))
+            inputs = (_rows_beside if "aspect_ratio_ids" in pixels else _rows)(model, pixels, left=left)
             key = next(key for key in ("pixel_values", "input_features") if key in inputs)
             with torch.no_grad():
                 logits = model(**inputs, use_cache=False).logits
@@ -177,24 +178,10 @@ def image_batch(model: Any, *, left: bool = False) -> ImageBatch | None:
     return None
 
 
-def make_rows(model: Any, make: Any, *, left: bool) -> dict[str, torch.Tensor]:
-    """Return rows of text and images, with image tokens in the text or, for cross-attention, beside it."""
-    pixels = make(model.config, sum(images for _, images in _ROWS))
-    return _rows_beside(model, pixels, left=left) if "aspect_ratio_ids" in pixels else _rows(model, pixels, left=left)
-
-
 def _rows_beside(model: Any, pixels: dict[str, torch.Tensor], *, left: bool) -> dict[str, torch.Tensor]:
     """Return rows of text whose tokens see the images that stand before them, as Mllama's processor makes them."""
-    token, generator = model.config.image_token_index, torch.Generator().manual_seed(1)
-    documents = []
-    for text, number in _ROWS:
-        ids = torch.randint(6, VOCABULARY - 20, (text,), generator=generator).tolist()
-        for place in reversed(range(number)):
-            ids.insert(2 + 3 * place, token)
-        documents.append(ids)
-    ids, mask = padded(documents, left=left)
-    labels = ids.masked_fill((mask == 0) | (ids == token), -100)
-    labels[torch.arange(len(_ROWS)), mask.argmax(1)] = -100
+    token = model.config.image_token_index
+    ids, mask, labels = _text(token, 1, left=left)
     # Row by row, token by token: the last image before the token, all of its tiles that are there.
     last = (ids == token).cumsum(1)
     tiles = pixels["aspect_ratio_mask"]
@@ -208,6 +195,17 @@ def _rows(model: Any, pixels: dict[str, torch.Tensor], *, left: bool) -> dict[st
     kind = "audio" if "input_features" in pixels else "image"
     token = getattr(config, f"{kind}_token_id", None) or getattr(config, f"{kind}_token_index")
     each = _tokens_of(model, pixels, kind) // images
+    ids, mask, labels = _text(token, each, left=left)
+    made = {"input_ids": ids, "attention_mask": mask, "labels": labels, **pixels}
+    is_image = ids == token
+    # In PaliGemma the tokens up to the last image are a prefix, of type 0.
+    types = ~_up_to_last(is_image) if config.model_type == "paligemma" else is_image
+    made |= {name: types.long() for name in ("token_type_ids", "mm_token_type_ids") if forward_takes(model, name)}
+    return made
+
+
+def _text(token: int, each: int, *, left: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return ids, mask and labels `(B, L)` of rows of text with `each` image tokens for an image."""
     generator = torch.Generator().manual_seed(1)
     documents = []
     for text, number in _ROWS:
@@ -219,12 +217,7 @@ def _rows(model: Any, pixels: dict[str, torch.Tensor], *, left: bool) -> dict[st
     labels = ids.masked_fill((mask == 0) | (ids == token), -100)
     # A first token is predicted at a pad of a left-padded row, where nothing is computed.
     labels[torch.arange(len(_ROWS)), mask.argmax(1)] = -100
-    made = {"input_ids": ids, "attention_mask": mask, "labels": labels, **pixels}
-    is_image = ids == token
-    # In PaliGemma the tokens up to the last image are a prefix, of type 0.
-    types = ~_up_to_last(is_image) if config.model_type == "paligemma" else is_image
-    made |= {name: types.long() for name in ("token_type_ids", "mm_token_type_ids") if forward_takes(model, name)}
-    return made
+    return ids, mask, labels
 
 
 def _tokens_of(model: Any, pixels: dict[str, torch.Tensor], kind: str) -> int:

@@ -38,7 +38,7 @@ class _Wide:
 
     @property
     def is_old(self) -> bool:
-        """Whether the tensor has changed since."""
+        """Tell whether the tensor has changed since."""
         return self.tensor._version != self.version
 
     def find(self, operand: torch.Tensor) -> torch.Tensor | None:

@@ -38,7 +38,7 @@ class Scorer:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        self.model, self._comes_first = model, is_partitioned(model)
         inner: Any = inner_model(model)
         # A classifier returns `None`, and some backbones have no such method.
         get = getattr(inner, "get_output_embeddings", None)
@@ -75,7 +75,7 @@ class Scorer:
 
         # DeepSpeed's own hook marks the head's input, and fails if a backward passes the mark but not the head. So
         # ours comes before it. Elsewhere ours comes last, and a user's hook on the head sees all positions.
-        handle = self.head.register_forward_pre_hook(hook, prepend=is_partitioned(self.model))
+        handle = self.head.register_forward_pre_hook(hook, prepend=self._comes_first)
         try:
             logits = output_of(self.model, call)
         finally:

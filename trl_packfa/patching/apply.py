@@ -136,9 +136,9 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
     state.unpads = find_stack(backbone, attention) if patch.encoder else backbone
     if options.unpad:
         generates = not takes_padded_only(model, patch)
-        state.unpadding = Unpadding(_sharing(backbone, state) if options.share_prefixes else None, generates=generates)
-        if takes_images and cross_attention_of(backbone):
-            state.unpadding.runs_by_row = ARGUMENTS
+        sharing = _sharing(backbone, state) if options.share_prefixes else None
+        by_row = ARGUMENTS if takes_images and cross_attention_of(backbone) else frozenset()
+        state.unpadding = Unpadding(sharing, generates=generates, runs_by_row=by_row)
     for module in (backbone, *mixers.values()):
         require_in_packed_rows(module, by_document=patch.rebatch or module is not backbone)
     # Every refusal happens before the loop that sets the edits, so that a model is never patched in part.
@@ -306,7 +306,6 @@ def _plan_outside(model: nn.Module, backbone: nn.Module, state: PatchState) -> l
         "unpadding": state.unpadding,
         "in_composite": state.takes_images,
         "honours_blocks": not (patch.rebatch or patch.functions or state.mixers),
-        "attends_to_images": bool(cross_attention_of(backbone)),
         "shard_refusal": shard_refusal(patch, state.mixers.values(), has_invocations=bool(state.invocations)),
     }
     runs = MasksByInterface(backbone, own, state.backends) if makes_mask else own

@@ -60,10 +60,8 @@ class BackboneOverride(NamedOverride):
         in_composite: bool = False,
         encoder: bool = False,
         shard_refusal: str | None = None,
-        attends_to_images: bool = False,
     ) -> None:
         super().__init__(module, original)
-        self.attends_to_images = attends_to_images
         self.encoder, self.shard_refusal = encoder, shard_refusal
         self.honours_blocks, self.in_composite = honours_blocks, in_composite
         self.keeps_ids, self.look, self.unpadding = keeps_ids, look, unpadding
@@ -196,7 +194,7 @@ class BackboneOverride(NamedOverride):
     def run_without_pads(self, call: dict[str, Any], rows: PaddedRows) -> Any:
         """Run a padded call as one row of its true tokens, and put the outputs back into the padded batch's shape."""
         taken, layout = self._taken(call, rows)
-        if self.attends_to_images:
+        if self.unpadding.runs_by_row:  # type: ignore[union-attr]
             taken[ROWS] = rows
         with self.unpadding.noise_as_padded(self.module, rows, call["attention_mask"].device):  # type: ignore[union-attr]
             outputs = self.run_packed(taken, layout)
@@ -211,7 +209,7 @@ class BackboneOverride(NamedOverride):
     @outside_of_graphs
     def _taken(self, call: dict[str, Any], rows: PaddedRows) -> tuple[dict[str, Any], PackedLayout]:
         layout, masks = rows.layout(call["attention_mask"].device), self.find_masks(call)
-        if self.attends_to_images:
+        if self.unpadding.runs_by_row:  # type: ignore[union-attr]
             return cross_attention.take_call(call, rows), layout
         if self.encoder:  # `empty_packed_mask` compares this with the mask that the model asks for
             return rows.take_call(call), layout.in_both_directions()

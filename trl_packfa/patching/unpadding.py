@@ -42,7 +42,6 @@ class Unpadding:
         shared (`int`): true tokens that were not computed, because another row has the same prefix.
         blocks (`int`): blocks of tokens that saw each other in both directions, of layers with and without a window.
         takes_left (`bool`): whether rows padded on the left run without their pads; the proof finds it.
-        runs_by_row (`frozenset[str]`): arguments with a part for each row that a module reads by row.
         watch (`Callable` or `None`): called for every call that runs without its pads, see [`Watch`].
 
     Args:
@@ -51,16 +50,20 @@ class Unpadding:
         generates (`bool`, *optional*, defaults to `True`):
             Whether the model may be used for decoding. If so, a call without gradients whose config asks for a cache
             gets the cache and runs with its pads.
+        runs_by_row (`frozenset[str]`, *optional*):
+            Arguments of cross-attention to images, which runs on padded rows. Empty if the model has none.
     """
 
-    def __init__(self, sharing: Sharing | None = None, *, generates: bool = True) -> None:
+    def __init__(
+        self, sharing: Sharing | None = None, *, generates: bool = True, runs_by_row: frozenset[str] = frozenset()
+    ) -> None:
         self.is_on, self.sharing, self.generates = True, sharing, generates
         self.calls, self.tokens, self.pads, self.documents = 0, 0, 0, 0
         self.trained, self.trained_documents, self.shared, self.blocks = 0, 0, 0, 0
         self.takes_left = True
         self.watch: Watch | None = None
         self.noise = EmbeddingNoise(0.0)
-        self.runs_by_row: frozenset[str] = frozenset()
+        self.runs_by_row = runs_by_row
         self._told: frozenset[str] = frozenset()
 
     def rows_of(self, call: dict[str, Any], read: dict[str, Any], module: nn.Module) -> PaddedRows | None:
