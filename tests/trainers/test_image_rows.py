@@ -132,7 +132,7 @@ def test_a_rank_with_fewer_examples_runs_untrained_ones(tmp_path, monkeypatch):
     trainer = build(tmp_path, max_tokens_per_microbatch=40)
     cutter, collate = trainer._cutter, trainer.data_collator
     load = image_steps.OneByOne(collate.collator, cutter.weights)
-    other = (40, np.array([40, 40, 40]), 120.0, 40)
+    other = image_steps.RankStep(40, np.array([40, 40, 40]), 120.0, 40, np.array([3, 120, 60, 12]))
     cutter.accelerator = SimpleNamespace(num_processes=2)
     monkeypatch.setattr(image_steps, "gather_object", lambda mine: [*mine, other])
     batch = load([copy.copy(row) for row in vision.uneven(2)])
@@ -141,4 +141,5 @@ def test_a_rank_with_fewer_examples_runs_untrained_ones(tmp_path, monkeypatch):
     idle, *trained = slot.micro_batches
     assert len(slot.micro_batches) == 3 and (idle["labels"] == -100).all()
     assert slot.untrained == min(one.tokens for one in batch.examples) and slot.imbalance > 1
+    assert cutter.report.documents == 5, "examples of both ranks"
     assert sum(int((one["labels"] != -100).sum()) for one in trained) > 0

@@ -258,16 +258,17 @@ class Arrangement:
 
     @classmethod
     def of_rows(cls, lengths: Sequence[int], rows: Rows, device: torch.device) -> Arrangement:
-        """Arrange the documents in several rows of equal length, each padded by one more document."""
+        """Arrange the documents in several rows of equal length, padded by documents that are no longer than these."""
         # Lengths (11, 24, 150) in rows ((0, 2), (1,)) give rows of 161 tokens: packed [11, 150, 24, 137], order
-        # [0, 2, 1, None].
-        longest = max(sum(lengths[i] for i in row) for row in rows)
+        # [0, 2, 1, None]. A model with a table of positions has no positions for a longer padding.
+        longest, most = max(sum(lengths[i] for i in row) for row in rows), max(lengths)
         packed: list[int] = []
         order: list[int | None] = []
         for row in rows:
-            padding = longest - sum(lengths[i] for i in row)
-            packed += [*(lengths[i] for i in row), *([padding] if padding else [])]
-            order += [*row, *([None] if padding else [])]
+            whole, rest = divmod(longest - sum(lengths[i] for i in row), most)
+            padding = [most] * whole + ([rest] if rest else [])
+            packed += [*(lengths[i] for i in row), *padding]
+            order += [*row, *(None for _ in padding)]
         return cls(PackedLayout.from_lengths(packed, rows=len(rows), device=device), order)
 
     @property

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -177,6 +177,24 @@ def _equal(merged: dict[str, Any], own: dict[str, Any]) -> bool:
     )
 
 
+class RankStep(NamedTuple):
+    """The examples of one rank in a step, in numbers.
+
+    Attributes:
+        largest_padded (`int`): size of its largest padded micro-batch, in tokens.
+        sizes (`np.ndarray`): size of each example, patches counted as tokens.
+        cost (`float`): arithmetic of all examples.
+        shortest (`int`): tokens of its shortest example.
+        counts (`np.ndarray`): examples, tokens, trained tokens and image tokens, `(4,)`.
+    """
+
+    largest_padded: int
+    sizes: np.ndarray
+    cost: float
+    shortest: int
+    counts: np.ndarray
+
+
 class ImageCutter:
     """A cutter of a step's examples into micro-batches of about equal cost, the same number of them on every rank.
 
@@ -232,11 +250,11 @@ class ImageCutter:
         pads = np.array([widths[padded == group].max() for group in padded]) - tokens
         counts = np.array([len(examples), tokens.sum(), trained.sum(), image_tokens.sum()])
         largest_padded = int(np.bincount(padded, weights=sizes + pads).max())
-        mine = (largest_padded, sizes, float(cost.sum()), int(tokens.min()), counts)
-        ranks = [mine] if self.accelerator.num_processes == 1 else gather_object([mine])
-        self.seen += sum(rank[4] for rank in ranks)
-        budget = self.free_budget = self.asked or max(rank[0] for rank in ranks)
-        count = max(fewest_micro_batches(rank[1], budget) for rank in ranks)
+        mine = RankStep(largest_padded, sizes, float(cost.sum()), int(tokens.min()), counts)
+        ranks: list[RankStep] = [mine] if self.accelerator.num_processes == 1 else gather_object([mine])
+        self.seen += sum(rank.counts for rank in ranks)
+        budget = self.free_budget = self.asked or max(rank.largest_padded for rank in ranks)
+        count = max(fewest_micro_batches(rank.sizes, budget) for rank in ranks)
         if self.asked is None and count > len(batches):  # best fit does not always find the fewest
             count, parts = len(batches), [np.flatnonzero(padded == group).tolist() for group in range(len(batches))]
         else:
@@ -258,8 +276,8 @@ class ImageCutter:
                 micro_batch[ROW_WEIGHTS] = of_rows
         last = Slot(
             micro_batches,
-            imbalance([[[rank]] for rank in range(len(ranks))], np.array([rank[2] for rank in ranks])),
-            untrained=sum(max(count - len(rank[1]), 0) * rank[3] for rank in ranks),
+            imbalance([[[rank]] for rank in range(len(ranks))], np.array([rank.cost for rank in ranks])),
+            untrained=sum(max(count - len(rank.sizes), 0) * rank.shortest for rank in ranks),
         )
         return [Slot([]) for _ in batches[:-1]] + [last]
 
