@@ -3,16 +3,20 @@
 In the forward pass some documents are replaced, and the others must not change by one bit. In the backward pass some
 documents have a loss, and the others must get no gradient at all. Two runs ([`replacements`]) and one loss
 ([`losses`]) tell every two documents apart, in both directions.
+
+Some kernels of accelerators give other bits in every run of the same tokens. So a change counts as a leak only if it
+is larger than the changes between repeated runs, and those must be no larger than rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import combinations
 from typing import NamedTuple, TypeAlias
 
 import torch
 
-from .compare import differences, largest, relative_difference, relative_logits, share, worst
+from .compare import FLOORS, differences, largest, relative_difference, relative_logits, share, worst
 from .documents import alternating, losses, replacements
 from .engine import LOGITS, STATES, Differences
 from .following import Trace
@@ -20,6 +24,8 @@ from .parity import run_packed
 from .probe import Arrangement, Outputs, Probe
 from .subject import Subject, rounding_dtype
 
+# Two runs between which a document changed are repeated this many times.
+_REPEATS = 3
 # The documents that each of two runs replaces.
 Replaced: TypeAlias = "tuple[tuple[bool, ...], tuple[bool, ...]]"
 
@@ -31,6 +37,7 @@ class Isolation(NamedTuple):
         forward (`float`): change of the LM head's input for documents that stay, in units of `scale`; with experts,
         the part that regrouping does not explain.
         regrouped (`float`): change from grouping tokens by expert, which rounds sums in another way.
+        unsteady (`float`): change between repeated runs of the same tokens.
         gradients (`float` or `None`): gradient of embeddings without a loss, in standard deviations of those with one.
         which (`tuple`): the documents that were replaced in the two runs with the largest change between them.
         where ([`Arrangement`]): the arrangement in which they were packed.
@@ -38,6 +45,7 @@ class Isolation(NamedTuple):
 
     forward: float
     regrouped: float
+    unsteady: float
     gradients: float | None
     which: Replaced
     where: Arrangement
@@ -72,9 +80,13 @@ def measure_isolation(
     # The first output of each document, and of its replacement, with the number of that run.
     met: dict[tuple[int, bool], tuple[torch.Tensor, int]] = {}
     regrouping = _Regrouping(subject, probe, arrangement, noise) if subject.regroups else None
-    worst_moved, regrouped, leaked, worst_runs = 0.0, 0.0, None, (runs[0], runs[-1])
+    worst_moved, regrouped, unsteady, leaked, worst_runs = 0.0, 0.0, 0.0, None, (runs[0], runs[-1])
+
+    def run(number: int) -> Outputs:
+        return _run(subject, probe, arrangement, runs[number], trained[number], backward=backward)
+
     for number, which in enumerate(runs):
-        states, _, gradients = _run(subject, probe, arrangement, which, trained[number], backward=backward)
+        states, _, gradients = run(number)
         # These documents ran before with the same tokens, while others were replaced. They must give the same bits.
         stay = [i for i in everything if (i, which[i]) in met]
         off = [(share(largest([states[i]], [met[i, which[i]][0]]), scale), met[i, which[i]][1]) for i in stay]
@@ -83,9 +95,15 @@ def measure_isolation(
             met.setdefault((i, which[i]), (states[i], number))
         if regrouping is not None:
             unexplained = regrouping.measure(which)
+            if subject.anywhere(unexplained > 0):  # once more, as kernels may give other bits in every run
+                unexplained = min(unexplained, regrouping.measure(which))
             regrouped = max(regrouped, moved)
             # Each rank must call `anywhere` equally often, so all of them ask together.
             moved = unexplained if subject.anywhere(moved > 0) else moved
+        elif subject.anywhere(not moved <= 0):
+            kept = [(met[i, which[i]], states[i]) for i in stay]
+            moved, varied = (share(found, scale) for found in _repeated(subject, kept, stay, number, run))
+            unsteady = max(unsteady, varied)
         # Written so that it is true for NaN as well.
         if not moved <= worst_moved:
             worst_moved, worst_runs = moved, (runs[since], which)
@@ -94,7 +112,42 @@ def measure_isolation(
             others = [gradients[i] for i in everything if i not in trained[number]]
             # Multiplied by 0 instead of zeros, so that NaN stays NaN and counts as infinite.
             leaked = max(leaked or 0.0, share(largest(others, (gradient * 0 for gradient in others)), usual))
-    return Isolation(worst_moved, regrouped, leaked, worst_runs, arrangement)
+    return Isolation(worst_moved, regrouped, unsteady, leaked, worst_runs, arrangement)
+
+
+def _repeated(
+    subject: Subject,
+    pairs: Sequence[tuple[tuple[torch.Tensor, int], torch.Tensor]],
+    places: Sequence[int],
+    number: int,
+    run: Callable[[int], Outputs],
+) -> tuple[float, float]:
+    """Repeat two runs; return how far documents move between them beyond what repeats differ, and what repeats differ.
+
+    Args:
+        subject ([`Subject`]):
+            The model.
+        pairs (`Sequence`), places (`Sequence[int]`):
+            For each document that stays: its output in an earlier run with the number of that run, and its output now;
+            and its place.
+        number (`int`), run (`Callable`):
+            The number of this run, and how to repeat a run by its number.
+    """
+    # All ranks take part in every run, so they repeat the same ones.
+    numbers = sorted({since for (_, since), _ in pairs} | {number})
+    again = {i: [[state.detach() for state in run(i).states] for _ in range(_REPEATS)] for i in numbers}
+    moved, varied, dtype = 0.0, 0.0, rounding_dtype(subject.model, pairs[0][1].dtype)
+    for place, ((before, since), now) in zip(places, pairs, strict=True):
+        both = ((before, since), (now, number))
+        earlier, later = ([first, *(states[place] for states in again[i])] for first, i in both)
+        between = min(largest([a], [b]) for a in earlier for b in later)
+        within = max(largest([a], [b]) for group in (earlier, later) for a, b in combinations(group, 2))
+        # Not the measured noise, as it was measured with the same kernels. Written so that a NaN stays a leak.
+        is_rounding = relative_difference(now, before, typical=subject.chooses) <= FLOORS[dtype]
+        if not (between <= within and is_rounding):
+            moved = max(moved, between, 0.0 if is_rounding else largest([now], [before]))
+        varied = max(varied, within)
+    return moved, varied
 
 
 def _run(

@@ -220,6 +220,7 @@ def _measure(
         layers=f"{len(kinds.parts.layers)} of {len(whole.parts.layers)}",
         isolation=leaking.forward,
         regrouped=max(found.regrouped for found, *_ in isolations),
+        unsteady=max(found.unsteady for found, *_ in isolations),
         input_gradients=max(leaked, default=None),
         parity=forward.difference,
         threshold=forward.allowed,

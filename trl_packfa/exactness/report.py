@@ -36,6 +36,9 @@ class ExactnessReport:
         regrouped (`float`):
             With experts, the whole change. Other documents' tokens change which tokens are multiplied together, and so
             how sums are rounded.
+        unsteady (`float`):
+            Largest change between repeated runs of the same tokens, measured where a document changed. Some kernels
+            give other bits in each run. Up to the size of rounding this is allowed, and a smaller leak is not seen.
         input_gradients (`float` or `None`):
             Largest gradient of the embeddings of documents without a loss, in standard deviations of the gradient of
             documents with a loss. Must be 0. `None` if the backbone embeds each document by itself.
@@ -96,6 +99,7 @@ class ExactnessReport:
     seed: int = 0
     isolation: float
     regrouped: float = 0.0
+    unsteady: float = 0.0
     input_gradients: float | None
     parity: float
     threshold: float
@@ -176,8 +180,10 @@ class ExactnessReport:
         forward, gradients = f"{self.threshold:.1e}", number(self.gradient_threshold)
         isolated, unlinked = self.isolation == 0, not self.input_gradients
         with_labels = "mean loss under the collator's labels"
+        unsteady = Measurement("", "change between runs of the same tokens", self.unsteady, "rounding", True)
         lines = [
             Measurement("isolation", "change of a document when others are replaced", self.isolation, "0", isolated),
+            *([unsteady] if self.unsteady else ()),
             Measurement("", "gradient of a document without a loss of its own", self.input_gradients, "0", unlinked),
             Measurement("parity", "worst layer, packed against alone", self.parity, forward, self.has_parity),
             Measurement("", with_labels, self.loss, f"{_SAME_LOSS:.0e}", self.has_loss),
@@ -191,11 +197,12 @@ class ExactnessReport:
         return table_rows([*lines, *(self.unpadding.measurements() if self.unpadding is not None else ())])
 
     def __str__(self) -> str:
+        unsteady = f" (equal runs differ by {self.unsteady:.1e})" if self.unsteady else ""
         gradients = "not measured, nothing trains"
         if self.gradients is not None:
             gradients = f"{self.gradients:.1e} (allowed {number(self.gradient_threshold)})"
         return (
-            f"{self.verdict}: isolation {max(self.isolation, self.input_gradients or 0.0):.1e}, "
+            f"{self.verdict}: isolation {max(self.isolation, self.input_gradients or 0.0):.1e}{unsteady}, "
             f"parity {self.parity:.1e} (allowed {self.threshold:.1e}), "
             f"gradients {gradients}, "
             f"without boundaries {self.control:.1e} "
@@ -235,7 +242,11 @@ class ExactnessReport:
             why = ["removing the boundaries changed nothing: this model mixes no tokens, or its weights are zero"]
             return [*why, f"matrices of zeros: {self.no_weight}"] if self.no_weight else why
         if self.verdict == "leak" and self.isolation:
-            return [f"replacing some documents changed others; first in module '{self.first_leak}'"]
+            why = [f"replacing some documents changed others; first in module '{self.first_leak}'"]
+            varied = (
+                f"runs of the same tokens differ by up to {self.unsteady:.1e}: the device's kernels are not steady"
+            )
+            return [*why, varied] if self.unsteady else why
         if self.verdict == "leak":
             return ["the gradient of one document's loss reaches the embeddings of others"]
         reasons: list[str] = []

@@ -323,12 +323,12 @@ def class_names(module: nn.Module) -> list[str]:
     return [cls.__name__ for cls in type(module).__mro__]
 
 
-# Tables of learned positions, not of distances between tokens.
-_POSITIONS = re.compile(r"wpe|pos(ition)?s?_emb|embed_positions", re.IGNORECASE)
+# Tables of positions, not of distances between tokens.
+_POSITIONS = re.compile(r"wpe|pos(ition)?s?_(emb|enc)|embed_positions", re.IGNORECASE)
 
 
 def max_positions(backbone: nn.Module) -> int | None:
-    """Return the number of positions in the smallest table of learned positions, `None` without a table.
+    """Return the number of positions in the smallest table of positions, `None` without a table.
 
     A position beyond it is an index error on a CPU. On CUDA it makes the device unusable for the process.
     """
@@ -341,4 +341,13 @@ def max_positions(backbone: nn.Module) -> int | None:
             # padding index (514 rows, padding index 1: 512 positions).
             before = getattr(table, "offset", 0) + (0 if table.padding_idx is None else table.padding_idx + 1)
             sizes.append(table.num_embeddings - before)
+    # GPT-J, CodeGen and CTRL compute their tables once, up to the positions of the config.
+    sizes += [
+        len(table)
+        for name, table in backbone.named_buffers()
+        if table.dim() == 2 and table.is_floating_point() and _POSITIONS.search(name.rpartition(".")[2])
+    ]
+    config = own_config(backbone)
+    if getattr(config, "model_type", "") == "mpt":  # a backbone may be no model of transformers
+        sizes.append(config.max_seq_len)  # it adds a bias of this many keys
     return min(sizes, default=None)
