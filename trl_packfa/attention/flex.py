@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ..layout import AttentionLayout
@@ -81,7 +82,8 @@ class FlexBackend:
     ) -> torch.Tensor:
         """Compute attention, see [`AttentionBackend`]."""
         attend = _compiled() if query.device.type == "cuda" else flex_attention
-        q_NTH, k_KTH, v_KTH = (tensor.transpose(0, 1)[None] for tensor in cast_to_autocast_dtype(query, key, value))
+        query, key, value = cast_to_autocast_dtype(query, key, value)
+        q_NTH, k_KTH, v_KTH = (x.transpose(0, 1)[None] for x in (*_with_block_sizes(query, key), value))
         result = attend(
             q_NTH,
             k_KTH,
@@ -99,6 +101,18 @@ class FlexBackend:
         # A sink adds exp(sink) to the softmax denominator, so all probabilities shrink by the same factor.
         share_NT = torch.sigmoid(lse_NT - call.sinks.to(lse_NT.dtype)[:, None])
         return (out_NTH * share_NT[..., None].to(out_NTH.dtype)).transpose(0, 1)
+
+
+def _with_block_sizes(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pad float32 queries and keys `(T, N, H)` of 129 to 255 features with zeros to 256, which changes no score.
+
+    For 192 features, as in multi-head latent attention, torch 2.11 chooses blocks that need 273 KiB of shared memory,
+    and an H100 has 227 KiB. For 256 features its blocks fit.
+    """
+    width = query.shape[-1]
+    if query.dtype != torch.float32 or not 128 < width < 256:
+        return query, key
+    return F.pad(query, (0, 256 - width)), F.pad(key, (0, 256 - width))
 
 
 def _capped(softcap: float) -> Callable[..., torch.Tensor]:
