@@ -1,7 +1,9 @@
 """Measure the tables of `docs/hardware.md` on a machine with a GPU, in stages of ten minutes at most.
 
-    python benchmarks/gpu/run.py tests|kernels|train|paper|rest [--out FOLDER] [--limit SECONDS] [--small]
+    python benchmarks/gpu/run.py STAGE [--out FOLDER] [--limit SECONDS] [--small]
     python benchmarks/gpu/run.py STEP      one of a stage's steps alone: llama3_8b, paper_x16, ...
+
+The stages are tests, types, trainers, kernels, train, paper and rest.
 
 Packages that the machine lacks come from `.gpu/`, the folder of `make gpu-kit`. Raw JSON and logs go to `--out`, by
 default `benchmarks/gpu/results`. Commands that run out of time are killed. `--small` runs the same commands on a small
@@ -34,12 +36,22 @@ _LAST_LINES = 40
 _SMALL_LENGTHS, _SMALL_ROW = [5, 31, 12, 7, 24, 3, 18, 9] * 24, 64
 
 
+# Tests whose trainers run on the GPU, each beside TRL's own trainer.
+_TRAINERS = [
+    f"tests/{name}.py"
+    for name in ("trainers/test_packed_preference", "trainers/test_shared_prefixes", "trainers/test_turns",
+                 "trainers/test_image_steps", "trainers/test_padding_free", "whole/test_swap_training")
+]  # fmt: skip
+
+
 class Step(NamedTuple):
-    """One command of a stage: arguments of Python. Its output goes to `NAME.log` or `NAME.json`."""
+    """One command of a stage: arguments of Python, and more environment. Its output goes to `NAME.log` or
+    `NAME.json`."""
 
     name: str
     command: list[str]
     prints_json: bool = False
+    variables: dict[str, str] = {}
 
 
 def bench(name: str, recipe: str, out: Path, *more: str, small: bool) -> Step:
@@ -67,8 +79,11 @@ def _small(recipe: str, more: tuple[str, ...], out: Path) -> list[str]:
 def stages(out: Path, *, small: bool) -> dict[str, list[Step]]:
     """Return every stage with its steps, the most valuable stage first."""
     workers = [] if small else ["-n", "12"]
-    battery = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE", "--durations=5", *workers, "tests/test_gpu.py"]
-    battery += ["-k", "formula"] if small else []
+    pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE", "--durations=5", *workers]
+    battery = [*pytest, "tests/test_gpu.py", *(["-k", "formula"] if small else [])]
+    trainers = [*pytest, *(_TRAINERS[:1] if small else _TRAINERS), *(["-k", "token_budget"] if small else [])]
+    every_type = [str(HERE / "every_type.py"), "--output", str(out / "types.jsonl")]
+    every_type += ["--jobs", "1", "--only", "llama"] if small else []
     heads = ["--heads", "4", "--key_value_heads", "2", "--head_dim", "16"] if small else [
         "--heads", "32", "--key_value_heads", "8", "--head_dim", "128"]  # fmt: skip
     tokens = ["--tokens", "64"] if small else ["--tokens", "8192", "32768"]
@@ -81,6 +96,8 @@ def stages(out: Path, *, small: bool) -> dict[str, list[Step]]:
     sixteen += ["--strategies", "padding,trl-bfd@4096x1,step"]
     return {
         "tests": [Step("tests", battery)],
+        "types": [Step("types", every_type)],
+        "trainers": [Step("trainers", trainers, variables={"TRAIN_ON": "cpu" if small else "cuda"})],
         "kernels": [Step("parts", parts), Step("attention", attention, prints_json=True)],
         "train": [
             bench("llama3_8b", "llama3_8b", out, small=small),
@@ -134,8 +151,8 @@ def run_step(step: Step, out: Path, variables: dict[str, str], seconds: float) -
     with out_file.open("w") as told:
         errors = None if step.prints_json else subprocess.STDOUT
         # A separate process group, so that the sides of a benchmark are killed with it.
-        process = subprocess.Popen([sys.executable, *step.command], cwd=ROOT, env=variables, stdout=told,
-                                   stderr=errors, start_new_session=True)  # fmt: skip
+        process = subprocess.Popen([sys.executable, *step.command], cwd=ROOT, env={**variables, **step.variables},
+                                   stdout=told, stderr=errors, start_new_session=True)  # fmt: skip
         try:
             code = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -150,7 +167,7 @@ def run_step(step: Step, out: Path, variables: dict[str, str], seconds: float) -
 def main(argv: list[str] | None = None) -> int:
     """Run a stage; return 1 if one of its steps failed or did not end in time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", help="tests, kernels, train, paper or rest, or one step of a stage")
+    parser.add_argument("stage", help="a stage, or one step of a stage")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--limit", type=float, default=585.0, help="time limit of the stage in seconds")
     parser.add_argument("--small", action="store_true", help="use a small model, also on a CPU")

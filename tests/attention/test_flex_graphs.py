@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from trl_packfa import PackedLayout
-from trl_packfa.attention import flex
+from trl_packfa.attention import AttentionArguments, flex, get_backend
 from trl_packfa.bench.tracing import compiled_graphs
 
 LENGTHS = ((300, 20), (5, 130, 64), (250, 250, 1, 1), (129,), (140, 2, 290, 33, 7))
@@ -66,3 +66,21 @@ def test_every_kind_of_attention_is_compiled(monkeypatch):
     flex._compiled.cache_clear()
     attend_in_every_way()
     assert compiled_graphs() > 8
+
+
+@pytest.mark.parametrize(("dtype", "wide"), [(torch.float32, 256), (torch.bfloat16, 192)])
+def test_flex_has_block_sizes_for_heads_of_192_in_float32(dtype, wide, monkeypatch):
+    """Seen on an H200 with torch 2.11: more shared memory than the GPU has. Zeros change nothing."""
+    widths, attend = [], flex.flex_attention
+
+    def flex_attention(query, key, value, **options):
+        widths.append((query.shape[-1], key.shape[-1], value.shape[-1]))
+        return attend(query, key, value, **options)
+
+    monkeypatch.setattr(flex, "flex_attention", flex_attention)
+    layout = PackedLayout.from_lengths([5, 130, 2])
+    q, k, v = (torch.randn(137, 4, width).to(dtype) for width in (192, 192, 128))
+    call = AttentionArguments(scaling=192**-0.5).on(layout.attention)
+    out, expected = (get_backend(name)(q, k, v, call) for name in ("flex", "reference"))
+    assert widths == [(wide, wide, 128)] and out.shape == v.shape
+    torch.testing.assert_close(out, expected, atol=2e-2 if dtype is torch.bfloat16 else 1e-5, rtol=1e-2)

@@ -51,24 +51,6 @@ def test_flex_runs_the_kernel_that_trains_whatever_the_rows_length(monkeypatch):
     assert calls == [(1, 4, 73, 16)]
 
 
-@pytest.mark.parametrize(("dtype", "wide"), [(torch.float32, 256), (BF16, 192)])
-def test_flex_has_block_sizes_for_heads_of_192_in_float32(dtype, wide, monkeypatch):
-    """Seen on an H200 with torch 2.11: more shared memory than the GPU has. Zeros change nothing."""
-    widths, attend = [], flex_module.flex_attention
-
-    def flex_attention(query, key, value, **options):
-        widths.append((query.shape[-1], key.shape[-1], value.shape[-1]))
-        return attend(query, key, value, **options)
-
-    monkeypatch.setattr(flex_module, "flex_attention", flex_attention)
-    layout = PackedLayout.from_lengths([5, 130, 2])
-    q, k, v = (torch.randn(137, 4, width).to(dtype) for width in (192, 192, 128))
-    call = AttentionArguments(scaling=192**-0.5).on(layout.attention)
-    out, expected = (get_backend(name)(q, k, v, call) for name in ("flex", "reference"))
-    assert widths == [(wide, wide, 128)] and out.shape == v.shape
-    torch.testing.assert_close(out, expected, atol=2e-2 if dtype is BF16 else 1e-5, rtol=1e-2)
-
-
 def test_a_softcap_is_a_constant_of_flexs_graph(monkeypatch):
     """G2. As a tensor that a graph is handed, it could not be lowered where there are no gradients."""
     handed = []

@@ -22,7 +22,7 @@ from trl_packfa import PackedLayout
 from trl_packfa.attention import AttentionArguments, flash, get_backend, varlen
 
 ROOT = Path(__file__).parents[2]
-STAGES = ("tests", "kernels", "train", "paper", "rest")
+STAGES = ("tests", "types", "trainers", "kernels", "train", "paper", "rest")
 
 
 # What travels --------------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Small trainers on small data, shared by the tests of the trainer."""
 
+import os
+
 import tiny
 import torch
 from datasets import Dataset
@@ -7,6 +9,8 @@ from peft import LoraConfig
 
 from trl_packfa import PackedSFTConfig, PackedSFTTrainer
 
+# `TRAIN_ON=cuda` runs the tests' trainers on a GPU: stage `trainers` of benchmarks/gpu/run.py.
+ON_CPU = os.environ.get("TRAIN_ON", "cpu") == "cpu"
 # Of documents, as uneven as instructions are.
 LENGTHS = [n for i in range(40) for n in (5 + i % 7, 31, 2 + i % 3)]
 SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "check_packing": False}
@@ -40,7 +44,7 @@ def arguments(cls=PackedSFTConfig, out="out", **options):
         "max_steps": 3,
         "save_strategy": "no",
         "gradient_checkpointing": False,
-        "use_cpu": True,
+        "use_cpu": ON_CPU,
         "bf16": False,
         "report_to": "none",
         "disable_tqdm": True,

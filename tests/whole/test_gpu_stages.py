@@ -9,9 +9,20 @@ from gpu import run, wanted
 from selection import exhaustive
 
 # `paper_x2` has the recipe of `paper_x16`.
-# Their lines are those of `compiled_1b` and `parts`.
-ALIKE = ("llama3_8b", "automodel", "paper_x16", "attention")
-STEPS = ["tests", "parts", "attention", "llama3_8b", "automodel", "paper_x16", "qlora_8b", "compiled_1b"]
+# Their lines are those of `compiled_1b`, `parts` and `tests`.
+ALIKE = ("llama3_8b", "automodel", "paper_x16", "attention", "trainers")
+STEPS = [
+    "tests",
+    "types",
+    "trainers",
+    "parts",
+    "attention",
+    "llama3_8b",
+    "automodel",
+    "paper_x16",
+    "qlora_8b",
+    "compiled_1b",
+]
 
 
 @pytest.mark.slow
@@ -21,7 +32,7 @@ def test_every_step_runs_on_a_cpu_in_its_smallest_form(name, tmp_path, capsys):
     (step,) = run.chosen(name, run.stages(tmp_path, small=True))
     written = tmp_path / f"{step.name}.json"
     assert (tmp_path / f"{step.name}.log").exists() or written.exists()
-    if name not in ("tests", "parts", "attention"):
+    if name not in ("tests", "types", "trainers", "parts", "attention"):
         report = json.loads(written.read_text())
         assert len(report["sides"]) == 2 and not [side for side in report["sides"] if "failed" in side]
         assert wanted.side(report, report["sides"][-1]["side"])["attention"] == "sdpa"

@@ -28,9 +28,10 @@ def _strategies(argv: list[str]) -> int:
     if wanted.plot:
         require_matplotlib()
     with quiet():
-        report = run_bench(argv, tell=lambda text: print(text, file=sys.stderr, flush=True))
-    if wanted.output:
-        save(report, wanted.output)
+        # Written after each side too, so that a run that is cut off keeps the sides before.
+        keep = (lambda report: save(report, wanted.output)) if wanted.output else (lambda report: None)
+        report = run_bench(argv, tell=lambda text: print(text, file=sys.stderr, flush=True), seen=keep)
+        keep(report)
     show(report, operations=wanted.profile)
     if wanted.plot:
         save_plot(report, wanted.plot)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -28,8 +29,12 @@ Tell = Callable[[str], None]
 _PEAK_SECONDS = 0.1
 
 
-def run_bench(argv: list[str], tell: Tell = lambda text: None) -> dict[str, Any]:
+def run_bench(
+    argv: list[str], tell: Tell = lambda text: None, seen: Callable[[dict[str, Any]], None] = lambda report: None
+) -> dict[str, Any]:
     """Run the benchmark of the arguments and return all figures, ready for JSON.
+
+    `seen` gets the report of the sides so far whenever sides have ended, because the next ones may run out of time.
 
     Raises:
         [`PackingError`]: for arguments and data that cannot be compared. A failed side is only a row of the result.
@@ -47,16 +52,22 @@ def run_bench(argv: list[str], tell: Tell = lambda text: None) -> dict[str, Any]
         spec = {"argv": argv, "model": model, "folder": name}
         config = AutoConfig.from_pretrained(model)
         peak = Peak(config, setup.args)
+        head = {"environment": environment(), "arguments": argv, "data": {**data._asdict(), "report": lost}}
+        ended: list[Result] = []
         for group in [results] if setup.bench.interleave else [[result] for result in results]:
             _measure(group, setup, spec, folder, peak, tell)
+            ended += group
+            seen({**head, **_figures(ended, setup, config, data, peak)})
         require_equal_work(results)
-        # If every side failed, the adapter may be the reason; then the plan of its operations would fail too.
-        counted = setup.bench.trainer == "sft" and not all(result.failure for result in results)
-        flops = _flops_per_token(config, setup, data) if counted else 0.0
+        return {**head, **_figures(results, setup, config, data, peak)}
+
+
+def _figures(results: list[Result], setup: Setup, config: PreTrainedConfig, data: Facts, peak: Peak) -> dict[str, Any]:
+    """Return what the report says of these sides; the first one is the base of the ratios."""
+    # If every side failed, the adapter may be the reason; then the plan of its operations would fail too.
+    counted = setup.bench.trainer == "sft" and not all(result.failure for result in results)
+    flops = _flops_per_token(config, setup, data) if counted else 0.0
     return {
-        "environment": environment(),
-        "arguments": argv,
-        "data": {**data._asdict(), "report": lost},
         "model_flops_per_token": flops,
         "peak_flops": peak.best,
         "peak_source": peak.source,
@@ -119,9 +130,11 @@ def _measure(results: list[Result], setup: Setup, spec: dict[str, Any], folder: 
         processes: dict[Side, SideProcess] = {}
         for result in results:
             tell(f"{result.side.name}: building")
+            began = time.perf_counter()
             side = SideProcess({**spec, "side": as_json(result.side)}, folder, len(processes))
             processes[result.side] = stack.enter_context(closing(side))
             _guarded(result, lambda r=result, s=side: r.built(s.ready()))
+            tell(f"{result.side.name}: {result.failure or f'built in {time.perf_counter() - began:.0f} s'}")
             if result.failure:
                 side.close()
         _take_turns(results, processes, setup, peak, tell)
