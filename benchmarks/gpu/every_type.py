@@ -37,7 +37,8 @@ def measure(name: str, device: str, dtype: str) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         try:
-            model = small_model(name).to(device, getattr(torch, dtype))
+            model = small_model(name)
+            torch.nn.Module.to(model, device, getattr(torch, dtype))
             patch(model)
             report = check(model)
             return {"type": name, "dtype": dtype, **report.to_dict(), "describe": str(describe(model))}

@@ -50,13 +50,34 @@ def build(out, family="llava", *, padded=False, data=None, lora=None, built=None
     return cls(model, args=args, train_dataset=data, processing_class=processor, peft_config=adapter)
 
 
+def build_preference(kind, out, family="llava", *, padded=False, data=None, lora=None, **options):
+    """Build a trainer of pairs (`DPO`) or answers (`KTO`) about images of uneven sizes: ours, or TRL's own."""
+    trainer, config = (getattr(trl, kind + what) for what in ("Trainer", "Config"))
+    ours = ("use_peft", "packing_strategy", "max_tokens_per_microbatch")
+    if not padded:
+        trainer, config = (getattr(trl_packfa, f"Packed{kind}{what}") for what in ("Trainer", "Config"))
+    options = {
+        "max_length": None, "max_steps": STEPS, "gradient_accumulation_steps": 3, "remove_unused_columns": False,
+        "per_device_train_batch_size": 2, "learning_rate": 1e-4, **({} if lora else IN_FULL), **options,
+    }  # fmt: skip
+    options = {name: value for name, value in options.items() if not (padded and name in ours)}
+    model, processor = vision.family(family)
+    data = (vision.uneven_pairs() if kind == "DPO" else vision.uneven_answers()) if data is None else data
+    adapter = LoraConfig(r=4, target_modules=lora, task_type="CAUSAL_LM") if lora else None
+    reference = {} if lora else {"ref_model": vision.family(family)[0]}
+    return trainer(
+        model, args=arguments(config, out, **options), train_dataset=data, processing_class=processor,
+        peft_config=adapter, **reference,
+    )  # fmt: skip
+
+
 def worst(logs, others):
     """Return the largest difference of what a re-cut run has in common with the padded one."""
     kept = [[{name: entry[name] for name in SAME} for entry in run] for run in (logs, others)]
     return max(differences(*kept).values())
 
 
-def run(folder, *, without=(), fsdp=False, zero=None, **options):
+def run(folder, *, kind=None, without=(), fsdp=False, zero=None, **options):
     """Train on two ranks, and return the logs, or the error."""
     forget_the_last_engine()
     if fsdp:
@@ -66,6 +87,8 @@ def run(folder, *, without=(), fsdp=False, zero=None, **options):
     batch = {"per_device_train_batch_size": 2, "ddp_backend": "gloo", "max_steps": 3}
     torch.manual_seed(0)
     try:
+        if kind is not None:
+            return train(build_preference(kind, folder, **{**batch, **options}))
         return train(build(folder, data=vision.uneven(24, without=without), **{**batch, **options}))
     except trl_packfa.errors.PackingError as error:
         return str(error)

@@ -158,6 +158,29 @@ def uneven(count=24, *, without=()):
     return Dataset.from_dict({name: [row[name] for row in rows] for name in rows[0]})
 
 
+def uneven_pairs(count=24, *, without=()):
+    """Return preference pairs about one or two images of uneven sizes, with texts of uneven lengths."""
+    rows = uneven(count, without=without)
+    messages = [row["messages"] for row in rows]
+    return Dataset.from_dict({
+        "images": rows["images"],
+        "prompt": [[asked] for asked, _ in messages],
+        "chosen": [[answer] for _, answer in messages],
+        "rejected": [[{**answer, "content": tiny.words(1 + i * 5 % 13, seed=90 + i)}]
+                     for i, (_, answer) in enumerate(messages)],
+    })  # fmt: skip
+
+
+def uneven_answers(count=24):
+    """Return good and bad answers about images, one each in turn."""
+    pairs = uneven_pairs(count)
+    return Dataset.from_list([
+        {"images": row["images"], "prompt": row["prompt"], "completion": row["rejected" if i % 2 else "chosen"],
+         "label": i % 2 == 0}
+        for i, row in enumerate(pairs)
+    ])  # fmt: skip
+
+
 def prompts(count=12):
     """Return prompts and completions about an image, one image per row."""
     return Dataset.from_dict({

@@ -12,10 +12,11 @@ from image_runs import build
 from trl_trainers import train
 
 from trl_packfa.errors import InvalidDataset
+from trl_packfa.trainers.common import image_cutting
+from trl_packfa.trainers.common.image_examples import OneByOne, Processed
 from trl_packfa.trainers.common.image_rows import NamingCollator, NumberedRows, look_at_images
 from trl_packfa.trainers.common.step_cutting import Documents
-from trl_packfa.trainers.sft import image_steps
-from trl_packfa.trainers.sft.image_steps import ImageCutter, Processed
+from trl_packfa.trainers.sft.image_steps import ImageCutter
 
 STRATEGIES = ("step", "minibatch")
 
@@ -131,10 +132,10 @@ def test_a_rank_with_fewer_examples_runs_untrained_ones(tmp_path, monkeypatch):
     """The other rank has three examples that fill a micro-batch each; this one has two."""
     trainer = build(tmp_path, max_tokens_per_microbatch=40)
     cutter, collate = trainer._cutter, trainer.data_collator
-    load = image_steps.OneByOne(collate.collator, cutter.weights)
-    other = image_steps.RankStep(40, np.array([40, 40, 40]), 120.0, 40, np.array([3, 120, 60, 12]))
-    cutter.accelerator = SimpleNamespace(num_processes=2)
-    monkeypatch.setattr(image_steps, "gather_object", lambda mine: [*mine, other])
+    load = OneByOne(collate.collator, cutter.own.weights)
+    other = image_cutting.RankStep(40, [np.array([40, 40, 40])], 120.0, 40, np.array([3, 120, 60, 12]))
+    cutter.own.accelerator = SimpleNamespace(num_processes=2)
+    monkeypatch.setattr(image_cutting, "gather_object", lambda mine: [*mine, other])
     batch = load([copy.copy(row) for row in vision.uneven(2)])
     assert isinstance(batch, Documents) and all(isinstance(one, Processed) for one in batch.examples)
     slot = ImageCutter.cut(cutter, [batch], collate)[-1]

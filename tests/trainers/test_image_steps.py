@@ -13,8 +13,9 @@ from trl_trainers import train
 
 import trl_packfa
 from trl_packfa.errors import ContaminationError, InvalidConfig
+from trl_packfa.trainers.common.image_examples import Merging
 from trl_packfa.trainers.common.image_weights import ImageWeights
-from trl_packfa.trainers.sft.image_steps import ImageCutter, Merging
+from trl_packfa.trainers.sft.image_steps import ImageCutter
 
 
 @pytest.mark.parametrize("lora", [None, *in_full(("q_proj", "v_proj"), ("q_proj", "qkv", "fc1"))])
@@ -75,7 +76,7 @@ def test_controls_differ(tmp_path, monkeypatch):
     expected = train(build(tmp_path, padded=True))
     with monkeypatch.context() as patched:
         patched.setattr(Merging, "_merged", mixed_up)
-        patched.setattr("trl_packfa.trainers.sft.image_steps._equal", lambda merged, own: True)
+        patched.setattr("trl_packfa.trainers.common.image_examples._equal", lambda merged, own: True)
         assert worst(expected, train(build(tmp_path))) > 10 * TRAJECTORY
     expected = train(build(tmp_path, "qwen3_vl", padded=True))
     monkeypatch.setattr(weights, lambda trained, padded, parts, count: [torch.ones(len(part)) for part in parts])
@@ -127,9 +128,9 @@ def test_a_budget_counts_tokens_and_patches(budget, tmp_path):
     def record(self, batches, collate):
         slots = cut(self, batches, collate)
         for micro_batch in slots[-1].micro_batches:
-            patches = self.weights.count(micro_batch)
+            patches = self.own.weights.count(micro_batch)
             tokens = int(micro_batch["attention_mask"].sum())
-            sizes.append((tokens + self.weights.size * patches, len(micro_batch["labels"])))
+            sizes.append((tokens + self.own.weights.size * patches, len(micro_batch["labels"])))
         return slots
 
     expected = train(build(tmp_path, padded=True, data=data, max_steps=1))

@@ -182,7 +182,7 @@ def test_packed_preference_trainers_train_as_padded(kind, tmp_path):
     logs = train(trainer)
     worst = {name: found for name, found in differences(expected, logs).items() if found > TRAJECTORY}
     assert worst.keys() <= set(ROUNDED), worst
-    assert trainer.cut_reason == "the tokens of images exist only after collation"
+    assert bool(trainer.cut_reason) == (kind == "KTO")  # its KL is a whole micro-batch's
     assert max(entry["padding_saved"] for entry in logs) > 0.05
     assert trainer.trl_packfa_padding_free.first_calls.keys() == {"model", "ref_model"}
 
@@ -192,8 +192,6 @@ def test_packed_preference_trainers_refuse_what_images_do_not_have(tmp_path):
         build_preference("Reward", tmp_path, use_peft=True)
     with pytest.raises(InvalidConfig, match="overflow='drop' with images"):
         build_preference("DPO", tmp_path, overflow="drop")
-    with pytest.raises(InvalidConfig, match=r"max_tokens_per_microbatch=99 has no effect(?s:.*)tokens of images"):
-        build_preference("DPO", tmp_path, max_tokens_per_microbatch=99)
     broken = Dataset.from_list([{**row, "image": None if i == 3 else row["image"]} for i, row in enumerate(pairs())])
     with pytest.raises(InvalidDataset, match="row 3 of the train dataset has no image"):
         build_preference("DPO", tmp_path, data=broken)

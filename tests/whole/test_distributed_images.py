@@ -24,8 +24,9 @@ RUNS = {
     "FSDP2": ({"fsdp": True}, {"max_tokens_per_microbatch": 300}),
     "ZeRO-2": ({"zero": 2}, {"max_tokens_per_microbatch": 300}),
     "ZeRO-3": ({"zero": 3}, {"max_tokens_per_microbatch": 300}),
+    "DPO": ({"kind": "DPO", "gradient_accumulation_steps": 2}, {"max_tokens_per_microbatch": 200}),
 }
-RUNS = chosen(RUNS, "llava", "qwen3_vl, a mean over each micro-batch", "rows without images", "FSDP2")
+RUNS = chosen(RUNS, "llava", "qwen3_vl, a mean over each micro-batch", "rows without images", "FSDP2", "DPO")
 REFUSED = {"fsdp": True, "without": [3]}
 
 

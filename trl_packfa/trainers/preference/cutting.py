@@ -46,7 +46,7 @@ class PairSlot(Slot):
     Attributes:
         parts (`list[Part]`): the pairs and the weight of each micro-batch.
         padded (`list[list[int]]`): the pairs of each padded micro-batch of this rank.
-        examples (`Sequence[dict]`): the step's pairs, of all ranks.
+        examples (`Sequence`): the step's pairs, of all ranks; with images those of this rank, processed.
         lengths (`np.ndarray`): tokens of their rows, shape `(P, R)`.
         widths (`np.ndarray`): length of a pair's rows in the padded run, shape `(P,)`.
     """
@@ -58,7 +58,7 @@ class PairSlot(Slot):
         *,
         parts: Sequence[Part] = (),
         padded: Sequence[Sequence[int]] = (),
-        examples: Sequence[dict[str, Any]] = (),
+        examples: Sequence[Any] = (),
         lengths: np.ndarray | None = None,
         widths: np.ndarray | None = None,
     ) -> None:

@@ -13,6 +13,8 @@ from .config import PreferenceConfig
 from .trainer import PackedPreference
 
 _OTHER_ANSWER = "KL_completion_ids"
+# The keys of a batch that are the text's, or TRL's own.
+_NOT_OF_IMAGES = {"input_ids", "attention_mask", "completion_mask", "label", "ref_logps"}
 
 
 @dataclass
@@ -68,6 +70,14 @@ class PackedKTOTrainer(PackedPreference, KTOTrainer):
             return f"loss_type '{self.loss_type}' estimates the KL over the rows of each padded micro-batch"
         known = self.loss_type == "apo_zero_unpaired"
         return "" if known else f"loss_type '{self.loss_type}' is not known to be a mean over examples"
+
+    def _reference_model(self, inputs: dict[str, Any]) -> Any:
+        """Return the reference; on images, one that gets them: TRL's `compute_ref_log_probs` hands over text only."""
+        model = super()._reference_model(inputs)
+        if not self._is_vision_dataset:
+            return model
+        images = {name: value for name, value in inputs.items() if name not in _NOT_OF_IMAGES}
+        return lambda **call: model(**{**images, **call})
 
     def _select(self, dataset: Dataset, kept: Any, prepare: Callable[[Dataset], Dataset]) -> Dataset:
         """Return the kept examples. If the loss estimates a KL, let TRL mismatch their answers anew among them."""

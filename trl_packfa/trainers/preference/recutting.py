@@ -16,10 +16,13 @@ from torch.utils.data import DataLoader
 
 from ...errors import ContaminationError
 from ...layout.padded_rows import rows_of, tell_rows
+from ...packing import PackingReport
+from ..common.image_examples import OneByOne
 from ..common.step_cutting import Documents, in_turn, require_aligned
 from ..padding_free.collating import CountedBatch
 from ..padding_free.single_rank import alone
 from .cutting import PairCutter, PairSlot, Part
+from .image_cutting import ImagePairCutter
 from .overflow import Rows
 from .replaying import Recorder, Replay, RowOutputs
 
@@ -37,7 +40,7 @@ _SAME_LOSS, _SAME_HALF_LOSS = 1e-4, 2e-2
 
 
 class RecutSteps(Base):
-    """A base class that re-cuts a TRL trainer's steps if it has a [`PairCutter`]. The loss must be a mean over pairs.
+    """A base class that re-cuts a TRL trainer's steps if it has a cutter. The loss must be a mean over pairs.
 
     Each micro-batch's loss is TRL's, weighted by its pairs. When all micro-batches have run, TRL's loss runs once more
     for its metrics, on the padded run's micro-batches and the recorded outputs ([`Replay`]).
@@ -55,8 +58,9 @@ class RecutSteps(Base):
     precompute_ref_logps: bool
     _metrics: Any
     _total_train_tokens: int
+    packing_reports: dict[str, PackingReport]
 
-    _cutter: PairCutter | None = None
+    _cutter: PairCutter | ImagePairCutter | None = None
     _running: tuple[PairSlot, Part] | None = None
     _has_compared = False
     # While a step runs: the model's outputs for each row of a pair, by the pair's number in the step.
@@ -66,7 +70,13 @@ class RecutSteps(Base):
         """Return the training loader. If steps are re-cut, it yields the padded run's pairs, to be collated later."""
         if self._cutter is None:
             return super().get_train_dataloader()
-        collator, self.data_collator = self.data_collator, Documents  # TRL's loader reads this attribute
+        collator = self.data_collator
+        # TRL's loader reads this attribute.
+        self.data_collator = (
+            OneByOne(collator.collator, self._cutter.own.weights)
+            if isinstance(self._cutter, ImagePairCutter)
+            else Documents
+        )
         try:
             return super().get_train_dataloader()
         finally:
@@ -80,6 +90,8 @@ class RecutSteps(Base):
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = list(islice(epoch_iterator, num_batches))  # `Documents`, not collated
         slots = self._cutter.cut(batches, self.data_collator) if batches else []
+        if isinstance(self._cutter, ImagePairCutter):
+            self.packing_reports["train"] = self._cutter.report  # what has trained
         for slot in slots:
             for micro_batch, part in zip(slot.micro_batches, slot.parts, strict=True):
                 micro_batch[_PART] = part
@@ -138,8 +150,13 @@ class RecutSteps(Base):
         trl: Any = self
         if not self._reference_keys or trl.precompute_ref_logps:
             return {}
-        found = trl.compute_ref_log_probs(trl.ref_model or trl.model, inputs)
+        found = trl.compute_ref_log_probs(self._reference_model(inputs), inputs)
         return dict(zip(self._reference_keys, found, strict=False))
+
+    def _reference_model(self, inputs: dict[str, Any]) -> Any:
+        """Return the model that computes the reference's log-probabilities of a batch, as a callable."""
+        trl: Any = self
+        return trl.ref_model or trl.model
 
     @contextmanager
     def _knowing_references(self) -> Iterator[None]:
@@ -171,9 +188,12 @@ class RecutSteps(Base):
         """
         by_trl: Callable[..., torch.Tensor] = super().compute_loss  # type: ignore[assignment]  # no outputs are asked
         computed, as_padded = self._computed_on_all_ranks(), torch.zeros_like(loss)
+        collate = self.data_collator
+        if isinstance(self._cutter, ImagePairCutter):
+            collate = self._cutter.collator(collate)
         self._computed = {}
         for pairs in slot.padded:
-            batch = self._prepare_inputs(self.data_collator([slot.examples[pair] for pair in pairs]))
+            batch = self._prepare_inputs(collate([slot.examples[pair] for pair in pairs]))
             rows = [computed[pair][row] for row in range(len(self._rows)) for pair in pairs]
             references = torch.stack([row.pop(_REFERENCE) for row in rows]) if self._reference_keys else None
             if references is not None:
@@ -188,8 +208,8 @@ class RecutSteps(Base):
             self._require_same_loss(loss, as_padded)
 
     def _computed_on_all_ranks(self) -> dict[int, list[RowOutputs]]:
-        if self.accelerator.num_processes == 1:
-            return self._computed
+        if self.accelerator.num_processes == 1 or isinstance(self._cutter, ImagePairCutter):
+            return self._computed  # pairs with images stay on their rank
         mine = {
             pair: [{name: value.cpu() for name, value in row.items()} for row in rows]
             for pair, rows in self._computed.items()

@@ -26,6 +26,7 @@ from ..common.checkpoint_files import write_reports
 from ..common.dataset import tell_counts
 from ..common.distributed import require_same_documents
 from ..common.fallback import AsGiven, tell_adapter, tell_padded
+from ..common.image_cutting import why_images_stay
 from ..common.image_rows import NamesRows
 from ..common.model_card import add_section, card_section, name_base
 from ..common.model_loading import load_as_asked, named, telling_of_targets
@@ -37,6 +38,7 @@ from ..padding_free.refusals import refuse_before_loading, require_columns, requ
 from ..padding_free.run import PaddingFreeRun
 from .config import PreferenceConfig
 from .cutting import PairCutter
+from .image_cutting import ImagePairCutter
 from .overflow import cut_answers, plan_pairs
 from .recutting import RecutSteps
 
@@ -61,6 +63,7 @@ class PackedPreference(NamesRows, RecutSteps):
     _takes_images: ClassVar[bool] = False
 
     train_dataset: Any
+    _tokenizer: Any  # TRL's
     # Whether models run without padding. With a plain config, a run that cannot do so trains padded, as TRL would.
     _packs = True
 
@@ -172,18 +175,24 @@ class PackedPreference(NamesRows, RecutSteps):
         own_loss = type(self).compute_loss is not PackedPreference.compute_loss
         if not isinstance(self.train_dataset, Dataset):
             self.cut_reason = "the pairs of a stream are not known before they are read"
-        elif self._is_vision_dataset:
-            self.cut_reason = "the tokens of images exist only after collation"
         elif own_collator:
             self.cut_reason = "data_collator makes the batches, and they may depend on which pairs are together"
         elif own_loss:
             self.cut_reason = f"compute_loss of {type(self).__name__} is not TRL's"
         elif getattr(self, "aux_loss_enabled", False):
             self.cut_reason = "the routers' auxiliary loss is computed over each padded micro-batch"
+        elif self._is_vision_dataset and (why := why_images_stay(self.model, self.neftune_noise_alpha)):
+            self.cut_reason = why
         elif self.neftune_noise_alpha is not None and _runs_by_document(self.model):
             self.cut_reason = "NEFTune's noise depends on the padded row, but the backbone runs document by document"
         else:
             self.cut_reason = self._why_not_cut()
+        if not self.cut_reason and self._is_vision_dataset:
+            self._cutter = ImagePairCutter(
+                self.args, rows=len(self._rows), model=self.model, accelerator=self.accelerator,
+                pad_token_id=self._tokenizer.pad_token_id,
+            )  # fmt: skip
+            return
         if not self.cut_reason:
             cutter = PairCutter(
                 self.args, rows=self._rows, train_dataset=self.train_dataset, model=self.model,

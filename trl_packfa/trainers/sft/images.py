@@ -12,7 +12,6 @@ from typing import Any
 
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
-from torch import nn
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 from trl import SFTTrainer
@@ -21,13 +20,15 @@ from ...errors import InvalidConfig
 from ...packing import MINIBATCH, STEP, PackingReport
 from ..common.batching import FREE
 from ..common.distributed import agree
+from ..common.image_cutting import why_images_stay
+from ..common.image_examples import OneByOne
 from ..common.image_rows import NamesRows, image_columns
 from ..common.step_cutting import how_to_cut
 from ..padding_free.collating import CountedBatch
 from ..padding_free.padding_free import run_without_pads
 from .config import PackedSFTConfig
 from .image_proof import ExampleProof, compare_example
-from .image_steps import ROW_WEIGHTS, ImageCutter, OneByOne
+from .image_steps import ROW_WEIGHTS, ImageCutter
 from .loss_weighting import WeightedModel
 
 logger = get_logger(__name__)
@@ -172,12 +173,7 @@ class TrainsOnImages(NamesRows, SFTTrainer):
             return "the model's forward takes no num_items_in_batch, and the loss is not a sum over trained tokens"
         if own_collator:
             return "data_collator makes the batches, and they may depend on which examples are together"
-        if self.neftune_noise_alpha is not None:
-            return "NEFTune's noise depends on the padded row, and the model embeds padded rows"
-        norm = next(
-            (name for name, m in self.model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)), ""
-        )
-        return f"'{norm}' is a batch norm, which depends on all images of a micro-batch" if norm else ""
+        return why_images_stay(self.model, self.neftune_noise_alpha)
 
     @property
     def seen_images(self) -> dict[str, PackingReport]:
@@ -189,7 +185,7 @@ class TrainsOnImages(NamesRows, SFTTrainer):
         if not isinstance(self._cutter, ImageCutter):
             return super().get_train_dataloader()
         collator = self.data_collator
-        self.data_collator = OneByOne(collator.collator, self._cutter.weights)  # TRL's loader reads this attribute
+        self.data_collator = OneByOne(collator.collator, self._cutter.own.weights)  # TRL's loader reads this attribute
         try:
             return super().get_train_dataloader()
         finally:

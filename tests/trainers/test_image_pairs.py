@@ -1,0 +1,115 @@
+"""Re-cut steps of pairs and answers about images: the losses, gradient norms and metrics of TRL's padded run."""
+
+import pytest
+import torch
+import vision
+from image_runs import build_preference
+from selection import exhaustive
+from tolerance import TRAJECTORY
+from trl_trainers import ROUNDED, differences, train
+
+from trl_packfa.errors import InvalidConfig
+from trl_packfa.trainers.common.image_examples import Merging
+
+APO = {"loss_type": "apo_zero_unpaired"}
+LORA = ["q_proj", "v_proj"]
+
+
+def both(kind, out, family="llava", **options):
+    """Return the logs of TRL's padded run, ours, and our trainer."""
+    own = ("max_tokens_per_microbatch",)
+    shared = {name: value for name, value in options.items() if name not in own}
+    expected = train(build_preference(kind, out / "padded", family, padded=True, **shared))
+    trainer = build_preference(kind, out / "run", family, **options)
+    return expected, train(trainer), trainer
+
+
+def beyond(expected, logs):
+    """Return what is not as padded."""
+    found = differences(expected, logs)
+    return {name: value for name, value in found.items() if value > TRAJECTORY and name not in ROUNDED}
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "lora"),
+    [
+        ("DPO", "llava", None),
+        ("DPO", "qwen3_vl", LORA),
+        ("KTO", "llava", None),
+        *exhaustive(
+            ("DPO", "gemma3", None), ("DPO", "llava_next", LORA), ("DPO", "idefics3", None), ("KTO", "qwen3_vl", LORA)
+        ),
+    ],
+)
+def test_recut_steps_train_as_padded(kind, family, lora, tmp_path):
+    options = {"gradient_accumulation_steps": 6, **(APO if kind == "KTO" else {})}
+    expected, logs, trainer = both(kind, tmp_path, family, lora=lora, **options)
+    assert not beyond(expected, logs)
+    assert trainer.cut_reason == "" and min(entry["micro_batches"] for entry in logs) < 6
+    report = trainer.packing_reports["train"]
+    assert report.documents == 12 * len(logs)
+    assert 0 < report.image_tokens < report.tokens and 0 < report.trained_tokens < report.tokens
+
+
+def test_the_last_padded_micro_batch_may_be_smaller(tmp_path):
+    """Its pairs weigh more, so they share no micro-batch with the others."""
+    data = vision.uneven_pairs(11)
+    expected, logs, trainer = both(
+        "DPO", tmp_path, data=data, max_steps=-1, num_train_epochs=2, per_device_train_batch_size=3,
+        gradient_accumulation_steps=2,
+    )  # fmt: skip
+    assert len(logs) == 4 and not beyond(expected, logs)
+    assert trainer.packing_reports["train"].documents == 22
+
+
+def test_rows_without_images_and_a_budget(tmp_path):
+    """The budget is smaller than some pairs: these run alone."""
+    data = vision.uneven_pairs(24, without=(1, 3, 4, 8))
+    expected, logs, _ = both("DPO", tmp_path, data=data, max_tokens_per_microbatch=60)
+    assert not beyond(expected, logs)
+    assert min(entry["micro_batches"] for entry in logs) > 3
+
+
+def test_resuming_and_workers(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 2, "dataloader_num_workers": 2, "lora": LORA, "max_steps": 3}
+    expected, logs, _ = both("DPO", tmp_path, **saving)
+    assert not beyond(expected, logs)
+    again = build_preference("DPO", tmp_path / "run", **saving)
+    assert not beyond(expected, train(again, resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2")))
+
+
+def test_control_images_of_another_pair_train_something_else(tmp_path, monkeypatch):
+    merged = Merging._merged
+
+    def mixed_up(self, batches):
+        found = merged(self, batches)
+        return {**found, "pixel_values": found["pixel_values"].flip(0)}
+
+    monkeypatch.setattr(Merging, "_merged", mixed_up)
+    monkeypatch.setattr("trl_packfa.trainers.common.image_examples._equal", lambda merged, own: True)
+    expected, logs, _ = both("DPO", tmp_path)
+    assert {"loss", "grad_norm"} <= {name for name, value in differences(expected, logs).items() if value > 1e-4}
+
+
+def test_a_batch_of_pairs_is_joined_as_trl_joins_it(tmp_path):
+    """First all chosen rows, then all rejected ones; a value that has no part for each row is not joined."""
+    trainer = build_preference("DPO", tmp_path, "qwen3_vl")
+    train(trainer)
+    assert [*trainer._cutter._collator.collator.is_equal.values()] == [True]
+    odd = {"input_ids": torch.ones(2, 3, dtype=torch.long), "sizes": torch.ones(3, 2)}
+    assert Merging(dict, 0, rows=2)._merged([odd, odd]) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "why"),
+    [
+        ("DPO", {"neftune_noise_alpha": 5.0}, "NEFTune's noise depends on the padded row"),
+        ("DPO", {"loss_type": ["aot"]}, "sorts the log-ratios of a micro-batch"),
+        ("KTO", {}, "estimates the KL over the rows"),
+    ],
+)
+def test_losses_of_a_whole_micro_batch_are_not_cut(kind, options, why, tmp_path):
+    trainer = build_preference(kind, tmp_path, **options)
+    assert why in trainer.cut_reason
+    with pytest.raises(InvalidConfig, match="has no effect"):
+        build_preference(kind, tmp_path, max_tokens_per_microbatch=99, **options)

@@ -1,0 +1,76 @@
+"""Re-cutting of steps with images: each rank re-cuts its own pairs, and the loader processes each pair alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from accelerate import Accelerator
+
+from ...packing import PackingReport
+from ..common.image_cutting import OwnCutter
+from ..common.image_examples import Merging
+from ..common.image_rows import Example
+from ..common.step_cutting import Documents
+from ..padding_free.collating import CountingCollator
+from .cutting import PairSlot, Part
+
+
+class ImagePairCutter:
+    """A cutter of a step's pairs with images, or of answers with images, into micro-batches of about equal cost.
+
+    Args:
+        args ([`PreferenceConfig`]):
+            Has the token budget `max_tokens_per_microbatch`. Default: the size of the step's largest padded
+            micro-batch, with its pads.
+        rows (`int`):
+            Rows of a pair.
+        model (`torch.nn.Module`):
+            Its shape decides the weights of image patches and attention.
+        accelerator (`Accelerator`):
+            Gathers the sizes of all ranks. Images and their outputs stay on their rank.
+        pad_token_id (`int`):
+            Token at pads.
+
+    Attributes:
+        seen (`np.ndarray`): pairs, tokens, tokens of answers and image tokens of all ranks so far, `(4,)`.
+    """
+
+    def __init__(self, args: Any, *, rows: int, model: Any, accelerator: Accelerator, pad_token_id: int) -> None:
+        self.own = OwnCutter(model, accelerator, budget=args.max_tokens_per_microbatch)
+        self.rows, self.pad_token_id = rows, pad_token_id
+        self.seen = np.zeros(4, dtype=np.int64)
+        self._collator: CountingCollator | None = None
+
+    @property
+    def report(self) -> PackingReport:
+        """Counts of the pairs that have trained so far: their tokens exist only after collation."""
+        return PackingReport.of_seen(*self.seen.tolist())
+
+    def cut(self, batches: Sequence[Documents], collate: Callable[[list[Example]], Any]) -> list[PairSlot]:
+        """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
+        cut = self.own.cut(batches, by_size=True)
+        self.seen = self.seen + cut.counts
+        in_padded, merge = np.bincount(cut.padded), self.collator(collate)
+        # A rank with fewer pairs than the others have micro-batches runs one untrained.
+        parts = [Part((cut.shortest,), 0.0)] * (cut.count - len(cut.parts))
+        # All pairs of a micro-batch come from padded micro-batches of the same size.
+        parts += [Part(tuple(part), len(part) / int(in_padded[cut.padded[part[0]]])) for part in cut.parts]
+        widths = np.array([example.width for example in cut.examples])
+        last = PairSlot(
+            [merge([cut.examples[i] for i in part.pairs]) for part in parts],
+            cut.imbalance,
+            parts=parts,
+            padded=[np.flatnonzero(cut.padded == group).tolist() for group in range(len(batches))],
+            examples=cut.examples,
+            lengths=np.stack([example.lengths for example in cut.examples]),
+            widths=np.array([widths[cut.padded == group].max() for group in cut.padded]),
+        )
+        return [PairSlot() for _ in batches[:-1]] + [last]
+
+    def collator(self, collate: Callable[[list[Example]], Any]) -> CountingCollator:
+        """Return the collator of processed pairs; `collate` is TRL's, with the processor."""
+        if self._collator is None:
+            self._collator = CountingCollator(Merging(collate, self.pad_token_id, rows=self.rows))
+        return self._collator
