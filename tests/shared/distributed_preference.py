@@ -7,13 +7,12 @@ It runs preference trainers one after the other in one process group, and prints
 SCENARIOS is JSON, {name: arguments of `run`}.
 """
 
-import json
 import os
-import sys
 from pathlib import Path
 
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState, GradientState
+from launches import run_scenarios
 from trl_trainers import build, build_packed, train
 
 
@@ -34,13 +33,7 @@ def run(folder, *, kind, packed, **options):
 
 
 def main():
-    folder, scenarios = Path(sys.argv[1]), json.loads(sys.argv[2])
-    results = {name: run(str(folder / name), **scenario) for name, scenario in scenarios.items()}
-    state = PartialState()
-    if state.is_main_process:
-        print(json.dumps(results), flush=True)
-    state.wait_for_everyone()
-    state.destroy_process_group()  # its threads must not outlive the interpreter
+    run_scenarios(run)
 
 
 if __name__ == "__main__":

@@ -7,19 +7,18 @@ It does packed runs one after the other in one process group, and prints each re
 SCENARIOS is JSON, {name: arguments of `run`}. RANK, if given, is killed at the end, while the others wait for it.
 """
 
-import json
 import os
 import signal
 import sys
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import tiny
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, gather_object
 from compiling import compile_anew
+from launches import run_scenarios
 from proof_memo import forgotten, remember
 from tiny_models import small_model
 from torch.distributed.device_mesh import init_device_mesh
@@ -310,16 +309,12 @@ def main():
     take_fsdp_on_a_cpu()
     take_deepspeed_on_a_cpu()
     remember(setattr)
-    folder, scenarios, victim = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
-    results = {name: run(str(folder / name), **scenario) for name, scenario in scenarios.items()}
-    state = PartialState()
-    if state.is_main_process:
-        print(json.dumps(results), flush=True)
-    state.wait_for_everyone()  # the launcher ends the others with the victim, before they have said it
-    if victim == [str(state.process_index)]:
+    run_scenarios(run, before_the_end=_die_if_chosen)
+
+
+def _die_if_chosen(rank):
+    if sys.argv[3:] == [str(rank)]:
         os.kill(os.getpid(), signal.SIGKILL)
-    state.wait_for_everyone()
-    state.destroy_process_group()  # its threads must not outlive the interpreter
 
 
 if __name__ == "__main__":

@@ -5,16 +5,13 @@
 SCENARIOS is JSON, {name: arguments of `run`}. The logs are printed as one line of JSON.
 """
 
-import json
 import os
-import sys
-from pathlib import Path
 
 import torch
 import trl
 import vision
-from accelerate.state import PartialState
 from distributed_run import deepspeed_options, forget_the_last_engine, take_deepspeed_on_a_cpu, take_fsdp_on_a_cpu
+from launches import run_scenarios
 from peft import LoraConfig
 from training import arguments
 from trl_trainers import differences, train
@@ -97,13 +94,7 @@ def run(folder, *, kind=None, without=(), fsdp=False, zero=None, **options):
 def main():
     take_fsdp_on_a_cpu()
     take_deepspeed_on_a_cpu()
-    folder, scenarios = Path(sys.argv[1]), json.loads(sys.argv[2])
-    results = {name: run(str(folder / name), **scenario) for name, scenario in scenarios.items()}
-    state = PartialState()
-    if state.is_main_process:
-        print(json.dumps(results), flush=True)
-    state.wait_for_everyone()
-    state.destroy_process_group()  # its threads must not outlive the interpreter
+    run_scenarios(run)
 
 
 if __name__ == "__main__":

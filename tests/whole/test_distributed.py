@@ -1,14 +1,9 @@
 """Real processes on a CPU (gloo), under torchrun and accelerate: losses and weights of one process with the same
 global batch, wrapped in DDP and in FSDP2."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import distributed_run
 import pytest
+from launches import free_port, launch, launch_whole
 from peft import PeftModel
 from selection import LAUNCHES, chosen
 from tolerance import BFLOAT16_TRAJECTORY, assert_trajectory, assert_weights, differs
@@ -16,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 pytestmark = list(LAUNCHES)
 
-SCRIPT = Path(__file__).parents[1] / "shared" / "distributed_run.py"
+SCRIPT = "distributed_run.py"
 FSDP2 = {"fsdp": {"version": 2}}
 RUNS = {
     "step, LoRA": {},
@@ -79,17 +74,6 @@ FOUR = {
 }
 
 
-def launch(launcher, folder, scenarios, *more, environment=None):
-    """What came of each scenario, and how the launcher ended."""
-    # MKL rounds by where a tensor lies in memory, which engines choose; seen with AVX512.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_CBWR": "COMPATIBLE", **(environment or {})}
-    command = [sys.executable, "-m", *launcher, str(SCRIPT), str(folder), json.dumps(scenarios), *more]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
-    results = [line for line in done.stdout.splitlines() if line.startswith('{"')]
-    assert results, done.stderr[-3000:]
-    return json.loads(results[-1]), done
-
-
 def alone(folder, scenarios):
     """What came of each scenario in this process; the model that they begin with lies in `base`."""
     distributed_run.model().save_pretrained(folder / "base")
@@ -112,21 +96,16 @@ def two(folder, one):
     nf4 = {
         f"NF4 {name}": {**engine, "nf4": (str(folder / "base"), storage)} for name, (engine, storage) in NF4.items()
     }
-    port = str(29_500 + os.getpid() % 1000)
-    launcher = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
-    results, done = launch(launcher, folder / "two", {**TWO, **nf4})
-    assert done.returncode == 0, done.stderr[-3000:]
-    return results
+    return launch_whole(SCRIPT, folder / "two", {**TWO, **nf4})
 
 
 @pytest.fixture(scope="module")
 def four(folder, two):
     """Resumed from what two processes wrote; at the end rank 1 is killed."""
     scenarios = {**FOUR, "resume": {**FOUR["resume"], "resume": str(folder / "two" / "resume" / "checkpoint-2")}}
-    port = str(30_500 + os.getpid() % 1000)
     launcher = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "4", "--num_machines", "1"]
-    launcher += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", port]
-    return launch(launcher, folder / "four", scenarios, "1")
+    launcher += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", free_port()]
+    return launch(SCRIPT, launcher, folder / "four", scenarios, "1")
 
 
 def merged(folder, *, lora, build=distributed_run.model):

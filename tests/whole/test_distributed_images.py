@@ -1,19 +1,13 @@
 """Two real processes on a CPU (gloo): steps on images, re-cut on each rank, beside TRL's padded ones."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from image_runs import worst
+from launches import launch_whole
 from selection import LAUNCHES, chosen
 from tolerance import TRAJECTORY
 
 pytestmark = list(LAUNCHES)
 
-SCRIPT = Path(__file__).parents[1] / "shared" / "image_runs.py"
 # Options of both sides, and of ours.
 RUNS = {
     "llava": ({}, {"max_tokens_per_microbatch": 150}),
@@ -35,13 +29,8 @@ def two(tmp_path_factory):
     """Return the logs of TRL's trainer and of ours, for each run."""
     scenarios = {f"{name}, padded": {**both, "padded": True} for name, (both, _) in RUNS.items()}
     scenarios |= {f"{name}, re-cut": {**both, **ours} for name, (both, ours) in RUNS.items()}
-    folder, port = tmp_path_factory.mktemp("distributed"), str(32_500 + os.getpid() % 1000)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_CBWR": "COMPATIBLE"}
-    arguments = [str(SCRIPT), str(folder), json.dumps({**scenarios, "refused": REFUSED})]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment, timeout=600)
-    assert done.returncode == 0, done.stderr[-8000:]
-    return json.loads([line for line in done.stdout.splitlines() if line.startswith('{"')][-1])
+    folder = tmp_path_factory.mktemp("distributed")
+    return launch_whole("image_runs.py", folder, {**scenarios, "refused": REFUSED})
 
 
 @pytest.mark.parametrize("name", RUNS)

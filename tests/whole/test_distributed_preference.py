@@ -1,20 +1,14 @@
 """Two real processes on a CPU (gloo): packed preference trainers beside TRL's, whose losses and metrics they log,
 their pairs dealt over both ranks."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import distributed_preference
 import pytest
+from launches import launch_whole
 from tolerance import TRAJECTORY
 from trl_trainers import ROUNDED, differences
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).parents[1] / "shared" / "distributed_preference.py"
 RUNS = {
     "dpo": {"kind": "dpo"},
     "dpo, LoRA": {"kind": "dpo", "lora": True},
@@ -33,13 +27,7 @@ def two(tmp_path_factory):
         for which in ("padded", "packed")
     }
     folder = tmp_path_factory.mktemp("distributed")
-    port = str(31_500 + os.getpid() % 1000)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_CBWR": "COMPATIBLE"}
-    done = subprocess.run([*command, str(SCRIPT), str(folder), json.dumps(scenarios)],
-                          capture_output=True, text=True, env=environment, timeout=600)  # fmt: skip
-    assert done.returncode == 0, done.stderr[-8000:]
-    return json.loads([line for line in done.stdout.splitlines() if line.startswith('{"')][-1])
+    return launch_whole("distributed_preference.py", folder, scenarios)
 
 
 @pytest.mark.parametrize("name", RUNS)

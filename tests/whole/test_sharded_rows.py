@@ -1,11 +1,10 @@
 """Rows that processes share, in real processes on a CPU (gloo): losses, gradient norms and weights of one process."""
 
-import os
-
 import distributed_run
 import pytest
+from launches import launch_whole
 from selection import IN_FULL, LAUNCHES, chosen
-from test_distributed import FSDP2, launch, merged
+from test_distributed import FSDP2, SCRIPT, merged
 from tolerance import assert_trajectory, assert_weights
 
 pytestmark = list(LAUNCHES)
@@ -42,7 +41,6 @@ RESUMED = {**FULL, "max_steps": 6}
 FAULTS = {f"fault: {name}": {**FULL, "fault": name, "check_packing": False} for name in ("labels", "layout")}
 FAULTS = chosen(FAULTS, "fault: labels")
 CAUGHT = {f"caught: {name}": {**FULL, "fault": name} for name in ("layout", "gradients")}
-TORCHRUN = ["torch.distributed.run", "--nproc_per_node"]
 
 
 def shared(scenarios, processes=2):
@@ -62,10 +60,7 @@ def one(folder):
 
 
 def start(processes, folder, scenarios):
-    port = str(31_500 + processes * 100 + os.getpid() % 100)
-    results, done = launch([*TORCHRUN, str(processes), "--master_port", port], folder, scenarios)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return results
+    return launch_whole(SCRIPT, folder, scenarios, processes=processes)
 
 
 @pytest.fixture(scope="module")

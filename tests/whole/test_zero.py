@@ -1,12 +1,12 @@
 """DeepSpeed on a CPU (gloo), two processes under torchrun, in ZeRO-3 every weight in parts: losses and weights of one
 process without DeepSpeed, also where the processes share rows, and the exactness check on the engine."""
 
-import os
 from importlib.util import find_spec
 
 import pytest
+from launches import launch_whole
 from selection import IN_FULL, LAUNCHES, chosen
-from test_distributed import LONG, alone, assert_same, launch
+from test_distributed import LONG, SCRIPT, alone, assert_same
 from tolerance import assert_trajectory
 
 pytestmark = [
@@ -78,14 +78,10 @@ def two(folder, one):
     }
     for name in scenarios.keys() & BY_NAME:
         scenarios[name] = {**scenarios[name], "base": base}
-    port = str(31_500 + os.getpid() % 1000)
-    launcher = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
     scenarios = {name: {"zero": 3, **options} for name, options in {**scenarios, **STAGES}.items()}
     shared = {**SHARED, **FAULTS, "shared, resumed": {**LLAMA, "zero": 3, "resume": resumed}}
     scenarios |= {name: {**options, "sequence_parallel": 2} for name, options in shared.items()}
-    results, done = launch(launcher, folder / "two", scenarios, environment={"DS_ACCELERATOR": "cpu"})
-    assert done.returncode == 0, done.stderr[-3000:]
-    return results
+    return launch_whole(SCRIPT, folder / "two", scenarios, environment={"DS_ACCELERATOR": "cpu"})
 
 
 @pytest.mark.parametrize("name", [*ZERO3, *STAGES])
