@@ -193,7 +193,10 @@ class RecutSteps(Base):
             collate = self._cutter.collator(collate)
         self._computed = {}
         for pairs in slot.padded:
-            batch = self._prepare_inputs(collate([slot.examples[pair] for pair in pairs]))
+            batch = collate([slot.examples[pair] for pair in pairs])
+            for name in [name for name in batch if name.startswith("pixel_values")]:
+                del batch[name]  # no model runs
+            batch = self._prepare_inputs(batch)
             rows = [computed[pair][row] for row in range(len(self._rows)) for pair in pairs]
             references = torch.stack([row.pop(_REFERENCE) for row in rows]) if self._reference_keys else None
             if references is not None:
