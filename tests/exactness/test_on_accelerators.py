@@ -15,7 +15,7 @@ from trl_packfa import PackedLayout, check, patch
 from trl_packfa.attention.block_mask import BLOCK, block_mask
 from trl_packfa.attention.sdpa import SdpaBackend
 from trl_packfa.errors import ContaminationError
-from trl_packfa.exactness import measure, rounding, subject
+from trl_packfa.exactness import isolation, measure, rounding, subject
 from trl_packfa.exactness.documents import LONG, SHORT, long_lengths
 from trl_packfa.exactness.probe import Arrangement
 from trl_packfa.patching.apply import find_state
@@ -75,6 +75,7 @@ def _unsteady(monkeypatch, by, *, every=1, attend=SdpaBackend.__call__):
         return out if number % every else out * (1 + by * (number % 7))
 
     monkeypatch.setattr(SdpaBackend, "__call__", unsteady)
+    monkeypatch.setattr(isolation, "_is_steady", lambda device: False)
 
 
 def _leaking(self, query, key, value, call, attend=SdpaBackend.__call__):
@@ -104,9 +105,13 @@ def test_a_leak_is_found_although_runs_differ(by, attend, monkeypatch):
         report.require_exact()
 
 
-def test_a_steady_kernel_is_not_called_unsteady():
+def test_a_cpus_kernels_must_give_the_same_bits(monkeypatch):
+    assert isolation._is_steady(torch.device("cpu")) and not isolation._is_steady(torch.device("cuda"))
     report = check(patch(tiny.model(**MODEL), backend="sdpa"))
     assert report.is_exact and report.unsteady == 0 and "equal runs" not in str(report)
+    _unsteady(monkeypatch, 1e-6)
+    monkeypatch.setattr(isolation, "_is_steady", lambda device: True)
+    assert check(patch(tiny.model(**MODEL), backend="sdpa")).verdict == "leak"
 
 
 def _as_tf32(x):
