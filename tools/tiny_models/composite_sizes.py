@@ -74,9 +74,7 @@ OF_TYPES: dict[str, dict[str, Any]] = {
     "cosmos3_edge_text": {"rope_parameters": _ROPE | {"mrope_section": [4, 2, 2]}},
     "hy_v4_vl_text": {"rope_parameters": _ROPE | {"mrope_section": [4, 2, 2]}, "hc_mult": 2},
     "glm5_next_text": {"index_kpool": 4, "qk_rope_head_dim": 0},
-    "nemotron3_diarization": {"head_config": {"audio_hidden_size": 64}},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
-    "wavtokenizer_encoder": {"codebook_dim": 64},
     "nemotron_h_omni": {
         "vision_config": {"video_temporal_patch_size": 2},
         "vision_hidden_size": 64,

@@ -71,6 +71,13 @@ def _blocks(config: Any, images: int) -> dict[str, torch.Tensor]:
     return {"pixel_values": _pixels(images * 4, side, side, 3), "image_grid_thw": torch.tensor([[1, 2, 2]] * images)}
 
 
+def _clips(config: Any, images: int) -> dict[str, torch.Tensor]:
+    """Each patch as a short clip, the colours last, as Inkling's processor makes them."""
+    encoder = config.vision_config
+    side, frames = encoder.patch_size, encoder.temporal_patch_size
+    return {"pixel_values": _pixels(images * 4, frames, side, side, 3)}
+
+
 def _bare(config: Any, images: int) -> dict[str, torch.Tensor]:
     """Flattened patches of each image, as Fuyu's processor makes them."""
     return {"image_patches": _pixels(images, 4, 3 * config.patch_size**2)}
@@ -169,6 +176,7 @@ FORMS = {
     "patches to pool": _pooled,
     "grid of two sides": _two_sides,
     "blocks of patches": _blocks,
+    "clips of patches": _clips,
     "strip of patches": _strip,
     "square in two sizes": _twice,
     "sized": _sized,
