@@ -89,20 +89,26 @@ def _with_images(stock: Any, model: Any, sides: tuple[bool, ...]) -> dict[str, A
     if batches[0] is None:
         return {"verdict": "exact", "images": "not tried: it takes pixels in a form of its own"}
     worst, made = {"logits": 0.0, "gradients": 0.0}, [batch for batch in batches if batch is not None]
-    for batch in made:
-        expected, found = _run(stock, batch), _run(model, batch)
-        worst = {name: max(worst[name], value) for name, value in differences(found, expected).items()}
+    apart: dict[str, float] = {}
+    for batch, left in zip(made, sides, strict=False):
+        found = differences(_run(model, batch), _run(stock, batch))
+        worst = {name: max(worst[name], value) for name, value in found.items()}
+        apart[f"rows padded on the {'left' if left else 'right'}"] = found["logits"]
     with rows_that_see_each_other():
         control = differences(_run(model, made[0]), _run(stock, made[0]))["logits"]
     for reentrant in (False, True) if stock.supports_gradient_checkpointing else ():
         expected = _run(stock, made[0])
         if differences(_checkpointed(stock, made[0], reentrant), expected)["gradients"] > _GRADIENTS:
             continue  # layers that share keys have wrong gradients through reentrant checkpoints in transformers
-        found = _checkpointed(model, made[0], reentrant)
-        worst = {name: max(worst[name], value) for name, value in differences(found, expected).items()}
+        found = differences(_checkpointed(model, made[0], reentrant), expected)
+        worst = {name: max(worst[name], value) for name, value in found.items()}
     exact = worst["logits"] <= _LOGITS and worst["gradients"] <= _GRADIENTS and control > _CONTROL
     rounded = {name: float(f"{value:.1e}") for name, value in {**worst, "control": control}.items()}
-    return {"verdict": "exact" if exact else "text only", "images": made[0].form, **rounded}
+    if exact:
+        return {"verdict": "exact", "images": made[0].form, **rounded}
+    where = " and ".join(side for side, value in apart.items() if value > _LOGITS) or "some rows"
+    why = f"with images, logits of {where} are {worst['logits']:.1e} away, gradients {worst['gradients']:.1e}"
+    return {"verdict": "text only", "images": made[0].form, **rounded, "why": why}
 
 
 def _run(model: Any, batch: ImageBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -170,6 +170,21 @@ def test_cross_attention_to_images_runs_on_padded_rows(left, reentrant):
     assert differs(run(model, {**inputs, **others})[1], logits)
 
 
+@pytest.mark.parametrize("left", [False, True])
+def test_a_text_decoder_with_vision_in_its_name_gets_the_marks_of_its_images(left):
+    """Granite Vision: its decoder adds features of images at several layers, where a mask of tokens says so."""
+    stock = small_composite("granite4_vision")
+    inputs = image_batch(stock, left=left).inputs
+    _, logits, _ = run(stock, inputs)
+    model = patch(copy.deepcopy(stock), unpad=True)
+    found = run(model, inputs)
+    state = find_state(model)
+    assert state.takes_images and state.unpadding.calls > 0
+    assert_float32(found[1], logits.double())
+    others = {**inputs, "pixel_values": inputs["pixel_values"].roll(1, 0)}
+    assert differs(run(model, others)[1], logits)
+
+
 @pytest.mark.parametrize("name", ["voxtral", "glmasr", "qwen2_audio"])
 def test_batches_with_sounds_run_without_their_pads(name):
     stock = small_composite(name)

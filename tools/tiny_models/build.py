@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping
 from copy import deepcopy
 from itertools import cycle, islice
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -61,11 +62,18 @@ def small_model(model_type: str, *, seed: int = 0, **changes: Any) -> PreTrained
 
 
 def config_of(
-    cls: type[PreTrainedConfig], changes: Mapping[str, Any], generic: Mapping[str, Any] = GENERIC
+    cls: type[PreTrainedConfig],
+    changes: Mapping[str, Any],
+    generic: Mapping[str, Any] = GENERIC,
+    of_types: Mapping[str, dict[str, Any]] = MappingProxyType({}),
 ) -> PreTrainedConfig:
-    """Return a config of this class with the small sizes of the tables; `generic` holds those of all classes."""
+    """Return a config of this class with the small sizes of the tables.
+
+    `generic` holds the sizes of all classes, `of_types` more of single types than `SPECIAL` has.
+    """
     default = cls()
-    special = deepcopy(SPECIAL.get(cls.model_type, {}))  # config classes modify the lists and dicts that they get
+    # Config classes modify the lists and dicts that they get.
+    special = deepcopy(SPECIAL.get(cls.model_type, {}) | of_types.get(cls.model_type, {}))
     known = {name for base in cls.__mro__ for name in getattr(base, "__annotations__", {})}
     sizes = {name: size for name, size in generic.items() if name in known or name in cls.attribute_map}
     if "kv_lora_rank" in known and "num_key_value_heads" in known:
@@ -75,6 +83,8 @@ def config_of(
     if cls.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         # Set these even if the class does not declare them: trainers and collators read them from every config.
         sizes |= {name: GENERIC[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    # An alias of a size that the type has for itself would overwrite it.
+    sizes = {name: size for name, size in sizes.items() if cls.attribute_map.get(name) not in special}
     sizes |= special
     if (depth := changes.get("num_hidden_layers", DEPTH)) != DEPTH:
         lists = {name: kinds for name, kinds in sizes.items() if isinstance(kinds, list) and len(kinds) == DEPTH}
@@ -82,9 +92,8 @@ def config_of(
     for name, kind in _parts(cls).items():
         part = getattr(default, name, None)
         if part is not None or (name in changes and kind is not AutoConfig):
-            sizes[name] = config_of(
-                kind if part is None else type(part), {**special.get(name, {}), **changes.get(name, {})}, generic
-            )
+            parts = {**special.get(name, {}), **changes.get(name, {})}
+            sizes[name] = config_of(kind if part is None else type(part), parts, generic, of_types)
     return cls(**{**sizes, **{name: value for name, value in changes.items() if name not in _parts(cls)}})
 
 

@@ -23,53 +23,14 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from tiny_models.build import config_of
+from tiny_models.composite_sizes import ENCODER, OF_TYPES
+from tiny_models.pixel_forms import FORMS, ROWS
 from tiny_models.sizes import GENERIC, VOCABULARY
 from tiny_models.weights import redraw
 from trl_packfa.errors import UnsupportedModel
 from trl_packfa.patching.inspect import forward_takes
 
 _MOST_PARAMETERS = 25_000_000
-_SIDE, _PATCH = 32, 8  # pixels of an image and of a patch
-# Sizes of encoders, by the names that they share.
-_ENCODER = {
-    "image_size": _SIDE,
-    "patch_size": _PATCH,
-    "num_channels": 3,
-    "in_channels": 3,
-    "in_chans": 3,
-    "depth": 2,
-    "embed_dim": 64,
-    "out_hidden_size": 64,
-    "projection_dim": 64,
-    "projector_hidden_size": 64,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "num_position_embeddings": 16,
-    "num_mel_bins": 8,
-    "max_source_positions": 40,
-    "mm_tokens_per_image": 4,
-    "image_seq_length": 16,
-    "drop_path_rate": 0.0,
-    "window_size": 2 * 2 * _PATCH,
-    "image_grid_pinpoints": [[_SIDE, 2 * _SIDE]],
-}
-# More of single config types.
-_SPECIAL: dict[str, dict[str, Any]] = {
-    "gemma4_text": {"use_bidirectional_attention": "vision"},
-    "gemma4_unified_text": {"use_bidirectional_attention": "vision"},
-    "mllama_vision_model": {
-        "intermediate_layers_indices": [1, 3],
-        "vision_output_dim": 3 * 64,
-        "num_global_layers": 1,
-    },
-    # Four frames of the encoder are one token.
-    "voxtral": {"audio_token_id": 90},
-    "voxtral_encoder": {"intermediate_size": 4 * 64},
-    "glmasr_encoder": {"intermediate_size": 4 * 64},
-    "mllama_text_model": {"cross_attention_layers": [1]},
-    "qwen2_5_omni_thinker": {"vision_start_token_id": 70, "audio_start_token_id": 71},
-    "qwen3_omni_moe_thinker": {"vision_start_token_id": 70, "audio_start_token_id": 71},
-}
 # Ids of tokens that stand for other modalities; the full-size ones are beyond the small vocabulary.
 _TOKEN_ID = re.compile(r"(image|video|audio|vision|img|boi|eoi|boa|eoa|boundary|patch)\w*_(token_)?(id|index)$")
 
@@ -88,9 +49,7 @@ def small_composite(model_type: str, *, seed: int = 0) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            config = config_of(CONFIG_MAPPING[model_type], {"vision_config": {}}, {**GENERIC, **_ENCODER})
-            for part in _all_parts(config):
-                vars(part).update(_SPECIAL.get(part.model_type, {}))
+            config = config_of(CONFIG_MAPPING[model_type], {"vision_config": {}}, {**GENERIC, **ENCODER}, OF_TYPES)
             _renumber(config)
             _rescale_positions(config)
             with torch.device("meta"):
@@ -157,20 +116,17 @@ class ImageBatch(NamedTuple):
     inputs: dict[str, torch.Tensor]
 
 
-# Text tokens and images of each row.
-_ROWS = ((9, 2), (5, 1), (14, 0), (3, 1))
-
-
 def image_batch(model: Any, *, left: bool = False) -> ImageBatch | None:
     """Make padded rows with images that this model runs; `None` if it takes images in none of the known forms."""
-    for form, make in _FORMS.items():
+    for form, make in FORMS.items():
         try:
-            pixels = make(model.config, sum(images for _, images in _ROWS))
+            pixels = make(model.config, sum(images for _, images in ROWS))
             inputs = (_rows_beside if "aspect_ratio_ids" in pixels else _rows)(model, pixels, left=left)
-            key = next(key for key in ("pixel_values", "input_features") if key in inputs)
+            # In every form the first argument holds the pixels; what else has them is moved too.
+            moved_pixels = {key: x.flip(-1) * 0.5 for key, x in pixels.items() if x.is_floating_point()}
             with torch.no_grad():
                 logits = model(**inputs, use_cache=False).logits
-                moved = model(**{**inputs, key: inputs[key].flip(-1) * 0.5}, use_cache=False).logits
+                moved = model(**{**inputs, **moved_pixels}, use_cache=False).logits
         except Exception:  # this form is not the model's, and its code may raise anything
             continue
         if logits.isfinite().all() and not torch.allclose(logits, moved, atol=1e-4):
@@ -191,8 +147,8 @@ def _rows_beside(model: Any, pixels: dict[str, torch.Tensor], *, left: bool) -> 
 
 def _rows(model: Any, pixels: dict[str, torch.Tensor], *, left: bool) -> dict[str, torch.Tensor]:
     """Return rows of text with as many image tokens in them as the model makes of each image."""
-    config, images = model.config, sum(number for _, number in _ROWS)
-    kind = "audio" if "input_features" in pixels else "image"
+    config, images = model.config, sum(number for _, number in ROWS)
+    kind = "audio" if next(iter(pixels)).startswith("input_") else "image"
     token = getattr(config, f"{kind}_token_id", None) or getattr(config, f"{kind}_token_index")
     each = _tokens_of(model, pixels, kind) // images
     ids, mask, labels = _text(token, each, left=left)
@@ -208,7 +164,7 @@ def _text(token: int, each: int, *, left: bool) -> tuple[torch.Tensor, torch.Ten
     """Return ids, mask and labels `(B, L)` of rows of text with `each` image tokens for an image."""
     generator = torch.Generator().manual_seed(1)
     documents = []
-    for text, number in _ROWS:
+    for text, number in ROWS:
         ids = torch.randint(6, VOCABULARY - 20, (text,), generator=generator).tolist()
         for place in reversed(range(number)):  # with text between images
             ids[2 + 3 * place : 2 + 3 * place] = [token] * each
@@ -216,7 +172,7 @@ def _text(token: int, each: int, *, left: bool) -> tuple[torch.Tensor, torch.Ten
     ids, mask = padded(documents, left=left)
     labels = ids.masked_fill((mask == 0) | (ids == token), -100)
     # A first token is predicted at a pad of a left-padded row, where nothing is computed.
-    labels[torch.arange(len(_ROWS)), mask.argmax(1)] = -100
+    labels[torch.arange(len(ROWS)), mask.argmax(1)] = -100
     return ids, mask, labels
 
 
@@ -224,12 +180,16 @@ def _tokens_of(model: Any, pixels: dict[str, torch.Tensor], kind: str) -> int:
     """Return how many tokens a model makes of these images or sounds."""
     if "feature_attention_mask" in pixels:  # Qwen2-Audio: a convolution and a pooling, each by 2
         return len(pixels["input_features"]) * (pixels["input_features"].shape[2] // 4)
-    name, hidden = f"get_{kind}_features", model.config.get_text_config().hidden_size
+    name = f"get_{kind}_features"
     holder: Any = next(m for m in (model, getattr(model, "model", None)) if hasattr(m, name))
+    first, *others = pixels  # the forward of some models has another name for the pixels
     with torch.no_grad():
-        features = getattr(holder, name)(**pixels, return_dict=True).pooler_output
+        made = getattr(holder, name)(pixels[first], **{key: pixels[key] for key in others}, return_dict=True)
+    features = made.last_hidden_state if made.pooler_output is None else made.pooler_output
+    if features is None:  # Granite Vision: for some layers each, of the same size
+        _, features = made.deepstack_features[0]
     features = features if isinstance(features, (list, tuple)) else [features]
-    return sum(x.numel() for x in features) // hidden
+    return sum(x.shape[:-1].numel() for x in features)
 
 
 def padded(documents: list[list[int]], *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -245,86 +205,3 @@ def padded(documents: list[list[int]], *, left: bool) -> tuple[torch.Tensor, tor
 def _up_to_last(marked: torch.Tensor) -> torch.Tensor:
     """Return which places of a row `(B, L)` are not behind its last marked place."""
     return marked.flip(1).cumsum(1).flip(1) > 0
-
-
-def _pixels(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(2))
-
-
-def _grid(config: Any, images: int, *, merged: bool = False) -> dict[str, torch.Tensor]:
-    """Flattened patches and the grid of each image, as Qwen's processors make them."""
-    encoder = config.vision_config
-    side, frames = getattr(encoder, "patch_size", _PATCH), getattr(encoder, "temporal_patch_size", 1)
-    grid = torch.tensor([[1, 4, 4]] * images)
-    flat = _pixels(int(grid.prod(1).sum()), 3 * frames * side * side)
-    return {"pixel_values": flat.unflatten(1, (3, side, side)) if merged else flat, "image_grid_thw": grid}
-
-
-def _square(config: Any, images: int) -> dict[str, torch.Tensor]:
-    return {"pixel_values": _pixels(images, 3, _SIDE, _SIDE)}
-
-
-def _sized(config: Any, images: int) -> dict[str, torch.Tensor]:
-    return {**_square(config, images), "image_sizes": torch.tensor([[_SIDE, _SIDE]] * images)}
-
-
-def _tiled(config: Any, images: int) -> dict[str, torch.Tensor]:
-    return {
-        "pixel_values": _pixels(images, 3, 3, _SIDE, _SIDE),
-        "image_sizes": torch.tensor([[_SIDE, 2 * _SIDE]] * images),
-    }
-
-
-def _by_row(config: Any, images: int) -> dict[str, torch.Tensor]:
-    """Images of each row, as Idefics' processors make them: rows with fewer get empty ones."""
-    most = max(number for _, number in _ROWS)
-    pixels = torch.zeros(len(_ROWS), most, 3, _SIDE, _SIDE)
-    for row, (_, number) in enumerate(_ROWS):
-        pixels[row, :number] = _pixels(number, 3, _SIDE, _SIDE) + row
-    return {"pixel_values": pixels}
-
-
-def _placed(config: Any, images: int) -> dict[str, torch.Tensor]:
-    """Patches with their places in the image, as Gemma 4's processor makes them."""
-    side = config.vision_config.patch_size
-    places = torch.cartesian_prod(torch.arange(6), torch.arange(6)).flip(1)
-    return {
-        "pixel_values": _pixels(images, len(places), 3 * side * side).sigmoid(),
-        "image_position_ids": places[None].repeat(images, 1, 1),
-    }
-
-
-def _beside(config: Any, images: int) -> dict[str, torch.Tensor]:
-    """Tiles of each row's images, as Mllama's processor makes them: rows with fewer get empty ones."""
-    tiles, side = config.vision_config.max_num_tiles, config.vision_config.image_size
-    made = _by_row(config, images)["pixel_values"]
-    there = made.flatten(2).ne(0).any(-1).long()
-    made = made[:, :, None, :, :1, :1].expand(-1, -1, tiles, -1, side, side) * torch.linspace(0.5, 1, side)
-    return {
-        "pixel_values": made.contiguous(),
-        "aspect_ratio_ids": there,  # 1: a single tile
-        "aspect_ratio_mask": torch.nn.functional.one_hot(torch.zeros_like(there), tiles) * there[..., None],
-    }
-
-
-def _sounds(config: Any, images: int, mask: str | None = None) -> dict[str, torch.Tensor]:
-    """Frames of whole sounds, with or without the mask that says so."""
-    frames = 80
-    made = {"input_features": _pixels(images, 8, frames)}
-    return made if mask is None else {**made, mask: torch.ones(images, frames, dtype=torch.long)}
-
-
-# By the name of the form.
-_FORMS = {
-    "square": _square,
-    "grid": _grid,
-    "grid of patches": lambda config, images: _grid(config, images, merged=True),
-    "sized": _sized,
-    "tiled": _tiled,
-    "by row": _by_row,
-    "placed": _placed,
-    "beside the text": _beside,
-    "sounds": _sounds,
-    "sounds with a mask": lambda config, images: _sounds(config, images, "input_features_mask"),
-    "sounds with an attention mask": lambda config, images: _sounds(config, images, "feature_attention_mask"),
-}

@@ -38,7 +38,11 @@ def markdown(types: Mapping[str, Mapping[str, Any]]) -> str:
         "|---|---|---|",
         f"| exact with images or sounds (logits off by {worst['logits']:.1e} at most, gradients by "
         f"{worst['gradients']:.1e}) | {len(seen)} | {_names(seen)} |",
-        f"| exact on text; images or sounds come in a form that was not tried | {len(text)} | {_names(text)} |",
+        *(
+            [f"| exact on text; images or sounds in a form that was not tried | {len(text)} | {_names(text)} |"]
+            if text
+            else []
+        ),
         f"| of both, with image tokens that see each other in both directions | {len(both)} | {_names(both)} |",
     ]
     reasons: dict[str, list[str]] = {}

@@ -264,9 +264,10 @@ def _find_interface(backbone: nn.Module, patch: Patch) -> dict[str, nn.Module]:
     return attention
 
 
-# Words in the names of modules that do not attend to the text's own tokens.
+# Words in the names of modules that do not attend to the text's own tokens. Not `VisionText`: the text part of a model
+# with vision in its name.
 _ELSEWHERE = re.compile(
-    r"cross|encoder_attn|vision|visual|image|audio|speech|video|vq|embed_tokens_extend", re.IGNORECASE
+    r"cross|encoder_attn|vision(?!text)|visual|image|audio|speech|video|vq|embed_tokens_extend", re.IGNORECASE
 )
 
 

@@ -109,7 +109,8 @@ class Unpadding:
         if not rows.num_tokens or not (rows.num_pads or rows.widths):
             return None
         # Checked last: a batch of images without pads runs as it is.
-        refuse_modalities(read, "a batch without its pads")
+        images = {name: value for name, value in read.items() if not _marks_tokens(value, rows)}
+        refuse_modalities(images, "a batch without its pads")
         _refuse_other_rows(read, rows, self.runs_by_row)
         return rows
 
@@ -193,6 +194,11 @@ class Unpadding:
 def _modalities(call: dict[str, Any]) -> list[str]:
     """Return the names of the arguments with images or sounds."""
     return [name for name, value in call.items() if _MODALITIES.search(name) and value is not None]
+
+
+def _marks_tokens(value: Any, rows: PaddedRows) -> bool:
+    """Tell whether an argument marks tokens of the rows, as those of images: it is converted with them."""
+    return isinstance(value, torch.Tensor) and value.dtype is torch.bool and rows.row_axis(value) == 0
 
 
 def _refuse_other_rows(call: dict[str, Any], rows: PaddedRows, runs_by_row: frozenset[str]) -> None:
