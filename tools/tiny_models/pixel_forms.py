@@ -20,10 +20,9 @@ def _grid(config: Any, images: int, *, merged: bool = False, frames: int | None 
     """Flattened patches and the grid of each image, as Qwen's processors make them."""
     encoder = config.vision_config
     side = getattr(encoder, "patch_size", PATCH)
-    if frames is None:
-        frames = getattr(encoder, "temporal_patch_size", getattr(encoder, "patch_temporal", 1))
+    deep: int = frames or getattr(encoder, "temporal_patch_size", getattr(encoder, "patch_temporal", 1))
     grid = torch.tensor([[1, 4, 4]] * images)
-    flat = _pixels(int(grid.prod(1).sum()), 3 * frames * side * side)
+    flat = _pixels(int(grid.prod(1).sum()), 3 * deep * side * side)
     return {"pixel_values": flat.unflatten(1, (3, side, side)) if merged else flat, "image_grid_thw": grid}
 
 

@@ -193,8 +193,11 @@ class _Noise(NamedTuple):
 
     def times(self, factor: float) -> _Noise:
         """Return all values times a factor."""
-        layers, inputs = ({key: value * factor for key, value in found.items()} for found in self.apart)
-        return _Noise(_Differences(layers, inputs), [value * factor for value in self.gradients])
+        apart = _Differences(
+            layers={key: value * factor for key, value in self.apart.layers.items()},
+            inputs={key: value * factor for key, value in self.apart.inputs.items()},
+        )
+        return _Noise(apart, [value * factor for value in self.gradients])
 
 
 def _rounding(subject: Subject, rounding: Way, expected: Run) -> _Noise:
