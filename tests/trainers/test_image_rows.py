@@ -142,5 +142,5 @@ def test_a_rank_with_fewer_examples_runs_untrained_ones(tmp_path, monkeypatch):
     idle, *trained = slot.micro_batches
     assert len(slot.micro_batches) == 3 and (idle["labels"] == -100).all()
     assert slot.untrained == min(one.tokens for one in batch.examples) and slot.imbalance > 1
-    assert cutter.report.documents == 5, "examples of both ranks"
+    assert cutter.own.report.documents == 5, "examples of both ranks"
     assert sum(int((one["labels"] != -100).sum()) for one in trained) > 0

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from ..terminal.tables import print_table
@@ -23,27 +22,24 @@ def _strategies(argv: list[str]) -> int:
     from ..terminal.quiet import quiet
     from .arguments import read_arguments
     from .plot import require_matplotlib, save_plot
-    from .run import run_bench
+    from .run import run_bench, save
 
     wanted = read_arguments(argv).bench
     if wanted.plot:
         require_matplotlib()
+
+    def keep(report: dict[str, Any]) -> None:
+        if wanted.output:
+            save(report, wanted.output)
+
     with quiet():
         # Written after each side too, so that a run that is cut off keeps the sides before.
-        keep = partial(_save_to, wanted.output)
         report = run_bench(argv, tell=lambda text: print(text, file=sys.stderr, flush=True), seen=keep)
         keep(report)
     show(report, operations=wanted.profile)
     if wanted.plot:
         save_plot(report, wanted.plot)
     return int(any("failed" in side for side in report["sides"]))
-
-
-def _save_to(path: str | None, report: dict[str, Any]) -> None:
-    from .run import save
-
-    if path:
-        save(report, path)
 
 
 def show(report: dict[str, Any], *, operations: bool = False) -> None:

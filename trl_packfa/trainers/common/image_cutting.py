@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 
-from ...packing import document_cost, fewest_micro_batches, imbalance, recut
+from ...packing import PackingReport, document_cost, fewest_micro_batches, imbalance, recut
 from .flops import quadratic_weight
 from .image_examples import Processed
 from .image_weights import ImageWeights
@@ -61,13 +61,8 @@ class OwnCut(NamedTuple):
     budget: int
 
     @property
-    def counts(self) -> np.ndarray:
-        """Examples, tokens, trained tokens and image tokens of all ranks, `(4,)`."""
-        return sum((rank.counts for rank in self.ranks), np.zeros(4, dtype=np.int64))
-
-    @property
     def imbalance(self) -> float:
-        """How much longer the slowest rank computes than the mean."""
+        """Cost of the slowest rank over the mean of all ranks."""
         return imbalance([[[rank]] for rank in range(len(self.ranks))], np.array([rank.cost for rank in self.ranks]))
 
     @property
@@ -86,11 +81,19 @@ class OwnCutter:
             Gathers the sizes of all ranks.
         budget (`int` or `None`):
             The user's token budget of a micro-batch. `None`: the size of the step's largest padded micro-batch.
+
+    Attributes:
+        seen (`np.ndarray`): examples, tokens, trained tokens and image tokens of all ranks so far, `(4,)`.
     """
 
     def __init__(self, model: Any, accelerator: Accelerator, *, budget: int | None) -> None:
-        self.accelerator, self.asked = accelerator, budget
+        self.accelerator, self.asked, self.seen = accelerator, budget, np.zeros(4, dtype=np.int64)
         self.weights, self.quadratic = ImageWeights.of(model), quadratic_weight(model)
+
+    @property
+    def report(self) -> PackingReport:
+        """Counts of the examples that have trained so far: their tokens exist only after collation."""
+        return PackingReport.of_seen(*self.seen.tolist())
 
     def cut(self, batches: Sequence[Documents], *, by_size: bool = False) -> OwnCut:
         """Cut the examples of a step.
@@ -122,6 +125,7 @@ class OwnCutter:
             counts=np.array([len(examples), tokens.sum(), trained.sum(), image_tokens.sum()]),
         )
         ranks: list[RankStep] = [mine] if self.accelerator.num_processes == 1 else gather_object([mine])
+        self.seen = self.seen + sum(rank.counts for rank in ranks)
         budget = self.asked or max(rank.largest_padded for rank in ranks)
         count = max(rank.fewest(budget) for rank in ranks)
         if self.asked is None and count > len(batches):  # best fit does not always find the fewest

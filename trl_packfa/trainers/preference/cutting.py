@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 
 from ...errors import InvalidConfig
-from ...packing import imbalance, recut_over_ranks
+from ...packing import PackingReport, imbalance, recut_over_ranks
 from ..common.flops import quadratic_weight
 from ..common.step_cutting import Documents, Slot, of_all_ranks
 from .overflow import Rows, row_lengths
@@ -92,6 +92,8 @@ class PairCutter:
         [`InvalidConfig`]: if a pair is longer than the budget.
     """
 
+    gathers = True  # a pair may run on another rank than in the padded run
+
     def __init__(self, args: Any, *, rows: Rows, train_dataset: Dataset, model: Any, accelerator: Accelerator) -> None:
         self.rows, self.accelerator = rows, accelerator
         self.multiple: int = args.pad_to_multiple_of or 1
@@ -104,6 +106,19 @@ class PairCutter:
         # Lengths are those of pairs here. Two rows of 3 tokens have squares that add up to 18, but the square of their
         # sum is 36, so divide by the number of rows.
         self.quadratic = quadratic_weight(model) / len(rows)
+
+    @property
+    def reports(self) -> dict[str, PackingReport]:
+        """No report: the pairs were counted when they were tokenized."""
+        return {}
+
+    def loading(self, collate: Any) -> type[Documents]:
+        """Return the loader's collator, which only keeps the pairs of a padded micro-batch."""
+        return Documents
+
+    def collator(self, collate: Any) -> Any:
+        """Return the collator of the step's pairs: TRL's own."""
+        return collate
 
     def cut(
         self, batches: Sequence[Documents], collate: Callable[[list[dict[str, Any]]], dict[str, Any]]

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from ...packing import PackingReport
 from ..common.image_cutting import OwnCutter
-from ..common.image_examples import Merging
+from ..common.image_examples import Merging, OneByOne
 from ..common.image_rows import Example
 from ..common.step_cutting import Documents
 from ..padding_free.collating import CountingCollator
@@ -32,26 +32,27 @@ class ImagePairCutter:
             Gathers the sizes of all ranks. Images and their outputs stay on their rank.
         pad_token_id (`int`):
             Token at pads.
-
-    Attributes:
-        seen (`np.ndarray`): pairs, tokens, tokens of answers and image tokens of all ranks so far, `(4,)`.
     """
+
+    gathers = False  # the outputs of a pair stay on its rank, as its images do
 
     def __init__(self, args: Any, *, rows: int, model: Any, accelerator: Accelerator, pad_token_id: int) -> None:
         self.own = OwnCutter(model, accelerator, budget=args.max_tokens_per_microbatch)
         self.rows, self.pad_token_id = rows, pad_token_id
-        self.seen = np.zeros(4, dtype=np.int64)
         self._collator: CountingCollator | None = None
 
     @property
-    def report(self) -> PackingReport:
-        """Counts of the pairs that have trained so far: their tokens exist only after collation."""
-        return PackingReport.of_seen(*self.seen.tolist())
+    def reports(self) -> dict[str, PackingReport]:
+        """The report of the pairs that have trained, by dataset name."""
+        return {"train": self.own.report}
+
+    def loading(self, collate: Any) -> OneByOne:
+        """Return the loader's collator, which processes each pair alone; `collate` is TRL's in its wrapper."""
+        return OneByOne(collate.collator, self.own.weights)
 
     def cut(self, batches: Sequence[Documents], collate: Callable[[list[Example]], Any]) -> list[PairSlot]:
         """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
         cut = self.own.cut(batches, by_size=True)
-        self.seen = self.seen + cut.counts
         in_padded, merge = np.bincount(cut.padded), self.collator(collate)
         # A rank with fewer pairs than the others have micro-batches runs one untrained.
         parts = [Part((cut.shortest,), 0.0)] * (cut.count - len(cut.parts))

@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader
 from ...errors import ContaminationError
 from ...layout.padded_rows import rows_of, tell_rows
 from ...packing import PackingReport
-from ..common.image_examples import OneByOne
-from ..common.step_cutting import Documents, in_turn, require_aligned
+from ..common.step_cutting import in_turn, require_aligned
 from ..padding_free.collating import CountedBatch
 from ..padding_free.single_rank import alone
 from .cutting import PairCutter, PairSlot, Part
@@ -71,12 +70,7 @@ class RecutSteps(Base):
         if self._cutter is None:
             return super().get_train_dataloader()
         collator = self.data_collator
-        # TRL's loader reads this attribute.
-        self.data_collator = (
-            OneByOne(collator.collator, self._cutter.own.weights)
-            if isinstance(self._cutter, ImagePairCutter)
-            else Documents
-        )
+        self.data_collator = self._cutter.loading(collator)  # TRL's loader reads this attribute
         try:
             return super().get_train_dataloader()
         finally:
@@ -90,8 +84,7 @@ class RecutSteps(Base):
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = list(islice(epoch_iterator, num_batches))  # `Documents`, not collated
         slots = self._cutter.cut(batches, self.data_collator) if batches else []
-        if isinstance(self._cutter, ImagePairCutter):
-            self.packing_reports["train"] = self._cutter.report  # what has trained
+        self.packing_reports |= self._cutter.reports
         for slot in slots:
             for micro_batch, part in zip(slot.micro_batches, slot.parts, strict=True):
                 micro_batch[_PART] = part
@@ -188,9 +181,8 @@ class RecutSteps(Base):
         """
         by_trl: Callable[..., torch.Tensor] = super().compute_loss  # type: ignore[assignment]  # no outputs are asked
         computed, as_padded = self._computed_on_all_ranks(), torch.zeros_like(loss)
-        collate = self.data_collator
-        if isinstance(self._cutter, ImagePairCutter):
-            collate = self._cutter.collator(collate)
+        assert self._cutter is not None
+        collate = self._cutter.collator(self.data_collator)
         self._computed = {}
         for pairs in slot.padded:
             batch = collate([slot.examples[pair] for pair in pairs])
@@ -211,8 +203,8 @@ class RecutSteps(Base):
             self._require_same_loss(loss, as_padded)
 
     def _computed_on_all_ranks(self) -> dict[int, list[RowOutputs]]:
-        if self.accelerator.num_processes == 1 or isinstance(self._cutter, ImagePairCutter):
-            return self._computed  # pairs with images stay on their rank
+        if self.accelerator.num_processes == 1 or not (self._cutter and self._cutter.gathers):
+            return self._computed
         mine = {
             pair: [{name: value.cpu() for name, value in row.items()} for row in rows]
             for pair, rows in self._computed.items()

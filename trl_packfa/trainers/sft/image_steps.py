@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from ...packing import PackingReport
 from ..common.image_cutting import OwnCutter
 from ..common.image_examples import Merging
 from ..common.image_rows import Example
@@ -45,9 +44,6 @@ class ImageCutter:
         counts_tokens (`bool`):
             Whether losses are divided by the tokens of the step. If not, the padded run's loss is a mean over each
             padded micro-batch, and rows get weights ([`ROW_WEIGHTS`]) with which the step's loss is the same.
-
-    Attributes:
-        seen (`np.ndarray`): examples, tokens, trained tokens and image tokens of all ranks so far, `(4,)`.
     """
 
     def __init__(
@@ -63,14 +59,13 @@ class ImageCutter:
         self.counts_tokens, self.pad_token_id = counts_tokens, pad_token_id
         self.free_budget: int | None = args.max_tokens_per_microbatch  # without one: that of the last step
         self._collator: CountingCollator | None = None
-        self.seen = np.zeros(4, dtype=np.int64)
         # The largest micro-batch of the last step, and the batch of its last example.
         self.sample: tuple[dict[str, Any], dict[str, Any]] | None = None
 
     def cut(self, batches: Sequence[Documents], collate: Callable[[list[Example]], Any]) -> list[Slot]:
         """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
         cut = self.own.cut(batches)
-        self.free_budget, self.seen = cut.budget, self.seen + cut.counts
+        self.free_budget = cut.budget
         merge = self._merging(collate)
         # A rank with fewer examples than the others have micro-batches runs an untrained one, to take part in their
         # collectives.
@@ -87,11 +82,6 @@ class ImageCutter:
                 micro_batch[ROW_WEIGHTS] = of_rows
         last = Slot(micro_batches, cut.imbalance, untrained=cut.untrained)
         return [Slot([]) for _ in batches[:-1]] + [last]
-
-    @property
-    def report(self) -> PackingReport:
-        """Counts of the examples that have trained so far: their tokens exist only after collation."""
-        return PackingReport.of_seen(*self.seen.tolist())
 
     def _merging(self, collate: Callable[[list[Example]], Any]) -> CountingCollator:
         if self._collator is None:

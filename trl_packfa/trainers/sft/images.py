@@ -178,7 +178,7 @@ class TrainsOnImages(NamesRows, SFTTrainer):
     @property
     def seen_images(self) -> dict[str, PackingReport]:
         """The report of the examples that have trained, by dataset name; empty unless steps on images are re-cut."""
-        return {"train": self._cutter.report} if isinstance(self._cutter, ImageCutter) else {}
+        return {"train": self._cutter.own.report} if isinstance(self._cutter, ImageCutter) else {}
 
     def get_train_dataloader(self) -> DataLoader:
         """Return the training loader. If steps on images are re-cut, its workers process each example alone."""
