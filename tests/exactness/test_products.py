@@ -24,14 +24,14 @@ def test_they_are_rounded_once(layer, kept, monkeypatch):
     if not kept:
         monkeypatch.setattr(products, "_KEPT", 0)
     x = torch.randn(5, 16).bfloat16().requires_grad_()
-    with products.fast_half_products(layer) as mode:
+    with products.fast_half_products(layer) as kernels:
         found = layer(x)
         found.float().sum().backward()
+        assert len(kernels._wide) == kept, "the weight and its transpose are converted once"
     assert torch.equal(found, in_float32(layer.weight, x))
     ones = torch.ones(5, 16).bfloat16()
     assert torch.equal(x.grad, in_float32(layer.weight.t(), ones))
     assert torch.equal(layer.weight.grad, in_float32(x.t(), ones.t()))
-    assert len(mode._wide) == kept, "the weight and its transpose are converted once"
 
 
 def test_a_weight_that_changes_is_converted_again(layer):
@@ -46,14 +46,46 @@ def test_a_weight_that_changes_is_converted_again(layer):
 
 def test_activations_that_change_are_converted_again(layer):
     x = torch.randn(5, 16).bfloat16()
-    with torch.no_grad(), products.fast_half_products(layer) as mode:
+    with torch.no_grad(), products.fast_half_products(layer) as kernels:
         layer(x)
-        assert [wide.tensor.data_ptr() for wide in mode._recent] == [x.data_ptr()]
+        assert [wide.tensor.data_ptr() for wide in kernels._recent] == [x.data_ptr()]
         layer(x)
-        assert len(mode._recent) == 1
+        assert len(kernels._recent) == 1
         x.mul_(2)
         assert torch.equal(layer(x), in_float32(layer.weight, x))
         assert torch.equal(layer(x[:3]), in_float32(layer.weight, x[:3]))
+
+
+PRODUCTS = {
+    "mm": lambda matrix, batch: matrix @ matrix,
+    "addmm": lambda matrix, batch: torch.addmm(matrix[0], matrix, matrix, beta=0.5, alpha=2.0),
+    "bmm": lambda matrix, batch: batch @ batch,
+    "baddbmm": lambda matrix, batch: torch.baddbmm(batch, batch, batch, beta=0.5, alpha=2.0),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_every_product_is_replaced_inside_the_block_alone(layer, name, recwarn):
+    product, matrix, batch = PRODUCTS[name], torch.randn(8, 8).bfloat16(), torch.randn(3, 8, 8).bfloat16()
+    expected, own = product(matrix.float(), batch.float()), product(matrix, batch)
+    with products.fast_half_products(layer):
+        found, again = product(matrix, batch), product(matrix, batch)
+        assert torch.equal(product(matrix.float(), batch.float()), expected), "float32 is not touched"
+    assert torch.equal(found, expected.bfloat16())
+    assert torch.equal(again, found), "the memory of a product is used again after it was rounded"
+    assert torch.equal(product(matrix, batch), own), "torch's kernels are back"
+    assert not recwarn.list
+
+
+def test_torchs_kernels_come_back_after_an_error(layer):
+    x = torch.randn(5, 16).bfloat16()
+    own = layer(x)
+    with pytest.raises(RuntimeError, match="shapes"), products.fast_half_products(layer) as kernels:
+        layer(x)
+        assert len(kernels._result)
+        x @ x
+    assert torch.equal(layer(x), own)
+    assert not len(kernels._result)
 
 
 def test_small_models_and_float32_run_as_they_are(layer, monkeypatch):

@@ -6,20 +6,24 @@ These products treat every token by itself. All other code runs as in training.
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..runtime.autocast import HALF, has_half_products
 from ..runtime.zero3 import whole_size
 from .depth import CHEAP
 
-_PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm"))
+# Each product and its variant that writes into a tensor. The variant is not replaced, so it computes the replacement.
+_PRODUCTS = {name: getattr(torch.ops.aten, name).out for name in ("mm", "addmm", "bmm", "baddbmm")}
 
 
 # Most numbers of weights that are kept in float32 (1 GiB). Converting them for each product takes a fifth of a proof.
@@ -53,24 +57,52 @@ class _Wide:
         return None
 
 
-class _InFloat32(TorchDispatchMode):
+class _InFloat32:
+    """Replaces torch's matrix products on the CPU inside a `with` block.
+
+    The kernels themselves are replaced: a `TorchDispatchMode` sees every operator, a seventh of the time of a proof.
+    """
+
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        super().__init__()
         matrices = [p for p in parameters if p.dtype in HALF and p.dim() == 2 and p.is_contiguous()]
         kept = matrices if sum(p.numel() for p in matrices) <= _KEPT else []
         self._matrices = {matrix.data_ptr(): matrix for matrix in kept}
         self._wide: dict[int, _Wide] = {}
         # Several layers multiply the same activations, and a backward pass multiplies each gradient twice.
         self._recent: deque[_Wide] = deque(maxlen=_RECENT)
+        # Holds each product until it is rounded. New memory for the gradient of an LM head costs more than the product.
+        self._result = torch.empty(0)
+        self._kernels: torch.library.Library | None = None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in _PRODUCTS or args[-1].dtype not in HALF or has_half_products(args[-1].dtype, "cpu"):
-            return func(*args, **kwargs)
-        if not args[-2].numel():  # without tokens, do not convert the LM head
-            return func(*args, **kwargs)
-        wide = [self._widened(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
-        return func(*wide, **kwargs).to(args[-1].dtype)
+    def __enter__(self) -> _InFloat32:
+        self._kernels = torch.library.Library("aten", "IMPL", "CPU")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="(?s).*previously registered kernel")
+            for name, product in _PRODUCTS.items():
+                self._kernels.impl(name, partial(self._multiply, product))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._kernels = None  # torch's kernels come back when the library is deleted
+        self._wide.clear()
+        self._recent.clear()
+        self._result = torch.empty(0)
+
+    def _multiply(self, product: Any, *operands: torch.Tensor, **factors: Any) -> torch.Tensor:
+        """Multiply the last two operands and add the first, if there are three, with a kernel that is not replaced."""
+        left, right = operands[-2:]
+        shape = (*left.shape[:-1], right.shape[-1])
+        dtype = right.dtype
+        # Without tokens, do not convert the LM head.
+        if dtype not in HALF or has_half_products(dtype, "cpu") or not left.numel():
+            return product(*operands, **factors, out=right.new_empty(shape))
+        wide = [self._widened(operand) for operand in operands]
+        size = math.prod(shape)
+        if size > len(self._result):
+            self._result = wide[-1].new_empty(size)
+        return product(*wide, **factors, out=self._result[:size].view(shape)).to(dtype)
 
     def _widened(self, operand: torch.Tensor) -> torch.Tensor:
         """Return an operand in float32; a weight, or its transpose, is converted once."""
@@ -96,6 +128,6 @@ def fast_half_products(model: nn.Module) -> AbstractContextManager[Any]:
     dtypes = {parameter.dtype for parameter in parameters}
     if torch.is_autocast_enabled("cpu"):
         dtypes.add(torch.get_autocast_dtype("cpu"))
-    # The mode sees every operator, which costs more than the products of a small model.
+    # A kernel in Python costs more than the products of a small model.
     emulated = any(dtype in HALF and not has_half_products(dtype, "cpu") for dtype in dtypes)
     return _InFloat32(parameters) if on_cpu and large and emulated else nullcontext()

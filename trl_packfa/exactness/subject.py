@@ -31,6 +31,8 @@ _FEW, _FEW_NUMBERS = 0.1, 2**28
 _SCALED_DOWN, _LEAST_SCALE = 2.0**-8, 2.0**-24
 # Logits in these dtypes may have been cast up from the dtype of the computation.
 _WIDE = (torch.float32, torch.float64)
+# Numbers of a gradient that are converted at a time.
+_NORM_PART = 2**20
 
 
 class Subject:
@@ -172,9 +174,10 @@ class Subject:
 
 
 def _norm(gradient: torch.Tensor) -> float:
-    # FSDP2's gradients are sharded, and `full_tensor` puts the norm together over ranks.
-    norm = gradient.float().norm()
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    if isinstance(gradient, DTensor):  # FSDP2's gradients are sharded, and this puts the norm together over ranks
+        return float(gradient.float().norm().full_tensor())
+    # Part by part: in half precision, new memory for all of a large gradient in float32 costs more than the norm.
+    return float(torch.stack([part.float().norm() for part in gradient.reshape(-1).split(_NORM_PART)]).norm())
 
 
 def _has_experts(model: nn.Module) -> bool:
