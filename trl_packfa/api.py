@@ -19,7 +19,7 @@ from torch import nn
 
 from .adapters import adapter_kinds, refuse_adapters, refuse_quantized
 from .candidates import Candidate, does_not_fit, list_candidates
-from .errors import ContaminationError, InvalidConfig, UnsupportedModel, is_out_of_memory
+from .errors import ContaminationError, InvalidConfig, UnsupportedModel, first_line, is_out_of_memory
 from .exactness import check, check_unpadding, proof_identity
 from .kernels.lm_head.chunked import undo_head
 from .kernels.lora import adapted_layers, describe_lora
@@ -155,7 +155,7 @@ def _apply_first_exact(model: nn.Module, options: PatchOptions) -> PatchState:
             undo_patch(model)
             if candidate.is_final or not isinstance(error, Exception) or is_out_of_memory(error):
                 raise  # the candidate is not at fault, so the next one is not tried
-            tried.append(f"level {candidate.patch.level}: {str(error).splitlines()[0]}")
+            tried.append(f"level {candidate.patch.level}: {first_line(error)}")
             if candidate.on_failure:
                 logger.info(candidate.on_failure, error)
             continue
@@ -200,12 +200,19 @@ def _require_exact(model: nn.Module, state: PatchState) -> None:
         _require_unpadded(model, state)
         if takes_padded_only(model, state.patch):  # the check of packed rows compares logits of an LM head
             return
-    report = check(model)
-    if state.takes_images and not report.is_exact:
+    report, refusal = None, ""
+    try:
+        report = check(model)
+    except Exception as error:  # the code of a model with images may need more than a text, and raise anything
+        if not state.takes_images or is_out_of_memory(error):
+            raise
+        refusal = first_line(error)
+    if state.takes_images and (report is None or not report.is_exact):
         # Padded batches are what such a model is patched for, and they are exact.
-        state.packed_refusal = str(report)
-        logger.info("trl-packfa: packed rows of text are not exact: %s", report)
+        state.packed_refusal = refusal or str(report)
+        logger.info("trl-packfa: packed rows of text are not exact: %s", state.packed_refusal)
         return
+    assert report is not None
     report.require_exact()
     logger.warning("trl-packfa: %s in %.1f s", report, report.seconds)
     state.report = replace(report, identity=proof_identity(model))

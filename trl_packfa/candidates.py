@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import nn
 
 from .adapters import unmeasured_adapters, unread_quantizers
-from .errors import TRAIN_PADDED, UnsupportedModel
+from .errors import TRAIN_PADDED, UnsupportedModel, first_line
 from .patches.base import Patch
 from .patches.measured import fingerprint, known_sources, measured_transformers, results
 from .patching.inspect import attends_both_ways, get_patch, inner_model, model_type, text_decoder
@@ -95,6 +95,6 @@ def does_not_fit(name: str, error: Exception) -> UnsupportedModel:
         return UnsupportedModel(str(error))
     return UnsupportedModel(
         f"the patch for '{name}' does not fit its code in transformers {installed_version('transformers')}.",
-        why=[str(error).splitlines()[0], f"it was tested with transformers {', '.join(measured_transformers())}"],
+        why=[first_line(error), f"it was tested with transformers {', '.join(measured_transformers())}"],
         do=f"Install transformers {measured_transformers()[-1]}, or report it.",
     )

@@ -26,6 +26,12 @@ class PackingError(ValueError):
         super().__init__("\n".join(lines))
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, after its type unless the error is this library's."""
+    line = (str(error).strip() or "no message").splitlines()[0]
+    return line if isinstance(error, PackingError) else f"{type(error).__name__}: {line}"
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an error means out of memory: Python's, or torch's on a CPU or on an accelerator."""
     named = type(error).__name__ == "OutOfMemoryError"  # torch is not imported for this

@@ -57,13 +57,14 @@ def whole(name, lengths):
     return lambda q, k, v, options: get_backend(name)(q, k, v, AttentionArguments(**options).on(attention))
 
 
-def blocks_layout(window=None):
-    blocks = Blocks(BLOCKS, BLOCKS)
+def blocks_layout(joined=False):
+    blocks = Blocks(BLOCKS, BLOCKS, joined)
     return PackedLayout.from_lengths(DOCUMENTS, device=DEVICE).with_blocks(blocks)
 
 
-def by_blocks(name):
-    return lambda q, k, v, options: BackendChoice(name).attend(q, k, v, blocks_layout(), AttentionArguments(**options))
+def by_blocks(name, joined=False):
+    layout = blocks_layout(joined)
+    return lambda q, k, v, options: BackendChoice(name).attend(q, k, v, layout, AttentionArguments(**options))
 
 
 def skip_if_refused(name, dtype, case):
@@ -86,13 +87,17 @@ def test_documents_against_the_oracle(name, case):
             assert_float32(actual, expected)
 
 
-@pytest.mark.parametrize("case", [case for name, case in CASES.items() if name != "window of one"])
+BLOCK_CASES = [(case, False) for name, case in CASES.items() if name != "window of one"]
+BLOCK_CASES += [(case, True) for case in CASES.values() if "sliding_window" not in case]
+
+
+@pytest.mark.parametrize(("case", "joined"), BLOCK_CASES)
 @pytest.mark.parametrize("name", NAMES)
-def test_blocks_against_the_oracle(name, case):
+def test_blocks_against_the_oracle(name, case, joined):
     skip_if_refused(name, torch.float32, case)
-    layout = blocks_layout()
+    layout = blocks_layout(joined)
     tensors, upstream = inputs(layout.num_tokens), torch.randn(layout.num_tokens, 4, 16, device=DEVICE)
-    found = run(by_blocks(name), layout, tensors, case, upstream)
+    found = run(by_blocks(name, joined), layout, tensors, case, upstream)
     oracle = masked(dense_mask(layout, case.get("sliding_window")))
     for actual, expected in zip(found, run(oracle, layout, tensors, case, upstream), strict=True):
         assert_float32(actual, expected)
@@ -171,12 +176,15 @@ def test_negative_controls_are_seen():
     assert differs(without, expected)
     joined = causal.with_blocks(Blocks(((5, 12), (30, 44), (80, 90), (130, 134)), ()))
     assert differs(BackendChoice("sdpa").attend(*tensors, joined, AttentionArguments(**options)), expected)
+    assert differs(by_blocks("sdpa", joined=True)(*tensors, options), expected)
 
 
 def test_blocks_that_cannot_be_computed_are_refused():
     with pytest.raises(InvalidLayout, match=r"block \(4, 7\) is not inside a document"):
         plan_blocks([(4, 7)], [5, 6])
     tensors = inputs(sum(DOCUMENTS))[:3]
+    with pytest.raises(PackingError, match="images of a row see each other, but the layer has a sliding window of 90"):
+        BackendChoice("sdpa").attend(*tensors, blocks_layout(True), AttentionArguments(scaling=0.3, sliding_window=90))
     with pytest.raises(
         PackingError, match="14 tokens of an image see each other, but the layer's sliding window has 8"
     ):

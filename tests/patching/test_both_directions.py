@@ -15,8 +15,9 @@ from trl_packfa.patching.apply import find_state
 from trl_packfa.patching.handed_masks import HandedMasks
 from trl_packfa.patching.mask_rules import blocks_in_rule
 
-# Gemma 3: in all layers. PaliGemma: a prefix with its image. Gemma 4: in sliding layers only.
-TYPES = ("gemma3", "paligemma", "gemma4")
+# Gemma 3: in all layers. PaliGemma: a prefix with its image. Gemma 4: in sliding layers only. Molmo 2: all images of a
+# row see each other.
+TYPES = ("gemma3", "paligemma", "gemma4", "molmo2")
 # Layers of Gemma 4 share keys: transformers' own gradients through reentrant checkpoints are wrong.
 CHECKPOINTED = [
     (name, reentrant) for name in TYPES for reentrant in (False, True) if (name, reentrant) != ("gemma4", True)
@@ -80,7 +81,7 @@ def test_negative_controls_are_seen(stock, monkeypatch):
         context.setattr(HandedMasks, "blocks", lambda self, rows: None)
         assert differs(run(model, inputs)[1], logits)
     blocks = HandedMasks.blocks
-    everywhere = lambda self, rows: Blocks(*[max(blocks(self, rows), key=len)] * 2)  # noqa: E731
+    everywhere = lambda self, rows: Blocks(*[max(blocks(self, rows)[:2], key=len)] * 2)  # noqa: E731
     monkeypatch.setattr(HandedMasks, "blocks", everywhere)
     assert differs(run(model, inputs)[1], logits) == (stock.config.model_type == "gemma4")
 
@@ -108,6 +109,17 @@ def rule_of(groups):
 def test_blocks_are_read_off_the_rule(by_index):
     rule = rule_of([[-1, 0, 0, 1, 1, -1], [0, 0, 0, -1, -1, -1], [-1, -1, 2, 2, 2, 2]])
     mask = torch.tensor([[1] * 6, [1] * 6, [1] * 4 + [0] * 2])
-    assert blocks_in_rule(rule, mask, by_index=by_index) == (((1, 3), (3, 5)), ((0, 3),), ((2, 4),))
-    with pytest.raises(PackingError, match="tokens 0 and 4 of row 0 see each other"):
-        blocks_in_rule(rule_of([[0, 0, -1, -1, 0, 0]]), torch.ones(1, 6, dtype=torch.long), by_index=by_index)
+    assert blocks_in_rule(rule, mask, by_index=by_index) == ((((1, 3), (3, 5)), ((0, 3),), ((2, 4),)), False)
+
+
+@pytest.mark.parametrize("by_index", [True, False])
+def test_images_of_a_row_that_see_each_other_are_joined(by_index):
+    joined, apart = [0, 0, -1, 0, 0, -1, 0, 0], [0, 0, -1, 1, 1, -1, 2, 2]
+    ones = torch.ones(2, 8, dtype=torch.long)
+    blocks = ((0, 2), (3, 5), (6, 8))
+    for groups in (joined, apart):
+        found = blocks_in_rule(rule_of([groups, [-1] * 8]), ones, by_index=by_index)
+        assert found == ((blocks, ()), groups is joined)
+    for groups in ([joined, apart], [[0, 0, -1, 1, 1, -1, 0, 0], [-1] * 8]):
+        with pytest.raises(PackingError, match=r"tokens 0 and \d of row 0 see each other, .* tokens \d and"):
+            blocks_in_rule(rule_of(groups), ones, by_index=by_index)

@@ -16,6 +16,8 @@ def dense_mask(layout, sliding_window=None):
     mask = visible[ids][:, ids] & (distance >= 0)
     if sliding_window is not None:
         mask &= distance < sliding_window
-    for start, stop in () if layout.blocks is None else layout.blocks.of_window(sliding_window):
-        mask[start:stop, start:stop] = True
+    blocks = () if layout.blocks is None else layout.blocks.of_window(sliding_window)
+    for start, stop in blocks:
+        for first, last in blocks if layout.blocks.joined else [(start, stop)]:
+            mask[start:stop, first:last] |= ids[start] == ids[first]
     return mask

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..errors import TRAIN_PADDED, PackingError, UnsupportedModel, is_out_of_memory
+from ..errors import TRAIN_PADDED, PackingError, UnsupportedModel, first_line, is_out_of_memory
 from ..layout.padded_rows import PaddedRows, rows_of_lengths
 from ..layout.shared_rows import share
 from ..patching.apply import PatchState
@@ -56,31 +56,41 @@ class PaddedProbe:
         self.width = width if most is None else min(width, most)
         self.positions = forward_takes(inner, "position_ids") and not is_multiple_choice(inner)
         self.score = Scorer(self.model)
+        names = [name for name in _TYPES if forward_takes(inner, name)]
         # Token types of each document by the argument's name.
         self.types: dict[str, list[torch.Tensor]] = {}
         with torch.no_grad():  # before any trace: the first call may run the model twice to find out how to score
-            self._require_text()
+            self._require_text(names)
             if state.takes_images:
-                self.types = self._types_with_blocks([name for name in _TYPES if forward_takes(inner, name)])
+                self.types = self._types_with_blocks(names)
 
-    def _require_text(self) -> None:
-        """Run one document, before anything is measured.
+    def _require_text(self, names: list[str]) -> None:
+        """Run one document, before anything is measured. Molmo 2 needs token types in training, also without images.
 
         Raises:
             [`UnsupportedModel`]: if the model's own code needs more than a text without padding.
         """
         ids = self.tokens[0]
-        try:
-            with self.unpadding.off():
-                self.score({"input_ids": ids[None].to(self.device)}, (1, len(ids)), torch.tensor([0]))
-        except Exception as error:  # the model's own code may raise anything
-            if isinstance(error, PackingError) or is_out_of_memory(error):
-                raise
-            said = f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0].rstrip('.')}"
-            raise UnsupportedModel(
-                f"the code of {type(inner_model(self.model)).__name__} does not run a text by itself: {said}.",
-                do=f"{TRAIN_PADDED[0].upper()}{TRAIN_PADDED[1:]}.",
-            ) from error
+        first: Exception | None = None
+        for name in (None, *names):
+            call = {"input_ids": ids} if name is None else {"input_ids": ids, name: torch.zeros_like(ids)}
+            try:
+                with self.unpadding.off():
+                    batch = {key: value[None].to(self.device) for key, value in call.items()}
+                    self.score(batch, (1, len(ids)), torch.tensor([0]))
+            except Exception as error:  # the model's own code may raise anything
+                if isinstance(error, PackingError) or is_out_of_memory(error):
+                    raise
+                first = first or error
+                continue
+            self.types = {} if name is None else {name: [torch.zeros_like(own) for own in self.tokens]}
+            return
+        assert first is not None
+        code, said = type(inner_model(self.model)).__name__, first_line(first).rstrip(".")
+        raise UnsupportedModel(
+            f"the code of {code} does not run a text by itself: {said}.",
+            do=f"{TRAIN_PADDED[0].upper()}{TRAIN_PADDED[1:]}.",
+        ) from first
 
     def run_once(self) -> None:
         """Run the padded rows as without a patch."""
@@ -89,11 +99,11 @@ class PaddedProbe:
             self.score(self.batch(rows), rows.shape, torch.tensor([0]))
 
     def _types_with_blocks(self, names: list[str]) -> dict[str, list[torch.Tensor]]:
-        """Return token types by which this model lets tokens see each other in both directions, empty if it has none.
+        """Return token types by which this model lets tokens see each other in both directions, else those of a text.
 
         They stand for images: the proof has none, as each model takes pixels in its own form.
         """
-        rows, before = self.rows(left=False), self.unpadding.blocks
+        rows, before, of_text = self.rows(left=False), self.unpadding.blocks, self.types
         for name, pattern in itertools.product(names, _PATTERNS):
             self.types = {name: [pattern(torch.arange(len(ids))).long() for ids in self.tokens]}
             try:
@@ -105,7 +115,7 @@ class PaddedProbe:
                 continue
             if self.unpadding.blocks > before:
                 return self.types
-        return {}
+        return of_text
 
     def rows(self, *, left: bool) -> PaddedRows:
         """Return the places of the documents, padded on the `left` or on the right."""

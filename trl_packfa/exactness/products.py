@@ -70,7 +70,7 @@ class _InFloat32:
         self._wide: dict[int, _Wide] = {}
         # Several layers multiply the same activations, and a backward pass multiplies each gradient twice.
         self._recent: deque[_Wide] = deque(maxlen=_RECENT)
-        # Holds each product until it is rounded. New memory for the gradient of an LM head costs more than the product.
+        # Holds each product until it is rounded. New memory for an LM head's gradient costs more than the product.
         self._result = torch.empty(0)
         self._kernels: torch.library.Library | None = None
 

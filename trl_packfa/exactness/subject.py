@@ -175,7 +175,8 @@ class Subject:
 
 def _norm(gradient: torch.Tensor) -> float:
     if isinstance(gradient, DTensor):  # FSDP2's gradients are sharded, and this puts the norm together over ranks
-        return float(gradient.float().norm().full_tensor())
+        norm: Any = gradient.float().norm()
+        return float(norm.full_tensor())
     # Part by part: in half precision, new memory for all of a large gradient in float32 costs more than the norm.
     return float(torch.stack([part.float().norm() for part in gradient.reshape(-1).split(_NORM_PART)]).norm())
 

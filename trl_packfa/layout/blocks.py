@@ -1,7 +1,8 @@
 """Blocks: neighbouring tokens of a document that see each other in both directions, such as those of an image.
 
 A token of a block also sees all tokens before the block, in the sliding window if the layer has one. So its keys are
-one interval, and attention of a block is one call without causality: the block's tokens are the last of the keys.
+one interval, and attention of a block is one call without causality: the block's tokens are the last of the keys. In
+Molmo 2 it also sees the later blocks of its document, whose tokens are then added to the keys.
 
 Shape letters: T packed tokens.
 """
@@ -27,19 +28,27 @@ class Blocks(NamedTuple):
 
     Attributes:
         full (`tuple[tuple[int, int], ...]`), sliding (`tuple[tuple[int, int], ...]`): the blocks, in order.
+        joined (`bool`): whether the blocks of one document see each other, as all images of a row do in Molmo 2.
     """
 
     full: tuple[Block, ...]
     sliding: tuple[Block, ...]
+    joined: bool = False
 
     def of_window(self, sliding_window: int | None) -> tuple[Block, ...]:
         """Return the blocks of layers with this sliding window.
 
         Raises:
-            [`PackingError`]: if a block is longer than the window.
+            [`PackingError`]: if a block is longer than the window, or if blocks see each other in a window.
         """
         if sliding_window is None:
             return self.full
+        if self.joined and self.sliding:
+            raise PackingError(
+                f"images of a row see each other, but the layer has a sliding window of {sliding_window} tokens.",
+                why=["no model of transformers does both, so it is not known which tokens such an image sees"],
+                do="Patch the model with unpad=False, or train on text alone.",
+            )
         longest = max((stop - start for start, stop in self.sliding), default=0)
         if longest > sliding_window:
             raise PackingError(
@@ -65,7 +74,8 @@ class BlockPlan(NamedTuple):
 
     Attributes:
         queries ([`TokenGather`]): the tokens of the blocks.
-        keys ([`TokenGather`]): for each block the tokens from its document's beginning to the block's end.
+        keys ([`TokenGather`]): for each block the tokens from its document's beginning to the block's end, and the
+            tokens of the document's later blocks if the blocks are joined.
         query_lengths (`tuple[int, ...]`), key_lengths (`tuple[int, ...]`): number of both, for each block.
     """
 
@@ -75,28 +85,40 @@ class BlockPlan(NamedTuple):
     key_lengths: tuple[int, ...]
 
 
-def plan_blocks(blocks: Sequence[Block], lengths: Sequence[int], device: torch.device | str = "cpu") -> BlockPlan:
+def plan_blocks(
+    blocks: Sequence[Block], lengths: Sequence[int], device: torch.device | str = "cpu", *, joined: bool = False
+) -> BlockPlan:
     """Plan the call for these blocks in a row of documents of these `lengths` (tokens).
+
+    If `joined`, the blocks of one document see each other.
 
     Raises:
         [`InvalidLayout`]: if a block is empty or crosses the end of its document.
     """
-    spans, start, waiting = [], 0, list(blocks)
+    # For each block the intervals of its keys.
+    spans: list[list[Block]] = []
+    start, waiting = 0, list(blocks)
     for length in lengths:
+        own = []
         while waiting and waiting[0][0] < start + length:
             first, stop = waiting.pop(0)
             if not start <= first < stop <= start + length:
-                break
-            spans.append((start, stop))
+                raise _not_inside((first, stop), lengths)
+            own.append((first, stop))
+        spans += [[(start, stop), *(own[i + 1 :] if joined else [])] for i, (_, stop) in enumerate(own)]
         start += length
-    if len(spans) < len(blocks):
-        raise InvalidLayout(
-            f"block {blocks[len(spans)]} is not inside a document: lengths {list(lengths)}.",
-            do="Give each document blocks of its own, in the order of the row.",
-        )
+    if waiting:
+        raise _not_inside(waiting[0], lengths)
     return BlockPlan(
         TokenGather.of_spans(blocks, start, device),
-        TokenGather.of_spans(spans, start, device),
+        TokenGather.of_spans([span for keys in spans for span in keys], start, device),
         tuple(stop - first for first, stop in blocks),
-        tuple(stop - first for first, stop in spans),
+        tuple(sum(stop - first for first, stop in keys) for keys in spans),
+    )
+
+
+def _not_inside(block: Block, lengths: Sequence[int]) -> InvalidLayout:
+    return InvalidLayout(
+        f"block {block} is not inside a document: lengths {list(lengths)}.",
+        do="Give each document blocks of its own, in the order of the row.",
     )

@@ -289,11 +289,12 @@ class PackedLayout:
         The causal attention of [`PackedLayout.attention`] holds for all other tokens.
 
         Raises:
-            [`PackingError`]: if a block is longer than the window.
+            [`PackingError`]: if a block is longer than the window, or if blocks see each other in a window.
         """
         key, blocks = ("blocks", sliding_window), () if self.blocks is None else self.blocks.of_window(sliding_window)
         if blocks and key not in self.memo:
-            device, plan = self.cu_seqlens.device, plan_blocks(blocks, self.lengths, self.cu_seqlens.device)
+            device, joined = self.cu_seqlens.device, self.blocks is not None and self.blocks.joined
+            plan = plan_blocks(blocks, self.lengths, device, joined=joined)
             queries, keys = (
                 PackedLayout.from_lengths(n, device=device) for n in (plan.query_lengths, plan.key_lengths)
             )

@@ -19,7 +19,7 @@ from ..errors import PackingError
 from ..layout.blocks import Block, Blocks
 from ..layout.call_context import is_empty_mask
 from ..layout.padded_rows import PaddedRows, rows_of
-from .mask_rules import blocks_in_rule
+from .mask_rules import RowBlocks, blocks_in_rule
 
 # Attribute of the mask of padding that travels in the place of masks.
 _HANDED = "_trl_packfa_handed"
@@ -36,13 +36,13 @@ class NotedMask:
             Makes it, in the form of the model's own attention.
         padding (`torch.Tensor`):
             The mask of padding, `(B, L)`.
-        blocks (`tuple[tuple[Block, ...], ...]`):
-            Tokens that see each other in both directions, for each row.
+        blocks ([`RowBlocks`]):
+            Tokens that see each other in both directions.
     """
 
     make: Callable[[], Any]
     padding: torch.Tensor
-    blocks: tuple[tuple[Block, ...], ...]
+    blocks: RowBlocks
 
 
 def note_mask(make: Callable[[], Any], options: Mapping[str, Any]) -> Any:
@@ -55,14 +55,14 @@ def note_mask(make: Callable[[], Any], options: Mapping[str, Any]) -> Any:
             The keywords of transformers' mask interface.
 
     Raises:
-        [`PackingError`]: if tokens see each other that are not neighbours.
+        [`PackingError`]: if some images of a row see each other, and others do not.
         [`InvalidLayout`]: if a row has pads among its tokens.
     """
     padding, lengths = options.get("attention_mask"), (options.get("q_length"), options.get("kv_length"))
     if not isinstance(padding, torch.Tensor) or padding.dim() != 2 or set(lengths) != {padding.shape[1]}:
         return make()
     # transformers lets attention skip the mask only if it is plainly causal.
-    blocks: tuple[tuple[Block, ...], ...] = ((),) * padding.shape[0]
+    blocks = RowBlocks(((),) * padding.shape[0])
     if not options.get("allow_is_causal_skip", False):
         rows_of(padding)  # refuses a hole in words about the hole, which would cut a block in two
         blocks = blocks_in_rule(options["mask_function"], padding, by_index=not options.get("use_vmap", False))
@@ -104,7 +104,7 @@ class HandedMasks:
         Raises:
             [`PackingError`]: if some tokens see later tokens and others do not.
         """
-        found = {mask.blocks for mask in self.masks.values() if isinstance(mask, NotedMask)}
+        found = {mask.blocks.rows for mask in self.masks.values() if isinstance(mask, NotedMask)}
         if not any(map(any, found)):
             return False
         # One block is the whole row. A single token sees no other.
@@ -124,17 +124,24 @@ class HandedMasks:
             [`PackingError`]: if layers of another kind have blocks.
         """
         found = {kind: mask.blocks for kind, mask in self.masks.items() if isinstance(mask, NotedMask)}
-        if not any(map(any, found.values())):
+        found = {kind: blocks for kind, blocks in found.items() if any(blocks.rows)}
+        if not found:
             return None
-        unknown = [kind for kind, blocks in found.items() if kind not in (None, _FULL, _SLIDING) and any(blocks)]
+        unknown = [kind for kind in found if kind not in (None, _FULL, _SLIDING)]
         if unknown:
             raise PackingError(
                 f"tokens of an image see each other in layers of kind {', '.join(map(str, unknown))}.",
                 why=["packed attention knows blocks of tokens in layers with and without a sliding window only"],
                 do="Patch the model with unpad=False, or train on text alone.",
             )
-        own = found.get(None, ())
-        return Blocks(_packed(found.get(_FULL, own), rows), _packed(found.get(_SLIDING, own), rows))
+        own = found.get(None, RowBlocks(()))
+        full, sliding = (found.get(kind, own) for kind in (_FULL, _SLIDING))
+        if full.rows and sliding.rows and full.joined != sliding.joined:
+            raise PackingError(
+                "images of a row see each other in layers of one kind, but not in those of another.",
+                do="Patch the model with unpad=False, or train on text alone.",
+            )
+        return Blocks(_packed(full.rows, rows), _packed(sliding.rows, rows), full.joined or sliding.joined)
 
 
 def handed_masks(mask: Any) -> HandedMasks | None:

@@ -10,8 +10,8 @@ Shape letters: B rows, L row length.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -55,7 +55,19 @@ def sees_ahead(rule: Rule, shape: tuple[int, int], device: Any) -> bool:
     return bool(_seen_ahead(rule, shape, device).any())
 
 
-def blocks_in_rule(rule: Rule, padding: torch.Tensor, *, by_index: bool = True) -> tuple[tuple[Block, ...], ...]:
+class RowBlocks(NamedTuple):
+    """The blocks of padded rows.
+
+    Attributes:
+        rows (`tuple[tuple[tuple[int, int], ...], ...]`): the blocks of each row, in columns of the row.
+        joined (`bool`): whether the blocks of a row see each other.
+    """
+
+    rows: tuple[tuple[Block, ...], ...]
+    joined: bool = False
+
+
+def blocks_in_rule(rule: Rule, padding: torch.Tensor, *, by_index: bool = True) -> RowBlocks:
     """Read the blocks of each row off transformers' rule.
 
     Args:
@@ -66,19 +78,14 @@ def blocks_in_rule(rule: Rule, padding: torch.Tensor, *, by_index: bool = True) 
         by_index (`bool`, *optional*, defaults to `True`):
             Whether the rule takes tensors of indices. A rule that the model has added may take single indices only.
 
-    Returns:
-        `tuple[tuple[Block, ...], ...]`: the blocks of each row, in columns of the row.
-
     Raises:
-        [`PackingError`]: if tokens of two blocks see each other.
+        [`PackingError`]: if some blocks of a row see each other, and others do not.
     """
     host = padding.detach().ne(0).cpu()
     ahead = _seen_ahead(rule, (host.shape[0], host.shape[1]), padding.device, by_index=by_index).cpu()
     ahead = ahead & host[:, :-1] & host[:, 1:]
-    rows = [_runs(row) for row in ahead.tolist()]
-    for number, blocks in enumerate(rows):
-        _refuse_joined(rule, number, blocks, padding.device)
-    return tuple(rows)
+    rows = tuple(_runs(row) for row in ahead.tolist())
+    return RowBlocks(rows, _are_joined(rule, rows, padding.device))
 
 
 def _seen_ahead(rule: Rule, shape: tuple[int, int], device: Any, *, by_index: bool = True) -> torch.Tensor:
@@ -107,13 +114,21 @@ def _runs(ahead: list[bool]) -> tuple[Block, ...]:
     return tuple(runs)
 
 
-def _refuse_joined(rule: Rule, row: int, blocks: tuple[Block, ...], device: Any) -> None:
-    """Refuse blocks that see each other across the tokens between them: they would not be intervals."""
-    for (first, _), (second, _) in itertools.pairwise(blocks):
-        index = (torch.tensor(i, device=device) for i in (row, 0, first, second))
-        if bool(rule(*index)):
-            raise PackingError(
-                f"tokens {first} and {second} of row {row} see each other, across tokens that do not.",
-                why=["packed attention computes blocks of neighbouring tokens only, as those of one image"],
-                do="Patch the model with unpad=False, or train on text alone.",
-            )
+def _are_joined(rule: Rule, rows: Sequence[Sequence[Block]], device: Any) -> bool:
+    """Tell whether the blocks of a row see each other across the tokens between them."""
+    found: dict[bool, str] = {}
+    for row, blocks in enumerate(rows):
+        starts = [start for start, _ in blocks]
+        # Neighbours, and the first with the last one.
+        for first, second in [*itertools.pairwise(starts), *([(starts[0], starts[-1])] if starts else [])]:
+            if first == second:
+                continue
+            index = (torch.tensor(i, device=device) for i in (row, 0, first, second))
+            found.setdefault(bool(rule(*index)), f"tokens {first} and {second} of row {row}")
+    if len(found) > 1:
+        raise PackingError(
+            f"{found[True]} see each other, across tokens that do not, but {found[False]} do not.",
+            why=["packed attention computes blocks that either all see each other or see only themselves"],
+            do="Patch the model with unpad=False, or train on text alone.",
+        )
+    return True in found
