@@ -60,7 +60,10 @@ def measure_type(name: str) -> dict[str, Any]:
         try:
             # Some models' own left-padded rows see their pads.
             sides = (False, True) if state.unpadding_report.against == "padded" else (False,)
-            return {**found, **_with_images(stock, model, sides, counts_pads=state.unpadding_report.unshifted > _LOGITS)}
+            return {
+                **found,
+                **_with_images(stock, model, sides, counts_pads=state.unpadding_report.unshifted > _LOGITS),
+            }
         except PackingError as error:
             return {**found, "verdict": "text only", "why": reason_of(error)}
 

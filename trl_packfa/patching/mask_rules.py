@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from ..errors import PackingError
 from ..layout import PackedLayout
@@ -95,8 +96,9 @@ def _seen_ahead(rule: Rule, shape: tuple[int, int], device: Any, *, by_index: bo
     if by_index:
         return rule(rows, torch.zeros_like(rows), tokens - 1, tokens).expand(shape[0], shape[1] - 1)
     rows, tokens = torch.broadcast_tensors(rows, tokens)
-    # Twice over one axis each: `vmap` gives the rule single indices.
-    return torch.vmap(torch.vmap(rule))(rows, torch.zeros_like(rows), tokens - 1, tokens)
+    # Twice over one axis each: `vmap` gives the rule single indices. As in transformers, rules may index tensors by them.
+    with TransformGetItemToIndex():
+        return torch.vmap(torch.vmap(rule))(rows, torch.zeros_like(rows), tokens - 1, tokens)
 
 
 def _runs(ahead: list[bool]) -> tuple[Block, ...]:
