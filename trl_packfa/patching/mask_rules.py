@@ -96,7 +96,7 @@ def _seen_ahead(rule: Rule, shape: tuple[int, int], device: Any, *, by_index: bo
     if by_index:
         return rule(rows, torch.zeros_like(rows), tokens - 1, tokens).expand(shape[0], shape[1] - 1)
     rows, tokens = torch.broadcast_tensors(rows, tokens)
-    # Twice over one axis each: `vmap` gives the rule single indices. As in transformers, rules may index tensors by them.
+    # Twice over one axis each: `vmap` gives the rule single indices, by which it may index tensors.
     with TransformGetItemToIndex():
         return torch.vmap(torch.vmap(rule))(rows, torch.zeros_like(rows), tokens - 1, tokens)
 
