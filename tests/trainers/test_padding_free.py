@@ -17,7 +17,7 @@ import trl_packfa
 from trl_packfa.errors import ContaminationError, InvalidConfig, NoBackend, UnsupportedModel
 from trl_packfa.layout import padded_rows
 from trl_packfa.patching.apply import find_state
-from trl_packfa.trainers.padding_free.models import models_of
+from trl_packfa.trainers.padding_free.padding_free import models_of
 
 # Which models each of them runs besides the policy.
 OTHERS = {
@@ -189,7 +189,7 @@ def test_it_is_called_again_with_other_arguments(tmp_path):
     assert find_state(trainer.model) is None and list(run.models) == ["ref_model"]
     logs = train(trainer)[-1]
     assert logs["padding_saved"] > 0.1 and "tokens_per_second" not in logs
-    assert trainer.callback_handler.callback_list.count("PaddingFreeCallback") == 1
+    assert trainer.callback_handler.callback_list.count("PaddingFreeRun") == 1
 
 
 def test_evaluation_is_no_training(tmp_path, monkeypatch):

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ...errors import InvalidConfig, UnsupportedModel
-from .hub import load_causal_lm
+from .hub import load_causal_lm, load_tokenizer
 
 
 def merge_adapter(
@@ -45,7 +45,9 @@ def merge_adapter(
     # The user's name wins, because the base's folder may have moved since the adapter was saved.
     base = base or named
     merged = _adapted(adapter, base, named, dtype).merge_and_unload()
-    tokenizer = _tokenizer(adapter, base)
+    # The one that was saved with the adapter, else the base's.
+    found = (load_tokenizer(name) for name in (adapter, base) if name is not None)
+    tokenizer = next((tokenizer for tokenizer in found if tokenizer is not None), None)
     merged.save_pretrained(output)
     if tokenizer is not None:
         tokenizer.save_pretrained(output)
@@ -82,13 +84,3 @@ def _adapted(adapter: str, base: str | None, named: str | None, dtype: str) -> P
         raise UnsupportedModel(
             f"cannot load the base '{named}' of the adapter '{adapter}'.", why=[str(error)], do="Name it with --base."
         ) from error
-
-
-def _tokenizer(adapter: str, base: str | None) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer that was saved with the adapter, else the base's; `None` if there is none."""
-    for name in (adapter, base):
-        try:
-            return AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError):
-            continue
-    return None

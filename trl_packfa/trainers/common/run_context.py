@@ -49,6 +49,16 @@ def go_on(trainer: Any, asked: str | bool | None, *, identity: Callable[[], dict
     return checkpoint
 
 
+@contextmanager
+def collating_with(trainer: Any, collator: Any) -> Iterator[None]:
+    """Let a trainer's loader collate with this collator inside a `with` block."""
+    own, trainer.data_collator = trainer.data_collator, collator  # TRL's loaders read this attribute
+    try:
+        yield
+    finally:
+        trainer.data_collator = own
+
+
 def alone_in_folder(args: Any) -> AbstractContextManager[Any]:
     """Lock `output_dir` inside a `with` block against other training processes, if this process saves there."""
     saves = args.should_save and args.save_strategy != "no"  # otherwise no file can be damaged

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import IterableDataset
 
@@ -27,6 +28,8 @@ from .dataset import count_computed, longest_document, read_lengths
 from .flops import quadratic_weight
 from .padded_batch_map import ORIGINS, origins_of_steps
 from .trees import split_example
+
+logger = get_logger(__name__)
 
 
 class Documents:
@@ -244,6 +247,22 @@ def how_to_cut(
     if balances_experts:
         return TOGETHER, "the routers' auxiliary loss is computed over each padded micro-batch"
     return FREE, ""
+
+
+def keep_padded(args: CommonConfig, why: str) -> None:
+    """Log why steps are not re-cut.
+
+    Raises:
+        [`InvalidConfig`]: if the user set a token budget, which has no effect then.
+    """
+    if args.max_tokens_per_microbatch is not None:
+        raise InvalidConfig(
+            f"max_tokens_per_microbatch={args.max_tokens_per_microbatch} has no effect: padded micro-batches stay as "
+            "they are.",
+            why=[why],
+            do="Drop it. To save memory, lower per_device_train_batch_size and raise gradient_accumulation_steps.",
+        )
+    logger.info("trl-packfa: padded micro-batches stay as they are: %s.", why)
 
 
 def require_budget(budget: int, longest: int, which: str) -> None:

@@ -52,17 +52,10 @@ def refuse_adapters_and_backend(args: CommonConfig, peft_config: PeftConfig | No
         [`NoBackend`]: for the backend.
     """
     refuse_adapter(peft_config)
-    _refuse_backend(args)
-
-
-def _refuse_backend(args: CommonConfig) -> None:
-    """Refuse a named backend that cannot serve even the simplest model here.
-
-    Whether it can serve the run's model is known only once the model is built.
-    """
     if args.attention_backend == "auto":
         return
-    # Head dim 64, as many keys as queries, no window, no softcap: every backend that runs here at all can do this.
+    # Whether it can serve the run's model is known only once the model is built. Head dim 64, as many keys as queries,
+    # no window, no softcap: every backend that runs here at all can do this.
     plainest = AttentionRequest(args.device, torch.bfloat16, 64, 8, 8, named=True)
     reasons = get_backend(args.attention_backend).refusals(plainest)
     if reasons:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from datasets import Dataset
@@ -48,15 +48,10 @@ class PairReport(PackingReport):
         return [("pairs", f"{self.documents // self.rows_each:,}"), *counts] if self.rows_each > 1 else counts
 
 
-class Kept(NamedTuple):
-    """The int64 indices of the pairs to train on, and the report, which also counts the others."""
-
-    pairs: np.ndarray
-    report: PackingReport
-
-
-def plan_pairs(dataset: Dataset, rows: Rows, *, max_length: int | None, policy: str, name: str) -> Kept:
-    """Decide which pairs of a tokenized dataset are kept.
+def plan_pairs(
+    dataset: Dataset, rows: Rows, *, max_length: int | None, policy: str, name: str
+) -> tuple[np.ndarray, PairReport]:
+    """Return the int64 indices of the pairs to train on, and the report, which also counts the others.
 
     Args:
         dataset (`Dataset`):
@@ -112,7 +107,7 @@ def plan_pairs(dataset: Dataset, rows: Rows, *, max_length: int | None, policy: 
         packed_tokens=int(rest.sum()),
         trained_tokens=int((rest - prompt[kept]).sum()),
     )
-    return Kept(kept, report)
+    return kept, report
 
 
 def cut_answers(dataset: Dataset, rows: Rows, *, max_length: int, also: Sequence[str] = (), name: str) -> Dataset:

@@ -8,10 +8,11 @@ are not collated ([`Documents`]), and [`StepCutter`] collates them later.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby, islice
 from typing import Any
 
+import torch
 from accelerate.logging import get_logger
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...collator import LOSSES, SAVED, DataCollatorForPacking
 from ...errors import InvalidConfig
+from ...layout.from_call import layout_of
 from ...packing import PackedBatchSampler, PackingReport
 from ...patching.inspect import known_ids, known_labels
 from ..common.batching import Batching
@@ -26,11 +28,10 @@ from ..common.checkpoint_files import read_stream_state, write_stream_state
 from ..common.dataset import cut_dataset, cut_stream, read_lengths, take_apart, tell_counts
 from ..common.dataset_checks import require_known
 from ..common.flops import quadratic_weight
-from ..common.model_loading import AnyDataset, asked_for
+from ..common.model_loading import AnyDataset
 from ..common.sampler import RankAwareSampler
 from ..common.step_cutting import Documents
 from .config import PackedSFTConfig
-from .preview import describe_batch
 from .streaming import PackedStream, resumes_by_state, stream_loader
 from .turns import TurnExpander, join
 
@@ -38,6 +39,8 @@ logger = get_logger(__name__)
 
 # Columns of an example that collators read.
 _SEEN = ("input_ids", "labels", "seq_lengths")
+# Number of tokens of a document that a preview shows.
+_SHOWN = 400
 
 
 class PackedData:
@@ -184,7 +187,8 @@ class PackedData:
         They are packed, unless metrics need their logits or the dataset is a stream. For a stream the Trainer counts
         rows, and a packed batch has only one, so it would weight the losses wrongly.
         """
-        streamed = isinstance(asked_for(asked, evaluation), IterableDataset)
+        dataset = evaluation if asked is None else evaluation[asked] if isinstance(asked, str) else asked
+        streamed = isinstance(dataset, IterableDataset)
         return collator if self.packs_eval and not streamed else self._padding_collator
 
     @property
@@ -227,4 +231,26 @@ class PackedData:
         documents = copy.deepcopy(dataset) if isinstance(dataset, IterableDataset) else dataset
         examples = list(islice(iter(documents), self.args.per_device_train_batch_size))
         kept = [{name: example[name] for name in _SEEN if name in example} for example in examples]
-        return describe_batch(collator(kept), tokenizer)
+        return _describe(collator(kept), tokenizer)
+
+
+def _describe(batch: Mapping[str, Any], tokenizer: Any) -> str:
+    """Decode each document of a packed batch on its own line, with trained text in double brackets."""
+    layout = layout_of(dict(batch))
+    assert layout is not None, "the trainer has refused collators that do not mark where documents begin"
+    padding = f", the last of them {layout.padding} tokens of padding" if layout.padding else ""
+    lines = [f"{layout.num_tokens} tokens, {layout.num_documents} documents{padding}; [[trained]]"]
+    documents = zip(layout.split(batch["input_ids"]), layout.split(batch["labels"]), strict=True)
+    for number, (ids, labels) in enumerate(documents):
+        trained = int((labels != -100).sum())
+        text = "".join(_runs(ids[:_SHOWN], labels[:_SHOWN], tokenizer)) + (" ..." if len(ids) > _SHOWN else "")
+        lines.append(f"document {number}, {len(ids)} tokens, {trained} trained: {text}")
+    return "\n".join(lines)
+
+
+def _runs(ids: torch.Tensor, labels: torch.Tensor, tokenizer: Any) -> Iterator[str]:
+    """Decode runs of neighbouring tokens that are all trained or all not trained."""
+    pairs = zip(ids.tolist(), labels.tolist(), strict=True)
+    for trained, run in groupby(pairs, key=lambda pair: pair[1] != -100):
+        text = tokenizer.decode([token for token, _ in run])
+        yield f"[[{text}]]" if trained else f" {text} "
