@@ -34,13 +34,8 @@ _LOST = ("truncated", "split", "dropped", "tokens_lost")
 def count_batch(metrics: Mapping[str, list[float]], inputs: dict[str, Any], *, capacity: int | None) -> None:
     """Add the counts of a packed batch to the Trainer's metrics, and remove from `inputs` what is no model input.
 
-    Args:
-        metrics (`Mapping[str, list[float]]`):
-            TRL's metrics of the current mode; TRL averages them when it logs.
-        inputs (`dict[str, Any]`):
-            The batch.
-        capacity (`int` or `None`):
-            Tokens that fit into the batch, if rows have a fixed length; then `fill` is logged.
+    `metrics` are TRL's of the current mode, which it averages when it logs. `capacity` is the tokens that fit into the
+    batch, if rows have a fixed length; then `fill` is logged.
     """
     lost = inputs.pop(LOSSES, None)
     layout = inputs.get("packed_layout")
@@ -128,16 +123,10 @@ def require_whole_checkpoint(folder: str | Path | None) -> str:
 
 @contextmanager
 def whole_checkpoint(folder: Path, trainer: Any) -> Iterator[None]:
-    """Mark a checkpoint as whole after the `with` block has written it.
+    """Mark a checkpoint as whole after the `with` block has written it; until then it is not whole.
 
-    Report and manifest mark it as whole. They are written once every rank has written its part. Only then are older
-    checkpoints deleted.
-
-    Args:
-        folder (`Path`):
-            The checkpoint's folder. A checkpoint that is written again is not whole in the meantime.
-        trainer (`Trainer`):
-            Writes the report with its `save_reports`.
+    Report (the trainer's `save_reports`) and manifest mark it as whole. They are written once every rank has written
+    its part. Only then are older checkpoints deleted.
 
     Raises:
         [`CheckpointNotWritten`]: for example if the disk is full. The parts of a new checkpoint are deleted.

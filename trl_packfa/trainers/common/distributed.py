@@ -55,11 +55,7 @@ def from_main_rank(accelerator: Accelerator, work: Callable[[], Result]) -> Resu
 def require_same_documents(accelerator: Accelerator, lengths: np.ndarray) -> None:
     """Require the same training documents on every rank, because every rank plans the steps of all ranks.
 
-    Args:
-        accelerator (`Accelerator`):
-            The run's accelerator.
-        lengths (`np.ndarray`):
-            Tokens of each document, in the dataset's order.
+    `lengths` are the tokens of each document, in the dataset's order.
 
     Raises:
         [`InvalidDataset`]: on every rank, if the documents differ.

@@ -96,13 +96,9 @@ class OwnCutter:
         return PackingReport.of_seen(*self.seen.tolist())
 
     def cut(self, batches: Sequence[Documents], *, by_size: bool = False) -> OwnCut:
-        """Cut the examples of a step.
+        """Cut the processed examples of a step, given by padded micro-batch.
 
-        Args:
-            batches (`Sequence[Documents]`):
-                The processed examples of each padded micro-batch.
-            by_size (`bool`, *optional*, defaults to `False`):
-                Whether only examples of padded micro-batches with equally many may share a micro-batch.
+        With `by_size`, only examples of padded micro-batches with equally many may share a micro-batch.
         """
         examples: list[Any] = [example for batch in batches for example in batch.examples]
         padded = np.repeat(np.arange(len(batches)), [len(batch) for batch in batches])

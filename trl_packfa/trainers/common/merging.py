@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from ...errors import InvalidConfig, UnsupportedModel
-from .hub import load_causal_lm, load_tokenizer
+from .hub import load_tokenizer, telling_of_model
 
 
 def merge_adapter(
@@ -77,7 +77,9 @@ def _adapted(adapter: str, base: str | None, named: str | None, dtype: str) -> P
     PEFT resizes the embeddings if a chat template has added tokens.
     """
     if base is not None and base != named:
-        return PeftModel.from_pretrained(load_causal_lm(base, dtype=dtype), adapter)  # type: ignore[arg-type]
+        with telling_of_model(base):
+            model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+        return PeftModel.from_pretrained(model, adapter)
     try:
         return AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=dtype)
     except (OSError, ValueError) as error:

@@ -178,11 +178,7 @@ def load_as_asked(
 ) -> tuple[Any, PeftConfig | None]:
     """Return the quantization and the adapter for TRL to load the model with, and set `args.model_init_kwargs`.
 
-    Args:
-        model, args:
-            A model given by name is loaded as the arguments say.
-        quantization (`BitsAndBytesConfig`, *optional*), adapter (`PeftConfig`, *optional*):
-            The user's own. They win over the arguments.
+    A model given by name is loaded as the arguments say; the user's own `quantization` and `adapter` win over them.
 
     Raises:
         [`UnsupportedModel`]: for a quantization that lets documents of a batch change each other's numbers.

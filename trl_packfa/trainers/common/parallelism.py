@@ -128,12 +128,8 @@ def asked_parallelism(args: CommonConfig) -> dict[str, int]:
 def refuse_parallelism(sizes: dict[str, int]) -> None:
     """Refuse to divide a model or a row over ranks.
 
-    Args:
-        sizes (`dict[str, int]`):
-            Sizes of the groups of ranks: `tp_size`, `ep_size`, `pp_size`, `cp_size`, `sp_size`.
-
     Raises:
-        [`InvalidConfig`]: with the sizes above 1, and the reason for each.
+        [`InvalidConfig`]: with the sizes of groups of ranks that are above 1, and the reason for each.
     """
     found = {name: size for name, size in sizes.items() if size > 1}
     if found:

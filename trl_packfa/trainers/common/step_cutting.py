@@ -157,19 +157,12 @@ def of_all_ranks(
 def require_aligned(slot: Slot, accelerator: Accelerator, accumulation: int) -> None:
     """Refuse to run a slot if the Trainer's optimizer step does not follow the last slot of the cut step.
 
-    Otherwise there would be an optimizer step without gradients, or gradients that no optimizer step uses.
-
-    Args:
-        slot ([`Slot`]):
-            The slot that is about to run.
-        accelerator (`Accelerator`):
-            Its `sync_gradients` is set by the Trainer if an optimizer step follows the slot.
-        accumulation (`int`):
-            The current `gradient_accumulation_steps`.
+    Otherwise there would be an optimizer step without gradients, or gradients that no optimizer step uses. The Trainer
+    sets the accelerator's `sync_gradients` if an optimizer step follows the slot that is about to run.
 
     Raises:
-        [`InvalidConfig`]: if `gradient_accumulation_steps` was changed at a step where the Trainer's count does not
-            allow it.
+        [`InvalidConfig`]: if `gradient_accumulation_steps` was changed, to `accumulation`, at a step where the
+            Trainer's count does not allow it.
     """
     if bool(slot.micro_batches) != accelerator.sync_gradients:
         raise InvalidConfig(
@@ -196,13 +189,7 @@ def count_every_rank(accelerator: Accelerator) -> None:
 def in_turn(slot: Slot, *, accelerator: Accelerator, model: Any, syncs_itself: bool) -> Iterator[dict[str, Any]]:
     """Yield the micro-batches of a step. Run each before the next: only the last reduces gradients over ranks.
 
-    Args:
-        slot ([`Slot`]):
-            The slot of the whole step.
-        accelerator (`Accelerator`), model (`torch.nn.Module`):
-            The run's accelerator and the wrapped model.
-        syncs_itself (`bool`):
-            Whether the engine itself reduces and steps at the end of a step (DeepSpeed).
+    `model` is the wrapped one. `syncs_itself`: the engine itself reduces and steps at the end of a step (DeepSpeed).
     """
     for i, micro_batch in enumerate(slot.micro_batches):
         is_last = i + 1 == len(slot.micro_batches)
@@ -223,17 +210,9 @@ def how_to_cut(
 ) -> tuple[str, str]:
     """Choose how `step` cuts (`FREE`, `TOGETHER`, `KEPT`) so that the loss stays the padded run's.
 
-    Args:
-        args ([`CommonConfig`]):
-            The run's config.
-        balances_experts (`bool`):
-            Whether the routers' auxiliary loss is trained. It depends on a whole padded micro-batch.
-        counts_tokens (`bool`, *optional*, defaults to `True`):
-            Whether losses are divided by the tokens of the step, not by those of each micro-batch.
-        own_loss (`bool`, *optional*, defaults to `False`):
-            Whether the user's `compute_loss_func` computes the loss.
-        world_size (`int`, *optional*, defaults to `1`):
-            Number of ranks.
+    `balances_experts`: the routers' auxiliary loss is trained, which depends on a whole padded micro-batch.
+    `counts_tokens`: losses are divided by the tokens of the step, not by those of each micro-batch. `own_loss`: the
+    user's `compute_loss_func` computes the loss.
 
     Returns:
         The choice, and the reason if it is not `FREE`.

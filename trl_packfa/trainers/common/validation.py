@@ -99,15 +99,8 @@ _STATE_LIKE_WEIGHTS = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FU
 def refuse_precision(model: torch.nn.Module, args: CommonConfig, *, scales_losses: bool, own_optimizer: bool) -> None:
     """Refuse trained float16 weights where training them fails; warn if `fp16` has no effect.
 
-    Args:
-        model (`torch.nn.Module`):
-            The model, its adapter on it.
-        args ([`CommonConfig`]):
-            The run's arguments.
-        scales_losses (`bool`):
-            Whether the loss is scaled for float16, as on an accelerator.
-        own_optimizer (`bool`):
-            Whether the user passes an optimizer.
+    The model has its adapter. `scales_losses`: the loss is scaled for float16, as on an accelerator. `own_optimizer`:
+    the user passes an optimizer.
 
     Raises:
         [`InvalidConfig`]: if torch would refuse their gradients in the first step, or AdamW's state cannot hold them.

@@ -70,11 +70,7 @@ def _without_pads(trainer: Any, model: str, *, args: Any, **given: Any) -> Any:
 
 
 def reward_options(script_args: Any) -> dict[str, Any]:
-    """Return the trainer's `reward_funcs`: the reward functions and the reward model that the script arguments name.
-
-    Args:
-        script_args (`GRPOScriptArguments` or `RLOOScriptArguments`):
-            The arguments of TRL's own scripts.
+    """Return the trainer's `reward_funcs`: the functions and the reward model that TRL's script arguments name.
 
     Raises:
         [`InvalidConfig`]: if there is no reward, or one cannot be imported.

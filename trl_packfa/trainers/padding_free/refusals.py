@@ -20,13 +20,7 @@ from ..common.validation import refuse_adapters_and_backend, refuse_data, refuse
 
 
 def refuse_liger(args: Any, name: str) -> None:
-    """Refuse Liger kernels and losses, which compute every position of a padded batch.
-
-    Args:
-        args (`TrainingArguments`):
-            The arguments of a TRL trainer.
-        name (`str`):
-            The trainer's name in messages.
+    """Refuse Liger kernels and losses, which compute every position of a padded batch. `name` is the trainer's.
 
     Raises:
         [`InvalidConfig`]: with the argument.
@@ -43,15 +37,7 @@ def refuse_liger(args: Any, name: str) -> None:
 def require_columns(dataset: Dataset, *, name: str, trainer: str, formats: Sequence[Sequence[str]]) -> None:
     """Require the columns of one of the formats that TRL's trainer takes, unless the dataset is tokenized.
 
-    Args:
-        dataset (`Dataset`):
-            The user's dataset.
-        name (`str`):
-            Its name in messages.
-        trainer (`str`):
-            The trainer's name in messages.
-        formats (`Sequence[Sequence[str]]`):
-            The columns of each format.
+    `formats` are the columns of each format; `name` and `trainer` name the dataset and the trainer in messages.
 
     Raises:
         [`InvalidDataset`]: with the existing and the expected columns.
@@ -74,15 +60,8 @@ def require_columns(dataset: Dataset, *, name: str, trainer: str, formats: Seque
 def refuse_before_loading(trainer: str, given: dict[str, Any], args: Any, *, takes_images: bool) -> None:
     """Refuse arguments, data and models that cannot train without padding, before data and weights are loaded.
 
-    Args:
-        trainer (`str`):
-            The trainer's name in messages.
-        given (`dict[str, Any]`):
-            Its arguments, by name.
-        args ([`PreferenceConfig`]):
-            The settled config.
-        takes_images (`bool`):
-            Whether TRL's trainer takes images.
+    `given` are the trainer's arguments by name, `args` is the settled config. `takes_images`: TRL's trainer takes
+    images.
 
     Raises:
         [`InvalidConfig`]: with the argument.

@@ -71,18 +71,8 @@ class PairSlot(Slot):
 class PairCutter:
     """A cutter of a step's pairs into micro-batches of about equal cost, the same number of them on every rank.
 
-    Args:
-        args ([`PreferenceConfig`]):
-            Has the token budget `max_tokens_per_microbatch`. Default: the size of the padded run's largest
-            micro-batch.
-        rows (`Rows`):
-            The columns that make the rows of a pair.
-        train_dataset (`Dataset`):
-            The dataset, tokenized and cut to `max_length`.
-        model (`torch.nn.Module`):
-            Its shape decides the cost of attention relative to the matrix products.
-        accelerator (`Accelerator`):
-            Gathers the pairs of all ranks.
+    The default of the token budget `max_tokens_per_microbatch` is the size of the padded run's largest micro-batch.
+    The dataset is tokenized and cut to `max_length`. The accelerator gathers the pairs of all ranks.
 
     Attributes:
         tokens (`np.ndarray`): tokens of each pair of the dataset.

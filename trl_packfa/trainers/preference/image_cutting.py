@@ -20,18 +20,9 @@ from .cutting import PairSlot, Part
 class ImagePairCutter:
     """A cutter of a step's pairs with images, or of answers with images, into micro-batches of about equal cost.
 
-    Args:
-        args ([`PreferenceConfig`]):
-            Has the token budget `max_tokens_per_microbatch`. Default: the size of the step's largest padded
-            micro-batch, with its pads.
-        rows (`int`):
-            Rows of a pair.
-        model (`torch.nn.Module`):
-            Its shape decides the weights of image patches and attention.
-        accelerator (`Accelerator`):
-            Gathers the sizes of all ranks. Images and their outputs stay on their rank.
-        pad_token_id (`int`):
-            Token at pads.
+    The default of the token budget `max_tokens_per_microbatch` is the size of the step's largest padded micro-batch,
+    with its pads. Sizes are gathered over ranks; images and their outputs stay on their rank. `rows` is the number of
+    rows of a pair.
     """
 
     gathers = False  # the outputs of a pair stay on its rank, as its images do

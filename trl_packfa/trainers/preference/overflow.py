@@ -53,18 +53,8 @@ def plan_pairs(
 ) -> tuple[np.ndarray, PairReport]:
     """Return the int64 indices of the pairs to train on, and the report, which also counts the others.
 
-    Args:
-        dataset (`Dataset`):
-            The dataset, tokenized and not cut.
-        rows (`Rows`):
-            The columns that make its rows.
-        max_length (`int` or `None`):
-            Longest row in tokens.
-        policy (`str`):
-            `"truncate"`: answers are cut, and pairs whose prompt fills a row are dropped, as in TRL. `"drop"`: pairs
-            with a row that is too long are dropped. `"error"`: they are refused.
-        name (`str`):
-            The dataset's name in messages.
+    The dataset is tokenized and not cut. Policy `"truncate"`: answers are cut, and pairs whose prompt fills a row are
+    dropped, as in TRL. `"drop"`: pairs with a row that is too long are dropped. `"error"`: they are refused.
 
     Raises:
         [`InvalidDataset`]: with policy `"error"`, with the first pair that is too long; also if no pair is left.

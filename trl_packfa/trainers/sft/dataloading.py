@@ -46,11 +46,7 @@ _SHOWN = 400
 class PackedData:
     """The datasets of a run, and the batches that are made of them.
 
-    Args:
-        args ([`PackedSFTConfig`]):
-            The run's config.
-        packs_eval (`bool`):
-            Whether evaluation batches are packed too. They are padded for metrics, which need logits per example.
+    With `packs_eval` evaluation batches are packed too. They are padded for metrics, which need logits per example.
 
     Attributes:
         reports (`dict[str, PackingReport]`): by dataset name, documents and tokens in, out and lost.
@@ -73,11 +69,8 @@ class PackedData:
     def prepare(self, tokenize: Callable[[PackedSFTConfig], AnyDataset], *, name: str) -> AnyDataset:
         """Tokenize a dataset with TRL, then cut its documents to fit, and count every dropped token.
 
-        Args:
-            tokenize (`Callable`):
-                TRL's preparation, which tokenizes and labels. It is called with arguments under which it cuts nothing.
-            name (`str`):
-                `"train"`, or the name of an evaluation dataset.
+        `tokenize` is TRL's preparation, which also labels. It is called with arguments under which it cuts nothing.
+        `name` is `"train"`, or the name of an evaluation dataset.
         """
         args = self.args
         # TRL would truncate without counting, and would shuffle before the cut.
@@ -131,20 +124,9 @@ class PackedData:
     def meet(self, model: Any, *, pad_token_id: int, padding_collator: Any, collator: Any) -> Any:
         """Check the datasets' tokens against the model, measure its cost of attention, and return the collator.
 
-        These steps wait for the model, because TRL builds it after the datasets.
-
-        Args:
-            model (`torch.nn.Module`):
-                The model to train.
-            pad_token_id (`int`):
-                Token for rows that are rounded up to `pad_to_multiple_of`.
-            padding_collator (`Callable`):
-                TRL's own collator, for evaluation batches that are not packed.
-            collator (`Callable`, *optional*):
-                The user's own packing collator.
-
-        Returns:
-            The collator of packed rows.
+        These steps wait for the model, because TRL builds it after the datasets. Rows are rounded up to
+        `pad_to_multiple_of` with `pad_token_id`. `padding_collator`, TRL's own, is for evaluation batches that are not
+        packed. `collator` is the user's own packing collator, if there is one.
 
         Raises:
             [`InvalidDataset`]: with the document that has a token which the model does not have.

@@ -32,18 +32,8 @@ class ImageCutter:
     A micro-batch's size is its tokens plus its image patches, weighted ([`ImageWeights`]). The budget is
     `max_tokens_per_microbatch`, or the size of the step's largest padded micro-batch, with its pads.
 
-    Args:
-        args ([`PackedSFTConfig`]):
-            The run's config.
-        model (`torch.nn.Module`):
-            Its shape decides the weights of image patches and attention.
-        accelerator (`Accelerator`):
-            Gathers the sizes of all ranks.
-        pad_token_id (`int`):
-            Token at pads.
-        counts_tokens (`bool`):
-            Whether losses are divided by the tokens of the step. If not, the padded run's loss is a mean over each
-            padded micro-batch, and rows get weights ([`ROW_WEIGHTS`]) with which the step's loss is the same.
+    `counts_tokens`: losses are divided by the tokens of the step. If not, the padded run's loss is a mean over each
+    padded micro-batch, and rows get weights ([`ROW_WEIGHTS`]) with which the step's loss is the same.
     """
 
     def __init__(

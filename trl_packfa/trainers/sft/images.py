@@ -117,11 +117,7 @@ class TrainsOnImages(NamesRows, SFTTrainer):
     def run_images_without_pads(self, strategy: str, *, own_collator: bool) -> None:
         """Make a trainer that was built without packing compute no pads, see [`padding_free`], and re-cut steps.
 
-        Args:
-            strategy (`str`):
-                `"step"` or `"minibatch"`.
-            own_collator (`bool`):
-                Whether the user's own collator makes the batches.
+        `strategy` is `"step"` or `"minibatch"`. `own_collator`: the user's own collator makes the batches.
 
         Raises:
             [`UnsupportedModel`], [`ContaminationError`]: if its model is not exact without pads.

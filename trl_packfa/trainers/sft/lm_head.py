@@ -94,12 +94,6 @@ def _cheapest(model: Any) -> type[TrainedHead] | None:
 class LossHead:
     """The LM head of a run. It is chosen once, and measures metrics only in logged steps.
 
-    Args:
-        args ([`PackedSFTConfig`]):
-            Says which steps are logged.
-        accelerator (`Accelerator`):
-            Has the run's autocast.
-
     Attributes:
         module (`TrainedHead`, `OwnHead` or `None`): the result of [`ensure_own_loss`]; `None` for TRL's head.
     """

@@ -66,10 +66,8 @@ class WeightedModel:
     """A wrapper of a model that weights the log-probabilities for TRL's sum. It keeps the unweighted ones for metrics.
 
     Args:
-        model (`torch.nn.Module`):
-            A causal LM with TRL's fused LM head.
-        weights (`torch.Tensor` or `None`):
-            Weights `(B, L - 1)`, or `None` for TRL's own loss.
+        model (`torch.nn.Module`): a causal LM with TRL's fused LM head.
+        weights (`torch.Tensor` or `None`): weights `(B, L - 1)`, or `None` for TRL's own loss.
     """
 
     def __init__(self, model: torch.nn.Module, weights: torch.Tensor | None) -> None:

@@ -28,15 +28,7 @@ def prepares(args: PackedSFTConfig) -> bool:
 def require_usable(dataset: Dataset | IterableDataset, *, name: str, args: PackedSFTConfig, formatted: bool) -> None:
     """Refuse a dataset that is empty, or whose first example has no TRL format, before anything is tokenized.
 
-    Args:
-        dataset (`Dataset` or `IterableDataset`):
-            The user's dataset.
-        name (`str`):
-            Its name in messages.
-        args ([`PackedSFTConfig`]):
-            Says which column holds plain text, and whether only the assistant's text is trained.
-        formatted (`bool`):
-            Whether the user's own function turns examples into text.
+    `formatted`: the user's own function turns examples into text.
 
     Raises:
         [`InvalidDataset`]: with the column, its type and the expected type.
@@ -101,13 +93,7 @@ def usable(
 ) -> tuple[Any, Any]:
     """Check the training and evaluation datasets before tokenizing; return them, with plain Python values if packed.
 
-    Args:
-        train, evaluation:
-            The trainer's arguments.
-        args ([`PackedSFTConfig`]):
-            Says which columns are read, and whether datasets are packed.
-        formatted (`bool`):
-            Whether the user's own function turns examples into text.
+    `formatted`: the user's own function turns examples into text.
 
     Raises:
         [`InvalidDataset`]: if one cannot be trained on.

@@ -97,13 +97,7 @@ def refuse_collator(collator: Callable[[list[Any]], dict[str, Any]] | None) -> N
 def refuse_loss_function(loss_func: Any, *, vocabulary: int, device: torch.device) -> None:
     """Refuse a `compute_loss_func` whose loss differs between packed and padded documents.
 
-    It is tried on random logits of two small documents.
-
-    Args:
-        loss_func (`Callable`):
-            Called as TRL calls it: with the model's outputs, labels, `num_items_in_batch`.
-        vocabulary (`int`), device (`torch.device`):
-            Vocabulary size and device of the logits.
+    It is called as TRL calls it, on random logits of two small documents.
 
     Raises:
         [`InvalidConfig`]: with both losses, or with the reason why it could not be tried.
