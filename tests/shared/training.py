@@ -64,8 +64,25 @@ def packed_trainer(args=None, *, model=None, **options):
     return PackedSFTTrainer(tiny.model(layers=2) if model is None else model, args or arguments(), **options)
 
 
+def logs_of(trainer):
+    """Return the training logs, without those of evaluations."""
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
 def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return [entry["loss"] for entry in logs_of(trainer)]
+
+
+def batches_of(trainer):
+    """Return a list that will hold every batch of which the trainer computes a loss."""
+    seen, compute_loss = [], trainer.compute_loss
+
+    def watch(model, inputs, **options):
+        seen.append(dict(inputs))
+        return compute_loss(model, inputs, **options)
+
+    trainer.compute_loss = watch
+    return seen
 
 
 FORMATS = {

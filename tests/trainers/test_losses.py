@@ -7,7 +7,7 @@ from datasets import Dataset
 from selection import in_full
 from tiny_models import small_model
 from tolerance import assert_trajectory, assert_weights
-from training import arguments, dataset, losses, packed_trainer
+from training import arguments, batches_of, dataset, losses, packed_trainer
 from trl import SFTConfig, SFTTrainer
 
 from trl_packfa import DataCollatorForPacking, PackedSFTConfig, PackedSFTTrainer
@@ -212,16 +212,11 @@ def ratios_of_noise(tmp_path, strategy):
     padded = {tuple(ids.tolist()): noise.max() for ids, noise in loudest(noisy(SFTTrainer, SFTConfig, tmp_path))}
     options = {"packing_strategy": strategy, "use_peft": False, "check_packing": False}
     trainer = noisy(PackedSFTTrainer, PackedSFTConfig, tmp_path, **options)
-    lengths, compute_loss = [], trainer.compute_loss
-
-    def watch(model, inputs, **options):
-        layout = inputs["packed_layout"]
-        lengths.append(layout.lengths[: -1 if layout.padding else None])
-        return compute_loss(model, inputs, **options)
-
-    trainer.compute_loss = watch
-    ratios = []
-    for sizes, (ids, noise) in zip(lengths, loudest(trainer), strict=False):
+    batches, ratios = batches_of(trainer), []
+    rows = loudest(trainer)
+    for batch, (ids, noise) in zip(batches, rows, strict=False):
+        layout = batch["packed_layout"]
+        sizes = layout.lengths[: -1 if layout.padding else None]
         documents = zip(ids.split(sizes), noise.split(sizes), strict=True)
         ratios += [float(loud.max() / padded[tuple(one.tolist())]) for one, loud in documents]
     assert len(ratios) == len(padded) == 32

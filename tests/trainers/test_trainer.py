@@ -7,7 +7,7 @@ from datasets import Dataset
 from peft import PeftModel, get_peft_model
 from selection import exhaustive, in_full
 from tolerance import assert_trajectory
-from training import FORMATS, arguments, dataset, lora_config, losses, packed_trainer
+from training import FORMATS, arguments, dataset, logs_of, lora_config, losses, packed_trainer
 from transformers import TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
@@ -41,7 +41,7 @@ def test_twenty_steps_equal_the_padded_run(tmp_path, strategy, accumulation, com
     adapters = [{n: p for n, p in t.model.named_parameters() if p.requires_grad} for t in (padded, packed)]
     for name, parameter in adapters[0].items():
         torch.testing.assert_close(adapters[1][name], parameter, atol=1e-5, rtol=1e-4)
-    theirs, ours = ([h for h in t.state.log_history if "loss" in h] for t in (padded, packed))
+    theirs, ours = map(logs_of, (padded, packed))
     for key in ("num_tokens", "learning_rate", "epoch"):
         assert [h[key] for h in ours] == [h[key] for h in theirs]
 
