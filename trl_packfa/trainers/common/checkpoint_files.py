@@ -142,8 +142,9 @@ def whole_checkpoint(folder: Path, trainer: Any) -> Iterator[None]:
         # With several ranks, others may still be writing. Then the parts stay, without a manifest.
         if is_new and trainer.accelerator.num_processes == 1:
             shutil.rmtree(folder, ignore_errors=True)
+        first_line = str(error).partition("\n")[0]
         raise CheckpointNotWritten(
-            f"{folder} could not be written: {_first_line(error)}.",
+            f"{folder} could not be written: {first_line.rstrip('.')}.",
             why=[f"{free / 1e6:,.0f} MB were free there"],
             do="Free some space, lower save_total_limit or name another output_dir. Earlier checkpoints are whole: "
             "resume from the last with resume_from_checkpoint='last'.",
@@ -158,10 +159,6 @@ _FULL_NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def is_full_disk(error: BaseException) -> bool:
     """Tell whether an error means that no more bytes can be written."""
     return getattr(error, "errno", None) in _FULL_NUMBERS or any(words in str(error).lower() for words in _FULL)
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "").rstrip(".")
 
 
 @contextmanager

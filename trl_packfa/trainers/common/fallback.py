@@ -38,11 +38,7 @@ def tell_adapter(asked: TrainingArguments | None, settled: TrainingArguments, ad
 
 
 class AsGiven:
-    """A model as the caller passed it, to build the trainer a second time after a refusal.
-
-    Args:
-        model (`str` or `torch.nn.Module`): the trainer's argument. A name is loaded again.
-    """
+    """A model as the caller passed it, to build the trainer a second time after a refusal. A name is loaded again."""
 
     def __init__(self, model: Any) -> None:
         self.model = model

@@ -72,15 +72,9 @@ class OwnCut(NamedTuple):
 
 
 class OwnCutter:
-    """A cutter of steps, in which each rank cuts its own examples.
+    """A cutter of steps, in which each rank cuts its own examples. The accelerator gathers the sizes of all ranks.
 
-    Args:
-        model (`torch.nn.Module`):
-            Its shape decides what an image patch weighs, and attention relative to the matrix products.
-        accelerator (`Accelerator`):
-            Gathers the sizes of all ranks.
-        budget (`int` or `None`):
-            The user's token budget of a micro-batch. `None`: the size of the step's largest padded micro-batch.
+    `budget` is the user's token budget of a micro-batch. `None`: the size of the step's largest padded micro-batch.
 
     Attributes:
         seen (`np.ndarray`): examples, tokens, trained tokens and image tokens of all ranks so far, `(4,)`.

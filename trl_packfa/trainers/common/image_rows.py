@@ -80,13 +80,9 @@ class NumberedRows(TorchDataset):
 
 
 class NamingCollator:
-    """A wrapper of a collator of images. Where it fails, the error says which row it fails on.
+    """A wrapper of TRL's collator of images. Where it fails, the error says which row it fails on.
 
-    Args:
-        collator (`Callable`):
-            TRL's collator, which calls the processor.
-        requires_images (`bool`, *optional*, defaults to `False`):
-            Whether to refuse examples without images too.
+    With `requires_images` it refuses examples without images too.
     """
 
     def __init__(self, collator: Callable[[list[Example]], Any], *, requires_images: bool = False) -> None:

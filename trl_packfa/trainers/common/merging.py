@@ -15,20 +15,13 @@ from .hub import load_tokenizer, telling_of_model
 def merge_adapter(
     adapter: str, output: str | Path, *, base: str | None = None, dtype: str = "auto"
 ) -> tuple[Any, PreTrainedTokenizerBase | None]:
-    """Merge an adapter into its base model and save model and tokenizer.
+    """Merge an adapter into its base model and save model and tokenizer into a folder, new or empty.
 
     The base is loaded again, unquantized. A QLoRA adapter was trained on the base's weights rounded to 4 bits. So the
     merged model differs from the trained one by that rounding, and is nearer to the original base.
 
-    Args:
-        adapter (`str`):
-            Folder or Hub name of the adapter.
-        output (`str` or `Path`):
-            Folder to save into, new or empty.
-        base (`str`, *optional*):
-            Name or path of the base, if it has moved since the adapter was saved.
-        dtype (`str`, *optional*, defaults to `"auto"`):
-            Dtype of the merged weights. `"auto"` is the dtype that the base was saved in.
+    `base` is its name or path, if it has moved since the adapter was saved. `dtype` is that of the merged weights;
+    `"auto"` is the dtype that the base was saved in.
 
     Returns:
         The merged `PreTrainedModel`, and its tokenizer if the adapter or the base has one.

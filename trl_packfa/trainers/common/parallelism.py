@@ -58,10 +58,7 @@ def refuse_uneven_calls(model: nn.Module, fsdp_plugin: Any) -> None:
     All ranks gather weights together, each time a module runs. Ranks with different documents would run such a module
     a different number of times, and would gather parts of different weights into one. A mixer, or a layer around it,
     is called once, so it may gather. The modules in a mixer run once for each group of documents, so they may not.
-
-    Args:
-        model (`torch.nn.Module`): a patched model.
-        fsdp_plugin (`FullyShardedDataParallelPlugin` or `None`): accelerate's; `None` for DeepSpeed ZeRO-3.
+    `fsdp_plugin` is accelerate's; `None` for DeepSpeed ZeRO-3.
 
     Raises:
         [`InvalidConfig`]: with the modules.

@@ -67,18 +67,9 @@ class Slot(dict):
 class StepCutter:
     """A cutter of steps into micro-batches of about equal cost, the same number of them on every rank.
 
-    Args:
-        args ([`CommonConfig`]):
-            Has the token budget `max_tokens_per_microbatch`. Default: the size of the padded run's largest
-            micro-batch.
-        train_dataset (`Dataset` or `IterableDataset`):
-            The dataset, tokenized and cut to `max_length`.
-        model (`torch.nn.Module`):
-            Its shape decides the cost of attention relative to the matrix products.
-        accelerator (`Accelerator`):
-            Gathers the examples of all ranks.
-        cut (`str`, *optional*, defaults to `FREE`):
-            How it may cut; see [`how_to_cut`].
+    The default of the token budget `max_tokens_per_microbatch` is the size of the padded run's largest micro-batch.
+    The dataset is tokenized and cut to `max_length`. The accelerator gathers the examples of all ranks. `cut` is how
+    it may cut; see [`how_to_cut`].
 
     Raises:
         [`InvalidConfig`]: if the dataset is a stream and its documents have no length limit; or if a document, or a

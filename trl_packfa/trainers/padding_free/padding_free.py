@@ -72,13 +72,10 @@ def padding_free(
         [`ContaminationError`]: if one of its models is not exact without padding. Then no model is changed.
     """
     _require_trainer(trainer)
-    options = {
-        "backend": backend,
-        "fused_lora": fused_lora,
-        "fused_kernels": fused_kernels,
-        "share_prefixes": share_prefixes,
-    }
-    run_without_pads(trainer, leave_padded=leave_padded, check_first_batch=check_first_batch, **options)
+    run_without_pads(
+        trainer, leave_padded=leave_padded, check_first_batch=check_first_batch, backend=backend,
+        fused_lora=fused_lora, fused_kernels=fused_kernels, share_prefixes=share_prefixes,
+    )  # fmt: skip
     return trainer
 
 

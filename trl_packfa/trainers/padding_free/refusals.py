@@ -81,7 +81,13 @@ def refuse_before_loading(trainer: str, given: dict[str, Any], args: Any, *, tak
     for name, dataset in named(train, given.get("eval_dataset")):
         refuse_data(dataset, name=name)
         if columns := image_columns(dataset):
-            _refuse_images(columns[0], trainer, name=name, takes_images=takes_images)
+            if not takes_images:
+                raise InvalidDataset(
+                    f"the {name} dataset has a column '{columns[0]}', and {trainer} takes no images.",
+                    why=["TRL's own trainer takes none: it would tokenize the text alone"],
+                    do="Drop the column to train on the text alone. PackedDPOTrainer and PackedKTOTrainer take "
+                    "images.",
+                )
             _refuse_policy(args, "images", "their tokens exist only after collation, where TRL cuts them")
     if getattr(args.accelerator_config, "dispatch_batches", None):
         raise InvalidConfig(
@@ -105,16 +111,6 @@ def require_run(given: dict[str, Any], args: Any) -> None:
     require_attention(args)
     datasets = named(given.get("train_dataset"), given.get("eval_dataset"))
     require_tokenizer(given["model"], args, processing_class=given.get("processing_class"), datasets=datasets)
-
-
-def _refuse_images(column: str, trainer: str, *, name: str, takes_images: bool) -> None:
-    """Refuse images where TRL's own trainer has no code for them."""
-    if not takes_images:
-        raise InvalidDataset(
-            f"the {name} dataset has a column '{column}', and {trainer} takes no images.",
-            why=["TRL's own trainer takes none: it would tokenize the text alone"],
-            do="Drop the column to train on the text alone. PackedDPOTrainer and PackedKTOTrainer take images.",
-        )
 
 
 def _refuse_policy(args: Any, what: str, why: str) -> None:

@@ -12,7 +12,7 @@ from ...packing import PackingReport
 from ..common.image_cutting import OwnCutter
 from ..common.image_examples import Merging, OneByOne
 from ..common.image_rows import Example
-from ..common.step_cutting import Documents
+from ..common.step_cutting import Documents, Slot
 from ..padding_free.collating import CountingCollator
 from .cutting import PairSlot, Part
 
@@ -41,7 +41,7 @@ class ImagePairCutter:
         """Return the loader's collator, which processes each pair alone; `collate` is TRL's in its wrapper."""
         return OneByOne(collate.collator, self.own.weights)
 
-    def cut(self, batches: Sequence[Documents], collate: Callable[[list[Example]], Any]) -> list[PairSlot]:
+    def cut(self, batches: Sequence[Documents], collate: Callable[[list[Example]], Any]) -> list[Slot]:
         """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
         cut = self.own.cut(batches, by_size=True)
         in_padded, merge = np.bincount(cut.padded), self.collator(collate)
@@ -59,7 +59,7 @@ class ImagePairCutter:
             lengths=np.stack([example.lengths for example in cut.examples]),
             widths=np.array([widths[cut.padded == group].max() for group in cut.padded]),
         )
-        return [PairSlot() for _ in batches[:-1]] + [last]
+        return [*(Slot([]) for _ in batches[:-1]), last]
 
     def collator(self, collate: Callable[[list[Example]], Any]) -> CountingCollator:
         """Return the collator of processed pairs; `collate` is TRL's, with the processor."""

@@ -18,7 +18,7 @@ from ...errors import ContaminationError
 from ...layout.padded_rows import rows_of, tell_rows
 from ...packing import PackingReport
 from ..common.run_context import collating_with
-from ..common.step_cutting import in_turn, require_aligned
+from ..common.step_cutting import Slot, in_turn, require_aligned
 from ..padding_free.collating import CountedBatch
 from .cutting import PairCutter, PairSlot, Part
 from .image_cutting import ImagePairCutter
@@ -108,20 +108,22 @@ class RecutSteps(Base):
         if self._cutter is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = list(islice(epoch_iterator, num_batches))  # `Documents`, not collated
-        slots = self._cutter.cut(batches, self.data_collator) if batches else []
+        if not batches:
+            return [], None
+        slots = self._cutter.cut(batches, self.data_collator)
         self.packing_reports |= self._cutter.reports
-        for slot in slots:
-            for micro_batch, part in zip(slot.micro_batches, slot.parts, strict=True):
-                micro_batch[_PART] = part
+        whole: Any = slots[-1]
+        for micro_batch, part in zip(whole.micro_batches, whole.parts, strict=True):
+            micro_batch[_PART] = part
         return slots, None
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Run TRL's training step; for a slot with a whole optimizer step, run it once per micro-batch."""
-        if not isinstance(inputs, PairSlot):
+        if not isinstance(inputs, Slot):
             return super().training_step(model, inputs, num_items_in_batch)
         require_aligned(inputs, self.accelerator, self.args.gradient_accumulation_steps)
         loss = torch.zeros((), device=self.args.device)  # an idle slot returns this zero
-        if not inputs.micro_batches:
+        if not isinstance(inputs, PairSlot):
             return loss
         self._computed, syncs_itself = {}, self.is_deepspeed_enabled
         for micro_batch in in_turn(inputs, accelerator=self.accelerator, model=model, syncs_itself=syncs_itself):

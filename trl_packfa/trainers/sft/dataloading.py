@@ -13,13 +13,14 @@ from itertools import groupby, islice
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
+from accelerate.utils import recursively_apply, send_to_device
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from ...collator import LOSSES, SAVED, DataCollatorForPacking
 from ...errors import InvalidConfig
+from ...layout import PackedLayout
 from ...layout.from_call import layout_of
 from ...packing import PackedBatchSampler, PackingReport
 from ...patching.inspect import known_ids, known_labels
@@ -30,12 +31,9 @@ from ..common.dataset_checks import require_known
 from ..common.flops import quadratic_weight
 from ..common.model_loading import AnyDataset
 from ..common.sampler import RankAwareSampler
-from ..common.step_cutting import Documents
 from .config import PackedSFTConfig
 from .streaming import PackedStream, resumes_by_state, stream_loader
 from .turns import TurnExpander, join
-
-logger = get_logger(__name__)
 
 # Columns of an example that collators read.
 _SEEN = ("input_ids", "labels", "seq_lengths")
@@ -53,6 +51,7 @@ class PackedData:
         sampler ([`PackedBatchSampler`] or `None`): sampler of rows that are filled over the whole dataset; `None`
             before the loader has made it.
         columns (`list[str]`): columns that the collator reads in addition to TRL's.
+        padding_collator (`Callable` or `None`): a copy of TRL's own collator, once the model is known.
     """
 
     def __init__(self, args: PackedSFTConfig, *, packs_eval: bool) -> None:
@@ -64,7 +63,7 @@ class PackedData:
         self._uncut: dict[str, Any] = {}
         self._stream: PackedStream | None = None
         self._quadratic = 0.0
-        self._padding_collator: Any = None
+        self.padding_collator: Any = None
 
     def prepare(self, tokenize: Callable[[PackedSFTConfig], AnyDataset], *, name: str) -> AnyDataset:
         """Tokenize a dataset with TRL, then cut its documents to fit, and count every dropped token.
@@ -137,8 +136,8 @@ class PackedData:
         self._quadratic = quadratic_weight(model)
         # A copy, so that TRL's own stays unchanged. With `padding_free` it would flatten evaluation batches into one
         # row.
-        self._padding_collator = copy.copy(padding_collator)
-        self._padding_collator.padding_free = False
+        self.padding_collator = copy.copy(padding_collator)
+        self.padding_collator.padding_free = False
         return collator or DataCollatorForPacking(
             pad_token_id=pad_token_id,
             pad_to_multiple_of=self.args.pad_to_multiple_of,  # type: ignore[arg-type]  # SFTConfig has made it an int
@@ -159,10 +158,6 @@ class PackedData:
         self.sampler = self.batching.row_sampler(read_lengths(dataset), rank=rank, kind=RankAwareSampler)
         return self.sampler
 
-    def training_collator(self, collator: Any) -> Any:
-        """Return the loader's collator. If whole steps are re-cut, it is `Documents`, which does not collate yet."""
-        return Documents if self.args.strategy.recuts_steps else collator
-
     def evaluation_collator(self, collator: Any, *, asked: Any, evaluation: Any) -> Any:
         """Return the collator of evaluation batches, which hold the padded run's examples.
 
@@ -171,12 +166,7 @@ class PackedData:
         """
         dataset = evaluation if asked is None else evaluation[asked] if isinstance(asked, str) else asked
         streamed = isinstance(dataset, IterableDataset)
-        return collator if self.packs_eval and not streamed else self._padding_collator
-
-    @property
-    def prediction_collator(self) -> Any:
-        """TRL's padding collator: predictions need one row of logits per example, so they are never packed."""
-        return self._padding_collator
+        return collator if self.packs_eval and not streamed else self.padding_collator
 
     def stream_loader(self, dataset: Any, collator: Callable[[list[Any]], Any], *, resumed_from: Any) -> DataLoader:
         """Build the loader of a stream, at the position of the checkpoint `resumed_from` if it is given."""
@@ -236,3 +226,25 @@ def _runs(ids: torch.Tensor, labels: torch.Tensor, tokenizer: Any) -> Iterator[s
     for trained, run in groupby(pairs, key=lambda pair: pair[1] != -100):
         text = tokenizer.decode([token for token, _ in run])
         yield f"[[{text}]]" if trained else f" {text} "
+
+
+def copies_without_waiting(args: PackedSFTConfig) -> bool:
+    """Tell whether a run copies its batches from page-locked memory. DeepSpeed moves them itself.
+
+    For a copy from ordinary memory, the host waits until the device has finished all earlier work, in every
+    micro-batch. A copy from page-locked memory is queued after that work. Data loaders use page-locked memory; `send`
+    does for batches that are made between two steps, as by `packing_strategy="step"`.
+    """
+    return args.packing and args.device.type == "cuda" and args.dataloader_pin_memory and args.deepspeed is None
+
+
+def send(data: Any, device: torch.device) -> Any:
+    """Copy the tensors and layouts in nested dictionaries and lists to the device; leave other values unchanged."""
+    pinned = recursively_apply(lambda value: value.pin_memory(), data, test_type=_is_pageable)
+    return send_to_device(pinned, device, non_blocking=True)
+
+
+def _is_pageable(value: Any) -> bool:
+    # A layout is not a tensor, but it has `pin_memory` and `to` like a tensor.
+    tensor = value.cu_seqlens if isinstance(value, PackedLayout) else value
+    return isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and not tensor.is_pinned()

@@ -83,15 +83,9 @@ def _row_weights(trained: np.ndarray, padded: np.ndarray, parts: list[list[int]]
     """Return, for each micro-batch, the weights of its rows with which the mean of its losses is as padded.
 
     The padded run's loss is the mean over its micro-batches of the mean over their trained tokens. Ours is the mean
-    over `count` micro-batches of the weighted mean over theirs.
-
-    Args:
-        trained (`np.ndarray`), padded (`np.ndarray`):
-            Trained tokens of each example, and the number of its padded micro-batch.
-        parts (`list[list[int]]`):
-            The examples of each micro-batch.
-        count (`int`):
-            Number of micro-batches that run, untrained ones included.
+    over `count` micro-batches, untrained ones included, of the weighted mean over theirs. `trained` and `padded` are
+    the trained tokens of each example and the number of its padded micro-batch; `parts` are the examples of each
+    micro-batch.
     """
     # Example: padded micro-batches with 3 and 9 trained tokens run as one with 12. A token of the first weighs
     # 12 / 3 / 2, so that its share of the sum, divided by 12, is 1 / 3 / 2.

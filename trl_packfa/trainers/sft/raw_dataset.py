@@ -15,9 +15,6 @@ from ..common.dataset_checks import require_whole, without_format
 from ..common.model_loading import EvalDataset
 from .config import PackedSFTConfig
 
-# Columns that hold messages if they hold lists.
-_LISTS_OF_MESSAGES = ("messages", "conversations", "prompt", "completion")
-
 
 def prepares(args: PackedSFTConfig) -> bool:
     """Tell whether TRL tokenizes and labels datasets; `skip_prepare_dataset` switches it off."""
@@ -41,7 +38,7 @@ def require_usable(dataset: Dataset | IterableDataset, *, name: str, args: Packe
     example = next(iter(dataset), None)
     if example is None:
         raise InvalidDataset(f"the {name} dataset is empty.", do="Check the split, filters and file names.")
-    for column in _LISTS_OF_MESSAGES:
+    for column in TEXT_COLUMNS:
         if isinstance(example.get(column), list) and not example[column]:
             raise InvalidDataset(
                 f"the first example of the {name} dataset has no message in '{column}'.",

@@ -58,12 +58,11 @@ from ..common.resuming import identity
 from ..common.run_context import alone_in_folder, collating_with, go_on, whole
 from ..common.sampler import EpochCallback
 from ..common.sharded_rows import refuse_short_rows, require_shareable, share_rows
-from ..common.step_cutting import Slot, StepCutter, count_every_rank, how_to_cut, in_turn, require_aligned
-from ..common.transfer import copies_without_waiting, send
+from ..common.step_cutting import Documents, Slot, StepCutter, count_every_rank, how_to_cut, in_turn, require_aligned
 from ..common.validation import refuse_precision
 from .config import PackedSFTConfig
 from .construction import asks_for_packing, padded, settle_arguments
-from .dataloading import PackedData
+from .dataloading import PackedData, copies_without_waiting, send
 from .epoch_plan import summarize_plan
 from .exactness_gate import ExactnessGate, require_engine
 from .images import TrainsOnImages
@@ -311,7 +310,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         """Return the training loader. Under `step` it yields the padded run's examples, collated after the cut."""
         if not self.args.packing:
             return super().get_train_dataloader()
-        collator = self._data.training_collator(self.data_collator)
+        collator: Any = Documents if self.args.strategy.recuts_steps else self.data_collator
         if isinstance(self.train_dataset, IterableDataset):
             collator = self._get_collator_with_removed_columns(collator, description="training")
             return self._data.stream_loader(self.train_dataset, collator, resumed_from=self._resumed_from)
@@ -328,7 +327,8 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """Return the prediction loader. Predictions are never packed."""
-        with collating_with(self, self._data.prediction_collator if self.args.packing else self.data_collator):
+        # They need one row of logits per example.
+        with collating_with(self, self._data.padding_collator if self.args.packing else self.data_collator):
             return super().get_test_dataloader(test_dataset)
 
     def preview_batch(self) -> str:
