@@ -179,21 +179,19 @@ class PackedPreference(NamesRows, RecutSteps):
             self.cut_reason = "NEFTune's noise depends on the padded row, but the backbone runs document by document"
         else:
             self.cut_reason = self._why_not_cut()
-        if not self.cut_reason and self._is_vision_dataset:
+        if self.cut_reason:
+            keep_padded(self.args, self.cut_reason)
+        elif self._is_vision_dataset:
             self._cutter = ImagePairCutter(
                 self.args, rows=len(self._rows), model=self.model, accelerator=self.accelerator,
                 pad_token_id=self._tokenizer.pad_token_id,
             )  # fmt: skip
-            return
-        if not self.cut_reason:
-            cutter = PairCutter(
+        else:
+            self._cutter = PairCutter(
                 self.args, rows=self._rows, train_dataset=self.train_dataset, model=self.model,
                 accelerator=self.accelerator,
             )  # fmt: skip
-            require_same_documents(self.accelerator, cutter.tokens)
-            self._cutter = cutter
-            return
-        keep_padded(self.args, self.cut_reason)
+            require_same_documents(self.accelerator, self._cutter.tokens)
 
     def _why_not_cut(self) -> str:
         """Return the reason why the loss is not a mean over single pairs; `""` if it is one."""

@@ -97,11 +97,10 @@ def usable(
     """
 
     def look(name: Any, dataset: Any) -> Any:
-        if not args.packing:
-            require_usable(dataset, name=name, args=args, formatted=formatted)
-            return dataset
-        dataset = without_format(dataset)
+        dataset = without_format(dataset) if args.packing else dataset
         require_usable(dataset, name=name, args=args, formatted=formatted)
+        if not args.packing:
+            return dataset
         columns = () if formatted else (*TEXT_COLUMNS, args.dataset_text_field)
         return require_whole(dataset, name=name, columns=columns)
 
