@@ -6,6 +6,7 @@ import tiny
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from trl import SFTTrainer
 
 from trl_packfa import PackedSFTConfig, PackedSFTTrainer
 
@@ -52,7 +53,7 @@ def arguments(cls=PackedSFTConfig, out="out", **options):
     return cls(str(out), **{**defaults, **options})
 
 
-def packed_trainer(args=None, *, model=None, **options):
+def packed_trainer(args=None, *, model=None, cls=PackedSFTTrainer, **options):
     options = {
         "train_dataset": dataset(),
         "processing_class": tiny.tokenizer(),
@@ -61,7 +62,12 @@ def packed_trainer(args=None, *, model=None, **options):
     }
     if options["peft_config"] is None:
         del options["peft_config"]
-    return PackedSFTTrainer(tiny.model(layers=2) if model is None else model, args or arguments(), **options)
+    return cls(tiny.model(layers=2) if model is None else model, args or arguments(), **options)
+
+
+def padded_trainer(args, **options):
+    """Build TRL's own trainer with the arguments of `packed_trainer`."""
+    return packed_trainer(args, cls=SFTTrainer, **options)
 
 
 def logs_of(trainer):
