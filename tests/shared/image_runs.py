@@ -17,6 +17,7 @@ from training import arguments
 from trl_trainers import differences, train
 
 import trl_packfa
+from trl_packfa.trainers.common.image_examples import Merging
 
 # `IMAGE_STEPS=20` runs as many as the documentation tells of.
 STEPS = int(os.environ.get("IMAGE_STEPS", "4"))
@@ -66,6 +67,18 @@ def build_preference(kind, out, family="llava", *, padded=False, data=None, lora
         model, args=arguments(config, out, **options), train_dataset=data, processing_class=processor,
         peft_config=adapter, **reference,
     )  # fmt: skip
+
+
+def mix_images_up(monkeypatch):
+    """Let merged batches hold the images of other examples, unnoticed: for negative controls."""
+    merged = Merging._merged
+
+    def mixed_up(self, batches):
+        found = merged(self, batches)
+        return {**found, "pixel_values": found["pixel_values"].flip(0)}
+
+    monkeypatch.setattr(Merging, "_merged", mixed_up)
+    monkeypatch.setattr("trl_packfa.trainers.common.image_examples._equal", lambda merged, own: True)
 
 
 def worst(logs, others):

@@ -6,6 +6,7 @@ import tiny
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from trl import SFTTrainer
 
 from trl_packfa import PackedSFTConfig, PackedSFTTrainer
 
@@ -52,7 +53,7 @@ def arguments(cls=PackedSFTConfig, out="out", **options):
     return cls(str(out), **{**defaults, **options})
 
 
-def packed_trainer(args=None, *, model=None, **options):
+def packed_trainer(args=None, *, model=None, cls=PackedSFTTrainer, **options):
     options = {
         "train_dataset": dataset(),
         "processing_class": tiny.tokenizer(),
@@ -61,11 +62,33 @@ def packed_trainer(args=None, *, model=None, **options):
     }
     if options["peft_config"] is None:
         del options["peft_config"]
-    return PackedSFTTrainer(tiny.model(layers=2) if model is None else model, args or arguments(), **options)
+    return cls(tiny.model(layers=2) if model is None else model, args or arguments(), **options)
+
+
+def padded_trainer(args, **options):
+    """Build TRL's own trainer with the arguments of `packed_trainer`."""
+    return packed_trainer(args, cls=SFTTrainer, **options)
+
+
+def logs_of(trainer):
+    """Return the training logs, without those of evaluations."""
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
 def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return [entry["loss"] for entry in logs_of(trainer)]
+
+
+def batches_of(trainer):
+    """Return a list that will hold every batch of which the trainer computes a loss."""
+    seen, compute_loss = [], trainer.compute_loss
+
+    def watch(model, inputs, **options):
+        seen.append(dict(inputs))
+        return compute_loss(model, inputs, **options)
+
+    trainer.compute_loss = watch
+    return seen
 
 
 FORMATS = {

@@ -5,7 +5,8 @@ import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig
-from training import arguments
+from tolerance import TRAJECTORY
+from training import arguments, logs_of
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -198,8 +199,21 @@ def differences(logs, others):
     return worst
 
 
+def beyond(expected, logs, allowed=TRAJECTORY, *, besides=()):
+    """Return the metrics that differ by more than allowed, with their differences."""
+    worst = differences(expected, logs)
+    return {name: found for name, found in worst.items() if found > allowed and name not in (*ROUNDED, *besides)}
+
+
 def train(trainer, **options):
     """Train and return the training logs."""
     torch.manual_seed(0)
     trainer.train(**options)
-    return [entry for entry in trainer.state.log_history if "loss" in entry]
+    return logs_of(trainer)
+
+
+def run(make, *args, **options):
+    """Build a trainer from a known seed and train it; return the training logs, and the trainer."""
+    torch.manual_seed(0)
+    trainer = make(*args, **options)
+    return train(trainer), trainer

@@ -97,6 +97,14 @@ def sentence_transformer(folder, pooling="mean", **options):
     return without_dropout(SentenceTransformer(modules=modules, device="cpu"))
 
 
+def embedding_trainer(model, out, columns=None, *, loss="ranking", settings=None, **options):
+    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+
+    args = SentenceTransformerTrainingArguments(str(out / "out"), **COMMON, **(settings or {}))
+    data = Dataset.from_dict(columns or {"anchor": texts(1), "positive": texts(2)})
+    return SentenceTransformerTrainer(model, args=args, train_dataset=data, loss=losses()[loss](model), **options)
+
+
 def losses():
     from sentence_transformers.sentence_transformer import losses as of
 
@@ -113,20 +121,14 @@ def losses():
 @pytest.mark.parametrize("model_type", TYPES)
 def test_embeddings_train_as_padded(model_type, loss, pooling, saved, tmp_path):
     pytest.importorskip("sentence_transformers")
-    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-
     columns = {"anchor": texts(1), "positive": texts(2)}
     if loss == "cosine":
         columns["score"] = [i % 5 / 4 for i in range(64)]
     folder = saved(model_type, "MaskedLM")
 
-    def build():
-        model = sentence_transformer(folder, pooling)
-        args = SentenceTransformerTrainingArguments(str(tmp_path / "out"), **COMMON)
-        data = Dataset.from_dict(columns)
-        return SentenceTransformerTrainer(model, args=args, train_dataset=data, loss=losses()[loss](model))
-
-    padded, free, trainer = both(build)
+    padded, free, trainer = both(
+        lambda: embedding_trainer(sentence_transformer(folder, pooling), tmp_path, columns, loss=loss)
+    )
     assert apart(padded, free) <= TRAJECTORY
     assert find_state(trainer.model).unpadding.calls > 0
 
@@ -198,18 +200,12 @@ def evaluators():
 def test_prompts_and_evaluators_give_the_padded_numbers(model_type, saved, tmp_path):
     """Prompts are part of the texts, and pooling may leave them out."""
     pytest.importorskip("sentence_transformers")
-    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-
     folder, numbers = saved(model_type, "MaskedLM"), []
     for free in (False, True):
-        model = sentence_transformer(folder, include_prompt=False)
-        args = SentenceTransformerTrainingArguments(
-            str(tmp_path / "out"), **COMMON, prompts={"anchor": "w1 w2 ", "positive": "w3 w4 w5 "},
-        )  # fmt: skip
-        data = Dataset.from_dict({"anchor": texts(1), "positive": texts(2)})
-        trainer = SentenceTransformerTrainer(
-            model, args=args, train_dataset=data, eval_dataset=data, evaluator=list(evaluators().values()),
-            loss=losses()["ranking"](model),
+        trainer = embedding_trainer(
+            sentence_transformer(folder, include_prompt=False), tmp_path, evaluator=list(evaluators().values()),
+            settings={"prompts": {"anchor": "w1 w2 ", "positive": "w3 w4 w5 "}},
+            eval_dataset=Dataset.from_dict({"anchor": texts(1), "positive": texts(2)}),
         )  # fmt: skip
         train(trl_packfa.padding_free(trainer) if free else trainer)
         numbers.append({name: value for name, value in trainer.evaluate().items() if name.startswith(METRICS)})
@@ -221,7 +217,6 @@ def test_prompts_and_evaluators_give_the_padded_numbers(model_type, saved, tmp_p
 def test_embedding_gemma_trains_as_padded(tmp_path):
     """A decoder's stack whose tokens see each other in both directions, some through windows on both sides."""
     pytest.importorskip("sentence_transformers")
-    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
     from transformers import Gemma3TextConfig, Gemma3TextModel
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -233,14 +228,7 @@ def test_embedding_gemma_trains_as_padded(tmp_path):
     torch.manual_seed(0)
     Gemma3TextModel(config).save_pretrained(tmp_path)
     tiny.tokenizer().save_pretrained(tmp_path)
-
-    def build():
-        model = sentence_transformer(str(tmp_path))
-        args = SentenceTransformerTrainingArguments(str(tmp_path / "out"), **COMMON)
-        data = Dataset.from_dict({"anchor": texts(1), "positive": texts(2)})
-        return SentenceTransformerTrainer(model, args=args, train_dataset=data, loss=losses()["ranking"](model))
-
-    padded, free, trainer = both(build)
+    padded, free, trainer = both(lambda: embedding_trainer(sentence_transformer(str(tmp_path)), tmp_path))
     assert apart(padded, free) <= TRAJECTORY
     assert find_state(trainer.model).patch.level == "stack"
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import trl
 import vision
-from image_runs import build, worst
+from image_runs import build, mix_images_up, worst
 from selection import in_full
 from tolerance import TRAJECTORY
 from torch import nn
@@ -13,7 +13,6 @@ from trl_trainers import train
 
 import trl_packfa
 from trl_packfa.errors import ContaminationError, InvalidConfig
-from trl_packfa.trainers.common.image_examples import Merging
 from trl_packfa.trainers.common.image_weights import ImageWeights
 from trl_packfa.trainers.sft.image_steps import ImageCutter
 
@@ -67,16 +66,10 @@ def test_workers_and_a_resumed_run_train_the_same(tmp_path):
 
 def test_controls_differ(tmp_path, monkeypatch):
     """Images of other examples, and rows without their weights, train another loss."""
-    merged, weights = Merging._merged, "trl_packfa.trainers.sft.image_steps._row_weights"
-
-    def mixed_up(self, batches):
-        found = merged(self, batches)
-        return {**found, "pixel_values": found["pixel_values"].flip(0)}
-
+    weights = "trl_packfa.trainers.sft.image_steps._row_weights"
     expected = train(build(tmp_path, padded=True))
     with monkeypatch.context() as patched:
-        patched.setattr(Merging, "_merged", mixed_up)
-        patched.setattr("trl_packfa.trainers.common.image_examples._equal", lambda merged, own: True)
+        mix_images_up(patched)
         assert worst(expected, train(build(tmp_path))) > 10 * TRAJECTORY
     expected = train(build(tmp_path, "qwen3_vl", padded=True))
     monkeypatch.setattr(weights, lambda trained, padded, parts, count: [torch.ones(len(part)) for part in parts])

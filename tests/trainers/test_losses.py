@@ -7,7 +7,7 @@ from datasets import Dataset
 from selection import in_full
 from tiny_models import small_model
 from tolerance import assert_trajectory, assert_weights
-from training import arguments, dataset, losses, packed_trainer
+from training import arguments, batches_of, dataset, losses, packed_trainer
 from trl import SFTConfig, SFTTrainer
 
 from trl_packfa import DataCollatorForPacking, PackedSFTConfig, PackedSFTTrainer
@@ -28,15 +28,17 @@ PLAIN = {
 }
 
 
-def pair(tmp_path, *, strategy="step", model=lambda: tiny.model(layers=2), compute_loss_func=None, **options):
+def pair(
+    tmp_path, *, strategy="step", model=lambda: tiny.model(layers=2), data=None, compute_loss_func=None, check=False,
+    **options,
+):  # fmt: skip
     """TRL's padded trainer and ours, trained."""
     options, trainers = {**PLAIN, "out": tmp_path, **options}, []
-    ours = {"packing_strategy": strategy, "use_peft": False, "check_packing": False}
+    data = data or {"train_dataset": dataset(), "eval_dataset": dataset(10, seed=5)}
+    ours = {"packing_strategy": strategy, "use_peft": False, "check_packing": check}
     for cls, args in ((SFTTrainer, arguments(SFTConfig, **options)), (PackedSFTTrainer, arguments(**ours, **options))):
-        trainers.append(
-            cls(model(), args, train_dataset=dataset(), eval_dataset=dataset(10, seed=5),
-                processing_class=tiny.tokenizer(), compute_loss_func=compute_loss_func)
-        )  # fmt: skip
+        given = {"processing_class": tiny.tokenizer(), "compute_loss_func": compute_loss_func, **data}
+        trainers.append(cls(model(), args, **given))
         trainers[-1].train()
     return trainers
 
@@ -66,14 +68,11 @@ UNTRAINED = [
 @pytest.mark.parametrize("max_length", [96, 5, None])
 def test_documents_that_train_nothing_keep_their_place_in_the_padded_runs_batches(tmp_path, strategy, max_length):
     """In training and in evaluation, a mean over batches. TRL drops those without a label within max_length."""
-    args = {**PLAIN, "max_length": max_length, "out": tmp_path, "per_device_eval_batch_size": 3}
-    data, trainers = Dataset.from_list(UNTRAINED), []
-    ours = {"packing_strategy": strategy, "use_peft": False}
-    for cls, config in ((SFTTrainer, arguments(SFTConfig, **args)), (PackedSFTTrainer, arguments(**ours, **args))):
-        given = {"train_dataset": data, "eval_dataset": {"a": data}, "processing_class": tiny.tokenizer()}
-        trainers.append(cls(tiny.model(layers=2), config, **given))
-        trainers[-1].train()
-    padded, packed = trainers
+    data = Dataset.from_list(UNTRAINED)
+    padded, packed = pair(
+        tmp_path, strategy=strategy, data={"train_dataset": data, "eval_dataset": {"a": data}}, check=True,
+        max_length=max_length, per_device_eval_batch_size=3,
+    )  # fmt: skip
     assert len(packed.train_dataset) == len(padded.train_dataset) < len(UNTRAINED) or max_length is None
     assert_trajectory(losses(packed), losses(padded))
     evaluated = [trainer.evaluate()["eval_a_loss"] for trainer in (packed, padded)]
@@ -212,16 +211,11 @@ def ratios_of_noise(tmp_path, strategy):
     padded = {tuple(ids.tolist()): noise.max() for ids, noise in loudest(noisy(SFTTrainer, SFTConfig, tmp_path))}
     options = {"packing_strategy": strategy, "use_peft": False, "check_packing": False}
     trainer = noisy(PackedSFTTrainer, PackedSFTConfig, tmp_path, **options)
-    lengths, compute_loss = [], trainer.compute_loss
-
-    def watch(model, inputs, **options):
-        layout = inputs["packed_layout"]
-        lengths.append(layout.lengths[: -1 if layout.padding else None])
-        return compute_loss(model, inputs, **options)
-
-    trainer.compute_loss = watch
-    ratios = []
-    for sizes, (ids, noise) in zip(lengths, loudest(trainer), strict=False):
+    batches, ratios = batches_of(trainer), []
+    rows = loudest(trainer)
+    for batch, (ids, noise) in zip(batches, rows, strict=False):
+        layout = batch["packed_layout"]
+        sizes = layout.lengths[: -1 if layout.padding else None]
         documents = zip(ids.split(sizes), noise.split(sizes), strict=True)
         ratios += [float(loud.max() / padded[tuple(one.tolist())]) for one, loud in documents]
     assert len(ratios) == len(padded) == 32

@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from filelock import FileLock
-from training import SAVING, arguments, dataset, losses, packed_trainer, rows
+from training import SAVING, arguments, dataset, logs_of, losses, packed_trainer, rows
 from transformers import TrainerCallback
 from trl_trainers import build_packed
 
@@ -265,7 +265,7 @@ def test_more_micro_batches_where_the_count_allows_it_are_trained(tmp_path, befo
         trainer = packed_trainer(arguments(out=tmp_path, packing_strategy=strategy, check_packing=False, **options))
         trainer.add_callback(Accumulate(after, then))
         trainer.train()
-        logged.append([entry["num_tokens"] for entry in trainer.state.log_history if "loss" in entry])
+        logged.append([entry["num_tokens"] for entry in logs_of(trainer)])
     assert logged[0] == logged[1] and len(logged[0]) == 4
 
 

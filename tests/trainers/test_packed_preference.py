@@ -12,8 +12,8 @@ import trl
 from datasets import Dataset
 from selection import in_full
 from tiny_models import small_model
-from tolerance import BFLOAT16_LOSSES, TRAJECTORY
-from trl_trainers import PACKED, ROUNDED, build, build_packed, differences, encoder_decoder, pairs, tokenizer, train
+from tolerance import BFLOAT16_LOSSES
+from trl_trainers import PACKED, beyond, build, build_packed, encoder_decoder, pairs, run, tokenizer, train
 
 import trl_packfa
 from trl_packfa import PackedDPOConfig, PackedDPOTrainer, PackedKTOConfig, PackedRewardConfig
@@ -29,21 +29,9 @@ from trl_packfa.trainers.preference.cutting import PairCutter
 ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 
 
-def run(make, *args, **options):
-    torch.manual_seed(0)
-    trainer = make(*args, **options)
-    return train(trainer), trainer
-
-
 def later(*cases):
     """Cases of two arguments, as `in_full` of one."""
     return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
-
-
-def beyond(expected, logs, allowed=TRAJECTORY):
-    """Metrics of TRL's that differ."""
-    worst = differences(expected, logs)
-    return {name: found for name, found in worst.items() if found > allowed and name not in ROUNDED}
 
 
 @pytest.mark.versions

@@ -11,13 +11,24 @@ from datasets import Dataset
 from padded import padded
 from selection import exhaustive, in_full
 from tolerance import TRAJECTORY
-from trl_trainers import EXPERIMENTAL, ROUNDED, STABLE, build, differences, encoder_decoder, pairs, tokenizer, train
+from trl_trainers import (
+    EXPERIMENTAL,
+    STABLE,
+    beyond,
+    build,
+    differences,
+    encoder_decoder,
+    pairs,
+    run,
+    tokenizer,
+    train,
+)
 
 import trl_packfa
 from trl_packfa.errors import ContaminationError, InvalidConfig, NoBackend, UnsupportedModel
 from trl_packfa.layout import padded_rows
 from trl_packfa.patching.apply import find_state
-from trl_packfa.trainers.padding_free.models import models_of
+from trl_packfa.trainers.padding_free.padding_free import models_of
 
 # Which models each of them runs besides the policy.
 OTHERS = {
@@ -38,22 +49,23 @@ def free(trainer, **options):
     return trainer, trainer.trl_packfa_padding_free
 
 
+def freed(*args, **options):
+    return trl_packfa.padding_free(build(*args, **options))
+
+
 @pytest.mark.versions
 @pytest.mark.parametrize("lora", [True, *exhaustive(False)], ids=["lora", "full"])
 @pytest.mark.parametrize("kind", [*STABLE, *in_full(*EXPERIMENTAL)])
 def test_it_trains_as_padded(kind, lora, tmp_path, caplog):
     if kind == "bema_dpo" and lora:
         pytest.skip("follows whole weights")
-    torch.manual_seed(0)
-    expected = train(build(kind, tmp_path, lora=lora, max_steps=4))
-    torch.manual_seed(0)
-    trainer, run = free(build(kind, tmp_path, lora=lora, max_steps=4))
-    logs = train(trainer)
-    worst = {name: found for name, found in differences(expected, logs).items() if found > TRAJECTORY}
-    assert worst.keys() <= OVER_PADS.get(kind, set()) | set(ROUNDED), worst
+    expected, _ = run(build, kind, tmp_path, lora=lora, max_steps=4)
+    logs, trainer = run(freed, kind, tmp_path, lora=lora, max_steps=4)
+    assert not beyond(expected, logs, besides=OVER_PADS.get(kind, ()))
     others = OTHERS.get(kind, set()) - ({"ref_model"} if lora else set())
-    assert set(run.models) == {"model"} | others
-    assert run.first_calls.keys() == run.models.keys()  # each met a batch with pads, and was compared on it
+    attached = trainer.trl_packfa_padding_free
+    assert set(attached.models) == {"model"} | others
+    assert attached.first_calls.keys() == attached.models.keys()  # each met a batch with pads, and was compared on it
     assert 0.1 < logs[-1]["padding_saved"] < 0.8 and logs[-1]["tokens_per_second"] > 0
     assert logs[-1]["documents"] == {"tpo": 24, **dict.fromkeys(("dpo", "reward", "orpo", "cpo", "bema_dpo"), 16),
                                      "online_dpo": 16}.get(kind, 8)  # fmt: skip
@@ -100,10 +112,8 @@ def test_dpo_with_what_it_can_do(options, lora, tmp_path):
     if lora and "sync_ref_model" in options:
         pytest.skip("TRL syncs no adapter")
     expected = train(build("dpo", tmp_path, lora=lora, max_steps=3, **options))
-    trainer, _ = free(build("dpo", tmp_path, lora=lora, max_steps=3, **options))
-    worst = differences(expected, train(trainer))
-    allowed = 2e-2 if "bf16" in options else TRAJECTORY
-    assert {name for name, found in worst.items() if found > allowed} <= set(ROUNDED), worst
+    logs = train(freed("dpo", tmp_path, lora=lora, max_steps=3, **options))
+    assert not beyond(expected, logs, 2e-2 if "bf16" in options else TRAJECTORY)
 
 
 def test_evaluation_generation_and_saving(tmp_path):
@@ -123,10 +133,8 @@ def test_evaluation_generation_and_saving(tmp_path):
 
 def test_resuming_is_exact(tmp_path):
     saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    whole, _ = free(build("dpo", tmp_path, lora=True, **saving))
-    logs = train(whole)
-    resumed, _ = free(build("dpo", tmp_path, lora=True, **saving))
-    again = train(resumed, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    logs = train(freed("dpo", tmp_path, lora=True, **saving))
+    again = train(freed("dpo", tmp_path, lora=True, **saving), resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert [entry["loss"] for entry in again] == [entry["loss"] for entry in logs]
     assert [entry["documents"] for entry in again] == [16] * 4
 
@@ -180,16 +188,16 @@ def test_a_refusal_leaves_every_model_patched_as_it_was(tmp_path):
 
 
 def test_it_is_called_again_with_other_arguments(tmp_path):
-    trainer, run = free(build("dpo", tmp_path, max_steps=1))
-    assert trl_packfa.padding_free(trainer, share_prefixes=True).trl_packfa_padding_free is run
-    assert run.shares and trainer.data_collator.share_prefixes and find_state(trainer.model).unpadding.sharing
+    trainer, attached = free(build("dpo", tmp_path, max_steps=1))
+    assert trl_packfa.padding_free(trainer, share_prefixes=True).trl_packfa_padding_free is attached
+    assert attached.shares and trainer.data_collator.share_prefixes and find_state(trainer.model).unpadding.sharing
     assert not hasattr(trainer.data_collator.collator, "share_prefixes")  # counted once
     trl_packfa.unpatch(trainer.ref_model)
     trl_packfa.padding_free(trainer, leave_padded=["model"])
-    assert find_state(trainer.model) is None and list(run.models) == ["ref_model"]
+    assert find_state(trainer.model) is None and list(attached.models) == ["ref_model"]
     logs = train(trainer)[-1]
     assert logs["padding_saved"] > 0.1 and "tokens_per_second" not in logs
-    assert trainer.callback_handler.callback_list.count("PaddingFreeCallback") == 1
+    assert trainer.callback_handler.callback_list.count("PaddingFreeRun") == 1
 
 
 def test_evaluation_is_no_training(tmp_path, monkeypatch):
@@ -266,8 +274,7 @@ def test_copies_of_a_trainers_models_are_as_they_were(tmp_path):
 
 def test_padding_free_in_dpos_config_is_what_it_says(tmp_path, caplog):
     """TRL 1.16 warns and pads; `padding_free` then does what was asked."""
-    trainer, _ = free(build("dpo", tmp_path, padding_free=True, max_steps=1))
-    assert train(trainer)[0]["padding_saved"] > 0.1
+    assert train(freed("dpo", tmp_path, padding_free=True, max_steps=1))[0]["padding_saved"] > 0.1
     assert any("padding_free=True" in record.message for record in caplog.records)
 
 

@@ -8,7 +8,7 @@ import tiny
 import torch
 from datasets import Dataset, IterableDataset
 from selection import in_full
-from training import arguments, losses, packed_trainer
+from training import arguments, batches_of, losses, packed_trainer
 from trl import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -32,14 +32,8 @@ def documents_of(batches):
 
 
 def watched(trainer):
-    """The batches that train, a whole epoch."""
-    seen, compute_loss = [], trainer.compute_loss
-
-    def watch(model, inputs, **options):
-        seen.append(dict(inputs))
-        return compute_loss(model, inputs, **options)
-
-    trainer.compute_loss = watch
+    """The batches that train."""
+    seen = batches_of(trainer)
     trainer.train()
     return seen
 

@@ -5,7 +5,7 @@ import pytest
 import tiny
 import torch
 from rich.console import Console
-from training import SAVING, arguments, dataset, packed_trainer
+from training import SAVING, arguments, dataset, logs_of, packed_trainer
 from trl import SFTTrainer
 
 from trl_packfa import DataCollatorForPacking, PackedSFTConfig
@@ -89,8 +89,7 @@ def test_the_machine_is_measured_once(monkeypatch):
     monkeypatch.setattr("trl_packfa.trainers.sft.throughput.peak_flops", lambda *a, **k: measured.append(1) or 1e9)
     trainer = packed_trainer(arguments())
     trainer.train()
-    logs = [logs for logs in trainer.state.log_history if "loss" in logs]
-    assert len(measured) == 1 and all(0 < entry["mfu"] for entry in logs)
+    assert len(measured) == 1 and all(0 < entry["mfu"] for entry in logs_of(trainer))
 
 
 def test_evaluations_and_checkpoints_are_no_training_time(tmp_path, monkeypatch):
@@ -123,7 +122,7 @@ def test_evaluations_and_checkpoints_are_no_training_time(tmp_path, monkeypatch)
     trainer.training_step = training_step
     trainer.evaluate()  # before there is any training whose time it could be
     trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    logs = logs_of(trainer)
     counts = [entry["num_tokens"] for entry in logs]
     trained = [count - before for before, count in zip([0, *counts[:-1]], counts, strict=True)]
     assert [entry["tokens_per_second"] for entry in logs] == [tokens / 2.0 for tokens in trained]
@@ -138,7 +137,7 @@ def test_a_resumed_run_shows_the_logged_speed_and_what_is_left(tmp_path):
         callback = RichProgressCallback.attach(trainer, "training", Console(file=out, width=200))
         trainer.train(resume_from_checkpoint=resumed)
         lines = [line for line in out.getvalue().splitlines() if "tokens/s" in line]
-        logs = [entry for entry in trainer.state.log_history if "loss" in entry][2 if resumed else 0 :]
+        logs = logs_of(trainer)[2 if resumed else 0 :]
         assert len(lines) == len(logs) == (2 if resumed else 4)
         for line, entry in zip(lines, logs, strict=True):
             assert f"  {entry['tokens_per_second']:,.0f} tokens/s  0:00:0" in line and line.endswith("to go")

@@ -7,11 +7,11 @@ from datasets import Dataset
 from peft import PeftModel, get_peft_model
 from selection import exhaustive, in_full
 from tolerance import assert_trajectory
-from training import FORMATS, arguments, dataset, lora_config, losses, packed_trainer
+from training import FORMATS, arguments, dataset, logs_of, lora_config, losses, packed_trainer, padded_trainer
 from transformers import TrainingArguments
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig
 
-from trl_packfa import PackedSFTConfig, PackedSFTTrainer, describe, unpatch
+from trl_packfa import PackedSFTConfig, describe, unpatch
 from trl_packfa.kernels.lm_head.chunked import Head
 
 # The same training ------------------------------------------------------------------------------------------------
@@ -30,10 +30,9 @@ def test_twenty_steps_equal_the_padded_run(tmp_path, strategy, accumulation, com
         "max_length": 48,
         "out": tmp_path,
     }
-    common = {"train_dataset": dataset(), "eval_dataset": dataset(10, seed=5), "processing_class": tiny.tokenizer()}
-    padded = SFTTrainer(tiny.model(layers=2), arguments(SFTConfig, **options), peft_config=lora_config(), **common)
-    packing = arguments(packing_strategy=strategy, **options)
-    packed = PackedSFTTrainer(tiny.model(layers=2), packing, peft_config=lora_config(), **common)
+    evaluation = dataset(10, seed=5)
+    padded = padded_trainer(arguments(SFTConfig, **options), eval_dataset=evaluation)
+    packed = packed_trainer(arguments(packing_strategy=strategy, **options), eval_dataset=evaluation)
     padded.train(), packed.train()
     assert len(losses(padded)) == len(losses(packed)) == 20
     assert_trajectory(losses(packed), losses(padded))
@@ -41,7 +40,7 @@ def test_twenty_steps_equal_the_padded_run(tmp_path, strategy, accumulation, com
     adapters = [{n: p for n, p in t.model.named_parameters() if p.requires_grad} for t in (padded, packed)]
     for name, parameter in adapters[0].items():
         torch.testing.assert_close(adapters[1][name], parameter, atol=1e-5, rtol=1e-4)
-    theirs, ours = ([h for h in t.state.log_history if "loss" in h] for t in (padded, packed))
+    theirs, ours = map(logs_of, (padded, packed))
     for key in ("num_tokens", "learning_rate", "epoch"):
         assert [h[key] for h in ours] == [h[key] for h in theirs]
 
@@ -68,13 +67,7 @@ def test_step_takes_fewer_micro_batches_within_the_budget(tmp_path):
 
 
 def test_negative_control_packing_without_boundaries_is_another_training(tmp_path):
-    padded = SFTTrainer(
-        tiny.model(layers=2),
-        arguments(SFTConfig, tmp_path, max_steps=5),
-        train_dataset=dataset(),
-        processing_class=tiny.tokenizer(),
-        peft_config=lora_config(),
-    )
+    padded = padded_trainer(arguments(SFTConfig, tmp_path, max_steps=5))
     padded.train()
     packed = packed_trainer(arguments(out=tmp_path, max_steps=5, check_packing=False))
     collate = packed.data_collator
@@ -211,17 +204,9 @@ def test_compute_metrics_gets_what_the_padded_run_gives(tmp_path):
         seen.append(prediction)
         return {"shape": prediction.predictions.shape[0]}
 
-    evaluation = dataset(6, seed=5)
-    packed = packed_trainer(arguments(out=tmp_path), eval_dataset=evaluation, compute_metrics=compute_metrics)
-    padded = SFTTrainer(
-        tiny.model(layers=2),
-        arguments(SFTConfig, tmp_path),
-        train_dataset=dataset(),
-        eval_dataset=evaluation,
-        processing_class=tiny.tokenizer(),
-        peft_config=lora_config(),
-        compute_metrics=compute_metrics,
-    )
+    given = {"eval_dataset": dataset(6, seed=5), "compute_metrics": compute_metrics}
+    packed = packed_trainer(arguments(out=tmp_path), **given)
+    padded = padded_trainer(arguments(SFTConfig, tmp_path), **given)
     ours, theirs = packed.evaluate(), padded.evaluate()
     assert ours["eval_shape"] == theirs["eval_shape"] == 6
     assert (seen[0].predictions == seen[1].predictions).all()

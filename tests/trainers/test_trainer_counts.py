@@ -7,7 +7,7 @@ from itertools import chain
 import pytest
 from selection import in_full
 from tolerance import assert_trajectory
-from training import arguments, dataset, packed_trainer
+from training import arguments, batches_of, dataset, logs_of, packed_trainer
 
 
 @pytest.mark.parametrize("strategy", ["step", *in_full("minibatch", "bfd")])
@@ -18,7 +18,7 @@ def test_padding_is_counted_nowhere(tmp_path, strategy):
         options = {"packing_strategy": strategy, "max_length": 96, "gradient_accumulation_steps": 2, "max_steps": 3}
         trainer = packed_trainer(arguments(out=tmp_path, pad_to_multiple_of=multiple, **options))
         trainer.train()
-        logs.append([entry for entry in trainer.state.log_history if "loss" in entry])
+        logs.append(logs_of(trainer))
     for plain, padded in zip(*logs, strict=True):
         assert plain["tokens_per_second"] > 0 and padded["tokens_per_second"] > 0
         exact = [name for name in plain if name in ("num_tokens", "documents", "longest_document", "fill")]
@@ -36,7 +36,7 @@ def test_the_plan_of_an_epoch_is_what_happens(tmp_path):
         trainer = packed_trainer(args)
         plan = trainer.packing_plan
         trainer.train()
-        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+        logs = logs_of(trainer)
         assert plan["steps_per_epoch"] == trainer.state.global_step == len(logs)
         assert plan["examples_per_step"] == pytest.approx(len(trainer.train_dataset) / len(logs))
         if strategy == "bfd":
@@ -61,17 +61,12 @@ def test_wrapped_cuts_where_rows_are_full_and_honours_every_boundary(tmp_path):
     trainer = packed_trainer(args)
     report = trainer.packing_reports["train"]
     assert report.split > 0 and report.packed_tokens == report.tokens
-    seen, compute_loss = [], trainer.compute_loss
-
-    def watch(model, inputs, **options):
-        seen.append(inputs["packed_layout"])
-        return compute_loss(model, inputs, **options)
-
-    trainer.compute_loss = watch
+    batches = batches_of(trainer)
     trainer.train()
     assert trainer.exactness.is_exact
-    assert sorted(layout.num_tokens for layout in seen)[1:] == [64] * 3
-    assert all(layout.num_documents > 1 for layout in seen)
+    layouts = [batch["packed_layout"] for batch in batches]
+    assert sorted(layout.num_tokens for layout in layouts)[1:] == [64] * 3
+    assert all(layout.num_documents > 1 for layout in layouts)
 
 
 def test_bfd_fills_rows_and_repacks_every_epoch(tmp_path):

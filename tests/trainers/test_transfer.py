@@ -9,7 +9,7 @@ from training import arguments, packed_trainer
 
 from trl_packfa import DataCollatorForPacking, PackedLayout, PackedSFTConfig
 from trl_packfa.trainers.common.step_cutting import Documents
-from trl_packfa.trainers.common.transfer import copies_without_waiting, send
+from trl_packfa.trainers.sft.dataloading import copies_without_waiting, send
 
 
 @pytest.fixture

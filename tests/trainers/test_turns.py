@@ -201,16 +201,14 @@ def test_streams_and_evaluation(tmp_path):
     args = arguments(out=tmp_path, expand_turns=True, use_peft=False, loss_by="source")
     packed = packed_trainer(
         args, processing_class=tokenizer(), train_dataset=data, eval_dataset=data, peft_config=None
-    )  # fmt: skip
+    )
     report = packed.packing_reports["eval"]
     assert report.documents == 36 and report.shared_tokens == sum(packed.eval_dataset[SAVED]) > 0
     one = SFTTrainer(
         tiny.model(layers=2), args=arguments(SFTConfig, tmp_path), processing_class=tokenizer(),
         train_dataset=one_by_one(data), eval_dataset=one_by_one(data),
     )  # fmt: skip
-    ours, theirs = (
-        trainer.evaluate()["eval_loss"] for trainer in (packed, one)
-    )  # fmt: skip
+    ours, theirs = (trainer.evaluate()["eval_loss"] for trainer in (packed, one))
     assert abs(ours - theirs) < 1e-2 * theirs  # TRL's mean of batches weighs turns by batch, ours conversations
     assert {"eval_loss/0", "eval_loss/1"} <= set(packed.state.log_history[-1])
 

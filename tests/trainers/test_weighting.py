@@ -5,7 +5,7 @@ import tiny
 import torch
 from datasets import IterableDataset
 from tolerance import assert_trajectory
-from training import arguments, dataset, losses, packed_trainer
+from training import arguments, batches_of, dataset, losses, packed_trainer
 
 from trl_packfa import DataCollatorForPacking
 from trl_packfa.collator import SOURCES
@@ -84,21 +84,15 @@ def test_each_sources_loss_is_logged(tmp_path, strategy):
     args = arguments(out=tmp_path, packing_strategy=strategy, max_length=96, loss_by="source", max_steps=1, **OPTIONS)
     trainer = packed_trainer(args, model=tiny.model(layers=2), peft_config=None)
     model = tiny.model(layers=2)  # a copy of the trainer's would share TRL's forward with it
-    seen, compute_loss = [], trainer.compute_loss
-
-    def watch(model, inputs, **options):
-        split = inputs["packed_layout"].split
-        seen.extend(zip(inputs[SOURCES], split(inputs["input_ids"]), split(inputs["labels"]), strict=True))
-        return compute_loss(model, inputs, **options)
-
-    trainer.compute_loss = watch
+    batches, sums = batches_of(trainer), {}
     trainer.train()
-    sums = {}
-    for source, ids, labels in seen:
-        logits = model(input_ids=ids[None]).logits[0]
-        loss = torch.nn.functional.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum")
-        total = sums.setdefault(source, [0.0, 0])
-        total[0], total[1] = total[0] + float(loss), total[1] + int((labels[1:] != -100).sum())
+    for batch in batches:
+        split = batch["packed_layout"].split
+        for source, ids, labels in zip(batch[SOURCES], split(batch["input_ids"]), split(batch["labels"]), strict=True):
+            logits = model(input_ids=ids[None]).logits[0]
+            loss = torch.nn.functional.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum")
+            total = sums.setdefault(source, [0.0, 0])
+            total[0], total[1] = total[0] + float(loss), total[1] + int((labels[1:] != -100).sum())
     logged = trainer.state.log_history[0]
     names = sorted(sums)
     assert len(names) > 1

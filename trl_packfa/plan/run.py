@@ -17,7 +17,7 @@ from ..trainers.common.parsing import ColumnChoice, parse
 from ..trainers.sft.config import PackedSFTConfig
 from ..trainers.sft.images import without_packing
 from ..trainers.sft.memory import estimate, without_checkpointing
-from ..trainers.sft.script import train_dataset
+from ..trainers.sft.script import load_splits
 from .advise import advise
 from .compare import compare
 from .gather import Source, lengths_from_file, read_documents
@@ -94,7 +94,7 @@ def make_plan(source: Source, args: PackedSFTConfig, ranks: list[int], shape: An
 def _source(script: Any, args: PackedSFTConfig, mixture: Any, wanted: PlanArguments) -> Source:
     if wanted.lengths:
         return lengths_from_file(wanted.lengths)
-    dataset = train_dataset(script, args, mixture, columns=wanted.columns)
+    dataset, *_ = load_splits(script, args, mixture, wanted.columns)
     tokenizer = wanted.tokenizer or args.model_name_or_path
     if tokenizer is None:
         raise InvalidConfig(

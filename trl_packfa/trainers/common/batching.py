@@ -157,15 +157,9 @@ def deal(
 ) -> list[list[list[int]]]:
     """Deal the examples of a step to ranks and micro-batches; return, per rank, the indices of each micro-batch.
 
-    Args:
-        lengths (`np.ndarray`):
-            Tokens of each example.
-        groups (`np.ndarray`):
-            The number of each example's padded micro-batch.
-        cut (`str`):
-            `FREE`, `TOGETHER` or `KEPT`. `KEPT` keeps the padded micro-batches and deals them to the ranks in turn.
-        budget (`int`), world_size (`int`), quadratic (`float`):
-            Tokens of a micro-batch, number of ranks, relative cost of attention between two tokens.
+    `lengths` are the tokens of each example, `groups` the numbers of their padded micro-batches. `cut` is `FREE`,
+    `TOGETHER` or `KEPT`; `KEPT` keeps the padded micro-batches and deals them to the ranks in turn. `budget` is the
+    tokens of a micro-batch, `quadratic` the relative cost of attention between two tokens.
     """
     if cut == KEPT:
         parts = [np.flatnonzero(groups == group).tolist() for group in np.unique(groups)]

@@ -23,15 +23,8 @@ def left_out_by_template(
 ) -> list[str]:
     """Describe, in a sentence each, the kinds of content that the template ignores, with the share of examples.
 
-    Each example is rendered with the content and without it.
-
-    Args:
-        dataset (`Dataset` or `IterableDataset`):
-            The user's dataset.
-        processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`):
-            Has the chat template.
-        chat_template (`str`, *optional*):
-            A template to use instead.
+    Each example is rendered with the content and without it. `chat_template` is used instead of the processing
+    class's.
     """
     looked_at = 0
     left_out = {"tools": 0, "tool calls": 0}

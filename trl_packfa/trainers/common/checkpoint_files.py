@@ -34,13 +34,8 @@ _LOST = ("truncated", "split", "dropped", "tokens_lost")
 def count_batch(metrics: Mapping[str, list[float]], inputs: dict[str, Any], *, capacity: int | None) -> None:
     """Add the counts of a packed batch to the Trainer's metrics, and remove from `inputs` what is no model input.
 
-    Args:
-        metrics (`Mapping[str, list[float]]`):
-            TRL's metrics of the current mode; TRL averages them when it logs.
-        inputs (`dict[str, Any]`):
-            The batch.
-        capacity (`int` or `None`):
-            Tokens that fit into the batch, if rows have a fixed length; then `fill` is logged.
+    `metrics` are TRL's of the current mode, which it averages when it logs. `capacity` is the tokens that fit into the
+    batch, if rows have a fixed length; then `fill` is logged.
     """
     lost = inputs.pop(LOSSES, None)
     layout = inputs.get("packed_layout")
@@ -128,16 +123,10 @@ def require_whole_checkpoint(folder: str | Path | None) -> str:
 
 @contextmanager
 def whole_checkpoint(folder: Path, trainer: Any) -> Iterator[None]:
-    """Mark a checkpoint as whole after the `with` block has written it.
+    """Mark a checkpoint as whole after the `with` block has written it; until then it is not whole.
 
-    Report and manifest mark it as whole. They are written once every rank has written its part. Only then are older
-    checkpoints deleted.
-
-    Args:
-        folder (`Path`):
-            The checkpoint's folder. A checkpoint that is written again is not whole in the meantime.
-        trainer (`Trainer`):
-            Writes the report with its `save_reports`.
+    Report (the trainer's `save_reports`) and manifest mark it as whole. They are written once every rank has written
+    its part. Only then are older checkpoints deleted.
 
     Raises:
         [`CheckpointNotWritten`]: for example if the disk is full. The parts of a new checkpoint are deleted.
@@ -153,8 +142,9 @@ def whole_checkpoint(folder: Path, trainer: Any) -> Iterator[None]:
         # With several ranks, others may still be writing. Then the parts stay, without a manifest.
         if is_new and trainer.accelerator.num_processes == 1:
             shutil.rmtree(folder, ignore_errors=True)
+        first_line = str(error).partition("\n")[0]
         raise CheckpointNotWritten(
-            f"{folder} could not be written: {_first_line(error)}.",
+            f"{folder} could not be written: {first_line.rstrip('.')}.",
             why=[f"{free / 1e6:,.0f} MB were free there"],
             do="Free some space, lower save_total_limit or name another output_dir. Earlier checkpoints are whole: "
             "resume from the last with resume_from_checkpoint='last'.",
@@ -169,10 +159,6 @@ _FULL_NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def is_full_disk(error: BaseException) -> bool:
     """Tell whether an error means that no more bytes can be written."""
     return getattr(error, "errno", None) in _FULL_NUMBERS or any(words in str(error).lower() for words in _FULL)
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "").rstrip(".")
 
 
 @contextmanager

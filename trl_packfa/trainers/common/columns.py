@@ -45,12 +45,8 @@ def columns_advice(templates: Mapping[str, str]) -> str:
 def make_columns(dataset: Any, templates: Sequence[str] | None) -> Any:
     """Make new columns from others, and remove the columns that were used.
 
-    Args:
-        dataset (`Dataset` or `IterableDataset`):
-            Any dataset.
-        templates (`Sequence[str]`, *optional*):
-            Each is `NAME=TEMPLATE`; the template has column names in braces and `\\n` for a line break. A value `None`
-            is read as an empty string.
+    Each template is `NAME=TEMPLATE`, with column names in braces and `\\n` for a line break. A value `None` is read as
+    an empty string.
 
     Raises:
         [`InvalidConfig`]: for an invalid template, or a column that does not exist.

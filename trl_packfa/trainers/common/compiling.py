@@ -20,16 +20,9 @@ logger = get_logger(__name__)
 def compile_by_layer(model: Any, args: CommonConfig, accelerator: Accelerator, *, whole: bool) -> None:
     """Compile the layers of a patched model one by one, and stop accelerate from compiling the whole model.
 
-    accelerate's own regional compilation replaces modules by copies that a patch does not know. This function keeps
-    the modules.
-
-    Args:
-        model (`PreTrainedModel` or `PeftModel`):
-            A patched model.
-        args ([`CommonConfig`]), accelerator (`Accelerator`):
-            The trainer's. Backend and mode are those of its `TorchDynamoPlugin`.
-        whole (`bool`):
-            Whether to leave the model to accelerate, as under ZeRO-3.
+    Backend and mode are those of the accelerator's `TorchDynamoPlugin`. accelerate's own regional compilation replaces
+    modules by copies that a patch does not know. This function keeps the modules. `whole` leaves the model to
+    accelerate, as under ZeRO-3.
     """
     if not args.torch_compile or whole:
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,6 +102,22 @@ class CommonConfig(_Base):
         },
     )
 
+    def __post_init__(self) -> None:
+        # Call both by name, because neither calls the other. Settle precision first: TRL's config sets `bf16=True` by
+        # default, and transformers raises on a machine without bf16.
+        ModelConfig.__post_init__(self)
+        _settle_precision(self)
+        trl_configs: Any = (base for base in type(self).__mro__ if base.__module__.startswith("trl."))
+        next(base for base in trl_configs if base is not ModelConfig).__post_init__(self)
+        _settle_loading(self)
+
+    @classmethod
+    def fields_of(cls, args: TrainingArguments) -> dict[str, Any]:
+        """Return the fields of TRL's or transformers' arguments that a config of this class can be made with."""
+        # `TrainingArguments` computes some of its fields: those cannot be passed.
+        names = {f.name for f in fields(cls) if f.init}
+        return {f.name: getattr(args, f.name) for f in fields(args) if f.name in names}
+
     @property
     def data_parallel_size(self) -> int:
         """Number of processes with different batches; processes that share rows count once."""
@@ -119,11 +135,8 @@ class CommonConfig(_Base):
         return {"backend": self.attention_backend, **{name: getattr(self, name) for name in names}}
 
 
-def settle_precision(args: Any) -> None:
+def _settle_precision(args: Any) -> None:
     """Switch `bf16` off on a machine without an accelerator, if the user has not chosen a precision.
-
-    TRL's default is bf16, and transformers raises on a machine without it. So call this before TRL's own
-    `__post_init__`.
 
     Raises:
         [`InvalidConfig`]: on an accelerator without bfloat16.
@@ -140,11 +153,8 @@ def settle_precision(args: Any) -> None:
     args.bf16 = False
 
 
-def settle_loading(args: Any) -> None:
-    """Set how batches are copied and the dtype to load in, and require that a named attention backend exists.
-
-    Call it after TRL's own `__post_init__`.
-    """
+def _settle_loading(args: Any) -> None:
+    """Set how batches are copied and the dtype to load in, and require that a named attention backend exists."""
     if args.device.type == "cpu":
         args.dataloader_pin_memory = False  # pinning has no use on a CPU, and torch would warn in every epoch
     elif args.device.type == "cuda" and args.dataloader_pin_memory:
@@ -156,6 +166,26 @@ def settle_loading(args: Any) -> None:
         args.dtype = "bfloat16" if quantized and args.bf16 else "float32"
     if args.attention_backend != "auto":
         get_backend(args.attention_backend)
+
+
+def require_recutting(args: CommonConfig) -> None:
+    """Refuse arguments that contradict how `packing_strategy` cuts steps.
+
+    Raises:
+        [`InvalidConfig`]: for a token budget that has no effect, and for a sampler that cuts steps itself.
+    """
+    budget = args.max_tokens_per_microbatch
+    if budget is not None and not args.strategy.recuts_steps:
+        raise InvalidConfig(
+            f"max_tokens_per_microbatch={budget} has no effect under packing_strategy='{args.packing_strategy}'.",
+            do="Use packing_strategy='step', or drop it.",
+        )
+    if args.strategy.recuts_steps and args.train_sampling_strategy == "batch_rebalance":
+        raise InvalidConfig(
+            f"train_sampling_strategy='batch_rebalance' with packing_strategy='{args.packing_strategy}'.",
+            why=["both decide how a step is cut into micro-batches"],
+            do="Use packing_strategy='minibatch'.",
+        )
 
 
 # Smallest allowed values. Neither TRL nor transformers checks these numbers before a loop divides by them.

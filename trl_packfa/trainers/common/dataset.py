@@ -46,7 +46,7 @@ def read_tokens(dataset: Dataset) -> Tokens:
     """Read the lengths and label masks of a tokenized dataset from Arrow, without Python lists."""
     labels = "labels" if "labels" in dataset.column_names else "input_ids"
     rows = [ROW_LENGTHS] if ROW_LENGTHS in dataset.column_names else []
-    masks = (_trained(table, labels) for table in _tables(dataset, labels, *rows))
+    masks = (_trained(table, labels) for table in tables(dataset, labels, *rows))
     return Tokens(read_lengths(dataset), TrainedTokens.from_masks(masks))
 
 
@@ -56,14 +56,14 @@ def read_lengths(dataset: Dataset, column: str = "input_ids") -> np.ndarray:
     Of a row whose documents share prefixes ([`SAVED`]), these are the tokens that are computed.
     """
     shares = column == "input_ids" and SAVED in dataset.column_names
-    saved = [table[SAVED].to_numpy() for table in _tables(dataset, SAVED)] if shares else []
+    saved = [table[SAVED].to_numpy() for table in tables(dataset, SAVED)] if shares else []
     counted = dataset.select_columns([column]).with_format("arrow")
     # `datasets` caches the result by the fingerprint of the dataset's contents.
     counted = counted.map(
         _count, batched=True, batch_size=10_000, remove_columns=[column], fn_kwargs={"column": column},
         desc="Counting tokens",
     )  # fmt: skip
-    parts = [table["length"].to_numpy() for table in _tables(counted, "length")]
+    parts = [table["length"].to_numpy() for table in tables(counted, "length")]
     lengths = np.concatenate([np.zeros(0, dtype=np.int64), *parts])
     return lengths - np.concatenate(saved) if saved else lengths
 
@@ -75,7 +75,7 @@ def longest_document(dataset: AnyDataset) -> tuple[int, str] | None:
     """
     if isinstance(dataset, IterableDataset) or SAVED not in dataset.column_names:
         return None
-    longest = max(int(_flat(table[ROW_LENGTHS]).max()) for table in _tables(dataset, ROW_LENGTHS))
+    longest = max(int(_flat(table[ROW_LENGTHS]).max()) for table in tables(dataset, ROW_LENGTHS))
     return longest, f"the longest turn with its history, which has {longest} tokens"
 
 
@@ -86,7 +86,7 @@ def count_computed(example: dict[str, Any]) -> int:
 
 def count_trained(dataset: Dataset) -> int:
     """Count the tokens of a tokenized dataset that have a label."""
-    return sum(int((_flat(table["labels"]) != -100).sum()) for table in _tables(dataset, "labels"))
+    return sum(int((_flat(table["labels"]) != -100).sum()) for table in tables(dataset, "labels"))
 
 
 def _count(table: Any, column: str) -> Any:
@@ -105,9 +105,9 @@ def _trained(table: Any, labels: str) -> np.ndarray:
     return mask
 
 
-def _tables(dataset: Dataset, *columns: str) -> Iterator[Any]:
+def tables(dataset: Dataset, *columns: str, batch_size: int = 10_000) -> Iterator[Any]:
     """Yield some columns as `pyarrow.Table`s, a type that `datasets` does not declare."""
-    return dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=10_000)
+    return dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=batch_size)
 
 
 def _flat(column: pa.ChunkedArray) -> np.ndarray:
@@ -237,13 +237,8 @@ def _parts(column: list[list[int]], spans: Spans) -> list[list[int]]:
 def hold_out(dataset: Any, size: float, *, seed: int) -> tuple[Dataset, Dataset]:
     """Split a dataset into training and evaluation documents.
 
-    Args:
-        dataset (`Dataset`):
-            The whole dataset.
-        size (`float`):
-            Share of the evaluated documents if below 1, else their number.
-        seed (`int`):
-            Seed of the draw. With it, a resumed run and every rank draw the same documents.
+    `size` is the share of the evaluated documents if below 1, else their number. With `seed`, a resumed run and every
+    rank draw the same documents.
 
     Raises:
         [`InvalidDataset`]: for a stream.

@@ -7,7 +7,6 @@ Shape letters: S documents.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -17,6 +16,7 @@ from datasets import Dataset, IterableDataset
 
 from ...collator import ROW_LENGTHS
 from ...errors import InvalidDataset
+from .dataset import tables
 
 # Columns of tokenized documents, with one whole number for each token.
 TOKENS = ("input_ids", "labels")
@@ -50,9 +50,9 @@ def measure(dataset: Dataset, column: str) -> Measures:
         desc=f"Looking at {column}",
     )
     parts = {name: [np.zeros(0, dtype=np.int64)] for name in Measures._fields}
-    for table in counted.with_format("arrow").iter(batch_size=10_000):
+    for table in tables(counted, *parts):
         for name, found in parts.items():
-            found.append(table[name].to_numpy())  # type: ignore[index]  # a table, which `datasets` does not say
+            found.append(table[name].to_numpy())
     return Measures(*(np.concatenate(found) for found in parts.values()))
 
 
@@ -104,15 +104,8 @@ def without_format(dataset: Any) -> Any:
 def require_whole(dataset: Any, *, name: str, columns: tuple[str, ...]) -> Any:
     """Refuse documents that are `None` or hold `None`, and tokens that are no whole numbers; return the dataset.
 
-    A stream is returned with the check added, which runs as it is read.
-
-    Args:
-        dataset (`Dataset` or `IterableDataset`):
-            The user's dataset.
-        name (`str`):
-            Its name in messages.
-        columns (`tuple[str, ...]`):
-            Columns that TRL tokenizes; those that the dataset has are checked.
+    A stream is returned with the check added, which runs as it is read. `columns` are those that TRL tokenizes; those
+    that the dataset has are checked.
 
     Raises:
         [`InvalidDataset`]: with the document, the column and what it holds.
@@ -122,8 +115,9 @@ def require_whole(dataset: Any, *, name: str, columns: tuple[str, ...]) -> Any:
     for column in columns:
         # Arrow stores the number of nulls, so a column without nulls need not be read.
         if column in dataset.column_names and dataset.data.column(column).null_count:
-            for number, missing in enumerate(_missing(dataset, column)):
-                if missing:
+            missing = (none for table in tables(dataset, column) for none in table[column].is_null().to_pylist())
+            for number, is_none in enumerate(missing):  # a selection may leave the nulls out
+                if is_none:
                     _refuse(name, number, column, "is None")
     lengths: np.ndarray | None = None
     for column in TOKENS:
@@ -132,11 +126,6 @@ def require_whole(dataset: Any, *, name: str, columns: tuple[str, ...]) -> Any:
     if lengths is not None and ROW_LENGTHS in dataset.column_names:
         _require_row_lengths(dataset, name, lengths)
     return dataset
-
-
-def _missing(dataset: Dataset, column: str) -> Iterator[bool]:
-    for table in dataset.select_columns([column]).with_format("arrow").iter(batch_size=10_000):
-        yield from table[column].is_null().to_pylist()  # type: ignore[index]  # a table
 
 
 def _require_tokens(dataset: Dataset, name: str, column: str, lengths: np.ndarray | None) -> np.ndarray:
@@ -160,11 +149,9 @@ def _require_tokens(dataset: Dataset, name: str, column: str, lengths: np.ndarra
 
 def _require_row_lengths(dataset: Dataset, name: str, tokens: np.ndarray) -> None:
     """Refuse rows that were packed before if the lengths of their documents do not sum up to their `tokens`."""
-    start = 0
-    for table in dataset.select_columns([ROW_LENGTHS]).with_format("arrow").iter(batch_size=10_000):
-        for number, lengths in enumerate(table[ROW_LENGTHS].to_pylist(), start=start):  # type: ignore[index]  # a table
-            _require_sum(lengths, int(tokens[number]), name, number)
-        start += table.num_rows  # type: ignore[attr-defined]  # a table
+    rows = (lengths for table in tables(dataset, ROW_LENGTHS) for lengths in table[ROW_LENGTHS].to_pylist())
+    for number, lengths in enumerate(rows):
+        _require_sum(lengths, int(tokens[number]), name, number)
 
 
 def _require_sum(lengths: Any, tokens: int, name: str, number: int) -> None:
@@ -202,19 +189,9 @@ def _refuse(name: str, number: int, column: str, what: str) -> NoReturn:
 
 
 def require_known(dataset: Dataset, *, name: str, ids: int, labels: int) -> None:
-    """Refuse token ids that a model does not have.
+    """Refuse token ids that a model does not have. It reads `ids` tokens, and predicts `labels` of them.
 
     On a CPU such an id would raise an index error; on CUDA the process could not use its device any more.
-
-    Args:
-        dataset (`Dataset`):
-            A tokenized dataset.
-        name (`str`):
-            Its name in messages.
-        ids (`int`):
-            Number of tokens that the model can read.
-        labels (`int`):
-            Number of tokens that it can predict.
 
     Raises:
         [`InvalidDataset`]: with the document and the token id.

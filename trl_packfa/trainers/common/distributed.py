@@ -35,7 +35,10 @@ def agree(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
     except Exception as caught:
         error = caught
     # Send types and texts, because some exceptions cannot be pickled.
-    mine = None if error is None else (_kind(error), _message(error))
+    mine: tuple[type[Exception], str] | None = None
+    if error is not None:
+        is_ours = isinstance(error, PackingError)
+        mine = (type(error), str(error)) if is_ours else (RuntimeError, f"{type(error).__name__}: {error}")
     # Every rank reaches this line, even if its work failed. A rank that raised earlier would leave the others waiting.
     told: list[tuple[type[Exception], str] | None] = gather_object([mine])
     kinds = [one[0] for one in told if one is not None]
@@ -55,11 +58,7 @@ def from_main_rank(accelerator: Accelerator, work: Callable[[], Result]) -> Resu
 def require_same_documents(accelerator: Accelerator, lengths: np.ndarray) -> None:
     """Require the same training documents on every rank, because every rank plans the steps of all ranks.
 
-    Args:
-        accelerator (`Accelerator`):
-            The run's accelerator.
-        lengths (`np.ndarray`):
-            Tokens of each document, in the dataset's order.
+    `lengths` are the tokens of each document, in the dataset's order.
 
     Raises:
         [`InvalidDataset`]: on every rank, if the documents differ.
@@ -75,14 +74,6 @@ def require_same_documents(accelerator: Accelerator, lengths: np.ndarray) -> Non
             why=["every rank plans the steps of all ranks"],
             do="Load and shuffle the same dataset on every rank. The trainer deals it to the ranks.",
         )
-
-
-def _kind(error: Exception) -> type[Exception]:
-    return type(error) if isinstance(error, PackingError) else RuntimeError
-
-
-def _message(error: Exception) -> str:
-    return str(error) if isinstance(error, PackingError) else f"{type(error).__name__}: {error}"
 
 
 class TrainBeginCallback(TrainerCallback):

@@ -24,12 +24,8 @@ def tell_padded(refusal: PackingError, trainer: str = "SFTTrainer") -> None:
 def tell_adapter(asked: TrainingArguments | None, settled: TrainingArguments, adapter: Any) -> None:
     """Log, in one line, that a run trains an adapter by default, and which field turns it off.
 
-    Args:
-        asked (`TrainingArguments`, *optional*), settled (`TrainingArguments`):
-            The config that the user passed, and the config of the run. Nothing is logged if the user passed one of
-            ours, which has a `use_peft` field.
-        adapter (`PeftConfig`, *optional*):
-            The adapter that our config adds.
+    `asked` is the config that the user passed, `settled` that of the run, `adapter` the one that our config adds.
+    Nothing is logged if the user passed a config of ours, which has a `use_peft` field.
     """
     if adapter is None or isinstance(asked, type(settled)):
         return
@@ -42,11 +38,7 @@ def tell_adapter(asked: TrainingArguments | None, settled: TrainingArguments, ad
 
 
 class AsGiven:
-    """A model as the caller passed it, to build the trainer a second time after a refusal.
-
-    Args:
-        model (`str` or `torch.nn.Module`): the trainer's argument. A name is loaded again.
-    """
+    """A model as the caller passed it, to build the trainer a second time after a refusal. A name is loaded again."""
 
     def __init__(self, model: Any) -> None:
         self.model = model

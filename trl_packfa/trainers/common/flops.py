@@ -111,13 +111,10 @@ def attention_heads(text: Any) -> tuple[int, int]:
 
 
 def quadratic_weight(model: Any) -> float:
-    """Return the cost of attention between two tokens, relative to the other cost of one token.
+    """Return the cost of attention between two tokens of a model, relative to the other cost of one token.
 
     Forward operations per token: 2 per parameter, and 2 * layers * width per token that it attends to (half of the
     document on average, scores and values).
-
-    Args:
-        model (`PreTrainedModel` or `PeftModel`): the model.
     """
     text = model.config.get_text_config()
     heads, head_dim = attention_heads(text)

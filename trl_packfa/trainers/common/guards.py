@@ -25,22 +25,16 @@ _REMEMBERED = 1024
 
 @contextmanager
 def memory_advice(args: CommonConfig, inputs: dict[str, Any], *, budget: int | None) -> Iterator[None]:
-    """Add advice to an out-of-memory error: the argument to lower, and its new value. The error keeps its type.
+    """Add advice to an out-of-memory error in a `with` block: the argument to lower, and its new value.
 
-    Args:
-        args ([`CommonConfig`]):
-            The run's arguments.
-        inputs (`dict[str, Any]`):
-            The micro-batch that runs inside the `with` block.
-        budget (`int` or `None`):
-            Token budget of a micro-batch; `None` if micro-batches have none.
+    The error keeps its type. `inputs` is the micro-batch that runs; `budget` is its token budget, `None` without one.
     """
     try:
         yield
     # torch's error on accelerators is a subclass of RuntimeError, and its CPU allocator raises a plain RuntimeError.
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
-            _add_note(error, _advice(args, inputs, budget))
+            error.add_note(_advice(args, inputs, budget))
         raise
 
 
@@ -64,13 +58,6 @@ def _advice(args: CommonConfig, inputs: dict[str, Any], budget: int | None) -> s
         )
     more = "" if args.gradient_checkpointing else ", or set gradient_checkpointing=True"
     return f"{held} The micro-batch is one document: lower max_length to {longest // 2}{more}."
-
-
-def _add_note(error: BaseException, note: str) -> None:
-    if hasattr(error, "add_note"):
-        error.add_note(note)  # type: ignore[attr-defined]  # Python 3.11
-    else:
-        error.args = (f"{error.args[0] if error.args else ''}\n{note}", *error.args[1:])
 
 
 class LossWatch:

@@ -104,7 +104,7 @@ def telling_of_model(name: str) -> Iterator[None]:
         ) from error
 
 
-def load_for_check(name: str, *, dtype: str = "auto", adapter: str | None = None) -> nn.Module:
+def load_for_check(name: str, *, dtype: str, adapter: str | None) -> nn.Module:
     """Load a causal LM, a classifier or an encoder by name or path, optionally with a PEFT adapter.
 
     Raises:
@@ -115,31 +115,18 @@ def load_for_check(name: str, *, dtype: str = "auto", adapter: str | None = None
     saved, cls = next(iter(config.architectures or ()), ""), AutoModelForCausalLM
     if saved.endswith(_HEADS) or (is_encoder(config) and not saved.endswith(("ForCausalLM", "LMHeadModel"))):
         cls = getattr(transformers, saved, AutoModel)  # a name that the folder holds
-    return _load(cls, name, dtype, adapter)
+    with telling_of_model(name):
+        model: Any = cls.from_pretrained(name, dtype=dtype)
+    if adapter is None:
+        return model
+    with telling_of_model(adapter):
+        return PeftModel.from_pretrained(model, adapter, is_trainable=True)
 
 
 def is_encoder(config: PretrainedConfig) -> bool:
     """Tell whether a model of this type is an encoder, unless its class makes a causal LM of it."""
     # Decoders of other types have no such attribute.
     return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
-
-
-def load_causal_lm(name: str, *, dtype: str = "auto", adapter: str | None = None) -> nn.Module:
-    """Load a causal LM by name or path, optionally with a PEFT adapter.
-
-    Raises:
-        [`UnsupportedModel`]: if there is no such model.
-    """
-    return _load(AutoModelForCausalLM, name, dtype, adapter)
-
-
-def _load(cls: Any, name: str, dtype: str, adapter: str | None) -> nn.Module:
-    with telling_of_model(name):
-        model = cls.from_pretrained(name, dtype=dtype)
-    if adapter is None:
-        return model
-    with telling_of_model(adapter):
-        return PeftModel.from_pretrained(model, adapter, is_trainable=True)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:

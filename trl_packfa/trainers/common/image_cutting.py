@@ -72,15 +72,9 @@ class OwnCut(NamedTuple):
 
 
 class OwnCutter:
-    """A cutter of steps, in which each rank cuts its own examples.
+    """A cutter of steps, in which each rank cuts its own examples. The accelerator gathers the sizes of all ranks.
 
-    Args:
-        model (`torch.nn.Module`):
-            Its shape decides what an image patch weighs, and attention relative to the matrix products.
-        accelerator (`Accelerator`):
-            Gathers the sizes of all ranks.
-        budget (`int` or `None`):
-            The user's token budget of a micro-batch. `None`: the size of the step's largest padded micro-batch.
+    `budget` is the user's token budget of a micro-batch. `None`: the size of the step's largest padded micro-batch.
 
     Attributes:
         seen (`np.ndarray`): examples, tokens, trained tokens and image tokens of all ranks so far, `(4,)`.
@@ -96,13 +90,9 @@ class OwnCutter:
         return PackingReport.of_seen(*self.seen.tolist())
 
     def cut(self, batches: Sequence[Documents], *, by_size: bool = False) -> OwnCut:
-        """Cut the examples of a step.
+        """Cut the processed examples of a step, given by padded micro-batch.
 
-        Args:
-            batches (`Sequence[Documents]`):
-                The processed examples of each padded micro-batch.
-            by_size (`bool`, *optional*, defaults to `False`):
-                Whether only examples of padded micro-batches with equally many may share a micro-batch.
+        With `by_size`, only examples of padded micro-batches with equally many may share a micro-batch.
         """
         examples: list[Any] = [example for batch in batches for example in batch.examples]
         padded = np.repeat(np.arange(len(batches)), [len(batch) for batch in batches])

@@ -60,14 +60,7 @@ class Processed:
 
 
 class OneByOne:
-    """A collator that processes each example alone. The loader's workers run it.
-
-    Args:
-        collator ([`NamingCollator`]):
-            TRL's collator.
-        weights ([`ImageWeights`]):
-            Counts the image patches of a batch.
-    """
+    """A wrapper of TRL's collator that processes each example alone. The loader's workers run it."""
 
     def __init__(self, collator: NamingCollator, weights: ImageWeights) -> None:
         self.collator, self.weights = collator, weights

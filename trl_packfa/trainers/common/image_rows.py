@@ -17,6 +17,7 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import Sampler
 
 from ...errors import InvalidDataset
+from .dataset import tables
 from .model_loading import named
 
 if TYPE_CHECKING:
@@ -37,13 +38,7 @@ _SHOWN = 60
 
 
 class NumberedRows(TorchDataset):
-    """A dataset whose examples say which row they are.
-
-    Args:
-        dataset (`Dataset`):
-            The dataset.
-        name (`str`):
-            Its name in messages.
+    """A dataset whose examples say which row they are. `name` is the dataset's in messages.
 
     Raises:
         [`InvalidDataset`]: when an example is read, with the row and the column that cannot be.
@@ -85,13 +80,9 @@ class NumberedRows(TorchDataset):
 
 
 class NamingCollator:
-    """A wrapper of a collator of images. Where it fails, the error says which row it fails on.
+    """A wrapper of TRL's collator of images. Where it fails, the error says which row it fails on.
 
-    Args:
-        collator (`Callable`):
-            TRL's collator, which calls the processor.
-        requires_images (`bool`, *optional*, defaults to `False`):
-            Whether to refuse examples without images too.
+    With `requires_images` it refuses examples without images too.
     """
 
     def __init__(self, collator: Callable[[list[Example]], Any], *, requires_images: bool = False) -> None:
@@ -211,8 +202,8 @@ def look_at_images(dataset: Any, *, name: str, requires_images: bool = False) ->
 def _count_images(dataset: Dataset, column: str) -> tuple[np.ndarray, np.ndarray]:
     """Return, for each row, whether an image of it is `None`, and the number of its images."""
     missing, counts = [np.zeros(0, dtype=bool)], [np.zeros(0, dtype=np.int64)]
-    for table in dataset.select_columns([column]).with_format("arrow").iter(batch_size=1000):
-        for chunk in table[column].chunks:  # type: ignore[index]  # a table
+    for table in tables(dataset, column, batch_size=1000):
+        for chunk in table[column].chunks:
             none = chunk.is_null().to_numpy(zero_copy_only=False)
             if hasattr(chunk.type, "value_type"):  # a list of images
                 sizes = pc.call_function("list_value_length", [chunk]).fill_null(0).to_numpy(zero_copy_only=False)
@@ -236,11 +227,9 @@ class NamesRows(Base):
     data_collator: Any
 
     def name_rows(self, *, own_collator: bool) -> None:
-        """Look at the images of the datasets, and let the collator name rows. Call it once TRL's trainer is built.
+        """Look at the images of the datasets, and let the collator name rows, unless it is the user's own.
 
-        Args:
-            own_collator (`bool`):
-                Whether the collator is the user's own. Then it stays as it is.
+        Call it once TRL's trainer is built.
 
         Raises:
             [`InvalidDataset`]: for rows whose image is missing, or without images where weights are sharded.

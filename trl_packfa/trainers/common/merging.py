@@ -6,29 +6,22 @@ from pathlib import Path
 from typing import Any
 
 from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from ...errors import InvalidConfig, UnsupportedModel
-from .hub import load_causal_lm
+from .hub import load_tokenizer, telling_of_model
 
 
 def merge_adapter(
     adapter: str, output: str | Path, *, base: str | None = None, dtype: str = "auto"
 ) -> tuple[Any, PreTrainedTokenizerBase | None]:
-    """Merge an adapter into its base model and save model and tokenizer.
+    """Merge an adapter into its base model and save model and tokenizer into a folder, new or empty.
 
     The base is loaded again, unquantized. A QLoRA adapter was trained on the base's weights rounded to 4 bits. So the
     merged model differs from the trained one by that rounding, and is nearer to the original base.
 
-    Args:
-        adapter (`str`):
-            Folder or Hub name of the adapter.
-        output (`str` or `Path`):
-            Folder to save into, new or empty.
-        base (`str`, *optional*):
-            Name or path of the base, if it has moved since the adapter was saved.
-        dtype (`str`, *optional*, defaults to `"auto"`):
-            Dtype of the merged weights. `"auto"` is the dtype that the base was saved in.
+    `base` is its name or path, if it has moved since the adapter was saved. `dtype` is that of the merged weights;
+    `"auto"` is the dtype that the base was saved in.
 
     Returns:
         The merged `PreTrainedModel`, and its tokenizer if the adapter or the base has one.
@@ -45,7 +38,9 @@ def merge_adapter(
     # The user's name wins, because the base's folder may have moved since the adapter was saved.
     base = base or named
     merged = _adapted(adapter, base, named, dtype).merge_and_unload()
-    tokenizer = _tokenizer(adapter, base)
+    # The one that was saved with the adapter, else the base's.
+    found = (load_tokenizer(name) for name in (adapter, base) if name is not None)
+    tokenizer = next((tokenizer for tokenizer in found if tokenizer is not None), None)
     merged.save_pretrained(output)
     if tokenizer is not None:
         tokenizer.save_pretrained(output)
@@ -75,20 +70,12 @@ def _adapted(adapter: str, base: str | None, named: str | None, dtype: str) -> P
     PEFT resizes the embeddings if a chat template has added tokens.
     """
     if base is not None and base != named:
-        return PeftModel.from_pretrained(load_causal_lm(base, dtype=dtype), adapter)  # type: ignore[arg-type]
+        with telling_of_model(base):
+            model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+        return PeftModel.from_pretrained(model, adapter)
     try:
         return AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=dtype)
     except (OSError, ValueError) as error:
         raise UnsupportedModel(
             f"cannot load the base '{named}' of the adapter '{adapter}'.", why=[str(error)], do="Name it with --base."
         ) from error
-
-
-def _tokenizer(adapter: str, base: str | None) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer that was saved with the adapter, else the base's; `None` if there is none."""
-    for name in (adapter, base):
-        try:
-            return AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError):
-            continue
-    return None

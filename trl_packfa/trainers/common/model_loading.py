@@ -38,21 +38,16 @@ READ_DIRECTLY: dict[str, tuple[str, ...]] = {
 }
 
 
-def output_dir(model: str | PreTrainedModel | PeftModel) -> str:
-    """Return TRL's default output directory for a model."""
+def output_dir(model: str | PreTrainedModel | PeftModel, method: str = "SFT") -> str:
+    """Return TRL's default output directory for a model that is trained by a method (`"SFT"`, `"DPO"` ...)."""
     name = model if isinstance(model, str) else model.config._name_or_path
-    return f"{name.rstrip('/').split('/')[-1] or 'model'}-SFT"
+    return f"{name.rstrip('/').split('/')[-1] or 'model'}-{method}"
 
 
 def named(train: AnyDataset | None, evaluation: EvalDataset | None) -> list[tuple[str, AnyDataset]]:
     """List every dataset that was given, with the name that TRL gives it."""
     evaluations: Any = evaluation if isinstance(evaluation, dict) else {"eval": evaluation}
     return [(name, d) for name, d in {"train": train, **evaluations}.items() if d is not None]
-
-
-def asked_for(asked: Any, evaluation: Any) -> Any:
-    """Return the dataset that `evaluate` was asked for: the trainer's own, one of its named ones, or another."""
-    return evaluation if asked is None else evaluation[asked] if isinstance(asked, str) else asked
 
 
 def model_type(name: str, args: CommonConfig) -> str:
@@ -65,22 +60,6 @@ def model_type(name: str, args: CommonConfig) -> str:
     with telling_of_model(name):
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
     return config.model_type
-
-
-def loading(
-    kind: str, args: CommonConfig, quantization: BitsAndBytesConfig | None
-) -> tuple[dict[str, Any], BitsAndBytesConfig | None]:
-    """Return the `from_pretrained` arguments and the quantization of a model of this type; a given one wins.
-
-    Raises:
-        [`UnsupportedModel`]: for a quantization that lets documents of a batch change each other's numbers.
-    """
-    kwargs, chosen = init_kwargs(args), quantization or quantization_of(kind, args)
-    # Padded training may use such a quantization, if the user chooses it. Only packing promises that documents do not
-    # affect each other.
-    if args.packing:
-        refuse_quantization(chosen or kwargs.get("quantization_config"))
-    return kwargs, chosen
 
 
 def init_kwargs(args: CommonConfig) -> dict[str, Any]:
@@ -199,15 +178,18 @@ def load_as_asked(
 ) -> tuple[Any, PeftConfig | None]:
     """Return the quantization and the adapter for TRL to load the model with, and set `args.model_init_kwargs`.
 
-    Args:
-        model, args:
-            A model given by name is loaded as the arguments say.
-        quantization (`BitsAndBytesConfig`, *optional*), adapter (`PeftConfig`, *optional*):
-            The user's own. They win over the arguments.
+    A model given by name is loaded as the arguments say; the user's own `quantization` and `adapter` win over them.
+
+    Raises:
+        [`UnsupportedModel`]: for a quantization that lets documents of a batch change each other's numbers.
     """
     kind = model_type(model, args) if isinstance(model, str) else None
     if kind is not None:
-        args.model_init_kwargs, quantization = loading(kind, args, quantization)
+        args.model_init_kwargs, quantization = init_kwargs(args), quantization or quantization_of(kind, args)
+        # Padded training may use such a quantization, if the user chooses it. Only packing promises that documents do
+        # not affect each other.
+        if args.packing:
+            refuse_quantization(quantization or args.model_init_kwargs.get("quantization_config"))
     if adapter is None and not isinstance(model, PeftModel):
         adapter = default_adapter(kind or inspect.model_type(model), args, model)  # type: ignore[arg-type]
     return quantization, adapter

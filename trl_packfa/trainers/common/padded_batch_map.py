@@ -73,13 +73,8 @@ def origins_of_steps(
 ) -> list[Origins]:
     """Return the origins of a rank's micro-batches.
 
-    Args:
-        dealt (`list[list[list[int]]]`):
-            For each rank, the examples of each of its micro-batches.
-        lengths (`np.ndarray`), groups (`np.ndarray`):
-            Tokens of each example and the number of its padded micro-batch.
-        rank (`int`):
-            The rank.
+    `dealt` holds, for each rank, the examples of each of its micro-batches; `lengths` and `groups` are the tokens of
+    each example and the number of its padded micro-batch.
     """
     _, numbers = np.unique(groups, return_inverse=True)
     tokens, longest = np.bincount(numbers, weights=lengths).astype(np.int64), np.zeros(numbers.max() + 1, np.int64)

@@ -58,10 +58,7 @@ def refuse_uneven_calls(model: nn.Module, fsdp_plugin: Any) -> None:
     All ranks gather weights together, each time a module runs. Ranks with different documents would run such a module
     a different number of times, and would gather parts of different weights into one. A mixer, or a layer around it,
     is called once, so it may gather. The modules in a mixer run once for each group of documents, so they may not.
-
-    Args:
-        model (`torch.nn.Module`): a patched model.
-        fsdp_plugin (`FullyShardedDataParallelPlugin` or `None`): accelerate's; `None` for DeepSpeed ZeRO-3.
+    `fsdp_plugin` is accelerate's; `None` for DeepSpeed ZeRO-3.
 
     Raises:
         [`InvalidConfig`]: with the modules.
@@ -128,12 +125,8 @@ def asked_parallelism(args: CommonConfig) -> dict[str, int]:
 def refuse_parallelism(sizes: dict[str, int]) -> None:
     """Refuse to divide a model or a row over ranks.
 
-    Args:
-        sizes (`dict[str, int]`):
-            Sizes of the groups of ranks: `tp_size`, `ep_size`, `pp_size`, `cp_size`, `sp_size`.
-
     Raises:
-        [`InvalidConfig`]: with the sizes above 1, and the reason for each.
+        [`InvalidConfig`]: with the sizes of groups of ranks that are above 1, and the reason for each.
     """
     found = {name: size for name, size in sizes.items() if size > 1}
     if found:

@@ -147,17 +147,8 @@ def require_tokenizer(
 ) -> None:
     """Load the tokenizer of a model given by name, and require the chat template that the datasets need.
 
-    Args:
-        model (`str` or `torch.nn.Module`):
-            The trainer's `model` argument.
-        args (`TrainingArguments`):
-            The settled config.
-        processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`, *optional*):
-            The user's own.
-        datasets (`Iterable`):
-            Names and datasets.
-        makes_text (`bool`, *optional*, defaults to `True`):
-            Whether the chat template turns conversations into text. `False` if the user's function does it.
+    `processing_class` is the user's own, `datasets` are names and datasets. `makes_text` is `False` if the user's
+    function, not the chat template, turns conversations into text.
 
     Raises:
         [`InvalidConfig`]: if there is no tokenizer, no chat template for conversations, or a template that does not

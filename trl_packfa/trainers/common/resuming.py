@@ -36,17 +36,8 @@ def identity(
 ) -> dict[str, str]:
     """Hash the vocabulary and the tokenized documents (every length, some contents and labels; not for streams).
 
-    Args:
-        train_dataset (`Dataset` or `IterableDataset`):
-            The tokenized and cut dataset.
-        tokenizer (`PreTrainedTokenizerBase`):
-            The run's tokenizer.
-        columns (`Sequence[str]`, *optional*):
-            Columns of token ids. A pair has several.
-        labels (`str`, *optional*, defaults to `"labels"`):
-            Column of labels. It may be missing.
-        trained (`int`, *optional*):
-            Number of tokens that have a label.
+    `columns` hold token ids; a pair has several. The column `labels` may be missing. `trained` is the number of tokens
+    that have a label, if it is known.
     """
     found = {"version": __version__, "tokenizer": _vocabulary_hash(tokenizer)}
     if isinstance(train_dataset, Dataset) and set(columns) <= set(train_dataset.column_names) and len(train_dataset):

@@ -22,13 +22,8 @@ logger = get_logger(__name__)
 def go_on(trainer: Any, asked: str | bool | None, *, identity: Callable[[], dict[str, str]] | None) -> str | None:
     """Return the checkpoint to resume from, or `None` to start anew; set the trainer's token count to it.
 
-    Args:
-        trainer (`Trainer`):
-            A TRL trainer that is about to train.
-        asked (`str` or `bool`, *optional*):
-            `resume_from_checkpoint`: a folder, or `True`, `"true"` or `"last"` for the last whole checkpoint.
-        identity (`Callable`, *optional*):
-            Returns the run's [`identity`]. Without it, the checkpoint's data are not compared.
+    `asked` is the user's `resume_from_checkpoint`: a folder, or `True`, `"true"` or `"last"` for the last whole
+    checkpoint. Without `identity`, which returns the run's [`identity`], the checkpoint's data are not compared.
 
     Raises:
         [`InvalidConfig`]: if there is no such checkpoint, if its files have changed since they were written, or if it
@@ -49,6 +44,16 @@ def go_on(trainer: Any, asked: str | bool | None, *, identity: Callable[[], dict
     return checkpoint
 
 
+@contextmanager
+def collating_with(trainer: Any, collator: Any) -> Iterator[None]:
+    """Let a trainer's loader collate with this collator inside a `with` block."""
+    own, trainer.data_collator = trainer.data_collator, collator  # TRL's loaders read this attribute
+    try:
+        yield
+    finally:
+        trainer.data_collator = own
+
+
 def alone_in_folder(args: Any) -> AbstractContextManager[Any]:
     """Lock `output_dir` inside a `with` block against other training processes, if this process saves there."""
     saves = args.should_save and args.save_strategy != "no"  # otherwise no file can be damaged
@@ -59,16 +64,8 @@ def alone_in_folder(args: Any) -> AbstractContextManager[Any]:
 def whole(trainer: Any, trial: Any, identity: Callable[[], dict[str, str]]) -> Iterator[Path]:
     """Yield a checkpoint's folder for the trainer's `_save_checkpoint`, then complete it and mark it as whole.
 
-    The model card and the run's progress are added. The checkpoint is whole once every rank has written its part;
-    older checkpoints are deleted after that.
-
-    Args:
-        trainer (`Trainer`):
-            A TRL trainer with `save_reports`.
-        trial (`Any`):
-            The trial of a hyperparameter search.
-        identity (`Callable`):
-            Returns the run's [`identity`].
+    The model card, the run's progress and its [`identity`] are added. The checkpoint is whole once every rank has
+    written its part; older checkpoints are deleted after that.
     """
     folder = Path(trainer._get_output_dir(trial)) / f"checkpoint-{trainer.state.global_step}"
     with whole_checkpoint(folder, trainer):

@@ -68,11 +68,7 @@ def row_group(args: CommonConfig, accelerator: Accelerator) -> DeviceMesh | None
 def refuse_sharded_rows(args: CommonConfig, *, own_loss: bool) -> None:
     """Refuse arguments with which ranks cannot share rows.
 
-    Args:
-        args ([`CommonConfig`]):
-            The run's config.
-        own_loss (`bool`):
-            Whether the user's `compute_loss_func` computes the loss.
+    `own_loss`: the user's `compute_loss_func` computes the loss.
 
     Raises:
         [`InvalidConfig`]: with the argument and the reason.
@@ -122,13 +118,7 @@ def refuse_sharded_rows(args: CommonConfig, *, own_loss: bool) -> None:
 
 
 def refuse_short_rows(args: CommonConfig, largest: int) -> None:
-    """Refuse rows that have fewer tokens than ranks share them.
-
-    Args:
-        args ([`CommonConfig`]):
-            The run's config.
-        largest (`int`):
-            Largest number of tokens in a micro-batch.
+    """Refuse rows that have fewer tokens than ranks share them. `largest` is the tokens of the largest micro-batch.
 
     Raises:
         [`InvalidConfig`]: with both numbers.
@@ -143,10 +133,6 @@ def refuse_short_rows(args: CommonConfig, largest: int) -> None:
 
 def require_shareable(model: nn.Module, args: CommonConfig) -> None:
     """Require a patched model that runs rows which ranks share.
-
-    Args:
-        model (`torch.nn.Module`), args ([`CommonConfig`]):
-            The patched model and the run's config.
 
     Raises:
         [`UnsupportedModel`]: with the reason.

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import IterableDataset
 
@@ -27,6 +28,8 @@ from .dataset import count_computed, longest_document, read_lengths
 from .flops import quadratic_weight
 from .padded_batch_map import ORIGINS, origins_of_steps
 from .trees import split_example
+
+logger = get_logger(__name__)
 
 
 class Documents:
@@ -64,18 +67,9 @@ class Slot(dict):
 class StepCutter:
     """A cutter of steps into micro-batches of about equal cost, the same number of them on every rank.
 
-    Args:
-        args ([`CommonConfig`]):
-            Has the token budget `max_tokens_per_microbatch`. Default: the size of the padded run's largest
-            micro-batch.
-        train_dataset (`Dataset` or `IterableDataset`):
-            The dataset, tokenized and cut to `max_length`.
-        model (`torch.nn.Module`):
-            Its shape decides the cost of attention relative to the matrix products.
-        accelerator (`Accelerator`):
-            Gathers the examples of all ranks.
-        cut (`str`, *optional*, defaults to `FREE`):
-            How it may cut; see [`how_to_cut`].
+    The default of the token budget `max_tokens_per_microbatch` is the size of the padded run's largest micro-batch.
+    The dataset is tokenized and cut to `max_length`. The accelerator gathers the examples of all ranks. `cut` is how
+    it may cut; see [`how_to_cut`].
 
     Raises:
         [`InvalidConfig`]: if the dataset is a stream and its documents have no length limit; or if a document, or a
@@ -154,19 +148,12 @@ def of_all_ranks(
 def require_aligned(slot: Slot, accelerator: Accelerator, accumulation: int) -> None:
     """Refuse to run a slot if the Trainer's optimizer step does not follow the last slot of the cut step.
 
-    Otherwise there would be an optimizer step without gradients, or gradients that no optimizer step uses.
-
-    Args:
-        slot ([`Slot`]):
-            The slot that is about to run.
-        accelerator (`Accelerator`):
-            Its `sync_gradients` is set by the Trainer if an optimizer step follows the slot.
-        accumulation (`int`):
-            The current `gradient_accumulation_steps`.
+    Otherwise there would be an optimizer step without gradients, or gradients that no optimizer step uses. The Trainer
+    sets the accelerator's `sync_gradients` if an optimizer step follows the slot that is about to run.
 
     Raises:
-        [`InvalidConfig`]: if `gradient_accumulation_steps` was changed at a step where the Trainer's count does not
-            allow it.
+        [`InvalidConfig`]: if `gradient_accumulation_steps` was changed, to `accumulation`, at a step where the
+            Trainer's count does not allow it.
     """
     if bool(slot.micro_batches) != accelerator.sync_gradients:
         raise InvalidConfig(
@@ -193,13 +180,7 @@ def count_every_rank(accelerator: Accelerator) -> None:
 def in_turn(slot: Slot, *, accelerator: Accelerator, model: Any, syncs_itself: bool) -> Iterator[dict[str, Any]]:
     """Yield the micro-batches of a step. Run each before the next: only the last reduces gradients over ranks.
 
-    Args:
-        slot ([`Slot`]):
-            The slot of the whole step.
-        accelerator (`Accelerator`), model (`torch.nn.Module`):
-            The run's accelerator and the wrapped model.
-        syncs_itself (`bool`):
-            Whether the engine itself reduces and steps at the end of a step (DeepSpeed).
+    `model` is the wrapped one. `syncs_itself`: the engine itself reduces and steps at the end of a step (DeepSpeed).
     """
     for i, micro_batch in enumerate(slot.micro_batches):
         is_last = i + 1 == len(slot.micro_batches)
@@ -220,17 +201,9 @@ def how_to_cut(
 ) -> tuple[str, str]:
     """Choose how `step` cuts (`FREE`, `TOGETHER`, `KEPT`) so that the loss stays the padded run's.
 
-    Args:
-        args ([`CommonConfig`]):
-            The run's config.
-        balances_experts (`bool`):
-            Whether the routers' auxiliary loss is trained. It depends on a whole padded micro-batch.
-        counts_tokens (`bool`, *optional*, defaults to `True`):
-            Whether losses are divided by the tokens of the step, not by those of each micro-batch.
-        own_loss (`bool`, *optional*, defaults to `False`):
-            Whether the user's `compute_loss_func` computes the loss.
-        world_size (`int`, *optional*, defaults to `1`):
-            Number of ranks.
+    `balances_experts`: the routers' auxiliary loss is trained, which depends on a whole padded micro-batch.
+    `counts_tokens`: losses are divided by the tokens of the step, not by those of each micro-batch. `own_loss`: the
+    user's `compute_loss_func` computes the loss.
 
     Returns:
         The choice, and the reason if it is not `FREE`.
@@ -244,6 +217,22 @@ def how_to_cut(
     if balances_experts:
         return TOGETHER, "the routers' auxiliary loss is computed over each padded micro-batch"
     return FREE, ""
+
+
+def keep_padded(args: CommonConfig, why: str) -> None:
+    """Log why steps are not re-cut.
+
+    Raises:
+        [`InvalidConfig`]: if the user set a token budget, which has no effect then.
+    """
+    if args.max_tokens_per_microbatch is not None:
+        raise InvalidConfig(
+            f"max_tokens_per_microbatch={args.max_tokens_per_microbatch} has no effect: padded micro-batches stay as "
+            "they are.",
+            why=[why],
+            do="Drop it. To save memory, lower per_device_train_batch_size and raise gradient_accumulation_steps.",
+        )
+    logger.info("trl-packfa: padded micro-batches stay as they are: %s.", why)
 
 
 def require_budget(budget: int, longest: int, which: str) -> None:

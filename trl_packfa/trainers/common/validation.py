@@ -52,17 +52,10 @@ def refuse_adapters_and_backend(args: CommonConfig, peft_config: PeftConfig | No
         [`NoBackend`]: for the backend.
     """
     refuse_adapter(peft_config)
-    _refuse_backend(args)
-
-
-def _refuse_backend(args: CommonConfig) -> None:
-    """Refuse a named backend that cannot serve even the simplest model here.
-
-    Whether it can serve the run's model is known only once the model is built.
-    """
     if args.attention_backend == "auto":
         return
-    # Head dim 64, as many keys as queries, no window, no softcap: every backend that runs here at all can do this.
+    # Whether it can serve the run's model is known only once the model is built. Head dim 64, as many keys as queries,
+    # no window, no softcap: every backend that runs here at all can do this.
     plainest = AttentionRequest(args.device, torch.bfloat16, 64, 8, 8, named=True)
     reasons = get_backend(args.attention_backend).refusals(plainest)
     if reasons:
@@ -106,15 +99,8 @@ _STATE_LIKE_WEIGHTS = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FU
 def refuse_precision(model: torch.nn.Module, args: CommonConfig, *, scales_losses: bool, own_optimizer: bool) -> None:
     """Refuse trained float16 weights where training them fails; warn if `fp16` has no effect.
 
-    Args:
-        model (`torch.nn.Module`):
-            The model, its adapter on it.
-        args ([`CommonConfig`]):
-            The run's arguments.
-        scales_losses (`bool`):
-            Whether the loss is scaled for float16, as on an accelerator.
-        own_optimizer (`bool`):
-            Whether the user passes an optimizer.
+    The model has its adapter. `scales_losses`: the loss is scaled for float16, as on an accelerator. `own_optimizer`:
+    the user passes an optimizer.
 
     Raises:
         [`InvalidConfig`]: if torch would refuse their gradients in the first step, or AdamW's state cannot hold them.

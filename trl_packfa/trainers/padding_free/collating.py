@@ -57,13 +57,8 @@ class CountedBatch(dict):
 class CountingCollator:
     """A wrapper of a collator that makes each batch a [`CountedBatch`]. Batches without a mask stay as they are.
 
-    It looks like the wrapped collator: `isinstance`, reading attributes and setting them work as there.
-
-    Args:
-        collator (`Callable`):
-            The trainer's own.
-        share_prefixes (`bool`, *optional*, defaults to `False`):
-            Whether to find rows that begin with the same tokens too.
+    It looks like the wrapped collator: `isinstance`, reading attributes and setting them work as there. With
+    `share_prefixes` it finds rows that begin with the same tokens too.
     """
 
     collator: Callable[..., Any]

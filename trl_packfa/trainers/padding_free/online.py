@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
-from trl import GRPOConfig, GRPOTrainer, ModelConfig, RLOOConfig, RLOOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl import rewards as trl_rewards
 
 from ...errors import InvalidConfig, InvalidDataset
-from ..common.config import CommonConfig, require_trainable, settle_loading, settle_precision
+from ..common.config import CommonConfig, require_trainable
 from ..common.model_loading import load_as_asked, named, telling_of_targets
 from .padding_free import padding_free
 from .refusals import refuse_before_loading, refuse_liger, require_columns, require_run
@@ -28,13 +28,8 @@ class OnlineConfig(CommonConfig):
     """Fields for loading, adapting and running the model. It comes before TRL's config in the base classes."""
 
     def __post_init__(self) -> None:
-        # Call both by name, because neither calls the other.
-        ModelConfig.__post_init__(self)
-        settle_precision(self)
         refuse_liger(self, type(self).__name__)
-        trl_config: Any = GRPOConfig if isinstance(self, GRPOConfig) else RLOOConfig
-        trl_config.__post_init__(self)
-        settle_loading(self)
+        super().__post_init__()
         require_trainable(self)
 
 
@@ -75,11 +70,7 @@ def _without_pads(trainer: Any, model: str, *, args: Any, **given: Any) -> Any:
 
 
 def reward_options(script_args: Any) -> dict[str, Any]:
-    """Return the trainer's `reward_funcs`: the reward functions and the reward model that the script arguments name.
-
-    Args:
-        script_args (`GRPOScriptArguments` or `RLOOScriptArguments`):
-            The arguments of TRL's own scripts.
+    """Return the trainer's `reward_funcs`: the functions and the reward model that TRL's script arguments name.
 
     Raises:
         [`InvalidConfig`]: if there is no reward, or one cannot be imported.

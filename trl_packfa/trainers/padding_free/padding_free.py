@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from datasets import IterableDataset
 from torch import nn
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 
 from ...api import patch
 from ...errors import InvalidConfig, PackingError, UnsupportedModel
 from ...patching.apply import all_or_none, find_state
 from ...patching.inspect import inner_model
-from ...patching.unpadding import Unpadding
-from .models import POLICY, models_of
 from .refusals import refuse_liger
-from .run import PaddingFreeRun
+from .run import POLICY, PaddingFreeRun
 
 logger = logging.getLogger(__name__)
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
 STATE = "trl_packfa_padding_free"
+# Attributes that hold the policy again, wrapped.
+_AGAIN = ("model_wrapped", "deepspeed", "accelerator")
 
 
 def padding_free(
@@ -72,13 +72,10 @@ def padding_free(
         [`ContaminationError`]: if one of its models is not exact without padding. Then no model is changed.
     """
     _require_trainer(trainer)
-    options = {
-        "backend": backend,
-        "fused_lora": fused_lora,
-        "fused_kernels": fused_kernels,
-        "share_prefixes": share_prefixes,
-    }
-    run_without_pads(trainer, leave_padded=leave_padded, check_first_batch=check_first_batch, **options)
+    run_without_pads(
+        trainer, leave_padded=leave_padded, check_first_batch=check_first_batch, backend=backend,
+        fused_lora=fused_lora, fused_kernels=fused_kernels, share_prefixes=share_prefixes,
+    )  # fmt: skip
     return trainer
 
 
@@ -119,6 +116,35 @@ def run_without_pads(
     return run
 
 
+def models_of(trainer: Any) -> dict[str, nn.Module]:
+    """Find every transformers model that a trainer holds, bare or PEFT's, by the attribute that holds it, each once.
+
+    A model in a list, such as GRPO's `reward_funcs`, has the name `name[i]`.
+    """
+    found: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+    for name, module in _held(trainer):
+        inner = next((m for m in module.modules() if isinstance(m, PreTrainedModel)), None)
+        if inner is not None and id(inner) not in seen:
+            seen.add(id(inner))
+            found[name] = trainer.accelerator.unwrap_model(module, keep_torch_compile=True)
+    return found
+
+
+def _held(trainer: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules in a trainer's attributes with their names, the policy first."""
+    attributes = {POLICY: trainer.model, **vars(trainer)}
+    for name, value in attributes.items():
+        if name in _AGAIN:
+            continue
+        if isinstance(value, nn.Module):
+            yield name, value
+        elif isinstance(value, (list, tuple)):
+            for i, item in enumerate(value):
+                if isinstance(item, nn.Module):
+                    yield f"{name}[{i}]", item
+
+
 def attached_run(trainer: Any) -> PaddingFreeRun | None:
     """Return the run that is attached to a trainer, or `None` if the trainer pads."""
     return getattr(trainer, STATE, None)
@@ -144,13 +170,9 @@ def _patch_all(trainer: Any, models: dict[str, nn.Module], **options: Any) -> No
                     do=f"Leave it padded with leave_padded=({name!r},), or train padded.",
                 ) from error
             if name != POLICY:  # a reference, teacher or reward model only scores
-                _unpadding_of(model).generates = False
-
-
-def _unpadding_of(model: nn.Module) -> Unpadding:
-    state = find_state(model)
-    assert state is not None and state.unpadding is not None, "patched with unpad=True"
-    return state.unpadding
+                state = find_state(model)
+                assert state is not None and state.unpadding is not None, "patched with unpad=True"
+                state.unpadding.generates = False
 
 
 # Metrics that TRL averages over all positions of a padded batch, padding included. None of them is a loss.

@@ -20,13 +20,7 @@ from ..common.validation import refuse_adapters_and_backend, refuse_data, refuse
 
 
 def refuse_liger(args: Any, name: str) -> None:
-    """Refuse Liger kernels and losses, which compute every position of a padded batch.
-
-    Args:
-        args (`TrainingArguments`):
-            The arguments of a TRL trainer.
-        name (`str`):
-            The trainer's name in messages.
+    """Refuse Liger kernels and losses, which compute every position of a padded batch. `name` is the trainer's.
 
     Raises:
         [`InvalidConfig`]: with the argument.
@@ -43,15 +37,7 @@ def refuse_liger(args: Any, name: str) -> None:
 def require_columns(dataset: Dataset, *, name: str, trainer: str, formats: Sequence[Sequence[str]]) -> None:
     """Require the columns of one of the formats that TRL's trainer takes, unless the dataset is tokenized.
 
-    Args:
-        dataset (`Dataset`):
-            The user's dataset.
-        name (`str`):
-            Its name in messages.
-        trainer (`str`):
-            The trainer's name in messages.
-        formats (`Sequence[Sequence[str]]`):
-            The columns of each format.
+    `formats` are the columns of each format; `name` and `trainer` name the dataset and the trainer in messages.
 
     Raises:
         [`InvalidDataset`]: with the existing and the expected columns.
@@ -74,15 +60,8 @@ def require_columns(dataset: Dataset, *, name: str, trainer: str, formats: Seque
 def refuse_before_loading(trainer: str, given: dict[str, Any], args: Any, *, takes_images: bool) -> None:
     """Refuse arguments, data and models that cannot train without padding, before data and weights are loaded.
 
-    Args:
-        trainer (`str`):
-            The trainer's name in messages.
-        given (`dict[str, Any]`):
-            Its arguments, by name.
-        args ([`PreferenceConfig`]):
-            The settled config.
-        takes_images (`bool`):
-            Whether TRL's trainer takes images.
+    `given` are the trainer's arguments by name, `args` is the settled config. `takes_images`: TRL's trainer takes
+    images.
 
     Raises:
         [`InvalidConfig`]: with the argument.
@@ -102,7 +81,13 @@ def refuse_before_loading(trainer: str, given: dict[str, Any], args: Any, *, tak
     for name, dataset in named(train, given.get("eval_dataset")):
         refuse_data(dataset, name=name)
         if columns := image_columns(dataset):
-            _refuse_images(columns[0], trainer, name=name, takes_images=takes_images)
+            if not takes_images:
+                raise InvalidDataset(
+                    f"the {name} dataset has a column '{columns[0]}', and {trainer} takes no images.",
+                    why=["TRL's own trainer takes none: it would tokenize the text alone"],
+                    do="Drop the column to train on the text alone. PackedDPOTrainer and PackedKTOTrainer take "
+                    "images.",
+                )
             _refuse_policy(args, "images", "their tokens exist only after collation, where TRL cuts them")
     if getattr(args.accelerator_config, "dispatch_batches", None):
         raise InvalidConfig(
@@ -126,16 +111,6 @@ def require_run(given: dict[str, Any], args: Any) -> None:
     require_attention(args)
     datasets = named(given.get("train_dataset"), given.get("eval_dataset"))
     require_tokenizer(given["model"], args, processing_class=given.get("processing_class"), datasets=datasets)
-
-
-def _refuse_images(column: str, trainer: str, *, name: str, takes_images: bool) -> None:
-    """Refuse images where TRL's own trainer has no code for them."""
-    if not takes_images:
-        raise InvalidDataset(
-            f"the {name} dataset has a column '{column}', and {trainer} takes no images.",
-            why=["TRL's own trainer takes none: it would tokenize the text alone"],
-            do="Drop the column to train on the text alone. PackedDPOTrainer and PackedKTOTrainer take images.",
-        )
 
 
 def _refuse_policy(args: Any, what: str, why: str) -> None:

@@ -19,9 +19,11 @@ from ...patching.apply import PatchState, find_state
 from ...patching.inspect import inner_model
 from ...runtime.zero3 import is_partitioned
 from .collating import CountingCollator
-from .models import POLICY
 
 logger = logging.getLogger(__name__)
+
+# The attribute of a trainer that holds the trained model.
+POLICY = "model"
 
 
 class Counts(NamedTuple):
@@ -47,8 +49,8 @@ class Counts(NamedTuple):
         return Counts(*(a + b - c for a, b, c in zip(self, counts, minus, strict=True)))
 
 
-class PaddingFreeRun:
-    """The part that is attached to a trainer without padding: it counts rows, checks the first batch, and adds logs.
+class PaddingFreeRun(TrainerCallback):
+    """The callback of a trainer without padding: it counts rows, checks the first batch, and adds logs.
 
     Attributes:
         models (`dict[str, nn.Module]`): models that run without padding, by the attribute that holds them.
@@ -77,10 +79,9 @@ class PaddingFreeRun:
 
     def attach(self) -> None:
         """Attach the run to its trainer: collator, log and callback."""
-        trainer = self.trainer
-        self.count_rows()
-        trainer.log = _Logging(trainer.log, self)
-        trainer.add_callback(PaddingFreeCallback(self))
+        self._count_rows()
+        self.trainer.log = _Logging(self.trainer.log, self)
+        self.trainer.add_callback(self)
 
     def change(
         self, models: dict[str, nn.Module], left_padded: Sequence[str], *, check_first_batch: bool, shares: bool
@@ -91,9 +92,9 @@ class PaddingFreeRun:
                 unpatch(model)
         self.models, self.left_padded = models, tuple(left_padded)
         self.check_first_batch, self.shares = check_first_batch, shares
-        self.count_rows()
+        self._count_rows()
 
-    def count_rows(self) -> None:
+    def _count_rows(self) -> None:
         """Let the trainer's collator count rows, and compare their beginnings if prefixes are shared."""
         trainer = self.trainer
         if trainer.data_collator is not None and not getattr(trainer, "precompute_ref_logps", False):
@@ -101,23 +102,23 @@ class PaddingFreeRun:
             own = trainer.data_collator.collator if counting else trainer.data_collator
             trainer.data_collator = CountingCollator(own, share_prefixes=self.shares)
 
-    def begin(self) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Require that all models are still patched, prepare the comparison of the first batch, and start the clock.
 
         Raises:
             [`UnsupportedModel`]: if a model is no longer patched.
         """
         for name, model in self.models.items():
-            state = find_state(model)
-            if state is None or state.unpadding is None:
+            patched = find_state(model)
+            if patched is None or patched.unpadding is None:
                 raise UnsupportedModel(
                     f"{type(self.trainer).__name__}.{name} is no longer patched to run without pads.",
                     why=["only some of the trainer's models are patched, and that combination was not verified"],
                     do="Call trl_packfa.padding_free(trainer) after the last change to its models.",
                 )
             if self.check_first_batch:
-                state.unpadding.watch = _Watching(self, name, model, state)
-        self._since, self._trained, self._step = self._counts(), Counts(), self.trainer.state.global_step
+                patched.unpadding.watch = _Watching(self, name, model, patched)
+        self._since, self._trained, self._step = self._counts(), Counts(), state.global_step
 
     def _counts(self) -> Counts:
         """Read the counts of all models so far, and the time."""
@@ -133,16 +134,18 @@ class PaddingFreeRun:
             shared=sum(one.shared for one in counted.values()),
         )
 
-    def end_step(self) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Add the part of training that has ended. A log, evaluation or checkpoint after it does not count."""
         if self._since is not None:
             self._trained = self._trained.plus(self._counts(), minus=self._since)
             self._since = self._counts()
 
-    def go_on(self) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Start a new part of training, after a log, evaluation or checkpoint."""
         if self._since is not None:
             self._since = self._counts()
+
+    on_evaluate = on_save = on_log
 
     def read(self) -> dict[str, float]:
         """Return the values to log since the last call, over all ranks."""
@@ -174,27 +177,6 @@ class PaddingFreeRun:
         """Exclude seconds that were not training from the measured speed."""
         if self._since is not None:
             self._since = self._since._replace(seconds=self._since.seconds + seconds)
-
-
-class PaddingFreeCallback(TrainerCallback):
-    """A callback that tells a [`PaddingFreeRun`] when training and its parts begin and end."""
-
-    def __init__(self, run: PaddingFreeRun) -> None:
-        self.run = run
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Prepare the check of each model's first batch; see [`PaddingFreeRun.begin`]."""
-        self.run.begin()
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Count the step that has ended."""
-        self.run.end_step()
-
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Do not count the time since the step's end."""
-        self.run.go_on()
-
-    on_evaluate = on_save = on_log
 
 
 class _Logging:

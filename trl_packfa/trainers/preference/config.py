@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from transformers import TrainingArguments
-from trl import ModelConfig
 
 from ...errors import InvalidConfig
 from ...packing import MINIBATCH, STEP, Strategy
 from ...versions import installed_version
-from ..common.config import CommonConfig, require_trainable, settle_loading, settle_precision
+from ..common.config import CommonConfig, require_recutting, require_trainable
 from ..padding_free.refusals import refuse_liger
 
 logger = logging.getLogger(__name__)
@@ -53,19 +52,10 @@ class PreferenceConfig(CommonConfig):
     )
 
     def __post_init__(self) -> None:
-        # Call both by name, because neither calls the other.
-        ModelConfig.__post_init__(self)
-        settle_precision(self)
         refuse_liger(self, type(self).__name__)
-        self._trl_config().__post_init__(self)
-        settle_loading(self)
+        super().__post_init__()
         self._settle_packing()
         require_trainable(self)
-
-    @classmethod
-    def _trl_config(cls) -> Any:
-        """Return TRL's own config class among the base classes."""
-        return next(base for base in cls.__mro__ if base.__module__.startswith("trl.") and base is not ModelConfig)
 
     def _settle_packing(self) -> None:
         args: Any = self
@@ -92,18 +82,7 @@ class PreferenceConfig(CommonConfig):
                 trl,
             )
             args.padding_free = False  # otherwise TRL's trainer would warn that it ignores the field
-        budget = self.max_tokens_per_microbatch
-        if budget is not None and not self.strategy.recuts_steps:
-            raise InvalidConfig(
-                f"max_tokens_per_microbatch={budget} has no effect under packing_strategy='{self.packing_strategy}'.",
-                do="Use packing_strategy='step', or drop it.",
-            )
-        if self.strategy.recuts_steps and args.train_sampling_strategy == "batch_rebalance":
-            raise InvalidConfig(
-                f"train_sampling_strategy='batch_rebalance' with packing_strategy='{self.packing_strategy}'.",
-                why=["both decide how a step is cut into micro-batches"],
-                do="Use packing_strategy='minibatch'.",
-            )
+        require_recutting(self)
 
     @property
     def strategy(self) -> Strategy:
@@ -113,9 +92,4 @@ class PreferenceConfig(CommonConfig):
     @classmethod
     def from_args(cls, args: TrainingArguments, **changes: Any) -> Any:
         """Convert TRL's or transformers' arguments to a config of this class; return one of this class unchanged."""
-        if isinstance(args, cls):
-            return args
-        # `TrainingArguments` computes some of its fields: those cannot be passed.
-        names = {f.name for f in fields(cls) if f.init}
-        kept = {f.name: getattr(args, f.name) for f in fields(args) if f.name in names}
-        return cls(**{**kept, **changes})
+        return args if isinstance(args, cls) else cls(**{**cls.fields_of(args), **changes})

@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
 
 class PairSlot(Slot):
-    """A stand-in for one padded micro-batch of the Trainer: idle, or with the whole re-cut step.
+    """A stand-in for the last padded micro-batch of a step, with the whole re-cut step.
 
     Attributes:
         parts (`list[Part]`): the pairs and the weight of each micro-batch.
@@ -53,36 +53,24 @@ class PairSlot(Slot):
 
     def __init__(
         self,
-        micro_batches: Sequence[dict[str, Any]] = (),
-        imbalance: float = 1.0,
+        micro_batches: Sequence[dict[str, Any]],
+        imbalance: float,
         *,
-        parts: Sequence[Part] = (),
-        padded: Sequence[Sequence[int]] = (),
-        examples: Sequence[Any] = (),
-        lengths: np.ndarray | None = None,
-        widths: np.ndarray | None = None,
+        parts: list[Part],
+        padded: list[list[int]],
+        examples: Sequence[Any],
+        lengths: np.ndarray,
+        widths: np.ndarray,
     ) -> None:
         super().__init__(micro_batches, imbalance)
-        self.parts, self.padded, self.examples = list(parts), [list(pairs) for pairs in padded], examples
-        self.lengths = np.zeros((0, 1), dtype=np.int64) if lengths is None else lengths
-        self.widths = np.zeros(0, dtype=np.int64) if widths is None else widths
+        self.parts, self.padded, self.examples, self.lengths, self.widths = parts, padded, examples, lengths, widths
 
 
 class PairCutter:
     """A cutter of a step's pairs into micro-batches of about equal cost, the same number of them on every rank.
 
-    Args:
-        args ([`PreferenceConfig`]):
-            Has the token budget `max_tokens_per_microbatch`. Default: the size of the padded run's largest
-            micro-batch.
-        rows (`Rows`):
-            The columns that make the rows of a pair.
-        train_dataset (`Dataset`):
-            The dataset, tokenized and cut to `max_length`.
-        model (`torch.nn.Module`):
-            Its shape decides the cost of attention relative to the matrix products.
-        accelerator (`Accelerator`):
-            Gathers the pairs of all ranks.
+    The default of the token budget `max_tokens_per_microbatch` is the size of the padded run's largest micro-batch.
+    The dataset is tokenized and cut to `max_length`. The accelerator gathers the pairs of all ranks.
 
     Attributes:
         tokens (`np.ndarray`): tokens of each pair of the dataset.
@@ -122,7 +110,7 @@ class PairCutter:
 
     def cut(
         self, batches: Sequence[Documents], collate: Callable[[list[dict[str, Any]]], dict[str, Any]]
-    ) -> list[PairSlot]:
+    ) -> list[Slot]:
         """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
         rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
         examples, groups = of_all_ranks(batches, self.accelerator)
@@ -143,7 +131,7 @@ class PairCutter:
             imbalance(dealt, lengths.sum(axis=1), self.quadratic),
             parts=parts, padded=own, examples=examples, lengths=lengths, widths=self._widths(lengths, groups),
         )  # fmt: skip
-        return [PairSlot() for _ in batches[:-1]] + [last]
+        return [*(Slot([]) for _ in batches[:-1]), last]
 
     def _widths(self, lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:
         """Return the length of each pair's rows in its padded micro-batch, `(P,)`."""

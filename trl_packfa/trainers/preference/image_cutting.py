@@ -12,7 +12,7 @@ from ...packing import PackingReport
 from ..common.image_cutting import OwnCutter
 from ..common.image_examples import Merging, OneByOne
 from ..common.image_rows import Example
-from ..common.step_cutting import Documents
+from ..common.step_cutting import Documents, Slot
 from ..padding_free.collating import CountingCollator
 from .cutting import PairSlot, Part
 
@@ -20,18 +20,9 @@ from .cutting import PairSlot, Part
 class ImagePairCutter:
     """A cutter of a step's pairs with images, or of answers with images, into micro-batches of about equal cost.
 
-    Args:
-        args ([`PreferenceConfig`]):
-            Has the token budget `max_tokens_per_microbatch`. Default: the size of the step's largest padded
-            micro-batch, with its pads.
-        rows (`int`):
-            Rows of a pair.
-        model (`torch.nn.Module`):
-            Its shape decides the weights of image patches and attention.
-        accelerator (`Accelerator`):
-            Gathers the sizes of all ranks. Images and their outputs stay on their rank.
-        pad_token_id (`int`):
-            Token at pads.
+    The default of the token budget `max_tokens_per_microbatch` is the size of the step's largest padded micro-batch,
+    with its pads. Sizes are gathered over ranks; images and their outputs stay on their rank. `rows` is the number of
+    rows of a pair.
     """
 
     gathers = False  # the outputs of a pair stay on its rank, as its images do
@@ -50,7 +41,7 @@ class ImagePairCutter:
         """Return the loader's collator, which processes each pair alone; `collate` is TRL's in its wrapper."""
         return OneByOne(collate.collator, self.own.weights)
 
-    def cut(self, batches: Sequence[Documents], collate: Callable[[list[Example]], Any]) -> list[PairSlot]:
+    def cut(self, batches: Sequence[Documents], collate: Callable[[list[Example]], Any]) -> list[Slot]:
         """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
         cut = self.own.cut(batches, by_size=True)
         in_padded, merge = np.bincount(cut.padded), self.collator(collate)
@@ -68,7 +59,7 @@ class ImagePairCutter:
             lengths=np.stack([example.lengths for example in cut.examples]),
             widths=np.array([widths[cut.padded == group].max() for group in cut.padded]),
         )
-        return [PairSlot() for _ in batches[:-1]] + [last]
+        return [*(Slot([]) for _ in batches[:-1]), last]
 
     def collator(self, collate: Callable[[list[Example]], Any]) -> CountingCollator:
         """Return the collator of processed pairs; `collate` is TRL's, with the processor."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from datasets import Dataset
@@ -48,28 +48,13 @@ class PairReport(PackingReport):
         return [("pairs", f"{self.documents // self.rows_each:,}"), *counts] if self.rows_each > 1 else counts
 
 
-class Kept(NamedTuple):
-    """The int64 indices of the pairs to train on, and the report, which also counts the others."""
+def plan_pairs(
+    dataset: Dataset, rows: Rows, *, max_length: int | None, policy: str, name: str
+) -> tuple[np.ndarray, PairReport]:
+    """Return the int64 indices of the pairs to train on, and the report, which also counts the others.
 
-    pairs: np.ndarray
-    report: PackingReport
-
-
-def plan_pairs(dataset: Dataset, rows: Rows, *, max_length: int | None, policy: str, name: str) -> Kept:
-    """Decide which pairs of a tokenized dataset are kept.
-
-    Args:
-        dataset (`Dataset`):
-            The dataset, tokenized and not cut.
-        rows (`Rows`):
-            The columns that make its rows.
-        max_length (`int` or `None`):
-            Longest row in tokens.
-        policy (`str`):
-            `"truncate"`: answers are cut, and pairs whose prompt fills a row are dropped, as in TRL. `"drop"`: pairs
-            with a row that is too long are dropped. `"error"`: they are refused.
-        name (`str`):
-            The dataset's name in messages.
+    The dataset is tokenized and not cut. Policy `"truncate"`: answers are cut, and pairs whose prompt fills a row are
+    dropped, as in TRL. `"drop"`: pairs with a row that is too long are dropped. `"error"`: they are refused.
 
     Raises:
         [`InvalidDataset`]: with policy `"error"`, with the first pair that is too long; also if no pair is left.
@@ -112,7 +97,7 @@ def plan_pairs(dataset: Dataset, rows: Rows, *, max_length: int | None, policy: 
         packed_tokens=int(rest.sum()),
         trained_tokens=int((rest - prompt[kept]).sum()),
     )
-    return Kept(kept, report)
+    return kept, report
 
 
 def cut_answers(dataset: Dataset, rows: Rows, *, max_length: int, also: Sequence[str] = (), name: str) -> Dataset:

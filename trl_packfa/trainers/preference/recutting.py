@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 from ...errors import ContaminationError
 from ...layout.padded_rows import rows_of, tell_rows
 from ...packing import PackingReport
-from ..common.step_cutting import in_turn, require_aligned
+from ..common.run_context import collating_with
+from ..common.step_cutting import Slot, in_turn, require_aligned
 from ..padding_free.collating import CountedBatch
-from ..padding_free.single_rank import alone
 from .cutting import PairCutter, PairSlot, Part
 from .image_cutting import ImagePairCutter
 from .overflow import Rows
@@ -36,6 +36,35 @@ _PART = "trl_packfa_part"
 _REFERENCE = "reference"
 # Largest relative difference that rounding causes between two means over the same losses, in float32 and in 16 bits.
 _SAME_LOSS, _SAME_HALF_LOSS = 1e-4, 2e-2
+
+
+class _Alone:
+    """A wrapper of an `Accelerator` that gathers from this rank only. All else is the wrapped accelerator's."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def gather(self, tensor: Any) -> Any:
+        """Return the tensor as it is, like a run with one rank."""
+        return tensor
+
+    def gather_for_metrics(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the tensor as it is, like a run with one rank."""
+        return tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+
+@contextmanager
+def _alone(trainer: Any) -> Iterator[None]:
+    """Let `trainer.accelerator` gather from this rank only inside a `with` block."""
+    own = trainer.accelerator
+    trainer.accelerator = _Alone(own)
+    try:
+        yield
+    finally:
+        trainer.accelerator = own
 
 
 class RecutSteps(Base):
@@ -69,12 +98,8 @@ class RecutSteps(Base):
         """Return the training loader. If steps are re-cut, it yields the padded run's pairs, to be collated later."""
         if self._cutter is None:
             return super().get_train_dataloader()
-        collator = self.data_collator
-        self.data_collator = self._cutter.loading(collator)  # TRL's loader reads this attribute
-        try:
+        with collating_with(self, self._cutter.loading(self.data_collator)):
             return super().get_train_dataloader()
-        finally:
-            self.data_collator = collator
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -83,20 +108,22 @@ class RecutSteps(Base):
         if self._cutter is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = list(islice(epoch_iterator, num_batches))  # `Documents`, not collated
-        slots = self._cutter.cut(batches, self.data_collator) if batches else []
+        if not batches:
+            return [], None
+        slots = self._cutter.cut(batches, self.data_collator)
         self.packing_reports |= self._cutter.reports
-        for slot in slots:
-            for micro_batch, part in zip(slot.micro_batches, slot.parts, strict=True):
-                micro_batch[_PART] = part
+        whole: Any = slots[-1]
+        for micro_batch, part in zip(whole.micro_batches, whole.parts, strict=True):
+            micro_batch[_PART] = part
         return slots, None
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Run TRL's training step; for a slot with a whole optimizer step, run it once per micro-batch."""
-        if not isinstance(inputs, PairSlot):
+        if not isinstance(inputs, Slot):
             return super().training_step(model, inputs, num_items_in_batch)
         require_aligned(inputs, self.accelerator, self.args.gradient_accumulation_steps)
         loss = torch.zeros((), device=self.args.device)  # an idle slot returns this zero
-        if not inputs.micro_batches:
+        if not isinstance(inputs, PairSlot):
             return loss
         self._computed, syncs_itself = {}, self.is_deepspeed_enabled
         for micro_batch in in_turn(inputs, accelerator=self.accelerator, model=model, syncs_itself=syncs_itself):
@@ -127,10 +154,10 @@ class RecutSteps(Base):
         recorder, inputs = Recorder(model), {**inputs, **self._references(inputs)}
         metrics, tokens = self._metrics, self._total_train_tokens
         # Discard the metrics that TRL records here. They are computed later, on the padded run's micro-batches.
-        # `alone` avoids gathering, because ranks have different numbers of pairs here.
+        # `_alone` avoids gathering, because ranks have different numbers of pairs here.
         self._metrics = {mode: defaultdict(list) for mode in metrics}
         try:
-            with alone(self), self._knowing_references():
+            with _alone(self), self._knowing_references():
                 loss = by_trl(recorder, inputs, False, num_items_in_batch)
         finally:
             self._metrics, self._total_train_tokens = metrics, tokens

@@ -23,11 +23,7 @@ RowOutputs = dict[str, torch.Tensor]
 
 
 class Recorder:
-    """A wrapper of a model that keeps the outputs of the last call.
-
-    Args:
-        model (`torch.nn.Module`): the model, wrapped or not. Its attributes can be read here too.
-    """
+    """A wrapper of a model that keeps the outputs of the last call. The model's attributes can be read here too."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -57,12 +53,7 @@ class Recorder:
 
 
 class Replay:
-    """A stand-in for a model that returns the recorded outputs of the next batch's rows.
-
-    Args:
-        rows (`list[RowOutputs]`): recorded outputs of each row of the batch, in its order.
-        device (`torch.device`): device of the returned outputs.
-    """
+    """A stand-in for a model that returns the recorded outputs of the next batch's rows, in its order."""
 
     def __init__(self, rows: list[RowOutputs], device: torch.device) -> None:
         self.rows, self.device = rows, device

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from accelerate.logging import get_logger
 from datasets import Dataset
 
 from ...api import unpatch
@@ -29,20 +28,18 @@ from ..common.fallback import AsGiven, tell_adapter, tell_padded
 from ..common.image_cutting import why_images_stay
 from ..common.image_rows import NamesRows
 from ..common.model_card import add_section, card_section, name_base
-from ..common.model_loading import load_as_asked, named, telling_of_targets
+from ..common.model_loading import load_as_asked, named, output_dir, telling_of_targets
 from ..common.resuming import identity
 from ..common.run_context import alone_in_folder, go_on, whole
+from ..common.step_cutting import keep_padded
 from ..common.validation import refuse_precision, refuse_untrainable
 from ..padding_free.padding_free import STATE, attached_run, run_without_pads
 from ..padding_free.refusals import refuse_before_loading, require_columns, require_run
-from ..padding_free.run import PaddingFreeRun
 from .config import PreferenceConfig
 from .cutting import PairCutter
 from .image_cutting import ImagePairCutter
 from .overflow import cut_answers, plan_pairs
 from .recutting import RecutSteps
-
-logger = get_logger(__name__)
 
 
 class PackedPreference(NamesRows, RecutSteps):
@@ -103,7 +100,7 @@ class PackedPreference(NamesRows, RecutSteps):
             if isinstance(dataset, Dataset) and len(dataset):  # padded training needs these columns too
                 require_columns(dataset, name=name, trainer=type(self).__name__, formats=self._columns)
         try:
-            settled = config(_output_dir(model, self._name())) if asked is None else config.from_args(asked)
+            settled = config(output_dir(model, self._name())) if asked is None else config.from_args(asked)
             refuse_before_loading(type(self).__name__, given, settled, takes_images=self._takes_images)
         except PackingError as refusal:
             if self._asks_to_pack(asked):
@@ -143,7 +140,7 @@ class PackedPreference(NamesRows, RecutSteps):
         config: Any = self._config
         self._packs = False
         if given.get("args") is None:
-            given["args"] = config(_output_dir(given["model"], self._name()), use_peft=False)
+            given["args"] = config(output_dir(given["model"], self._name()), use_peft=False)
         super().__init__(**given)
 
     def _undo(self) -> None:
@@ -157,14 +154,9 @@ class PackedPreference(NamesRows, RecutSteps):
     def _name(self) -> str:
         return type(self).__name__.removeprefix("Packed").removesuffix("Trainer")
 
-    def _run_without_pads(self) -> PaddingFreeRun:
+    def _run_without_pads(self) -> None:
         """Patch every model of the trainer to run without padding."""
-        run: PaddingFreeRun = run_without_pads(
-            self,
-            check_first_batch=self.args.check_packing,
-            **self.args.patch_options,
-        )
-        return run
+        run_without_pads(self, check_first_batch=self.args.check_packing, **self.args.patch_options)
 
     def _choose_cut(self, *, own_collator: bool) -> None:
         """Prepare to re-cut steps if the loss is a mean over pairs; otherwise log the reason in `cut_reason`.
@@ -187,28 +179,19 @@ class PackedPreference(NamesRows, RecutSteps):
             self.cut_reason = "NEFTune's noise depends on the padded row, but the backbone runs document by document"
         else:
             self.cut_reason = self._why_not_cut()
-        if not self.cut_reason and self._is_vision_dataset:
+        if self.cut_reason:
+            keep_padded(self.args, self.cut_reason)
+        elif self._is_vision_dataset:
             self._cutter = ImagePairCutter(
                 self.args, rows=len(self._rows), model=self.model, accelerator=self.accelerator,
                 pad_token_id=self._tokenizer.pad_token_id,
             )  # fmt: skip
-            return
-        if not self.cut_reason:
-            cutter = PairCutter(
+        else:
+            self._cutter = PairCutter(
                 self.args, rows=self._rows, train_dataset=self.train_dataset, model=self.model,
                 accelerator=self.accelerator,
             )  # fmt: skip
-            require_same_documents(self.accelerator, cutter.tokens)
-            self._cutter = cutter
-            return
-        budget = self.args.max_tokens_per_microbatch
-        if budget is not None:
-            raise InvalidConfig(
-                f"max_tokens_per_microbatch={budget} has no effect: padded micro-batches stay as they are.",
-                why=[self.cut_reason],
-                do="Drop it. To save memory, lower per_device_train_batch_size and raise gradient_accumulation_steps.",
-            )
-        logger.info("trl-packfa: padded micro-batches stay as they are: %s.", self.cut_reason)
+            require_same_documents(self.accelerator, self._cutter.tokens)
 
     def _why_not_cut(self) -> str:
         """Return the reason why the loss is not a mean over single pairs; `""` if it is one."""
@@ -259,14 +242,9 @@ class PackedPreference(NamesRows, RecutSteps):
             [`UnsupportedModel`]: if a model of the trainer is no longer patched.
             [`InvalidConfig`]: if there is no such checkpoint, or it is from a run on other data.
         """
-        checkpoint = go_on(self, resume_from_checkpoint, identity=self._identify)
+        checkpoint = go_on(self, resume_from_checkpoint, identity=(lambda: self._identity) if self._packs else None)
         with alone_in_folder(self.args):
             return super().train(checkpoint, *args, **kwargs)
-
-    @property
-    def _identify(self) -> Callable[[], dict[str, str]] | None:
-        """Function that returns the run's identity, for resuming; `None` if the run trains padded."""
-        return (lambda: self._identity) if self._packs else None
 
     @cached_property
     def _identity(self) -> dict[str, str]:
@@ -306,9 +284,3 @@ def _bound(construct: Callable[..., None], args: Sequence[Any], kwargs: dict[str
     """Map the arguments of TRL's trainer to their names."""
     bound = inspect.signature(construct).bind(*args, **kwargs)
     return dict(bound.arguments)
-
-
-def _output_dir(model: Any, name: str) -> str:
-    """Return TRL's default output directory."""
-    of = model if isinstance(model, str) else model.config._name_or_path
-    return f"{of.rstrip('/').split('/')[-1] or 'model'}-{name}"

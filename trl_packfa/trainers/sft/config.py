@@ -5,11 +5,11 @@ TRL's fields keep their names and their meaning. The class docstring lists the f
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import TrainingArguments
-from trl import ModelConfig, SFTConfig
+from trl import SFTConfig
 
 from ...errors import InvalidConfig, VersionTooOld
 from ...packing import (
@@ -23,7 +23,7 @@ from ...packing import (
     require_policy,
 )
 from ...versions import installed_version
-from ..common.config import CommonConfig, require_trainable, settle_loading, settle_precision
+from ..common.config import CommonConfig, require_recutting, require_trainable
 from ..common.sampler import TAKES_BATCHES
 
 LOSS_WEIGHTINGS = ("token", "example")
@@ -118,12 +118,7 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
     )
 
     def __post_init__(self) -> None:
-        # Call both by name, because neither calls the other. Settle precision before SFTConfig's: it sets `bf16=True`
-        # by default, and transformers raises on a machine without bf16.
-        ModelConfig.__post_init__(self)
-        settle_precision(self)
-        SFTConfig.__post_init__(self)
-        settle_loading(self)
+        super().__post_init__()
         require_policy(self.overflow)
         self._require_weighting()
         self._settle_turns()
@@ -171,7 +166,12 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
             )
         if self.strategy.fills_rows:
             self._require_rows()
-        self._require_budget()
+        if self.max_tokens_per_microbatch is not None and self.max_tokens_per_microbatch < 2:
+            raise InvalidConfig(
+                f"max_tokens_per_microbatch={self.max_tokens_per_microbatch}: a document needs two tokens to train on "
+                "one."
+            )
+        require_recutting(self)
         # Packing has no padding anyway. TRL's `padding_free` is a switch for TRL's own collator.
         self.padding_free = False
 
@@ -204,23 +204,6 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
                 f"{name}=True with neftune_noise_alpha={self.neftune_noise_alpha}.",
                 why=["each document draws its own noise, so no prefix could be computed once"],
                 do="Drop one of them.",
-            )
-
-    def _require_budget(self) -> None:
-        """Refuse a token budget that is too small or has no effect."""
-        budget = self.max_tokens_per_microbatch
-        if budget is not None and budget < 2:
-            raise InvalidConfig(f"max_tokens_per_microbatch={budget}: a document needs two tokens to train on one.")
-        if budget is not None and not self.strategy.recuts_steps:
-            raise InvalidConfig(
-                f"max_tokens_per_microbatch={budget} has no effect under packing_strategy='{self.packing_strategy}'.",
-                do="Use packing_strategy='step', or drop it.",
-            )
-        if self.strategy.recuts_steps and self.train_sampling_strategy == "batch_rebalance":
-            raise InvalidConfig(
-                f"train_sampling_strategy='batch_rebalance' with packing_strategy='{self.packing_strategy}'.",
-                why=["both decide how a step is cut into micro-batches"],
-                do="Use packing_strategy='minibatch'.",
             )
 
     def _require_rows(self) -> None:
@@ -286,9 +269,7 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
         """
         if isinstance(args, cls):
             return args
-        # `TrainingArguments` computes some of its fields: those cannot be passed.
-        names = {f.name for f in fields(cls) if f.init}
-        kept = {f.name: getattr(args, f.name) for f in fields(args) if f.name in names}
+        kept = cls.fields_of(args)
         packing = kept.pop("packing", False)
         strategy = kept.pop("packing_strategy", None)
         return cls(**{**kept, "packing_strategy": strategy if packing else None, **changes})

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from datasets import IterableDataset
-from peft import PeftConfig, PeftModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from peft import PeftModel
+from transformers import PreTrainedModel, TrainingArguments
 from trl import SFTConfig
 
 from ...errors import InvalidConfig, PackingError
-from ..common.model_loading import AnyDataset, EvalDataset, model_type, named, output_dir
+from ..common.model_loading import model_type, named, output_dir
 from ..common.preflight import require_attention, require_reporters, require_tokenizer
 from ..common.step_cutting import longest_of_stream
 from ..common.validation import refuse_data, refuse_model, refuse_untrainable
@@ -21,41 +21,16 @@ from .raw_dataset import prepares
 from .validation import refuse_arguments, refuse_collator
 
 
-class Settled(NamedTuple):
-    """The config of a run.
-
-    Attributes:
-        args ([`PackedSFTConfig`]): the config to train with.
-        refusal (`PackingError`, *optional*): the error that explains why the run is padded, if the user asked for
-            no packing and it is not possible.
-        on_images (`str`, *optional*): the strategy of a run on images, which computes padded micro-batches without
-            their pads; `None` for any other run.
-    """
-
-    args: PackedSFTConfig
-    refusal: PackingError | None
-    on_images: str | None
-
-
 def settle_arguments(
-    model: str | PreTrainedModel | PeftModel,
-    args: TrainingArguments | None,
-    *,
-    train_dataset: AnyDataset | None,
-    eval_dataset: EvalDataset | None,
-    data_collator: Callable[[list[Any]], dict[str, Any]] | None,
-    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
-    compute_loss_func: Callable | None,
-    compute_metrics: Callable | None,
-    peft_config: PeftConfig | None,
-    formatting_func: Callable[..., Any] | None,
-) -> Settled:
+    model: str | PreTrainedModel | PeftModel, args: TrainingArguments | None, given: dict[str, Any]
+) -> tuple[PackedSFTConfig, PackingError | None, str | None]:
     """Settle the config to train with: packed if possible, else padded if the user did not ask for packing.
 
-    Args:
-        model, args, train_dataset, eval_dataset, data_collator, processing_class, compute_loss_func, compute_metrics,
-        peft_config, formatting_func:
-            The arguments of the trainer.
+    `given` are the trainer's other arguments, by name.
+
+    Returns:
+        The config; the error that explains why the run is padded, if it is and the user did not ask for that; and the
+        strategy of a run on images, which computes padded micro-batches without their pads (`None` for other runs).
 
     Raises:
         [`PackingError`]: if the user asked for packing and it is not possible, or if the run cannot be trained at all.
@@ -65,28 +40,32 @@ def settle_arguments(
         if not packed.packing:
             return
         refuse_arguments(
-            packed, compute_metrics=compute_metrics, peft_config=peft_config, compute_loss_func=compute_loss_func
+            packed,
+            compute_metrics=given["compute_metrics"],
+            peft_config=given["peft_config"],
+            compute_loss_func=given["compute_loss_func"],
         )
-        for name, dataset in named(train_dataset, eval_dataset):
+        for name, dataset in datasets:
             refuse_data(dataset, name=name)
-        if packed.strategy.recuts_steps and isinstance(train_dataset, IterableDataset):
+        if packed.strategy.recuts_steps and isinstance(given["train_dataset"], IterableDataset):
             # Called only for its refusal, before weights are loaded. `StepCutter` calls it again.
             longest_of_stream(packed)
         refuse_model(model_type(model, packed) if isinstance(model, str) else model, packed)
-        refuse_collator(data_collator)
+        refuse_collator(given["data_collator"])
 
-    refuse_untrainable(model, peft_config)
-    column = image_column(named(train_dataset, eval_dataset))
+    datasets = named(given["train_dataset"], given["eval_dataset"])
+    refuse_untrainable(model, given["peft_config"])
+    column = image_column(datasets)
     found = None if column is None else without_packing(args, output_dir(model), column)
     settled, on_images = found if found is not None else (None, None)
     settled, refusal = (settled, None) if settled is not None else _settle(args, output_dir(model), refuse)
     require_reporters(settled)
     require_attention(settled)
     require_tokenizer(
-        model, settled, processing_class=processing_class, datasets=named(train_dataset, eval_dataset),
-        makes_text=formatting_func is None and prepares(settled),
+        model, settled, processing_class=given["processing_class"], datasets=datasets,
+        makes_text=given["formatting_func"] is None and prepares(settled),
     )  # fmt: skip
-    return Settled(settled, refusal, on_images)
+    return settled, refusal, on_images
 
 
 def asks_for_packing(args: TrainingArguments | None) -> bool:

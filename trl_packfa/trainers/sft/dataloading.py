@@ -8,17 +8,20 @@ are not collated ([`Documents`]), and [`StepCutter`] collates them later.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby, islice
 from typing import Any
 
-from accelerate.logging import get_logger
+import torch
+from accelerate.utils import recursively_apply, send_to_device
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from ...collator import LOSSES, SAVED, DataCollatorForPacking
 from ...errors import InvalidConfig
+from ...layout import PackedLayout
+from ...layout.from_call import layout_of
 from ...packing import PackedBatchSampler, PackingReport
 from ...patching.inspect import known_ids, known_labels
 from ..common.batching import Batching
@@ -26,34 +29,29 @@ from ..common.checkpoint_files import read_stream_state, write_stream_state
 from ..common.dataset import cut_dataset, cut_stream, read_lengths, take_apart, tell_counts
 from ..common.dataset_checks import require_known
 from ..common.flops import quadratic_weight
-from ..common.model_loading import AnyDataset, asked_for
+from ..common.model_loading import AnyDataset
 from ..common.sampler import RankAwareSampler
-from ..common.step_cutting import Documents
 from .config import PackedSFTConfig
-from .preview import describe_batch
 from .streaming import PackedStream, resumes_by_state, stream_loader
 from .turns import TurnExpander, join
 
-logger = get_logger(__name__)
-
 # Columns of an example that collators read.
 _SEEN = ("input_ids", "labels", "seq_lengths")
+# Number of tokens of a document that a preview shows.
+_SHOWN = 400
 
 
 class PackedData:
     """The datasets of a run, and the batches that are made of them.
 
-    Args:
-        args ([`PackedSFTConfig`]):
-            The run's config.
-        packs_eval (`bool`):
-            Whether evaluation batches are packed too. They are padded for metrics, which need logits per example.
+    With `packs_eval` evaluation batches are packed too. They are padded for metrics, which need logits per example.
 
     Attributes:
         reports (`dict[str, PackingReport]`): by dataset name, documents and tokens in, out and lost.
         sampler ([`PackedBatchSampler`] or `None`): sampler of rows that are filled over the whole dataset; `None`
             before the loader has made it.
         columns (`list[str]`): columns that the collator reads in addition to TRL's.
+        padding_collator (`Callable` or `None`): a copy of TRL's own collator, once the model is known.
     """
 
     def __init__(self, args: PackedSFTConfig, *, packs_eval: bool) -> None:
@@ -65,16 +63,13 @@ class PackedData:
         self._uncut: dict[str, Any] = {}
         self._stream: PackedStream | None = None
         self._quadratic = 0.0
-        self._padding_collator: Any = None
+        self.padding_collator: Any = None
 
     def prepare(self, tokenize: Callable[[PackedSFTConfig], AnyDataset], *, name: str) -> AnyDataset:
         """Tokenize a dataset with TRL, then cut its documents to fit, and count every dropped token.
 
-        Args:
-            tokenize (`Callable`):
-                TRL's preparation, which tokenizes and labels. It is called with arguments under which it cuts nothing.
-            name (`str`):
-                `"train"`, or the name of an evaluation dataset.
+        `tokenize` is TRL's preparation, which also labels. It is called with arguments under which it cuts nothing.
+        `name` is `"train"`, or the name of an evaluation dataset.
         """
         args = self.args
         # TRL would truncate without counting, and would shuffle before the cut.
@@ -128,20 +123,9 @@ class PackedData:
     def meet(self, model: Any, *, pad_token_id: int, padding_collator: Any, collator: Any) -> Any:
         """Check the datasets' tokens against the model, measure its cost of attention, and return the collator.
 
-        These steps wait for the model, because TRL builds it after the datasets.
-
-        Args:
-            model (`torch.nn.Module`):
-                The model to train.
-            pad_token_id (`int`):
-                Token for rows that are rounded up to `pad_to_multiple_of`.
-            padding_collator (`Callable`):
-                TRL's own collator, for evaluation batches that are not packed.
-            collator (`Callable`, *optional*):
-                The user's own packing collator.
-
-        Returns:
-            The collator of packed rows.
+        These steps wait for the model, because TRL builds it after the datasets. Rows are rounded up to
+        `pad_to_multiple_of` with `pad_token_id`. `padding_collator`, TRL's own, is for evaluation batches that are not
+        packed. `collator` is the user's own packing collator, if there is one.
 
         Raises:
             [`InvalidDataset`]: with the document that has a token which the model does not have.
@@ -152,8 +136,8 @@ class PackedData:
         self._quadratic = quadratic_weight(model)
         # A copy, so that TRL's own stays unchanged. With `padding_free` it would flatten evaluation batches into one
         # row.
-        self._padding_collator = copy.copy(padding_collator)
-        self._padding_collator.padding_free = False
+        self.padding_collator = copy.copy(padding_collator)
+        self.padding_collator.padding_free = False
         return collator or DataCollatorForPacking(
             pad_token_id=pad_token_id,
             pad_to_multiple_of=self.args.pad_to_multiple_of,  # type: ignore[arg-type]  # SFTConfig has made it an int
@@ -174,23 +158,15 @@ class PackedData:
         self.sampler = self.batching.row_sampler(read_lengths(dataset), rank=rank, kind=RankAwareSampler)
         return self.sampler
 
-    def training_collator(self, collator: Any) -> Any:
-        """Return the loader's collator. If whole steps are re-cut, it is `Documents`, which does not collate yet."""
-        return Documents if self.args.strategy.recuts_steps else collator
-
     def evaluation_collator(self, collator: Any, *, asked: Any, evaluation: Any) -> Any:
         """Return the collator of evaluation batches, which hold the padded run's examples.
 
         They are packed, unless metrics need their logits or the dataset is a stream. For a stream the Trainer counts
         rows, and a packed batch has only one, so it would weight the losses wrongly.
         """
-        streamed = isinstance(asked_for(asked, evaluation), IterableDataset)
-        return collator if self.packs_eval and not streamed else self._padding_collator
-
-    @property
-    def prediction_collator(self) -> Any:
-        """TRL's padding collator: predictions need one row of logits per example, so they are never packed."""
-        return self._padding_collator
+        dataset = evaluation if asked is None else evaluation[asked] if isinstance(asked, str) else asked
+        streamed = isinstance(dataset, IterableDataset)
+        return collator if self.packs_eval and not streamed else self.padding_collator
 
     def stream_loader(self, dataset: Any, collator: Callable[[list[Any]], Any], *, resumed_from: Any) -> DataLoader:
         """Build the loader of a stream, at the position of the checkpoint `resumed_from` if it is given."""
@@ -227,4 +203,48 @@ class PackedData:
         documents = copy.deepcopy(dataset) if isinstance(dataset, IterableDataset) else dataset
         examples = list(islice(iter(documents), self.args.per_device_train_batch_size))
         kept = [{name: example[name] for name in _SEEN if name in example} for example in examples]
-        return describe_batch(collator(kept), tokenizer)
+        return _describe(collator(kept), tokenizer)
+
+
+def _describe(batch: Mapping[str, Any], tokenizer: Any) -> str:
+    """Decode each document of a packed batch on its own line, with trained text in double brackets."""
+    layout = layout_of(dict(batch))
+    assert layout is not None, "the trainer has refused collators that do not mark where documents begin"
+    padding = f", the last of them {layout.padding} tokens of padding" if layout.padding else ""
+    lines = [f"{layout.num_tokens} tokens, {layout.num_documents} documents{padding}; [[trained]]"]
+    documents = zip(layout.split(batch["input_ids"]), layout.split(batch["labels"]), strict=True)
+    for number, (ids, labels) in enumerate(documents):
+        trained = int((labels != -100).sum())
+        text = "".join(_runs(ids[:_SHOWN], labels[:_SHOWN], tokenizer)) + (" ..." if len(ids) > _SHOWN else "")
+        lines.append(f"document {number}, {len(ids)} tokens, {trained} trained: {text}")
+    return "\n".join(lines)
+
+
+def _runs(ids: torch.Tensor, labels: torch.Tensor, tokenizer: Any) -> Iterator[str]:
+    """Decode runs of neighbouring tokens that are all trained or all not trained."""
+    pairs = zip(ids.tolist(), labels.tolist(), strict=True)
+    for trained, run in groupby(pairs, key=lambda pair: pair[1] != -100):
+        text = tokenizer.decode([token for token, _ in run])
+        yield f"[[{text}]]" if trained else f" {text} "
+
+
+def copies_without_waiting(args: PackedSFTConfig) -> bool:
+    """Tell whether a run copies its batches from page-locked memory. DeepSpeed moves them itself.
+
+    For a copy from ordinary memory, the host waits until the device has finished all earlier work, in every
+    micro-batch. A copy from page-locked memory is queued after that work. Data loaders use page-locked memory; `send`
+    does for batches that are made between two steps, as by `packing_strategy="step"`.
+    """
+    return args.packing and args.device.type == "cuda" and args.dataloader_pin_memory and args.deepspeed is None
+
+
+def send(data: Any, device: torch.device) -> Any:
+    """Copy the tensors and layouts in nested dictionaries and lists to the device; leave other values unchanged."""
+    pinned = recursively_apply(lambda value: value.pin_memory(), data, test_type=_is_pageable)
+    return send_to_device(pinned, device, non_blocking=True)
+
+
+def _is_pageable(value: Any) -> bool:
+    # A layout is not a tensor, but it has `pin_memory` and `to` like a tensor.
+    tensor = value.cu_seqlens if isinstance(value, PackedLayout) else value
+    return isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and not tensor.is_pinned()

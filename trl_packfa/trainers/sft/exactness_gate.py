@@ -44,11 +44,7 @@ _KNOWN_TOKENS = 2048
 class ExactnessGate:
     """The check that lets a run start only if packing is exact on its model, on every rank.
 
-    Args:
-        args ([`PackedSFTConfig`]):
-            The run's config. With `check_packing=False` the first batch is not checked.
-        accelerator (`Accelerator`):
-            The run's accelerator, with its processes and its autocast.
+    With `check_packing=False` the first batch is not checked.
 
     Attributes:
         report (`ExactnessReport` or `None`): the proof, once there is one.
@@ -72,19 +68,10 @@ class ExactnessGate:
     ) -> ExactnessReport:
         """Run the check on every rank, and keep the report.
 
-        Args:
-            model (`torch.nn.Module`):
-                The model to train.
-            engine (`torch.nn.Module`):
-                The engine that runs the model if its weights are sharded; otherwise the model itself.
-            collator (`Callable`):
-                Makes the run's packed rows.
-            documents (`Dataset`):
-                The run's documents. The check takes tokens from them, which the model has.
-            tokenizer (`PreTrainedTokenizerBase`):
-                Makes tokens if the documents are a stream.
-            checkpoint (`str`, *optional*):
-                The checkpoint to resume from. Its proof is reused if nothing has changed that a proof depends on.
+        `engine` runs the model if its weights are sharded; otherwise it is the model. `collator` makes the run's
+        packed rows. The check takes tokens from the run's `documents`, which the model has; if they are a stream, from
+        the tokenizer. The proof of the `checkpoint` to resume from is reused if nothing has changed that a proof
+        depends on.
 
         Raises:
             [`ContaminationError`]: if packing is not exact on this model. If it fails on one rank, all ranks raise.
@@ -191,13 +178,8 @@ class ExactnessGate:
     ) -> None:
         """Compare the first packed batch, before it trains, with its documents run alone. Later batches pass.
 
-        Args:
-            model (`torch.nn.Module`):
-                The wrapped model that trains.
-            inputs (`dict[str, Any]`):
-                A micro-batch, or the slot of a step.
-            prepare (`Callable`):
-                Moves a batch to the device.
+        `model` is the wrapped one, `inputs` a micro-batch or the slot of a step; `prepare` moves a batch to the
+        device.
 
         Raises:
             [`ContaminationError`]: on every rank, if they differ on one.

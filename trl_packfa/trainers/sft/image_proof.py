@@ -56,13 +56,8 @@ def compare_example(
 ) -> ExampleProof:
     """Run a micro-batch and its last example alone, without dropout, and compare the example's losses.
 
-    Args:
-        model (`torch.nn.Module`):
-            The model that trains, wrapped or not. It has TRL's fused LM head.
-        together (`dict`), alone (`dict`):
-            The micro-batch, and the batch of its last example. Its tokens begin in the first column.
-        prepare (`Callable`):
-            Moves a batch to the device.
+    `model`, wrapped or not, has TRL's fused LM head. In `alone`, the batch of the last example of `together`, tokens
+    begin in the first column. `prepare` moves a batch to the device.
     """
     state = find_state(model)
     counted = vars(state.unpadding).copy() if state is not None and state.unpadding is not None else {}

@@ -32,18 +32,8 @@ class ImageCutter:
     A micro-batch's size is its tokens plus its image patches, weighted ([`ImageWeights`]). The budget is
     `max_tokens_per_microbatch`, or the size of the step's largest padded micro-batch, with its pads.
 
-    Args:
-        args ([`PackedSFTConfig`]):
-            The run's config.
-        model (`torch.nn.Module`):
-            Its shape decides the weights of image patches and attention.
-        accelerator (`Accelerator`):
-            Gathers the sizes of all ranks.
-        pad_token_id (`int`):
-            Token at pads.
-        counts_tokens (`bool`):
-            Whether losses are divided by the tokens of the step. If not, the padded run's loss is a mean over each
-            padded micro-batch, and rows get weights ([`ROW_WEIGHTS`]) with which the step's loss is the same.
+    `counts_tokens`: losses are divided by the tokens of the step. If not, the padded run's loss is a mean over each
+    padded micro-batch, and rows get weights ([`ROW_WEIGHTS`]) with which the step's loss is the same.
     """
 
     def __init__(
@@ -93,15 +83,9 @@ def _row_weights(trained: np.ndarray, padded: np.ndarray, parts: list[list[int]]
     """Return, for each micro-batch, the weights of its rows with which the mean of its losses is as padded.
 
     The padded run's loss is the mean over its micro-batches of the mean over their trained tokens. Ours is the mean
-    over `count` micro-batches of the weighted mean over theirs.
-
-    Args:
-        trained (`np.ndarray`), padded (`np.ndarray`):
-            Trained tokens of each example, and the number of its padded micro-batch.
-        parts (`list[list[int]]`):
-            The examples of each micro-batch.
-        count (`int`):
-            Number of micro-batches that run, untrained ones included.
+    over `count` micro-batches, untrained ones included, of the weighted mean over theirs. `trained` and `padded` are
+    the trained tokens of each example and the number of its padded micro-batch; `parts` are the examples of each
+    micro-batch.
     """
     # Example: padded micro-batches with 3 and 9 trained tokens run as one with 12. A token of the first weighs
     # 12 / 3 / 2, so that its share of the sum, divided by 12, is 1 / 3 / 2.

@@ -23,7 +23,8 @@ from ..common.distributed import agree
 from ..common.image_cutting import why_images_stay
 from ..common.image_examples import OneByOne
 from ..common.image_rows import NamesRows, image_columns
-from ..common.step_cutting import how_to_cut
+from ..common.run_context import collating_with
+from ..common.step_cutting import how_to_cut, keep_padded
 from ..padding_free.collating import CountedBatch
 from ..padding_free.padding_free import run_without_pads
 from .config import PackedSFTConfig
@@ -116,11 +117,7 @@ class TrainsOnImages(NamesRows, SFTTrainer):
     def run_images_without_pads(self, strategy: str, *, own_collator: bool) -> None:
         """Make a trainer that was built without packing compute no pads, see [`padding_free`], and re-cut steps.
 
-        Args:
-            strategy (`str`):
-                `"step"` or `"minibatch"`.
-            own_collator (`bool`):
-                Whether the user's own collator makes the batches.
+        `strategy` is `"step"` or `"minibatch"`. `own_collator`: the user's own collator makes the batches.
 
         Raises:
             [`UnsupportedModel`], [`ContaminationError`]: if its model is not exact without pads.
@@ -149,15 +146,8 @@ class TrainsOnImages(NamesRows, SFTTrainer):
                 pad_token_id=self._tokenizer.pad_token_id,
                 counts_tokens=self.model_accepts_loss_kwargs,
             )
-            return
-        if args.max_tokens_per_microbatch is not None:
-            raise InvalidConfig(
-                f"max_tokens_per_microbatch={args.max_tokens_per_microbatch} has no effect: padded micro-batches stay "
-                "as they are.",
-                why=[why],
-                do="Drop it. To save memory, lower per_device_train_batch_size and raise gradient_accumulation_steps.",
-            )
-        logger.info("trl-packfa: padded micro-batches stay as they are: %s.", why)
+        else:
+            keep_padded(args, why)
 
     def _why_images_stay(self, *, own_collator: bool) -> str:
         """Return the reason why re-cut steps would train another loss; `""` if there is none."""
@@ -184,12 +174,8 @@ class TrainsOnImages(NamesRows, SFTTrainer):
         """Return the training loader. If steps on images are re-cut, its workers process each example alone."""
         if not isinstance(self._cutter, ImageCutter):
             return super().get_train_dataloader()
-        collator = self.data_collator
-        self.data_collator = OneByOne(collator.collator, self._cutter.own.weights)  # TRL's loader reads this attribute
-        try:
+        with collating_with(self, OneByOne(self.data_collator.collator, self._cutter.own.weights)):
             return super().get_train_dataloader()
-        finally:
-            self.data_collator = collator
 
     def prove_recut_images(self, model: Any) -> None:
         """Compare an example of the first re-cut step with the example alone, unless `check_packing` is off.

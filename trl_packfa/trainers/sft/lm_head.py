@@ -38,15 +38,10 @@ _CHUNK = 256
 def ensure_own_loss(model: Any, *, seed: int) -> TrainedHead | OwnHead | None:
     """Give a model the cheapest head whose log-probabilities agree with its own logits, within rounding.
 
-    They are compared on a few random tokens. The choices, in order: a head that scores trained positions only (not on
-    CUDA and XPU, where TRL's Triton kernel does); a head with two products instead of three (only there, for a frozen
-    head); TRL's fused head; the model's own logits.
-
-    Args:
-        model (`torch.nn.Module`):
-            A causal LM with TRL's fused LM head, bare or wrapped, not yet patched.
-        seed (`int`):
-            Seed of the tokens.
+    The model is a causal LM with TRL's fused LM head, bare or wrapped, not yet patched. The log-probabilities are
+    compared on a few random tokens. The choices, in order: a head that scores trained positions only (not on CUDA and
+    XPU, where TRL's Triton kernel does); a head with two products instead of three (only there, for a frozen head);
+    TRL's fused head; the model's own logits.
 
     Returns:
         The head, or `None` for TRL's.
@@ -93,12 +88,6 @@ def _cheapest(model: Any) -> type[TrainedHead] | None:
 
 class LossHead:
     """The LM head of a run. It is chosen once, and measures metrics only in logged steps.
-
-    Args:
-        args ([`PackedSFTConfig`]):
-            Says which steps are logged.
-        accelerator (`Accelerator`):
-            Has the run's autocast.
 
     Attributes:
         module (`TrainedHead`, `OwnHead` or `None`): the result of [`ensure_own_loss`]; `None` for TRL's head.

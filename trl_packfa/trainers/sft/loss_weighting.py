@@ -66,10 +66,8 @@ class WeightedModel:
     """A wrapper of a model that weights the log-probabilities for TRL's sum. It keeps the unweighted ones for metrics.
 
     Args:
-        model (`torch.nn.Module`):
-            A causal LM with TRL's fused LM head.
-        weights (`torch.Tensor` or `None`):
-            Weights `(B, L - 1)`, or `None` for TRL's own loss.
+        model (`torch.nn.Module`): a causal LM with TRL's fused LM head.
+        weights (`torch.Tensor` or `None`): weights `(B, L - 1)`, or `None` for TRL's own loss.
     """
 
     def __init__(self, model: torch.nn.Module, weights: torch.Tensor | None) -> None:
@@ -85,25 +83,8 @@ class WeightedModel:
         return outputs
 
 
-def losses_by_source(inputs: Mapping[str, Any], log_probs: torch.Tensor) -> dict[str, tuple[float, int]]:
-    """Sum, for each source of a batch, the loss of its trained tokens, and count them."""
-    documents, trained = documents_of_labels(inputs)
-    size = len(inputs[SOURCES])
-    sums = torch.zeros(size, device=log_probs.device, dtype=torch.float32)
-    sums.index_add_(0, documents[trained], -log_probs[trained].float())
-    counts = torch.bincount(documents[trained], minlength=size)
-    totals: dict[str, tuple[float, int]] = {}
-    for source, loss, count in zip(inputs[SOURCES], sums.tolist(), counts.tolist(), strict=False):
-        _add_up(totals, {source: (loss, count)})
-    return totals
-
-
 class SourceLosses:
-    """The mean loss of each source since the last log, in training and in evaluation.
-
-    Args:
-        accelerator (`Accelerator`): gathers the losses of all ranks.
-    """
+    """The mean loss of each source since the last log, in training and in evaluation, over all ranks."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -112,7 +93,13 @@ class SourceLosses:
 
     def add(self, mode: str, inputs: Mapping[str, Any], log_probs: torch.Tensor) -> None:
         """Count a batch: `inputs` with its `sources`, `log_probs` `(B, L - 1)`."""
-        _add_up(self._sums[mode], losses_by_source(inputs, log_probs))
+        documents, trained = documents_of_labels(inputs)
+        size = len(inputs[SOURCES])
+        sums = torch.zeros(size, device=log_probs.device, dtype=torch.float32)
+        sums.index_add_(0, documents[trained], -log_probs[trained].float())
+        counts = torch.bincount(documents[trained], minlength=size)
+        for source, loss, count in zip(inputs[SOURCES], sums.tolist(), counts.tolist(), strict=False):
+            _add_up(self._sums[mode], {source: (loss, count)})
 
     def read(self, mode: str) -> dict[str, float]:
         """Return the mean losses by `loss/<source>` (`eval_loss/<source>` in evaluation), and reset the counts.

@@ -34,15 +34,8 @@ _TRIED_TOKENS = 4
 class PaddedTerms:
     """The routers' auxiliary loss and NEFTune's noise of a run's micro-batches, computed as if they were padded.
 
-    Args:
-        args ([`PackedSFTConfig`]):
-            The run's config.
-        accelerator (`Accelerator`):
-            Sums the parts of a padded micro-batch over ranks.
-        model (`torch.nn.Module`):
-            The model that trains.
-        balances_experts (`bool`):
-            Whether the routers' auxiliary loss is trained, as TRL has decided.
+    `balances_experts`: the routers' auxiliary loss is trained, as TRL has decided. The accelerator sums the parts of a
+    padded micro-batch over ranks.
 
     Attributes:
         noise ([`EmbeddingNoise`] or `None`): NEFTune's noise, once training has begun.
@@ -57,11 +50,7 @@ class PaddedTerms:
     def wrap(self, model: Any, inputs: dict[str, Any]) -> Any:
         """Wrap the model for this batch so that the terms are computed as padded; remove `Origins` from the batch.
 
-        Args:
-            model (`torch.nn.Module`):
-                The model to call, wrapped or not.
-            inputs (`dict[str, Any]`):
-                The batch: `input_ids` of shape `(B, L)`, and an `attention_mask` if it is padded.
+        The batch has `input_ids` of shape `(B, L)`, and an `attention_mask` if it is padded.
 
         Raises:
             [`UnsupportedModel`]: if the routers' auxiliary loss is trained, but the model does not say how many
@@ -144,12 +133,8 @@ class PaddedTerms:
     def add_noise(self, handle: Any) -> Any:
         """Replace the Trainer's NEFTune noise by noise that is scaled as in padded training.
 
-        Args:
-            handle (`RemovableHandle`):
-                Handle of the Trainer's hook on the embedding.
-
-        Returns:
-            `RemovableHandle`: handle of our hook. The Trainer removes it when training ends.
+        `handle` is that of the Trainer's hook on the embedding. The handle of our hook is returned; the Trainer
+        removes it when training ends.
         """
         assert self.args.neftune_noise_alpha is not None, "asked for noise"
         # Otherwise both hooks would add noise.

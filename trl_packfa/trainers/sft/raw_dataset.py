@@ -15,9 +15,6 @@ from ..common.dataset_checks import require_whole, without_format
 from ..common.model_loading import EvalDataset
 from .config import PackedSFTConfig
 
-# Columns that hold messages if they hold lists.
-_LISTS_OF_MESSAGES = ("messages", "conversations", "prompt", "completion")
-
 
 def prepares(args: PackedSFTConfig) -> bool:
     """Tell whether TRL tokenizes and labels datasets; `skip_prepare_dataset` switches it off."""
@@ -28,15 +25,7 @@ def prepares(args: PackedSFTConfig) -> bool:
 def require_usable(dataset: Dataset | IterableDataset, *, name: str, args: PackedSFTConfig, formatted: bool) -> None:
     """Refuse a dataset that is empty, or whose first example has no TRL format, before anything is tokenized.
 
-    Args:
-        dataset (`Dataset` or `IterableDataset`):
-            The user's dataset.
-        name (`str`):
-            Its name in messages.
-        args ([`PackedSFTConfig`]):
-            Says which column holds plain text, and whether only the assistant's text is trained.
-        formatted (`bool`):
-            Whether the user's own function turns examples into text.
+    `formatted`: the user's own function turns examples into text.
 
     Raises:
         [`InvalidDataset`]: with the column, its type and the expected type.
@@ -49,7 +38,7 @@ def require_usable(dataset: Dataset | IterableDataset, *, name: str, args: Packe
     example = next(iter(dataset), None)
     if example is None:
         raise InvalidDataset(f"the {name} dataset is empty.", do="Check the split, filters and file names.")
-    for column in _LISTS_OF_MESSAGES:
+    for column in TEXT_COLUMNS:
         if isinstance(example.get(column), list) and not example[column]:
             raise InvalidDataset(
                 f"the first example of the {name} dataset has no message in '{column}'.",
@@ -101,24 +90,17 @@ def usable(
 ) -> tuple[Any, Any]:
     """Check the training and evaluation datasets before tokenizing; return them, with plain Python values if packed.
 
-    Args:
-        train, evaluation:
-            The trainer's arguments.
-        args ([`PackedSFTConfig`]):
-            Says which columns are read, and whether datasets are packed.
-        formatted (`bool`):
-            Whether the user's own function turns examples into text.
+    `formatted`: the user's own function turns examples into text.
 
     Raises:
         [`InvalidDataset`]: if one cannot be trained on.
     """
 
     def look(name: Any, dataset: Any) -> Any:
-        if not args.packing:
-            require_usable(dataset, name=name, args=args, formatted=formatted)
-            return dataset
-        dataset = without_format(dataset)
+        dataset = without_format(dataset) if args.packing else dataset
         require_usable(dataset, name=name, args=args, formatted=formatted)
+        if not args.packing:
+            return dataset
         columns = () if formatted else (*TEXT_COLUMNS, args.dataset_text_field)
         return require_whole(dataset, name=name, columns=columns)
 

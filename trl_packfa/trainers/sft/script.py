@@ -247,7 +247,7 @@ def build_trainer(
 ) -> Any:
     """Load the data and build the trainer that the arguments describe."""
     options = kind.options(script_args)
-    train_split, *test_split = _splits(script_args, args, mixture, columns)
+    train_split, *test_split = load_splits(script_args, args, mixture, columns)
     return kind.trainer(
         _require_model(args),
         args=args,
@@ -257,18 +257,7 @@ def build_trainer(
     )
 
 
-def train_dataset(
-    script_args: ScriptArguments,
-    args: PackedSFTConfig,
-    mixture: DatasetMixtureConfig,
-    *,
-    columns: Sequence[str] | None = None,
-) -> Any:
-    """Load the training split that the arguments name."""
-    return _splits(script_args, args, mixture, columns)[0]
-
-
-def _splits(
+def load_splits(
     script_args: ScriptArguments, args: PackedSFTConfig, mixture: DatasetMixtureConfig, columns: Sequence[str] | None
 ) -> list[Any]:
     """Load the training split, and the test split if the arguments ask for evaluation."""

@@ -22,10 +22,8 @@ _ROWS, _ROWS_ON_GPU = 2048, 8192
 class SpeedMeter:
     """A counter of the tokens that one rank trains between two logs. Only `read` waits for the device.
 
-    Args:
-        model (`torch.nn.Module`): the model that trains, not wrapped by an engine.
-        args ([`PackedSFTConfig`]): MFU is a share of the peak speed; see [`peak_flops`].
-        world_size (`int`): number of ranks, each with its own device.
+    The model is not wrapped by an engine. MFU is a share of the peak speed, see [`peak_flops`]; each of `world_size`
+    ranks has its own device.
 
     Attributes:
         sharing ([`Unpadding`] or `None`): counts the tokens that a model with shared prefixes does not compute.

@@ -14,7 +14,6 @@ calls the part that does the work:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -56,15 +55,14 @@ from ..common.model_card import add_section, name_base, packing_section
 from ..common.model_loading import AnyDataset, EvalDataset, load_as_asked, output_dir, telling_of_targets
 from ..common.parallelism import refuse_uneven_calls
 from ..common.resuming import identity
-from ..common.run_context import alone_in_folder, go_on, whole
+from ..common.run_context import alone_in_folder, collating_with, go_on, whole
 from ..common.sampler import EpochCallback
 from ..common.sharded_rows import refuse_short_rows, require_shareable, share_rows
-from ..common.step_cutting import Slot, StepCutter, count_every_rank, how_to_cut, in_turn, require_aligned
-from ..common.transfer import copies_without_waiting, send
+from ..common.step_cutting import Documents, Slot, StepCutter, count_every_rank, how_to_cut, in_turn, require_aligned
 from ..common.validation import refuse_precision
 from .config import PackedSFTConfig
 from .construction import asks_for_packing, padded, settle_arguments
-from .dataloading import PackedData
+from .dataloading import PackedData, copies_without_waiting, send
 from .epoch_plan import summarize_plan
 from .exactness_gate import ExactnessGate, require_engine
 from .images import TrainsOnImages
@@ -132,26 +130,22 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         peft_config: PeftConfig | None = None,
         formatting_func: Callable[[dict], str] | None = None,
     ) -> None:
-        data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-        functions = {"compute_loss_func": compute_loss_func, "compute_metrics": compute_metrics}
         as_given = AsGiven(model)  # before an adapter wraps it
-        settled, refusal, on_images = settle_arguments(
-            model, args, data_collator=data_collator, processing_class=processing_class, peft_config=peft_config,
-            formatting_func=formatting_func, **data, **functions,
-        )  # fmt: skip
-        train_dataset, eval_dataset = usable(
-            train_dataset, eval_dataset, args=settled, formatted=formatting_func is not None
-        )
-        options = {
+        given: dict[str, Any] = {
             "data_collator": data_collator, "train_dataset": train_dataset, "eval_dataset": eval_dataset,
-            "processing_class": processing_class, "callbacks": callbacks, "optimizers": optimizers,
+            "processing_class": processing_class, "compute_loss_func": compute_loss_func,
+            "compute_metrics": compute_metrics, "callbacks": callbacks, "optimizers": optimizers,
             "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs, "quantization_config": quantization_config,
             "preprocess_logits_for_metrics": preprocess_logits_for_metrics, "peft_config": peft_config,
-            "formatting_func": formatting_func, **functions,
+            "formatting_func": formatting_func,
         }  # fmt: skip
+        settled, refusal, on_images = settle_arguments(model, args, given)
+        given["train_dataset"], given["eval_dataset"] = usable(
+            train_dataset, eval_dataset, args=settled, formatted=formatting_func is not None
+        )
         if refusal is None:
             try:
-                self._construct(model, settled, asked=args, **options)
+                self._construct(model, settled, asked=args, **given)
                 if on_images is not None:
                     self.run_images_without_pads(on_images, own_collator=data_collator is not None)
                 return
@@ -161,7 +155,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
                 directory = output_dir(model)
                 model, settled, refusal = as_given.restore(vars(self).get("model")), padded(args, directory), late
         tell_padded(refusal)
-        self._construct(model, settled, asked=args, **options)
+        self._construct(model, settled, asked=args, **given)
 
     def _construct(
         self,
@@ -316,11 +310,11 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         """Return the training loader. Under `step` it yields the padded run's examples, collated after the cut."""
         if not self.args.packing:
             return super().get_train_dataloader()
-        collator = self._data.training_collator(self.data_collator)
+        collator: Any = Documents if self.args.strategy.recuts_steps else self.data_collator
         if isinstance(self.train_dataset, IterableDataset):
             collator = self._get_collator_with_removed_columns(collator, description="training")
             return self._data.stream_loader(self.train_dataset, collator, resumed_from=self._resumed_from)
-        with self._collating_with(collator):
+        with collating_with(self, collator):
             return super().get_train_dataloader()
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
@@ -328,21 +322,14 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         if not self.args.packing:
             return super().get_eval_dataloader(eval_dataset)
         collator = self._data.evaluation_collator(self.data_collator, asked=eval_dataset, evaluation=self.eval_dataset)
-        with self._collating_with(collator):
+        with collating_with(self, collator):
             return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """Return the prediction loader. Predictions are never packed."""
-        with self._collating_with(self._data.prediction_collator if self.args.packing else self.data_collator):
+        # They need one row of logits per example.
+        with collating_with(self, self._data.padding_collator if self.args.packing else self.data_collator):
             return super().get_test_dataloader(test_dataset)
-
-    @contextmanager
-    def _collating_with(self, collator: Any) -> Iterator[None]:
-        packing_collator, self.data_collator = self.data_collator, collator  # TRL's loaders read this attribute
-        try:
-            yield
-        finally:
-            self.data_collator = packing_collator
 
     def preview_batch(self) -> str:
         """Show a packed batch of the first training documents as text, with document starts and trained tokens marked.

@@ -39,13 +39,7 @@ Render = Callable[..., list[int]]
 class TurnExpander:
     """The way from conversations to rows of examples, one for each assistant turn.
 
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`):
-            Renders and tokenizes messages.
-        chat_template (`str`, *optional*):
-            The template to use instead of the tokenizer's.
-        keep (`str`, *optional*):
-            A column to keep, which every example of a conversation gets.
+    `chat_template` is used instead of the tokenizer's. `keep` is a column that every example of a conversation gets.
     """
 
     def __init__(
@@ -154,16 +148,9 @@ def require_conversations(dataset: AnyDataset, *, name: str) -> None:
 def join(examples: Dataset, report: PackingReport, *, limit: int | None, name: str) -> tuple[Dataset, PackingReport]:
     """Make one row of the examples of each conversation; report the tokens that the rows save.
 
-    Args:
-        examples (`Dataset`):
-            The examples of [`TurnExpander.expand`], cut; those of a conversation are neighbours.
-        report ([`PackingReport`]):
-            Their counts.
-        limit (`int`, *optional*):
-            Number of tokens of a row that may be computed. A conversation with more becomes several rows, each with
-            the history that its examples need.
-        name (`str`):
-            Name of the dataset.
+    The examples are those of [`TurnExpander.expand`], cut, with their counts; those of a conversation are neighbours.
+    `limit` is the number of tokens of a row that may be computed. A conversation with more becomes several rows, each
+    with the history that its examples need.
     """
     numbers = np.array(examples[CONVERSATION])
     starts = np.flatnonzero(np.diff(numbers, prepend=-1))

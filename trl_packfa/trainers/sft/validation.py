@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -22,8 +21,6 @@ from ..common.parallelism import asked_parallelism, refuse_parallelism, refuse_z
 from ..common.sharded_rows import refuse_sharded_rows
 from ..common.validation import refuse_adapters_and_backend
 from .config import PackedSFTConfig
-
-logger = get_logger(__name__)
 
 # Largest relative difference between two losses that rounding can explain.
 _SAME_LOSS = 1e-4
@@ -48,8 +45,6 @@ def refuse_arguments(
             "compute_loss_func with loss_weighting='example': the function makes the loss itself.",
             do="Weight the examples in the function, or drop one of the two.",
         )
-    if not args.packing:
-        return
     if compute_metrics is not None and args.eval_packing:
         raise InvalidConfig(
             "compute_metrics with eval_packing=True: metrics are computed example by example.",
@@ -97,13 +92,7 @@ def refuse_collator(collator: Callable[[list[Any]], dict[str, Any]] | None) -> N
 def refuse_loss_function(loss_func: Any, *, vocabulary: int, device: torch.device) -> None:
     """Refuse a `compute_loss_func` whose loss differs between packed and padded documents.
 
-    It is tried on random logits of two small documents.
-
-    Args:
-        loss_func (`Callable`):
-            Called as TRL calls it: with the model's outputs, labels, `num_items_in_batch`.
-        vocabulary (`int`), device (`torch.device`):
-            Vocabulary size and device of the logits.
+    It is called as TRL calls it, on random logits of two small documents.
 
     Raises:
         [`InvalidConfig`]: with both losses, or with the reason why it could not be tried.

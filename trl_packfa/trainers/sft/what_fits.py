@@ -25,16 +25,7 @@ _FEW_BYTES = 100e6
 
 
 def tell_what_fits(model: Any, args: PackedSFTConfig, dataset: Any, *, cut: str = FREE) -> None:
-    """Log what a run could save.
-
-    Args:
-        model (`PreTrainedModel` or `PeftModel`), args ([`PackedSFTConfig`]):
-            The model and config of the run.
-        dataset (`Dataset`, `IterableDataset` or `None`):
-            The cut documents. The lengths of a stream are not known.
-        cut (`str`):
-            How `step` may cut.
-    """
+    """Log what a run on these cut documents could save. `cut` is how `step` may cut."""
     if (line := frozen_in_float32(model, args)) is not None:
         logger.info("trl-packfa: %s", line)
     has = memory_of(args.device)
