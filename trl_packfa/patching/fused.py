@@ -31,9 +31,9 @@ def kernel_overrides(backbone: nn.Module, *, taken: set[int]) -> list[Override]:
     `taken` holds the ids of modules that have an override already.
     """
     left = [module for module in backbone.modules() if id(module) not in taken]
-    overrides: list[Override] = [RMSNormOverride(module, None) for module in left if is_rms_norm_on_cpu(module)]
-    overrides += [LigerRMSNormOverride(module, None) for module in left if is_rms_norm_on_cuda(module)]
-    return overrides + [SwiGLUOverride(module, None) for module in left if is_swiglu_on_cuda(module)]
+    overrides: list[Override] = [RMSNormOverride(module) for module in left if is_rms_norm_on_cpu(module)]
+    overrides += [LigerRMSNormOverride(module) for module in left if is_rms_norm_on_cuda(module)]
+    return overrides + [SwiGLUOverride(module) for module in left if is_swiglu_on_cuda(module)]
 
 
 def describe_kernels(state: Any) -> list[str]:

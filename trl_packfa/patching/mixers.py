@@ -20,10 +20,12 @@ from torch import nn
 from ..attention import AttentionArguments, BackendChoice
 from ..layout import PackedLayout
 from ..layout.call_context import PackedCall, current_call, find_call, find_layout, in_call, is_empty_mask, packed_call
+from ..patches.base import Patch
 from ..runtime.compile import outside_of_graphs
 from ..runtime.override import Override
 from ..runtime.per_document import BOUNDARIES, FLASH_KEYS, run_by_document
 from ..runtime.random_states import devices_of, random_states_kept
+from .inspect import class_names
 
 logger = logging.getLogger(__name__)
 
@@ -86,18 +88,13 @@ class MixerOverride(Override):
     """Forward of a module that mixes tokens: by its own kernels if they provably honour boundaries, else by
     document."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        original: Callable[..., Any] | None,
-        *,
-        native: dict[tuple[type, bool], tuple[str, ...]],
-        masked: bool,
-        beside: bool,
-        window: int | None,
-    ) -> None:
-        super().__init__(module, original)
-        self.native, self.masked, self.beside, self.window = native, masked, beside, window
+    def __init__(self, module: nn.Module, patch: Patch, native: dict[tuple[type, bool], tuple[str, ...]]) -> None:
+        super().__init__(module)
+        classes, config = set(class_names(module)), getattr(module, "config", None)
+        self.native, self.beside = native, not classes.isdisjoint(patch.beside)
+        self.masked = self.beside or not classes.isdisjoint(patch.masked_mixers)
+        # RecurrentGemma's attention has no `sliding_window`: the window is its config's `attention_window_size`.
+        self.window: Any = getattr(module, "sliding_window", None) or getattr(config, "attention_window_size", None)
         parameters = inspect.signature(type(module).forward).parameters.values()
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
         names = {parameter.name for parameter in parameters}

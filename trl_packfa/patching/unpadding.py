@@ -45,18 +45,16 @@ class Unpadding:
         watch (`Callable` or `None`): called for every call that runs without its pads, see [`Watch`].
 
     Args:
-        sharing ([`Sharing`], *optional*):
+        sharing ([`Sharing`] or `None`):
             The policy that decides which rows share a prefix.
-        generates (`bool`, *optional*, defaults to `True`):
+        generates (`bool`):
             Whether the model may be used for decoding. If so, a call without gradients whose config asks for a cache
             gets the cache and runs with its pads.
-        runs_by_row (`frozenset[str]`, *optional*):
+        runs_by_row (`frozenset[str]`):
             Arguments of cross-attention to images, which runs on padded rows. Empty if the model has none.
     """
 
-    def __init__(
-        self, sharing: Sharing | None = None, *, generates: bool = True, runs_by_row: frozenset[str] = frozenset()
-    ) -> None:
+    def __init__(self, sharing: Sharing | None, *, generates: bool, runs_by_row: frozenset[str]) -> None:
         self.is_on, self.sharing, self.generates = True, sharing, generates
         self.calls, self.tokens, self.pads, self.documents = 0, 0, 0, 0
         self.trained, self.trained_documents, self.shared, self.blocks = 0, 0, 0, 0

@@ -14,13 +14,22 @@ from typing import Any
 from torch import nn
 
 
+def forward_slot(module: nn.Module) -> str:
+    """Return the attribute that holds the real forward: accelerate's device hooks move it to `_old_forward`."""
+    return "_old_forward" if "_hf_hook" in vars(module) else "forward"
+
+
 class Override:
-    """A `forward` of one instance, with the forward that it replaced."""
+    """A `forward` of one instance, with the forward that it replaced.
+
+    By default that is the one that was set on the instance before, or its class's (`None`).
+    """
 
     __call__: Callable[..., Any]
 
-    def __init__(self, module: nn.Module, original: Callable[..., Any] | None) -> None:
-        self.module, self.original = module, original
+    def __init__(self, module: nn.Module, original: Callable[..., Any] | None = None) -> None:
+        self.module = module
+        self.original = vars(module).get(forward_slot(module)) if original is None else original
 
     def call_original(self, *args: Any, **kwargs: Any) -> Any:
         """Run the replaced forward; the class's own is looked up at each call, as FSDP2 exchanges an instance's
@@ -46,7 +55,7 @@ class NamedOverride(Override):
         takes_any (`bool`): whether that forward takes further keywords.
     """
 
-    def __init__(self, module: nn.Module, original: Callable[..., Any] | None) -> None:
+    def __init__(self, module: nn.Module, original: Callable[..., Any] | None = None) -> None:
         super().__init__(module, original)
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         self.names = tuple(parameter.name for parameter in parameters)

@@ -10,7 +10,6 @@ Shape letters: B rows, L row length, P labelled positions, D model dim.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -61,16 +60,14 @@ class LabelledHead(Override):
 
     Args:
         module (`torch.nn.Module`):
-            The causal LM.
-        original (`Callable`):
-            TRL's forward, which runs all other calls. It also runs on devices with Triton, if the head is sharded or
-            quantized, or if experts' losses need router logits.
+            The causal LM with TRL's forward, which runs all other calls. It also runs on devices with Triton, if the
+            head is sharded or quantized, or if experts' losses need router logits.
         options (`dict[str, Any]`):
             The result of [`trl_options`].
     """
 
-    def __init__(self, module: nn.Module, original: Callable[..., Any], options: dict[str, Any]) -> None:
-        super().__init__(module, original)
+    def __init__(self, module: nn.Module, options: dict[str, Any]) -> None:
+        super().__init__(module)
         self.options = options
         self.__signature__ = forward_signature(module)
 

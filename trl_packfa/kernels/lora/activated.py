@@ -10,7 +10,7 @@ Shape letters: T packed tokens, S documents, P activated tokens, D features.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from ...layout import PackedLayout
 from ...layout.call_context import current_call
 from ...layout.from_call import layout_of
 from ...runtime.compile import around_graphs, outside_of_graphs
-from ...runtime.override import Override, forward_signature, override_in
+from ...runtime.override import Override, forward_signature, forward_slot, override_in
 
 Invocations = Mapping[str, tuple[int, ...]]
 
@@ -72,13 +72,9 @@ def require_patched(module: nn.Module) -> None:
     Raises:
         [`PackingError`]: naming one of the adapters.
     """
-    late = [layer for layer in activated_layers(module) if not isinstance(_override_of(layer), ActivatedLoraOverride)]
-    if late:
-        raise _added_late(_activated(late[0])[0])
-
-
-def _override_of(layer: nn.Module) -> Override | None:
-    return override_in(layer, "_old_forward" if "_hf_hook" in vars(layer) else "forward")
+    for layer in activated_layers(module):
+        if not isinstance(override_in(layer, forward_slot(layer)), ActivatedLoraOverride):
+            raise _added_late(_activated(layer)[0])
 
 
 def _added_late(name: str) -> PackingError:
@@ -97,11 +93,9 @@ def _activated(layer: Any) -> list[str]:
 class ActivatedLoraOverride(Override):
     """A LoRA layer whose activated adapters change each document from its last invocation on."""
 
-    def __init__(
-        self, module: nn.Module, original: Callable[..., Any] | None, *, invocations: Invocations | None = None
-    ) -> None:
-        super().__init__(module, original)
-        self.invocations = invocations or {}
+    def __init__(self, module: nn.Module, invocations: Invocations) -> None:
+        super().__init__(module)
+        self.invocations = invocations
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's forward."""
@@ -187,8 +181,8 @@ class ActivatedModelOverride(Override):
     them. So packed calls make no hooks, and calls without gradients remove their hooks here.
     """
 
-    def __init__(self, module: nn.Module, original: Callable[..., Any] | None) -> None:
-        super().__init__(module, original)
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
         self.__signature__ = forward_signature(module)
 
     @around_graphs
@@ -222,7 +216,7 @@ def _take_off_hooks(model: nn.Module) -> None:
             handles.pop().remove()
 
 
-def activated_overrides(model: nn.Module, own_forward: Callable[[nn.Module], Any]) -> list[Override]:
+def activated_overrides(model: nn.Module) -> list[Override]:
     """Make an override for every `PeftModel` that contains layers with an activated adapter."""
     models = [module for module in model.modules() if isinstance(module, PeftModel) and activated_layers(module)]
-    return [ActivatedModelOverride(module, own_forward(module)) for module in models]
+    return [ActivatedModelOverride(module) for module in models]
