@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -120,21 +120,17 @@ class Following:
     @contextmanager
     def attached(self, parts: Parts) -> Iterator[Following]:
         """Trace the forward in a `with` block; it may run only one."""
-        handles = []
         # A router with the same input makes the same choice. Else rounding would send single tokens to other experts,
         # and their gradients would be completely different.
         # Mixers and routers in a checkpointed layer run again in the backward. Their keys count that as a second call,
         # packed and alone, so the recomputation gets the same inputs as well.
-        for name, module in {**parts.layers, **parts.routers}.items():
-            handles.append(module.register_forward_pre_hook(self._enter(name), with_kwargs=True))
-        for name, module in {**parts.routers, **parts.mixers}.items():
-            kind = "left" if name in parts.mixers else "routed"
-            handles.append(module.register_forward_hook(self._leave(name, kind)))
-        try:
+        with ExitStack() as hooks:
+            for name, module in {**parts.layers, **parts.routers}.items():
+                hooks.enter_context(module.register_forward_pre_hook(self._enter(name), with_kwargs=True))
+            for name, module in {**parts.routers, **parts.mixers}.items():
+                kind = "left" if name in parts.mixers else "routed"
+                hooks.enter_context(module.register_forward_hook(self._leave(name, kind)))
             yield self
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _enter(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -6,7 +6,7 @@ Shape letters: B rows, L row length, S documents, V vocabulary, D model dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -196,11 +196,8 @@ class Probe:
             outputs.append(output.detach().requires_grad_(True))
             return outputs[-1].clone()
 
-        handle = self.model.get_input_embeddings().register_forward_hook(hook)  # type: ignore[operator, union-attr]
-        try:
+        with self.model.get_input_embeddings().register_forward_hook(hook):  # type: ignore[operator, union-attr]
             yield outputs
-        finally:
-            handle.remove()
 
     def outputs_packed(self, arrangement: Arrangement, tokens: Documents | None = None) -> dict[str, Documents]:
         """Return every module's per-token output, by document, in the order in which modules finish."""
@@ -223,12 +220,10 @@ class Probe:
 
             return hook
 
-        handles = [module.register_forward_hook(watch(name)) for name, module in self.model.named_modules()]
-        try:
+        with ExitStack() as hooks:
+            for name, module in self.model.named_modules():
+                hooks.enter_context(module.register_forward_hook(watch(name)))
             run()
-        finally:
-            for handle in handles:
-                handle.remove()
         return seen
 
 

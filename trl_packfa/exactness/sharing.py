@@ -63,13 +63,4 @@ def measure_sharing(subject: Subject, state: PatchState, known: torch.Tensor, se
     with torch.no_grad(), state.unpadding.unshared():
         states, _ = probe.score({"input_ids": tokens}, (1, tokens.shape[1]), own[-1:])
         (seeing,) = probe.documents_of(states, [own], tokens.shape)
-    gradients = found.gradients
-    return SharingReport(
-        difference=found.forward.difference,
-        allowed=found.forward.allowed,
-        gradients=gradients and gradients.difference,
-        gradients_allowed=gradients and gradients.allowed,
-        control=relative_difference(seeing, alone.outputs[len(rest) - 1]),
-        first=found.first,
-        first_gradient=gradients.where if gradients is not None and gradients.excess > 1 else None,
-    )
+    return SharingReport(**found.measured(), control=relative_difference(seeing, alone.outputs[len(rest) - 1]))

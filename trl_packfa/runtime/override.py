@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -64,6 +65,23 @@ class NamedOverride(Override):
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return all arguments of a call by name."""
         return {**dict(zip(self.names, args, strict=False)), **kwargs}
+
+
+@contextmanager
+def forwards_set(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Set forwards on these instances inside a `with` block."""
+    forwards = list(forwards)
+    before = [(module, vars(module).get("forward")) for module, _ in forwards]
+    try:
+        for module, forward in forwards:
+            module.forward = forward
+        yield
+    finally:
+        for module, own in before:
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
 
 
 def override_in(module: nn.Module, slot: str = "forward") -> Override | None:
