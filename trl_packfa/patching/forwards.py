@@ -30,7 +30,7 @@ from ..runtime.override import NamedOverride, Override, forward_signature
 from ..runtime.per_document import BOUNDARIES, FOUND_BY_ITSELF, run_backbone_by_document
 from . import cross_attention, router_loss
 from .attention_interface import MasksByInterface
-from .handed_masks import HandedMasks, handed_masks, with_one_mask, without_empty_masks
+from .handed_masks import HandedMasks, handed_masks, without_empty_masks
 from .inspect import max_positions
 from .rotary import depends_on_length
 from .state import PatchState
@@ -108,7 +108,7 @@ class BackboneOverride(_PackedForward):
         """Run the backbone's forward."""
         call = self.named(args, kwargs)  # layouts are looked for by name
         masks = self.find_masks(call)
-        call = without_empty_masks(call) if masks is None else with_one_mask(call, masks)
+        call = without_empty_masks(call) if masks is None else {**call, "attention_mask": masks.handed()}
         layout = self.find_layout(call)
         if layout is not None:
             shared = self.find_shared(call, layout)

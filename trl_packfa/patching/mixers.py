@@ -25,6 +25,7 @@ from ..runtime.compile import outside_of_graphs
 from ..runtime.override import Override
 from ..runtime.per_document import BOUNDARIES, FLASH_KEYS, run_by_document
 from ..runtime.random_states import devices_of, random_states_kept
+from .attention_interface import attend_packed
 from .inspect import class_names
 
 logger = logging.getLogger(__name__)
@@ -217,11 +218,9 @@ class FunctionOverride:
         arguments = self.read_arguments(self.module)
         if not self.module.training:
             arguments = replace(arguments, dropout=0.0)
-        q_TNH, k_TKH, v_TKH = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
         # These modules may rotate query and key in float32, but backends need one dtype.
-        q_TNH, k_TKH = q_TNH.to(v_TKH.dtype), k_TKH.to(v_TKH.dtype)
-        out_TNH = self.backends.attend(q_TNH, k_TKH, v_TKH, layout, arguments)
-        return out_TNH.view(query.shape[0], query.shape[2], *out_TNH.shape[1:]).transpose(1, 2), None
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        return attend_packed(self.backends, query, key, value, layout, arguments).transpose(1, 2), None
 
 
 def _without_mask(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

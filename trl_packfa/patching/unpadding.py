@@ -170,23 +170,22 @@ class Unpadding:
         if self.watch is not None:
             self.watch(forward, call, rows, outputs)
 
-    @contextmanager
-    def off(self) -> Iterator[None]:
+    def off(self) -> AbstractContextManager[None]:
         """Make padded calls run with their pads, inside a `with` block."""
-        before, self.is_on = self.is_on, False
-        try:
-            yield
-        finally:
-            self.is_on = before
+        return self._set(is_on=False)
+
+    def unshared(self) -> AbstractContextManager[None]:
+        """Make rows share no prefixes, inside a `with` block."""
+        return self._set(sharing=None)
 
     @contextmanager
-    def unshared(self) -> Iterator[None]:
-        """Make rows share no prefixes, inside a `with` block."""
-        before, self.sharing = self.sharing, None
+    def _set(self, **values: Any) -> Iterator[None]:
+        before = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
         try:
             yield
         finally:
-            self.sharing = before
+            vars(self).update(before)
 
 
 def _modalities(call: dict[str, Any]) -> list[str]:
