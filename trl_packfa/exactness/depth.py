@@ -29,15 +29,8 @@ def layers_to_skip(
 ) -> dict[str, tuple[nn.Module, bool]]:
     """Return the layers that repeat the kind of another one, by name, each with whether it returns a tuple.
 
-    The result is empty if the model is cheap to run, or its layers cannot be left out.
-
-    Args:
-        model (`torch.nn.Module`), state ([`PatchState`]):
-            The patched model.
-        layers (`dict[str, torch.nn.Module]`):
-            Its decoder layers by name, in order.
-        run (`Callable`):
-            Runs the model once.
+    The result is empty if the model is cheap to run, or its layers cannot be left out. `layers` are its decoder layers
+    by name, in order; `run` runs the model once.
     """
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
     size = sum(whole_size(parameter) for layer in layers.values() for parameter in layer.parameters())

@@ -67,15 +67,8 @@ class HeadProof(NamedTuple):
 def check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Any) -> HeadProof | None:
     """Compare the head that trains with the model's own logits.
 
-    It returns `None` if they cannot be compared: the head's weights are split over ranks, or it is not a module.
-
-    Args:
-        model (`torch.nn.Module`):
-            The model in the mode in which it is compared. It must accept `fused_lm_head=True`.
-        batch (`Mapping[str, Any]`):
-            The packed batch.
-        outputs (`ModelOutput`):
-            The backbone's outputs for it.
+    It returns `None` if they cannot be compared: the head's weights are split over ranks, or it is not a module. The
+    model must accept `fused_lm_head=True`. `outputs` are the backbone's for this packed batch.
     """
     if isinstance(model, DistributedDataParallel) or is_engine(model):
         # Their forward prepares for one backward over all parameters, which is that of the training step.

@@ -27,13 +27,7 @@ _PREFIX, _BRANCHES, _OTHER = SHORTEST + 4, (11, 1, 24), 13
 def measure_sharing(subject: Subject, state: PatchState, known: torch.Tensor, seed: int) -> SharingReport | None:
     """Compare rows that share their prefix with the same rows run separately; `None` if no rows are shared.
 
-    Args:
-        subject ([`Subject`]), state ([`PatchState`]):
-            The model, patched with `share_prefixes=True`.
-        known (`torch.Tensor`):
-            Token ids that it knows.
-        seed (`int`):
-            Seed of the documents.
+    The documents are drawn from `known`, token ids that the model knows.
     """
     assert state.unpadding is not None
     most = max_positions(find_backbone(subject.model, state.patch))

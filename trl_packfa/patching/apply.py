@@ -127,13 +127,7 @@ def compile_layers(model: nn.Module, **options: Any) -> int:
     """Compile each layer of a patched model by itself, in place, and return the number of layers.
 
     Layers of one kind share their graphs, so compiling 32 layers takes as long as compiling one. `undo_patch` undoes
-    it.
-
-    Args:
-        model (`torch.nn.Module`):
-            A patched model.
-        options (`Any`):
-            Arguments of `torch.compile`.
+    it. `options` are the arguments of `torch.compile`.
     """
     state = find_state(model)
     assert state is not None

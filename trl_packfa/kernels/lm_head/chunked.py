@@ -29,14 +29,7 @@ if TYPE_CHECKING:
 
 
 class Head:
-    """A forward of a causal LM that replaces another one and keeps it.
-
-    Args:
-        module (`PreTrainedModel`):
-            The causal LM, with TRL's fused head.
-        forward (`Callable`):
-            The forward that is replaced.
-    """
+    """A forward of a causal LM with TRL's fused head that replaces another `forward` and keeps it."""
 
     def __init__(self, module: PreTrainedModel, forward: Callable[..., Any]) -> None:
         self.module, self.forward = module, forward
