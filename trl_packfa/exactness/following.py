@@ -105,7 +105,6 @@ class Following:
 
     Attributes:
         traces (`list[Trace]`): for each document the layers' own inputs, and the outputs of mixers and routers.
-        held (`set[Key]`): keys of the tensors that were replaced.
     """
 
     def __init__(
@@ -114,11 +113,10 @@ class Following:
         self.places, self.shape = places, shape
         self.handed = handed or [None] * len(places)
         self.traces: list[Trace] = [{} for _ in places]
-        self.held: set[Key] = set()
         self._calls: Counter[tuple[str, str]] = Counter()
 
     @contextmanager
-    def attached(self, parts: Parts) -> Iterator[Following]:
+    def attached(self, parts: Parts) -> Iterator[None]:
         """Trace the forward in a `with` block; it may run only one."""
         # A router with the same input makes the same choice. Else rounding would send single tokens to other experts,
         # and their gradients would be completely different.
@@ -130,7 +128,7 @@ class Following:
             for name, module in {**parts.routers, **parts.mixers}.items():
                 kind = "left" if name in parts.mixers else "routed"
                 hooks.enter_context(module.register_forward_hook(self._leave(name, kind)))
-            yield self
+            yield
 
     def _enter(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -182,7 +180,6 @@ class Following:
                 found.append((place, value.to(flat.dtype)))
         if not found:
             return tensor
-        self.held.add(key)
         values = flat.detach().clone()
         for place, value in found:  # one by one, as autocast on a CPU cannot concatenate float16
             values[place] = value

@@ -29,7 +29,7 @@ from ..kernels.rotary import PlainRotation
 from ..patches.base import Patch
 from ..runtime import bitsandbytes
 from ..runtime.compile import CompiledLayer
-from ..runtime.override import Override, forward_slot
+from ..runtime.override import Override
 from .attention_interface import MasksByInterface, interface_config, mask_config
 from .cross_attention import ARGUMENTS, CrossAttentionOverride, cross_attention_of
 from .encoders import EncoderOverride, LengthGroupsOverride, StackOverride, find_stack
@@ -90,18 +90,14 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
     if options.unpad and state.takes_images:
         planned += _plan_masks(model, backbone, backends)
     planned += [(module, bitsandbytes.SWITCH, False) for module in bitsandbytes.convertible_modules(model)]
-    planned += [_edit(override) for override in _plan_outside(model, backbone, state)]
-    planned += [_edit(override) for override in _plan_inside(backbone, state)]
+    planned += [override.as_edit() for override in _plan_outside(model, backbone, state)]
+    planned += [override.as_edit() for override in _plan_inside(backbone, state)]
     for module, slot, value in planned:
         # Keep the instance's own value. `None` means that the class's value was in use, so undoing deletes ours.
         state.edits.append((module, slot, vars(module).get(slot)))
         setattr(module, slot, value)
     setattr(backbone, SLOT, state)
     return state
-
-
-def _edit(override: Override) -> Edit:
-    return override.module, forward_slot(override.module), override.as_forward()
 
 
 def _reads_padded_batches(patch: Patch) -> bool:
@@ -202,7 +198,7 @@ def _plan_attention(state: PatchState) -> list[Edit]:
         if patch.attention:
             qkv = next(patch.attention[name] for name in names if name in patch.attention)
             qkv = qkv if state.options.fused_kernels else PlainRotation(qkv)
-            planned.append(_edit(AttentionOverride(module, patch, qkv, backends)))
+            planned.append(AttentionOverride(module, patch, qkv, backends).as_edit())
         elif not patch.functions.keys().isdisjoint(names):
             function = next(patch.functions[name] for name in names if name in patch.functions)
             planned.append((module, function, FunctionOverride(module, function, patch.arguments, backends)))

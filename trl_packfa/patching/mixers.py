@@ -7,7 +7,6 @@ Shape letters: B rows, L row length, T packed tokens (B * L), N heads, H head di
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +21,7 @@ from ..layout import PackedLayout
 from ..layout.call_context import PackedCall, current_call, find_call, find_layout, in_call, is_empty_mask, packed_call
 from ..patches.base import Patch
 from ..runtime.compile import outside_of_graphs
-from ..runtime.override import Override
+from ..runtime.override import NamedOverride, Override
 from ..runtime.per_document import BOUNDARIES, FLASH_KEYS, run_by_document
 from ..runtime.random_states import devices_of, random_states_kept
 from .attention_interface import attend_packed
@@ -85,7 +84,7 @@ class LayerOverride(Override):
             layer.gradient_checkpointing = True
 
 
-class MixerOverride(Override):
+class MixerOverride(NamedOverride):
     """Forward of a module that mixes tokens: by its own kernels if they provably honour boundaries, else by
     document."""
 
@@ -96,11 +95,8 @@ class MixerOverride(Override):
         self.masked = self.beside or not classes.isdisjoint(patch.masked_mixers)
         # RecurrentGemma's attention has no `sliding_window`: the window is its config's `attention_window_size`.
         self.window: Any = getattr(module, "sliding_window", None) or getattr(config, "attention_window_size", None)
-        parameters = inspect.signature(type(module).forward).parameters.values()
-        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-        names = {parameter.name for parameter in parameters}
-        self.takes_shape = "input_ids_shape" in names  # a table of positions that takes position ids or a shape
-        known = [tuple(name for name in offer if takes_any or name in names) for offer in _OFFERS]
+        self.takes_shape = "input_ids_shape" in self.names  # a table of positions that takes position ids or a shape
+        known = [tuple(name for name in offer if self.takes_any or name in self.names) for offer in _OFFERS]
         self.offers = [offer for offer in dict.fromkeys(known) if offer]
 
     # Outside of graphs, as every batch has documents of other lengths.

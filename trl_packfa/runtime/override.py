@@ -39,13 +39,14 @@ class Override:
             return type(self.module).forward(self.module, *args, **kwargs)
         return self.original(*args, **kwargs)
 
-    def as_forward(self) -> Callable[..., Any]:
-        """Return the value for the module's slot: the override's bound `__call__`, or the override if it has a
+    def as_edit(self) -> tuple[nn.Module, str, Callable[..., Any]]:
+        """Return the module, its slot and the slot's value: the bound `__call__`, or the override if it has a
         signature."""
         # torch.compile guards an instance's forward by identity, but a bound method by its code. With bound methods
         # the layers of a model share one graph, while each override object would need its own. A signature is read
         # from the object itself, and only a whole model's forward has one.
-        return self if hasattr(self, "__signature__") else self.__call__
+        value = self if hasattr(self, "__signature__") else self.__call__
+        return self.module, forward_slot(self.module), value
 
 
 class NamedOverride(Override):
@@ -58,9 +59,9 @@ class NamedOverride(Override):
 
     def __init__(self, module: nn.Module, original: Callable[..., Any] | None = None) -> None:
         super().__init__(module, original)
-        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-        self.names = tuple(parameter.name for parameter in parameters)
-        self.takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+        parameters = forward_signature(module).parameters
+        self.names = tuple(parameters)
+        self.takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return all arguments of a call by name."""

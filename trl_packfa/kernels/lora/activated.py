@@ -9,7 +9,6 @@ Shape letters: T packed tokens, S documents, P activated tokens, D features.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +23,7 @@ from ...layout import PackedLayout
 from ...layout.call_context import current_call
 from ...layout.from_call import layout_of
 from ...runtime.compile import around_graphs, outside_of_graphs
-from ...runtime.override import Override, forward_signature, forward_slot, override_in
+from ...runtime.override import NamedOverride, Override, forward_signature, forward_slot, override_in
 
 Invocations = Mapping[str, tuple[int, ...]]
 
@@ -174,7 +173,7 @@ def activated_tokens(input_ids: torch.Tensor, layout: PackedLayout, invocation: 
     return (numbers_T >= last_S[documents_T]).nonzero().flatten()
 
 
-class ActivatedModelOverride(Override):
+class ActivatedModelOverride(NamedOverride):
     """The forward of a `PeftModel` with activated adapters. Packed calls skip PEFT's offsets of rows.
 
     PEFT passes its offsets by hooks. With activation checkpointing it allows one set of hooks until a backward removes
@@ -202,11 +201,8 @@ class ActivatedModelOverride(Override):
         return kwargs.get("adapter_names") is None and layout_of(self._named(args, kwargs)) is not None
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        names = list(inspect.signature(type(self.module).forward).parameters)[1:]
-        call = {**dict(zip(names, args, strict=False)), **kwargs}
-        return {
-            name: value for name, value in call.items() if name not in ("alora_offsets", "adapter_names", "task_ids")
-        }
+        of_peft, call = ("alora_offsets", "adapter_names", "task_ids"), self.named(args, kwargs)
+        return {name: value for name, value in call.items() if name not in of_peft}
 
 
 def _take_off_hooks(model: nn.Module) -> None:
