@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from trl_packfa.attention import AttentionArguments, get_backend
 from trl_packfa.bench.command import rows_parser, show_rows
 from trl_packfa.errors import InvalidConfig
-from trl_packfa.kernels.cpu import RMSNormOverride
+from trl_packfa.kernels.cpu.norms import RMSNormOverride
 from trl_packfa.kernels.rotary import rotate
 from trl_packfa.layout import PackedLayout
 from trl_packfa.layout.call_context import packed_call
@@ -72,7 +72,7 @@ def _rotation(tokens: int, dtype: torch.dtype) -> tuple[Act, Act]:
 
 def _norm(tokens: int, dtype: torch.dtype) -> tuple[Act, Act]:
     norm = LlamaRMSNorm(_HEADS * _HEAD_DIM).to(dtype).requires_grad_(False)
-    ours, layout = RMSNormOverride(norm, None), PackedLayout.from_lengths((tokens,))
+    ours, layout = RMSNormOverride(norm), PackedLayout.from_lengths((tokens,))
     x = torch.randn(1, tokens, _HEADS * _HEAD_DIM, dtype=dtype).requires_grad_()
     upstream = torch.randn_like(x)
 

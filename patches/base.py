@@ -16,7 +16,8 @@ from ..errors import InvalidConfig
 from ..layout import PackedLayout
 
 # torch types every attribute of a module as a tensor or a module, so attention modules are `Any` here.
-QKV: TypeAlias = Callable[[Any, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+Heads: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # query, key and value
+QKV: TypeAlias = Callable[[Any, torch.Tensor, Any], Heads]
 
 
 def read_arguments(module: Any) -> AttentionArguments:

@@ -9,10 +9,10 @@ from transformers.models.bloom.modeling_bloom import dropout_add
 
 from trl_packfa.attention import AttentionArguments, Bias, linear_bias
 from trl_packfa.layout import PackedLayout
-from trl_packfa.patches.base import Patch
+from trl_packfa.patches.base import Heads, Patch
 
 
-def fused_qkv(module: Any, hidden_states: torch.Tensor, _: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def fused_qkv(module: Any, hidden_states: torch.Tensor, _: Any) -> Heads:
     """Compute `query_key_value` of `(B, L, D)` and split it, interleaved by head, into three `(B, L, heads, H)`."""
     # `_reshape` returns `(B, heads, L, H)`; backends take tokens before heads.
     query, key, value = (t.transpose(1, 2) for t in module._reshape(module.query_key_value(hidden_states)))

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from trl_packfa.attention import AttentionArguments, Bias, key_bias
+from trl_packfa.attention import Bias, key_bias
 from trl_packfa.layout import PackedLayout
-from trl_packfa.patches.base import Patch, read_arguments
+from trl_packfa.patches.base import Patch
+from trl_packfa.patches.mistral import config_window
 from trl_packfa.patches.qwen3 import normed_rotary_qkv
-
-
-def with_window(module: Any) -> AttentionArguments:
-    """Read the usual arguments, and the window from the config."""
-    # `DogeAttention` has no window attribute: transformers puts the window into the mask only.
-    return replace(read_arguments(module), sliding_window=module.config.sliding_window)
 
 
 def dynamic_mask(module: Any, value: torch.Tensor, layout: PackedLayout) -> Bias:
@@ -39,6 +33,6 @@ PATCH = Patch(
     model_types=("doge",),
     backbone="DogeModel",
     attention={"DogeAttention": normed_rotary_qkv},
-    arguments=with_window,
+    arguments=config_window,  # `DogeAttention` has none: transformers puts the window into the mask only
     bias=dynamic_mask,
 )

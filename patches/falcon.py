@@ -8,13 +8,11 @@ import torch
 
 from trl_packfa.attention import AttentionArguments
 from trl_packfa.kernels.rotary import rotate
-from trl_packfa.patches.base import Patch
+from trl_packfa.patches.base import Heads, Patch
 from trl_packfa.patches.llama import Embeddings
 
 
-def rotary_qkv(
-    module: Any, hidden_states: torch.Tensor, position_embeddings: Embeddings
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def rotary_qkv(module: Any, hidden_states: torch.Tensor, position_embeddings: Embeddings) -> Heads:
     """Compute query, key and value `(B, L, heads, H)` from `(B, L, D)`, and rotate query and key."""
     # The module splits the projection, because Falcon has three layouts of it.
     query, key, value = module._split_heads(module.query_key_value(hidden_states))

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from trl_packfa.attention import AttentionArguments
-from trl_packfa.patches.base import Patch
+from trl_packfa.patches.base import Heads, Patch
 
 
-def plain_qkv(module: Any, hidden_states: torch.Tensor, _: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def plain_qkv(module: Any, hidden_states: torch.Tensor, _: Any) -> Heads:
     """Compute query, key and value `(B, L, heads, H)` from `(B, L, D)`."""
     shape = (*hidden_states.shape[:-1], -1, module.attention_head_size)
     return (

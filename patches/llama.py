@@ -8,12 +8,12 @@ import torch
 
 from trl_packfa.kernels.lora import project_together
 from trl_packfa.kernels.rotary import rotate
-from trl_packfa.patches.base import Patch
+from trl_packfa.patches.base import Heads, Patch
 
 Embeddings = tuple[torch.Tensor, torch.Tensor]
 
 
-def project_heads(module: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def project_heads(module: Any, hidden_states: torch.Tensor) -> Heads:
     """Compute `q_proj`, `k_proj` and `v_proj` of `(B, L, D)`, each as `(B, L, heads, H)`."""
     shape = (*hidden_states.shape[:-1], -1, module.head_dim)
     # The three LoRA layers have the same input, so their products are computed together.
@@ -21,9 +21,7 @@ def project_heads(module: Any, hidden_states: torch.Tensor) -> tuple[torch.Tenso
     return query.view(shape), key.view(shape), value.view(shape)
 
 
-def rotary_qkv(
-    module: Any, hidden_states: torch.Tensor, position_embeddings: Embeddings
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def rotary_qkv(module: Any, hidden_states: torch.Tensor, position_embeddings: Embeddings) -> Heads:
     """Compute query, key and value `(B, L, heads, H)`, and rotate query and key."""
     query, key, value = project_heads(module, hidden_states)
     return *rotate(query, key, *position_embeddings), value

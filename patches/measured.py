@@ -80,11 +80,7 @@ def _hash(modules: tuple[str, ...]) -> str:
     for name in modules:
         try:
             source = inspect.getsource(sys.modules[name])
-        except (
-            OSError,
-            TypeError,
-            KeyError,
-        ):  # defined in a console, compiled, or deleted: it equals no measured code
+        except (OSError, TypeError, KeyError):  # of a console, compiled, or deleted: it equals no measured code
             source = f"{name} has no source"
         digest.update(source.encode())
     return digest.hexdigest()[:16]

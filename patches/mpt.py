@@ -9,10 +9,10 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from trl_packfa.attention import AttentionArguments, Bias, linear_bias
 from trl_packfa.layout import PackedLayout
-from trl_packfa.patches.base import Patch
+from trl_packfa.patches.base import Heads, Patch
 
 
-def fused_qkv(module: Any, hidden_states: torch.Tensor, _: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def fused_qkv(module: Any, hidden_states: torch.Tensor, _: Any) -> Heads:
     """Compute `Wqkv` of `(B, L, D)` and split it into three `(B, L, heads, H)`."""
     mixed = module.Wqkv(hidden_states)
     if module.clip_qkv:

@@ -7,13 +7,11 @@ from typing import Any
 import torch
 
 from trl_packfa.kernels.rotary import rotate
-from trl_packfa.patches.base import Patch
+from trl_packfa.patches.base import Heads, Patch
 from trl_packfa.patches.llama import Embeddings, project_heads
 
 
-def partial_rotary_qkv(
-    module: Any, hidden_states: torch.Tensor, position_embeddings: Embeddings
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def partial_rotary_qkv(module: Any, hidden_states: torch.Tensor, position_embeddings: Embeddings) -> Heads:
     """Compute query, key and value `(B, L, heads, H)`, and rotate the first `rotary_ndims` of query and key."""
     # The tables have `rotary_ndims` columns, so `rotate` does not change the rest of each head.
     query, key, value = project_heads(module, hidden_states)

@@ -7,14 +7,12 @@ from typing import Any
 import torch
 
 from trl_packfa.kernels.rotary import rotate
-from trl_packfa.patches.base import Patch
+from trl_packfa.patches.base import Heads, Patch
 from trl_packfa.patches.llama import Embeddings
 from trl_packfa.patches.mistral import config_window
 
 
-def fused_qkv(
-    module: Any, hidden_states: torch.Tensor, position_embeddings: Embeddings
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def fused_qkv(module: Any, hidden_states: torch.Tensor, position_embeddings: Embeddings) -> Heads:
     """Compute query, key and value `(B, L, heads, H)` by `qkv_proj`, and rotate query and key."""
     num_heads, num_key_value_heads = module.config.num_attention_heads, module.num_key_value_heads
     # The heads lie side by side: N of the query, then K of the key, then K of the value.

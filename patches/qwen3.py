@@ -7,13 +7,11 @@ from typing import Any
 import torch
 
 from trl_packfa.kernels.rotary import rotate
-from trl_packfa.patches.base import Patch
+from trl_packfa.patches.base import Heads, Patch
 from trl_packfa.patches.llama import Embeddings, project_heads
 
 
-def normed_rotary_qkv(
-    module: Any, hidden_states: torch.Tensor, position_embeddings: Embeddings
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def normed_rotary_qkv(module: Any, hidden_states: torch.Tensor, position_embeddings: Embeddings) -> Heads:
     """Compute query, key and value `(B, L, heads, H)`, and normalize and rotate query and key."""
     query, key, value = project_heads(module, hidden_states)
     return *rotate(module.q_norm(query), module.k_norm(key), *position_embeddings), value

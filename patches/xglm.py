@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trl_packfa.attention import AttentionArguments
-from trl_packfa.patches.base import Patch
+from trl_packfa.patches.base import Heads, Patch
 from trl_packfa.patches.llama import project_heads
 
 
@@ -17,7 +17,7 @@ def read_arguments(module: Any) -> AttentionArguments:
     return AttentionArguments(scaling=module.scaling, dropout=float(module.dropout))
 
 
-def plain_qkv(module: Any, hidden_states: torch.Tensor, _: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def plain_qkv(module: Any, hidden_states: torch.Tensor, _: Any) -> Heads:
     """Compute `q_proj`, `k_proj` and `v_proj` of `(B, L, D)`, each as `(B, L, heads, H)`."""
     return project_heads(module, hidden_states)
 

@@ -110,6 +110,6 @@ def test_heads_that_ranks_cannot_divide_are_refused(monkeypatch):
 
 def test_a_term_from_tokens_is_refused(monkeypatch):
     arguments = AttentionArguments(scaling=1.0, bias=lambda queries, keys: torch.zeros(()))
-    monkeypatch.setattr(BackendChoice, "_attend_causally", lambda *call: call[1])
+    monkeypatch.setattr(BackendChoice, "_attend_causally", lambda self, qkv, *_: qkv[0])
     with pytest.raises(PackingError, match=r"shared by 2 processes cannot have a term added(.|\n)*ALiBi"):
         assert_shared(monkeypatch, 2, 4, 2, arguments)

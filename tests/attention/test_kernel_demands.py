@@ -236,9 +236,8 @@ def test_each_gpu_gets_the_flash_attention_that_was_written_for_it(capability, e
     assert (flash._kernel(capability) is not None) == (capability == (9, 0))
 
 
-@pytest.mark.parametrize("name", ["s_aux", "learnable_sink"])
-def test_sinks_are_handed_over_in_half_precision(name, monkeypatch):
-    """G11. They are float32 weights under autocast."""
+def given_to_flash(monkeypatch, option):
+    """Options that a call hands to flash-attn, whose kernel knows only this one."""
     given = {}
 
     def kernel(q, k, v, **options):
@@ -246,7 +245,14 @@ def test_sinks_are_handed_over_in_half_precision(name, monkeypatch):
         return q
 
     monkeypatch.setattr(flash, "_capability", lambda device: (9, 0))
-    monkeypatch.setitem(flash._KERNELS, (9, 0), flash._Kernel(kernel, frozenset([name])))
+    monkeypatch.setitem(flash._KERNELS, (9, 0), flash._Kernel(kernel, frozenset([option])))
+    return given
+
+
+@pytest.mark.parametrize("name", ["s_aux", "learnable_sink"])
+def test_sinks_are_handed_over_in_half_precision(name, monkeypatch):
+    """G11. They are float32 weights under autocast."""
+    given = given_to_flash(monkeypatch, name)
     layout, sinks = PackedLayout.from_lengths([3, 5]), torch.randn(4, requires_grad=True)
     q, k, v = random((8, 4, 16), (8, 2, 16), (8, 2, 16), dtype=torch.float32)
     with torch.autocast("cpu", BF16):
@@ -255,14 +261,7 @@ def test_sinks_are_handed_over_in_half_precision(name, monkeypatch):
 
 
 def test_a_deterministic_run_asks_flash_attn_for_it(monkeypatch):
-    given = {}
-
-    def kernel(q, k, v, **options):
-        given.update(options)
-        return q
-
-    monkeypatch.setattr(flash, "_capability", lambda device: (8, 0))
-    monkeypatch.setitem(flash._KERNELS, (8, 0), flash._Kernel(kernel, frozenset(["deterministic"])))
+    given = given_to_flash(monkeypatch, "deterministic")
     layout, tensors = PackedLayout.from_lengths([3, 5]), random((8, 4, 16), (8, 2, 16), (8, 2, 16))
     arguments = AttentionArguments(scaling=0.3)
     get_backend("flash")(*tensors, arguments.on(layout.attention))

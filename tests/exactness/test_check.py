@@ -161,8 +161,8 @@ def test_rounding_is_drawn_again_before_a_model_is_blamed_for_a_difference_near_
     report = check_unpadding(model)
     assert before[:2] == [0, draws]
     if draws > 1:
-        of_reference = drawn.pop(draws - 1).times(engine._REFERENCE_SHARE)
-        same = [noise.gradients for noise in (*drawn[: draws - 1], of_reference)]
+        of_reference = [value * engine._REFERENCE_SHARE for value in drawn.pop(draws - 1).gradients]
+        same = [*(noise.gradients for noise in drawn[: draws - 1]), of_reference]
         assert noises[1].gradients == list(map(max, *same))
         assert report.verdict == "exact" and report.against == "padded"
 
@@ -178,9 +178,7 @@ def test_a_difference_near_its_limit_is_compared_with_the_rounding_of_both_ways(
         noise = rounding(subject, way, expected)
         of_reference = way is not ways[0]
         return noise._replace(
-            apart=noise.apart._replace(
-                layers={key: value * (by if of_reference else 1) for key, value in noise.apart.layers.items()}
-            ),
+            layers={key: value * (by if of_reference else 1) for key, value in noise.layers.items()},
             gradients=[value * (by if of_reference else 1) for value in noise.gradients],
         )
 

@@ -15,7 +15,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from trl_packfa import PackedLayout, describe, patch
-from trl_packfa.kernels.cpu import RMSNormOverride, is_rms_norm_on_cpu
+from trl_packfa.kernels.cpu.norms import RMSNormOverride, is_rms_norm_on_cpu
 from trl_packfa.kernels.rotary import rotate
 from trl_packfa.layout.call_context import packed_call
 from trl_packfa.runtime.override import override_in
@@ -106,7 +106,7 @@ def test_norm(dtype, trained):
             output = forward(inputs[0])
         return [output.detach(), *gradients([output], inputs, upstream)]
 
-    ours, theirs = run(RMSNormOverride(norm, None), dtype), run(norm.forward, dtype)
+    ours, theirs = run(RMSNormOverride(norm), dtype), run(norm.forward, dtype)
     assert torch.equal(ours[0], theirs[0])
     oracle = run(lambda x: norm.weight * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt(), torch.float64)
     for mine, eager, exact in zip(ours[1:], theirs[1:], oracle[1:], strict=True):
@@ -117,7 +117,7 @@ def test_norm(dtype, trained):
 def test_only_packed_calls_are_in_pieces(monkeypatch):
     """The control of the test above: what runs outside of a packed call is the norm's own forward."""
     norm, x = LlamaRMSNorm(64), random(3, 64, seed=0)
-    override = RMSNormOverride(norm, None)
+    override = RMSNormOverride(norm)
     monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, x: -x)
     assert torch.equal(override(x), -x)
     with packed_call(LAYOUT):
@@ -153,5 +153,5 @@ def test_less_is_kept_for_the_backward():
             forward(x)
         return sum(t.numel() for t in saved.values())
 
-    assert kept(RMSNormOverride(norm, None)) == x.numel() + 34 + 64
+    assert kept(RMSNormOverride(norm)) == x.numel() + 34 + 64
     assert kept(norm.forward) >= 2 * x.numel()

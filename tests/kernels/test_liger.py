@@ -20,7 +20,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from trl_packfa import PackedLayout, check, describe, patch, unpatch
 from trl_packfa.errors import ContaminationError
-from trl_packfa.kernels.liger import is_rms_norm_on_cuda, library, norms, swiglu
+from trl_packfa.kernels.liger import library, norms, swiglu
+from trl_packfa.kernels.liger.norms import is_rms_norm_on_cuda
 from trl_packfa.kernels.rotary import rotate
 from trl_packfa.layout.call_context import packed_call
 from trl_packfa.patching.apply import compile_layers
@@ -141,7 +142,7 @@ def test_norms_that_liger_would_cast_otherwise_run_their_own(dtypes, calls):
     """A float32 norm of a half-precision input has a float32 result, Liger's would be half."""
     norm, x = LlamaRMSNorm(8).to(dtypes[1]), torch.randn(5, 8).to(dtypes[0])
     with packed_call(PackedLayout.from_lengths((5,))):
-        assert torch.equal(norms.LigerRMSNormOverride(norm, None)(x), norm(x))
+        assert torch.equal(norms.LigerRMSNormOverride(norm)(x), norm(x))
     assert not calls
 
 

@@ -14,7 +14,8 @@ from torch.nn.modules import module as torch_modules
 from torch.nn.utils import parametrize
 
 from trl_packfa import describe, patch
-from trl_packfa.kernels.liger import multiplies_by_liger, swiglu
+from trl_packfa.kernels.liger import swiglu
+from trl_packfa.kernels.liger.swiglu import multiplies_by_liger
 from trl_packfa.kernels.lora import decisions, overrides, projections
 
 # One adapter, so that nothing else of the model is fused and all results are comparable to the bit.

@@ -227,7 +227,7 @@ def test_own_kernels_are_used_only_where_they_provably_honour_boundaries(mixer, 
     module, layout, known = mixer(), PackedLayout.from_lengths([5, 1, 9]), {}
     x = torch.randn(1, 15, 4)
     exact = torch.cat([module(document[None])[0] for document in layout.split(x)])[None]
-    module.forward = MixerOverride(module, None, native=known, masked=False, beside=False, window=None)
+    module.forward = MixerOverride(module, Patch(model_types=("decay",), mixers=("Decay",)), known)
     mixer.used = False
     for _ in range(2):
         with packed_call(layout):

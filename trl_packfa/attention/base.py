@@ -115,11 +115,6 @@ class AttentionRequest(NamedTuple):
             causal=call.layout.causal,
         )
 
-    @property
-    def widest(self) -> int:
-        """The larger of the head dims of queries and values."""
-        return max(self.head_dim, self.value_dim or 0)
-
     def describe(self) -> str:
         """Describe the request in one line for error messages."""
         parts = [f"device={self.device}", f"dtype={str(self.dtype).removeprefix('torch.')}"]

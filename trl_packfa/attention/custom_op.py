@@ -91,11 +91,9 @@ torch.library.define(
 
 @torch.library.impl("trl_packfa::attend", "default")
 @torch.no_grad()
-def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, *options: Any
-) -> torch.Tensor:
+def _attend(*inputs: Any) -> torch.Tensor:
     """Compute attention `(T, N, H)` from query `(T, N, H)`, key and value `(T, K, H)` and sinks `(N,)`."""
-    return _run(query, key, value, sinks, *options).contiguous()
+    return _run(*inputs).contiguous()
 
 
 @torch.library.impl("trl_packfa::attend_backward", "default")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -13,6 +13,8 @@ from .backends import BACKENDS, AttentionBackend, get_backend
 from .base import AttentionArguments, AttentionCall, AttentionRequest
 from .custom_op import attend_in_graph
 from .exchange import attend_sharded
+
+QKV: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def resolve(request: AttentionRequest, backend: str = "auto") -> AttentionBackend:
@@ -68,10 +70,10 @@ class BackendChoice:
         """
         if layout.shard is not None:
             return self._attend_sharded(query, key, value, layout, arguments)
-        out = self._attend_causally(query, key, value, layout, arguments)
+        out = self._attend_causally((query, key, value), layout, arguments)
         if layout.blocks is None or layout.block_attention(arguments.sliding_window) is None:
             return out
-        return self._attend_to_blocks(out, query, key, value, layout, arguments)
+        return self._attend_to_blocks(out, (query, key, value), layout, arguments)
 
     # Outside of graphs, as they cannot hold the exchange between processes.
     @outside_of_graphs
@@ -81,13 +83,7 @@ class BackendChoice:
     # Outside of graphs, as the blocks are those of this batch.
     @outside_of_graphs
     def _attend_to_blocks(
-        self,
-        out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layout: PackedLayout,
-        arguments: AttentionArguments,
+        self, out: torch.Tensor, qkv: QKV, layout: PackedLayout, arguments: AttentionArguments
     ) -> torch.Tensor:
         """Return `out` with the attention of the blocks' tokens in place of their causal attention."""
         if arguments.bias is not None:
@@ -98,20 +94,13 @@ class BackendChoice:
         found = layout.block_attention(arguments.sliding_window)
         assert found is not None
         tokens, attention = found
-        call = arguments.on(attention)
+        call, (query, key, value) = arguments.on(attention), qkv
         query, key, value = tokens.gather(query), attention.gather_keys(key), attention.gather_keys(value)
         seen = self.for_request(AttentionRequest.of(query, key, value, call))(query, key, value, call)
         return out.index_copy(0, tokens.index, seen)
 
-    def _attend_causally(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layout: PackedLayout,
-        arguments: AttentionArguments,
-    ) -> torch.Tensor:
-        call = arguments.on(layout.attention)
+    def _attend_causally(self, qkv: QKV, layout: PackedLayout, arguments: AttentionArguments) -> torch.Tensor:
+        call, (query, key, value) = arguments.on(layout.attention), qkv
         request, in_graph = AttentionRequest.of(query, key, value, call), torch.compiler.is_compiling()
         backend = get_backend(_name_in_graphs(self.name, *request)) if in_graph else self.for_request(request)
         is_traceable = in_graph and _is_traceable(backend.name, query.device)

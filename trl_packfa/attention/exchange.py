@@ -26,6 +26,8 @@ Attend: TypeAlias = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, PackedLayout, AttentionArguments], torch.Tensor
 ]
 
+Move: TypeAlias = Callable[[torch.Tensor, RowShard], torch.Tensor]
+
 
 def attend_sharded(
     attend: Attend,
@@ -63,34 +65,21 @@ def attend_sharded(
     repeats = math.lcm(key.shape[1], shard.size) // key.shape[1]
     if repeats > 1:
         key, value = (heads.repeat_interleave(repeats, dim=1) for heads in (key, value))
-    query, key, value = (_TokensForHeads.apply(heads, shard) for heads in (query, key, value))
-    return _HeadsForTokens.apply(attend(query, key, value, layout.whole, arguments), shard)
+    query, key, value = (_Exchange.apply(heads, shard, _to_heads, _to_tokens) for heads in (query, key, value))
+    return _Exchange.apply(attend(query, key, value, layout.whole, arguments), shard, _to_tokens, _to_heads)
 
 
-class _TokensForHeads(torch.autograd.Function):
-    """Autograd function from `(t, N * h, H)` to `(T, h, H)`; its backward is the exchange back."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, shard: RowShard) -> torch.Tensor:
-        ctx.shard = shard
-        return _to_heads(tokens, shard)
+class _Exchange(torch.autograd.Function):
+    """Autograd function of an exchange between `(t, N * h, H)` and `(T, h, H)`; its backward is the exchange back."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _to_tokens(grad, ctx.shard), None
-
-
-class _HeadsForTokens(torch.autograd.Function):
-    """Autograd function from `(T, h, H)` to `(t, N * h, H)`; its backward is the exchange back."""
+    def forward(ctx: Any, x: torch.Tensor, shard: RowShard, there: Move, back: Move) -> torch.Tensor:
+        ctx.shard, ctx.back = shard, back
+        return there(x, shard)
 
     @staticmethod
-    def forward(ctx: Any, heads: torch.Tensor, shard: RowShard) -> torch.Tensor:
-        ctx.shard = shard
-        return _to_tokens(heads, shard)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _to_heads(grad, ctx.shard), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.back(grad, ctx.shard), None, None, None
 
 
 def _to_heads(tokens: torch.Tensor, shard: RowShard) -> torch.Tensor:

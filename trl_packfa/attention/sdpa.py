@@ -64,7 +64,10 @@ class SdpaBackend:
         numbers = layout.split(torch.arange(layout.num_tokens, device=query.device)) if call.bias else ()
         outputs: list[torch.Tensor] = []
         for group, batch in zip(group_by_length(layout.lengths, query.device), batches, strict=True):
-            tokens_GL = _pad_numbers([numbers[i] for i in group], layout.num_tokens) if numbers else None
+            tokens_GL = None
+            if numbers:  # padding gets an index that no token has
+                own = [numbers[i] for i in group]
+                tokens_GL = pad_sequence(own, batch_first=True, padding_value=layout.num_tokens)
             lengths = [layout.lengths[i] for i in group]
             q_GLNH, k_GLKH, v_GLKH = batch
             outputs.append(_attend_batch(q_GLNH, k_GLKH, v_GLKH, call, tokens_GL, lengths))
@@ -151,11 +154,6 @@ def _unpadded(index_M: torch.Tensor, lengths_G: torch.Tensor) -> torch.Tensor:
 def _is_fused(arguments: AttentionArguments) -> bool:
     """Tell whether torch's fused function supports these arguments: it has no softcap and no sinks."""
     return arguments.softcap is None and arguments.sinks is None
-
-
-def _pad_numbers(numbers: list[torch.Tensor], padding: int) -> torch.Tensor:
-    """Pad the token indices of G documents on the right to `(G, L)`, with an index that no token has."""
-    return pad_sequence(numbers, batch_first=True, padding_value=padding)
 
 
 def _kernels(device: str) -> AbstractContextManager[Any]:

@@ -7,14 +7,15 @@ documents run through all layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..patching.apply import PatchState
+from ..runtime.override import forwards_set
 from ..runtime.zero3 import is_partitioned, whole_size
 
 # Layers with this many parameters run all arrangements, about ten thousand tokens, in a few seconds on one core.
@@ -22,20 +23,14 @@ CHEAP = 4_000_000
 _PLAIN = (int, float, str, bool, type(None), torch.dtype)
 
 
+@torch.no_grad()
 def layers_to_skip(
     model: nn.Module, state: PatchState, layers: dict[str, nn.Module], run: Callable[[], object]
 ) -> dict[str, tuple[nn.Module, bool]]:
     """Return the layers that repeat the kind of another one, by name, each with whether it returns a tuple.
 
-    The result is empty if the model is cheap to run, or its layers cannot be left out.
-
-    Args:
-        model (`torch.nn.Module`), state ([`PatchState`]):
-            The patched model.
-        layers (`dict[str, torch.nn.Module]`):
-            Its decoder layers by name, in order.
-        run (`Callable`):
-            Runs the model once.
+    The result is empty if the model is cheap to run, or its layers cannot be left out. `layers` are its decoder layers
+    by name, in order; `run` runs the model once.
     """
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
     size = sum(whole_size(parameter) for layer in layers.values() for parameter in layer.parameters())
@@ -53,20 +48,9 @@ def layers_to_skip(
     return skipped
 
 
-@contextmanager
-def skipping(layers: dict[str, tuple[nn.Module, bool]]) -> Iterator[None]:
+def skipping(layers: dict[str, tuple[nn.Module, bool]]) -> AbstractContextManager[None]:
     """Make these layers return their input inside a `with` block."""
-    before = [(layer, vars(layer).get("forward")) for layer, _ in layers.values()]
-    try:
-        for layer, returns_tuple in layers.values():
-            layer.forward = _pass_tuple if returns_tuple else _pass
-        yield
-    finally:
-        for layer, forward in before:
-            if forward is None:
-                del layer.forward
-            else:
-                layer.forward = forward
+    return forwards_set((layer, _pass_tuple if is_tuple else _pass) for layer, is_tuple in layers.values())
 
 
 def _pass(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -94,12 +78,10 @@ def _returned(layers: dict[str, nn.Module], run: Callable[[], object]) -> dict[s
 
         return hook
 
-    handles = [layer.register_forward_hook(watch(name), with_kwargs=True) for name, layer in layers.items()]
-    try:
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+            hooks.enter_context(layer.register_forward_hook(watch(name), with_kwargs=True))
         run()
-    finally:
-        for handle in handles:
-            handle.remove()
     return {name: found[0] for name, found in calls.items() if len(found) == 1 and found[0] is not None}
 
 

@@ -12,8 +12,9 @@ Shape letters: n tokens of a document, D features, V vocabulary or labels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -103,6 +104,18 @@ class Comparison(NamedTuple):
         """The worst difference as a share of its limit."""
         return max(self.forward.excess, 0.0 if self.gradients is None else self.gradients.excess)
 
+    def measured(self) -> dict[str, Any]:
+        """Return the fields of a [`ComparisonReport`], without the control."""
+        gradients = self.gradients
+        return {
+            "difference": self.forward.difference,
+            "allowed": self.forward.allowed,
+            "gradients": gradients and gradients.difference,
+            "gradients_allowed": gradients and gradients.allowed,
+            "first": self.first,
+            "first_gradient": gradients.where if gradients is not None and gradients.excess > 1 else None,
+        }
+
 
 def compare(
     subject: Subject,
@@ -113,7 +126,7 @@ def compare(
     others: Sequence[Way] = (),
     names: tuple[str, str, str] = ("the reference", "the candidate", "other candidates"),
 ) -> Comparison:
-    """Compare ways to run the documents with a reference.
+    """Compare ways to run the documents with a reference; again with smaller losses while gradients overflow.
 
     An example, a small SmolLM3 in float32: the worst layer of a packed document is 4.0e-7 from the same document
     alone. Allowed are four times what rounding changes there, at least 1e-4.
@@ -132,9 +145,11 @@ def compare(
         names (`tuple[str, str, str]`, *optional*):
             Names of reference, candidates and others for the progress bar.
     """
-    return subject.finite(
-        lambda: _compare(subject, reference, candidates, rounding, others, names), lambda found: found.gradients
-    )
+    while True:
+        found = _compare(subject, reference, candidates, rounding, others, names)
+        overflows = found.gradients is not None and not math.isfinite(found.gradients.difference)
+        if not subject.anywhere(overflows) or not subject.scale_down():
+            return found
 
 
 def _compare(
@@ -171,33 +186,27 @@ def _compare(
     if subject.anywhere(1 < comparison.excess <= _NEAR):
         for _ in range(_MORE_DRAWS):
             noise = noise.or_larger(_rounding(subject, rounding, expected))
-        noise = noise.or_larger(_rounding(subject, reference, expected).times(_REFERENCE_SHARE))
+        noise = noise.or_larger(_rounding(subject, reference, expected), _REFERENCE_SHARE)
         subject.clear()
         comparison = measured.judged(noise)
     return comparison
 
 
 class _Noise(NamedTuple):
-    """Rounding of every layer and document (relative), and of every gradient (norm of the difference)."""
+    """Rounding of every layer and of each document's embeddings' gradients (relative), and of every parameter's
+    gradient (norm of the difference)."""
 
-    apart: _Differences
+    layers: Differences
+    inputs: dict[int, float]
     gradients: list[float]
 
-    def or_larger(self, other: _Noise) -> _Noise:
-        """Return the larger of both, value by value."""
-        apart = _Differences(
-            layers={key: max(value, other.apart.layers[key]) for key, value in self.apart.layers.items()},
-            inputs={key: max(value, other.apart.inputs[key]) for key, value in self.apart.inputs.items()},
+    def or_larger(self, other: _Noise, share: float = 1.0) -> _Noise:
+        """Return the larger of both, value by value; of the other this `share` counts."""
+        return _Noise(
+            {key: max(value, other.layers[key] * share) for key, value in self.layers.items()},
+            {key: max(value, other.inputs[key] * share) for key, value in self.inputs.items()},
+            [max(own, value * share) for own, value in zip(self.gradients, other.gradients, strict=True)],
         )
-        return _Noise(apart, list(map(max, self.gradients, other.gradients)))
-
-    def times(self, factor: float) -> _Noise:
-        """Return all values times a factor."""
-        apart = _Differences(
-            layers={key: value * factor for key, value in self.apart.layers.items()},
-            inputs={key: value * factor for key, value in self.apart.inputs.items()},
-        )
-        return _Noise(apart, [value * factor for value in self.gradients])
 
 
 def _rounding(subject: Subject, rounding: Way, expected: Run) -> _Noise:
@@ -207,7 +216,7 @@ def _rounding(subject: Subject, rounding: Way, expected: Run) -> _Noise:
         as_it_is = rounding(-1.0, expected.traces)
     with last_places_off(subject.model):
         rounded = rounding(1.0, expected.traces)
-    return _Noise(_differences(subject, rounded, as_it_is), subject.norms())
+    return _Noise(*_differences(subject, rounded, as_it_is), subject.norms())
 
 
 class _Measured(NamedTuple):
@@ -231,16 +240,15 @@ class _Measured(NamedTuple):
 
     def judged(self, noise: _Noise) -> Comparison:
         """Compare the differences with what rounding changes."""
-        layers, inputs = noise.apart
         # Each way is judged by itself, as a document and layer may be wrong in only one of them.
-        judged = [(*worst(apart.layers, layers, self.dtype), where) for where, apart in enumerate(self.found)]
+        judged = [(*worst(apart.layers, noise.layers, self.dtype), where) for where, apart in enumerate(self.found)]
         forward, first, where = max(judged, key=lambda item: item[0].excess)
-        gradients = [worst_inputs(apart.inputs, inputs, self.dtype) for apart in self.found if apart.inputs]
+        gradients = [worst_inputs(apart.inputs, noise.inputs, self.dtype) for apart in self.found if apart.inputs]
         if sum(self.norms):
             changed, rounded = (relative_gradients(by, self.norms) for by in (self.gradients, noise.gradients))
             gradients.append(find_worst_gradient(self.dimensions, changed, rounded, self.dtype))
         gradient = max(gradients, key=lambda finding: finding.excess, default=None)
-        return Comparison(self.expected, layers, forward, first, gradient, where)
+        return Comparison(self.expected, noise.layers, forward, first, gradient, where)
 
 
 class _Differences(NamedTuple):

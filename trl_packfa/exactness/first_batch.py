@@ -25,7 +25,7 @@ from ..runtime.compile import uncompiled
 from ..runtime.per_document import BOUNDARIES
 from ..runtime.sequence_parallel import ShardedRowModel, shard_batch
 from .compare import NOISE_FACTOR
-from .head import HeadProof, check_head, kept_outputs
+from .head import HeadProof, check_head, outputs_of
 from .products import fast_half_products
 from .quiet import quiet
 from .rounding import last_places_off
@@ -105,7 +105,7 @@ def check_batch(
     batch = {name: value for name, value in batch.items() if name != "loss"}
     called: Any = model if group is None else ShardedRowModel(model, group)
     with quiet(model, training=True), uncompiled(model), fast_half_products(model):
-        with kept_outputs(model) as outputs:
+        with outputs_of(inner_model(model).base_model) as outputs:
             packed = log_probs_of(model, batch, called)
         part = batch if group is None else shard_batch(batch, group)
         head = check_head(model, part, outputs[0]) if outputs else None

@@ -61,15 +61,9 @@ class PaddedBatchProof(NamedTuple):
 
 
 def refuse_gradients_at_pads(states: torch.Tensor, rows: PaddedRows, name: str) -> None:
-    """Raise in the backward if a loss depends on hidden states at padding, which are zeros without padding.
+    """Raise in the backward if a loss depends on hidden states `(B, L, D)` at padding, zeros if it is removed.
 
-    Args:
-        states (`torch.Tensor`):
-            The backbone's hidden states `(B, L, D)`, with gradients.
-        rows ([`PaddedRows`]):
-            The positions of its true tokens.
-        name (`str`):
-            Name of the model and its trainer.
+    `name` is that of the model and its trainer, for the error.
 
     Raises:
         [`ContaminationError`]: in the backward, with the first such position.
@@ -95,15 +89,7 @@ def compare_padded_batch(
 ) -> PaddedBatchProof:
     """Run a padded call again without padding and without dropout, and compare some of its rows with the rows alone.
 
-    Args:
-        backbone (`torch.nn.Module`):
-            The patched backbone, inside a call.
-        forward (`Callable`):
-            Its unpatched forward.
-        call (`dict[str, Any]`):
-            The arguments of the padded call.
-        rows ([`PaddedRows`]):
-            The rows of the call.
+    `forward` is the unpatched forward of this patched backbone.
     """
     chosen = _choose(rows)
     with quiet(backbone, training=True):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -105,7 +105,6 @@ class Following:
 
     Attributes:
         traces (`list[Trace]`): for each document the layers' own inputs, and the outputs of mixers and routers.
-        held (`set[Key]`): keys of the tensors that were replaced.
     """
 
     def __init__(
@@ -114,27 +113,22 @@ class Following:
         self.places, self.shape = places, shape
         self.handed = handed or [None] * len(places)
         self.traces: list[Trace] = [{} for _ in places]
-        self.held: set[Key] = set()
         self._calls: Counter[tuple[str, str]] = Counter()
 
     @contextmanager
-    def attached(self, parts: Parts) -> Iterator[Following]:
+    def attached(self, parts: Parts) -> Iterator[None]:
         """Trace the forward in a `with` block; it may run only one."""
-        handles = []
         # A router with the same input makes the same choice. Else rounding would send single tokens to other experts,
         # and their gradients would be completely different.
         # Mixers and routers in a checkpointed layer run again in the backward. Their keys count that as a second call,
         # packed and alone, so the recomputation gets the same inputs as well.
-        for name, module in {**parts.layers, **parts.routers}.items():
-            handles.append(module.register_forward_pre_hook(self._enter(name), with_kwargs=True))
-        for name, module in {**parts.routers, **parts.mixers}.items():
-            kind = "left" if name in parts.mixers else "routed"
-            handles.append(module.register_forward_hook(self._leave(name, kind)))
-        try:
-            yield self
-        finally:
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as hooks:
+            for name, module in {**parts.layers, **parts.routers}.items():
+                hooks.enter_context(module.register_forward_pre_hook(self._enter(name), with_kwargs=True))
+            for name, module in {**parts.routers, **parts.mixers}.items():
+                kind = "left" if name in parts.mixers else "routed"
+                hooks.enter_context(module.register_forward_hook(self._leave(name, kind)))
+            yield
 
     def _enter(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -186,7 +180,6 @@ class Following:
                 found.append((place, value.to(flat.dtype)))
         if not found:
             return tensor
-        self.held.add(key)
         values = flat.detach().clone()
         for place, value in found:  # one by one, as autocast on a CPU cannot concatenate float16
             values[place] = value

@@ -10,7 +10,7 @@ Shape letters: B rows, L row length, P trained positions, D model dim, V vocabul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import ContaminationError
 from ..patching import router_loss
 from ..patching.inspect import inner_model
+from ..runtime.override import forwards_set
 from ..runtime.zero3 import is_engine, is_in_parts
 from .compare import GRADIENT_FLOORS, relative_difference
 from .scoring import Scorer
@@ -63,25 +64,11 @@ class HeadProof(NamedTuple):
         )  # fmt: skip
 
 
-@contextmanager
-def kept_outputs(model: nn.Module) -> Iterator[list[Any]]:
-    """Keep the outputs of the backbone in a `with` block."""
-    with _outputs_of(inner_model(model).base_model) as outputs:
-        yield outputs
-
-
 def check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Any) -> HeadProof | None:
     """Compare the head that trains with the model's own logits.
 
-    It returns `None` if they cannot be compared: the head's weights are split over ranks, or it is not a module.
-
-    Args:
-        model (`torch.nn.Module`):
-            The model in the mode in which it is compared. It must accept `fused_lm_head=True`.
-        batch (`Mapping[str, Any]`):
-            The packed batch.
-        outputs (`ModelOutput`):
-            The backbone's outputs for it.
+    It returns `None` if they cannot be compared: the head's weights are split over ranks, or it is not a module. The
+    model must accept `fused_lm_head=True`. `outputs` are the backbone's for this packed batch.
     """
     if isinstance(model, DistributedDataParallel) or is_engine(model):
         # Their forward prepares for one backward over all parameters, which is that of the training step.
@@ -109,7 +96,7 @@ def check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Any) -> Head
         return type(outputs)(**{**outputs, "last_hidden_state": leaf})
 
     assert scorer.head is not None
-    with torch.enable_grad(), _instead(inner.base_model, given), _outputs_of(scorer.head) as outcome:
+    with torch.enable_grad(), forwards_set([(inner.base_model, given)]), outputs_of(scorer.head) as outcome:
         found = model(**batch, fused_lm_head=True, **options)
         by_head = _gradients(found.loss, params)
         samples = trained[torch.linspace(0, len(trained) - 1, _SAMPLES, device=trained.device).long().unique()]
@@ -143,18 +130,15 @@ def check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Any) -> Head
 
 
 @contextmanager
-def _outputs_of(module: nn.Module) -> Iterator[list[Any]]:
+def outputs_of(module: nn.Module) -> Iterator[list[Any]]:
     """Keep the last output of a module in a `with` block."""
     outputs: list[Any] = []
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
         outputs[:] = [output]
 
-    handle = module.register_forward_hook(keep)
-    try:
+    with module.register_forward_hook(keep):
         yield outputs
-    finally:
-        handle.remove()
 
 
 def _gradients(loss: torch.Tensor, params: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -167,17 +151,3 @@ def _off(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the norm of the difference, relative; infinite if a value is not finite."""
     found = float((actual.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30))
     return found if found == found else float("inf")
-
-
-@contextmanager
-def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace a module's forward inside a `with` block."""
-    before = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before

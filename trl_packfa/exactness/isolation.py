@@ -61,17 +61,10 @@ def measure_isolation(
     backward: bool,
     pairs: bool = True,
 ) -> Isolation:
-    """Measure isolation of the documents in one arrangement, with gradients or without.
+    """Measure isolation of the documents in one arrangement, with gradients if `backward`.
 
-    Args:
-        subject ([`Subject`]), probe ([`Probe`]), arrangement ([`Arrangement`]):
-            The model, its documents, and their places.
-        noise (`dict`), scale (`float`):
-            Rounding of every layer, and the standard deviation of the LM head's input.
-        backward (`bool`):
-            Whether gradients are measured.
-        pairs (`bool`, *optional*, defaults to `True`):
-            Whether every two documents are told apart, or only those at an even place from those at an odd one.
+    `noise` is the rounding of every layer, `scale` the standard deviation of the LM head's input. Without `pairs` only
+    documents at an even place are told apart from those at an odd one, not every two.
     """
     documents = arrangement.documents
     everything = range(len(documents))

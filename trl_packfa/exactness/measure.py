@@ -127,7 +127,7 @@ def _check(
         # Training mode first: some models run other kernels there, and only there activation checkpointing is on.
         with quiet(model, training=True), fast_half_products(model):
             draws = _draws_random_numbers(whole, short)
-            skipped = layers_to_skip(model, state, whole.parts.layers, lambda: _run_alone(short))
+            skipped = layers_to_skip(model, state, whole.parts.layers, lambda: short.alone(0))
             kinds = Subject(model, state, gradient_parts, progress, skipped)
             if not draws:
                 trained = _run(short)
@@ -265,11 +265,6 @@ def _run(probe: Probe) -> Documents:
     """Return the LM head's input for the packed documents, and some of their logits."""
     outputs = probe.packed(probe.row)
     return [*outputs.states, *outputs.logits]
-
-
-@torch.no_grad()
-def _run_alone(probe: Probe) -> None:
-    probe.alone(0)
 
 
 def _dtype_name(model: nn.Module, logits: torch.dtype) -> str:

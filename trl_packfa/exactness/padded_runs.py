@@ -95,7 +95,7 @@ class PaddedProbe:
     def run_once(self) -> None:
         """Run the padded rows as without a patch."""
         rows = self.rows(left=False)
-        with torch.no_grad(), self.unpadding.off():
+        with self.unpadding.off():
             self.score(self.batch(rows), rows.shape, torch.tensor([0]))
 
     def _types_with_blocks(self, names: list[str]) -> dict[str, list[torch.Tensor]]:

@@ -6,7 +6,7 @@ Shape letters: B rows, L row length, S documents, V vocabulary, D model dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -104,7 +104,7 @@ class Probe:
             batch = self.collator(_examples(tokens))
             # With labels the model would compute a loss, which nobody reads.
             del batch["labels"]
-            batch = {k: v.to(self.device) if hasattr(v, "to") else v for k, v in batch.items()}
+            batch = on_device(batch, self.device)
         else:
             # The collator makes only one row, so this batch is made here.
             ids = torch.zeros(arrangement.layout.num_tokens, dtype=torch.long)
@@ -178,8 +178,7 @@ class Probe:
         own = torch.cat([nn.functional.pad(ids[1:], (0, 1), value=-100) for ids in self.tokens])[:-1]
         if torch.equal(labels, own):
             return 0.0
-        call = {name: value for name, value in batch.items() if name != "labels"}
-        call = {k: v.to(self.device) if hasattr(v, "to") else v for k, v in call.items()}
+        call = on_device({name: value for name, value in batch.items() if name != "labels"}, self.device)
         logits = torch.cat(self.row.split(self.model(**call, use_cache=False).logits)).float()[:-1]
         return abs(_mean_loss(logits, labels.to(self.device)) - _mean_loss(logits, own.to(self.device)))
 
@@ -196,11 +195,8 @@ class Probe:
             outputs.append(output.detach().requires_grad_(True))
             return outputs[-1].clone()
 
-        handle = self.model.get_input_embeddings().register_forward_hook(hook)  # type: ignore[operator, union-attr]
-        try:
+        with self.model.get_input_embeddings().register_forward_hook(hook):  # type: ignore[operator, union-attr]
             yield outputs
-        finally:
-            handle.remove()
 
     def outputs_packed(self, arrangement: Arrangement, tokens: Documents | None = None) -> dict[str, Documents]:
         """Return every module's per-token output, by document, in the order in which modules finish."""
@@ -223,12 +219,10 @@ class Probe:
 
             return hook
 
-        handles = [module.register_forward_hook(watch(name)) for name, module in self.model.named_modules()]
-        try:
+        with ExitStack() as hooks:
+            for name, module in self.model.named_modules():
+                hooks.enter_context(module.register_forward_hook(watch(name)))
             run()
-        finally:
-            for handle in handles:
-                handle.remove()
         return seen
 
 
@@ -293,6 +287,11 @@ def device_of(model: nn.Module) -> torch.device:
     """Return the device of the model's first weights that are loaded: offloaded weights are on no device until they
     are used."""
     return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+
+
+def on_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return a batch with its tensors and layout on a device."""
+    return {name: value.to(device) if hasattr(value, "to") else value for name, value in batch.items()}
 
 
 def vocabulary_of(model: Any) -> int:

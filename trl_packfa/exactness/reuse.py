@@ -41,12 +41,13 @@ def proof_identity(model: nn.Module, **facts: Any) -> str:
         facts:
             Other facts that its calls depend on: collator, engine.
     """
-    device = device_of(model)
+    device, state = device_of(model), find_state(model)
+    patched = [] if state is None else [state.patch.origin, state.patch.level, *astuple(state.options)]
     cuda = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     content = [
         [installed_version(package) for package in _PACKAGES],
-        [_own_code(), fingerprint(model), _patched(model)],
+        [_own_code(), fingerprint(model), patched],
         _told(model_config(model)),
         [[name, type(module).__qualname__, _forward(module), *_settings(module)] for name, module in _inside(model)],
         [[name, tuple(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()],
@@ -103,11 +104,6 @@ def _told(config: Any) -> dict[str, str]:
 def _in_order(value: Any) -> Any:
     """Sort a set, such as PEFT's target modules: its order differs from process to process."""
     return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else value
-
-
-def _patched(model: nn.Module) -> list[Any]:
-    state = find_state(model)
-    return [] if state is None else [state.patch.origin, state.patch.level, *astuple(state.options)]
 
 
 def _forward(module: nn.Module) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -30,12 +30,10 @@ def last_places_off(model: nn.Module, *, by: float = 1.0) -> Iterator[None]:
     def move(module: nn.Module, args: Any, output: Any) -> Any:
         return _move(module, output, by)
 
-    handles = [module.register_forward_hook(move) for module in model.modules() if _computes(module)]
-    try:
+    with ExitStack() as hooks:
+        for module in filter(_computes, model.modules()):
+            hooks.enter_context(module.register_forward_hook(move))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _computes(module: nn.Module) -> bool:

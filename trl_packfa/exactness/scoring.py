@@ -75,11 +75,8 @@ class Scorer:
 
         # DeepSpeed's own hook marks the head's input, and fails if a backward passes the mark but not the head. So
         # ours comes before it. Elsewhere ours comes last, and a user's hook on the head sees all positions.
-        handle = self.head.register_forward_pre_hook(hook, prepend=self._comes_first)
-        try:
+        with self.head.register_forward_pre_hook(hook, prepend=self._comes_first):
             logits = output_of(self.model, call)
-        finally:
-            handle.remove()
         if len(seen) != 1 or logits.shape[:2] != (1, len(places)):
             return None
         return Scores(seen[0], logits[0])

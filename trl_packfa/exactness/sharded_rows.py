@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ContaminationError
-from ..layout import PackedLayout
 from ..layout.shard import RowShard
 from ..patching.apply import find_state
 from ..patching.inspect import find_backbone, max_positions
@@ -25,7 +24,7 @@ from ..runtime.zero3 import gradients_taken
 from .compare import NOISE_FACTOR, relative_gradients, worst_gradient
 from .documents import draw_documents, known_tokens
 from .first_batch import FLOOR, log_probs_of
-from .probe import Collator, device_of, vocabulary_of
+from .probe import Collator, device_of, on_device, vocabulary_of
 from .products import fast_half_products
 from .quiet import quiet
 from .rounding import last_places_off
@@ -104,7 +103,7 @@ def check_sharded_row(
     lengths = [min(length, most or length) for length in LENGTHS]
     tokens, _ = draw_documents(lengths, known_tokens(documents, None, vocabulary), vocabulary, seed)
     examples = [{"input_ids": ids.tolist()} for ids in tokens]
-    batch = {name: _moved(value, device_of(model)) for name, value in collator(examples).items()}
+    batch = on_device(collator(examples), device_of(model))
     shared = ShardedRowModel(model, group)
     with (
         gradients_taken(model, shard) as gradient_parts,
@@ -140,10 +139,6 @@ def check_sharded_row(
         "no parameter" if worst is None else worst.where,
         shard.size,
     )
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, (torch.Tensor, PackedLayout)) else value
 
 
 def _average(parameters: list[nn.Parameter], shard: RowShard) -> None:

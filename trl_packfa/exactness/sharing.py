@@ -27,13 +27,7 @@ _PREFIX, _BRANCHES, _OTHER = SHORTEST + 4, (11, 1, 24), 13
 def measure_sharing(subject: Subject, state: PatchState, known: torch.Tensor, seed: int) -> SharingReport | None:
     """Compare rows that share their prefix with the same rows run separately; `None` if no rows are shared.
 
-    Args:
-        subject ([`Subject`]), state ([`PatchState`]):
-            The model, patched with `share_prefixes=True`.
-        known (`torch.Tensor`):
-            Token ids that it knows.
-        seed (`int`):
-            Seed of the documents.
+    The documents are drawn from `known`, token ids that the model knows.
     """
     assert state.unpadding is not None
     most = max_positions(find_backbone(subject.model, state.patch))
@@ -63,13 +57,4 @@ def measure_sharing(subject: Subject, state: PatchState, known: torch.Tensor, se
     with torch.no_grad(), state.unpadding.unshared():
         states, _ = probe.score({"input_ids": tokens}, (1, tokens.shape[1]), own[-1:])
         (seeing,) = probe.documents_of(states, [own], tokens.shape)
-    gradients = found.gradients
-    return SharingReport(
-        difference=found.forward.difference,
-        allowed=found.forward.allowed,
-        gradients=gradients and gradients.difference,
-        gradients_allowed=gradients and gradients.allowed,
-        control=relative_difference(seeing, alone.outputs[len(rest) - 1]),
-        first=found.first,
-        first_gradient=gradients.where if gradients is not None and gradients.excess > 1 else None,
-    )
+    return SharingReport(**found.measured(), control=relative_difference(seeing, alone.outputs[len(rest) - 1]))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import distributed, nn
@@ -16,11 +15,8 @@ from ..patching.apply import PatchState
 from ..patching.inspect import model_config, model_type
 from ..runtime.autocast import multiplies_in_tf32
 from ..runtime.zero3 import GradientParts, is_partitioned, whole_shape, whole_size
-from .compare import Finding
 from .following import find_parts
 from .probe import device_of
-
-_Measured = TypeVar("_Measured")
 
 # Types without experts that group tokens by content: BLT makes patches, padded to the largest number of a document.
 _REGROUPING = ("blt",)
@@ -98,19 +94,13 @@ class Subject:
         distributed.all_gather_object(everywhere, found)
         return any(everywhere)
 
-    def finite(self, measure: Callable[[], _Measured], gradients: Callable[[_Measured], Finding | None]) -> _Measured:
-        """Repeat a measurement with smaller losses while its gradients overflow, as mixed precision training in
-        float16 does.
-
-        If that does not help, the last measurement is returned.
-        """
-        while True:
-            found = measure()
-            finding = gradients(found)
-            overflows = finding is not None and not math.isfinite(finding.difference)
-            if not self.anywhere(overflows) or self.loss_scale <= _LEAST_SCALE:
-                return found
-            self.loss_scale *= _SCALED_DOWN
+    def scale_down(self) -> bool:
+        """Make losses smaller, as mixed precision training in float16 does after an overflow; return false if they are
+        at their smallest."""
+        if self.loss_scale <= _LEAST_SCALE:
+            return False
+        self.loss_scale *= _SCALED_DOWN
+        return True
 
     def clear(self) -> None:
         """Forget all gradients."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -44,7 +43,6 @@ def check_unpadding(
     model: nn.Module,
     *,
     documents: Sequence[Sequence[int]] | None = None,
-    processing_class: Any = None,
     seed: int = 0,
 ) -> UnpaddingReport:
     """Measure whether padded batches give the same results with and without their pads, on this model as it is now.
@@ -56,9 +54,7 @@ def check_unpadding(
         model (`torch.nn.Module`):
             A model patched with `unpad=True`: causal LM, sequence or token classifier, or backbone; bare or wrapped.
         documents (`Sequence[Sequence[int]]`, *optional*):
-            Token ids that the model knows.
-        processing_class (`PreTrainedTokenizerBase`, *optional*):
-            The tokenizer. Without documents a text is tokenized with it. Without both, ids are random.
+            Token ids that the model knows. Without documents ids are random.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the random numbers.
 
@@ -75,13 +71,15 @@ def check_unpadding(
     started = time.perf_counter()
     # Its counters tell the user what training saved, so the check's own calls must not count. They are restored.
     counted = vars(state.unpadding).copy()
-    known = known_tokens(documents, processing_class, known_ids(inner_model(model)))
+    known = known_tokens(documents, None, known_ids(inner_model(model)))
     try:
-        with ExitStack() as stack:
-            parts = stack.enter_context(gradients_taken(model))
-            for context in (torch.enable_grad(), quiet(model, training=True), uncompiled(model)):
-                stack.enter_context(context)
-            stack.enter_context(fast_half_products(model))
+        with (
+            gradients_taken(model) as parts,
+            torch.enable_grad(),
+            quiet(model, training=True),
+            uncompiled(model),
+            fast_half_products(model),
+        ):
             subject, most = Subject(model, state, parts, None), max_positions(find_backbone(model, state.patch))
             lengths = [min(length, most or length) for length in _LENGTHS]
             tokens, _ = draw_documents(lengths, known, known_ids(inner_model(model)), seed)
@@ -132,18 +130,11 @@ def _measure(
             against, seen, found = "alone", found.forward.difference, alone
     plain = probe.run(call, rows, unpad=True)
     return {
-        "difference": found.forward.difference,
-        "allowed": found.forward.allowed,
-        "gradients": found.gradients and found.gradients.difference,
-        "gradients_allowed": found.gradients and found.gradients.allowed,
+        **found.measured(),
         "against": against,
         "pads_seen": seen,
         "unshifted": apart(probe.run(call, rows, unpad=False), plain),
         "control": apart(probe.run(probe.batch(rows, masked=False), rows, unpad=False), plain),
-        "first": found.first,
-        "first_gradient": found.gradients.where
-        if found.gradients is not None and found.gradients.excess > 1
-        else None,
         "blocks": bool(probe.types),
         "takes_left": takes_left,
         "dtype": str(compute_dtype(subject.model, plain.dtype)).removeprefix("torch."),

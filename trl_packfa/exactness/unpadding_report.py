@@ -37,8 +37,8 @@ def number(value: float | None) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SharingReport:
-    """Result of comparing rows that compute a common prefix once with the same rows run separately.
+class ComparisonReport:
+    """Result of comparing rows that run in another way with the same rows as they are.
 
     Args:
         difference (`float`), allowed (`float`):
@@ -46,7 +46,7 @@ class SharingReport:
         gradients (`float` or `None`), gradients_allowed (`float` or `None`):
             Worst relative difference of a trained parameter's gradient, and its limit; `None` if nothing trains.
         control (`float`):
-            Difference when a branch sees the one before it, which must be large enough to see.
+            Difference with a known fault, which must be large enough to see.
         first (`str` or `None`), first_gradient (`str` or `None`):
             The first module, and the worst parameter, beyond its limit.
     """
@@ -61,25 +61,40 @@ class SharingReport:
 
     @property
     def verdict(self) -> str:
-        """The verdict: `exact`, `differs` or `no power`."""
-        return _verdict(self)
+        """The verdict for these rows: `exact`, `differs` or `no power`."""
+        if not self.control > _VISIBLE:
+            return "no power"
+        same = self.difference <= self.allowed and self.first is None
+        same_gradients = self.gradients is None or self.gradients <= (self.gradients_allowed or 0.0)
+        return "exact" if same and same_gradients else "differs"
+
+    def _shown_gradients(self) -> str:
+        if self.gradients is None:
+            return "nothing trains"
+        return f"gradients {self.gradients:.1e} (allowed {self.gradients_allowed:.1e})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharingReport(ComparisonReport):
+    """Result of comparing rows that compute a common prefix once with the same rows run separately.
+
+    The control lets a branch see the one before it.
+    """
 
     def __str__(self) -> str:
         return (
             f"{self.verdict}: prefixes once against in each row {self.difference:.1e} (allowed {self.allowed:.1e}), "
-            f"{_gradients(self)}, branches that see each other {self.control:.1e}"
+            f"{self._shown_gradients()}, branches that see each other {self.control:.1e}"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnpaddingReport:
-    """Result of comparing padded rows with and without their pads.
+class UnpaddingReport(ComparisonReport):
+    """Result of comparing padded rows with and without their pads, see [`ComparisonReport`].
+
+    The control leaves the pads visible.
 
     Args:
-        difference (`float`), allowed (`float`):
-            Worst relative difference of a layer or output, with pads against without, and its limit from rounding.
-        gradients (`float` or `None`), gradients_allowed (`float` or `None`):
-            Worst relative difference of a trained parameter's gradient, and its limit; `None` if nothing trains.
         against (`str`):
             The reference: `padded` rows, or, if the model's own padded rows see their pads, each document `alone`.
         pads_seen (`float`):
@@ -87,10 +102,6 @@ class UnpaddingReport:
         unshifted (`float`):
             Difference of left-padded rows whose positions count from the pads on. The model counts so if it is called
             without `position_ids`. It is large for learned positions.
-        control (`float`):
-            Difference when the pads are left visible, which must be large enough to see.
-        first (`str` or `None`), first_gradient (`str` or `None`):
-            The first module, and the worst parameter, beyond its limit.
         dtype (`str`), seconds (`float`):
             The dtype of the measurement, and its duration.
         blocks (`bool`):
@@ -102,26 +113,14 @@ class UnpaddingReport:
             Result for rows with a common prefix, if the model is patched with `share_prefixes=True` and can share.
     """
 
-    difference: float
-    allowed: float
-    gradients: float | None
-    gradients_allowed: float | None
     against: str
     pads_seen: float
     unshifted: float
-    control: float
-    first: str | None
-    first_gradient: str | None
     dtype: str
     seconds: float
     blocks: bool = False
     takes_left: bool = True
     sharing: SharingReport | None = None
-
-    @property
-    def verdict(self) -> str:
-        """The verdict for rows without pads, each by itself: `exact`, `differs` or `no power`."""
-        return _verdict(self)
 
     @property
     def is_exact(self) -> bool:
@@ -157,7 +156,7 @@ class UnpaddingReport:
     def __str__(self) -> str:
         text = (
             f"{self.verdict}: without pads against {self.against} {self.difference:.1e} (allowed {self.allowed:.1e}), "
-            f"{_gradients(self)}, pads left visible {self.control:.1e} [{self.dtype}]"
+            f"{self._shown_gradients()}, pads left visible {self.control:.1e} [{self.dtype}]"
         )
         if self.blocks:
             text += "; with tokens that see each other in both directions, as those of an image do"
@@ -199,17 +198,3 @@ class UnpaddingReport:
             else "If the model is new, fill its matrices of zeros with small random values (torch.nn.init.normal_, "
             "std=1e-3) before patching, or train its first steps padded.",
         )
-
-
-def _verdict(report: SharingReport | UnpaddingReport) -> str:
-    if not report.control > _VISIBLE:
-        return "no power"
-    same = report.difference <= report.allowed and report.first is None
-    same_gradients = report.gradients is None or report.gradients <= (report.gradients_allowed or 0.0)
-    return "exact" if same and same_gradients else "differs"
-
-
-def _gradients(report: SharingReport | UnpaddingReport) -> str:
-    if report.gradients is None:
-        return "nothing trains"
-    return f"gradients {report.gradients:.1e} (allowed {report.gradients_allowed:.1e})"

@@ -58,17 +58,9 @@ def host_positions(position_ids: torch.Tensor, shape: tuple[int, int]) -> torch.
 def refuse_contradictions(
     layout: PackedLayout, call: dict[str, Any], *, ignores_position_ids: bool, max_positions: int | None
 ) -> None:
-    """Refuse arguments that contradict the layout of their call.
+    """Refuse arguments that contradict the layout, which is read from the call's first source of boundaries.
 
-    Args:
-        layout ([`PackedLayout`]):
-            The boundaries from the call's first source.
-        call (`dict[str, Any]`):
-            Names and values of the call's arguments.
-        ignores_position_ids (`bool`):
-            Whether the model ignores `position_ids` and counts each document from 0.
-        max_positions (`int` or `None`):
-            Number of positions that the model has learned.
+    The options are those of [`~from_call.layout_of`].
 
     Raises:
         [`InvalidLayout`]: naming the argument that disagrees.
@@ -129,13 +121,7 @@ def refuse_restarts_under_padding(host: torch.Tensor, mask: Any) -> None:
 def refuse_beside_cache(call: dict[str, Any], shape: tuple[int, int], cache: str) -> None:
     """Refuse several documents in a row of a call with a filled cache: each of them would see the cached tokens.
 
-    Args:
-        call (`dict[str, Any]`):
-            Names and values of the call's arguments.
-        shape (`tuple[int, int]`):
-            B and L of its tokens.
-        cache (`str`):
-            Name of the argument with the cache of earlier calls.
+    `shape` is `(B, L)` of its tokens, `cache` the name of the argument with the cache.
 
     Raises:
         [`InvalidLayout`]: naming the argument with the boundaries.

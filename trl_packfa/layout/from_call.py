@@ -76,16 +76,10 @@ def layout_of(
     layout = call.get("packed_layout")
     if layout is None and call.get("cu_seq_lens_q") is not None:
         layout = _from_flash_kwargs(call)
-    if layout is not None:
-        layout = _require_fit(layout, shape)
-        if layout.shard is not None:  # its row was compared with the other arguments when it was cut
-            return layout
-        refuse_contradictions(layout, call, ignores_position_ids=ignores_position_ids, max_positions=max_positions)
-        return layout
-    layout = _from_position_ids(call, shape)
+    layout = _from_position_ids(call, shape) if layout is None else _require_fit(layout, shape)
     if layout is None:
         refuse_incomplete(call)
-    else:
+    elif layout.shard is None:  # a shared row was compared with the other arguments when it was cut
         refuse_contradictions(layout, call, ignores_position_ids=ignores_position_ids, max_positions=max_positions)
     return layout
 
@@ -113,7 +107,13 @@ def _require_fit(layout: Any, shape: tuple[int, int]) -> PackedLayout:
             do="Make one: PackedLayout.from_lengths([...]).",
         )
     if layout.shard is not None:
-        return _require_shard(layout, shape)
+        if shape != layout.local_shape:
+            raise InvalidLayout(
+                f"the row of {layout.num_tokens} tokens is shared, each process holds {layout.local_shape[1]}, the "
+                f"batch has {shape[0]} x {shape[1]}.",
+                do="Cut the batch with trl_packfa.shard_batch, which cuts tokens, labels and positions alike.",
+            )
+        return layout
     if layout.shares_prefixes:
         raise InvalidLayout(
             "packed_layout has documents that share prefixes.",
@@ -129,17 +129,6 @@ def _require_fit(layout: Any, shape: tuple[int, int]) -> PackedLayout:
     # of a row.
     if layout.rows != shape[0]:
         layout = PackedLayout(layout.cu_seqlens, layout.lengths, rows=shape[0])
-    return layout
-
-
-def _require_shard(layout: PackedLayout, shape: tuple[int, int]) -> PackedLayout:
-    """Refuse a shared row whose tokens are not this process's part of it."""
-    if shape != layout.local_shape:
-        raise InvalidLayout(
-            f"the row of {layout.num_tokens} tokens is shared, each process holds {layout.local_shape[1]}, the batch "
-            f"has {shape[0]} x {shape[1]}.",
-            do="Cut the batch with trl_packfa.shard_batch, which cuts tokens, labels and positions alike.",
-        )
     return layout
 
 

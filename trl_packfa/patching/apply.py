@@ -7,13 +7,12 @@ or functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..attention import BackendChoice
@@ -25,23 +24,16 @@ from ..kernels.lora import (
     invocations_of,
     lora_overrides,
     require_in_packed_rows,
-    require_patched,
 )
 from ..kernels.rotary import PlainRotation
 from ..patches.base import Patch
 from ..runtime import bitsandbytes
 from ..runtime.compile import CompiledLayer
+from ..runtime.override import Override
 from .attention_interface import MasksByInterface, interface_config, mask_config
 from .cross_attention import ARGUMENTS, CrossAttentionOverride, cross_attention_of
 from .encoders import EncoderOverride, LengthGroupsOverride, StackOverride, find_stack
-from .forwards import (
-    AttentionOverride,
-    BackboneOverride,
-    CausalLMOverride,
-    CompositeOverride,
-    Override,
-    RebatchOverride,
-)
+from .forwards import AttentionOverride, BackboneOverride, CausalLMOverride, CompositeOverride, RebatchOverride
 from .fused import kernel_overrides
 from .inspect import (
     class_names,
@@ -49,62 +41,14 @@ from .inspect import (
     find_backbone,
     find_by_class,
     inner_model,
-    max_positions,
     text_decoder,
     windows_of,
 )
 from .mixers import FunctionOverride, LayerOverride, MixerOverride
 from .rotary import RotaryOverride, depends_on_length
-from .sharding import shard_refusal
-from .sharing import Sharing, sharing_refusal
+from .sharing import Sharing
+from .state import SLOT, Edit, PatchOptions, PatchState, find_state
 from .unpadding import Unpadding
-
-_STATE = "_trl_packfa"
-
-
-@dataclass(frozen=True)
-class PatchOptions:
-    """The options of [`trl_packfa.patch`], which documents them."""
-
-    backend: str = "auto"
-    fused_lora: bool = True
-    fused_kernels: bool = True
-    unpad: bool = False
-    share_prefixes: bool = False
-
-
-@dataclass
-class PatchState:
-    """Record of what was done to one model. It is kept on the model's backbone, so that copies of the model carry
-    it."""
-
-    patch: Patch
-    options: PatchOptions
-    backends: BackendChoice
-    attention: dict[str, nn.Module]
-    windows: tuple[int | None, ...]
-    mixers: dict[str, nn.Module] = field(default_factory=dict)
-    native: dict[tuple[type, bool], tuple[str, ...]] = field(default_factory=dict)
-    adapted: list[nn.Module] = field(default_factory=list)
-    edits: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
-    adapter_kinds: tuple[str, ...] = ()
-    invocations: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    unpadding: Unpadding | None = None
-    # Whether only the text decoder of a model with images or sounds is patched, so that padded batches may bring them.
-    takes_images: bool = False
-    # The module whose padded calls run without pads: the backbone, or an encoder's stack of layers.
-    unpads: nn.Module | None = None
-    # Why packed rows of text are not exact in such a model, `None` if they are.
-    packed_refusal: str | None = None
-    # Result of the proof of `unpad=True`: an `UnpaddingReport`.
-    unpadding_report: Any = None
-    # Result of the proof of packing, if `patch` had to make one: an `ExactnessReport`.
-    report: Any = None
-
-
-def find_state(model: nn.Module) -> PatchState | None:
-    """Return the state of a patched model, `None` if it is not patched."""
-    return next((vars(module)[_STATE] for module in model.modules() if _STATE in vars(module)), None)
 
 
 def unpadding_of(model: nn.Module) -> Unpadding | None:
@@ -146,13 +90,13 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
     if options.unpad and state.takes_images:
         planned += _plan_masks(model, backbone, backends)
     planned += [(module, bitsandbytes.SWITCH, False) for module in bitsandbytes.convertible_modules(model)]
-    for override in (*_plan_outside(model, backbone, state), *_plan_inside(backbone, state)):
-        planned.append((override.module, _forward_slot(override.module), override.as_forward()))
+    planned += [override.as_edit() for override in _plan_outside(model, backbone, state)]
+    planned += [override.as_edit() for override in _plan_inside(backbone, state)]
     for module, slot, value in planned:
         # Keep the instance's own value. `None` means that the class's value was in use, so undoing deletes ours.
         state.edits.append((module, slot, vars(module).get(slot)))
         setattr(module, slot, value)
-    setattr(backbone, _STATE, state)
+    setattr(backbone, SLOT, state)
     return state
 
 
@@ -167,11 +111,11 @@ def takes_padded_only(model: nn.Module, patch: Patch) -> bool:
 
 
 def _sharing(backbone: nn.Module, state: PatchState) -> Sharing:
+    refusal = state.needs_whole_documents
     if _reads_padded_batches(state.patch):
-        return Sharing(backbone, "its tokens see the tokens after them")
-    follows = any(depends_on_length(module) for module in backbone.modules())
-    invocations = bool(state.invocations)
-    refusal = sharing_refusal(state.patch, state.mixers.values(), follows_length=follows, has_invocations=invocations)
+        refusal = "its tokens see the tokens after them"
+    elif refusal is None and any(map(depends_on_length, backbone.modules())):
+        refusal = "the rotary embedding's frequencies depend on the length of a document"
     return Sharing(backbone, refusal)
 
 
@@ -179,13 +123,7 @@ def compile_layers(model: nn.Module, **options: Any) -> int:
     """Compile each layer of a patched model by itself, in place, and return the number of layers.
 
     Layers of one kind share their graphs, so compiling 32 layers takes as long as compiling one. `undo_patch` undoes
-    it.
-
-    Args:
-        model (`torch.nn.Module`):
-            A patched model.
-        options (`Any`):
-            Arguments of `torch.compile`.
+    it. `options` are the arguments of `torch.compile`.
     """
     state = find_state(model)
     assert state is not None
@@ -214,7 +152,7 @@ def undo_patch(model: nn.Module) -> None:
         else:
             setattr(module, slot, before)
     for module in model.modules():
-        vars(module).pop(_STATE, None)
+        vars(module).pop(SLOT, None)
 
 
 @contextmanager
@@ -250,32 +188,30 @@ def _require_own_attention(patch: Patch, backend: str) -> None:
         )
 
 
-def _plan_attention(state: PatchState) -> list[tuple[nn.Module, str, Any]]:
+def _plan_attention(state: PatchState) -> list[Edit]:
     """Return the edits of the attention modules."""
-    patch, backends, planned = state.patch, state.backends, []
+    patch, backends = state.patch, state.backends
+    planned: list[Edit] = []
+    module: Any  # torch types `module.config` as a tensor or a module
     for module in state.attention.values():
         names = class_names(module)
         if patch.attention:
             qkv = next(patch.attention[name] for name in names if name in patch.attention)
             qkv = qkv if state.options.fused_kernels else PlainRotation(qkv)
-            override = AttentionOverride(module, _own_forward(module), patch=patch, qkv=qkv, backends=backends)
-            planned.append((module, _forward_slot(module), override.as_forward()))
+            planned.append(AttentionOverride(module, patch, qkv, backends).as_edit())
         elif not patch.functions.keys().isdisjoint(names):
             function = next(patch.functions[name] for name in names if name in patch.functions)
             planned.append((module, function, FunctionOverride(module, function, patch.arguments, backends)))
         else:
             # Each attention module gets a config of its own. The model's config keeps the user's
             # `attn_implementation`: calls without documents, masks and saved checkpoints use it.
-            planned.append((module, "config", _of_interface(module, state)))
+            by_mask = state.takes_images or patch.encoder
+            config = interface_config(module.config, backends, patch.window, by_mask=by_mask)
+            planned.append((module, "config", config))
     return planned
 
 
-def _of_interface(module: nn.Module, state: PatchState) -> PreTrainedConfig:
-    by_mask = state.takes_images or state.patch.encoder
-    return interface_config(_config(module), state.backends, state.patch.window, by_mask=by_mask)
-
-
-def _plan_masks(model: nn.Module, backbone: nn.Module, backends: BackendChoice) -> list[tuple[nn.Module, str, Any]]:
+def _plan_masks(model: nn.Module, backbone: nn.Module, backends: BackendChoice) -> list[Edit]:
     """Return the edits of the models between the outermost model and its text decoder, which may make its masks."""
     inner = inner_model(model)
     around = [m for m in inner.modules() if isinstance(m, PreTrainedModel) and m not in (inner, backbone)]
@@ -289,52 +225,31 @@ def _plan_outside(model: nn.Module, backbone: nn.Module, state: PatchState) -> l
     These are the backbone and, if it does not pass all its arguments on to the backbone, the causal LM around it.
     """
     patch = state.patch
-    if _reads_padded_batches(patch) and (patch.by_length or state.unpads is not backbone):
+    if patch.by_length or (patch.encoder and state.unpads is not backbone):
         return _plan_encoder(backbone, state)
-    backbone_override = RebatchOverride if patch.rebatch else BackboneOverride
-    makes_mask, own = patch.makes_mask or patch.encoder, _own_forward(backbone)
-    # Where documents run by themselves, or rotary frequencies depend on a document's length, positions are counted
-    # from 0. Other positions of the caller would be ignored, so they are refused.
-    counts = patch.rebatch or patch.beside or any(depends_on_length(module) for module in backbone.modules())
-    options = {
-        "makes_mask": makes_mask,
-        "encoder": patch.encoder,
-        "ignores_position_ids": bool(counts),
-        "max_positions": max_positions(backbone),
-        "keeps_ids": bool(state.invocations),
-        "look": require_patched,
-        "unpadding": state.unpadding,
-        "in_composite": state.takes_images,
-        "honours_blocks": not (patch.rebatch or patch.functions or state.mixers),
-        "shard_refusal": shard_refusal(patch, state.mixers.values(), has_invocations=bool(state.invocations)),
-    }
-    runs = MasksByInterface(backbone, own, state.backends) if makes_mask else own
-    overrides: list[Override] = [backbone_override(backbone, runs, **options)]
-    inner = inner_model(model)
-    own = _own_forward(inner)
-    head = trl_options(inner) if state.unpadding is not None else None
+    overrides: list[Override] = [(RebatchOverride if patch.rebatch else BackboneOverride)(backbone, state)]
+    inner, head = inner_model(model), None
+    options = trl_options(inner) if state.unpadding is not None else None
     # TRL's fused head would score every position of the padded batch, pads too. This one scores labelled tokens only.
-    if own is not None and head is not None:
-        overrides.append(own := LabelledHead(inner, own, head))
+    if options is not None:
+        overrides.append(head := LabelledHead(inner, options))
     # Causal LMs of these levels pass further keywords on to the backbone, which finds `packed_layout` among them.
     # Others drop or refuse unknown keywords, so they get an override that reads `packed_layout` first.
     told = patch.attention or (patch.level == "interface" and not patch.beside and not patch.functions)
     if state.takes_images:
-        overrides.append(CompositeOverride(inner, own, lambda: state.packed_refusal))
+        overrides.append(CompositeOverride(inner, state, head))
     elif inner is not backbone and (patch.makes_mask or not told):
-        overrides.append(CausalLMOverride(inner, own))
-    return overrides + activated_overrides(model, _own_forward)
+        overrides.append(CausalLMOverride(inner, state, head))
+    return overrides + activated_overrides(model)
 
 
 def _plan_encoder(backbone: nn.Module, state: PatchState) -> list[Override]:
     """Return the overrides of an encoder and its stack, or of an encoder that runs in groups of rows."""
     assert state.unpadding is not None and state.unpads is not None
     if state.patch.by_length:
-        return [LengthGroupsOverride(backbone, _own_forward(backbone), state.unpadding)]
-    return [
-        EncoderOverride(backbone, MasksByInterface(backbone, _own_forward(backbone), state.backends), state.unpadding),
-        StackOverride(state.unpads, _own_forward(state.unpads), state.unpadding),
-    ]
+        return [LengthGroupsOverride(backbone, state.unpadding)]
+    masks = MasksByInterface(backbone, state.backends)
+    return [EncoderOverride(backbone, state.unpadding, masks), StackOverride(state.unpads, state.unpadding)]
 
 
 def _plan_inside(backbone: nn.Module, state: PatchState) -> list[Override]:
@@ -342,46 +257,16 @@ def _plan_inside(backbone: nn.Module, state: PatchState) -> list[Override]:
     if state.patch.rebatch or state.patch.by_length:
         return []
     rotary = [module for module in backbone.modules() if depends_on_length(module)]
-    overrides: list[Override] = [RotaryOverride(module, _own_forward(module)) for module in rotary]
-    overrides += [_mixer_override(module, state) for module in state.mixers.values()]
-    overrides += [CrossAttentionOverride(module, _own_forward(module)) for module in cross_attention_of(backbone)]
-    options = {
-        "fused": state.options.fused_lora,
-        "by_liger": state.options.fused_kernels,
-        "invocations": state.invocations,
-    }
-    when_packed: list[Override] = lora_overrides(backbone, _own_forward, **options)
+    overrides: list[Override] = [RotaryOverride(module) for module in rotary]
+    overrides += [MixerOverride(module, state.patch, state.native) for module in state.mixers.values()]
+    overrides += [CrossAttentionOverride(module) for module in cross_attention_of(backbone)]
+    fused, by_liger = state.options.fused_lora, state.options.fused_kernels
+    when_packed = lora_overrides(backbone, fused=fused, by_liger=by_liger, invocations=state.invocations)
     if state.options.fused_kernels:
         when_packed += kernel_overrides(backbone, taken={id(override.module) for override in when_packed})
     # These modules get neither the keyword nor the mask, so they read the context variable. With activation
     # checkpointing the backward pass recomputes a layer outside of the backbone's call: the layer sets the variable.
     if state.mixers or state.patch.functions or state.patch.makes_mask or state.patch.encoder or when_packed:
         layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
-        overrides += [LayerOverride(layer, _own_forward(layer)) for layer in layers]
+        overrides += [LayerOverride(layer) for layer in layers]
     return overrides + when_packed
-
-
-def _mixer_override(module: nn.Module, state: PatchState) -> Override:
-    names, patch = set(class_names(module)), state.patch
-    beside = not names.isdisjoint(patch.beside)
-    masked = not names.isdisjoint((*patch.beside, *patch.masked_mixers))
-    config = getattr(module, "config", None)
-    # RecurrentGemma's attention has no `sliding_window`: the window is its config's `attention_window_size`.
-    window: Any = getattr(module, "sliding_window", None) or getattr(config, "attention_window_size", None)
-    return MixerOverride(
-        module, _own_forward(module), native=state.native, masked=masked, beside=beside, window=window
-    )
-
-
-def _config(module: Any) -> PreTrainedConfig:
-    return module.config
-
-
-def _forward_slot(module: nn.Module) -> str:
-    """Return the attribute that holds the real forward: accelerate's device hooks move it to `_old_forward`."""
-    return "_old_forward" if "_hf_hook" in vars(module) else "forward"
-
-
-def _own_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """Return a forward that was set on the instance before ours, `None` if it has its class's."""
-    return vars(module).get(_forward_slot(module))

@@ -57,8 +57,8 @@ class MasksByInterface(Override):
     Between calls the module has its own config, which is the one that users change, and that a saved model has.
     """
 
-    def __init__(self, module: nn.Module, original: Callable[..., Any] | None, backends: BackendChoice) -> None:
-        super().__init__(module, original)
+    def __init__(self, module: nn.Module, backends: BackendChoice) -> None:
+        super().__init__(module)
         self.backends = backends
         self.config = interface_config(self.module.config, backends)  # type: ignore[arg-type]
 

@@ -48,7 +48,7 @@ def find_stack(backbone: nn.Module, attention: Mapping[str, nn.Module]) -> nn.Mo
 class _EncoderOverride(NamedOverride):
     """A forward of a module in an encoder."""
 
-    def __init__(self, module: nn.Module, original: Callable[..., Any] | None, unpadding: Unpadding) -> None:
+    def __init__(self, module: nn.Module, unpadding: Unpadding, original: Callable[..., Any] | None = None) -> None:
         super().__init__(module, original)
         self.unpadding = unpadding
 

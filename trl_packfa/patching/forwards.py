@@ -16,6 +16,7 @@ from torch import nn
 
 from ..attention import AttentionArguments, BackendChoice
 from ..errors import PackingError
+from ..kernels.lora import require_patched
 from ..layout import PackedLayout
 from ..layout.caches import without_caches
 from ..layout.call_context import KEYWORD, PackedCall, current_call, empty_mask, find_layout, in_call, packed_call
@@ -28,56 +29,86 @@ from ..runtime.compile import around_graphs, mark_dynamic, outside_of_graphs
 from ..runtime.override import NamedOverride, Override, forward_signature
 from ..runtime.per_document import BOUNDARIES, FOUND_BY_ITSELF, run_backbone_by_document
 from . import cross_attention, router_loss
-from .handed_masks import HandedMasks, handed_masks, with_one_mask, without_empty_masks
-from .sharding import refuse_shards
+from .attention_interface import MasksByInterface
+from .handed_masks import HandedMasks, handed_masks, without_empty_masks
+from .inspect import max_positions
+from .rotary import depends_on_length
+from .state import PatchState
 from .token_types import embeds_token_types, refuse_token_types, types_of_long_rows
-from .unpadding import Unpadding, refuse_modalities, refuse_packed
+from .unpadding import refuse_modalities, refuse_packed
 
 # Name under which the rows of a call travel inside a backbone's override.
 ROWS = "trl_packfa_rows"
 
 
-class BackboneOverride(NamedOverride):
+class _PackedForward(NamedOverride):
+    """Forward of a backbone, or of the causal LM around it, that finds the documents of a packed call."""
+
+    encoder, max_positions = False, None
+
+    def __init__(
+        self, module: nn.Module, state: PatchState, original: Callable[..., Any] | None = None, *, own_positions: bool
+    ) -> None:
+        super().__init__(module, original)
+        self.state, self.own_positions = state, own_positions
+
+    @outside_of_graphs
+    def find_layout(self, call: dict[str, Any]) -> PackedLayout | None:
+        """Return the layout from the call, or the one that the causal LM around it has found; `None` if the call is
+        not packed."""
+        layout = layout_of(call, ignores_position_ids=self.own_positions, max_positions=self.max_positions)
+        layout = current_call().layout if layout is None else layout  # set by a causal LM that passes no boundaries on
+        if layout is not None:
+            if self.encoder:
+                refuse_packed(self.module)
+            self.require_packable(call, layout)
+        return layout
+
+    def require_packable(self, call: dict[str, Any], layout: PackedLayout) -> None:
+        """Refuse arguments that a packed row cannot support.
+
+        Raises:
+            [`PackingError`]: naming the argument.
+        """
+        unpads = self.state.unpadding is not None
+        instead = "patch with unpad=False" if unpads else "pass the documents as a padded batch"
+        if call.get("output_attentions"):
+            raise PackingError(
+                "attention weights cannot be returned for a packed batch: no T x T matrix exists.",
+                do=f"Pass output_attentions=False, or {instead}.",
+            )
+        if call.get("encoder_hidden_states") is not None:
+            raise PackingError(
+                "cross-attention cannot be packed: every document of a row would see the same encoder states.",
+                do=f"For documents that attend to an encoder, {instead}.",
+            )
+
+
+class BackboneOverride(_PackedForward):
     """Forward of a backbone that finds the document boundaries once, hands them to every layer, and avoids any T x T
     mask."""
 
-    # True in subclasses that allow any token types: their documents run under the backbone's own masks, or the
-    # backbone checks the types itself.
+    # Also true of documents that run under the backbone's own masks, or with its own check of the types.
     any_token_types = False
 
-    def __init__(
-        self,
-        module: nn.Module,
-        original: Callable[..., Any] | None,
-        *,
-        makes_mask: bool = False,
-        ignores_position_ids: bool = False,
-        max_positions: int | None = None,
-        keeps_ids: bool = False,
-        look: Callable[[nn.Module], None] | None = None,
-        unpadding: Unpadding | None = None,
-        honours_blocks: bool = False,
-        in_composite: bool = False,
-        encoder: bool = False,
-        shard_refusal: str | None = None,
-    ) -> None:
-        super().__init__(module, original)
-        self.encoder, self.shard_refusal = encoder, shard_refusal
-        self.honours_blocks, self.in_composite = honours_blocks, in_composite
-        self.keeps_ids, self.look, self.unpadding = keeps_ids, look, unpadding
-        self.makes_mask, self.ignores_position_ids, self.max_positions = (
-            makes_mask,
-            ignores_position_ids,
-            max_positions,
-        )
+    def __init__(self, module: nn.Module, state: PatchState) -> None:
+        patch = state.patch
+        self.encoder, self.makes_mask = patch.encoder, patch.makes_mask or patch.encoder
+        # Where documents run by themselves, or rotary frequencies depend on a document's length, positions are counted
+        # from 0. Other positions of the caller would be ignored, so they are refused.
+        own_positions = bool(patch.rebatch or patch.beside or any(map(depends_on_length, module.modules())))
+        original = MasksByInterface(module, state.backends) if self.makes_mask else None
+        super().__init__(module, state, original, own_positions=own_positions)
+        self.max_positions, self.unpadding = max_positions(module), state.unpadding
         self.takes_token_types = self.any_token_types or embeds_token_types(module)
+        self._looked = False
 
     @around_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the backbone's forward."""
         call = self.named(args, kwargs)  # layouts are looked for by name
         masks = self.find_masks(call)
-        call = without_empty_masks(call) if masks is None else with_one_mask(call, masks)
+        call = without_empty_masks(call) if masks is None else {**call, "attention_mask": masks.handed()}
         layout = self.find_layout(call)
         if layout is not None:
             shared = self.find_shared(call, layout)
@@ -108,18 +139,6 @@ class BackboneOverride(NamedOverride):
         return router_loss.collect_logits(self.call_original(*args, **router_loss.request_logits(kwargs)))
 
     @outside_of_graphs
-    def find_layout(self, call: dict[str, Any]) -> PackedLayout | None:
-        """Return the layout from the call, or the one that the causal LM around it has found; `None` if the call is
-        not packed."""
-        layout = layout_of(call, ignores_position_ids=self.ignores_position_ids, max_positions=self.max_positions)
-        layout = current_call().layout if layout is None else layout  # set by a causal LM that passes no boundaries on
-        if layout is not None:
-            if self.encoder:
-                refuse_packed(self.module)
-            self._require_packable(call, layout)
-        return layout
-
-    @outside_of_graphs
     def find_shared(self, call: dict[str, Any], layout: PackedLayout) -> SharedDocuments | None:
         """Return the documents of a packed call whose common prefixes run once, `None` if it runs as it is."""
         if self.unpadding is None or layout.shard is not None:  # the prefix may lie on another process
@@ -132,48 +151,27 @@ class BackboneOverride(NamedOverride):
         if self.unpadding is None:
             return None
         # A model with images hands its other arguments on, too; its decoder ignores those that it does not name.
-        read = {name: value for name, value in call.items() if name in self.names or not self.in_composite}
+        read = {name: value for name, value in call.items() if name in self.names or not self.state.takes_images}
         rows = self.unpadding.rows_of(call, read, self.module)
         if rows is not None:
-            self._require_packable(call, rows.layout(torch.device("cpu")))
+            self.require_packable(call, rows.layout(torch.device("cpu")))
         return rows
 
-    def _require_packable(self, call: dict[str, Any], layout: PackedLayout) -> None:
-        """Refuse arguments that a packed row cannot support.
-
-        Raises:
-            [`PackingError`]: naming the argument.
-        """
-        if self.look is not None:  # once, at the first packed call: modules added since the model was patched
-            self.look(self.module)
-            self.look = None
-        if self.max_positions is not None:
-            self._require_positions(layout, self.max_positions)
-        if layout.shard is not None and self.shard_refusal is not None:
-            raise refuse_shards(self.module, layout.shard.size, self.shard_refusal)
-        if call.get("output_attentions"):
+    def require_packable(self, call: dict[str, Any], layout: PackedLayout) -> None:
+        """Refuse what this backbone cannot run in a packed row, too."""
+        if not self._looked:  # at the first packed call: for modules added since the model was patched
+            require_patched(self.module)
+            self._looked = True
+        if self.max_positions is not None and layout.max_seqlen > self.max_positions:
             raise PackingError(
-                "attention weights cannot be returned for a packed batch: no T x T matrix exists.",
-                do=f"Pass output_attentions=False, or {self._instead}.",
+                f"a document has {layout.max_seqlen} tokens, the model has {self.max_positions} positions.",
+                do=f"Pass max_length={self.max_positions} or less, or cut the document.",
             )
-        if call.get("encoder_hidden_states") is not None:
-            raise PackingError(
-                "cross-attention cannot be packed: every document of a row would see the same encoder states.",
-                do=f"For documents that attend to an encoder, {self._instead}.",
-            )
+        if layout.shard is not None:
+            self.state.require_shareable(self.module, layout.shard.size)
+        super().require_packable(call, layout)
         if not self.takes_token_types:
             refuse_token_types(call, self.names)
-
-    @property
-    def _instead(self) -> str:
-        return "pass the documents as a padded batch" if self.unpadding is None else "patch with unpad=False"
-
-    def _require_positions(self, layout: PackedLayout, most: int) -> None:
-        if layout.max_seqlen > most:
-            raise PackingError(
-                f"a document has {layout.max_seqlen} tokens, the model has {most} positions.",
-                do=f"Pass max_length={most} or less, or cut the document.",
-            )
 
     @around_graphs
     def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
@@ -216,7 +214,7 @@ class BackboneOverride(NamedOverride):
         blocks = None if masks is None else masks.blocks(rows)
         if blocks is None:
             return rows.take_call(call), layout
-        if not self.honours_blocks:
+        if self.state.patch.rebatch or self.state.patch.functions or self.state.mixers:
             raise PackingError(
                 f"tokens of an image see each other in {type(self.module).__name__}, which runs document by document.",
                 do="Patch the model with unpad=False, or train on text alone.",
@@ -229,7 +227,7 @@ class BackboneOverride(NamedOverride):
         """Return the arguments of the original forward, and what its modules need to know."""
         device = next(call[name] for name in ("inputs_embeds", "input_ids") if call.get(name) is not None).device
         layout = layout.to(device)  # a caller's layout may lie on the host
-        ids = call.get("input_ids") if self.keeps_ids else None
+        ids = call.get("input_ids") if self.state.invocations else None
         packed = PackedCall(layout, ids, current_call().router_logits, rows=call.pop(ROWS, None))
         call = {**_packed_arguments(call, layout), "attention_mask": empty_mask(packed, device), KEYWORD: packed}
         if "token_type_ids" in self.names and call.get("token_type_ids") is None:
@@ -275,14 +273,22 @@ class RebatchOverride(BackboneOverride):
             return router_loss.collect_logits(run_backbone_by_document(self.call_original, call, layout))
 
 
-class CausalLMOverride(BackboneOverride):
+class CausalLMOverride(_PackedForward):
     """Forward of a causal LM that does not pass all its arguments to its backbone; it finds the boundaries first."""
 
-    any_token_types = True
-
-    def __init__(self, module: nn.Module, original: Callable[..., Any] | None) -> None:
-        super().__init__(module, original, ignores_position_ids=True)  # it passes no positions on
+    def __init__(self, module: nn.Module, state: PatchState, original: Callable[..., Any] | None = None) -> None:
+        super().__init__(module, state, original, own_positions=True)  # it passes no positions on
         self.__signature__ = forward_signature(module)  # `generate()` and the Trainer read it
+
+    @around_graphs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the causal LM's forward."""
+        call = self.named(args, kwargs)
+        layout = self.find_layout(call)
+        if layout is not None:
+            return self.run_packed(call, layout)
+        kwargs.pop("packed_layout", None)
+        return self.run_unpacked(args, kwargs)
 
     @around_graphs
     def run_unpacked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -302,14 +308,8 @@ class CompositeOverride(CausalLMOverride):
     """Forward of a model with images or sounds whose text decoder alone is patched.
 
     Padded calls pass through: the decoder removes their pads after the embeddings of images and text are merged.
-    Packed calls may hold text only. `refusal` says why they are not exact, if they are not.
+    Packed calls may hold text only.
     """
-
-    def __init__(
-        self, module: nn.Module, original: Callable[..., Any] | None, refusal: Callable[[], str | None]
-    ) -> None:
-        super().__init__(module, original)
-        self.refusal = refusal
 
     @around_graphs
     def run_unpacked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -325,9 +325,9 @@ class CompositeOverride(CausalLMOverride):
             [`PackingError`]: if the call brings images or sounds, or packed rows of text are not exact.
         """
         refuse_modalities(call, "a packed row")
-        if (refusal := self.refusal()) is not None:
+        if self.state.packed_refusal is not None:
             raise PackingError(
-                f"{type(self.module).__name__} cannot run packed rows: {refusal}",
+                f"{type(self.module).__name__} cannot run packed rows: {self.state.packed_refusal}",
                 do="Pass padded batches, which run without their pads.",
             )
         if call.get("position_ids") is None:  # some models would count them over the whole row
@@ -341,16 +341,8 @@ class CompositeOverride(CausalLMOverride):
 class AttentionOverride(Override):
     """Forward of one layer's attention on `(T, N, H)`: without transposes, mask or key/value expansion."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        original: Callable[..., Any] | None,
-        *,
-        patch: Patch,
-        qkv: QKV,
-        backends: BackendChoice,
-    ) -> None:
-        super().__init__(module, original)
+    def __init__(self, module: nn.Module, patch: Patch, qkv: QKV, backends: BackendChoice) -> None:
+        super().__init__(module)
         self.patch, self.qkv, self.backends = patch, qkv, backends
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -9,16 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from ..kernels.cpu import RMSNormOverride, is_rms_norm_on_cpu
-from ..kernels.liger import (
-    LigerRMSNormOverride,
-    SwiGLUOverride,
-    is_rms_norm_on_cuda,
-    is_swiglu_on_cuda,
-    liger_unavailable,
-    multiplies_by_liger,
-)
-from ..kernels.liger.library import lies_on_cuda, liger_kernels
+from ..kernels.cpu.norms import RMSNormOverride, is_rms_norm_on_cpu
+from ..kernels.liger.library import lies_on_cuda, liger_kernels, liger_unavailable
+from ..kernels.liger.norms import LigerRMSNormOverride, is_rms_norm_on_cuda
+from ..kernels.liger.swiglu import SwiGLUOverride, is_swiglu_on_cuda, multiplies_by_liger
 from ..kernels.lora.overrides import GatedMLPOverride
 from ..kernels.rotary import rotates
 from ..runtime.override import Override, override_in
@@ -31,9 +25,9 @@ def kernel_overrides(backbone: nn.Module, *, taken: set[int]) -> list[Override]:
     `taken` holds the ids of modules that have an override already.
     """
     left = [module for module in backbone.modules() if id(module) not in taken]
-    overrides: list[Override] = [RMSNormOverride(module, None) for module in left if is_rms_norm_on_cpu(module)]
-    overrides += [LigerRMSNormOverride(module, None) for module in left if is_rms_norm_on_cuda(module)]
-    return overrides + [SwiGLUOverride(module, None) for module in left if is_swiglu_on_cuda(module)]
+    overrides: list[Override] = [RMSNormOverride(module) for module in left if is_rms_norm_on_cpu(module)]
+    overrides += [LigerRMSNormOverride(module) for module in left if is_rms_norm_on_cuda(module)]
+    return overrides + [SwiGLUOverride(module) for module in left if is_swiglu_on_cuda(module)]
 
 
 def describe_kernels(state: Any) -> list[str]:

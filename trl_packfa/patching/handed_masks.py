@@ -48,11 +48,7 @@ class NotedMask:
 def note_mask(make: Callable[[], Any], options: Mapping[str, Any]) -> Any:
     """Return the mask of padding with a note of the mask that it stands for; without padding make the mask.
 
-    Args:
-        make (`Callable`):
-            Makes the mask.
-        options (`Mapping[str, Any]`):
-            The keywords of transformers' mask interface.
+    `options` are the keywords of transformers' mask interface.
 
     Raises:
         [`PackingError`]: if some images of a row see each other, and others do not.
@@ -96,7 +92,9 @@ class HandedMasks:
 
     def handed(self) -> Any:
         """Return the mask of padding that stands for all masks."""
-        return with_one_mask({}, self)["attention_mask"]
+        padding = self.padding.detach().clone()
+        setattr(padding, _HANDED, self)
+        return padding
 
     def sees_both_directions(self, rows: PaddedRows) -> bool:
         """Tell whether tokens see their whole row, as in an encoder; if not, they see the tokens before them only.
@@ -152,13 +150,6 @@ def handed_masks(mask: Any) -> HandedMasks | None:
     masks = {kind: getattr(value, _HANDED, value) for kind, value in mask.items()}
     padding = next((noted.padding for noted in masks.values() if isinstance(noted, NotedMask)), None)
     return None if padding is None else HandedMasks(masks, padding)
-
-
-def with_one_mask(call: dict[str, Any], masks: HandedMasks) -> dict[str, Any]:
-    """Return a call in which the mask of padding stands for all masks."""
-    padding = masks.padding.detach().clone()
-    setattr(padding, _HANDED, masks)
-    return {**call, "attention_mask": padding}
 
 
 def without_empty_masks(call: dict[str, Any]) -> dict[str, Any]:

@@ -25,20 +25,9 @@ Rule: TypeAlias = Callable[..., torch.Tensor]
 
 
 def starts_in_rule(rule: Rule, shape: tuple[int, int], device: Any) -> PackedLayout | None:
-    """Read documents off transformers' rule of who attends to whom, without building a mask from it.
+    """Read documents off the rule of a mask of this shape `(B, L)`; `None` for one document a row.
 
     A token that does not attend to the one before it begins a document.
-
-    Args:
-        rule (`Rule`):
-            The rule of the mask.
-        shape (`tuple[int, int]`):
-            `(B, L)`.
-        device (`torch.device`):
-            Device of the rule's tensors.
-
-    Returns:
-        [`PackedLayout`] or `None`: `None` for one document a row.
     """
     rows = torch.arange(shape[0], device=device)[:, None]
     tokens = torch.arange(1, shape[1], device=device)[None]
@@ -69,15 +58,10 @@ class RowBlocks(NamedTuple):
 
 
 def blocks_in_rule(rule: Rule, padding: torch.Tensor, *, by_index: bool = True) -> RowBlocks:
-    """Read the blocks of each row off transformers' rule.
+    """Read the blocks of each row off a rule that leaves out the mask of padding `(B, L)`.
 
-    Args:
-        rule (`Rule`):
-            The rule of the mask, without the mask of padding.
-        padding (`torch.Tensor`):
-            The mask of padding `(B, L)`; blocks hold true tokens only.
-        by_index (`bool`, *optional*, defaults to `True`):
-            Whether the rule takes tensors of indices. A rule that the model has added may take single indices only.
+    Blocks hold true tokens only. `by_index` says that the rule takes tensors of indices. A rule that the model has
+    added may take single indices only.
 
     Raises:
         [`PackingError`]: if some blocks of a row see each other, and others do not.

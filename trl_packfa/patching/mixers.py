@@ -7,7 +7,6 @@ Shape letters: B rows, L row length, T packed tokens (B * L), N heads, H head di
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,10 +19,13 @@ from torch import nn
 from ..attention import AttentionArguments, BackendChoice
 from ..layout import PackedLayout
 from ..layout.call_context import PackedCall, current_call, find_call, find_layout, in_call, is_empty_mask, packed_call
+from ..patches.base import Patch
 from ..runtime.compile import outside_of_graphs
-from ..runtime.override import Override
+from ..runtime.override import NamedOverride, Override
 from ..runtime.per_document import BOUNDARIES, FLASH_KEYS, run_by_document
 from ..runtime.random_states import devices_of, random_states_kept
+from .attention_interface import attend_packed
+from .inspect import class_names
 
 logger = logging.getLogger(__name__)
 
@@ -82,27 +84,19 @@ class LayerOverride(Override):
             layer.gradient_checkpointing = True
 
 
-class MixerOverride(Override):
+class MixerOverride(NamedOverride):
     """Forward of a module that mixes tokens: by its own kernels if they provably honour boundaries, else by
     document."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        original: Callable[..., Any] | None,
-        *,
-        native: dict[tuple[type, bool], tuple[str, ...]],
-        masked: bool,
-        beside: bool,
-        window: int | None,
-    ) -> None:
-        super().__init__(module, original)
-        self.native, self.masked, self.beside, self.window = native, masked, beside, window
-        parameters = inspect.signature(type(module).forward).parameters.values()
-        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-        names = {parameter.name for parameter in parameters}
-        self.takes_shape = "input_ids_shape" in names  # a table of positions that takes position ids or a shape
-        known = [tuple(name for name in offer if takes_any or name in names) for offer in _OFFERS]
+    def __init__(self, module: nn.Module, patch: Patch, native: dict[tuple[type, bool], tuple[str, ...]]) -> None:
+        super().__init__(module)
+        classes, config = set(class_names(module)), getattr(module, "config", None)
+        self.native, self.beside = native, not classes.isdisjoint(patch.beside)
+        self.masked = self.beside or not classes.isdisjoint(patch.masked_mixers)
+        # RecurrentGemma's attention has no `sliding_window`: the window is its config's `attention_window_size`.
+        self.window: Any = getattr(module, "sliding_window", None) or getattr(config, "attention_window_size", None)
+        self.takes_shape = "input_ids_shape" in self.names  # a table of positions that takes position ids or a shape
+        known = [tuple(name for name in offer if self.takes_any or name in self.names) for offer in _OFFERS]
         self.offers = [offer for offer in dict.fromkeys(known) if offer]
 
     # Outside of graphs, as every batch has documents of other lengths.
@@ -220,11 +214,9 @@ class FunctionOverride:
         arguments = self.read_arguments(self.module)
         if not self.module.training:
             arguments = replace(arguments, dropout=0.0)
-        q_TNH, k_TKH, v_TKH = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
         # These modules may rotate query and key in float32, but backends need one dtype.
-        q_TNH, k_TKH = q_TNH.to(v_TKH.dtype), k_TKH.to(v_TKH.dtype)
-        out_TNH = self.backends.attend(q_TNH, k_TKH, v_TKH, layout, arguments)
-        return out_TNH.view(query.shape[0], query.shape[2], *out_TNH.shape[1:]).transpose(1, 2), None
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        return attend_packed(self.backends, query, key, value, layout, arguments).transpose(1, 2), None
 
 
 def _without_mask(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -9,7 +9,6 @@ Shape letters: B rows, L row length, M keys of a row, N query heads, K key/value
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -113,8 +112,8 @@ def _one_a_row(rows: int, length: int, device: torch.device) -> PackedLayout:
     return PackedLayout.from_lengths([length] * rows, rows=rows, device=device)
 
 
-def named_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Implement transformers' mask interface.
+def named_mask(**options: Any) -> torch.Tensor | None:
+    """Implement transformers' mask interface, which is called with keywords.
 
     A call without pads and cache gets no mask, one whose positions restart gets an empty mask, and any other gets
     `sdpa`'s.
@@ -122,56 +121,38 @@ def named_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     Raises:
         [`PackingError`]: if the type is not served.
     """
-    return _make_mask(torch.compiler.is_compiling(), *args, **kwargs)
+    return _make_mask(torch.compiler.is_compiling(), options)
 
 
 @outside_of_graphs
-def _make_mask(
-    traced: bool,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | torch.Tensor = 0,
-    kv_offset: int = 0,
-    *,
-    mask_function: Callable[..., torch.Tensor],
-    attention_mask: torch.Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    use_vmap: bool = False,
-    config: Any,
-    **kwargs: Any,
-) -> torch.Tensor | None:
+def _make_mask(traced: bool, options: dict[str, Any]) -> torch.Tensor | None:
     require_registered()
-    options = {
-        **kwargs, "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset,
-        "kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask,
-        "local_size": local_size, "allow_is_causal_skip": allow_is_causal_skip, "use_vmap": use_vmap, "config": config,
-    }  # fmt: skip
     sdpa_mask = AttentionMaskInterface()["sdpa"]
-    if "allow_is_bidirectional_skip" in kwargs:  # the mask of an encoder, or of attention to one
+    if "allow_is_bidirectional_skip" in options:  # the mask of an encoder, or of attention to one
         return sdpa_mask(**options)
-    served_patch(config)
+    served_patch(options["config"])
     if runs_as_sdpa():
         return sdpa_mask(**{**options, "allow_is_causal_skip": False})
-    padded = attention_mask is not None and not bool(attention_mask.all())
+    length, padding = options["q_length"], options.get("attention_mask")
+    may_skip, by_index = options.get("allow_is_causal_skip", True), not options.get("use_vmap", False)
+    padded = padding is not None and not bool(padding.all())
     # The offset is read only where the lengths agree: a static cache's offset is a tensor.
-    if padded or q_length != kv_length or int(q_offset) or use_vmap:
+    if padded or length != options["kv_length"] or int(options.get("q_offset", 0)) or not by_index:
         mask = sdpa_mask(**options)
         if mask is not None:
-            setattr(mask, PADDING, attention_mask)
+            setattr(mask, PADDING, padding)
         return mask
     # In these cases the rule is a plain causal one, and there are no boundaries to read off it.
-    if (allow_is_causal_skip and local_size is None) or q_length == 1:
+    if (may_skip and options.get("local_size") is None) or length == 1:
         return None
-    shape, device = (batch_size, q_length), kwargs["device"]
-    if sees_ahead(mask_function, shape, device):  # tokens of one image
+    rule, shape, device = options["mask_function"], (options["batch_size"], length), options["device"]
+    if sees_ahead(rule, shape, device):  # tokens of one image
         return sdpa_mask(**options)
-    layout = starts_in_rule(mask_function, shape, device)
+    layout = starts_in_rule(rule, shape, device)
     if layout is not None:
         return empty_mask(PackedCall(layout), torch.device(device), dtype=torch.bool)
     # Some models always need a mask, and get one. In a graph transformers always asks for one, so that tells nothing.
-    return None if allow_is_causal_skip or traced else sdpa_mask(**options)
+    return None if may_skip or traced else sdpa_mask(**options)
 
 
 def register_name() -> None:

@@ -8,7 +8,7 @@ type is refused at its first call, packed or not, until `check` has proven it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -139,13 +139,17 @@ def _identity(config: Any) -> str:
 
 
 @contextmanager
-def any_type_served() -> Iterator[None]:
-    """Let a model of any type run by name inside a `with` block, while `check` measures it."""
-    token = _MEASURED.set(True)
+def _set(switch: ContextVar[bool]) -> Iterator[None]:
+    token = switch.set(True)
     try:
         yield
     finally:
-        _MEASURED.reset(token)
+        switch.reset(token)
+
+
+def any_type_served() -> AbstractContextManager[None]:
+    """Let a model of any type run by name inside a `with` block, while `check` measures it."""
+    return _set(_MEASURED)
 
 
 def trust(model: nn.Module) -> None:
@@ -250,14 +254,9 @@ def _unscaled(config: Any, kind: dict[str, Any]) -> int:
 _AS_SDPA: ContextVar[bool] = ContextVar("trl_packfa_as_sdpa", default=False)
 
 
-@contextmanager
-def as_sdpa() -> Iterator[None]:
+def as_sdpa() -> AbstractContextManager[None]:
     """Make models that run by name build `sdpa`'s mask for every call, inside a `with` block."""
-    token = _AS_SDPA.set(True)
-    try:
-        yield
-    finally:
-        _AS_SDPA.reset(token)
+    return _set(_AS_SDPA)
 
 
 def runs_as_sdpa() -> bool:

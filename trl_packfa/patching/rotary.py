@@ -6,7 +6,7 @@ Shape letters: B rows, L row length, R rotated features.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -74,12 +74,12 @@ def fresh_frequencies(model: nn.Module) -> Iterator[None]:
     """
     rotary = [module for module in model.modules() if depends_on_length(module)]
     kept = [_frequencies_of(module) for module in rotary]
-    handles = [module.register_forward_pre_hook(_forget, with_kwargs=True) for module in rotary]
     try:
-        yield
+        with ExitStack() as hooks:
+            for module in rotary:
+                hooks.enter_context(module.register_forward_pre_hook(_forget, with_kwargs=True))
+            yield
     finally:
-        for handle in handles:
-            handle.remove()
         for module, (buffers, values) in zip(rotary, kept, strict=True):
             module._buffers.update(buffers)
             vars(module).update(values)

@@ -16,9 +16,7 @@ from torch import nn
 from ..layout import PackedLayout
 from ..layout.padded_rows import PaddedRows
 from ..layout.shared_rows import SharedDocuments, SharedRows, shared_documents_of, shared_rows_of
-from ..patches.base import Patch
 from .inspect import inner_model
-from .sharding import needs_whole_documents
 
 logger = logging.getLogger(__name__)
 
@@ -125,23 +123,3 @@ def _rates_of(modules: Iterable[nn.Module]) -> list[tuple[Any, str]]:
             if isinstance(value, float) and (_DRAWS.search(name) or (is_dropout and name == "p")):
                 rates.append((module, name))
     return rates
-
-
-def sharing_refusal(
-    patch: Patch, mixers: Iterable[nn.Module], *, follows_length: bool, has_invocations: bool
-) -> str | None:
-    """Return why rows of a model cannot share a common prefix, `None` if they can.
-
-    Args:
-        patch ([`Patch`]):
-            The patch of its architecture.
-        mixers (`Iterable[torch.nn.Module]`):
-            Its modules that run document by document.
-        follows_length (`bool`):
-            Whether its rotary embedding's frequencies depend on the length of a document.
-        has_invocations (`bool`):
-            Whether an adapter is activated by tokens.
-    """
-    if (refusal := needs_whole_documents(patch, mixers, has_invocations=has_invocations)) is not None:
-        return refusal
-    return "the rotary embedding's frequencies depend on the length of a document" if follows_length else None

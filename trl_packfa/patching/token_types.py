@@ -31,11 +31,7 @@ def refuse_token_types(call: dict[str, Any], parameters: Iterable[str]) -> None:
     """Refuse token types of a prefix or an image: this kind of backbone lets such tokens see each other in both
     directions.
 
-    Args:
-        call (`dict[str, Any]`):
-            Names and values of the call's arguments.
-        parameters (`Iterable[str]`):
-            Names of the forward's parameters; the backbone ignores other arguments.
+    `parameters` are the names of those of the forward; the backbone ignores other arguments.
 
     Raises:
         [`PackingError`]: naming the argument.

@@ -45,18 +45,16 @@ class Unpadding:
         watch (`Callable` or `None`): called for every call that runs without its pads, see [`Watch`].
 
     Args:
-        sharing ([`Sharing`], *optional*):
+        sharing ([`Sharing`] or `None`):
             The policy that decides which rows share a prefix.
-        generates (`bool`, *optional*, defaults to `True`):
+        generates (`bool`):
             Whether the model may be used for decoding. If so, a call without gradients whose config asks for a cache
             gets the cache and runs with its pads.
-        runs_by_row (`frozenset[str]`, *optional*):
+        runs_by_row (`frozenset[str]`):
             Arguments of cross-attention to images, which runs on padded rows. Empty if the model has none.
     """
 
-    def __init__(
-        self, sharing: Sharing | None = None, *, generates: bool = True, runs_by_row: frozenset[str] = frozenset()
-    ) -> None:
+    def __init__(self, sharing: Sharing | None, *, generates: bool, runs_by_row: frozenset[str]) -> None:
         self.is_on, self.sharing, self.generates = True, sharing, generates
         self.calls, self.tokens, self.pads, self.documents = 0, 0, 0, 0
         self.trained, self.trained_documents, self.shared, self.blocks = 0, 0, 0, 0
@@ -172,23 +170,22 @@ class Unpadding:
         if self.watch is not None:
             self.watch(forward, call, rows, outputs)
 
-    @contextmanager
-    def off(self) -> Iterator[None]:
+    def off(self) -> AbstractContextManager[None]:
         """Make padded calls run with their pads, inside a `with` block."""
-        before, self.is_on = self.is_on, False
-        try:
-            yield
-        finally:
-            self.is_on = before
+        return self._set(is_on=False)
+
+    def unshared(self) -> AbstractContextManager[None]:
+        """Make rows share no prefixes, inside a `with` block."""
+        return self._set(sharing=None)
 
     @contextmanager
-    def unshared(self) -> Iterator[None]:
-        """Make rows share no prefixes, inside a `with` block."""
-        before, self.sharing = self.sharing, None
+    def _set(self, **values: Any) -> Iterator[None]:
+        before = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
         try:
             yield
         finally:
-            self.sharing = before
+            vars(self).update(before)
 
 
 def _modalities(call: dict[str, Any]) -> list[str]:

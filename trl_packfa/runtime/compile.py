@@ -74,14 +74,8 @@ def allow_graphs(most: int) -> Iterator[None]:
 
 
 class CompiledLayer:
-    """The compiled call of one layer, which marks the sizes of its inputs as dynamic before the first graph.
-
-    Args:
-        layer (`torch.nn.Module`):
-            The layer whose call is compiled, with its hooks.
-        options (`dict[str, Any]`):
-            Arguments of `torch.compile`.
-    """
+    """The compiled call of one layer, with its hooks. It marks the sizes of its inputs as dynamic before the first
+    graph. `options` are the arguments of `torch.compile`."""
 
     # The attribute in which `torch.nn.Module.compile` keeps a module's compiled call. Copies of a module lack it.
     SLOT = "_compiled_call_impl"

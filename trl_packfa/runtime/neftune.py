@@ -54,14 +54,8 @@ def noise_of_padded_rows(backbone: nn.Module, noise: EmbeddingNoise, lengths: to
     """Draw the noise for padded rows of these `lengths` in a `with` block, if the backbone's embedding has NEFTune's
     noise.
 
-    Args:
-        backbone (`torch.nn.Module`):
-            The module whose embedding is called in the block.
-        noise ([`EmbeddingNoise`]):
-            The hook that replaces transformers' hook. It must be the same one for every call of a model, as compiled
-            graphs tell hooks apart by identity.
-        lengths (`torch.Tensor`):
-            See [`EmbeddingNoise`].
+    `noise` replaces transformers' hook. It must be the same one for every call of a model, as compiled graphs tell
+    hooks apart by identity. `lengths` are those of [`EmbeddingNoise`].
     """
     embedding: Any = backbone.get_input_embeddings()  # type: ignore[operator]  # of a transformers model
     slots = [key for key, hook in embedding._forward_hooks.items() if hook is neftune_post_forward_hook]

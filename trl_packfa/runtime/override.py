@@ -7,20 +7,30 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
 
+def forward_slot(module: nn.Module) -> str:
+    """Return the attribute that holds the real forward: accelerate's device hooks move it to `_old_forward`."""
+    return "_old_forward" if "_hf_hook" in vars(module) else "forward"
+
+
 class Override:
-    """A `forward` of one instance, with the forward that it replaced."""
+    """A `forward` of one instance, with the forward that it replaced.
+
+    By default that is the one that was set on the instance before, or its class's (`None`).
+    """
 
     __call__: Callable[..., Any]
 
-    def __init__(self, module: nn.Module, original: Callable[..., Any] | None) -> None:
-        self.module, self.original = module, original
+    def __init__(self, module: nn.Module, original: Callable[..., Any] | None = None) -> None:
+        self.module = module
+        self.original = vars(module).get(forward_slot(module)) if original is None else original
 
     def call_original(self, *args: Any, **kwargs: Any) -> Any:
         """Run the replaced forward; the class's own is looked up at each call, as FSDP2 exchanges an instance's
@@ -29,13 +39,14 @@ class Override:
             return type(self.module).forward(self.module, *args, **kwargs)
         return self.original(*args, **kwargs)
 
-    def as_forward(self) -> Callable[..., Any]:
-        """Return the value for the module's slot: the override's bound `__call__`, or the override if it has a
+    def as_edit(self) -> tuple[nn.Module, str, Callable[..., Any]]:
+        """Return the module, its slot and the slot's value: the bound `__call__`, or the override if it has a
         signature."""
         # torch.compile guards an instance's forward by identity, but a bound method by its code. With bound methods
         # the layers of a model share one graph, while each override object would need its own. A signature is read
         # from the object itself, and only a whole model's forward has one.
-        return self if hasattr(self, "__signature__") else self.__call__
+        value = self if hasattr(self, "__signature__") else self.__call__
+        return self.module, forward_slot(self.module), value
 
 
 class NamedOverride(Override):
@@ -46,15 +57,32 @@ class NamedOverride(Override):
         takes_any (`bool`): whether that forward takes further keywords.
     """
 
-    def __init__(self, module: nn.Module, original: Callable[..., Any] | None) -> None:
+    def __init__(self, module: nn.Module, original: Callable[..., Any] | None = None) -> None:
         super().__init__(module, original)
-        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-        self.names = tuple(parameter.name for parameter in parameters)
-        self.takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+        parameters = forward_signature(module).parameters
+        self.names = tuple(parameters)
+        self.takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return all arguments of a call by name."""
         return {**dict(zip(self.names, args, strict=False)), **kwargs}
+
+
+@contextmanager
+def forwards_set(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Set forwards on these instances inside a `with` block."""
+    forwards = list(forwards)
+    before = [(module, vars(module).get("forward")) for module, _ in forwards]
+    try:
+        for module, forward in forwards:
+            module.forward = forward
+        yield
+    finally:
+        for module, own in before:
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
 
 
 def override_in(module: nn.Module, slot: str = "forward") -> Override | None:

@@ -45,17 +45,8 @@ def run_by_document(
     """Run `forward` on the documents of a packed call; return its outputs with the packed tokens in place.
 
     Every argument of shape `(B, L, ...)` is split by group, inside tuples too. The packed call's empty mask becomes a
-    causal mask of the group's size. Outputs per token are put back together, the others are dropped.
-
-    Args:
-        forward (`Callable`):
-            A causal module's forward.
-        args (`Sequence`), kwargs (`dict[str, Any]`):
-            Its arguments, boundaries included.
-        layout ([`PackedLayout`]):
-            The documents of the call.
-        sliding_window (`int`, *optional*):
-            Number of tokens that a query sees under the causal mask.
+    causal mask of the group's size, under which a query sees `sliding_window` tokens. Outputs per token are put back
+    together, the others are dropped.
     """
     calls, shapes, place = _take_apart(args, kwargs, layout, sliding_window)
     outputs = []

@@ -114,17 +114,14 @@ class ShardedRowModel:
         labels = inputs["labels"]
         cut = shard_batch(inputs, self.shard)
         outputs = self.model(**cut)
-        scores = torch.stack([x.to(outputs.log_probs.dtype) for x in _scores(outputs)])
+        found = (outputs.log_probs, outputs.entropy, outputs.is_top1)
+        scores = torch.stack([x.to(outputs.log_probs.dtype) for x in found])
         # (3, 1, T) with padding at the end; the last token of each row predicts nothing.
         scores = _Gathered.apply(scores, self.shard)[..., : labels.numel()].view(3, *labels.shape)[..., :-1]
         outputs.log_probs, outputs.entropy, is_top1 = scores[0], scores[1].detach(), scores[2]
         outputs.is_top1, outputs.loss = is_top1.detach().bool(), None
         outputs.label_mask = labels[:, 1:] != -100
         return outputs
-
-
-def _scores(outputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return outputs.log_probs, outputs.entropy, outputs.is_top1
 
 
 class _Gathered(torch.autograd.Function):

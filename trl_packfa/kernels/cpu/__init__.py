@@ -4,9 +4,3 @@ Each kernel is one autograd function. It computes pieces of tokens that fit into
 computes the rest again in the backward. torch's operators each pass over memory once and save all results between
 them. Other devices run the model's own code, and so do compiled graphs, because they fuse these operators themselves.
 """
-
-from __future__ import annotations
-
-from .norms import RMSNormOverride, is_rms_norm_on_cpu
-
-__all__ = ["RMSNormOverride", "is_rms_norm_on_cpu"]

@@ -29,14 +29,7 @@ if TYPE_CHECKING:
 
 
 class Head:
-    """A forward of a causal LM that replaces another one and keeps it.
-
-    Args:
-        module (`PreTrainedModel`):
-            The causal LM, with TRL's fused head.
-        forward (`Callable`):
-            The forward that is replaced.
-    """
+    """A forward of a causal LM with TRL's fused head that replaces another `forward` and keeps it."""
 
     def __init__(self, module: PreTrainedModel, forward: Callable[..., Any]) -> None:
         self.module, self.forward = module, forward
@@ -83,17 +76,11 @@ class TrainedHead(Head):
 
     @outside_of_graphs
     def _serves(self, kwargs: dict[str, Any]) -> bool:
-        head = self.module.get_output_embeddings()
-        weight: Any = getattr(head, "weight", None)
-        by_config = getattr(self.module.config.get_text_config(), "output_router_logits", False)
-        routed = kwargs.get("output_router_logits", by_config)
-        if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
-            return False
-        sharded = isinstance(weight, DTensor) or is_in_parts(weight)
-        return not (sharded or routed) and self._is_for(weight, getattr(head, "bias", None))
+        head: Any = self.module.get_output_embeddings()
+        return can_be_scored(self.module, kwargs) and self._is_for(head.weight, getattr(head, "bias", None))
 
     def _is_for(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-        return weight.device.type not in ("cuda", "xpu")
+        return lacks_triton(weight)
 
     def _scores(self, *inputs: Any) -> Any:
         return TrainedLogProbs.apply(*inputs)
@@ -112,6 +99,22 @@ class TrainedHead(Head):
         inputs = (hidden_BLD[mask], head.weight, head.bias, labels_BL[mask])
         scores = self._scores(*inputs, self.transform, self.measures)
         return scored(mask, scores, num_items_in_batch)
+
+
+def can_be_scored(module: Any, kwargs: dict[str, Any]) -> bool:
+    """Tell whether a call's trained positions can be scored here: the causal LM's head is neither sharded nor
+    quantized, and no experts' losses need router logits."""
+    weight: Any = getattr(module.get_output_embeddings(), "weight", None)
+    by_config = getattr(module.config.get_text_config(), "output_router_logits", False)
+    if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
+        return False
+    sharded = isinstance(weight, DTensor) or is_in_parts(weight)
+    return not (sharded or kwargs.get("output_router_logits", by_config))
+
+
+def lacks_triton(weight: torch.Tensor) -> bool:
+    """Tell whether TRL has no Triton kernel for a head on this device."""
+    return weight.device.type not in ("cuda", "xpu")
 
 
 def aligned(

@@ -10,18 +10,16 @@ Shape letters: B rows, L row length, P labelled positions, D model dim.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.state import AcceleratorState
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ...runtime.compile import around_graphs, outside_of_graphs
 from ...runtime.override import Override, forward_signature
-from ...runtime.zero3 import is_in_parts
+from .chunked import aligned, can_be_scored, lacks_triton
 
 if TYPE_CHECKING:
     from trl.trainer.utils import FusedCausalLMOutput
@@ -61,16 +59,14 @@ class LabelledHead(Override):
 
     Args:
         module (`torch.nn.Module`):
-            The causal LM.
-        original (`Callable`):
-            TRL's forward, which runs all other calls. It also runs on devices with Triton, if the head is sharded or
-            quantized, or if experts' losses need router logits.
+            The causal LM with TRL's forward, which runs all other calls. It also runs on devices with Triton, if the
+            head is sharded or quantized, or if experts' losses need router logits.
         options (`dict[str, Any]`):
             The result of [`trl_options`].
     """
 
-    def __init__(self, module: nn.Module, original: Callable[..., Any], options: dict[str, Any]) -> None:
-        super().__init__(module, original)
+    def __init__(self, module: nn.Module, options: dict[str, Any]) -> None:
+        super().__init__(module)
         self.options = options
         self.__signature__ = forward_signature(module)
 
@@ -99,13 +95,7 @@ class LabelledHead(Override):
     @outside_of_graphs
     def _serves(self, kwargs: dict[str, Any]) -> bool:
         module: Any = self.module
-        weight = getattr(module.get_output_embeddings(), "weight", None)
-        by_config = getattr(module.config.get_text_config(), "output_router_logits", False)
-        if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
-            return False
-        sharded = isinstance(weight, DTensor) or is_in_parts(weight)
-        routed = kwargs.get("output_router_logits", by_config)
-        return not (sharded or routed or weight.device.type in ("cuda", "xpu"))
+        return can_be_scored(module, kwargs) and lacks_triton(module.get_output_embeddings().weight)
 
     # The number of labelled positions differs in every batch, so this runs outside of graphs.
     @outside_of_graphs
@@ -120,11 +110,9 @@ class LabelledHead(Override):
         from trl.kernels import ChunkedLogProbFunction
         from trl.trainer.utils import FusedCausalLMOutput
 
-        if shift_labels is None:
-            assert labels is not None
-            hidden_BLD, shift_labels = hidden_BLD[:, :-1], labels[:, 1:]
         head: Any = self.module.get_output_embeddings()  # type: ignore[operator]
-        hidden_BLD, labels_BL = hidden_BLD.to(head.weight.device), shift_labels.to(head.weight.device)
+        states = aligned(hidden_BLD, labels, shift_labels)
+        hidden_BLD, labels_BL = (tensor.to(head.weight.device) for tensor in states)
         mask = labels_BL != -100
         hidden_PD, autocast = hidden_BLD[mask], nullcontext()
         if self.options["cast_lm_head_to_fp32"]:

@@ -9,8 +9,7 @@ Shape letters: T packed tokens, S documents, P activated tokens, D features.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from ...layout import PackedLayout
 from ...layout.call_context import current_call
 from ...layout.from_call import layout_of
 from ...runtime.compile import around_graphs, outside_of_graphs
-from ...runtime.override import Override, forward_signature, override_in
+from ...runtime.override import NamedOverride, Override, forward_signature, forward_slot, override_in
 
 Invocations = Mapping[str, tuple[int, ...]]
 
@@ -72,13 +71,9 @@ def require_patched(module: nn.Module) -> None:
     Raises:
         [`PackingError`]: naming one of the adapters.
     """
-    late = [layer for layer in activated_layers(module) if not isinstance(_override_of(layer), ActivatedLoraOverride)]
-    if late:
-        raise _added_late(_activated(late[0])[0])
-
-
-def _override_of(layer: nn.Module) -> Override | None:
-    return override_in(layer, "_old_forward" if "_hf_hook" in vars(layer) else "forward")
+    for layer in activated_layers(module):
+        if not isinstance(override_in(layer, forward_slot(layer)), ActivatedLoraOverride):
+            raise _added_late(_activated(layer)[0])
 
 
 def _added_late(name: str) -> PackingError:
@@ -97,11 +92,9 @@ def _activated(layer: Any) -> list[str]:
 class ActivatedLoraOverride(Override):
     """A LoRA layer whose activated adapters change each document from its last invocation on."""
 
-    def __init__(
-        self, module: nn.Module, original: Callable[..., Any] | None, *, invocations: Invocations | None = None
-    ) -> None:
-        super().__init__(module, original)
-        self.invocations = invocations or {}
+    def __init__(self, module: nn.Module, invocations: Invocations) -> None:
+        super().__init__(module)
+        self.invocations = invocations
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's forward."""
@@ -180,15 +173,15 @@ def activated_tokens(input_ids: torch.Tensor, layout: PackedLayout, invocation: 
     return (numbers_T >= last_S[documents_T]).nonzero().flatten()
 
 
-class ActivatedModelOverride(Override):
+class ActivatedModelOverride(NamedOverride):
     """The forward of a `PeftModel` with activated adapters. Packed calls skip PEFT's offsets of rows.
 
     PEFT passes its offsets by hooks. With activation checkpointing it allows one set of hooks until a backward removes
     them. So packed calls make no hooks, and calls without gradients remove their hooks here.
     """
 
-    def __init__(self, module: nn.Module, original: Callable[..., Any] | None) -> None:
-        super().__init__(module, original)
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
         self.__signature__ = forward_signature(module)
 
     @around_graphs
@@ -208,11 +201,8 @@ class ActivatedModelOverride(Override):
         return kwargs.get("adapter_names") is None and layout_of(self._named(args, kwargs)) is not None
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        names = list(inspect.signature(type(self.module).forward).parameters)[1:]
-        call = {**dict(zip(names, args, strict=False)), **kwargs}
-        return {
-            name: value for name, value in call.items() if name not in ("alora_offsets", "adapter_names", "task_ids")
-        }
+        of_peft, call = ("alora_offsets", "adapter_names", "task_ids"), self.named(args, kwargs)
+        return {name: value for name, value in call.items() if name not in of_peft}
 
 
 def _take_off_hooks(model: nn.Module) -> None:
@@ -222,7 +212,7 @@ def _take_off_hooks(model: nn.Module) -> None:
             handles.pop().remove()
 
 
-def activated_overrides(model: nn.Module, own_forward: Callable[[nn.Module], Any]) -> list[Override]:
+def activated_overrides(model: nn.Module) -> list[Override]:
     """Make an override for every `PeftModel` that contains layers with an activated adapter."""
     models = [module for module in model.modules() if isinstance(module, PeftModel) and activated_layers(module)]
-    return [ActivatedModelOverride(module, own_forward(module)) for module in models]
+    return [ActivatedModelOverride(module) for module in models]

@@ -44,37 +44,19 @@ def project_in_graph(
 
 @torch.library.impl("trl_packfa::project_together", "default")
 @torch.no_grad()
-def _project(
-    x_TD: torch.Tensor,
-    weights: _Tensors,
-    biases: _Tensors,
-    lora_As: _Tensors,
-    lora_Bs: _Tensors,
-    scalings: Sequence[float],
-    dtype: torch.dtype,
-    dtype_out: torch.dtype,
-) -> list[torch.Tensor]:
-    projections = _projections(weights, biases, lora_As, lora_Bs, scalings)
+def _project(x_TD: torch.Tensor, *inputs: Any) -> list[torch.Tensor]:
+    *layers, dtype, dtype_out = inputs
+    projections = _projections(*layers)
     with torch.autocast(x_TD.device.type, enabled=False):
         return list(project_forward(x_TD, projections, dtype, [dtype_out] * len(projections)))
 
 
 @torch.library.impl("trl_packfa::project_together_backward", "default")
 @torch.no_grad()
-def _project_backward(
-    grads: _Tensors,
-    x_TD: torch.Tensor,
-    weights: _Tensors,
-    biases: _Tensors,
-    lora_As: _Tensors,
-    lora_Bs: _Tensors,
-    scalings: Sequence[float],
-    dtype: torch.dtype,
-    dtype_out: torch.dtype,
-    input_trains: bool,
-) -> list[torch.Tensor]:
+def _project_backward(grads: _Tensors, x_TD: torch.Tensor, *inputs: Any) -> list[torch.Tensor]:
     """Return the gradients of `x`, of every `lora_A`, then of every `lora_B`. A missing one has no elements."""
-    projections = _projections(weights, biases, lora_As, lora_Bs, scalings)
+    *layers, dtype, _, input_trains = inputs
+    projections = _projections(*layers)
     with torch.autocast(x_TD.device.type, enabled=False):
         found = project_backward(x_TD, projections, grads, dtype, input_trains=input_trains)
     grad_x, *by_layer = (x_TD.new_empty(0) if grad is None else grad.contiguous() for grad in found)

@@ -9,7 +9,7 @@ Shape letters: B rows, L row length, D input features.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ...layout.call_context import current_layout
 from ...runtime.override import Override, computes_as, has_library_forward, override_in, runs_own_forward
-from ..liger import multiplies_by_liger
-from ..liger.swiglu import gated_by_liger
+from ..liger.swiglu import gated_by_liger, multiplies_by_liger
 from .activated import ActivatedLoraOverride, Invocations, activated_layers
 from .decisions import decide
 from .in_graphs import project_in_graph
@@ -51,14 +50,14 @@ class GatedMLPOverride(Override):
     """A gated MLP with LoRA layers, computed as one function.
 
     Args:
-        module (`torch.nn.Module`), original (`Callable`, *optional*):
-            The MLP, and the forward that is replaced.
+        module (`torch.nn.Module`):
+            The MLP.
         by_liger (`bool`):
             Whether Liger's kernels compute the activation and the product with it, if they can.
     """
 
-    def __init__(self, module: nn.Module, original: Callable[..., Any] | None, *, by_liger: bool = False) -> None:
-        super().__init__(module, original)
+    def __init__(self, module: nn.Module, *, by_liger: bool) -> None:
+        super().__init__(module)
         self.by_liger = by_liger
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -103,18 +102,11 @@ def adapted_layers(module: nn.Module) -> list[nn.Module]:
     return [layer for layer in module.modules() if isinstance(layer, LoraLayer)]
 
 
-def lora_overrides(
-    backbone: nn.Module,
-    own_forward: Callable[[nn.Module], Any],
-    *,
-    fused: bool,
-    by_liger: bool,
-    invocations: Invocations,
-) -> list[Override]:
+def lora_overrides(backbone: nn.Module, *, fused: bool, by_liger: bool, invocations: Invocations) -> list[Override]:
     """Make the overrides of a backbone's LoRA layers and of the MLPs that contain some.
 
     If not `fused`, only overrides for activated adapters are made, also for layers that may get one later.
-    `own_forward` returns the forward that an override replaces. `by_liger` lets MLPs use Liger's kernels.
+    `by_liger` lets MLPs use Liger's kernels.
     """
     # Graphs cannot see that a class has another forward, so it is tested here.
     layers = [
@@ -123,15 +115,14 @@ def lora_overrides(
         if is_adapted(module) and "_hf_hook" not in vars(module) and has_library_forward(module)
     ]
     mlps = [module for module in backbone.modules() if is_gated_mlp(module) and adapted_layers(module)]
-    options = {"invocations": invocations}
     found: list[Override] = []
     if fused:
-        found += [AdaptedLinearOverride(layer, own_forward(layer), **options) for layer in layers]
-        found += [GatedMLPOverride(mlp, own_forward(mlp), by_liger=by_liger) for mlp in mlps]
+        found += [AdaptedLinearOverride(layer, invocations) for layer in layers]
+        found += [GatedMLPOverride(mlp, by_liger=by_liger) for mlp in mlps]
     taken = {id(override.module) for override in found}
     others = [layer for layer in (*layers, *activated_layers(backbone)) if id(layer) not in taken]
     others = list({id(layer): layer for layer in others}.values())
-    return found + [ActivatedLoraOverride(layer, own_forward(layer), **options) for layer in others]
+    return found + [ActivatedLoraOverride(layer, invocations) for layer in others]
 
 
 def describe_lora(layers: Sequence[nn.Module], fused: bool) -> list[str]:

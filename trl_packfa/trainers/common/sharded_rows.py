@@ -14,7 +14,6 @@ from ...layout.shard import RowShard
 from ...packing import MINIBATCH
 from ...patching.apply import find_state
 from ...patching.inspect import model_config
-from ...patching.sharding import refuse_shards, shard_refusal
 from ...versions import installed_version
 from .config import CommonConfig
 
@@ -141,9 +140,7 @@ def require_shareable(model: nn.Module, args: CommonConfig) -> None:
     size, state = args.sequence_parallel, find_state(model)
     if size == 1 or state is None:
         return
-    mixers, invocations = state.mixers.values(), bool(state.invocations)
-    if (refusal := shard_refusal(state.patch, mixers, has_invocations=invocations)) is not None:
-        raise refuse_shards(model, size, refusal)
+    state.require_shareable(model, size)
     heads = getattr(model_config(model).get_text_config(), "num_attention_heads", None)
     if isinstance(heads, int):
         RowShard.require_divisible(heads, size)

@@ -1,0 +1,90 @@
+"""Record of what a patch did to one model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from ..attention import BackendChoice
+from ..errors import UnsupportedModel
+from ..patches.base import Patch
+from .unpadding import Unpadding
+
+# Attribute of the backbone that holds the state.
+SLOT = "_trl_packfa"
+# A module, the attribute that is set on it, and the attribute's value.
+Edit: TypeAlias = tuple[nn.Module, str, Any]
+
+
+@dataclass(frozen=True)
+class PatchOptions:
+    """The options of [`trl_packfa.patch`], which documents them."""
+
+    backend: str = "auto"
+    fused_lora: bool = True
+    fused_kernels: bool = True
+    unpad: bool = False
+    share_prefixes: bool = False
+
+
+@dataclass
+class PatchState:
+    """Record of what was done to one model. It is kept on the model's backbone, so that copies of the model carry
+    it."""
+
+    patch: Patch
+    options: PatchOptions
+    backends: BackendChoice
+    attention: dict[str, nn.Module]
+    windows: tuple[int | None, ...]
+    mixers: dict[str, nn.Module] = field(default_factory=dict)
+    native: dict[tuple[type, bool], tuple[str, ...]] = field(default_factory=dict)
+    adapted: list[nn.Module] = field(default_factory=list)
+    edits: list[Edit] = field(default_factory=list)
+    adapter_kinds: tuple[str, ...] = ()
+    invocations: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    unpadding: Unpadding | None = None
+    # Whether only the text decoder of a model with images or sounds is patched, so that padded batches may bring them.
+    takes_images: bool = False
+    # The module whose padded calls run without pads: the backbone, or an encoder's stack of layers.
+    unpads: nn.Module | None = None
+    # Why packed rows of text are not exact in such a model, `None` if they are.
+    packed_refusal: str | None = None
+    # Result of the proof of `unpad=True`: an `UnpaddingReport`.
+    unpadding_report: Any = None
+    # Result of the proof of packing, if `patch` had to make one: an `ExactnessReport`.
+    report: Any = None
+
+    @property
+    def needs_whole_documents(self) -> str | None:
+        """Reason why the model needs the tokens of whole documents outside of its attention, `None` if it does
+        not."""
+        if self.patch.rebatch:
+            return "the backbone runs document by document"
+        if names := sorted({type(module).__name__ for module in self.mixers.values()}):
+            return f"documents run one by one in {', '.join(names)}"
+        return "activated LoRA begins at the last invocation of a document" if self.invocations else None
+
+    def require_shareable(self, model: nn.Module, size: int) -> None:
+        """Require that `size` processes can share a row of this model.
+
+        Raises:
+            [`UnsupportedModel`]: with the reason.
+        """
+        refusal = self.needs_whole_documents
+        if self.patch.bias is not None:
+            refusal = "its attention adds a bias to the scores, which is computed from the whole row"
+        if refusal is not None:
+            raise UnsupportedModel(
+                f"{type(model).__name__} cannot run rows that {size} processes share.",
+                why=[f"{refusal}, and each process holds only a part of the row's tokens"],
+                do="Train this model with sequence_parallel=1, and shard its weights if they are too large "
+                "(fsdp=True).",
+            )
+
+
+def find_state(model: nn.Module) -> PatchState | None:
+    """Return the state of a patched model, `None` if it is not patched."""
+    return next((vars(module)[SLOT] for module in model.modules() if SLOT in vars(module)), None)
