@@ -79,7 +79,7 @@ class Result:
 
     def to_dict(self, data: Facts, *, flops: float, peak: float, base: Result) -> dict[str, Any]:
         """Return all figures of a side, or only the reason if the side failed."""
-        trainer = "none" if self.side.kind.bound else "trl-packfa" if self.side.kind.ours else "TRL"
+        trainer = "none" if not self.side.kind.trains else "trl-packfa" if self.side.kind.ours else "TRL"
         row: dict[str, Any] = {"side": self.side.name, "trainer": trainer}
         if self.failure:
             return {**row, "failed": self.failure}

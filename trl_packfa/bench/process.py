@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from .worker import FINISH, STEP, TRACE
 
@@ -29,12 +29,15 @@ class SideProcess:
         number (`int`): number in the file names of this side.
     """
 
+    # Python's arguments; `benchmarks/arithmetic_bound.py` has a worker that knows more strategies.
+    worker: ClassVar[tuple[str, ...]] = ("-m", "trl_packfa.bench.worker")
+
     def __init__(self, spec: dict[str, Any], folder: Path, number: int) -> None:
         path, self._log = folder / f"side{number}.json", folder / f"side{number}.log"
         path.write_text(json.dumps(spec), encoding="utf-8")
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "trl_packfa.bench.worker", str(path)],
+                [sys.executable, *self.worker, str(path)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

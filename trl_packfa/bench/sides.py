@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -16,7 +17,6 @@ from ..packing import BFD, MINIBATCH, PADDED, STEP, WRAPPED, Strategy
 from ..trainers.common.model_loading import init_kwargs, model_type, quantization_of
 from ..trainers.sft.config import PackedSFTConfig
 from ..trainers.sft.trainer import PackedSFTTrainer
-from .products import ProductsOnly
 from .upstream import require_implementation, upstream_attention
 
 
@@ -30,7 +30,8 @@ class Kind(NamedTuple):
         options (`dict`): config arguments of this kind.
         reorders (`bool`): it takes the examples in another order than the padded run.
         contaminated (`bool`): documents see each other by design, so no permission is needed to measure it.
-        bound (`bool`): only the matrix products of its steps run; nothing is trained.
+        micro_batch (`Callable`, *optional*): makes of the trainer the function that runs in place of training a
+            micro-batch.
     """
 
     strategy: Strategy
@@ -38,7 +39,12 @@ class Kind(NamedTuple):
     options: dict[str, Any] = {}
     reorders: bool = False
     contaminated: bool = False
-    bound: bool = False
+    micro_batch: Callable[[Any], Any] | None = None
+
+    @property
+    def trains(self) -> bool:
+        """`True` if its steps train the model."""
+        return self.micro_batch is None
 
     @property
     def in_order(self) -> bool:
@@ -59,8 +65,6 @@ KINDS = {
     "step": Kind(STEP),
     "bfd-compiled": Kind(BFD, options=_COMPILED),
     "step-compiled": Kind(STEP, options=_COMPILED),
-    "bfd-bound": Kind(BFD, bound=True),
-    "step-bound": Kind(STEP, bound=True),
 }
 # One trainer four times: padded, without pad tokens, also with shared prefixes computed once, and with re-cut steps.
 # All of them train what TRL's trainer trains.
@@ -180,8 +184,8 @@ def build_trainer(
         given = {**_fields(args, PackedSFTConfig), "max_tokens_per_microbatch": budget, "overflow": "truncate"}
         given |= {"packing_strategy": strategy.name, **options, "attention_backend": side.backend}
         trainer = PackedSFTTrainer(model, PackedSFTConfig(**given), **data)
-        if side.kind.bound:
-            trainer._run_micro_batch = ProductsOnly(trainer)
+        if side.kind.micro_batch is not None:
+            trainer._run_micro_batch = side.kind.micro_batch(trainer)
         return trainer
     given = {"packing": False, "packing_strategy": "bfd", "padding_free": False, "eval_packing": False}
     kept = {k: v for k, v in _fields(args, SFTConfig).items() if k not in given}

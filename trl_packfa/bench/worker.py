@@ -137,10 +137,9 @@ def run(spec: dict[str, Any], channel: Channel) -> None:
     peak = memory.peak()
     while not pacer.finished and channel.receive() != FINISH:
         channel.send("ended")
-    trained = evaluation is not None and not side.kind.bound
-    loss = trainer.evaluate()["eval_loss"] if trained else None
+    loss = trainer.evaluate()["eval_loss"] if evaluation is not None and side.kind.trains else None
     figures = {"peak_bytes": peak, "bytes_before": memory.before, "life_peak_bytes": memory.life, "eval_loss": loss}
-    channel.send("done", **figures, attention=None if side.kind.bound else attention_of(trainer))
+    channel.send("done", **figures, attention=attention_of(trainer) if side.kind.trains else None)
 
 
 def _builder(side: Side) -> Callable[..., Any]:
