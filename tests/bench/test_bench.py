@@ -1,6 +1,7 @@
 """The benchmark: that it counts truly, refuses what is not comparable, and concludes no more than the steps allow."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from trl_packfa.bench.leaks import leaks
 from trl_packfa.bench.mixes import every_length
 from trl_packfa.bench.presets import save_preset
 from trl_packfa.bench.process import SideFailed, SideProcess
-from trl_packfa.bench.sides import KINDS, Side, as_json, build_trainer, parse_sides
+from trl_packfa.bench.sides import KINDS, Side, build_trainer, parse_sides
 from trl_packfa.bench.worker import FINISH, STEP, TRACE, run
 from trl_packfa.cli.main import main
 from trl_packfa.errors import InvalidConfig, InvalidDataset
@@ -156,7 +157,11 @@ def test_a_dataset_is_tokenized_and_cut_once(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("[3, 0]", "holds no document lengths"), ("[]", "holds no document lengths"), ("{", "cannot read the lengths")],
+    [
+        ("[3, 0]", "is not a list of document lengths"),
+        ("[]", "is not a list of document lengths"),
+        ("{", "cannot read lengths"),
+    ],
 )
 def test_bad_length_lists_are_refused(preset, tmp_path, content, message):
     (tmp_path / "bad.json").write_text(content)
@@ -191,7 +196,7 @@ def test_too_little_data_is_refused(preset, tmp_path):
         (["--model", "tiny", "--packing_strategy", "bfd"], "packing_strategy='bfd': a benchmark has many"),
         (["--model", "tiny", "--learning_speed", "1"], "learning_speed"),
         (["--model", "tiny"], "no data"),
-        (["--model", "tiny", "--lengths", "/nowhere.json"], "cannot read the lengths in /nowhere.json"),
+        (["--model", "tiny", "--lengths", "/nowhere.json"], "cannot read lengths from /nowhere.json"),
     ],
 )
 def test_wrong_arguments_are_one_message(argv, message, capsys):
@@ -241,7 +246,7 @@ def test_every_command_is_answered_when_the_epoch_is_over(preset, lengths_file, 
     argv += ["--output_dir", str(tmp_path / "out"), "--max_steps", "-1", "--num_train_epochs", "1"]
     argv += ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2"]
     save(read_arguments(argv), preset, tmp_path)
-    spec = {"argv": argv, "side": as_json(Side("padding")), "folder": str(tmp_path), "model": preset}
+    spec = {"argv": argv, "side": asdict(Side("padding")), "folder": str(tmp_path), "model": preset}
     channel = Commands(STEP, STEP, STEP, TRACE, FINISH)
     run(spec, channel)
     assert channel.events == ["ready", "step", "step", "ended", "ended", "done"]

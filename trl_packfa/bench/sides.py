@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from datasets import Dataset
@@ -14,6 +14,7 @@ from trl import SFTConfig, SFTTrainer, get_peft_config
 from ..attention import get_backend
 from ..errors import InvalidConfig
 from ..packing import BFD, MINIBATCH, PADDED, STEP, WRAPPED, Strategy
+from ..trainers.common.dataset import read_lengths
 from ..trainers.common.model_loading import init_kwargs, model_type, quantization_of
 from ..trainers.sft.config import PackedSFTConfig
 from ..trainers.sft.trainer import PackedSFTTrainer
@@ -97,10 +98,11 @@ class Side:
     backend: str = "auto"
     allowed: bool = False
     trainer: str = "sft"
-    kind: Kind = field(init=False, compare=False, repr=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "kind", TRAINERS[self.trainer][self.strategy])
+    @property
+    def kind(self) -> Kind:
+        """Kind of trainer that the strategy names."""
+        return TRAINERS[self.trainer][self.strategy]
 
     @property
     def name(self) -> str:
@@ -213,8 +215,6 @@ def _row_options(side: Side, args: PackedSFTConfig, train: Dataset) -> dict[str,
     """Return length and number of rows; no limit for a side without rows, because documents are cut already."""
     if not side.kind.strategy.fills_rows:
         return {"max_length": None}
-    from ..trainers.common.dataset import read_lengths
-
     row, longest = side.row or args.max_length or 0, int(read_lengths(train).max())
     if row < longest and not side.kind.strategy.wraps:
         raise InvalidConfig(
@@ -222,8 +222,3 @@ def _row_options(side: Side, args: PackedSFTConfig, train: Dataset) -> dict[str,
             do=f"Write {side.strategy}@{longest} or more, or pass --max_length {row}.",
         )
     return {"max_length": row, **({"per_device_train_batch_size": side.rows} if side.rows else {})}
-
-
-def as_json(side: Side) -> dict[str, Any]:
-    """Return a side as JSON for its worker process."""
-    return {name: value for name, value in asdict(side).items() if name != "kind"}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from datasets import Dataset, load_from_disk
+from datasets import load_from_disk
 from transformers import AutoTokenizer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
@@ -114,7 +114,8 @@ class Pacer(TrainerCallback):
 def run(spec: dict[str, Any], channel: Channel) -> None:
     """Build the side, train on command, evaluate, and send the final figures."""
     setup, side, folder = read_arguments(spec["argv"]), Side(**spec["side"]), Path(spec["folder"])
-    train, evaluation = _load(folder / "train"), _load(folder / "eval") if (folder / "eval").exists() else None
+    train: Any = load_from_disk(str(folder / "train"))
+    evaluation: Any = load_from_disk(str(folder / "eval")) if (folder / "eval").exists() else None
     steps = {} if setup.args.max_steps < 0 else {"max_steps": setup.args.max_steps + setup.bench.untimed_steps + 1}
     trainer = _builder(side)(
         side,
@@ -148,11 +149,6 @@ def _builder(side: Side) -> Callable[..., Any]:
     from .preference import build_preference_trainer  # TRL's other trainers take seconds to import
 
     return build_preference_trainer
-
-
-def _load(path: Path) -> Dataset:
-    dataset: Any = load_from_disk(str(path))
-    return dataset
 
 
 def _facts(trainer: Any, side: Side) -> dict[str, Any]:

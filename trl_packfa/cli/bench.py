@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from ..versions import require_versions
@@ -20,7 +22,7 @@ def run(argv: list[str]) -> int:
     require_versions()
     from ..bench.arguments import read_arguments
     from ..bench.plot import require_matplotlib, save_plot
-    from ..bench.run import run_bench, save
+    from ..bench.run import run_bench
     from ..terminal.quiet import quiet
 
     wanted = read_arguments(argv).bench
@@ -29,7 +31,7 @@ def run(argv: list[str]) -> int:
 
     def keep(report: dict[str, Any]) -> None:
         if wanted.output:
-            save(report, wanted.output)
+            Path(wanted.output).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
     with quiet():
         # Written after each side too, so that a run that is cut off keeps the sides before.
@@ -44,7 +46,7 @@ def run(argv: list[str]) -> int:
 def show(report: dict[str, Any], *, operations: bool = False) -> None:
     """Print the tables and remarks of a report."""
     from ..bench.table import heading, operation_rows, remarks, speed_rows, training_rows
-    from ..terminal.tables import print_table
+    from ..terminal import print_table
 
     print(heading(report))
     print_table(speed_rows(report))

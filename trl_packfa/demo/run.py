@@ -50,10 +50,10 @@ class DemoOptions:
     max_length: int = 1024
 
 
-def run_demo(options: DemoOptions, console: Console | None = None) -> dict[str, float]:
+def run_demo(options: DemoOptions) -> dict[str, float]:
     """Run the demo and return its figures: held-out losses, and true tokens per second packed and padded."""
     with quiet():
-        return _story(options, console or Console())
+        return _story(options, Console())
 
 
 def _story(options: DemoOptions, console: Console) -> dict[str, float]:
