@@ -118,7 +118,8 @@ def _rows_of_turns(name: str, prepared: _Tokenized, args: PackedSFTConfig) -> So
     rows, report = join(examples, report, limit=args.max_length, name=name)
     lengths = read_lengths(rows)
     # Where a row's trained tokens stand does not matter, as rows are not cut.
-    trained = [min(int(count), int(length)) for count, length in zip(_trained_of(rows), lengths, strict=True)]
+    counts = [sum(label != -100 for label in labels) for labels in rows["labels"]]
+    trained = [min(count, int(length)) for count, length in zip(counts, lengths, strict=True)]
     masks = [np.arange(length) >= length - count for count, length in zip(trained, lengths, strict=True)]
     whole = report.packed_tokens / max(report.packed_tokens - report.shared_tokens, 1)
     told = (
@@ -126,10 +127,6 @@ def _rows_of_turns(name: str, prepared: _Tokenized, args: PackedSFTConfig) -> So
         f"run once, so {lengths.sum():,} of {report.packed_tokens:,} tokens are computed ({whole:.1f} times fewer)"
     )
     return Source(name, Tokens(lengths, TrainedTokens.from_masks(masks)), (*prepared.remarks, told))
-
-
-def _trained_of(rows: Dataset) -> list[int]:
-    return [sum(label != -100 for label in labels) for labels in rows["labels"]]
 
 
 def _read_images(name: str, dataset: Dataset, processor: Any, args: PackedSFTConfig) -> Source:
