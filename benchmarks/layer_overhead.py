@@ -8,6 +8,7 @@ Their difference excludes the LM head and all work that runs once in a call. Cal
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import time
@@ -19,7 +20,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import trl_packfa
-from trl_packfa.bench.command import rows_parser, show_rows
+from trl_packfa.cli.output import add_json, print_rows
 from trl_packfa.errors import InvalidConfig
 from trl_packfa.layout import PackedLayout
 
@@ -115,10 +116,11 @@ def _count(call: Callable[[], None]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the rows and return the exit code."""
-    parser = rows_parser("Measure the overhead of a decoder layer in one call.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_json(parser)
     parser.add_argument("--repeats", type=int, default=101, help="pairs of calls")
     args = parser.parse_args(argv)
-    return show_rows(bench_overhead(repeats=args.repeats), as_json=args.json)
+    return print_rows(bench_overhead(repeats=args.repeats), as_json=args.json)
 
 
 if __name__ == "__main__":

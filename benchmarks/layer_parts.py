@@ -9,6 +9,7 @@ Shape letters: B rows, L row length, G documents of a group, N heads, H head dim
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import time
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from trl_packfa.attention import AttentionArguments, get_backend
-from trl_packfa.bench.command import rows_parser, show_rows
+from trl_packfa.cli.output import add_json, print_rows
 from trl_packfa.errors import InvalidConfig
 from trl_packfa.kernels.cpu.norms import RMSNormOverride
 from trl_packfa.kernels.rotary import rotate
@@ -116,12 +117,15 @@ def _in_turn(theirs: Act, ours: Act, repeats: int) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the rows and return the exit code."""
-    parser = rows_parser("Measure the parts of a layer besides matrix products: transformers' code and ours in turn.")
+    parser = argparse.ArgumentParser(
+        description="Measure the parts of a layer besides matrix products: transformers' code and ours in turn."
+    )
+    add_json(parser)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1400, 8192], help="row lengths")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES[:2]))
     parser.add_argument("--repeats", type=int, default=41, help="pairs of runs, at least 2")
     args = parser.parse_args(argv)
-    return show_rows(bench_layer(tokens=args.tokens, dtypes=args.dtypes, repeats=args.repeats), as_json=args.json)
+    return print_rows(bench_layer(tokens=args.tokens, dtypes=args.dtypes, repeats=args.repeats), as_json=args.json)
 
 
 if __name__ == "__main__":

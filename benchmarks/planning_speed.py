@@ -5,6 +5,7 @@ python benchmarks/planning_speed.py --documents 1000000
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -12,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from trl_packfa.bench.command import rows_parser, show_rows
 from trl_packfa.bench.memory import PeakMemory
 from trl_packfa.bench.mixes import draw_lengths
+from trl_packfa.cli.output import add_json, print_rows
 from trl_packfa.packing import PackedBatchSampler, recut_over_ranks
 
 # Batch size, accumulation and ranks of the paper's setting.
@@ -28,7 +29,7 @@ def bench_pack(*, documents: int, row: int, mix: str, seed: int = 0) -> list[dic
     Args:
         documents (`int`): number of documents.
         row (`int`): tokens of a row; longer documents are cut to it.
-        mix (`str`): document lengths, as in `bench attention`.
+        mix (`str`): document lengths, as in `attention_speed.py`.
     """
     lengths = np.minimum(draw_lengths(mix, documents, seed=seed), row).astype(np.int64)
     size = _PER_DEVICE * _ACCUMULATION * _RANKS
@@ -67,12 +68,13 @@ def _timed(name: str, act: Callable[[], object], documents: int) -> dict[str, An
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the rows and return the exit code."""
-    parser = rows_parser("Measure the planning of rows and steps.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_json(parser)
     parser.add_argument("--documents", type=int, default=1_000_000)
     parser.add_argument("--row", type=int, default=4096, help="tokens of a row")
     parser.add_argument("--mix", default="uneven", help="lengths: a mix, or a .json file")
     args = parser.parse_args(argv)
-    return show_rows(bench_pack(documents=args.documents, row=args.row, mix=args.mix), as_json=args.json)
+    return print_rows(bench_pack(documents=args.documents, row=args.row, mix=args.mix), as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,15 @@ python benchmarks/rank_balance.py --mixes even uneven --ranks 8 512
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from trl_packfa.bench.command import rows_parser, show_rows
 from trl_packfa.bench.mixes import draw_lengths
+from trl_packfa.cli.output import add_json, print_rows
 from trl_packfa.packing import best_fit_decreasing, document_cost, imbalance, recut_over_ranks
 
 # Cost of attending to one token, in units of the cost of a token, for a model of 1 B parameters (`quadratic_weight`).
@@ -27,7 +28,7 @@ def bench_balance(
     """Return maximum over mean of the ranks' cost in a step, averaged over 20 draws, for each method of distribution.
 
     Args:
-        mixes (`Sequence[str]`): document lengths, as in `bench attention`.
+        mixes (`Sequence[str]`): document lengths, as in `attention_speed.py`.
         ranks (`Sequence[int]`): numbers of ranks.
         per_rank (`int`): documents of a step on each rank.
         row (`int`): tokens of a row; longer documents are cut to it.
@@ -84,14 +85,17 @@ def _busiest(costs: np.ndarray) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the rows and return the exit code."""
-    parser = rows_parser("Measure the cost of the busiest rank over the mean, by method of distribution.")
+    parser = argparse.ArgumentParser(
+        description="Measure the cost of the busiest rank over the mean, by method of distribution."
+    )
+    add_json(parser)
     parser.add_argument("--mixes", nargs="+", default=["even", "uneven"], help="lengths: mixes, or .json files")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64, 512])
     parser.add_argument("--documents", type=int, default=8, help="documents of a step on each rank")
     parser.add_argument("--row", type=int, default=4096, help="tokens of a row")
     args = parser.parse_args(argv)
     rows = bench_balance(mixes=args.mixes, ranks=args.ranks, per_rank=args.documents, row=args.row)
-    return show_rows(rows, as_json=args.json)
+    return print_rows(rows, as_json=args.json)
 
 
 if __name__ == "__main__":

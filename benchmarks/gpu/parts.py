@@ -4,7 +4,7 @@
 
 Shapes are those of Llama 3 8B with LoRA r=16 on bfloat16 and NF4 weights, and one row of 8,192 tokens in documents of
 FLAN-like lengths. Milliseconds come from the device's own clock. `--small` uses tiny shapes, also on a CPU. For
-attention use `trl-packfa bench attention`.
+attention use `benchmarks/attention_speed.py`.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def stages(out: Path, *, small: bool) -> dict[str, list[Step]]:
         "--heads", "32", "--key_value_heads", "8", "--head_dim", "128"]  # fmt: skip
     tokens = ["--tokens", "64"] if small else ["--tokens", "8192", "32768"]
     mixes = ["--mixes", "uneven", "--repeats", "1", "--json"]
-    attention = ["-m", "trl_packfa", "bench", "attention", *heads, *tokens, *mixes]
+    attention = [str(HERE.parent / "attention_speed.py"), *heads, *tokens, *mixes]
     parts = [str(HERE / "parts.py"), "--json", str(out / "parts.json"), *(["--small"] if small else [])]
     compiled = ["--model", "llama-3.2-1b", "--strategies", "bfd@8192x1,bfd-compiled@8192x1,step,step-compiled"]
     # These steps take eight times as long, so there are fewer steps and sides.

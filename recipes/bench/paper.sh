@@ -22,5 +22,3 @@ for model in "${models[@]}"; do
     done
   done
 done
-trl-packfa bench attention --heads 32 --key_value_heads 8 --head_dim 128 --tokens 2048 8192 32768 --repeats 1 --json \
-  > "$out/attention.json"

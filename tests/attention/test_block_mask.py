@@ -3,11 +3,11 @@
 import pytest
 import torch
 from dense import dense_mask
+from operations import OperationCounter
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from trl_packfa import PackedLayout
 from trl_packfa.attention import block_mask as module
-from trl_packfa.bench.operations import OperationCounter
 
 LENGTHS = {
     "one": (700,),

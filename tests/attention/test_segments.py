@@ -183,7 +183,7 @@ def _listed(numbers, indices, blocks):
 
 def test_what_is_copied_is_linear_in_the_documents():
     """No mask of pairs: the largest tensor is as long as the documents together."""
-    from trl_packfa.bench.operations import OperationCounter
+    from operations import OperationCounter
 
     layout = PackedLayout.from_lengths([900, 50, 60], documents=[(0, 1), (0, 2)])
     query, key, value, _ = inputs(layout.num_tokens)

@@ -1,15 +1,21 @@
 """The arithmetic bound: that it multiplies what training multiplies, no less and no more, and trains nothing."""
 
+import json
+import subprocess
+import sys
+
+import arithmetic_bound
 import pytest
 import tiny
 import torch
 import training
+from arithmetic_bound import ProductsOnly, linears, needed_products
+from operations import OperationCounter
 from peft import get_peft_model
 from tiny_models import small_model
 from torch.utils.flop_counter import FlopCounterMode
 
-from trl_packfa.bench.operations import OperationCounter
-from trl_packfa.bench.products import ProductsOnly, linears, needed_products
+from trl_packfa.bench.sides import parse_sides
 from trl_packfa.errors import InvalidConfig
 
 _LAYERS = (torch.ops.aten.mm, torch.ops.aten.addmm)
@@ -93,3 +99,19 @@ def test_a_step_runs_its_products_and_trains_nothing():
     )
     assert counted[-1] == sum(product.flops for product in needed)
     assert len(set(counted)) == 4  # each batch has products of its own
+
+
+@pytest.mark.slow
+def test_a_bound_is_a_side_of_the_benchmark(lengths_file, tmp_path):
+    """With the tokens of the step that it bounds; the strategies of `trl-packfa bench` stay as they are."""
+    output = tmp_path / "bench.json"
+    argv = ["--model", "tiny", "--lengths", lengths_file, "--strategies", "step,step-bound", "--max_steps", "2"]
+    argv += ["--untimed_steps", "1", "--eval_documents", "8", "--per_device_train_batch_size", "4"]
+    argv += ["--gradient_accumulation_steps", "2", "--output", str(output), "--output_dir", str(tmp_path / "out")]
+    subprocess.run([sys.executable, arithmetic_bound.__file__, *argv], check=True)
+    step, bound = json.loads(output.read_text())["sides"]
+    figures = ("none", None, None, step["tokens_per_step"])
+    names = ("trainer", "validation_loss", "attention", "tokens_per_step")
+    assert tuple(bound[name] for name in names) == figures and step["trainer"] == "trl-packfa"
+    with pytest.raises(InvalidConfig, match="there is no strategy 'step-bound'"):
+        parse_sides("step-bound")

@@ -3,21 +3,21 @@
 import json
 from pathlib import Path
 
+import attention_speed
+import proof_beside_step
 import pytest
 import torch
+from attention_speed import TRANSFORMERS, Heads, attend_with, attention_bytes, attention_flops, bench_attention
 from planning_speed import bench_pack
 from tolerance import assert_float32
 
 from trl_packfa import PackedLayout
 from trl_packfa.bench import presets
 from trl_packfa.bench.arguments import read_arguments
-from trl_packfa.bench.attention import Heads, attention_bytes, attention_flops, bench_attention
 from trl_packfa.bench.mixes import document_lengths, draw_lengths
-from trl_packfa.bench.paths import TRANSFORMERS, attend_with
 from trl_packfa.bench.presets import PRESETS, preset_config
 from trl_packfa.bench.run import model_path
-from trl_packfa.cli.main import main
-from trl_packfa.errors import PackingError
+from trl_packfa.errors import InvalidConfig, PackingError
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -38,6 +38,12 @@ def test_lengths_add_up():
         assert sum(document_lengths(mix, 700, seed=0)) == 700
     assert document_lengths("whole", 700, seed=0) == [700]
     assert draw_lengths("even", 9, seed=1).tolist() != draw_lengths("even", 9, seed=2).tolist()
+
+
+def test_a_mix_that_does_not_exist_is_refused_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr(attention_speed, "_in_process", lambda *args: pytest.fail("measured"))
+    with pytest.raises(InvalidConfig, match="there is no mix of lengths 'flan'"):
+        attention_speed.main(["--mixes", "flan"])
 
 
 @pytest.mark.slow
@@ -73,12 +79,11 @@ def test_bench_pack_times_every_part():
 
 
 @pytest.mark.slow
-def test_bench_check_times_the_proof_beside_a_step(lengths_file, tmp_path, capsys):
-    assert (
-        main(["bench", "check", "--model", "tiny", "--lengths", lengths_file, "--json", "--output_dir", str(tmp_path)])
-        == 0
-    )
-    check, step = json.loads(capsys.readouterr().out)
+def test_the_proof_is_timed_beside_a_step(lengths_file, tmp_path, capsys):
+    argv = ["--model", "tiny", "--lengths", lengths_file, "--json", "--output_dir", str(tmp_path)]
+    assert proof_beside_step.main(argv) == 0
+    out = capsys.readouterr().out
+    check, step = json.loads(out[out.index("[\n") :])  # libraries print lines at import
     assert check["seconds"] > 0 and step["seconds"] > 0 and check["share of 500 steps"].endswith("%")
 
 

@@ -1,16 +1,15 @@
 """A regression benchmark in counts, which no machine's mood moves: operations, arithmetic, memory, waits of one step.
 
-Counts may fall freely; one that rises above its bound in counts.json fails. After an improvement, `python
-tests/shared/counted.py` tightens the bounds.
+Counts may fall freely; one that rises above its bound in counts.json fails. After an improvement,
+`tests/shared/counted.py` tightens the bounds.
 """
 
 import json
 
 import counted
 import pytest
-
-from trl_packfa.bench.operations import OperationCounter
-from trl_packfa.bench.paths import TRANSFORMERS
+from attention_speed import TRANSFORMERS
+from operations import OperationCounter
 
 BOUNDS = json.loads(counted.BOUNDS.read_text())["cases"]
 # Releases of torch and transformers move a few small operations; a mask or a second forward is far more.

@@ -23,8 +23,7 @@ from trl_packfa.packing import (
     plan_overflow,
 )
 from trl_packfa.plan.gather import Source, read_documents
-from trl_packfa.plan.run import _ranks, make_plan
-from trl_packfa.plan.shape import read_shape
+from trl_packfa.plan.run import _ranks, make_plan, read_shape
 from trl_packfa.plan.terminal import _memory, tables
 from trl_packfa.trainers.common.batching import Batching
 from trl_packfa.trainers.sft.epoch_plan import plan_epoch

@@ -15,8 +15,7 @@ from training import arguments
 from trl_packfa.cli.main import main
 from trl_packfa.plan.gather import lengths_from_file
 from trl_packfa.plan.page import render
-from trl_packfa.plan.run import make_plan
-from trl_packfa.plan.shape import read_shape
+from trl_packfa.plan.run import make_plan, read_shape
 
 pytest.importorskip("matplotlib")
 

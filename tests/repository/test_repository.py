@@ -159,12 +159,12 @@ def table(title):
 
 
 def test_a_page_holds_the_generated_table_of_models():
-    from trl_packfa.cli.model_table import markdown
+    from support_tables import model_table, on_page
+
     from trl_packfa.patches.measured import results
 
     page = (ROOT / "docs" / "models.md").read_text()
-    block = page.split("<!-- generated: trl-packfa models --markdown -->\n")[1].split("\n<!-- end -->")[0]
-    assert block == markdown(results())
+    assert on_page("models", page) == model_table(results())
     exact = [result for result in results().values() if result["verdict"] == "exact"]
     assert f"Of the {len(results())} causal-LM types" in page and f"exact on {len(exact)}:" in page
     assert (
@@ -174,13 +174,13 @@ def test_a_page_holds_the_generated_table_of_models():
 
 
 def test_a_page_holds_the_generated_table_of_types_with_images():
-    from trl_packfa.cli.composite_table import markdown
+    from support_tables import composite_table, on_page
+
     from trl_packfa.patches.measured import composites
 
     types = composites()["types"]
     page = (ROOT / "docs" / "models.md").read_text()
-    block = page.split("<!-- generated: trl-packfa models --images --markdown -->\n")[1].split("\n<!-- end -->")[0]
-    assert block == markdown(types)
+    assert on_page("images", page) == composite_table(types)
     exact = [name for name, result in types.items() if result["verdict"] == "exact"]
     assert f"Of the {len(types)} types" in page and f"{len(exact)} are exact:" in page
     assert f"{len(exact)} types were measured exact" in (ROOT / "CHANGELOG.md").read_text()
@@ -188,15 +188,14 @@ def test_a_page_holds_the_generated_table_of_types_with_images():
 
 
 def test_a_page_holds_the_generated_table_of_encoders():
+    from support_tables import encoder_table, on_page
     from tiny_models.encoders import encoder_types
 
-    from trl_packfa.cli.encoder_table import markdown
     from trl_packfa.patches.measured import encoders
 
     types = encoders()["types"]
     page = (ROOT / "docs" / "encoders.md").read_text()
-    block = page.split("<!-- generated: trl-packfa models --encoders --markdown -->\n")[1].split("\n<!-- end -->")[0]
-    assert block == markdown(types) and set(types) == set(encoder_types())
+    assert on_page("encoders", page) == encoder_table(types) and set(types) == set(encoder_types())
     exact = [name for name, heads in types.items() for head in heads.values() if head["verdict"] == "exact"]
     counts = f"{len(exact)}\n  heads of {len(set(exact))} types were measured exact"
     assert counts in (ROOT / "CHANGELOG.md").read_text()
@@ -205,11 +204,12 @@ def test_a_page_holds_the_generated_table_of_encoders():
 
 
 def test_a_page_holds_the_generated_table_of_adapters():
+    from support_tables import adapter_table, on_page
+
     from trl_packfa.adapters import table
 
     page = (ROOT / "docs" / "models.md").read_text()
-    block = page.split("<!-- generated: trl-packfa models --adapters --markdown -->\n")[1].split("\n<!-- end -->")[0]
-    assert block == table.markdown(table.results())
+    assert on_page("adapters", page) == adapter_table(table.results())
 
 
 def test_a_page_holds_the_generated_table_of_trainers():

@@ -1,4 +1,7 @@
-"""Count the operations of small steps; `PYTHONPATH=tools python tests/shared/counted.py` writes counts.json."""
+"""Count the operations of small steps.
+
+`PYTHONPATH=tools:benchmarks python tests/shared/counted.py` writes counts.json.
+"""
 
 import json
 import tempfile
@@ -7,12 +10,12 @@ from pathlib import Path
 import tiny
 import torch
 import training
+from attention_speed import attend_with
+from operations import OperationCounter
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from trl_packfa import PackedLayout, PackedSFTConfig, PackedSFTTrainer
-from trl_packfa.bench.attention import attend_with
-from trl_packfa.bench.operations import OperationCounter
 
 BOUNDS = Path(__file__).parent / "counts.json"
 LENGTHS = (60, 1, 200, 33, 90, 128)

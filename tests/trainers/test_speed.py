@@ -4,12 +4,12 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+from operations import OperationCounter
 from rich.console import Console
 from training import SAVING, arguments, dataset, logs_of, packed_trainer
 from trl import SFTTrainer
 
 from trl_packfa import DataCollatorForPacking, PackedSFTConfig
-from trl_packfa.bench.operations import OperationCounter
 from trl_packfa.bench.presets import preset_config
 from trl_packfa.terminal.progress import RichProgressCallback
 from trl_packfa.trainers.common.flops import ModelFlops

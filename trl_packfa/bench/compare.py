@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,8 @@ class Result:
     @property
     def last_seconds(self) -> float:
         """Seconds of the last step."""
-        return [*self.warm_up, *self.steps, {"seconds": 0.0}][len(self.warm_up) + len(self.steps) - 1]["seconds"]
+        steps = [*self.warm_up, *self.steps]
+        return steps[-1]["seconds"] if steps else 0.0
 
     def built(self, facts: dict[str, Any]) -> None:
         """Record the facts of a built trainer; fail it if documents see each other, unless that is allowed."""
@@ -79,7 +80,7 @@ class Result:
 
     def to_dict(self, data: Facts, *, flops: float, peak: float, base: Result) -> dict[str, Any]:
         """Return all figures of a side, or only the reason if the side failed."""
-        trainer = "none" if self.side.kind.bound else "trl-packfa" if self.side.kind.ours else "TRL"
+        trainer = "none" if not self.side.kind.trains else "trl-packfa" if self.side.kind.ours else "TRL"
         row: dict[str, Any] = {"side": self.side.name, "trainer": trainer}
         if self.failure:
             return {**row, "failed": self.failure}
@@ -92,7 +93,7 @@ class Result:
             "seconds_per_step": statistics.median(seconds),
             "seconds_per_step_quartiles": [quarters[0], quarters[2]],
             "cpu_seconds_per_step": statistics.median(step["cpu_seconds"] for step in self.steps),
-            "ratio": compare(self, base).to_dict(),
+            "ratio": asdict(compare(self, base)),
             "peak_bytes": self.end["peak_bytes"],
             "bytes_before_steps": self.end["bytes_before"],
             "life_peak_bytes": self.end["life_peak_bytes"],
@@ -128,28 +129,22 @@ class Ratio:
     """True tokens per second of a side divided by those of the base, with a confidence interval.
 
     Args:
-        value, low, high (`float`): the ratio, and the 95 % interval over redrawn steps.
+        value, low, high (`float`, *optional*): the ratio, and the 95 % interval over redrawn steps; `None` if a side
+            failed.
         verdict (`str`): empty if the ratio allows a conclusion, else the reason and what to do.
     """
 
-    value: float
-    low: float
-    high: float
+    value: float | None
+    low: float | None
+    high: float | None
     verdict: str = ""
-
-    def to_dict(self) -> dict[str, Any] | None:
-        """Return the ratio for JSON; all numbers are `None` if there is no ratio."""
-        if np.isnan(self.value):
-            return {"value": None, "low": None, "high": None, "verdict": self.verdict}
-        return {"value": self.value, "low": self.low, "high": self.high, "verdict": self.verdict}
 
 
 def compare(side: Result, base: Result) -> Ratio:
     """Return the ratio of two sides: no value if one failed, 1 if both are the same side."""
-    nothing = float("nan")
     if side.failure or base.failure:
         who = base if base.failure else side
-        return Ratio(nothing, nothing, nothing, f"no ratio: {who.side.name} failed")
+        return Ratio(None, None, None, f"no ratio: {who.side.name} failed")
     if side is base:
         return Ratio(1.0, 1.0, 1.0)
     value = _rate(side.steps) / _rate(base.steps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -42,14 +41,3 @@ class PeakMemory:
     @staticmethod
     def _now() -> int:
         return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident_peak()
-
-
-def available_memory() -> int:
-    """Return the free bytes on the GPU if there is one, else of the machine."""
-    if torch.cuda.is_available():
-        return torch.cuda.mem_get_info()[0]
-    path = Path("/proc/meminfo")
-    if path.exists():
-        line = next(line for line in path.read_text().splitlines() if line.startswith("MemAvailable"))
-        return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
-from ..errors import InvalidConfig, InvalidDataset
+from ..errors import InvalidConfig
+from ..plan.gather import read_length_list
 
 Draw = Callable[[np.random.Generator, int], np.ndarray]
 
@@ -28,24 +27,9 @@ MIXES: dict[str, Draw] = {
 _DRAWN = 20_000
 
 
-def read_length_list(path: str) -> list[int]:
-    """Read document lengths in tokens from a JSON file.
-
-    Raises:
-        [`InvalidDataset`]: if the file is not a list of positive integers.
-    """
-    try:
-        lengths = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidDataset(f"cannot read the lengths in {path}.", why=[str(error)]) from error
-    if not isinstance(lengths, list) or not lengths or not all(type(n) is int and n > 0 for n in lengths):
-        raise InvalidDataset(f"{path} holds no document lengths.", do="Pass a JSON list of positive integers.")
-    return lengths
-
-
 def every_length(mix: str, *, seed: int) -> list[int]:
     """Return the document lengths of a dataset: all of a JSON file, or 20,000 of a mix, as in the paper's datasets."""
-    return draw_lengths(mix, _DRAWN, seed=seed).tolist() if mix in MIXES else read_length_list(mix)
+    return draw_lengths(mix, _DRAWN, seed=seed).tolist() if mix in MIXES else read_length_list(mix).tolist()
 
 
 def draw_lengths(mix: str, count: int, *, seed: int) -> np.ndarray:

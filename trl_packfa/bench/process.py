@@ -7,9 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
-
-from .worker import FINISH, STEP, TRACE
+from typing import Any, ClassVar
 
 # Every side allocates large tensors on the heap, which reuses memory. Otherwise page faults dominate CPU time.
 HEAP = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "68719476736"}
@@ -29,12 +27,15 @@ class SideProcess:
         number (`int`): number in the file names of this side.
     """
 
+    # Python's arguments; `benchmarks/arithmetic_bound.py` has a worker that knows more strategies.
+    worker: ClassVar[tuple[str, ...]] = ("-m", "trl_packfa.bench.worker")
+
     def __init__(self, spec: dict[str, Any], folder: Path, number: int) -> None:
         path, self._log = folder / f"side{number}.json", folder / f"side{number}.log"
         path.write_text(json.dumps(spec), encoding="utf-8")
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "trl_packfa.bench.worker", str(path)],
+                [sys.executable, *self.worker, str(path)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -46,22 +47,11 @@ class SideProcess:
         """Wait until the trainer is built and return its facts."""
         return self._receive()
 
-    def step(self) -> dict[str, Any] | None:
-        """Run one optimizer step and return its figures; `None` if its epochs are over."""
-        self._send(STEP)
+    def ask(self, command: str) -> dict[str, Any] | None:
+        """Send a command (`STEP`, `TRACE`, `FINISH`) and return the worker's figures; `None` if no step is left."""
+        self._send(command)
         event = self._receive()
         return None if event["event"] == "ended" else event
-
-    def trace(self) -> dict[str, Any]:
-        """Run one optimizer step under the profiler and return the summary; empty if its epochs are over."""
-        self._send(TRACE)
-        event = self._receive()
-        return {} if event["event"] == "ended" else event
-
-    def finish(self) -> dict[str, Any]:
-        """Let the worker evaluate and end, and return its last figures."""
-        self._send(FINISH)
-        return self._receive()
 
     def close(self) -> None:
         """End the process in any state."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from .data import Facts, facts, read_documents, save_documents
 from .environment import environment
 from .presets import PRESETS, save_preset_apart
 from .process import SideFailed, SideProcess
-from .sides import Side, as_json
+from .sides import Side
+from .worker import FINISH, STEP, TRACE
 
 Tell = Callable[[str], None]
 _PEAK_SECONDS = 0.1
@@ -66,18 +67,16 @@ def _figures(results: list[Result], setup: Setup, config: PreTrainedConfig, data
     """Return what the report says of these sides; the first one is the base of the ratios."""
     # If every side failed, the adapter may be the reason; then the plan of its operations would fail too.
     counted = setup.bench.trainer == "sft" and not all(result.failure for result in results)
-    flops = _flops_per_token(config, setup, data) if counted else 0.0
+    flops = 0.0
+    if counted:
+        needed = ModelFlops.planned(config, setup.args)
+        flops = needed.per_token(seen=data.tokens_seen_by_token, trained=data.trained_share)
     return {
         "model_flops_per_token": flops,
         "peak_flops": peak.best,
         "peak_source": peak.source,
         "sides": [result.to_dict(data, flops=flops, peak=peak.best, base=results[0]) for result in results],
     }
-
-
-def _flops_per_token(config: PreTrainedConfig, setup: Setup, data: Facts) -> float:
-    needed = ModelFlops.planned(config, setup.args)
-    return needed.per_token(seen=data.tokens_seen_by_token, trained=data.trained_share)
 
 
 class Peak:
@@ -131,7 +130,7 @@ def _measure(results: list[Result], setup: Setup, spec: dict[str, Any], folder: 
         for result in results:
             tell(f"{result.side.name}: building")
             began = time.perf_counter()
-            side = SideProcess({**spec, "side": as_json(result.side)}, folder, len(processes))
+            side = SideProcess({**spec, "side": asdict(result.side)}, folder, len(processes))
             processes[result.side] = stack.enter_context(closing(side))
             _guarded(result, lambda r=result, s=side: r.built(s.ready()))
             tell(f"{result.side.name}: {result.failure or f'built in {time.perf_counter() - began:.0f} s'}")
@@ -140,8 +139,8 @@ def _measure(results: list[Result], setup: Setup, spec: dict[str, Any], folder: 
         _take_turns(results, processes, setup, peak, tell)
         for result in results:
             if not result.failure:
-                _guarded(result, lambda r=result: r.traced(processes[r.side].trace()))
-                _guarded(result, lambda r=result: r.ended(processes[r.side].finish()))
+                _guarded(result, lambda r=result: r.traced(processes[r.side].ask(TRACE) or {}))
+                _guarded(result, lambda r=result: r.ended(processes[r.side].ask(FINISH) or {}))
 
 
 def _take_turns(
@@ -151,7 +150,7 @@ def _take_turns(
     while any(result.is_running for result in results):
         for result in results:
             if result.is_running:
-                _guarded(result, lambda r=result: r.stepped(processes[r.side].step(), setup))
+                _guarded(result, lambda r=result: r.stepped(processes[r.side].ask(STEP), setup))
         rounds += 1
         peak.measure()
         tell(f"step {rounds}: " + ", ".join(f"{r.side.name} {r.last_seconds:.2f} s" for r in results if not r.failure))
@@ -163,8 +162,3 @@ def _guarded(result: Result, act: Callable[[], None]) -> None:
         act()
     except SideFailed as error:
         result.failure = str(error)
-
-
-def save(report: dict[str, Any], path: str) -> None:
-    """Write the report to a JSON file."""
-    Path(path).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from datasets import Dataset
@@ -13,10 +14,10 @@ from trl import SFTConfig, SFTTrainer, get_peft_config
 from ..attention import get_backend
 from ..errors import InvalidConfig
 from ..packing import BFD, MINIBATCH, PADDED, STEP, WRAPPED, Strategy
+from ..trainers.common.dataset import read_lengths
 from ..trainers.common.model_loading import init_kwargs, model_type, quantization_of
 from ..trainers.sft.config import PackedSFTConfig
 from ..trainers.sft.trainer import PackedSFTTrainer
-from .products import ProductsOnly
 from .upstream import require_implementation, upstream_attention
 
 
@@ -30,7 +31,8 @@ class Kind(NamedTuple):
         options (`dict`): config arguments of this kind.
         reorders (`bool`): it takes the examples in another order than the padded run.
         contaminated (`bool`): documents see each other by design, so no permission is needed to measure it.
-        bound (`bool`): only the matrix products of its steps run; nothing is trained.
+        micro_batch (`Callable`, *optional*): makes of the trainer the function that runs in place of training a
+            micro-batch.
     """
 
     strategy: Strategy
@@ -38,7 +40,12 @@ class Kind(NamedTuple):
     options: dict[str, Any] = {}
     reorders: bool = False
     contaminated: bool = False
-    bound: bool = False
+    micro_batch: Callable[[Any], Any] | None = None
+
+    @property
+    def trains(self) -> bool:
+        """`True` if its steps train the model."""
+        return self.micro_batch is None
 
     @property
     def in_order(self) -> bool:
@@ -59,8 +66,6 @@ KINDS = {
     "step": Kind(STEP),
     "bfd-compiled": Kind(BFD, options=_COMPILED),
     "step-compiled": Kind(STEP, options=_COMPILED),
-    "bfd-bound": Kind(BFD, bound=True),
-    "step-bound": Kind(STEP, bound=True),
 }
 # One trainer four times: padded, without pad tokens, also with shared prefixes computed once, and with re-cut steps.
 # All of them train what TRL's trainer trains.
@@ -93,10 +98,11 @@ class Side:
     backend: str = "auto"
     allowed: bool = False
     trainer: str = "sft"
-    kind: Kind = field(init=False, compare=False, repr=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "kind", TRAINERS[self.trainer][self.strategy])
+    @property
+    def kind(self) -> Kind:
+        """Kind of trainer that the strategy names."""
+        return TRAINERS[self.trainer][self.strategy]
 
     @property
     def name(self) -> str:
@@ -180,8 +186,8 @@ def build_trainer(
         given = {**_fields(args, PackedSFTConfig), "max_tokens_per_microbatch": budget, "overflow": "truncate"}
         given |= {"packing_strategy": strategy.name, **options, "attention_backend": side.backend}
         trainer = PackedSFTTrainer(model, PackedSFTConfig(**given), **data)
-        if side.kind.bound:
-            trainer._run_micro_batch = ProductsOnly(trainer)
+        if side.kind.micro_batch is not None:
+            trainer._run_micro_batch = side.kind.micro_batch(trainer)
         return trainer
     given = {"packing": False, "packing_strategy": "bfd", "padding_free": False, "eval_packing": False}
     kept = {k: v for k, v in _fields(args, SFTConfig).items() if k not in given}
@@ -209,8 +215,6 @@ def _row_options(side: Side, args: PackedSFTConfig, train: Dataset) -> dict[str,
     """Return length and number of rows; no limit for a side without rows, because documents are cut already."""
     if not side.kind.strategy.fills_rows:
         return {"max_length": None}
-    from ..trainers.common.dataset import read_lengths
-
     row, longest = side.row or args.max_length or 0, int(read_lengths(train).max())
     if row < longest and not side.kind.strategy.wraps:
         raise InvalidConfig(
@@ -218,8 +222,3 @@ def _row_options(side: Side, args: PackedSFTConfig, train: Dataset) -> dict[str,
             do=f"Write {side.strategy}@{longest} or more, or pass --max_length {row}.",
         )
     return {"max_length": row, **({"per_device_train_batch_size": side.rows} if side.rows else {})}
-
-
-def as_json(side: Side) -> dict[str, Any]:
-    """Return a side as JSON for its worker process."""
-    return {name: value for name, value in asdict(side).items() if name != "kind"}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from datasets import Dataset, load_from_disk
+from datasets import load_from_disk
 from transformers import AutoTokenizer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
@@ -114,7 +114,8 @@ class Pacer(TrainerCallback):
 def run(spec: dict[str, Any], channel: Channel) -> None:
     """Build the side, train on command, evaluate, and send the final figures."""
     setup, side, folder = read_arguments(spec["argv"]), Side(**spec["side"]), Path(spec["folder"])
-    train, evaluation = _load(folder / "train"), _load(folder / "eval") if (folder / "eval").exists() else None
+    train: Any = load_from_disk(str(folder / "train"))
+    evaluation: Any = load_from_disk(str(folder / "eval")) if (folder / "eval").exists() else None
     steps = {} if setup.args.max_steps < 0 else {"max_steps": setup.args.max_steps + setup.bench.untimed_steps + 1}
     trainer = _builder(side)(
         side,
@@ -137,10 +138,9 @@ def run(spec: dict[str, Any], channel: Channel) -> None:
     peak = memory.peak()
     while not pacer.finished and channel.receive() != FINISH:
         channel.send("ended")
-    trained = evaluation is not None and not side.kind.bound
-    loss = trainer.evaluate()["eval_loss"] if trained else None
+    loss = trainer.evaluate()["eval_loss"] if evaluation is not None and side.kind.trains else None
     figures = {"peak_bytes": peak, "bytes_before": memory.before, "life_peak_bytes": memory.life, "eval_loss": loss}
-    channel.send("done", **figures, attention=None if side.kind.bound else attention_of(trainer))
+    channel.send("done", **figures, attention=attention_of(trainer) if side.kind.trains else None)
 
 
 def _builder(side: Side) -> Callable[..., Any]:
@@ -149,11 +149,6 @@ def _builder(side: Side) -> Callable[..., Any]:
     from .preference import build_preference_trainer  # TRL's other trainers take seconds to import
 
     return build_preference_trainer
-
-
-def _load(path: Path) -> Dataset:
-    dataset: Any = load_from_disk(str(path))
-    return dataset
 
 
 def _facts(trainer: Any, side: Side) -> dict[str, Any]:

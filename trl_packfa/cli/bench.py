@@ -1,8 +1,12 @@
-"""`trl-packfa bench`: TRL's own parser reads everything after the name, see `bench/command.py`."""
+"""`trl-packfa bench`: packed and padded training side by side. TRL's own parser reads everything after the name."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
 
 from ..versions import require_versions
 
@@ -14,8 +18,41 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(argv: list[str]) -> int:
-    """Run the benchmark with these flags and return its exit code."""
+    """Run the benchmark with these flags and return the exit code: 0 done, 1 if a side failed."""
     require_versions()
-    from ..bench.command import bench
+    from ..bench.arguments import read_arguments
+    from ..bench.plot import require_matplotlib, save_plot
+    from ..bench.run import run_bench
+    from ..terminal.quiet import quiet
 
-    return bench(argv)
+    wanted = read_arguments(argv).bench
+    if wanted.plot:
+        require_matplotlib()
+
+    def keep(report: dict[str, Any]) -> None:
+        if wanted.output:
+            Path(wanted.output).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+    with quiet():
+        # Written after each side too, so that a run that is cut off keeps the sides before.
+        report = run_bench(argv, tell=lambda text: print(text, file=sys.stderr, flush=True), seen=keep)
+        keep(report)
+    show(report, operations=wanted.profile)
+    if wanted.plot:
+        save_plot(report, wanted.plot)
+    return int(any("failed" in side for side in report["sides"]))
+
+
+def show(report: dict[str, Any], *, operations: bool = False) -> None:
+    """Print the tables and remarks of a report."""
+    from ..bench.table import heading, operation_rows, remarks, speed_rows, training_rows
+    from ..terminal import print_table
+
+    print(heading(report))
+    print_table(speed_rows(report))
+    print_table(training_rows(report))
+    for line in remarks(report):
+        print(f"! {line}")
+    for side in report["sides"] if operations else []:
+        print(f"{side['side']}, one step:")
+        print_table(operation_rows(side))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 
 from ..versions import require_versions
@@ -26,15 +27,5 @@ def run(args: argparse.Namespace) -> int:
     require_versions()
     from ..demo.run import DemoOptions, run_demo
 
-    run_demo(
-        DemoOptions(
-            model=args.model,
-            dataset=args.dataset,
-            output_dir=args.output_dir,
-            base_steps=args.base_steps,
-            steps=args.steps,
-            batch_size=args.batch_size,
-            max_length=args.max_length,
-        )
-    )
+    run_demo(DemoOptions(**{option.name: getattr(args, option.name) for option in fields(DemoOptions)}))
     return 0

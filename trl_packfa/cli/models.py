@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from typing import Any
 
 from ..versions import installed_version
 from .output import add_json, described, print_rows
+
+# Heads of the encoders, and their words.
+HEADS = {
+    "SequenceClassification": "sequence classification",
+    "TokenClassification": "token classification",
+    "MaskedLM": "masked LM",
+    "QuestionAnswering": "question answering",
+    "MultipleChoice": "multiple choice",
+    "Embeddings": "embeddings",
+}
+Row = dict[str, str]
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -16,38 +28,108 @@ def add(commands: argparse._SubParsersAction) -> None:
     models.add_argument("--adapters", action="store_true", help="list PEFT's tuners instead of model types")
     models.add_argument("--images", action="store_true", help="list the types with images or sounds instead")
     models.add_argument("--encoders", action="store_true", help="list encoders by head instead")
-    models.add_argument("--markdown", action="store_true", help="print the table as in the documentation")
     add_json(models)
     models.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the measured results."""
+    from ..adapters import table
+    from ..patches import measured
+
     if args.adapters:
-        from ..adapters import table
-
-        found, versions = table.results(), table.measured_with()
+        rows, versions = _adapters(table.results()), table.measured_with()
     elif args.images:
-        from ..patches.measured import composites
-        from . import composite_table as table
-
-        found, versions = composites()["types"], composites()["versions"]
+        rows, versions = _composites(measured.composites()["types"]), measured.composites()["versions"]
     elif args.encoders:
-        from ..patches.measured import encoders
-        from . import encoder_table as table
-
-        found, versions = encoders()["types"], encoders()["versions"]
+        rows, versions = _encoders(measured.encoders()["types"]), measured.encoders()["versions"]
     else:
-        from ..patches.measured import measured_with, results
-        from . import model_table as table
-
-        found, versions = results(), measured_with()
-    if args.markdown:
-        print(table.markdown(found))
-        return 0
+        rows, versions = _causal_lms(measured.results()), measured.measured_with()
     if not args.json:
         print(_measured(versions))
-    return print_rows(table.rows(found), as_json=args.json)
+    return print_rows(rows, as_json=args.json)
+
+
+def _adapters(kinds: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    """Return one row for each kind: the differences of packed logits and gradients, and the reason of a refusal."""
+    return [
+        {
+            "kind": kind,
+            "verdict": row["verdict"],
+            "logits": number(row.get("logits")),
+            "gradients": number(row.get("gradients")),
+            "why": row.get("why", ""),
+        }
+        for kind, row in kinds.items()
+    ]
+
+
+def number(value: float | None) -> str:
+    """Return a difference as text."""
+    return "does not run" if value is None else f"{value:.1e}"
+
+
+def _composites(types: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    """Return one row for each type: the result without pads, and how far it is from the padded run."""
+    return [
+        {
+            "model_type": name,
+            "verdict": result["verdict"],
+            "level": result.get("level", ""),
+            "decoder": result.get("decoder", ""),
+            "both directions": "yes" if result.get("blocks") else "",
+            "images": result.get("images", ""),
+            "logits": str(result.get("logits", "")),
+            "gradients": str(result.get("gradients", "")),
+            "why": result.get("why", ""),
+        }
+        for name, result in types.items()
+    ]
+
+
+def _encoders(types: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[Row]:
+    """Return one row for each type and head: the level, and how far padded batches without pads are from padded."""
+    return [
+        {
+            "model_type": name,
+            "head": HEADS[head],
+            "verdict": result["verdict"],
+            **{key: str(result.get(key, "")) for key in ("level", "left pads", "outputs", "gradients", "control")},
+            "why": result.get("why", ""),
+        }
+        for name, heads in types.items()
+        for head, result in heads.items()
+    ]
+
+
+def _causal_lms(types: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    """Return one row for each model type: the result of unpatched TRL, and the level on a CPU and on CUDA.
+
+    Patches that third parties registered come last.
+    """
+    from ..patches.registry import registered_patches
+
+    lines = [
+        {
+            "model_type": name,
+            "unpatched": result.get("unpatched", ""),
+            "verdict": result["verdict"],
+            "CPU": result.get("level", ""),
+            "CUDA": result.get("level", ""),
+            "CUDA with kernels": _WITH_KERNELS.get(result.get("level", ""), result.get("level", "")),
+            "why": result["why"],
+        }
+        for name, result in types.items()
+    ]
+    others = {name: patch for name, patch in registered_patches().items() if patch.origin != "trl_packfa"}
+    lines += [
+        {**dict.fromkeys(lines[0], ""), "model_type": name, "CPU": patch.level, "why": f"patch from {patch.origin}"}
+        for name, patch in others.items()
+    ]
+    return lines
+
+
+_WITH_KERNELS = {"module": "native where proven, else module"}
 
 
 def _measured(versions: Mapping[str, str]) -> str:

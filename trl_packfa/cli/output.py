@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 
-from ..terminal.tables import print_table
+from ..terminal import print_table
 
 
 def add_json(command: argparse.ArgumentParser) -> None:

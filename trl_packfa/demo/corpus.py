@@ -18,13 +18,10 @@ _SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "__pycache__
 _DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-def docstring_dataset(*, test_share: float = 0.05, seed: int = 0, limit: int | None = None) -> DatasetDict:
-    """Return shuffled prompt-completion pairs, split into `train` and `test`; `limit` keeps only the first pairs."""
+def docstring_dataset() -> DatasetDict:
+    """Return shuffled prompt-completion pairs, split into `train` and `test`."""
     pairs = [_pair(*found) for found in _docstrings(Path(sysconfig.get_path("stdlib")))]
-    dataset = Dataset.from_list(pairs).shuffle(seed=seed)
-    if limit is not None:
-        dataset = dataset.select(range(min(limit, len(dataset))))
-    return dataset.train_test_split(test_size=test_share, seed=seed)
+    return Dataset.from_list(pairs).shuffle(seed=0).train_test_split(test_size=0.05, seed=0)
 
 
 def _docstrings(root: Path) -> Iterator[tuple[str, str, str, str]]:
@@ -43,11 +40,7 @@ def _docstrings(root: Path) -> Iterator[tuple[str, str, str, str]]:
 def _in_file(path: Path) -> Iterator[tuple[str, str, str]]:
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (
-        SyntaxError,
-        UnicodeDecodeError,
-        ValueError,
-    ):  # some templates and test data are not valid Python
+    except (SyntaxError, UnicodeDecodeError, ValueError):  # some templates and test data are not valid Python
         return
     yield from _in_node(tree, "")
 

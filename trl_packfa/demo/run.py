@@ -8,10 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import DatasetDict
+from datasets import Dataset, DatasetDict
 from peft import AutoPeftModelForCausalLM
 from rich.console import Console
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+    set_seed,
+)
 from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
 from ..terminal.progress import RichProgressCallback, packing_table
@@ -19,13 +28,13 @@ from ..terminal.quiet import quiet
 from ..trainers.common.hub import load_dataset_dict
 from ..trainers.sft.config import PackedSFTConfig
 from ..trainers.sft.trainer import PackedSFTTrainer
-from .base_model import build_model, train_tokenizer
 from .corpus import docstring_dataset
 
 # Padded and packed training are compared on the same few steps. The first step is not timed.
 _COMPARED_STEPS = 4
 # The loss of these held-out documents is measured three times. More documents would take longer than the training.
 _HELD_OUT = 64
+_VOCAB_SIZE, _EOS, _PAD = 8192, "<|eos|>", "<|pad|>"
 
 
 @dataclass(frozen=True)
@@ -50,10 +59,10 @@ class DemoOptions:
     max_length: int = 1024
 
 
-def run_demo(options: DemoOptions, console: Console | None = None) -> dict[str, float]:
+def run_demo(options: DemoOptions) -> dict[str, float]:
     """Run the demo and return its figures: held-out losses, and true tokens per second packed and padded."""
     with quiet():
-        return _story(options, console or Console())
+        return _story(options, Console())
 
 
 def _story(options: DemoOptions, console: Console) -> dict[str, float]:
@@ -196,6 +205,40 @@ def _compare(
         **data,
     )
     return _tokens_per_second(packed), _tokens_per_second(padded)
+
+
+def train_tokenizer(dataset: Dataset) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer on prompts and completions."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCAB_SIZE,
+        special_tokens=[_PAD, _EOS],  # ids 0 and 1
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = [a + b for a, b in zip(dataset["prompt"], dataset["completion"], strict=True)]
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_EOS, pad_token=_PAD)
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """Build a Llama of about 19 M parameters: 8 layers, hidden size 384, grouped-query attention, untied LM head."""
+    set_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    return LlamaForCausalLM(config)
 
 
 class _Stopwatch(TrainerCallback):

@@ -50,7 +50,11 @@ def figures(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "How long ranks wait for each other: 1 means no waiting.", _svg(_waiting(plan))
         if plan.memory:
             yield "Memory of one GPU at the largest micro-batch, an estimate.", _svg(_memory(plan))
-        yield _row_caption(plan), _svg(_row(plan))
+        packing = _packing(plan)
+        yield (
+            f"One packed micro-batch of '{packing}', drawn from your documents: which token may attend to which.",
+            _svg(_row(plan)),
+        )
 
 
 def _svg(figure: Figure) -> str:
@@ -157,10 +161,6 @@ def _row(plan: Plan) -> Figure:
     figure, axes = _axes(5.6, 5.0)
     draw_row(axes, [(int(tokens), False) for tokens in row_of(plan)])
     return figure
-
-
-def _row_caption(plan: Plan) -> str:
-    return f"One packed micro-batch of '{_packing(plan)}', drawn from your documents: which token may attend to which."
 
 
 def _packing(plan: Plan) -> Strategy:

@@ -47,13 +47,19 @@ class Source:
 
 
 def lengths_from_file(path: str) -> Source:
-    """Read document lengths in tokens from a JSON list; every token counts as trained.
+    """Read document lengths from a JSON list as [`read_length_list`] does; every token counts as trained."""
+    lengths = read_length_list(path)
+    return Source(Path(path).name, Tokens(lengths, TrainedTokens.every(int(lengths.sum()))))
+
+
+def read_length_list(path: str) -> np.ndarray:
+    """Read document lengths in tokens from a JSON list, int64.
 
     Raises:
         [`InvalidDataset`]: if the file is not a list of positive whole numbers.
     """
     try:
-        numbers = json.loads(Path(path).read_text())
+        numbers = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidDataset(
             f"cannot read lengths from {path}.", why=[str(error)], do="Pass a JSON file with a list of token counts."
@@ -65,8 +71,7 @@ def lengths_from_file(path: str) -> Source:
             why=["expected: a JSON list of whole numbers of tokens, each 1 or more, such as [163, 485, 71]"],
             do="Write one number of tokens for each document.",
         )
-    lengths = lengths.astype(np.int64)
-    return Source(Path(path).name, Tokens(lengths, TrainedTokens.every(int(lengths.sum()))))
+    return lengths.astype(np.int64)
 
 
 def read_documents(name: str, dataset: Any, tokenizer: str, args: PackedSFTConfig) -> Source:
@@ -113,7 +118,8 @@ def _rows_of_turns(name: str, prepared: _Tokenized, args: PackedSFTConfig) -> So
     rows, report = join(examples, report, limit=args.max_length, name=name)
     lengths = read_lengths(rows)
     # Where a row's trained tokens stand does not matter, as rows are not cut.
-    trained = [min(int(count), int(length)) for count, length in zip(_trained_of(rows), lengths, strict=True)]
+    counts = [sum(label != -100 for label in labels) for labels in rows["labels"]]
+    trained = [min(count, int(length)) for count, length in zip(counts, lengths, strict=True)]
     masks = [np.arange(length) >= length - count for count, length in zip(trained, lengths, strict=True)]
     whole = report.packed_tokens / max(report.packed_tokens - report.shared_tokens, 1)
     told = (
@@ -121,10 +127,6 @@ def _rows_of_turns(name: str, prepared: _Tokenized, args: PackedSFTConfig) -> So
         f"run once, so {lengths.sum():,} of {report.packed_tokens:,} tokens are computed ({whole:.1f} times fewer)"
     )
     return Source(name, Tokens(lengths, TrainedTokens.from_masks(masks)), (*prepared.remarks, told))
-
-
-def _trained_of(rows: Dataset) -> list[int]:
-    return [sum(label != -100 for label in labels) for labels in rows["labels"]]
 
 
 def _read_images(name: str, dataset: Dataset, processor: Any, args: PackedSFTConfig) -> Source:

@@ -7,22 +7,26 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from trl import DatasetMixtureConfig, ScriptArguments
 
-from ..errors import InvalidConfig
+from ..errors import InvalidConfig, PackingError
 from ..plotting import require_matplotlib
 from ..terminal.progress import a_line_per_thing
 from ..trainers.common.batching import FREE
+from ..trainers.common.model_loading import init_kwargs
 from ..trainers.common.parsing import ColumnChoice, parse
+from ..trainers.common.validation import refuse_model
 from ..trainers.sft.config import PackedSFTConfig
 from ..trainers.sft.images import without_packing
 from ..trainers.sft.memory import estimate, without_checkpointing
+from ..trainers.sft.model_shape import ModelShape, shape_of
 from ..trainers.sft.script import load_splits
 from .advise import advise
 from .compare import compare
 from .gather import Source, lengths_from_file, read_documents
 from .report import Plan
-from .shape import read_shape
 from .terminal import show
 
 
@@ -89,6 +93,37 @@ def make_plan(source: Source, args: PackedSFTConfig, ranks: list[int], shape: An
         unchecked = estimate(shape, without_checkpointing(args), tokens)
     figures = Plan(source, args, outcomes, shape, memory, unchecked)
     return replace(figures, advice=(*advise(figures), *source.remarks))
+
+
+def read_shape(args: PackedSFTConfig) -> ModelShape:
+    """Return the shape of `args.model_name_or_path` with the adapter of the arguments, from the model's config alone.
+
+    It is built on the meta device, without weights.
+
+    Raises:
+        [`InvalidConfig`]: if there is no such model, or the adapter does not fit it.
+        [`UnsupportedModel`]: if its type cannot be packed.
+    """
+    name = args.model_name_or_path
+    assert name is not None, "asked for a model"
+    try:
+        config = AutoConfig.from_pretrained(
+            name, revision=init_kwargs(args).get("revision"), trust_remote_code=args.trust_remote_code
+        )
+        if args.packing:
+            refuse_model(config.model_type, args)
+        with torch.device("meta"):
+            kind = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
+            model = kind.from_config(config, trust_remote_code=args.trust_remote_code)
+        return shape_of(model, args)
+    except PackingError:
+        raise
+    except (OSError, ValueError, TypeError) as error:
+        raise InvalidConfig(
+            f"cannot make the model '{name}' from its config.",
+            why=[str(error)],
+            do="Check the name, or pass --tokenizer without a model, for a plan without memory and attention cost.",
+        ) from error
 
 
 def _source(script: Any, args: PackedSFTConfig, mixture: Any, wanted: PlanArguments) -> Source:

@@ -16,9 +16,9 @@ _BINS, _BAR = 14, 40
 Rows = tuple[list[str], list[list[str]]]
 
 
-def show(plan: Plan, console: Console | None = None) -> None:
+def show(plan: Plan) -> None:
     """Print the whole plan; a pipe has no width, so it gets a fixed one."""
-    console = console or Console(width=None if sys.stdout.isatty() else 150)
+    console = Console(width=None if sys.stdout.isatty() else 150)
     console.print(heading(plan), highlight=False, markup=False)
     console.print("\n".join(_histogram(plan.source.tokens.lengths, plan.args.max_length)), highlight=False)
     for title, (columns, rows) in tables(plan):

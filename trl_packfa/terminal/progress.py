@@ -64,10 +64,17 @@ def a_line_per_thing() -> Iterator[None]:
 
     They stay on if [`BARS_AS_LINES`] is in the environment, which makes them print a line only now and then.
     """
+    shown = sys.stderr.isatty() or BARS_AS_LINES.keys() <= os.environ.keys()
+    with nullcontext() if shown else without_bars():
+        yield
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Turn off the bars of transformers and datasets; restore them afterwards."""
     bars, dataset_bars = transformers_logging.is_progress_bar_enabled(), is_progress_bar_enabled()
-    if not sys.stderr.isatty() and not BARS_AS_LINES.keys() <= os.environ.keys():
-        transformers_logging.disable_progress_bar()
-        disable_progress_bar()
+    transformers_logging.disable_progress_bar()
+    disable_progress_bar()
     try:
         yield
     finally:

@@ -16,8 +16,8 @@ from trl import DatasetMixtureConfig, ScriptArguments, TrlParser, get_dataset
 from ...errors import InvalidConfig, InvalidDataset
 from ...exactness import ExactnessReport
 from ...plotting import LOSS_CURVE, save_loss_curve
+from ...terminal import print_table
 from ...terminal.progress import RichProgressCallback, a_line_per_thing, packing_table, plan_table
-from ...terminal.tables import print_table
 from ..common.columns import make_columns
 from ..common.dataset import COUNTS, hold_out
 from ..common.hub import load_dataset_dict

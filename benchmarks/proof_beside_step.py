@@ -1,8 +1,14 @@
-"""`trl-packfa bench check`: cost of the exactness check, compared with one optimizer step of the same training."""
+"""Measure the cost of the exactness check, compared with one optimizer step of the same training.
+
+    python benchmarks/proof_beside_step.py --model NAME_OR_PATH --dataset FILE_OR_NAME [--json]
+
+The other arguments are those of `trl-packfa bench`.
+"""
 
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -11,10 +17,11 @@ from typing import Any
 from datasets import load_from_disk
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
-from .arguments import read_arguments
-from .data import read_documents, save_documents
-from .run import model_path
-from .sides import Side, build_trainer
+from trl_packfa.bench.arguments import read_arguments
+from trl_packfa.bench.data import read_documents, save_documents
+from trl_packfa.bench.run import model_path
+from trl_packfa.bench.sides import Side, build_trainer
+from trl_packfa.cli.output import print_rows
 
 _STEPS, _RUN = 4, 500
 
@@ -69,3 +76,12 @@ def bench_check(argv: list[str]) -> list[dict[str, Any]]:
         },
         {"part": "one optimizer step", "seconds": round(step, 3), f"share of {_RUN} steps": f"{1 / _RUN:.3%}"},
     ]
+
+
+def main(argv: list[str]) -> int:
+    """Measure, print the rows and return the exit code."""
+    return print_rows(bench_check([argument for argument in argv if argument != "--json"]), as_json="--json" in argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,6 @@
-"""`trl-packfa bench attention`: time and memory of one packed attention for several row lengths and mixes.
+"""Measure time and memory of one packed attention, forward and backward, for several row lengths and mixes.
+
+    python benchmarks/attention_speed.py --tokens 2048 8192 --lengths LENGTHS.json
 
 The results are compared with transformers' own paths, and with the least time that arithmetic and memory traffic take.
 Each measurement runs in its own process, so that its peak memory is its own. Sides take turns.
@@ -6,28 +8,36 @@ Each measurement runs in its own process, so that its peak memory is its own. Si
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers import AttentionInterface, LlamaConfig
+from transformers.masking_utils import create_causal_mask
 
-from ..attention import AttentionRequest
-from ..layout import PackedLayout
-from ..runtime.datasheet import datasheet_flops
-from ..trainers.common.flops import bandwidth, matmul_flops
-from .memory import PeakMemory, available_memory
-from .mixes import document_lengths, draw_lengths
-from .paths import TRANSFORMERS, attend_with, attention_sides, dense_bytes
-from .process import HEAP
+from trl_packfa import PackedLayout
+from trl_packfa.attention import BACKENDS, AttentionArguments, AttentionRequest, get_backend
+from trl_packfa.bench.memory import PeakMemory
+from trl_packfa.bench.mixes import MIXES, document_lengths, draw_lengths
+from trl_packfa.bench.process import HEAP
+from trl_packfa.cli.output import add_json, print_rows
+from trl_packfa.runtime.datasheet import datasheet_flops
+from trl_packfa.trainers.common.flops import bandwidth, matmul_flops
 
+TRANSFORMERS, TRANSFORMERS_FLEX = "transformers-sdpa", "transformers-flex"
 _WARM_UP, _SECONDS = 2, 1.0
-_LAST_LINE = -1
+# Bytes of the dense path per pair of query and key: the mask as bool and as float, and temporary results.
+_DENSE_BYTES = 12
 Row = dict[str, Any]
+Attend = Callable[..., torch.Tensor]
 
 
 class Heads(NamedTuple):
@@ -62,7 +72,7 @@ def bench_attention(
     Args:
         tokens (`list[int]`): row lengths.
         mixes (`list[str]`): names of [`mixes`](MIXES), or JSON files of document lengths.
-        sides (`list[str]`, *optional*): names from `paths.attention_sides`; default: all.
+        sides (`list[str]`, *optional*): names from `attention_sides`; default: all.
         heads ([`Heads`]): heads of the attention; few and small by default, so that a CPU is fast enough.
         repeats (`int`): draws of documents.
         slowest (`float`): skip a side if the arithmetic of one forward and backward takes more seconds than this.
@@ -73,7 +83,7 @@ def bench_attention(
     for mix in mixes:
         draw_lengths(mix, 1, seed=0)
     known = attention_sides(_request(heads))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(_device())
     # Known GPUs: take the peak of the data sheet, because a product of this size does not fill a GPU.
     peak = datasheet_flops(device, _dtype()) or matmul_flops(2048, 2048, 2048, dtype=_dtype(), device=device)
     floors = Floors(peak, bandwidth(device))
@@ -145,10 +155,10 @@ def _floor(lengths: list[int], heads: Heads, floors: Floors) -> float:
 
 
 def _in_process(side: str, tokens: int, mix: str, seed: int, heads: Heads) -> dict[str, Any]:
-    command = [sys.executable, "-m", "trl_packfa.bench.attention", side, mix, *map(str, (tokens, seed, *heads))]
+    command = [sys.executable, __file__, "--measure", side, mix, *map(str, (tokens, seed, *heads))]
     result = subprocess.run(command, capture_output=True, text=True, env={**HEAP, **os.environ}, check=False)
     if result.returncode:
-        reason = result.stderr.strip().splitlines()[_LAST_LINE:] or [f"exit code {result.returncode}"]
+        reason = result.stderr.strip().splitlines()[-1:] or [f"exit code {result.returncode}"]
         return {"failed": f"failed: {reason[0]}"}
     return json.loads(result.stdout.splitlines()[-1])
 
@@ -171,6 +181,56 @@ def measure(side: str, tokens: int, mix: str, seed: int, heads: Heads) -> dict[s
     return {"seconds": statistics.median(seconds[_WARM_UP:]), "bytes": memory.peak() - memory.before}
 
 
+def attention_sides(request: AttentionRequest) -> dict[str, str]:
+    """Return every side with the reason why it cannot run on this machine; an empty string if it can."""
+    sides = {b.name: "; ".join(b.refusals(request)) for b in BACKENDS if b.capabilities.is_selectable}
+    flex = "" if request.device.type == "cuda" else "on a CPU, flex_attention has no backward"
+    return {**sides, TRANSFORMERS: "", TRANSFORMERS_FLEX: flex}
+
+
+def dense_bytes(tokens: int) -> int:
+    """Return the bytes of transformers' T x T mask and of the attention with it."""
+    return _DENSE_BYTES * tokens * tokens
+
+
+def attend_with(side: str, layout: PackedLayout, *, heads: int, key_value_heads: int, head_dim: int) -> Attend:
+    """Return the attention function of a side: query `(T, N, H)`, key and value `(T, K, H)` to output `(T, N, H)`."""
+    if side not in (TRANSFORMERS, TRANSFORMERS_FLEX):
+        arguments = AttentionArguments(scaling=head_dim**-0.5)
+        return lambda query, key, value: get_backend(side)(query, key, value, arguments.on(layout.attention))
+    return _transformers(side, layout, heads, key_value_heads, head_dim)
+
+
+def _transformers(side: str, layout: PackedLayout, heads: int, key_value_heads: int, head_dim: int) -> Attend:
+    """Return an attention that calls transformers' own mask and attention functions, as an unpatched Llama does."""
+    name = "sdpa" if side == TRANSFORMERS else "flex_attention"
+    config = LlamaConfig(hidden_size=heads * head_dim, num_attention_heads=heads)
+    config._attn_implementation = name
+    attention: Any = AttentionInterface()[name]
+    module: Any = torch.nn.Module()
+    module.num_key_value_groups, module.is_causal = heads // key_value_heads, True
+    positions = layout.position_ids()
+
+    def attend(*qkv: torch.Tensor) -> torch.Tensor:
+        embeddings = qkv[0].new_empty(1, layout.num_tokens, 1)
+        mask = create_causal_mask(config, embeddings, None, None, position_ids=positions)
+        query, key, value = (tensor.transpose(0, 1)[None] for tensor in qkv)
+        return attention(module, query, key, value, mask, scaling=head_dim**-0.5)[0][0]
+
+    return attend
+
+
+def available_memory() -> int:
+    """Return the free bytes on the GPU if there is one, else of the machine."""
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0]
+    path = Path("/proc/meminfo")
+    if path.exists():
+        line = next(line for line in path.read_text().splitlines() if line.startswith("MemAvailable"))
+        return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -183,6 +243,34 @@ def _request(heads: Heads) -> AttentionRequest:
     return AttentionRequest(torch.device(_device()), _dtype(), heads.dim, heads.query, heads.key_value)
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the rows and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2**n for n in range(10, 18)], help="row lengths")
+    parser.add_argument("--mixes", nargs="+", default=["even", "uneven"], help=f"{', '.join(MIXES)}, or a .json file")
+    parser.add_argument("--lengths", nargs="+", default=[], help="JSON lists of document lengths, instead of mixes")
+    parser.add_argument("--sides", nargs="+", help="backends and transformers' paths (default: all)")
+    parser.add_argument("--heads", type=int, default=FEW_HEADS.query, help="query heads")
+    parser.add_argument("--key_value_heads", type=int, default=FEW_HEADS.key_value, help="key/value heads")
+    parser.add_argument("--head_dim", type=int, default=FEW_HEADS.dim, help="size of a head")
+    parser.add_argument("--repeats", type=int, default=3, help="number of random draws of documents")
+    parser.add_argument("--slowest", type=float, default=60.0, help="skip a side that needs more seconds than this")
+    add_json(parser)
+    args = parser.parse_args(argv)
+    rows = bench_attention(
+        tokens=args.tokens,
+        mixes=args.lengths or args.mixes,
+        sides=args.sides,
+        heads=Heads(args.heads, args.key_value_heads, args.head_dim),
+        repeats=args.repeats,
+        slowest=args.slowest,
+    )
+    return print_rows(rows, as_json=args.json)
+
+
 if __name__ == "__main__":
-    tokens, seed, *shape = map(int, sys.argv[3:])
-    print(json.dumps(measure(sys.argv[1], tokens, sys.argv[2], seed, Heads(*shape))))
+    if sys.argv[1:2] == ["--measure"]:
+        side, mix, tokens, seed, *shape = sys.argv[2:]
+        print(json.dumps(measure(side, int(tokens), mix, int(seed), Heads(*map(int, shape)))))
+    else:
+        sys.exit(main())

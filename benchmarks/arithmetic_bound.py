@@ -1,18 +1,29 @@
-"""Arithmetic bound of a step: only its matrix products, at the speed of their shapes."""
+"""Measure the arithmetic bound of a step: only its matrix products, at the speed of their shapes.
+
+    python benchmarks/arithmetic_bound.py --model cpu-reference --lengths LENGTHS.json --strategies step-bound,step
+
+It is `trl-packfa bench` with two more strategies, `bfd-bound` and `step-bound`, and with the same arguments.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..api import unpatch
-from ..errors import InvalidConfig
-from ..kernels.lm_head.chunks import positions_per_chunk
-from ..runtime.zero3 import whole_shape
-from ..trainers.common.flops import attention_heads, compute_dtype
+from trl_packfa import unpatch
+from trl_packfa.bench import worker
+from trl_packfa.bench.process import SideProcess
+from trl_packfa.bench.sides import KINDS, Kind
+from trl_packfa.cli.main import main
+from trl_packfa.errors import InvalidConfig
+from trl_packfa.kernels.lm_head.chunks import positions_per_chunk
+from trl_packfa.packing import BFD, STEP
+from trl_packfa.runtime.zero3 import whole_shape
+from trl_packfa.trainers.common.flops import attention_heads, compute_dtype
 
 # Number of tokens in the forward that records the products.
 _PROBED = 8
@@ -197,3 +208,19 @@ class ProductsOnly:
             self._room[place] = torch.randn(size, dtype=dtype, device=device)
         room = self._room[place][:size]
         return room.view(copies, columns, rows).mT if flip else room.view(shape)
+
+
+def add_strategies() -> None:
+    """Add the bounds to the strategies of the benchmark and of its worker processes."""
+    KINDS.update(
+        {"bfd-bound": Kind(BFD, micro_batch=ProductsOnly), "step-bound": Kind(STEP, micro_batch=ProductsOnly)}
+    )
+    SideProcess.worker = (__file__, "--worker")
+
+
+if __name__ == "__main__":
+    add_strategies()
+    if sys.argv[1:2] == ["--worker"]:
+        worker.main(sys.argv[2])
+    else:
+        sys.exit(main(["bench", *sys.argv[1:]]))

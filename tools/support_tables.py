@@ -1,0 +1,184 @@
+"""Print a table of the documentation from the measured results, as Markdown.
+
+    python tools/support_tables.py models | images | encoders | adapters
+
+The pages hold its output between comments with the command; tests compare both.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from trl_packfa.adapters import table
+from trl_packfa.adapters.table import EXACT
+from trl_packfa.cli.models import HEADS, number
+from trl_packfa.patches.measured import composites, encoders, results
+
+Results = Mapping[str, Mapping[str, Any]]
+
+
+def model_table(types: Results) -> str:
+    """Return the table of causal-LM types: each level, what it runs, and its model types."""
+    lines = ["| level | types | what runs | which |", "|---|---|---|---|"]
+    for level, what in _LEVELS.items():
+        names = [
+            name for name, result in types.items() if result.get("level") == level and result["verdict"] == "exact"
+        ]
+        lines.append(f"| {level} | {len(names)} | {what} | {', '.join(f'`{name}`' for name in names)} |")
+    refused = {name: result["why"] for name, result in types.items() if result["verdict"] != "exact"}
+    lines += ["", f"Refused, with the reason ({len(refused)}):", ""]
+    lines += [f"- `{name}`: {why}." for name, why in refused.items()]
+    return "\n".join(lines)
+
+
+_LEVELS = {
+    "attention": "the attention forward is rewritten for packed tokens",
+    "interface": "attention goes through transformers' attention and mask interfaces; position embeddings that count "
+    "along the row, and sparse indexers, run by document",
+    "module": "what mixes tokens beside or instead of attention runs by document, or on its own kernels where those "
+    "provably honour boundaries; everything else is packed",
+    "rebatch": "the whole backbone runs by document, in right-padded groups of similar lengths",
+}
+
+
+def composite_table(types: Results) -> str:
+    """Return the table of types with images or sounds: by result, and each refusal with its reason."""
+    exact = {name: result for name, result in types.items() if result["verdict"] == "exact"}
+    seen = [name for name, result in exact.items() if not result["images"].startswith("not tried")]
+    text = [name for name in exact if name not in seen]
+    both = [name for name, result in exact.items() if result.get("blocks")]
+    worst = {key: max(exact[name][key] for name in seen) for key in ("logits", "gradients")}
+    lines = [
+        "| result | types | which |",
+        "|---|---|---|",
+        f"| exact with images or sounds (logits off by {worst['logits']:.1e} at most, gradients by "
+        f"{worst['gradients']:.1e}) | {len(seen)} | {_names(seen)} |",
+        *(
+            [f"| exact on text; images or sounds in a form that was not tried | {len(text)} | {_names(text)} |"]
+            if text
+            else []
+        ),
+        f"| of both, with image tokens that see each other in both directions | {len(both)} | {_names(both)} |",
+    ]
+    reasons: dict[str, list[str]] = {}
+    for name, result in types.items():
+        if result["verdict"] not in ("exact", "not built"):
+            reasons.setdefault(result["why"].rstrip("."), []).append(name)
+    unknown = [name for name, result in types.items() if result["verdict"] == "not built"]
+    lines += ["", f"Refused with images, with the reason ({len(types) - len(exact) - len(unknown)}):", ""]
+    lines += [f"- {_names(names)}: {why}." for why, names in reasons.items()]
+    lines += [
+        "",
+        f"No small model could be built of these, so your own is checked ({len(unknown)}): {_names(unknown)}.",
+    ]
+    return "\n".join(lines)
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def encoder_table(types: Mapping[str, Results]) -> str:
+    """Return the table of encoders: the level of each head, and each refusal with its reason."""
+    exact = [result for heads in types.values() for result in heads.values() if result["verdict"] == "exact"]
+    lines = [f"| type | {' | '.join(HEADS.values())} |", f"|---|{'---|' * len(HEADS)}"]
+    served: dict[tuple[str, ...], list[str]] = {}
+    reasons: dict[str, list[str]] = {}
+    for name, heads in types.items():
+        cells = tuple(_cell(heads.get(head)) for head in HEADS)
+        if any(result["verdict"] == "exact" for result in heads.values()):
+            served.setdefault(cells, []).append(name)
+        for why, of in _refusals(heads).items():
+            reasons.setdefault(why, []).append(f"`{name}`" + (f" ({', '.join(of)})" if of else ""))
+    by_reach = sorted(served.items(), key=lambda item: (-item[0].count("stack"), -len(item[1])))
+    lines += [f"| {', '.join(f'`{name}`' for name in names)} | {' | '.join(cells)} |" for cells, names in by_reach]
+    worst = {key: max(result[key] for result in exact) for key in ("outputs", "gradients")}
+    least = min(result["control"] for result in exact)
+    lines += [
+        "",
+        f"{len(exact)} heads of {sum(map(len, served.values()))} types are exact in float32: outputs are off by "
+        f"{worst['outputs']:.1e} at most, gradients by {worst['gradients']:.1e}. Rows that see each other, or their "
+        f"pads, are off by {least:.1e} at least. In bfloat16, outputs without pads are at most {_in_half(exact):.1f} "
+        "times as far from float64 as those with pads.",
+        "",
+        "Not served, with the reason:",
+        "",
+    ]
+    lines += [f"- {', '.join(names)}: {why}." for why, names in reasons.items()]
+    unknown = [name for name, heads in types.items() if {of["verdict"] for of in heads.values()} == {"not built"}]
+    lines += ["", f"No small model could be built of these, so your own is checked ({len(unknown)}): "
+              f"{', '.join(f'`{name}`' for name in unknown)}."]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _in_half(exact: Iterable[Mapping[str, Any]]) -> float:
+    """Return the largest ratio of the errors in bfloat16, without and with pads."""
+    return max(result["bfloat16"] / result["padded"] for result in exact if "bfloat16" in result)
+
+
+def _cell(result: Mapping[str, Any] | None) -> str:
+    if result is None or result["verdict"] == "not built":
+        return ""
+    return result["level"] if result["verdict"] == "exact" else "no"
+
+
+def _refusals(heads: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return the heads of each reason for a refusal, none if all heads are refused for it."""
+    reasons: dict[str, list[str]] = {}
+    for head, result in heads.items():
+        if result["verdict"] not in ("exact", "not built"):
+            reasons.setdefault(_plain(result["why"]), []).append(HEADS[head])
+    tried = [result for result in heads.values() if result["verdict"] != "not built"]
+    return {why: [] if len(of) == len(tried) else of for why, of in reasons.items()}
+
+
+def _plain(why: str) -> str:
+    """Return a reason without its numbers, which differ between heads."""
+    if "padded batches without their pads are not exact" in why:
+        return "its rows differ with other pads around them, so none can be removed"
+    if "get_input_embeddings" in why:
+        return "its code does not say where its input embeddings are"
+    return why.removeprefix("level groups: ").split(". ")[0].rstrip(".")
+
+
+def adapter_table(kinds: Results) -> str:
+    """Return the table of PEFT's tuners: the exact kinds, and the refused kinds with reason and remedy."""
+    exact = [row for row in kinds.values() if row["verdict"] == EXACT]
+    worst = {name: max(row[name] for row in exact) for name in ("logits", "gradients")}
+    named = ", ".join(f"`{kind}`" for kind, row in kinds.items() if row["verdict"] == EXACT)
+    lines = [
+        f"Exact ({len(exact)}; logits off by {number(worst['logits'])} at most, gradients by "
+        f"{number(worst['gradients'])}):",
+        "",
+        f"{named}.",
+        "",
+        f"Refused ({len(kinds) - len(exact)}):",
+        "",
+        "| kind | logits off by | gradients off by | why | what to do |",
+        "|---|---|---|---|---|",
+    ]
+    for kind, row in kinds.items():
+        if row["verdict"] != EXACT:
+            off = " | ".join(number(row.get(name)) for name in ("logits", "gradients"))
+            lines.append(f"| `{kind}` | {off} | {row['why']} | {row['do']} |")
+    return "\n".join(lines)
+
+
+TABLES = {
+    "models": lambda: model_table(results()),
+    "images": lambda: composite_table(composites()["types"]),
+    "encoders": lambda: encoder_table(encoders()["types"]),
+    "adapters": lambda: adapter_table(table.results()),
+}
+
+
+def on_page(name: str, page: str) -> str:
+    """Return the table that a page holds."""
+    begin = f"<!-- generated: python tools/support_tables.py {name} -->\n"
+    return page.split(begin)[1].split("\n<!-- end -->")[0]
+
+
+if __name__ == "__main__":
+    print(TABLES[sys.argv[1]]())
