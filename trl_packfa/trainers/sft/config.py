@@ -134,7 +134,9 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
     def _settle_packing(self) -> None:
         """Require one valid strategy if packing is on, and none if it is off."""
         if self.max_length is not None and self.max_length < 2:
-            raise InvalidConfig(f"max_length={self.max_length}: a document needs two tokens to train on one.")
+            raise InvalidConfig(
+                f"max_length={self.max_length}: a document needs two tokens to train on one.", do="Pass 2 or more."
+            )
         if not self.packing:
             if self.packing_strategy is not None:
                 raise InvalidConfig(
@@ -169,7 +171,8 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
         if self.max_tokens_per_microbatch is not None and self.max_tokens_per_microbatch < 2:
             raise InvalidConfig(
                 f"max_tokens_per_microbatch={self.max_tokens_per_microbatch}: a document needs two tokens to train on "
-                "one."
+                "one.",
+                do="Pass max_length or more, or None.",
             )
         require_recutting(self)
         # Packing has no padding anyway. TRL's `padding_free` is a switch for TRL's own collator.
