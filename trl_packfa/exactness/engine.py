@@ -201,7 +201,7 @@ class _Noise(NamedTuple):
     gradients: list[float]
 
     def or_larger(self, other: _Noise, share: float = 1.0) -> _Noise:
-        """Return the larger of both, value by value; of the other this `share` counts."""
+        """Return the larger value of both everywhere; values of the other are first multiplied by `share`."""
         return _Noise(
             {key: max(value, other.layers[key] * share) for key, value in self.layers.items()},
             {key: max(value, other.inputs[key] * share) for key, value in self.inputs.items()},

@@ -61,9 +61,10 @@ class PaddedBatchProof(NamedTuple):
 
 
 def refuse_gradients_at_pads(states: torch.Tensor, rows: PaddedRows, name: str) -> None:
-    """Raise in the backward if a loss depends on hidden states `(B, L, D)` at padding, zeros if it is removed.
+    """Raise in the backward if a loss depends on hidden states `(B, L, D)` at pads.
 
-    `name` is that of the model and its trainer, for the error.
+    These states are zeros where the model runs without pads. `name` is that of the model and its trainer, for the
+    error.
 
     Raises:
         [`ContaminationError`]: in the backward, with the first such position.

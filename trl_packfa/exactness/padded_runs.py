@@ -65,7 +65,9 @@ class PaddedProbe:
                 self.types = self._types_with_blocks(names)
 
     def _require_text(self, names: list[str]) -> None:
-        """Run one document, before anything is measured. Molmo 2 needs token types in training, also without images.
+        """Run one document before anything is measured, and keep the token types that the model needs for a text.
+
+        Molmo 2 needs some in training, also without images.
 
         Raises:
             [`UnsupportedModel`]: if the model's own code needs more than a text without padding.

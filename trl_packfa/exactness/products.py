@@ -58,9 +58,9 @@ class _Wide:
 
 
 class _InFloat32:
-    """Replaces torch's matrix products on the CPU inside a `with` block.
+    """A replacement of torch's matrix products on the CPU inside a `with` block.
 
-    The kernels themselves are replaced: a `TorchDispatchMode` sees every operator, a seventh of the time of a proof.
+    The kernels are replaced. A `TorchDispatchMode` would see every other operator too, a seventh of a proof's time.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -31,7 +31,7 @@ def starts_in_rule(rule: Rule, shape: tuple[int, int], device: Any) -> PackedLay
     """
     rows = torch.arange(shape[0], device=device)[:, None]
     tokens = torch.arange(1, shape[1], device=device)[None]
-    sees = rule(rows, torch.zeros_like(rows), tokens, tokens - 1).expand(shape[0], shape[1] - 1)
+    sees = _sees(rule, rows, tokens, tokens - 1)
     starts = torch.cat([torch.ones(shape[0], 1, dtype=torch.bool), ~sees.cpu()], dim=1)
     if int(starts.sum()) == shape[0]:
         return None
@@ -70,19 +70,28 @@ def blocks_in_rule(rule: Rule, padding: torch.Tensor, *, by_index: bool = True) 
     ahead = _seen_ahead(rule, (host.shape[0], host.shape[1]), padding.device, by_index=by_index).cpu()
     ahead = ahead & host[:, :-1] & host[:, 1:]
     rows = tuple(_runs(row) for row in ahead.tolist())
-    return RowBlocks(rows, _are_joined(rule, rows, padding.device))
+    return RowBlocks(rows, _are_joined(rule, rows, padding.device, by_index=by_index))
 
 
 def _seen_ahead(rule: Rule, shape: tuple[int, int], device: Any, *, by_index: bool = True) -> torch.Tensor:
     """Return for each token but the last of a row whether it sees the one after it, bool, `(B, L - 1)`."""
     rows = torch.arange(shape[0], device=device)[:, None]
     tokens = torch.arange(1, shape[1], device=device)[None]
+    return _sees(rule, rows, tokens - 1, tokens, by_index=by_index)
+
+
+def _sees(
+    rule: Rule, rows: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, *, by_index: bool = True
+) -> torch.Tensor:
+    """Return for each query whether it sees its key, bool, in the common shape of these indices."""
+    rows, queries, keys = torch.broadcast_tensors(rows, queries, keys)
     if by_index:
-        return rule(rows, torch.zeros_like(rows), tokens - 1, tokens).expand(shape[0], shape[1] - 1)
-    rows, tokens = torch.broadcast_tensors(rows, tokens)
-    # Twice over one axis each: `vmap` gives the rule single indices, by which it may index tensors.
+        return rule(rows, torch.zeros_like(rows), queries, keys).expand(rows.shape)
+    # Once over each axis: `vmap` gives the rule single indices, by which it may index tensors.
+    for _ in rows.shape:
+        rule = torch.vmap(rule)
     with TransformGetItemToIndex():
-        return torch.vmap(torch.vmap(rule))(rows, torch.zeros_like(rows), tokens - 1, tokens)
+        return rule(rows, torch.zeros_like(rows), queries, keys)
 
 
 def _runs(ahead: list[bool]) -> tuple[Block, ...]:
@@ -100,21 +109,24 @@ def _runs(ahead: list[bool]) -> tuple[Block, ...]:
     return tuple(runs)
 
 
-def _are_joined(rule: Rule, rows: Sequence[Sequence[Block]], device: Any) -> bool:
+def _are_joined(rule: Rule, rows: Sequence[Sequence[Block]], device: Any, *, by_index: bool) -> bool:
     """Tell whether the blocks of a row see each other across the tokens between them."""
-    found: dict[bool, str] = {}
+    pairs = []
     for row, blocks in enumerate(rows):
         starts = [start for start, _ in blocks]
-        # Neighbours, and the first with the last one.
-        for first, second in [*itertools.pairwise(starts), *([(starts[0], starts[-1])] if starts else [])]:
-            if first == second:
-                continue
-            index = (torch.tensor(i, device=device) for i in (row, 0, first, second))
-            found.setdefault(bool(rule(*index)), f"tokens {first} and {second} of row {row}")
-    if len(found) > 1:
+        pairs += [(row, *pair) for pair in itertools.pairwise(starts)]
+        if len(starts) > 2:
+            pairs.append((row, starts[0], starts[-1]))
+    if not pairs:
+        return False
+    # All pairs at once, as a GPU waits for each answer.
+    seen = _sees(rule, *torch.tensor(pairs, device=device).unbind(1), by_index=by_index).tolist()
+    if any(seen) and not all(seen):
+        examples = (pairs[seen.index(answer)] for answer in (True, False))
+        joined, apart = (f"tokens {first} and {second} of row {row}" for row, first, second in examples)
         raise PackingError(
-            f"{found[True]} see each other, across tokens that do not, but {found[False]} do not.",
+            f"{joined} see each other, across tokens that do not, but {apart} do not.",
             why=["packed attention computes blocks that either all see each other or see only themselves"],
             do="Patch the model with unpad=False, or train on text alone.",
         )
-    return True in found
+    return all(seen)
