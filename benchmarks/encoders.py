@@ -3,10 +3,11 @@
     PYTHONPATH=tools:tests/shared python benchmarks/encoders.py [--types bert modernbert] [--repeats 3]
     ... --lengths LENGTHS.json --texts TEXTS.jsonl --tokenizer FOLDER --count 1000 --encode minilm
 
-BERT-base, ModernBERT-base and MiniLM shapes with random weights, in float32. A training step has 16 texts; lengths are
-log-normal (median 60 tokens, at most 512), or drawn from a JSON list. `encode` gets random words in such lengths, or
-the prompts of a dataset. Sides run in turn in one process; the table shows the median and the range of the ratio. Each
-side's peak memory is that of a process of its own. `encode` needs sentence-transformers, which sorts texts by length.
+BERT-base, ModernBERT-base and MiniLM shapes with random weights, in float32. A training step has 16 texts (`--rows`);
+lengths are log-normal (median 60 tokens), or drawn from a JSON list, and cut to 512 (`--longest`). `encode` gets
+random words in such lengths, or the prompts of a dataset. Sides run in turn in one process; the table shows the median
+and the range of the ratio. Each side's peak memory is that of a process of its own. `encode` needs
+sentence-transformers, which sorts texts by length.
 """
 
 import argparse
@@ -36,7 +37,6 @@ _SHAPES = {
                    "global_attn_every_n_layers": 3},
     "minilm": {**_BASE, "hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6},
 }  # fmt: skip
-_ROWS, _LONGEST = 16, 512
 
 
 def encoder(shape, head, **sizes):
@@ -44,12 +44,13 @@ def encoder(shape, head, **sizes):
     return small_encoder("bert" if shape == "minilm" else shape, head, **{**_SHAPES[shape], **sizes})
 
 
-def lengths(count, path, seed=0):
+def lengths(count, args):
     """Draw lengths of texts in tokens, from a JSON list if there is one."""
-    if path:
-        return [min(n, _LONGEST) for n in random.Random(seed).sample(json.load(open(path)), count)]
-    drawn = torch.exp(torch.randn(count, generator=torch.Generator().manual_seed(seed)) * 0.9 + 4.1)
-    return drawn.clamp(4, _LONGEST - 12).int().tolist()
+    if args.lengths:
+        found = json.load(open(args.lengths))
+        return [min(n, args.longest) for n in random.Random(args.seed).sample(found, count)]
+    drawn = torch.exp(torch.randn(count, generator=torch.Generator().manual_seed(args.seed)) * 0.9 + 4.1)
+    return drawn.clamp(4, args.longest - 12).int().tolist()
 
 
 def padded_batch(rows):
@@ -62,17 +63,17 @@ def padded_batch(rows):
 
 def training_step(args, shape):
     """Return a function that makes a side's training step, and the step's true tokens."""
-    rows = lengths(_ROWS, args.lengths, args.seed)
+    rows = lengths(args.rows, args)
     batch = padded_batch(rows)
 
     def side(free):
-        model = encoder(shape, "SequenceClassification").train()
+        model = encoder(shape, "SequenceClassification", max_position_embeddings=max(512, args.longest)).train()
         if free:
             trl_packfa.patch(model, unpad=True)
 
         def step():
             model.zero_grad()
-            model(**batch, labels=torch.arange(_ROWS) % 2).loss.backward()
+            model(**batch, labels=torch.arange(args.rows) % 2).loss.backward()
 
         return step
 
@@ -86,14 +87,14 @@ def encoding(args, shape):
     from sentence_transformers.sentence_transformer.modules import Pooling
 
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer) if args.tokenizer else tiny.tokenizer()
-    tokenizer.model_max_length = _LONGEST
+    tokenizer.model_max_length = args.longest
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if args.texts:
         data = load_dataset("json", data_files=args.texts, split="train").shuffle(seed=args.seed)
         texts = data.select(range(args.count))["prompt"]
     else:
-        drawn = lengths(args.count, args.lengths, args.seed)
+        drawn = lengths(args.count, args)
         texts = [tiny.words(max(1, count - 2), seed=i) for i, count in enumerate(drawn)]
     texts = list(texts)
     counts = [len(ids) for ids in tokenizer(texts, truncation=True)["input_ids"]]
@@ -136,6 +137,8 @@ def peak(kind, shape, side, argv):
 
 def compare(kind, shape, args, argv):
     """Run both sides in turn after one run of each, and print a row."""
+    # First, while this process holds no model: a padded ModernBERT-base on FLAN-like lengths takes 13 GB.
+    memory = " | ".join(f"{peak(kind, shape, name, argv):,} MB" for name in ("padded", "free"))
     side, tokens, computed = RUNS[kind](args, shape)
     padded, free = side(False), side(True)
     if kind == "step":
@@ -145,7 +148,6 @@ def compare(kind, shape, args, argv):
     speeds = " | ".join(f"{tokens / statistics.median(each):,.0f}" for each in zip(*times, strict=True))
     ratios = [a / b for a, b in times]
     middle = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-    memory = " | ".join(f"{peak(kind, shape, name, argv):,} MB" for name in ("padded", "free"))
     print(f"| {shape}, {kind} | {computed:.2f} | {speeds} | {middle} | {memory} |", flush=True)
 
 
@@ -158,6 +160,8 @@ def main():
     parser.add_argument("--texts", help="dataset file with a column `prompt`")
     parser.add_argument("--tokenizer", help="folder of a tokenizer for these texts")
     parser.add_argument("--count", type=int, default=128, help="texts to encode")
+    parser.add_argument("--rows", type=int, default=16, help="texts of a training step")
+    parser.add_argument("--longest", type=int, default=512, help="longest text in tokens")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--one-side", nargs=3, metavar=("KIND", "SHAPE", "SIDE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
