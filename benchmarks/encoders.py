@@ -2,6 +2,7 @@
 
     PYTHONPATH=tools:tests/shared python benchmarks/encoders.py [--types bert modernbert] [--repeats 3]
     ... --lengths LENGTHS.json --texts TEXTS.jsonl --tokenizer FOLDER --count 1000 --encode minilm
+    ... --types --encode pretrained --pretrained FOLDER --texts TEXTS.jsonl --count 1000
 
 BERT-base, ModernBERT-base and MiniLM shapes with random weights, in float32. A training step has 16 texts (`--rows`);
 lengths are log-normal (median 60 tokens), or drawn from a JSON list, and cut to 512 (`--longest`). `encode` gets
@@ -80,33 +81,54 @@ def training_step(args, shape):
     return side, sum(rows), len(rows) * max(rows) / sum(rows)
 
 
-def encoding(args, shape):
-    """Return a function that makes a side's `encode`, the true tokens, and what batches of 32 in order compute."""
+def random_sentence_transformer(shape, tokenizer):
+    """Build a `SentenceTransformer` of a shape with random weights."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.base.modules import Transformer
     from sentence_transformers.sentence_transformer.modules import Pooling
 
+    with tempfile.TemporaryDirectory() as folder:
+        encoder(shape, EMBEDDINGS, vocab_size=len(tokenizer)).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        modules = [Transformer(folder), Pooling(_SHAPES[shape]["hidden_size"])]
+        return SentenceTransformer(modules=modules, device="cpu")
+
+
+def random_tokenizer(args):
+    """Return the tokenizer for models with random weights."""
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer) if args.tokenizer else tiny.tokenizer()
     tokenizer.model_max_length = args.longest
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def texts_to_encode(args):
+    """Return the prompts of a dataset, or random words."""
     if args.texts:
         data = load_dataset("json", data_files=args.texts, split="train").shuffle(seed=args.seed)
-        texts = data.select(range(args.count))["prompt"]
-    else:
-        drawn = lengths(args.count, args)
-        texts = [tiny.words(max(1, count - 2), seed=i) for i, count in enumerate(drawn)]
-    texts = list(texts)
+        return list(data.select(range(args.count))["prompt"])
+    drawn = lengths(args.count, args)
+    return [tiny.words(max(1, count - 2), seed=i) for i, count in enumerate(drawn)]
+
+
+def encoding(args, shape):
+    """Return a function that makes a side's `encode`, the true tokens, and what batches of 32 in order compute."""
+    from sentence_transformers import SentenceTransformer
+
+    texts, tokenizer = texts_to_encode(args), random_tokenizer(args)
+    if shape == "pretrained":
+        model = SentenceTransformer(args.pretrained, device="cpu")
+        tokenizer, tokenizer.model_max_length = model.tokenizer, model.max_seq_length
     counts = [len(ids) for ids in tokenizer(texts, truncation=True)["input_ids"]]
     longest_first = sorted(counts, reverse=True)
     computed = sum(len(longest_first[i : i + 32]) * longest_first[i] for i in range(0, len(counts), 32))
 
     def side(free):
-        with tempfile.TemporaryDirectory() as folder:
-            encoder(shape, EMBEDDINGS, vocab_size=len(tokenizer)).save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-            modules = [Transformer(folder), Pooling(_SHAPES[shape]["hidden_size"])]
-            model = SentenceTransformer(modules=modules, device="cpu")
+        if shape == "pretrained":
+            model = SentenceTransformer(args.pretrained, device="cpu")
+        else:
+            model = random_sentence_transformer(shape, tokenizer)
         if free:
             trl_packfa.patch(model, unpad=True)
         return lambda: model.encode(texts, batch_size=32)
@@ -154,7 +176,8 @@ def compare(kind, shape, args, argv):
 def main():
     parser = argparse.ArgumentParser(description="compare encoders with and without padding")
     parser.add_argument("--types", nargs="*", default=["bert", "modernbert"], choices=list(_SHAPES))
-    parser.add_argument("--encode", nargs="*", default=["bert"], choices=list(_SHAPES))
+    parser.add_argument("--encode", nargs="*", default=["bert"], choices=[*_SHAPES, "pretrained"])
+    parser.add_argument("--pretrained", help="folder of a SentenceTransformer, for `--encode pretrained`")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--lengths", help="JSON list of lengths in tokens")
     parser.add_argument("--texts", help="dataset file with a column `prompt`")

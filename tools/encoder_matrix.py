@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import signal
 import sys
 import warnings
@@ -112,18 +113,30 @@ def _rounded(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def _in_half_precision(stock: Any, model: Any) -> dict[str, Any]:
-    """Return how far bfloat16 outputs are from float64, without and with pads; nothing if the stock model fails."""
+    """Return how far bfloat16 outputs and gradients are from float64, without and with pads.
+
+    Nothing if the stock model fails or is not finite (Splinter in float64), no gradients if its own are not finite.
+    """
     batch = padded_batch()
     try:
-        with torch.no_grad():
-            truth = outputs_of(copy.deepcopy(stock).double(), batch)
-            padded = outputs_of(stock.bfloat16(), batch)
+        truth = run_padded(copy.deepcopy(stock).double(), batch)
+        padded = run_padded(stock.bfloat16(), batch)
     except Exception:  # whatever the model's code raises in this precision
         return {}
-    with torch.no_grad():
-        free = outputs_of(model.bfloat16(), batch)
-    size = truth.norm()
-    return _rounded({"bfloat16": float((free - truth).norm() / size), "padded": float((padded - truth).norm() / size)})
+    free = run_padded(model.bfloat16(), batch)
+    found = {}
+    for kind, part in (("", lambda run: {"outputs": run[0]}), (" gradients", lambda run: run[1])):
+        with_pads, without = (_apart(part(run), part(truth)) for run in (padded, free))
+        if math.isfinite(with_pads):
+            found |= {f"bfloat16{kind}": without, f"padded{kind}": with_pads}
+    return _rounded(found)
+
+
+def _apart(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> float:
+    """Return the norm of the difference of all tensors together, as a share of the truth's norm."""
+    pairs = [(found[name].double(), value) for name, value in truth.items()]
+    size = sum(float(value.square().sum()) for _, value in pairs)
+    return math.sqrt(sum(float((a - b).square().sum()) for a, b in pairs) / size) if size else math.nan
 
 
 def padded_batch(*, left: bool = False) -> dict[str, torch.Tensor]:

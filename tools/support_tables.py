@@ -100,8 +100,9 @@ def encoder_table(types: Mapping[str, Results]) -> str:
         "",
         f"{len(exact)} heads of {sum(map(len, served.values()))} types are exact in float32: outputs are off by "
         f"{worst['outputs']:.1e} at most, gradients by {worst['gradients']:.1e}. Rows that see each other, or their "
-        f"pads, are off by {least:.1e} at least. In bfloat16, outputs without pads are at most {_in_half(exact):.1f} "
-        "times as far from float64 as those with pads.",
+        f"pads, are off by {least:.1e} at least. In bfloat16, outputs without pads are at most "
+        f"{_in_half(exact, ''):.1f} times as far from float64 as those with pads, gradients "
+        f"{_in_half(exact, ' gradients'):.1f} times.",
         "",
         "Not served, with the reason:",
         "",
@@ -113,9 +114,9 @@ def encoder_table(types: Mapping[str, Results]) -> str:
     return "\n".join(lines)
 
 
-def _in_half(exact: Iterable[Mapping[str, Any]]) -> float:
+def _in_half(exact: Iterable[Mapping[str, Any]], of: str) -> float:
     """Return the largest ratio of the errors in bfloat16, without and with pads."""
-    return max(result["bfloat16"] / result["padded"] for result in exact if "bfloat16" in result)
+    return max(result[f"bfloat16{of}"] / result[f"padded{of}"] for result in exact if f"padded{of}" in result)
 
 
 def _cell(result: Mapping[str, Any] | None) -> str:
