@@ -9,10 +9,17 @@ from typing import Any
 
 from torch import nn
 
-from ..kernels.cpu.norms import RMSNormOverride, is_rms_norm_on_cpu
-from ..kernels.liger.library import lies_on_cuda, liger_kernels, liger_unavailable
-from ..kernels.liger.norms import LigerRMSNormOverride, is_rms_norm_on_cuda
-from ..kernels.liger.swiglu import SwiGLUOverride, is_swiglu_on_cuda, multiplies_by_liger
+from ..kernels.cpu import RMSNormOverride, is_rms_norm_on_cpu
+from ..kernels.liger import (
+    LigerRMSNormOverride,
+    SwiGLUOverride,
+    is_rms_norm_on_cuda,
+    is_swiglu_on_cuda,
+    lies_on_cuda,
+    liger_kernels,
+    liger_unavailable,
+    multiplies_by_liger,
+)
 from ..kernels.lora.overrides import GatedMLPOverride
 from ..kernels.rotary import rotates
 from ..runtime.override import Override, override_in

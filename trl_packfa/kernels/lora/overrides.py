@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ...layout.call_context import current_layout
 from ...runtime.override import Override, computes_as, has_library_forward, override_in, runs_own_forward
-from ..liger.swiglu import gated_by_liger, multiplies_by_liger
+from ..liger import gated_by_liger, multiplies_by_liger
 from .activated import ActivatedLoraOverride, Invocations, activated_layers
 from .decisions import decide
 from .in_graphs import project_in_graph
