@@ -3,10 +3,10 @@
 This package uses layouts and tensors only. It imports neither transformers nor trl.
 """
 
-from .backends import BACKENDS, AttentionBackend, get_backend, refusals
+from .backends import BACKENDS, get_backend, refusals
 from .base import AttentionArguments, AttentionCall, AttentionRequest, Bias
 from .bias import chosen_keys, key_bias, linear_bias
-from .capabilities import Capabilities
+from .capabilities import AttentionBackend, Capabilities
 from .dispatch import BackendChoice, resolve
 
 __all__ = [

@@ -9,8 +9,9 @@ import torch
 from ..errors import NoBackend, PackingError
 from ..layout import PackedLayout
 from ..runtime.compile import constant_in_graphs, outside_of_graphs
-from .backends import BACKENDS, AttentionBackend, get_backend
+from .backends import BACKENDS, get_backend
 from .base import AttentionArguments, AttentionCall, AttentionRequest
+from .capabilities import AttentionBackend
 from .custom_op import attend_in_graph
 from .exchange import attend_sharded
 
@@ -18,9 +19,7 @@ QKV: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def resolve(request: AttentionRequest, backend: str = "auto") -> AttentionBackend:
-    """Return the backend for a request: the named one, or for `"auto"` the first one without refusals.
-
-    `"auto"` never chooses `reference`. A backend that the user names either runs or raises.
+    """Return the backend for a request: the named one, or for `"auto"` the first selectable one without refusals.
 
     Raises:
         [`NoBackend`]: with the request and every backend's reasons.

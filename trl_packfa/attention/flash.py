@@ -13,6 +13,7 @@ import torch
 from ..runtime.autocast import cast_to_autocast_dtype
 from ..runtime.compile import constant_in_graphs
 from .base import AttentionCall, AttentionRequest
+from .capabilities import AttentionBackend
 from .flash_limits import FLASH, equally_wide, is_deterministic, require_indexable
 
 
@@ -112,13 +113,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return (8, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
 
 
-def _window(call: AttentionCall) -> tuple[int, int]:
-    """Return the number of keys before and after its own that a query sees."""
-    assert call.sliding_window is not None
-    return call.sliding_window - 1, 0 if call.layout.causal else call.sliding_window - 1
-
-
-class FlashBackend:
+class FlashBackend(AttentionBackend):
     """Attention backend of FlashAttention 2, 3 or 4."""
 
     name = "flash"
@@ -159,9 +154,9 @@ class FlashBackend:
         query, key, value = equally_wide(*cast_to_autocast_dtype(query, key, value))
         queries, keys = call.layout.queries, call.layout.keys
         require_indexable(query, keys, self.name)
-        sinks = call.sinks
+        sinks, side = call.sinks, None if call.sliding_window is None else call.sliding_window - 1
         options = {
-            "window_size": None if call.sliding_window is None else _window(call),
+            "window_size": None if side is None else (side, 0 if call.layout.causal else side),
             "softcap": call.softcap,
             # Under autocast the sinks may be float32, but these kernels accept half precision only.
             kernel.name_of("s_aux", "learnable_sink"): None if sinks is None else sinks.to(query.dtype),

@@ -14,6 +14,7 @@ import torch
 
 from ..runtime.autocast import cast_to_autocast_dtype
 from .base import AttentionCall, AttentionRequest
+from .capabilities import AttentionBackend
 from .flash_limits import FLASH, equally_wide, require_indexable
 
 try:
@@ -28,7 +29,7 @@ _PARAMETERS = frozenset(inspect.signature(_varlen_attn).parameters) if _varlen_a
 _ALIGNED = 8
 
 
-class VarlenBackend:
+class VarlenBackend(AttentionBackend):
     """Attention backend of torch's own variable-length FlashAttention."""
 
     name = "varlen"
