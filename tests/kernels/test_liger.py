@@ -164,7 +164,7 @@ def test_describe_says_what_runs(calls, monkeypatch):
         assert f"{line}: liger-kernel 0.8.5, in packed calls" in describe(model)
     assert "the model's own code (fused_kernels=False)" in describe(patch(model, fused_kernels=False))
     patch(model)
-    monkeypatch.setattr("trl_packfa.patching.fused.liger_unavailable", lambda: "liger-kernel is not installed")
+    monkeypatch.setattr("trl_packfa.patching.describe.liger_unavailable", lambda: "liger-kernel is not installed")
     assert "own code (liger-kernel is not installed)" in describe(model)
 
 

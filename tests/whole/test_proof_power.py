@@ -313,7 +313,7 @@ def test_a_check_that_does_not_end_leaves_no_patch(interruption, monkeypatch):
     """An unknown model is patched by what the check finds exact: interrupted, nothing was found."""
     from test_trust import unknown_model
 
-    from trl_packfa import api, candidates
+    from trl_packfa import api
 
     def interrupted(model):
         raise interruption
@@ -324,7 +324,7 @@ def test_a_check_that_does_not_end_leaves_no_patch(interruption, monkeypatch):
         with pytest.raises(interruption):
             patch(model)
         assert find_state(model) is None
-    monkeypatch.setattr(candidates, "fingerprint", lambda model: "another code")
+    monkeypatch.setattr(api, "fingerprint", lambda model: "another code")
     known = tiny.model(layers=1)
     for _ in range(2):
         with pytest.raises(interruption):

@@ -26,11 +26,12 @@ from ..layout.shared_rows import SharedDocuments
 from ..patches.base import QKV, Patch
 from ..runtime.autocast import autocast_dtype
 from ..runtime.compile import around_graphs, mark_dynamic, outside_of_graphs
+from ..runtime.neftune import noise_of_padded_rows
 from ..runtime.override import NamedOverride, Override, forward_signature
 from ..runtime.per_document import BOUNDARIES, FOUND_BY_ITSELF, run_backbone_by_document
 from . import cross_attention, router_loss
 from .attention_interface import MasksByInterface
-from .handed_masks import HandedMasks, handed_masks, without_empty_masks
+from .handed_masks import handed_masks, without_empty_masks
 from .inspect import max_positions
 from .rotary import depends_on_length
 from .state import PatchState
@@ -107,43 +108,26 @@ class BackboneOverride(_PackedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the backbone's forward."""
         call = self.named(args, kwargs)  # layouts are looked for by name
-        masks = self.find_masks(call)
+        masks = handed_masks(call.get("attention_mask"))
         call = without_empty_masks(call) if masks is None else {**call, "attention_mask": masks.handed()}
         layout = self.find_layout(call)
         if layout is not None:
-            shared = self.find_shared(call, layout)
+            shared = None if self.unpadding is None else self.unpadding.shared_documents_of(call, layout, self.module)
             return self.run_packed(call, layout) if shared is None else self.run_shared(call, shared)
         rows = self.find_rows(call)
         if rows is not None:
             return self.run_without_pads(call, rows)
         if masks is not None:
-            return self.run_with_masks(call, masks)
+            call.pop("packed_layout", None)
+            with in_call(PackedCall(router_logits=current_call().router_logits)):
+                return self.run_unpacked((), {**call, "attention_mask": masks.make()})
         kwargs.pop("packed_layout", None)
         return self.run_unpacked(args, kwargs)
-
-    @outside_of_graphs
-    def find_masks(self, call: dict[str, Any]) -> HandedMasks | None:
-        """Return the masks that a model around this decoder has noted, `None` if it has none."""
-        return handed_masks(call.get("attention_mask"))
-
-    @around_graphs
-    def run_with_masks(self, call: dict[str, Any], masks: HandedMasks) -> Any:
-        """Run the original forward with the masks that were only noted."""
-        call.pop("packed_layout", None)
-        with in_call(PackedCall(router_logits=current_call().router_logits)):
-            return self.run_unpacked((), {**call, "attention_mask": masks.make()})
 
     @around_graphs
     def run_unpacked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the original forward."""
         return router_loss.collect_logits(self.call_original(*args, **router_loss.request_logits(kwargs)))
-
-    @outside_of_graphs
-    def find_shared(self, call: dict[str, Any], layout: PackedLayout) -> SharedDocuments | None:
-        """Return the documents of a packed call whose common prefixes run once, `None` if it runs as it is."""
-        if self.unpadding is None or layout.shard is not None:  # the prefix may lie on another process
-            return None
-        return self.unpadding.shared_documents_of(call, layout, self.module)
 
     @outside_of_graphs
     def find_rows(self, call: dict[str, Any]) -> PaddedRows | None:
@@ -194,7 +178,8 @@ class BackboneOverride(_PackedForward):
         taken, layout = self._taken(call, rows)
         if self.unpadding.runs_by_row:  # type: ignore[union-attr]
             taken[ROWS] = rows
-        with self.unpadding.noise_as_padded(self.module, rows, call["attention_mask"].device):  # type: ignore[union-attr]
+        noise: Any = self.unpadding.noise  # type: ignore[union-attr]
+        with noise_of_padded_rows(self.module, noise, rows, call["attention_mask"].device):
             outputs = self.run_packed(taken, layout)
         return self._put_back(outputs, call, rows)
 
@@ -206,7 +191,7 @@ class BackboneOverride(_PackedForward):
 
     @outside_of_graphs
     def _taken(self, call: dict[str, Any], rows: PaddedRows) -> tuple[dict[str, Any], PackedLayout]:
-        layout, masks = rows.layout(call["attention_mask"].device), self.find_masks(call)
+        layout, masks = rows.layout(call["attention_mask"].device), handed_masks(call["attention_mask"])
         if self.unpadding.runs_by_row:  # type: ignore[union-attr]
             return cross_attention.take_call(call, rows), layout
         if self.encoder:  # `empty_packed_mask` compares this with the mask that the model asks for

@@ -19,6 +19,7 @@ from ..errors import PackingError
 from ..layout.blocks import Block, Blocks
 from ..layout.call_context import is_empty_mask
 from ..layout.padded_rows import PaddedRows, rows_of
+from ..runtime.compile import outside_of_graphs
 from .mask_rules import RowBlocks, blocks_in_rule
 
 # Attribute of the mask of padding that travels in the place of masks.
@@ -142,6 +143,7 @@ class HandedMasks:
         return Blocks(_packed(full.rows, rows), _packed(sliding.rows, rows), full.joined or sliding.joined)
 
 
+@outside_of_graphs
 def handed_masks(mask: Any) -> HandedMasks | None:
     """Return the masks for which a decoder's `attention_mask` stands, `None` for any other mask."""
     if not isinstance(mask, dict):

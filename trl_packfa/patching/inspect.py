@@ -179,11 +179,6 @@ def attends_both_ways(model: nn.Module) -> bool:
     return not any(map(is_causal, own))
 
 
-def tells_window(module: nn.Module) -> bool:
-    """Tell whether a module passes `sliding_window` to its attention function, and not to its mask alone."""
-    return "sliding_window" in _keywords_passed(type(module).forward)
-
-
 @cache
 def _keywords_passed(forward: Callable[..., Any]) -> frozenset[str]:
     """Return the names of all keywords in the calls that a forward makes; none where its source is not at hand."""
@@ -218,7 +213,15 @@ def find_attention(backbone: nn.Module, patch: Patch, *, by_mask: bool = False) 
     if patch.functions:
         return find_by_class(backbone, patch.functions)
     found = _find_rewritten(backbone, patch) if patch.attention else _find_interface(backbone, patch)
-    return found if by_mask else _require_causal(found)
+    for name, module in found.items():
+        if not by_mask and not is_causal(module):
+            raise UnsupportedModel(
+                f"{type(module).__name__} attends in both directions: is_causal=False in {name}.",
+                why=["a packed row of an encoder would be one text to its positions and pooling"],
+                do="For an encoder call patch(model, unpad=True): its padded batches run without their pads. Train an "
+                "encoder-decoder model padded.",
+            )
+    return found
 
 
 def find_by_class(backbone: nn.Module, classes: Iterable[str]) -> dict[str, nn.Module]:
@@ -292,12 +295,11 @@ def windows_of(patch: Patch, backbone: nn.Module, attention: dict[str, nn.Module
         return tuple(patch.window(module) for module in attention.values())
     config: Any = backbone.config
     config = config.get_text_config()
-    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     # Some configs carry a window that their model's code never reads.
-    if not masks_windows(backbone):
-        window = None
+    window = getattr(config, "sliding_window", None) if masks_windows(backbone) else None
+    chunk = getattr(config, "attention_chunk_size", None)
     # A window that only the mask applies would be lost without an error: a token would see its whole document.
-    told = all(tells_window(module) for module in attention.values())
+    told = all("sliding_window" in _keywords_passed(type(module).forward) for module in attention.values())
     if chunk or (window and not told):
         raise UnsupportedModel(
             f"{type(backbone).__name__} limits attention to {chunk or window} tokens through its mask alone.",
@@ -305,18 +307,6 @@ def windows_of(patch: Patch, backbone: nn.Module, attention: dict[str, nn.Module
             do="Declare a trl_packfa.Patch that rewrites its attention (documentation, 'Writing a patch').",
         )
     return (window or None,) * len(attention)
-
-
-def _require_causal(attention: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    for name, module in attention.items():
-        if not is_causal(module):
-            raise UnsupportedModel(
-                f"{type(module).__name__} attends in both directions: is_causal=False in {name}.",
-                why=["a packed row of an encoder would be one text to its positions and pooling"],
-                do="For an encoder call patch(model, unpad=True): its padded batches run without their pads. Train an "
-                "encoder-decoder model padded.",
-            )
-    return attention
 
 
 def class_names(module: nn.Module) -> list[str]:

@@ -162,10 +162,10 @@ def register_name() -> None:
         [`InvalidConfig`]: if another package has registered the name.
     """
     for interface, ours in _REGISTRIES:
-        theirs = interface().get(NAME)
-        if theirs is not None and not _is_ours(theirs):
-            _refuse(theirs)
-        interface.register(NAME, ours)
+        # A function of ours that an earlier import has registered gives way.
+        if getattr(interface().get(NAME), "__module__", __name__) == __name__:
+            interface.register(NAME, ours)
+    require_registered()
     if not _WATCHED:
         _WATCHED.append(register_module_module_registration_hook(refuse_at_load))
 
@@ -181,23 +181,15 @@ def require_registered() -> None:
         [`InvalidConfig`]: naming it.
     """
     for interface, ours in _REGISTRIES:
-        if (found := interface().get(NAME)) is not ours:
-            _refuse(found)
+        if (other := interface().get(NAME)) is not ours:
+            raise InvalidConfig(
+                f"attn_implementation='{NAME}' is registered twice.",
+                why=[f"{other.__module__}.{other.__qualname__} has taken the name"],
+                do="Import one of the two packages only, in one version.",
+            )
 
 
 _REGISTRIES: tuple[tuple[Any, Any], ...] = (
     (AttentionInterface, named_attention_forward),
     (AttentionMaskInterface, named_mask),
 )
-
-
-def _is_ours(function: Any) -> bool:
-    return function.__module__ == __name__
-
-
-def _refuse(other: Any) -> None:
-    raise InvalidConfig(
-        f"attn_implementation='{NAME}' is registered twice.",
-        why=[f"{other.__module__}.{other.__qualname__} has taken the name"],
-        do="Import one of the two packages only, in one version.",
-    )

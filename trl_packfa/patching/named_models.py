@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -113,14 +113,11 @@ def _refusal(name: str, patch: Patch | None, *, never_asks: bool = False) -> Uns
 
 
 def _is_served(patch: Patch, name: str) -> bool:
-    return name not in _NOT_BY_NAME and _is_attention_alone(patch)
-
-
-def _is_attention_alone(patch: Patch) -> bool:
     """Tell whether the patch changes nothing but attention, through transformers' interface."""
     own = patch.functions or patch.makes_mask or patch.bias or patch.beside
     # A third party's patch is in no table of ours.
-    return patch.origin == "trl_packfa" and patch.level in ("attention", "interface") and not own
+    is_attention_alone = patch.origin == "trl_packfa" and patch.level in ("attention", "interface") and not own
+    return name not in _NOT_BY_NAME and is_attention_alone
 
 
 def _beyond_attention(patch: Patch) -> str:
@@ -186,14 +183,8 @@ def named_state(model: nn.Module) -> PatchState:
     return PatchState(asked, PatchOptions(CHOSEN.backends.name, fused_lora=False), CHOSEN.backends, attention, windows)
 
 
-class _Chosen:
-    """Holder of the attention backends of all models that run by name."""
-
-    def __init__(self) -> None:
-        self.backends = BackendChoice("auto")
-
-
-CHOSEN = _Chosen()
+# The attention backends of all models that run by name.
+CHOSEN = SimpleNamespace(backends=BackendChoice("auto"))
 
 
 def use_backend(name: str) -> None:
@@ -215,8 +206,12 @@ def require_positions(config: Any, layout: PackedLayout, positions: Any) -> None
     Raises:
         [`PackingError`]: saying what to send.
     """
-    kinds = _rotary_kinds(config)
-    most = min((_unscaled(config, kind) for kind in kinds if kind["rope_type"] in LENGTH_DEPENDENT), default=None)
+    # The parameters of the rotary embeddings: one for all layers, or one for each kind of layers.
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters] if "rope_type" in parameters else [kind for kind in parameters.values() if kind]
+    scaled = [kind for kind in kinds if kind["rope_type"] in LENGTH_DEPENDENT]
+    lengths = (kind.get("original_max_position_embeddings") or config.max_position_embeddings for kind in scaled)
+    most = min(lengths, default=None)
     if most is not None and layout.max_seqlen > most:
         raise PackingError(
             f"a document of {layout.max_seqlen} tokens changes the rotary frequencies of all others in its batch: "
@@ -227,27 +222,13 @@ def require_positions(config: Any, layout: PackedLayout, positions: Any) -> None
     if kinds and most is None and config.model_type not in _POSITION_BOUND:
         return
     host = host_positions(positions, (layout.rows, layout.row_length)) if positions is not None else None
-    if host is None or not _restart(host, layout):
+    begins = None if host is None else host.flatten()[layout.cu_seqlens[:-1].cpu().long()]
+    if begins is None or not bool((begins == begins[0]).all()):
         raise PackingError(
             f"boundaries came without position_ids that restart: a {config.model_type} model's results depend on "
             "where a document begins.",
             do="Send position_ids together with cu_seq_lens_q, each document's from 0.",
         )
-
-
-def _restart(host: torch.Tensor, layout: PackedLayout) -> bool:
-    begins = host.flatten()[layout.cu_seqlens[:-1].cpu().long()]
-    return bool((begins == begins[0]).all())
-
-
-def _rotary_kinds(config: Any) -> list[dict[str, Any]]:
-    """Return the parameters of a config's rotary embeddings: one for all layers, or one for each kind of layers."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return [parameters] if "rope_type" in parameters else [kind for kind in parameters.values() if kind]
-
-
-def _unscaled(config: Any, kind: dict[str, Any]) -> int:
-    return kind.get("original_max_position_embeddings") or config.max_position_embeddings
 
 
 # True while calls always run under `sdpa`'s mask: the check uses this as its reference.

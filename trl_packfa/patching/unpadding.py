@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -19,7 +19,8 @@ from ..layout import PackedLayout
 from ..layout.caches import has_cache
 from ..layout.padded_rows import PaddedRows, as_rows, rows_of
 from ..layout.shared_rows import SharedDocuments
-from ..runtime.neftune import EmbeddingNoise, noise_of_padded_rows
+from ..runtime.compile import outside_of_graphs
+from ..runtime.neftune import EmbeddingNoise
 from .sharing import Sharing
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,12 @@ class Unpadding:
             _refuse_missing_cache(mask, tokens)
             return None
         if self._asks_for_cache(call, module):
-            self._tell_of_cache(module)
+            if module.training and torch.is_grad_enabled():
+                self._tell_once(
+                    "trl-packfa: padded calls of %s ask for a cache (use_cache=True), so they run with their pads. "
+                    "Set use_cache=False to train without them.",
+                    module,
+                )
             return None
         rows = rows_of(mask)
         if not self.takes_left and any(rows.starts):
@@ -112,22 +118,17 @@ class Unpadding:
         _refuse_other_rows(read, rows, self.runs_by_row)
         return rows
 
+    @outside_of_graphs
     def shared_documents_of(
         self, call: dict[str, Any], layout: PackedLayout, module: nn.Module
     ) -> SharedDocuments | None:
         """Return the documents of a packed call with each common prefix once, `None` if none is shared."""
-        shared = None if self.sharing is None else self.sharing.documents_of(call, layout, module)
+        if self.sharing is None or layout.shard is not None:  # the prefix may lie on another process
+            return None
+        shared = self.sharing.documents_of(call, layout, module)
         if shared is not None:
             self.shared += shared.num_tokens - shared.num_packed
         return shared
-
-    def noise_as_padded(
-        self, module: nn.Module, rows: PaddedRows, device: torch.device
-    ) -> AbstractContextManager[None]:
-        """Make NEFTune's noise as strong as in these padded rows, inside a `with` block."""
-        if not module.training:
-            return nullcontext()
-        return noise_of_padded_rows(module, self.noise, rows.padded_lengths(device))
 
     def _asks_for_cache(self, call: dict[str, Any], module: nn.Module) -> bool:
         """Tell whether a call is to return a cache.
@@ -139,14 +140,6 @@ class Unpadding:
         if asked is not None or torch.is_grad_enabled() or not self.generates:
             return asked is True
         return getattr(getattr(module, "config", None), "use_cache", None) is True
-
-    def _tell_of_cache(self, module: nn.Module) -> None:
-        if module.training and torch.is_grad_enabled():
-            self._tell_once(
-                "trl-packfa: padded calls of %s ask for a cache (use_cache=True), so they run with their pads. "
-                "Set use_cache=False to train without them.",
-                module,
-            )
 
     def _tell_once(self, text: str, module: nn.Module) -> None:
         """Log a warning about a module, each text once."""
