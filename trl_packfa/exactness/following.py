@@ -72,12 +72,12 @@ def find_parts(model: nn.Module, state: PatchState) -> Parts:
     return Parts(
         layers=layers,
         mixers={name: module for name, module in named.items() if id(module) in mixing},
-        routers={name: module for name, module in named.items() if _is_router(name, module)},
+        routers={
+            name: module
+            for name, module in named.items()
+            if name.rpartition(".")[2] in _ROUTER_NAMES or _ROUTERS.search(type(module).__name__)
+        },
     )
-
-
-def _is_router(name: str, module: nn.Module) -> bool:
-    return name.rpartition(".")[2] in _ROUTER_NAMES or bool(_ROUTERS.search(type(module).__name__))
 
 
 class _HandOver(Function):

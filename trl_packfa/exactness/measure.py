@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -67,20 +68,18 @@ def check(
         [`UnsupportedModel`]: if the model is of neither kind, or its weights are split without ZeRO-3's engine.
     """
     state = find_state(model)
-    collator = collator or DataCollatorForPacking()
-    if state is not None:
-        return _check(model, state, collator, documents, processing_class, seed, progress)
-    if not runs_by_name(model):
+    by_name, collator = state is None, collator or DataCollatorForPacking()
+    if by_name and not runs_by_name(model):
         raise UnsupportedModel(
             "the model is not patched.",
             do=f"Call trl_packfa.patch(model) first, or load it with attn_implementation='{NAME}'.",
         )
-    with any_type_served():
-        state = named_state(model)
+    with any_type_served() if by_name else nullcontext():
+        state = named_state(model) if state is None else state
         report = _check(model, state, collator, documents, processing_class, seed, progress)
-        if report.is_exact:
+        if by_name and report.is_exact:
             report = _told_in_part(model, state, collator, report)
-    if report.is_exact:
+    if by_name and report.is_exact:
         trust(model)
     return report
 
@@ -139,7 +138,9 @@ def _check(
     # A mode that fails decides the verdict.
     report = next((report for report in measured if not report.is_exact), measured[0])
     if not report.has_power:
-        report = replace(report, no_weight=_zeros(model))
+        names = [name for name, p in model.named_parameters() if p.dim() > 1 and p.numel() and not bool(p.any())]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        report = replace(report, no_weight=", ".join(names[:3]) + more)
     return replace(
         report,
         unpadding=None if state.unpadding is None else check_unpadding(model, documents=documents, seed=seed),
@@ -214,8 +215,9 @@ def _measure(
     if whole.anywhere(leaking.forward > 0):
         with skipping(left_out):
             leak = first_leak(leaky, leaking)
+    dtype, rounding = (find(whole.model, few.reference.dtype) for find in (compute_dtype, rounding_dtype))
     return ExactnessReport(
-        dtype=_dtype_name(whole.model, few.reference.dtype),
+        dtype=str(dtype).removeprefix("torch.") + (" with TF32 products" if dtype is not rounding else ""),
         lengths=long.lengths,
         layers=f"{len(kinds.parts.layers)} of {len(whole.parts.layers)}",
         isolation=leaking.forward,
@@ -242,12 +244,6 @@ def _measure(
     )
 
 
-def _zeros(model: nn.Module) -> str:
-    """Return the names of some matrices of zeros, and how many more there are."""
-    names = [name for name, p in model.named_parameters() if p.dim() > 1 and p.numel() and not bool(p.any())]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
 @torch.no_grad()
 def _draws_random_numbers(subject: Subject, probe: Probe) -> bool:
     """Tell whether running a document alone draws from torch's random state: some models do so for their gradients
@@ -265,12 +261,6 @@ def _run(probe: Probe) -> Documents:
     """Return the LM head's input for the packed documents, and some of their logits."""
     outputs = probe.packed(probe.row)
     return [*outputs.states, *outputs.logits]
-
-
-def _dtype_name(model: nn.Module, logits: torch.dtype) -> str:
-    """Return the name of the dtype that the model computes in."""
-    found = [dtype(model, logits) for dtype in (compute_dtype, rounding_dtype)]
-    return str(found[0]).removeprefix("torch.") + (" with TF32 products" if found[0] is not found[1] else "")
 
 
 def _training(model: nn.Module) -> str:

@@ -83,7 +83,8 @@ class Probe:
                 f"{type(collator).__name__} packs {len(tokens)} documents into a batch without boundaries.",
                 do="Let it send position_ids that restart, cu_seq_lens_q or packed_layout, and no padding mask.",
             )
-        self.row = Arrangement.of_row(layout, len(tokens))
+        order = [i if i < len(tokens) else None for i in range(layout.num_documents)]
+        self.row = Arrangement(layout, order)
 
     def arranged(self, rows: Rows) -> Arrangement:
         """Arrange these documents in rows; shorter rows end in padding."""
@@ -229,6 +230,10 @@ class Probe:
 class Arrangement:
     """The places of each document's tokens in a batch.
 
+    Args:
+        layout ([`PackedLayout`]), order (`Sequence[int | None]`):
+            The layout of the batch, and the number of the document in each of its places, `None` for padding.
+
     Attributes:
         documents (`tuple[int, ...]`): the numbers of the documents, ascending.
         places (`list[torch.Tensor]`): for each of them the numbers of its tokens among the `B * L`.
@@ -244,11 +249,6 @@ class Arrangement:
         }
         self.documents = tuple(sorted(places))
         self.places = [places[document] for document in self.documents]
-
-    @classmethod
-    def of_row(cls, layout: PackedLayout, documents: int) -> Arrangement:
-        """Arrange the documents in one row, in their order; everything after them is padding."""
-        return cls(layout, [i if i < documents else None for i in range(layout.num_documents)])
 
     @classmethod
     def of_rows(cls, lengths: Sequence[int], rows: Rows, device: torch.device) -> Arrangement:

@@ -49,7 +49,13 @@ def proof_identity(model: nn.Module, **facts: Any) -> str:
         [installed_version(package) for package in _PACKAGES],
         [_own_code(), fingerprint(model), patched],
         _told(model_config(model)),
-        [[name, type(module).__qualname__, _forward(module), *_settings(module)] for name, module in _inside(model)],
+        # Wrappers around the transformers model, and its LM head's forward in training, are not part of a proof: the
+        # first batch proves them.
+        [
+            [name, type(module).__qualname__, _forward(module), *_settings(module)]
+            for name, module in inner_model(model).named_modules()
+            if name
+        ],
         [[name, tuple(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()],
         [[name, _told(config)] for name, config in sorted(getattr(model, "peft_config", {}).items())],
         [device.type, cuda, torch.backends.cpu.get_cpu_capability(), str(autocast)],
@@ -77,14 +83,6 @@ def reusable_proof(checkpoint: str | Path, identity: str) -> ExactnessReport | N
     return dataclasses.replace(report, taken_from=Path(checkpoint).name, **own)
 
 
-def _inside(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules inside the transformers model.
-
-    Wrappers around it, and its LM head's forward in training, are not part of a proof: the first batch proves them.
-    """
-    return [(name, module) for name, module in inner_model(model).named_modules() if name]
-
-
 def _settings(module: nn.Module) -> list[str]:
     """Return settings of a module that its config's dictionary lacks: implementations, and activation
     checkpointing."""
@@ -98,12 +96,12 @@ def _settings(module: nn.Module) -> list[str]:
 
 def _told(config: Any) -> dict[str, str]:
     content = config.to_dict() if hasattr(config, "to_dict") else vars(config)
-    return {name: str(_in_order(value)) for name, value in sorted(content.items()) if name not in _NAMES}
-
-
-def _in_order(value: Any) -> Any:
-    """Sort a set, such as PEFT's target modules: its order differs from process to process."""
-    return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else value
+    # A set, such as PEFT's target modules, is sorted: its order differs from process to process.
+    return {
+        name: str(sorted(map(str, value)) if isinstance(value, (set, frozenset)) else value)
+        for name, value in sorted(content.items())
+        if name not in _NAMES
+    }
 
 
 def _forward(module: nn.Module) -> str:

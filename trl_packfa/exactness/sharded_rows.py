@@ -122,7 +122,10 @@ def check_sharded_row(
 
         whole, norms = run(1.0), subject.norms()
         apart = _rms(run(-1.0, shared) - whole)
-        _average(subject.trained, shard)
+        for parameter in subject.trained:
+            # As data parallel training does. FSDP2 has averaged its own, and ZeRO-3's are not kept here.
+            if parameter.grad is not None and not isinstance(parameter.grad, DTensor):
+                shard.average(parameter.grad)
         changed = relative_gradients(subject.norms(), norms)
         subject.clear()
         with last_places_off(model, by=0.0):
@@ -139,14 +142,6 @@ def check_sharded_row(
         "no parameter" if worst is None else worst.where,
         shard.size,
     )
-
-
-def _average(parameters: list[nn.Parameter], shard: RowShard) -> None:
-    """Average gradients over the group, as data parallel training does. FSDP2 has averaged its own, and ZeRO-3's are
-    not kept here."""
-    for parameter in parameters:
-        if parameter.grad is not None and not isinstance(parameter.grad, DTensor):
-            shard.average(parameter.grad)
 
 
 def _rms(difference: torch.Tensor) -> float:
