@@ -116,11 +116,7 @@ class Patch:
     origin: str = "trl_packfa"
 
     def __post_init__(self) -> None:
-        """Refuse fields that other fields make meaningless.
-
-        Raises:
-            [`InvalidConfig`]: naming the fields.
-        """
+        """Raise [`InvalidConfig`] for fields that other fields make meaningless."""
         if not self.model_types or isinstance(self.model_types, str):
             raise InvalidConfig(
                 f"a Patch with model_types={self.model_types!r} serves nothing.",

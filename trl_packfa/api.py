@@ -211,12 +211,7 @@ def _patch_of_decoder(decoder: nn.Module) -> Patch:
 
 
 def _apply_first_exact(model: nn.Module, options: PatchOptions) -> PatchState:
-    """Patch a model with the first candidate that is trusted, or that the check finds exact on this model.
-
-    Raises:
-        [`PackingError`]: of the patch of its type.
-        [`UnsupportedModel`]: if the type has no patch, with the result of each general level.
-    """
+    """Patch a model with the first candidate that is trusted, or that the check finds exact on this model."""
     name = model_type(model)
     candidates, refusal = _list_candidates(model, name, unpad=options.unpad)
     tried = []
@@ -241,12 +236,7 @@ def _apply_first_exact(model: nn.Module, options: PatchOptions) -> PatchState:
 
 
 def _apply(model: nn.Module, name: str, candidate: _Candidate, options: PatchOptions) -> PatchState:
-    """Apply a candidate, and check the model if it has not been measured.
-
-    Raises:
-        [`ContaminationError`]: if the check finds packing not exact.
-        [`UnsupportedModel`]: if the patch does not fit the model's code.
-    """
+    """Apply a candidate, and check the model if it has not been measured."""
     try:
         state = apply_patch(model, candidate.patch, options)
     except (UnsupportedModel, AttributeError) as error:

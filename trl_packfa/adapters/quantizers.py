@@ -168,12 +168,9 @@ def refuse_quantization(config: Any) -> None:
 
 
 def refuse_quantized(model: nn.Module) -> None:
-    """Refuse a loaded model if its quantization makes a document's result depend on other documents of its batch.
+    """Raise [`UnsupportedModel`] if a loaded model's quantization makes a document's result depend on other documents.
 
     Read the model's config and its layers.
-
-    Raises:
-        [`UnsupportedModel`]: naming the method or the layer, the reason and what to do.
     """
     refuse_quantization(quantization_config_of(model))
     for name, module in model.named_modules():

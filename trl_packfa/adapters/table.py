@@ -168,11 +168,7 @@ def refuse_adapter(config: Any, *, name: str | None = None) -> None:
 
 
 def refuse_adapters(model: nn.Module) -> None:
-    """Refuse a model with an adapter that was measured wrong under packing, active or not.
-
-    Raises:
-        [`UnsupportedModel`]: naming the adapter, its tuner and variant, the reason and what to use instead.
-    """
+    """Raise [`UnsupportedModel`] for a model with an adapter that was measured wrong under packing, active or not."""
     for name, config in configs_of(model).items():
         refuse_adapter(config, name=name)
 

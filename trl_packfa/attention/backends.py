@@ -22,11 +22,7 @@ _BY_NAME = {backend.name: backend for backend in BACKENDS}
 
 
 def get_backend(name: str) -> AttentionBackend:
-    """Return the backend with this name.
-
-    Raises:
-        [`NoBackend`]: if there is no such backend.
-    """
+    """Return the backend with this name; raise [`NoBackend`] if there is none."""
     if name not in _BY_NAME:
         raise NoBackend(
             f"there is no attention backend '{name}'.",

@@ -118,11 +118,7 @@ class BackendChoice:
         return gather.take_first(attend(query, key, value, arguments.on(layout.full_sequences.attention)))
 
     def for_request(self, request: AttentionRequest) -> AttentionBackend:
-        """Return the backend that serves the request.
-
-        Raises:
-            [`NoBackend`]: if no backend serves it.
-        """
+        """Return the backend that serves the request; raise [`NoBackend`] if none does."""
         if request not in self.resolved:
             self.resolved[request] = resolve(request, self.name).name
         return get_backend(self.resolved[request])

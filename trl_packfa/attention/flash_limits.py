@@ -47,10 +47,9 @@ def is_deterministic() -> bool:
 
 
 def require_indexable(query: torch.Tensor, layout: PackedLayout, backend: str) -> None:
-    """Refuse a batch that overflows the 32-bit index of FlashAttention 2's backward, which would give wrong gradients.
+    """Raise [`NoBackend`] for a batch that overflows the 32-bit index of FlashAttention 2's backward.
 
-    Raises:
-        [`NoBackend`]: with the size of the batch and the limit.
+    Gradients would be wrong without an error.
     """
     _, num_heads, head_dim = query.shape
     padded = layout.num_tokens + _PADDED_TOKENS_PER_DOCUMENT * layout.num_documents

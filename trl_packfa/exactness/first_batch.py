@@ -55,11 +55,7 @@ class BatchProof(NamedTuple):
     head: HeadProof | None = None
 
     def require_exact(self) -> None:
-        """Raise if the first batch is not exact.
-
-        Raises:
-            [`ContaminationError`]: with the numbers.
-        """
+        """Raise [`ContaminationError`] with the numbers if the first batch is not exact."""
         if self.difference <= self.allowed:
             if self.head is not None:
                 self.head.require_exact()

@@ -67,10 +67,7 @@ class PaddedProbe:
     def _require_text(self, names: list[str]) -> None:
         """Run one document before anything is measured, and keep the token types that the model needs for a text.
 
-        Molmo 2 needs some in training, also without images.
-
-        Raises:
-            [`UnsupportedModel`]: if the model's own code needs more than a text without padding.
+        Molmo 2 needs some in training, also without images. Raise [`UnsupportedModel`] if the model's code needs more.
         """
         ids = self.tokens[0]
         first: Exception | None = None

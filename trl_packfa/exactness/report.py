@@ -210,11 +210,7 @@ class ExactnessReport:
         )
 
     def require_exact(self) -> None:
-        """Raise unless the verdict is `exact`.
-
-        Raises:
-            [`ContaminationError`]: with the numbers and the first module that leaked or differs.
-        """
+        """Raise [`ContaminationError`] unless the verdict is `exact`, with the numbers and the first wrong module."""
         if self.is_exact:
             return
         known = results().get(self.model_type, {})

@@ -58,11 +58,7 @@ class ShardedRowProof(NamedTuple):
         )
 
     def require_exact(self) -> None:
-        """Raise if the row differs.
-
-        Raises:
-            [`ContaminationError`]: with the numbers.
-        """
+        """Raise [`ContaminationError`] with the numbers if the row differs."""
         if self.difference <= self.allowed and self.gradient <= self.gradient_allowed:
             return
         raise ContaminationError(

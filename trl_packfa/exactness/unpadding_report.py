@@ -173,11 +173,7 @@ class UnpaddingReport(ComparisonReport):
         return text
 
     def require_exact(self) -> None:
-        """Raise unless the verdict is `exact`.
-
-        Raises:
-            [`ContaminationError`]: with the numbers and the first module or parameter that differs.
-        """
+        """Raise [`ContaminationError`] unless the verdict is `exact`, with the numbers and the first wrong module."""
         if self.is_exact:
             return
         of_sharing = self.verdict == "exact"

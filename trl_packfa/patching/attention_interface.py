@@ -195,10 +195,9 @@ _UNKNOWN = ("position_bias", "sinks", "block_indices", "alibi")
 
 
 def require_known(module: Any, kwargs: dict[str, Any], *, by_mask: bool = False) -> None:
-    """Refuse attention arguments that packed attention does not compute; `by_mask` is that of [`find_attention`].
+    """Raise [`PackingError`] for attention arguments that packed attention does not compute.
 
-    Raises:
-        [`PackingError`]: naming it.
+    `by_mask` is that of [`find_attention`].
     """
     if not by_mask and kwargs.get("is_causal", is_causal(module)) is False:
         raise PackingError(f"{type(module).__name__} attends in both directions, packed attention is causal.")
@@ -240,11 +239,7 @@ def empty_packed_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
 
 @outside_of_graphs
 def _require_direction(layout: PackedLayout, options: dict[str, Any]) -> None:
-    """Require that tokens of an encoder's call see later tokens in the mask that the model asks for.
-
-    Raises:
-        [`PackingError`]: if they do not.
-    """
+    """Raise [`PackingError`] if an encoder's call asks for a mask under which tokens do not see later tokens."""
     rule, length = options.get("mask_function"), options.get("q_length")
     # A row of single tokens has no later ones.
     if layout.causal or rule is None or layout.max_seqlen < 2 or options.get("use_vmap", False):

@@ -62,11 +62,7 @@ class _EncoderOverride(NamedOverride):
 
 @outside_of_graphs
 def _refuse_packed(module: nn.Module, call: dict[str, Any]) -> None:
-    """Refuse packed rows and cross-attention.
-
-    Raises:
-        [`PackingError`]: with the reason.
-    """
+    """Raise [`PackingError`] for packed rows and cross-attention."""
     layout = layout_of(call)
     if (current_call().layout if layout is None else layout) is not None:
         refuse_packed(module)

@@ -66,11 +66,7 @@ class _PackedForward(NamedOverride):
         return layout
 
     def require_packable(self, call: dict[str, Any], layout: PackedLayout) -> None:
-        """Refuse arguments that a packed row cannot support.
-
-        Raises:
-            [`PackingError`]: naming the argument.
-        """
+        """Raise [`PackingError`] for arguments that a packed row cannot support."""
         unpads = self.state.unpadding is not None
         instead = "patch with unpad=False" if unpads else "pass the documents as a padded batch"
         if call.get("output_attentions"):
@@ -306,8 +302,7 @@ class CompositeOverride(CausalLMOverride):
     def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
         """Run the original forward on packed text; the decoder finds the boundaries in the context.
 
-        Raises:
-            [`PackingError`]: if the call brings images or sounds, or packed rows of text are not exact.
+        Raise [`PackingError`] if the call brings images or sounds, or packed rows of text are not exact.
         """
         refuse_modalities(call, "a packed row")
         if self.state.packed_refusal is not None:

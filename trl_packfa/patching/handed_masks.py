@@ -80,11 +80,7 @@ class HandedMasks:
         return made[None] if None in made else made
 
     def of_row(self, rows: PaddedRows, row: int) -> Any:
-        """Return the masks of one row by itself, without its pads.
-
-        Raises:
-            [`PackingError`]: if the model's attention takes masks in a form that has no rows.
-        """
+        """Return the masks of one row by itself, without its pads; raise [`PackingError`] if a mask has no rows."""
         part = slice(rows.starts[row], rows.starts[row] + rows.lengths[row])
         made = self.make()
         if not isinstance(made, dict):
@@ -98,10 +94,9 @@ class HandedMasks:
         return padding
 
     def sees_both_directions(self, rows: PaddedRows) -> bool:
-        """Tell whether tokens see their whole row, as in an encoder; if not, they see the tokens before them only.
+        """Tell whether tokens see their whole row, as in an encoder, or the tokens before them only.
 
-        Raises:
-            [`PackingError`]: if some tokens see later tokens and others do not.
+        Raise [`PackingError`] if some tokens see later tokens and others do not.
         """
         found = {mask.blocks.rows for mask in self.masks.values() if isinstance(mask, NotedMask)}
         if not any(map(any, found)):
@@ -119,8 +114,7 @@ class HandedMasks:
     def blocks(self, rows: PaddedRows) -> Blocks | None:
         """Return the blocks of the row without pads, `None` if there are none.
 
-        Raises:
-            [`PackingError`]: if layers of another kind have blocks.
+        Raise [`PackingError`] if layers of an unknown kind have blocks, or kinds of layers differ.
         """
         found = {kind: mask.blocks for kind, mask in self.masks.items() if isinstance(mask, NotedMask)}
         found = {kind: blocks for kind, blocks in found.items() if any(blocks.rows)}

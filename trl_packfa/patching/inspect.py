@@ -23,20 +23,12 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def model_type(model: nn.Module) -> str:
-    """Return `config.model_type` of the outermost transformers model in `model`.
-
-    Raises:
-        [`UnsupportedModel`]: if there is none.
-    """
+    """Return `config.model_type` of the outermost transformers model in `model`."""
     return model_config(model).model_type
 
 
 def model_config(model: nn.Module) -> PreTrainedConfig:
-    """Return the `config` of the outermost transformers model in `model`.
-
-    Raises:
-        [`UnsupportedModel`]: if there is none.
-    """
+    """Return the `config` of the outermost transformers model in `model`."""
     return inner_model(model).config
 
 
@@ -50,11 +42,7 @@ def own_config(module: nn.Module) -> Any:
 
 
 def inner_model(model: nn.Module) -> PreTrainedModel:
-    """Return the outermost transformers model in `model`.
-
-    Raises:
-        [`UnsupportedModel`]: if there is none.
-    """
+    """Return the outermost transformers model in `model`, or raise [`UnsupportedModel`] if there is none."""
     inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     if inner is None:
         raise UnsupportedModel(

@@ -158,8 +158,7 @@ def _make_mask(traced: bool, options: dict[str, Any]) -> torch.Tensor | None:
 def register_name() -> None:
     """Register both functions with transformers, and from then on refuse to build models that they cannot serve.
 
-    Raises:
-        [`InvalidConfig`]: if another package has registered the name.
+    Raise [`InvalidConfig`] if another package has registered the name.
     """
     for interface, ours in _REGISTRIES:
         # A function of ours that an earlier import has registered gives way.
@@ -175,11 +174,7 @@ _WATCHED: list[Any] = []
 
 
 def require_registered() -> None:
-    """Refuse to run beside another package's function of the same name.
-
-    Raises:
-        [`InvalidConfig`]: naming it.
-    """
+    """Raise [`InvalidConfig`] if another package's function has our name."""
     for interface, ours in _REGISTRIES:
         if (other := interface().get(NAME)) is not ours:
             raise InvalidConfig(

@@ -55,8 +55,7 @@ _POSITION_BOUND = ("beam", "hunyuan_v1_dense", "hunyuan_v1_moe")
 def served_patch(config: Any) -> Patch | None:
     """Return the patch of a type that is served by name; `None` if `check` is measuring the model, or has proven it.
 
-    Raises:
-        [`UnsupportedModel`]: by name, for any other.
+    Raise [`UnsupportedModel`] for any other.
     """
     patch = find_patch_for_type(config.model_type)
     if patch is not None and _is_served(patch, config.model_type):
@@ -67,12 +66,10 @@ def served_patch(config: Any) -> Patch | None:
 
 
 def refuse_at_load(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    """Refuse a causal LM of a type that is not served while it is built: some never call one of the two functions.
+    """Raise [`UnsupportedModel`] while a causal LM of a type that is not served is built.
 
-    torch calls this whenever a module gets a submodule (`register_module_module_registration_hook`).
-
-    Raises:
-        [`UnsupportedModel`]: by name.
+    Some never call one of the two functions. torch calls this whenever a module gets a submodule
+    (`register_module_module_registration_hook`).
     """
     if not isinstance(module, PreTrainedModel) or not isinstance(submodule, PreTrainedModel):
         return
@@ -89,10 +86,9 @@ def refuse_at_load(module: nn.Module, name: str, submodule: nn.Module | None) ->
 
 
 def require_served(model: nn.Module) -> None:
-    """Refuse a loaded model whose type is not served. A type that was never measured passes: `check` decides.
+    """Raise [`UnsupportedModel`] for a loaded model whose type is not served.
 
-    Raises:
-        [`UnsupportedModel`]: by name.
+    A type that was never measured passes: `check` decides.
     """
     name = inner_model(model).config.get_text_config().model_type
     patch = find_patch_for_type(name)
@@ -188,23 +184,18 @@ CHOSEN = SimpleNamespace(backends=BackendChoice("auto"))
 
 
 def use_backend(name: str) -> None:
-    """Choose the attention backend of all models that run by name: `"auto"`, the default, or one of `trl-packfa
-    backends`.
+    """Choose the attention backend of all models that run by name; raise [`NoBackend`] if there is none of this name.
 
-    Raises:
-        [`NoBackend`]: if there is no backend of that name.
+    The names are `"auto"`, the default, and those of `trl-packfa backends`.
     """
     CHOSEN.backends = BackendChoice(name)
 
 
 def require_positions(config: Any, layout: PackedLayout, positions: Any) -> None:
-    """Refuse a packed call whose positions or document lengths would change a model's results.
+    """Raise [`PackingError`] for a packed call whose positions or document lengths would change a model's results.
 
     Positions must restart where a model's arithmetic depends on where they begin. A document must not be so long that
     the rotary frequencies of all others change with it.
-
-    Raises:
-        [`PackingError`]: saying what to send.
     """
     # The parameters of the rotary embeddings: one for all layers, or one for each kind of layers.
     parameters = getattr(config, "rope_parameters", None) or {}

@@ -68,11 +68,7 @@ class PatchState:
         return "activated LoRA begins at the last invocation of a document" if self.invocations else None
 
     def require_shareable(self, model: nn.Module, size: int) -> None:
-        """Require that `size` processes can share a row of this model.
-
-        Raises:
-            [`UnsupportedModel`]: with the reason.
-        """
+        """Raise [`UnsupportedModel`] with the reason if `size` processes cannot share a row of this model."""
         refusal = self.needs_whole_documents
         if self.patch.bias is not None:
             refusal = "its attention adds a bias to the scores, which is computed from the whole row"

@@ -28,13 +28,9 @@ def embeds_token_types(backbone: Any) -> bool:
 
 
 def refuse_token_types(call: dict[str, Any], parameters: Iterable[str]) -> None:
-    """Refuse token types of a prefix or an image: this kind of backbone lets such tokens see each other in both
-    directions.
+    """Raise [`PackingError`] for token types of a prefix or an image, which this kind of backbone lets see each other.
 
     `parameters` are the names of those of the forward; the backbone ignores other arguments.
-
-    Raises:
-        [`PackingError`]: naming the argument.
     """
     for name in set(parameters).intersection(_NAMES):
         types = call.get(name)

@@ -192,12 +192,10 @@ def _marks_tokens(value: Any, rows: PaddedRows) -> bool:
 
 
 def _refuse_other_rows(call: dict[str, Any], rows: PaddedRows, runs_by_row: frozenset[str]) -> None:
-    """Refuse arguments with a part for each row that is not a part for each token: their rows would be mixed up.
+    """Raise [`PackingError`] for arguments with a part for each row that is not a part for each token.
 
-    An example are the encoder states `(B, E, D)` of cross-attention. Those of cross-attention to images run by row.
-
-    Raises:
-        [`PackingError`]: with the arguments.
+    Their rows would be mixed up. An example are the encoder states `(B, E, D)` of cross-attention. Those of
+    cross-attention to images run by row.
     """
     count, length = rows.shape
     tensors = {name: value for name, value in call.items() if isinstance(value, torch.Tensor) and value.dim() > 1}
@@ -214,11 +212,7 @@ def _refuse_other_rows(call: dict[str, Any], rows: PaddedRows, runs_by_row: froz
 
 
 def refuse_modalities(call: dict[str, Any], what: str) -> None:
-    """Refuse images and sounds where the model would look for their places in padded rows.
-
-    Raises:
-        [`PackingError`]: with the arguments.
-    """
+    """Raise [`PackingError`] for images and sounds where the model would look for their places in padded rows."""
     if brought := _modalities(call):
         raise PackingError(
             f"{what} cannot hold {', '.join(brought)} in this model.",
@@ -228,11 +222,7 @@ def refuse_modalities(call: dict[str, Any], what: str) -> None:
 
 
 def refuse_packed(module: nn.Module) -> None:
-    """Refuse a packed row in an encoder.
-
-    Raises:
-        [`PackingError`]: always.
-    """
+    """Raise [`PackingError`]: an encoder cannot run packed rows."""
     raise PackingError(
         f"{type(module).__name__} cannot run packed rows.",
         why=["an encoder computes positions and pooling by row, so a packed row would be one text"],

@@ -52,11 +52,7 @@ def activated_layers(module: nn.Module) -> list[nn.Module]:
 
 
 def require_in_packed_rows(module: nn.Module, *, by_document: bool) -> None:
-    """Refuse activated adapters inside a module that runs document by document.
-
-    Raises:
-        [`UnsupportedModel`]: if there are some, because PEFT's offsets would be those of the packed row.
-    """
+    """Raise [`UnsupportedModel`] for activated adapters inside a module that runs document by document."""
     if by_document and activated_layers(module):
         raise UnsupportedModel(
             f"activated LoRA is inside {type(module).__name__}, which runs document by document.",
@@ -66,11 +62,7 @@ def require_in_packed_rows(module: nn.Module, *, by_document: bool) -> None:
 
 
 def require_patched(module: nn.Module) -> None:
-    """Refuse activated adapters that were added after the patch.
-
-    Raises:
-        [`PackingError`]: naming one of the adapters.
-    """
+    """Raise [`PackingError`] for activated adapters that were added after the patch."""
     for layer in activated_layers(module):
         if not isinstance(override_in(layer, forward_slot(layer)), ActivatedLoraOverride):
             raise _added_late(_activated(layer)[0])
@@ -134,11 +126,7 @@ class ActivatedLoraOverride(Override):
 
 
 def _require_whole(x: torch.Tensor, layout: PackedLayout, input_ids: torch.Tensor | None) -> torch.Tensor:
-    """Return the ids of a call whose tokens this layer sees all.
-
-    Raises:
-        [`PackingError`]: if it does not, or the call came without ids.
-    """
+    """Return the ids of a call if this layer sees all of its tokens, or raise [`PackingError`]."""
     if input_ids is None:
         raise PackingError(
             "activated LoRA needs input_ids, but a packed call came without input_ids.",
