@@ -104,8 +104,7 @@ def worst(
 
 
 def relative_gradients(found: Sequence[float], norms: Sequence[float]) -> list[float]:
-    """Divide `found`, the norms of gradient differences, by the gradients' own `norms`; one value for each
-    parameter."""
+    """Divide `found`, the norms of the parameters' gradient differences, by the gradients' own `norms`."""
     total = sum(norm**2 for norm in norms) ** 0.5
     if not math.isfinite(total):  # after an overflow no difference has a meaning
         return [math.inf] * len(norms)

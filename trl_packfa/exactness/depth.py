@@ -62,10 +62,7 @@ def _pass_tuple(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple
 
 
 def _returned(layers: dict[str, nn.Module], run: Callable[[], object]) -> dict[str, bool]:
-    """Tell for each layer whether it returns its hidden states in a tuple.
-
-    Only layers that are called once and return hidden states alone are in the result.
-    """
+    """Tell whether each layer that is called once and returns hidden states alone returns them in a tuple."""
     calls: dict[str, list[bool | None]] = {name: [] for name in layers}
 
     def watch(name: str) -> Callable[..., None]:

@@ -121,10 +121,7 @@ def check_batch(
 
 
 def _choose(trained: Sequence[int]) -> list[int]:
-    """Return the documents to compare: the longest that trains, the first, the last, the shortest, and some between.
-
-    Documents are repeated at the end if there are too few.
-    """
+    """Choose the longest document that trains, the first, last and shortest, and some between; repeated if too few."""
     training = [i for i, count in enumerate(trained) if count] or [0]
     by_length = sorted(training, key=lambda i: trained[i])
     apart = [training[i * len(training) // _DOCUMENTS] for i in range(_DOCUMENTS)]
@@ -150,8 +147,7 @@ def _alone(
 
 
 def log_probs_of(model: nn.Module, call: Mapping[str, Any], called: Callable[..., Any]) -> torch.Tensor:
-    """Return the log-probabilities `(B, L - 1)` from a call of `called`, which runs the model; zero where nothing is
-    trained."""
+    """Return the log-probabilities `(B, L - 1)` of a call of `called`, a way to run the model; 0 if untrained."""
     options = router_loss.without(inner_model(model).config.get_text_config())  # TRL's computation fails on some types
     # The same call as in TRL's training. Logits `(B, L, V)` of a whole batch may not fit into memory.
     return called(**call, fused_lm_head=True, use_cache=False, **options).log_probs

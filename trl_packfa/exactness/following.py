@@ -167,8 +167,7 @@ class Following:
         return value.shape[:2] == self.shape or value.shape[0] == rows * length
 
     def _pass(self, key: Key, tensor: torch.Tensor) -> torch.Tensor:
-        """Store each document's part of a tensor `(B, L, ...)` or `(B * L, ...)`; return the tensor with the replaced
-        inputs."""
+        """Store each document's part of a tensor `(B, L, ...)` or `(B * L, ...)`, and replace its inputs."""
         flat = tensor.flatten(0, 1) if tensor.shape[:2] == self.shape else tensor
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         for place, trace, given in zip(self.places, self.traces, self.handed, strict=True):

@@ -122,14 +122,8 @@ def _repeated(
 ) -> tuple[float, float]:
     """Repeat two runs; return how far documents move between them beyond what repeats differ, and what repeats differ.
 
-    Args:
-        subject ([`Subject`]):
-            The model.
-        pairs (`Sequence`), places (`Sequence[int]`):
-            For each document that stays: its output in an earlier run with the number of that run, and its output now;
-            and its place.
-        number (`int`), run (`Callable`):
-            The number of this run, and how to repeat a run by its number.
+    `pairs` holds for each document that stays its output in an earlier run, with the number of that run, and its
+    output now; `places` its place. `number` is that of this run, and `run` repeats a run by its number.
     """
     # All ranks take part in every run, so they repeat the same ones.
     numbers = sorted({since for (_, since), _ in pairs} | {number})
@@ -157,11 +151,7 @@ def _run(
     *,
     backward: bool,
 ) -> Outputs:
-    """Run the documents once, some of them replaced.
-
-    With `backward` only the `trained` documents, by place, have a loss, and the outputs hold the embeddings'
-    gradients.
-    """
+    """Run the documents once, some replaced; with `backward` the `trained` ones, by place, have a loss."""
     tokens, documents = probe.replaced(arrangement.documents, which), arrangement.documents
     if not backward:
         with torch.no_grad():
@@ -232,8 +222,7 @@ def measure_control(probe: Probe, *, told: Sequence[str] = ()) -> float:
 
 @torch.no_grad()
 def first_leak(probe: Probe, leak: Isolation) -> str | None:
-    """Return the name of the first module whose output for an unchanged document moves between the two runs of the
-    leak."""
+    """Return the first module whose output for an unchanged document moves between the two runs of the leak."""
     before, after = (
         probe.outputs_packed(leak.where, probe.replaced(leak.where.documents, replaced)) for replaced in leak.which
     )

@@ -85,10 +85,7 @@ def check(
 
 
 def _told_in_part(model: nn.Module, state: PatchState, collator: Collator, report: ExactnessReport) -> ExactnessReport:
-    """Check that each way to send boundaries reaches the attention of a model that runs by name; return the report.
-
-    A model may pass on some arguments and drop others without an error, so each way is tried by itself.
-    """
+    """Check that each way to send boundaries by itself reaches the attention of a model that runs by name."""
     probe, _ = _probes(model, state, collator, torch.empty(0, dtype=torch.long), report.seed)
     for told in (("position_ids",), ("cu_seq_lens_q", "cu_seq_lens_k")):
         with quiet(model):
@@ -175,10 +172,7 @@ def _has_tiles(device: torch.device) -> bool:
 def _measure(
     whole: Subject, kinds: Subject, short: Probe, long: Probe, skipped: dict[str, Any], *, mode: str
 ) -> ExactnessReport:
-    """Measure a model in one mode, and return the report.
-
-    A few documents run through all layers. Many documents in many arrangements run through one layer of each kind.
-    """
+    """Measure a model in one mode: few documents through all layers, many through one layer of each kind."""
     shapes = [long.arranged(rows) for rows in SHAPES.values()]
     trained = [long.row, long.arranged(LONG_ROWS)]
     with uncompiled(whole.model):  # compiled graphs would not call the hooks on the layers
@@ -246,8 +240,7 @@ def _measure(
 
 @torch.no_grad()
 def _draws_random_numbers(subject: Subject, probe: Probe) -> bool:
-    """Tell whether running a document alone draws from torch's random state: some models do so for their gradients
-    only."""
+    """Tell whether running a document alone draws random numbers; some models do so for their gradients only."""
     # Two packed runs of such a model differ without any leak, so it is measured in evaluation mode.
     devices = devices_of(subject.model)
     before = random_states(devices)

@@ -98,8 +98,7 @@ class Probe:
     def packed(
         self, arrangement: Arrangement, tokens: Documents | None = None, *, told: Sequence[str] | None = None
     ) -> Outputs:
-        """Run the arrangement's documents packed, or `tokens` in their places; `told` names the only arguments to
-        keep."""
+        """Run the arrangement's documents, or `tokens` in their places; `told` names the only arguments to keep."""
         tokens = [self.tokens[i] for i in arrangement.documents] if tokens is None else tokens
         if arrangement is self.row:
             batch = self.collator(_examples(tokens))
@@ -284,8 +283,7 @@ class Arrangement:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the model's first weights that are loaded: offloaded weights are on no device until they
-    are used."""
+    """Return the device of the model's first loaded weights; offloaded weights are on none until they are used."""
     return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 
 

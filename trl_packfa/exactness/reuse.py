@@ -66,8 +66,7 @@ def proof_identity(model: nn.Module, **facts: Any) -> str:
 
 
 def reusable_proof(checkpoint: str | Path, identity: str) -> ExactnessReport | None:
-    """Return the report beside a checkpoint, if it says that a model of this identity was proven exact; else
-    `None`."""
+    """Return the report beside a checkpoint if a model of this identity was proven exact, else `None`."""
     try:
         saved = json.loads((Path(checkpoint) / "exactness_report.json").read_text(encoding="utf-8"))
         # JSON of another version may have more or fewer fields, and tuples are lists there.
@@ -84,8 +83,7 @@ def reusable_proof(checkpoint: str | Path, identity: str) -> ExactnessReport | N
 
 
 def _settings(module: nn.Module) -> list[str]:
-    """Return settings of a module that its config's dictionary lacks: implementations, and activation
-    checkpointing."""
+    """Return settings that a module's config dictionary lacks: implementations, and activation checkpointing."""
     config = own_config(module)
     config = vars(config).get("trl_packfa_source", config) if config is not None else None
     chosen = [str(getattr(config, name, "")) for name in ("_attn_implementation", "_experts_implementation")]
@@ -116,8 +114,7 @@ def _own_code() -> str:
 
 
 def code_digest(root: Path) -> str:
-    """Return a hash of every Python file in a folder; links to folders are followed, as `patches` is one in a
-    clone."""
+    """Return a hash of every Python file in a folder, also behind links to folders, as `patches` is one in a clone."""
     # `**` of `Path.glob` does not follow links, `os.walk` can.
     folders = os.walk(root, followlinks=True)
     files = sorted(Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py"))

@@ -84,8 +84,7 @@ class Subject:
         self._done += share
 
     def anywhere(self, found: bool) -> bool:
-        """Tell whether `found` is true on any rank that holds a part of this model; these ranks run its forwards
-        together."""
+        """Tell whether `found` is true on any rank with a part of this model; they run its forwards together."""
         model = self.model
         if not is_partitioned(model) and not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             return found
@@ -95,8 +94,7 @@ class Subject:
         return any(everywhere)
 
     def scale_down(self) -> bool:
-        """Make losses smaller, as mixed precision training in float16 does after an overflow; return false if they are
-        at their smallest."""
+        """Make losses smaller, as float16 training does after an overflow; return false if they are smallest."""
         if self.loss_scale <= _LEAST_SCALE:
             return False
         self.loss_scale *= _SCALED_DOWN
@@ -178,8 +176,7 @@ def _has_experts(model: nn.Module) -> bool:
 
 
 def compute_dtype(model: nn.Module, logits: torch.dtype = torch.float32) -> torch.dtype:
-    """Return the dtype that decides the rounding: that of most weights, or autocast's; logits may be cast up from
-    it."""
+    """Return the dtype that decides the rounding, of most weights or autocast's; logits may be cast up from it."""
     device = device_of(model).type
     # Half-precision logits show the dtype. float32 logits may have been cast up at the end of the model.
     if logits not in _WIDE:

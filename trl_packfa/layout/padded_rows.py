@@ -232,8 +232,7 @@ class PaddedRows:
 
 
 def rows_of(mask: torch.Tensor) -> PaddedRows:
-    """Return [`PaddedRows.from_mask`], read once for each mask: the calls of policy and reference model share the
-    result."""
+    """Return [`PaddedRows.from_mask`], read once for each mask: policy and reference model share it."""
     known = remembered(mask, _KNOWN)
     if known is None:
         known = PaddedRows.from_mask(mask)

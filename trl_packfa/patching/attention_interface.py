@@ -176,10 +176,7 @@ def _attend_to_chosen(
 def _masked_by_choice(
     attention_mask: torch.Tensor | None, indices: torch.Tensor, query: torch.Tensor, key: torch.Tensor
 ) -> torch.Tensor:
-    """Return the mask of an unpacked call, with the keys hidden that an indexer did not choose.
-
-    Models hide them by themselves only for the attention functions `eager` and `sdpa`.
-    """
+    """Hide the keys that an indexer did not choose; models do so only for the functions `eager` and `sdpa`."""
     hidden = indices.new_ones((*indices.shape[:2], key.shape[2]), dtype=torch.bool)
     hidden = hidden.scatter(-1, indices.long(), False).unsqueeze(1)
     if attention_mask is None:  # transformers leaves a plain causal mask to the attention function

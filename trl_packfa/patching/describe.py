@@ -67,10 +67,7 @@ def _how_it_runs(name: str, state: PatchState) -> str:
 
 
 def _describe_kernels(state: PatchState) -> list[str]:
-    """List which kernel runs each kind of module of a model, one line a kind.
-
-    Modules that run the model's own code are not listed. If Liger cannot run on CUDA, a line gives the reason.
-    """
+    """List which kernel runs each kind of module, where it is not the model's own code, and why Liger cannot run."""
     overrides = [override for module, slot, _ in state.edits if (override := override_in(module, slot)) is not None]
     if not state.options.fused_kernels:
         return ["norms, rotation and SwiGLU: the model's own code (fused_kernels=False)"]

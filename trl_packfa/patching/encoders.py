@@ -106,8 +106,7 @@ class StackOverride(_EncoderOverride):
 
     @outside_of_graphs
     def find_masks(self, call: dict[str, Any]) -> tuple[str, HandedMasks | None]:
-        """Return the argument with the masks that the encoder has noted, and the masks; `None` if it has noted
-        none."""
+        """Return the argument with the masks that the encoder has noted, and the masks, `None` if there are none."""
         found = ((name, handed_masks(value)) for name, value in call.items())
         return next(((name, masks) for name, masks in found if masks is not None), ("", None))
 

@@ -55,8 +55,7 @@ class _PackedForward(NamedOverride):
 
     @outside_of_graphs
     def find_layout(self, call: dict[str, Any]) -> PackedLayout | None:
-        """Return the layout from the call, or the one that the causal LM around it has found; `None` if the call is
-        not packed."""
+        """Return the layout of the call, or that of the causal LM around it; `None` if the call is not packed."""
         layout = layout_of(call, ignores_position_ids=self.own_positions, max_positions=self.max_positions)
         layout = current_call().layout if layout is None else layout  # set by a causal LM that passes no boundaries on
         if layout is not None:
@@ -82,8 +81,7 @@ class _PackedForward(NamedOverride):
 
 
 class BackboneOverride(_PackedForward):
-    """Forward of a backbone that finds the document boundaries once, hands them to every layer, and avoids any T x T
-    mask."""
+    """Forward of a backbone that finds the boundaries once, hands them to every layer, and avoids any T x T mask."""
 
     # Also true of documents that run under the backbone's own masks, or with its own check of the types.
     any_token_types = False
@@ -326,8 +324,7 @@ class AttentionOverride(Override):
         self.patch, self.qkv, self.backends = patch, qkv, backends
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the attention module's forward: return the output `(B, L, D)` and no weights, as no T x T matrix
-        exists."""
+        """Run the attention: return the output `(B, L, D)` and no weights, as no T x T matrix exists."""
         layout = find_layout(args, kwargs)
         kwargs.pop(KEYWORD, None)
         if layout is None:

@@ -138,8 +138,7 @@ def uses_interface(module: nn.Module) -> bool:
 
 @cache
 def _reads_interface(forward: Callable[..., Any]) -> bool:
-    """Tell whether a forward reads a global that is an `AttentionInterface` (`ALL_ATTENTION_FUNCTIONS` in modelling
-    files)."""
+    """Tell whether a forward reads a global `AttentionInterface`, as transformers' `ALL_ATTENTION_FUNCTIONS` is."""
     function = inspect.unwrap(forward)  # transformers decorates forwards whose arguments were renamed
     if not inspect.isfunction(function):  # compiled to C: nothing can be read
         return False
@@ -179,8 +178,7 @@ def _keywords_passed(forward: Callable[..., Any]) -> frozenset[str]:
 
 
 def masks_windows(backbone: nn.Module) -> bool:
-    """Tell whether the code around a backbone builds masks of sliding windows; if not, a config's window has no
-    effect."""
+    """Tell whether the code around a backbone builds masks of sliding windows; else a config's has no effect."""
     names = vars(sys.modules[type(backbone).__module__])
     makers = (
         "create_sliding_window_causal_mask",

@@ -95,10 +95,7 @@ def _sees(
 
 
 def _runs(ahead: list[bool]) -> tuple[Block, ...]:
-    """Return the runs of tokens of a row in which each one sees the next.
-
-    [False, True, True, False] is one run, of the tokens 1, 2 and 3.
-    """
+    """Return the runs in which each token sees the next: [False, True, True, False] has one, of the tokens 1 to 3."""
     runs, start = [], None
     for i, seen in enumerate([*ahead, False]):
         if seen and start is None:

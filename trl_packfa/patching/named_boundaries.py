@@ -70,8 +70,7 @@ def layout_of_attention(query: torch.Tensor, keys: int, mask: Any, kwargs: Mappi
 
 
 class _LastCall(threading.local):
-    """The layout of the call that this thread read last; the layers of one forward share it and what backends derive
-    from it."""
+    """The layout of the call that this thread read last, shared by the layers of one forward."""
 
     _FOUND_BY = (*_EXPLICIT, "position_ids")
 

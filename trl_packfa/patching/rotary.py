@@ -86,8 +86,7 @@ def fresh_frequencies(model: nn.Module) -> Iterator[None]:
 
 
 def _frequencies_of(module: nn.Module) -> tuple[dict[str, torch.Tensor | None], dict[str, Any]]:
-    """Return copies of the buffers, which some modules update in place, and frequencies set as attributes of the
-    module."""
+    """Return copies of the buffers, which some modules update in place, and the frequencies set as attributes."""
     buffers = {name: None if value is None else value.clone() for name, value in module._buffers.items()}
     values = {name: value for name, value in vars(module).items() if name.endswith(("_freq", "_cached", "_scaling"))}
     return buffers, values

@@ -54,8 +54,7 @@ def without(text_config: Any) -> dict[str, bool]:
 
 
 def balances_experts(text_config: Any, coefficient: float | None) -> bool:
-    """Tell whether TRL trains the routers' auxiliary loss of a model of this text config, with
-    `router_aux_loss_coef`."""
+    """Tell whether TRL trains the routers' auxiliary loss of such a model, with `router_aux_loss_coef`."""
     coefficient = getattr(text_config, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient
     return hasattr(text_config, _ASKED) and coefficient != 0.0
 

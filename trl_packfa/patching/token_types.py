@@ -47,8 +47,7 @@ def refuse_token_types(call: dict[str, Any], parameters: Iterable[str]) -> None:
 
 
 def types_of_long_rows(backbone: Any, layout: PackedLayout) -> torch.Tensor | None:
-    """Return token types `(B, L)` for a row that is longer than the backbone's own buffer of them; `None` if none is
-    needed."""
+    """Return token types `(B, L)` for a row longer than the backbone's own buffer of them, else `None`."""
     # The model (BigBird) would take the first L of its own buffer, which is as long as its table of positions. A
     # packed row may be longer: only its documents must fit the table.
     own = getattr(getattr(backbone, "embeddings", None), "token_type_ids", None)

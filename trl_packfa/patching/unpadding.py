@@ -157,8 +157,7 @@ class Unpadding:
             self.trained_documents += documents
 
     def note(self, forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows, outputs: Any) -> None:
-        """Count a call that ran without its pads and pass it to `watch`; `forward` is the backbone's unpatched
-        forward."""
+        """Count a call that ran without its pads, and pass it to `watch` with the backbone's unpatched `forward`."""
         self.calls += 1
         if self.watch is not None:
             self.watch(forward, call, rows, outputs)

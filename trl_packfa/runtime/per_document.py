@@ -91,8 +91,7 @@ def run_backbone_by_document(forward: Callable[..., Any], call: dict[str, Any], 
 
 
 def _groups(layout: PackedLayout, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return the token numbers `(G, M)` of each group, and each packed token's place in the groups joined end to
-    end."""
+    """Return the token numbers `(G, M)` of each group, and each packed token's place in the joined groups."""
     # All layers of a call need the same: it is computed on the host once, and copied to the device once.
     if ("groups", device) not in layout.memo:
         # Example: lengths [1, 3] in one group, the longest first. The indices are [[1, 2, 3], [0, 0, 0]], and
@@ -178,8 +177,7 @@ def _put_back(
 
 
 def _joined(flat: list[torch.Tensor], place: torch.Tensor) -> torch.Tensor:
-    """Return the rows of all groups in packed order; a narrower last dim (top-k of a short document) is filled with
-    -1."""
+    """Return the rows of all groups in packed order; a narrower last dim (top-k of a short document) ends in -1."""
     widest = max(tensor.shape[-1] for tensor in flat)
     flat = [
         torch.nn.functional.pad(t, (0, widest - t.shape[-1]), value=-1) if t.shape[-1] < widest else t for t in flat

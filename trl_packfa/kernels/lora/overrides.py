@@ -141,10 +141,7 @@ def _is_patched(module: nn.Module) -> bool:
 
 
 def _readable(modules: Sequence[nn.Module]) -> list[Projection] | None:
-    """Return the projections of layers that can be fused in this call, else `None`.
-
-    The call must be packed, at least one layer must have an adapter, and no layer may have an unsupported reason.
-    """
+    """Return the projections of a packed call's layers if all can be fused and one has an adapter, else `None`."""
     if torch.compiler.is_compiling():
         return _readable_in_graph(modules)
     if current_layout() is None or any(_HOOKS_OF_EVERY_MODULE):
@@ -190,8 +187,5 @@ def _adapters(projections: Sequence[Projection]) -> list[torch.Tensor | None]:
 
 
 def _can_be_repeated(activation: nn.Module) -> bool:
-    """Tell whether an activation can be computed in chunks, and again in the backward.
-
-    It must have no parameters, and its forward must not be hooked or replaced.
-    """
+    """Tell whether an activation can run in chunks and again: it has no parameters, hooks or other forward."""
     return next(activation.parameters(), None) is None and runs_own_forward(activation)
