@@ -23,7 +23,7 @@ from ..layout.call_context import KEYWORD, PackedCall, current_call, empty_mask,
 from ..layout.from_call import layout_of
 from ..layout.padded_rows import PaddedRows, as_rows
 from ..layout.shared_rows import SharedDocuments
-from ..patches.base import QKV, Patch
+from ..patches.base import QKV, Heads, Patch
 from ..runtime.autocast import autocast_dtype
 from ..runtime.compile import around_graphs, mark_dynamic, outside_of_graphs
 from ..runtime.neftune import noise_of_padded_rows
@@ -341,8 +341,10 @@ class AttentionOverride(Override):
         arguments = self.patch.arguments(self.module)
         if not self.module.training:
             arguments = replace(arguments, dropout=0.0)  # modules store the rate for training
-        attend = self.backends.attend if self.patch.bias is None else self._attend_with_bias
-        out_TNH = attend(query, key, value, layout, arguments)
+        if self.patch.bias is None:
+            out_TNH = self.backends.attend(query, key, value, layout, arguments)
+        else:
+            out_TNH = self._attend_with_bias((query, key, value), layout, arguments)
         attended = out_TNH.reshape(*hidden_states.shape[:-1], -1)  # (T, N, H) to (B, L, N * H)
         if self.patch.finish is not None:
             return self.patch.finish(self.module, attended, args)
@@ -350,17 +352,10 @@ class AttentionOverride(Override):
 
     # Outside of graphs, as the bias depends on this batch's documents.
     @outside_of_graphs
-    def _attend_with_bias(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layout: PackedLayout,
-        arguments: AttentionArguments,
-    ) -> torch.Tensor:
+    def _attend_with_bias(self, qkv: Heads, layout: PackedLayout, arguments: AttentionArguments) -> torch.Tensor:
         assert self.patch.bias is not None
         if (gather := layout.sequence_gather) is not None:  # a bias is computed for whole documents, not for segments
-            query, key, value = (gather.gather(tensor) for tensor in (query, key, value))
-            return gather.take_first(self._attend_with_bias(query, key, value, layout.full_sequences, arguments))
-        arguments = replace(arguments, bias=self.patch.bias(self.module, value, layout))
-        return self.backends.attend(query, key, value, layout, arguments)
+            query, key, value = map(gather.gather, qkv)
+            return gather.take_first(self._attend_with_bias((query, key, value), layout.full_sequences, arguments))
+        arguments = replace(arguments, bias=self.patch.bias(self.module, qkv[2], layout))
+        return self.backends.attend(*qkv, layout, arguments)

@@ -9,6 +9,7 @@ Shape letters: B rows, L row length, M keys of a row, N query heads, K key/value
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -23,7 +24,7 @@ from ..layout import PackedLayout
 from ..layout.call_context import PackedCall, empty_mask
 from ..runtime.compile import outside_of_graphs
 from ..runtime.per_document import BOUNDARIES
-from .attention_interface import attend_packed, require_known
+from .attention_interface import READ, attend_packed, read_options, require_known
 from .inspect import is_causal
 from .mask_rules import sees_ahead, starts_in_rule
 from .named_boundaries import PADDING, layout_of_attention
@@ -33,17 +34,7 @@ from .named_models import CHOSEN, NAME, refuse_at_load, require_positions, runs_
 # Outside of graphs, as the documents of a call are read on the host.
 @outside_of_graphs
 def named_attention_forward(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **kwargs: Any,
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Implement transformers' attention interface: `query` `(B, N, L, H)`, `key` and `value` `(B, K, M, H)` to `(B, L,
     N, H)`.
@@ -51,24 +42,18 @@ def named_attention_forward(
     Raises:
         [`PackingError`]: if the type is not served, or the call's boundaries cannot be honoured.
     """
-    causal = kwargs.get("is_causal")
+    causal = options.get("is_causal")
     causal = is_causal(module) if causal is None else causal
     patch = served_patch(module.config) if causal else None
-    layout = layout_of_attention(query, key.shape[2], attention_mask, kwargs)
+    layout = layout_of_attention(query, key.shape[2], attention_mask, options)
+    arguments = read_options(query, options)
     if patch is not None and patch.window is not None:
-        sliding_window = patch.window(module)
-    arguments = AttentionArguments(
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-        dropout=dropout,
-    )
+        arguments = replace(arguments, sliding_window=patch.window(module))
     if layout is None:
-        rest = {name: option for name, option in kwargs.items() if name not in BOUNDARIES}
+        rest = {name: option for name, option in options.items() if name not in (*BOUNDARIES, *READ)}
         return _unpacked(module, query, key, value, attention_mask, arguments, causal=causal, **rest), None
-    require_known(module, kwargs)
-    require_positions(module.config, layout, kwargs.get("position_ids"))
+    require_known(module, options)
+    require_positions(module.config, layout, options.get("position_ids"))
     return attend_packed(CHOSEN.backends, query, key, value, layout, arguments), None
 
 
