@@ -90,10 +90,7 @@ def require_versions(*, training: bool = True) -> None:
         if found[package] is None or Version(found[package] or "0") < Version(least)
     ]
     if why:
-        raise VersionTooOld("trl-packfa cannot run with the installed packages.", why=why, do=_remedy())
-
-
-def _remedy() -> str:
-    if sys.version_info < (3, 11):
-        return "Use Python 3.11 or newer, which these versions need; patch() and check() work on Python 3.10."
-    return "pip install --upgrade 'trl-packfa[tested]' installs versions that are tested together."
+        do = "pip install --upgrade 'trl-packfa[tested]' installs versions that are tested together."
+        if sys.version_info < (3, 11):
+            do = "Use Python 3.11 or newer, which these versions need; patch() and check() work on Python 3.10."
+        raise VersionTooOld("trl-packfa cannot run with the installed packages.", why=why, do=do)

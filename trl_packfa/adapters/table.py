@@ -53,16 +53,6 @@ def measured_with() -> dict[str, str]:
     return _committed()["versions"]
 
 
-def _sources() -> dict[str, str]:
-    return _committed()["sources"]
-
-
-def tuner_of(config: Any) -> str:
-    """Return the PEFT folder that a config belongs to, or its full module name if the config is not from PEFT."""
-    parts = type(config).__module__.split(".")
-    return parts[2] if parts[:2] == ["peft", "tuners"] and len(parts) > 2 else type(config).__module__
-
-
 def tuners() -> list[str]:
     """List the folders of all tuners in the installed PEFT."""
     folder = Path(peft.__file__).parent / "tuners"
@@ -83,7 +73,9 @@ def kinds_of(config: Any) -> list[str]:
 
     The table may have no row for a kind in the list.
     """
-    tuner = tuner_of(config)
+    # The PEFT folder that the config belongs to, or its full module name if the config is not from PEFT.
+    parts = type(config).__module__.split(".")
+    tuner = parts[2] if parts[:2] == ["peft", "tuners"] and len(parts) > 2 else type(config).__module__
     kinds = [tuner]
     # `LoraConfig(use_dora=True)` has the kinds `lora` and `lora use_dora`. A rank or a seed adds no kind.
     for name, value in _set_fields(config):
@@ -128,7 +120,7 @@ def verdict_of(config: Any) -> tuple[str, str]:
     if unknown:
         return UNKNOWN, unknown[0]
     tuner = kinds[0]
-    return (EXACT if _sources().get(tuner) == source_of(tuner) else UNKNOWN), tuner
+    return (EXACT if _committed()["sources"].get(tuner) == source_of(tuner) else UNKNOWN), tuner
 
 
 def configs_of(model: nn.Module) -> dict[str, Any]:

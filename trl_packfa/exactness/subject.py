@@ -73,7 +73,9 @@ class Subject:
         self.chooses = any("Indexer" in type(module).__name__ for module in model.modules())
         # An expert multiplies all its tokens together. Another document's tokens change the shape of that product,
         # and so how its sums are rounded.
-        self.regroups = _has_experts(model) or model_type(model) in _REGROUPING
+        config = vars(model_config(model).get_text_config())
+        experts = [value for name, value in config.items() if "expert" in name and isinstance(value, int)]
+        self.regroups = any(number > 1 for number in experts) or model_type(model) in _REGROUPING
         self._progress, self._done = progress, 0.0
         self.clear()
 
@@ -167,12 +169,6 @@ def _norm(gradient: torch.Tensor) -> float:
         return float(norm.full_tensor())
     # Part by part: in half precision, new memory for all of a large gradient in float32 costs more than the norm.
     return float(torch.stack([part.float().norm() for part in gradient.reshape(-1).split(_NORM_PART)]).norm())
-
-
-def _has_experts(model: nn.Module) -> bool:
-    config = model_config(model).get_text_config()
-    counts = {name: value for name, value in vars(config).items() if "expert" in name}
-    return any(isinstance(value, int) and not isinstance(value, bool) and value > 1 for value in counts.values())
 
 
 def compute_dtype(model: nn.Module, logits: torch.dtype = torch.float32) -> torch.dtype:

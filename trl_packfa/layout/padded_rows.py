@@ -173,13 +173,14 @@ class PaddedRows:
 
         Every tensor `(B, L, ...)` is converted, also with an axis of position kinds before B.
         """
-        return {name: self._take_argument(value) for name, value in call.items() if name != "attention_mask"}
-
-    def _take_argument(self, value: Any) -> Any:
-        axis = self.row_axis(value)
-        if axis is None:
-            return value
-        return self.take(value) if axis == 0 else torch.cat([self.take(kind) for kind in value])[:, None]
+        taken = {name: value for name, value in call.items() if name != "attention_mask"}
+        for name, value in taken.items():
+            axis = self.row_axis(value)
+            if axis == 0:
+                taken[name] = self.take(value)
+            elif axis == 1:
+                taken[name] = torch.cat([self.take(kind) for kind in value])[:, None]
+        return taken
 
     def row_axis(self, value: Any) -> int | None:
         """Return the axis of the rows in an argument per token, `None` for any other argument.

@@ -105,7 +105,10 @@ def packed_attention_forward(
     if layout is None:
         if indices is not None:
             attention_mask = _masked_by_choice(attention_mask, indices, query, key)
-        return _own_attention(module)(module, query, key, value, attention_mask, **options)
+        # Every modelling file has its own eager attention, which no table of transformers lists.
+        eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        own = AttentionInterface().get_interface(module.config.trl_packfa_source._attn_implementation, eager)
+        return own(module, query, key, value, attention_mask, **options)
     require_known(module, options, by_mask=module.config.trl_packfa_by_mask)
     arguments = read_options(query, options)
     # Some models apply the window in their mask only. Packing uses no mask, so it is read from the module.
@@ -199,14 +202,6 @@ def require_known(module: Any, kwargs: dict[str, Any], *, by_mask: bool = False)
             f"{type(module).__name__} passes {', '.join(unknown)} to its attention; packed attention lacks them.",
             do="Declare its class in a trl_packfa.Patch's masked_mixers, which run document by document.",
         )
-
-
-def _own_attention(module: Any) -> Callable[..., Any]:
-    """Return the attention function that the module would call unpatched."""
-    # Every modelling file has its own eager attention, which no table of transformers lists.
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    name = module.config.trl_packfa_source._attn_implementation
-    return AttentionInterface().get_interface(name, eager)  # type: ignore[arg-type]
 
 
 def empty_packed_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:

@@ -72,10 +72,16 @@ class Sharing:
         ]
         if any(name not in known for name in by_token):
             return None
-        if (drawing := self._draws()) is not None:
-            self._tell(module, drawing)
-            return None
-        return ids
+        drawing = self._draws()
+        if drawing is not None and not self._told:
+            self._told = True
+            logger.warning(
+                "trl-packfa: rows of %s share no prefixes while %s is not 0: each row draws its own random numbers. "
+                "Set it to 0 to share them.",
+                type(module).__name__,
+                drawing,
+            )
+        return ids if drawing is None else None
 
     def tell_of_refusal(self, model: nn.Module) -> None:
         """Log why no call of this model shares anything, if none does."""
@@ -93,16 +99,6 @@ class Sharing:
             self._modules, self._rates = len(modules), _rates_of(modules)
         drawing = ((m, rate) for m, rate in self._rates if m.training and getattr(m, rate, None))
         return next((f"{type(module).__name__}.{rate}" for module, rate in drawing), None)
-
-    def _tell(self, module: nn.Module, drawing: str) -> None:
-        if not self._told:
-            self._told = True
-            logger.warning(
-                "trl-packfa: rows of %s share no prefixes while %s is not 0: each row draws its own random numbers. "
-                "Set it to 0 to share them.",
-                type(module).__name__,
-                drawing,
-            )
 
 
 def _count_from_zero(position_ids: torch.Tensor | None, layout: PackedLayout) -> bool:

@@ -83,7 +83,14 @@ class Unpadding:
         if mask.dim() != 2 or has_cache(call):
             return None
         if mask.shape != tokens.shape[:2]:
-            _refuse_missing_cache(mask, tokens)
+            # This call continues from a cache, which an earlier call without pads did not return.
+            if mask.shape[0] == tokens.shape[0] and mask.shape[1] > tokens.shape[1]:
+                lost = "an earlier padded call ran without its pads and returned no cache: its tokens would be ignored"
+                raise InvalidLayout(
+                    f"an attention_mask of {mask.shape[1]} columns came with {tokens.shape[1]} tokens and no cache.",
+                    why=[lost],
+                    do="Decode under torch.no_grad(), or pass use_cache=True in the first call.",
+                )
             return None
         if self._asks_for_cache(call, module):
             if module.training and torch.is_grad_enabled():
@@ -227,13 +234,3 @@ def refuse_packed(module: nn.Module) -> None:
         why=["an encoder computes positions and pooling by row, so a packed row would be one text"],
         do="Pass a padded batch with its attention_mask; it runs without its pads.",
     )
-
-
-def _refuse_missing_cache(mask: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Refuse a call that continues from a cache which an earlier call without pads did not return."""
-    if mask.shape[0] == tokens.shape[0] and mask.shape[1] > tokens.shape[1]:
-        raise InvalidLayout(
-            f"an attention_mask of {mask.shape[1]} columns came with {tokens.shape[1]} tokens and no cache.",
-            why=["an earlier padded call ran without its pads and returned no cache: its tokens would be ignored"],
-            do="Decode under torch.no_grad(), or pass use_cache=True in the first call.",
-        )

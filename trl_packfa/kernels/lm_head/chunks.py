@@ -62,19 +62,16 @@ class Chunks:
         self.size = positions_per_chunk(self.dtype, len(weight))
 
     def __iter__(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        scale, softcap = self.transform
         buffer = self.hidden.new_empty((min(self.size, len(self.hidden)), len(self.weight)), dtype=self.dtype)
         for start in range(0, len(self.hidden), self.size):
             part = slice(start, min(start + self.size, len(self.hidden)))
             logits = torch.mm(self.hidden[part].to(self.dtype), self.weight.t(), out=buffer[: part.stop - start])
             if self.bias is not None:
                 logits.add_(self.bias)
-            yield part, self._transformed(logits)
-
-    def _transformed(self, logits: torch.Tensor) -> torch.Tensor:
-        scale, softcap = self.transform
-        if scale != 1.0:
-            logits.mul_(scale)
-        return logits if softcap is None else logits.float().div_(softcap).tanh_().mul_(softcap)
+            if scale != 1.0:
+                logits.mul_(scale)
+            yield part, logits if softcap is None else logits.float().div_(softcap).tanh_().mul_(softcap)
 
 
 class Chunk:

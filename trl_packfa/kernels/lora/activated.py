@@ -182,7 +182,10 @@ class ActivatedModelOverride(NamedOverride):
             return self.call_original(*args, **kwargs)
         finally:
             if not torch.is_grad_enabled():
-                _take_off_hooks(self.module)
+                for layer in self.module.modules():
+                    handles = vars(layer).get("_peft_gradient_checkpointing_forward_hooks") or []
+                    while handles:
+                        handles.pop().remove()
 
     @outside_of_graphs
     def _is_packed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -191,13 +194,6 @@ class ActivatedModelOverride(NamedOverride):
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         of_peft, call = ("alora_offsets", "adapter_names", "task_ids"), self.named(args, kwargs)
         return {name: value for name, value in call.items() if name not in of_peft}
-
-
-def _take_off_hooks(model: nn.Module) -> None:
-    for layer in model.modules():
-        handles = vars(layer).get("_peft_gradient_checkpointing_forward_hooks") or []
-        while handles:
-            handles.pop().remove()
 
 
 def activated_overrides(model: nn.Module) -> list[Override]:

@@ -92,11 +92,6 @@ def project_together(x: torch.Tensor, *modules: nn.Module) -> tuple[torch.Tensor
     return tuple(module(x) for module in modules) if outputs is None else outputs
 
 
-def is_gated_mlp(module: nn.Module) -> bool:
-    """Tell whether a module computes Llama's MLP, as many architectures do."""
-    return computes_as(module, LlamaMLP.forward)
-
-
 def adapted_layers(module: nn.Module) -> list[nn.Module]:
     """List the LoRA layers in a module."""
     return [layer for layer in module.modules() if isinstance(layer, LoraLayer)]
@@ -114,7 +109,8 @@ def lora_overrides(backbone: nn.Module, *, fused: bool, by_liger: bool, invocati
         for module in backbone.modules()
         if is_adapted(module) and "_hf_hook" not in vars(module) and has_library_forward(module)
     ]
-    mlps = [module for module in backbone.modules() if is_gated_mlp(module) and adapted_layers(module)]
+    # Many architectures have Llama's MLP.
+    mlps = [m for m in backbone.modules() if computes_as(m, LlamaMLP.forward) and adapted_layers(m)]
     found: list[Override] = []
     if fused:
         found += [AdaptedLinearOverride(layer, invocations) for layer in layers]
