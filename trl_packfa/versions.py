@@ -71,15 +71,7 @@ def tell_of_newer_versions() -> None:
 
 
 def require_versions(*, training: bool = True) -> None:
-    """Refuse packages that are too old.
-
-    Args:
-        training (`bool`):
-            Whether the trainers are used, which need TRL.
-
-    Raises:
-        [`VersionTooOld`]: naming each package, the version found and the version needed.
-    """
+    """Raise [`VersionTooOld`] with each package that is too old; only the trainers, `training`, need TRL."""
     from packaging.version import Version
 
     needed = {package: least for package, least in MINIMUM_VERSIONS.items() if training or package != "trl"}

@@ -147,15 +147,7 @@ def quantizer_of(config: Any) -> tuple[str, Quantizer]:
 
 
 def refuse_quantization(config: Any) -> None:
-    """Refuse a quantization that makes a document's result depend on other documents of its batch.
-
-    Args:
-        config (`QuantizationConfigMixin`, `dict` or `None`):
-            Quantization config of the model.
-
-    Raises:
-        [`UnsupportedModel`]: naming the method, the reason and what to do.
-    """
+    """Raise [`UnsupportedModel`] if a quantization config (or `None`) makes a document's result depend on others."""
     if config is None:
         return
     method, quantizer = quantizer_of(config)

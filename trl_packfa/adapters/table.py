@@ -136,16 +136,9 @@ def configs_of(model: nn.Module) -> dict[str, Any]:
 
 
 def refuse_adapter(config: Any, *, name: str | None = None) -> None:
-    """Refuse an adapter that was measured wrong under packing.
+    """Raise [`UnsupportedModel`] for an adapter that was measured wrong under packing.
 
-    Args:
-        config (`PeftConfig` or `None`):
-            The adapter's config.
-        name (`str`, *optional*):
-            The adapter's name, if a model already has it.
-
-    Raises:
-        [`UnsupportedModel`]: naming tuner and variant, the reason and what to use instead.
+    `config` is its `PeftConfig`, or `None`; `name` is its name, if a model already has it.
     """
     if not dataclasses.is_dataclass(config):
         return

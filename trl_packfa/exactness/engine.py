@@ -128,22 +128,12 @@ def compare(
 ) -> Comparison:
     """Compare ways to run the documents with a reference; again with smaller losses while gradients overflow.
 
+    The reference is right by definition. Candidates run all documents, and the gradient of every parameter is
+    compared; `others` run some documents, in which parameters get no gradients. Rounding is measured in a way of its
+    own: run as it is, and with every value off by up to a last place. `names` of the three are for the progress bar.
+
     An example, a small SmolLM3 in float32: the worst layer of a packed document is 4.0e-7 from the same document
     alone. Allowed are four times what rounding changes there, at least 1e-4.
-
-    Args:
-        subject ([`Subject`]):
-            The model.
-        reference (`Way`):
-            The way that is right by definition.
-        candidates (`Sequence[Way]`):
-            Ways of all documents. The gradient of every parameter is compared.
-        rounding (`Way`):
-            The way in which rounding is measured: run as it is, and with every value off by up to a last place.
-        others (`Sequence[Way]`, *optional*):
-            Ways of some documents, in which parameters get no gradients.
-        names (`tuple[str, str, str]`, *optional*):
-            Names of reference, candidates and others for the progress bar.
     """
     while True:
         found = _compare(subject, reference, candidates, rounding, others, names)

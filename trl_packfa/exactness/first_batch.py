@@ -79,15 +79,8 @@ def check_batch(
     """Compare a packed training batch with some of its documents, each alone; `None` if it trains no token.
 
     It runs the batch forward once, eight of its documents alone, and three of these with random rounding. The LM head
-    runs forward and backward ([`~head.check_head`]).
-
-    Args:
-        model (`torch.nn.Module`):
-            The patched model as it trains, wrapped or not. It must accept `fused_lm_head=True`.
-        batch (`Mapping[str, Any]`):
-            The collator's batch, on the model's device.
-        group (`torch.distributed.ProcessGroup` or `DeviceMesh`, *optional*):
-            The processes that share the row. Each runs as many tokens alone as it holds of the row.
+    runs forward and backward ([`~head.check_head`]). The patched `model` must accept `fused_lm_head=True`. If the
+    processes of a `group` share the row, each runs as many tokens alone as it holds of it.
     """
     layout = batch.get("packed_layout") or layout_of(dict(batch))
     if layout is None:

@@ -96,10 +96,8 @@ class Following:
     """One forward whose documents are traced.
 
     Args:
-        places (`Sequence[torch.Tensor]`):
-            For each document the numbers `(n,)` of its tokens among the `B * L` of the call.
-        shape (`tuple[int, int]`):
-            `(B, L)`.
+        places (`Sequence[torch.Tensor]`), shape (`tuple[int, int]`):
+            For each document the numbers `(n,)` of its tokens among the `B * L` of the call, and `(B, L)`.
         handed (`Sequence[Trace | None]`, *optional*):
             For each document the inputs that replace those of its layers and routers, `None` to replace none.
 

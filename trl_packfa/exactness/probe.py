@@ -42,21 +42,10 @@ class Outputs(NamedTuple):
 class Probe:
     """A few documents, a replacement for each, and the ways to run them.
 
-    Args:
-        model (`torch.nn.Module`):
-            A patched causal LM.
-        collator (`Callable`):
-            Makes the batch of `row`.
-        tokens (`list[torch.Tensor]`), others (`list[torch.Tensor]`):
-            Token ids `(n,)` of each document, and of its replacement.
-        seed (`int`):
-            Seed of the random weights of a loss.
-        scored (`bool`, *optional*, defaults to `True`):
-            Whether the LM head runs on a few positions of each document. A head treats every token by itself, and
-            takes most of the time if the vocabulary is large, so few runs need it.
-
-    Attributes:
-        row ([`Arrangement`]): all documents in one row, as the collator packs them.
+    The `collator` makes the batch of `row`, in which all documents are packed. `tokens` and `others` are the ids
+    `(n,)` of each document and of its replacement, and `seed` is for the random weights of a loss. If `scored`, the LM
+    head runs on a few positions of each document. A head treats every token by itself, and takes most of the time if
+    the vocabulary is large, so few runs need it.
 
     Raises:
         [`InvalidLayout`]: if the collator's batch has no boundaries.

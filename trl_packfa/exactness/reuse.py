@@ -33,13 +33,7 @@ def proof_identity(model: nn.Module, **facts: Any) -> str:
     """Return a hash of everything that a proof depends on, except the values of the weights.
 
     That is: versions, our code and the model's, config, modules, forwards, implementations, parameters with dtypes and
-    which of them train, adapters, device and autocast.
-
-    Args:
-        model (`torch.nn.Module`):
-            A patched model, as it is to be proven.
-        facts:
-            Other facts that its calls depend on: collator, engine.
+    which of them train, adapters, device and autocast; and other `facts` that its calls depend on: collator, engine.
     """
     device, state = device_of(model), find_state(model)
     patched = [] if state is None else [state.patch.origin, state.patch.level, *astuple(state.options)]

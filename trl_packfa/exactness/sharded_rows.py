@@ -81,15 +81,8 @@ def check_sharded_row(
 ) -> ShardedRowProof:
     """Run a packed row on one process and on all of a group, forwards and backwards; measure what rounding changes.
 
-    Args:
-        model (`torch.nn.Module`):
-            The patched model as it trains. It must accept `fused_lm_head=True`.
-        group (`torch.distributed.ProcessGroup` or `DeviceMesh`):
-            The processes that share a row. All of them call this function.
-        collator (`Callable`):
-            The collator of the training.
-        documents (`Sequence[Sequence[int]]`, *optional*), seed (`int`, *optional*, defaults to `0`):
-            See [`check`].
+    All processes of the group call it. The patched `model` must accept `fused_lm_head=True`. `collator`, `documents`
+    and `seed` are those of [`check`].
     """
     if isinstance(model, DistributedDataParallel):
         model = model.module

@@ -34,16 +34,9 @@ _NORM_PART = 2**20
 class Subject:
     """A patched causal LM in the mode in which it is measured.
 
-    Args:
-        model (`torch.nn.Module`), state ([`PatchState`]):
-            The model and the record of its patch.
-        gradient_parts ([`GradientParts`] or `None`):
-            Collects the gradients under ZeRO-3.
-        progress (`Callable` or `None`):
-            Called with the name of each part and the share of the work that is done.
-        skipped (`dict`, *optional*):
-            Layers to leave out, from [`~depth.layers_to_skip`]. `None` measures the whole model, with its embeddings
-            and LM head.
+    `gradient_parts` collects the gradients under ZeRO-3. `progress` is called with the name of each part and the share
+    of the work that is done. `skipped` are layers to leave out, from [`~depth.layers_to_skip`]; `None` measures the
+    whole model, with its embeddings and LM head.
 
     Attributes:
         whole (`bool`): whether all layers, the embeddings and the LM head are measured.

@@ -32,13 +32,10 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 class NotedMask:
     """A mask that was not made.
 
-    Args:
-        make (`Callable`):
-            Makes it, in the form of the model's own attention.
-        padding (`torch.Tensor`):
-            The mask of padding, `(B, L)`.
-        blocks ([`RowBlocks`]):
-            Tokens that see each other in both directions.
+    Attributes:
+        make (`Callable`): makes it, in the form of the model's own attention.
+        padding (`torch.Tensor`): the mask of padding, `(B, L)`.
+        blocks ([`RowBlocks`]): tokens that see each other in both directions.
     """
 
     make: Callable[[], Any]

@@ -30,15 +30,8 @@ PADDING = "trl_packfa_padding"
 def layout_of_attention(query: torch.Tensor, keys: int, mask: Any, kwargs: Mapping[str, Any]) -> PackedLayout | None:
     """Return the documents of an attention call, `None` if it is not packed.
 
-    Args:
-        query (`torch.Tensor`):
-            Of shape `(B, N, L, H)`.
-        keys (`int`):
-            Number of keys of a row, including those of a cache.
-        mask (`torch.Tensor` or `None`):
-            The result of the mask function.
-        kwargs (`Mapping[str, Any]`):
-            The keywords that reached the attention function.
+    The query is `(B, N, L, H)`, and `keys` is the number of keys of a row, with those of a cache. The mask is the
+    result of the mask function, and `kwargs` are the keywords that reached the attention function.
 
     Raises:
         [`InvalidLayout`]: if boundaries contradict each other, or came with padding or with a filled cache.

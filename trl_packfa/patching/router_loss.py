@@ -62,17 +62,8 @@ def balances_experts(text_config: Any, coefficient: float | None) -> bool:
 class BalancedModel:
     """A patched mixture-of-experts model whose auxiliary loss is that of the padded micro-batches.
 
-    Args:
-        model (`torch.nn.Module`):
-            The model that TRL calls.
-        groups (`torch.Tensor`):
-            For each token the number of its padded micro-batch, G for padding, `(T,)`.
-        tokens (`Sequence[int]` or `torch.Tensor`):
-            True tokens of each of the G padded micro-batches, on all ranks together.
-        share (`float`):
-            Factor of the sum over the G losses.
-        reduce (`Callable`, *optional*):
-            Sums a tensor over the ranks, where they share padded micro-batches.
+    The arguments are those of [`balancing_loss`], for the tokens of all ranks together; `share` is a factor of the
+    loss.
 
     Attributes:
         layers (`int`): how many layers of the last call had routers.

@@ -35,8 +35,13 @@ Watch: TypeAlias = "Callable[[Callable[..., Any], dict[str, Any], PaddedRows, An
 class Unpadding:
     """Policy for one backbone: which of its padded calls run as one row of their true tokens. It also counts them.
 
+    A model that `generates` may be used for decoding: a call without gradients whose config asks for a cache then gets
+    the cache and runs with its pads.
+
     Attributes:
         is_on (`bool`): whether calls run without pads; off while padded calls are measured.
+        sharing ([`Sharing`] or `None`): the policy that decides which rows share a prefix.
+        runs_by_row (`frozenset[str]`): arguments of cross-attention to images, which runs on padded rows.
         calls (`int`): calls that ran without their pads so far.
         tokens, pads, documents (`int`): true tokens, pads and rows with tokens of all masks so far.
         trained, trained_documents (`int`): true tokens and rows of calls with gradients.
@@ -44,15 +49,6 @@ class Unpadding:
         blocks (`int`): blocks of tokens that saw each other in both directions, of layers with and without a window.
         takes_left (`bool`): whether rows padded on the left run without their pads; the proof finds it.
         watch (`Callable` or `None`): called for every call that runs without its pads, see [`Watch`].
-
-    Args:
-        sharing ([`Sharing`] or `None`):
-            The policy that decides which rows share a prefix.
-        generates (`bool`):
-            Whether the model may be used for decoding. If so, a call without gradients whose config asks for a cache
-            gets the cache and runs with its pads.
-        runs_by_row (`frozenset[str]`):
-            Arguments of cross-attention to images, which runs on padded rows. Empty if the model has none.
     """
 
     def __init__(self, sharing: Sharing | None, *, generates: bool, runs_by_row: frozenset[str]) -> None:

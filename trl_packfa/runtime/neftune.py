@@ -25,11 +25,8 @@ from .compile import outside_of_graphs
 class EmbeddingNoise:
     """Forward hook of the embedding that replaces transformers' own hook while a packed run trains.
 
-    Args:
-        alpha (`float`):
-            `neftune_noise_alpha`.
-
     Attributes:
+        alpha (`float`): `neftune_noise_alpha`.
         lengths (`torch.Tensor` or `None`): for each token of the next call the length of its padded row, `(B, L)`, or
             one length for all tokens; `None` for a batch that is not packed.
     """
