@@ -17,14 +17,7 @@ import torch
 from torch import nn
 
 from .adapters import adapter_kinds, refuse_adapters, refuse_quantized, unmeasured_adapters, unread_quantizers
-from .errors import (
-    TRAIN_PADDED,
-    ContaminationError,
-    InvalidConfig,
-    UnsupportedModel,
-    first_line,
-    is_out_of_memory,
-)
+from .errors import TRAIN_PADDED, ContaminationError, InvalidConfig, UnsupportedModel, first_line, is_out_of_memory
 from .exactness import check, check_unpadding, proof_identity
 from .kernels.lm_head.chunked import undo_head
 from .kernels.lora import adapted_layers

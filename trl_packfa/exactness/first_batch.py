@@ -72,9 +72,7 @@ class BatchProof(NamedTuple):
 
 @torch.no_grad()
 def check_batch(
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    group: distributed.ProcessGroup | distributed.DeviceMesh | None = None,
+    model: nn.Module, batch: Mapping[str, Any], group: distributed.ProcessGroup | distributed.DeviceMesh | None = None
 ) -> BatchProof | None:
     """Compare a packed training batch with some of its documents, each alone; `None` if it trains no token.
 

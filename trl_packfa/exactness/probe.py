@@ -123,13 +123,7 @@ class Probe:
         return torch.tensor([length // 2, length - 1][-min(length, 2) :] if self.scored else [], dtype=torch.long)
 
     def backward(
-        self,
-        outputs: Outputs,
-        documents: Sequence[int],
-        losses: Sequence[int],
-        *,
-        scale: float,
-        head: bool = False,
+        self, outputs: Outputs, documents: Sequence[int], losses: Sequence[int], *, scale: float, head: bool = False
     ) -> None:
         """Add `scale` times the gradient of a fixed random weighting of the states, and with `head` of the logits,
         too.

@@ -45,10 +45,7 @@ _PREFIX, _BRANCHES, _OTHER = SHORTEST + 4, (11, 1, 24), 13
 
 
 def check_unpadding(
-    model: nn.Module,
-    *,
-    documents: Sequence[Sequence[int]] | None = None,
-    seed: int = 0,
+    model: nn.Module, *, documents: Sequence[Sequence[int]] | None = None, seed: int = 0
 ) -> UnpaddingReport:
     """Measure whether padded batches give the same results with and without their pads, on this model as it is now.
 

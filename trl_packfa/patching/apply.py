@@ -20,13 +20,7 @@ from ..errors import NoBackend
 from ..kernels.cpu import RMSNormOverride, is_rms_norm_on_cpu
 from ..kernels.liger import LigerRMSNormOverride, SwiGLUOverride, is_rms_norm_on_cuda, is_swiglu_on_cuda
 from ..kernels.lm_head.labelled import LabelledHead, trl_options
-from ..kernels.lora import (
-    activated_overrides,
-    adapted_layers,
-    invocations_of,
-    lora_overrides,
-    require_in_packed_rows,
-)
+from ..kernels.lora import activated_overrides, adapted_layers, invocations_of, lora_overrides, require_in_packed_rows
 from ..kernels.rotary import PlainRotation
 from ..patches.base import Patch
 from ..runtime import bitsandbytes
@@ -36,15 +30,7 @@ from .attention_interface import MasksByInterface, interface_config, mask_config
 from .cross_attention import ARGUMENTS, CrossAttentionOverride, cross_attention_of
 from .encoders import EncoderOverride, LengthGroupsOverride, StackOverride, find_stack
 from .forwards import AttentionOverride, BackboneOverride, CausalLMOverride, CompositeOverride, RebatchOverride
-from .inspect import (
-    class_names,
-    find_attention,
-    find_backbone,
-    find_by_class,
-    inner_model,
-    text_decoder,
-    windows_of,
-)
+from .inspect import class_names, find_attention, find_backbone, find_by_class, inner_model, text_decoder, windows_of
 from .mixers import FunctionOverride, LayerOverride, MixerOverride
 from .rotary import RotaryOverride, depends_on_length
 from .sharing import Sharing

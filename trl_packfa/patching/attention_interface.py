@@ -159,11 +159,7 @@ def attend_packed(
 # Outside of graphs, as the bias depends on this batch's documents.
 @outside_of_graphs
 def _attend_to_chosen(
-    backends: BackendChoice,
-    indices: torch.Tensor,
-    qkv: Heads,
-    layout: PackedLayout,
-    arguments: AttentionArguments,
+    backends: BackendChoice, indices: torch.Tensor, qkv: Heads, layout: PackedLayout, arguments: AttentionArguments
 ) -> torch.Tensor:
     """Attend to the keys in `indices` `(B, L, K)`; documents of at most K tokens see all of their keys."""
     if layout.max_seqlen > indices.shape[-1]:
