@@ -81,8 +81,7 @@ def plot(
 def require_matplotlib(what: str) -> Any:
     """Import matplotlib on use and return it.
 
-    Raises:
-        [`MissingPackage`]: if it is not installed; the message names the extra that installs it.
+    Raise [`MissingPackage`] if it is not installed; the message names the extra that installs it.
     """
     try:
         import matplotlib

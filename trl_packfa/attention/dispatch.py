@@ -21,8 +21,7 @@ QKV: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def resolve(request: AttentionRequest, backend: str = "auto") -> AttentionBackend:
     """Return the backend for a request: the named one, or for `"auto"` the first selectable one without refusals.
 
-    Raises:
-        [`NoBackend`]: with the request and every backend's reasons.
+    Raise [`NoBackend`] with the request and every backend's reasons.
     """
     request = request._replace(named=backend != "auto")
     candidates = [get_backend(backend)] if request.named else [b for b in BACKENDS if b.capabilities.is_selectable]
@@ -60,12 +59,8 @@ class BackendChoice:
 
         A token attends to the earlier tokens of its document, also if the prefix is shared between documents. Tokens
         of a block attend to the later tokens of their block, too. If several processes share the row, they exchange
-        its tokens for heads.
-
-        Raises:
-            [`NoBackend`]: if no backend serves them.
-            [`PackingError`]: if a block comes with a bias, or is longer than the sliding window; if a row cannot be
-                shared by so many processes.
+        its tokens for heads. Raise [`NoBackend`] if no backend serves them. Raise [`PackingError`] if a block comes
+        with a bias, or is longer than the sliding window; if a row cannot be shared by so many processes.
         """
         if layout.shard is not None:
             return self._attend_sharded(query, key, value, layout, arguments)

@@ -40,10 +40,8 @@ def attend_sharded(
     """Attend with this process's heads to the whole row, and return its tokens `(t, Q, H)`.
 
     Query `(t, Q, H)`, key and value `(t, K, H)` are this process's tokens, and `arguments` are for all heads. `attend`
-    computes attention of all T tokens. Where K is no multiple of N, key/value heads are repeated.
-
-    Raises:
-        [`PackingError`]: if N does not divide Q, or a term that depends on tokens is added to the scores.
+    computes attention of all T tokens. Where K is no multiple of N, key/value heads are repeated. Raise
+    [`PackingError`] if N does not divide Q, or a term that depends on tokens is added to the scores.
     """
     shard = layout.shard
     assert shard is not None

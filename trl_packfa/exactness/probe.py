@@ -45,10 +45,7 @@ class Probe:
     The `collator` makes the batch of `row`, in which all documents are packed. `tokens` and `others` are the ids
     `(n,)` of each document and of its replacement, and `seed` is for the random weights of a loss. If `scored`, the LM
     head runs on a few positions of each document. A head treats every token by itself, and takes most of the time if
-    the vocabulary is large, so few runs need it.
-
-    Raises:
-        [`InvalidLayout`]: if the collator's batch has no boundaries.
+    the vocabulary is large, so few runs need it. Raise [`InvalidLayout`] if the collator's batch has no boundaries.
     """
 
     def __init__(

@@ -31,10 +31,7 @@ def host_positions(position_ids: torch.Tensor, shape: tuple[int, int]) -> torch.
     """Return `position_ids` as int64 of shape `(B, L)` on the host.
 
     With four multimodal axes (text, time, height, width) it returns the text's. Three axes do not count tokens, so it
-    returns `None`.
-
-    Raises:
-        [`InvalidLayout`]: if they are not positions of a batch of this shape.
+    returns `None`. Raise [`InvalidLayout`] if they are not positions of a batch of this shape.
     """
     if position_ids.dim() == 3 and position_ids.shape[0] != _MULTIMODAL_AXES:
         return None

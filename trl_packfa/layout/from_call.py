@@ -53,10 +53,8 @@ def layout_of(
 
     `call` maps argument names to values. An all-ones `attention_mask` and `use_cache=True` do not switch packing off;
     in transformers they do. `ignores_position_ids` means that the model ignores the call's `position_ids` and counts
-    each document from 0. `max_positions` is the number of positions that the model has learned.
-
-    Raises:
-        [`InvalidLayout`]: if the sources contradict each other or the batch.
+    each document from 0. `max_positions` is the number of positions that the model has learned. Raise
+    [`InvalidLayout`] if the sources contradict each other or the batch.
     """
     # `inputs_embeds` comes first, as in transformers: prompt tuning and image models embed tokens before the backbone.
     embedded = call.get("inputs_embeds")

@@ -74,8 +74,7 @@ class PaddedRows:
     def from_mask(cls, mask: torch.Tensor) -> PaddedRows:
         """Make the rows of an `attention_mask` `(B, L)`; this copies the mask to the host.
 
-        Raises:
-            [`InvalidLayout`]: if it holds no values, or a row has pads among its tokens.
+        Raise [`InvalidLayout`] if it holds no values, or a row has pads among its tokens.
         """
         if mask.device.type == "meta":
             raise InvalidLayout(

@@ -47,9 +47,8 @@ def unpadding_of(model: nn.Module) -> Unpadding | None:
 def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = None) -> PatchState:
     """Patch this model instance in place, and return what was done. Every edit is prepared before any is made.
 
-    Raises:
-        [`UnsupportedModel`]: if the modules that the patch names are not there, or attend in both directions.
-        [`NoBackend`]: if there is no backend of that name.
+    Raise [`UnsupportedModel`] if the modules that the patch names are not there, or attend in both directions. Raise
+    [`NoBackend`] if there is no backend of that name.
     """
     options = options or PatchOptions()
     backends = BackendChoice(options.backend)

@@ -46,11 +46,8 @@ class NotedMask:
 def note_mask(make: Callable[[], Any], options: Mapping[str, Any]) -> Any:
     """Return the mask of padding with a note of the mask that it stands for; without padding make the mask.
 
-    `options` are the keywords of transformers' mask interface.
-
-    Raises:
-        [`PackingError`]: if some images of a row see each other, and others do not.
-        [`InvalidLayout`]: if a row has pads among its tokens.
+    `options` are the keywords of transformers' mask interface. Raise [`PackingError`] if some images of a row see each
+    other, and others do not. Raise [`InvalidLayout`] if a row has pads among its tokens.
     """
     padding, lengths = options.get("attention_mask"), (options.get("q_length"), options.get("kv_length"))
     if not isinstance(padding, torch.Tensor) or padding.dim() != 2 or set(lengths) != {padding.shape[1]}:

@@ -76,8 +76,7 @@ def text_decoder(model: nn.Module) -> PreTrainedModel | None:
 def get_patch(model: nn.Module) -> Patch:
     """Return the patch for a model, by the `config.model_type` of the outermost transformers model in it.
 
-    Raises:
-        [`UnsupportedModel`]: if there is none; the message names the most similar model types.
+    Raise [`UnsupportedModel`] if there is none; the message names the most similar model types.
     """
     patch = get_patch_for_type(model_type(model))
     # One type may need two patches: Falcon has rotary models and ALiBi models.
@@ -111,8 +110,7 @@ def forward_takes(module: nn.Module, name: str) -> bool:
 def find_backbone(model: nn.Module, patch: Patch) -> nn.Module:
     """Return the module that runs the decoder stack.
 
-    Raises:
-        [`UnsupportedModel`]: if the class that the patch names is missing, or there are several modules of it.
+    Raise [`UnsupportedModel`] if the class that the patch names is missing, or there are several modules of it.
     """
     if patch.backbone is None:
         inner: Any = inner_model(model)
@@ -268,10 +266,8 @@ def _is_elsewhere(name: str, module: nn.Module) -> bool:
 def windows_of(patch: Patch, backbone: nn.Module, attention: dict[str, nn.Module]) -> tuple[int | None, ...]:
     """Return the sliding window of each attention module.
 
-    Models on transformers' interface that pass the window in their calls have their config's.
-
-    Raises:
-        [`UnsupportedModel`]: if a window reaches the attention through the mask alone; packing uses no mask.
+    Models on transformers' interface that pass the window in their calls have their config's. Raise
+    [`UnsupportedModel`] if a window reaches the attention through the mask alone; packing uses no mask.
     """
     if patch.rebatch:
         return ()

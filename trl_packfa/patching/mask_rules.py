@@ -61,10 +61,8 @@ def blocks_in_rule(rule: Rule, padding: torch.Tensor, *, by_index: bool = True) 
     """Read the blocks of each row off a rule that leaves out the mask of padding `(B, L)`.
 
     Blocks hold true tokens only. `by_index` says that the rule takes tensors of indices. A rule that the model has
-    added may take single indices only.
-
-    Raises:
-        [`PackingError`]: if some blocks of a row see each other, and others do not.
+    added may take single indices only. Raise [`PackingError`] if some blocks of a row see each other, and others do
+    not.
     """
     host = padding.detach().ne(0).cpu()
     ahead = _seen_ahead(rule, (host.shape[0], host.shape[1]), padding.device, by_index=by_index).cpu()

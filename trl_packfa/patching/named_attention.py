@@ -39,8 +39,7 @@ def named_attention_forward(
     """Implement transformers' attention interface: `query` `(B, N, L, H)`, `key` and `value` `(B, K, M, H)` to `(B, L,
     N, H)`.
 
-    Raises:
-        [`PackingError`]: if the type is not served, or the call's boundaries cannot be honoured.
+    Raise [`PackingError`] if the type is not served, or the call's boundaries cannot be honoured.
     """
     causal = options.get("is_causal")
     causal = is_causal(module) if causal is None else causal
@@ -101,10 +100,7 @@ def named_mask(**options: Any) -> torch.Tensor | None:
     """Implement transformers' mask interface, which is called with keywords.
 
     A call without pads and cache gets no mask, one whose positions restart gets an empty mask, and any other gets
-    `sdpa`'s.
-
-    Raises:
-        [`PackingError`]: if the type is not served.
+    `sdpa`'s. Raise [`PackingError`] if the type is not served.
     """
     return _make_mask(torch.compiler.is_compiling(), options)
 

@@ -31,10 +31,8 @@ def layout_of_attention(query: torch.Tensor, keys: int, mask: Any, kwargs: Mappi
     """Return the documents of an attention call, `None` if it is not packed.
 
     The query is `(B, N, L, H)`, and `keys` is the number of keys of a row, with those of a cache. The mask is the
-    result of the mask function, and `kwargs` are the keywords that reached the attention function.
-
-    Raises:
-        [`InvalidLayout`]: if boundaries contradict each other, or came with padding or with a filled cache.
+    result of the mask function, and `kwargs` are the keywords that reached the attention function. Raise
+    [`InvalidLayout`] if boundaries contradict each other, or came with padding or with a filled cache.
     """
     shape = (query.shape[0], query.shape[2])
     if shape[1] != keys:

@@ -160,8 +160,7 @@ def runs_by_name(model: nn.Module) -> bool:
 def named_state(model: nn.Module) -> PatchState:
     """Return the state that the check reads, for a model that runs by name; the model is not changed.
 
-    Raises:
-        [`UnsupportedModel`]: if no attention module uses transformers' interface, or windows do not reach them.
+    Raise [`UnsupportedModel`] if no attention module uses transformers' interface, or windows do not reach them.
     """
     name = model_type(model)
     patch = find_patch_for_type(name)

@@ -65,12 +65,9 @@ class Unpadding:
         """Return the rows of a call that runs without its pads, `None` if it runs as it is.
 
         A call runs as it is if it has no pads and its rows share nothing, or if it uses or asks for a cache. `read`
-        are the arguments that the module reads.
-
-        Raises:
-            [`PackingError`]: if the call brings images or other modalities.
-            [`InvalidLayout`]: if a row has pads among its tokens, or the mask covers tokens of an earlier call whose
-                cache is not there.
+        are the arguments that the module reads. Raise [`PackingError`] if the call brings images or other modalities.
+        Raise [`InvalidLayout`] if a row has pads among its tokens, or the mask covers tokens of an earlier call whose
+        cache is not there.
         """
         embedded = call.get("inputs_embeds")
         tokens, mask = call.get("input_ids") if embedded is None else embedded, call.get("attention_mask")

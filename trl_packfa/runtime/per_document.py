@@ -80,9 +80,8 @@ def _take_apart(
 def run_backbone_by_document(forward: Callable[..., Any], call: dict[str, Any], layout: PackedLayout) -> Any:
     """Run a whole backbone with [`run_by_document`]; the backbone finds positions and masks by itself.
 
-    Raises:
-        [`InvalidLayout`]: if `position_ids` are not those of documents that each start at 0.
-        [`PackingError`]: if the call asks for hidden states of every layer.
+    Raise [`InvalidLayout`] if `position_ids` are not those of documents that each start at 0. Raise [`PackingError`]
+    if the call asks for hidden states of every layer.
     """
     _require_plain(call, layout)
     for name in FOUND_BY_ITSELF:

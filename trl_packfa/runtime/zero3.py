@@ -99,10 +99,8 @@ class GradientParts:
 def gradients_taken(model: Any, shard: RowShard | None = None) -> Iterator[GradientParts | None]:
     """Take the gradients of backward passes through a ZeRO-3 engine, inside a `with` block; `None` for other models.
 
-    The engine's own gradients stay as they were. `shard` is that of [`GradientParts`].
-
-    Raises:
-        [`UnsupportedModel`]: if the model's weights are split and it is not the engine, or the engine is too old.
+    The engine's own gradients stay as they were. `shard` is that of [`GradientParts`]. Raise [`UnsupportedModel`] if
+    the model's weights are split and it is not the engine, or the engine is too old.
     """
     if not is_partitioned(model):
         yield None

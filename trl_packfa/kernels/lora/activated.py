@@ -31,8 +31,7 @@ Invocations = Mapping[str, tuple[int, ...]]
 def invocations_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the invocation tokens of each activated adapter of a model, by the adapter's name.
 
-    Raises:
-        [`UnsupportedModel`]: if an adapter has no `PeftModel` around it, because PEFT would never activate it.
+    Raise [`UnsupportedModel`] if an adapter has no `PeftModel` around it, because PEFT would never activate it.
     """
     models = [module for module in model.modules() if isinstance(module, PeftModel)]
     configs: dict[str, Any] = {name: config for found in models for name, config in found.peft_config.items()}
