@@ -15,7 +15,7 @@ import torch
 from ..runtime.autocast import cast_to_autocast_dtype
 from .base import AttentionCall, AttentionRequest
 from .capabilities import AttentionBackend
-from .flash_limits import FLASH, equally_wide, require_indexable
+from .flash import FLASH, equally_wide, require_indexable
 
 try:
     from torch.nn.attention import varlen

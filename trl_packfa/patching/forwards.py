@@ -38,9 +38,6 @@ from .state import PatchState
 from .token_types import embeds_token_types, refuse_token_types, types_of_long_rows
 from .unpadding import refuse_modalities, refuse_packed
 
-# Name under which the rows of a call travel inside a backbone's override.
-ROWS = "trl_packfa_rows"
-
 
 class _PackedForward(NamedOverride):
     """Forward of a backbone, or of the causal LM around it, that finds the documents of a packed call."""
@@ -83,9 +80,6 @@ class _PackedForward(NamedOverride):
 class BackboneOverride(_PackedForward):
     """Forward of a backbone that finds the boundaries once, hands them to every layer, and avoids any T x T mask."""
 
-    # Also true of documents that run under the backbone's own masks, or with its own check of the types.
-    any_token_types = False
-
     def __init__(self, module: nn.Module, state: PatchState) -> None:
         patch = state.patch
         self.encoder, self.makes_mask = patch.encoder, patch.makes_mask or patch.encoder
@@ -95,7 +89,8 @@ class BackboneOverride(_PackedForward):
         original = MasksByInterface(module, state.backends) if self.makes_mask else None
         super().__init__(module, state, original, own_positions=own_positions)
         self.max_positions, self.unpadding = max_positions(module), state.unpadding
-        self.takes_token_types = self.any_token_types or embeds_token_types(module)
+        # Documents that run by themselves run under the backbone's own masks, with its own check of the types.
+        self.takes_token_types = patch.rebatch or embeds_token_types(module)
         self._looked = False
 
     @around_graphs
@@ -152,9 +147,9 @@ class BackboneOverride(_PackedForward):
             refuse_token_types(call, self.names)
 
     @around_graphs
-    def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
-        """Run the original forward and give its layers the layout."""
-        arguments, packed = self._packed_call(call, layout)
+    def run_packed(self, call: dict[str, Any], layout: PackedLayout, rows: PaddedRows | None = None) -> Any:
+        """Run the original forward and give its layers the layout, and its cross-attention the padded rows."""
+        arguments, packed = self._packed_call(call, layout, rows)
         with in_call(packed):
             return router_loss.collect_logits(self.call_original(**arguments))
 
@@ -170,11 +165,9 @@ class BackboneOverride(_PackedForward):
     def run_without_pads(self, call: dict[str, Any], rows: PaddedRows) -> Any:
         """Run a padded call as one row of its true tokens, and put the outputs back into the padded batch's shape."""
         taken, layout = self._taken(call, rows)
-        if self.unpadding.runs_by_row:  # type: ignore[union-attr]
-            taken[ROWS] = rows
-        noise: Any = self.unpadding.noise  # type: ignore[union-attr]
-        with noise_of_padded_rows(self.module, noise, rows, call["attention_mask"].device):
-            outputs = self.run_packed(taken, layout)
+        unpadding: Any = self.unpadding
+        with noise_of_padded_rows(self.module, unpadding.noise, rows, call["attention_mask"].device):
+            outputs = self.run_packed(taken, layout, rows if unpadding.runs_by_row else None)
         return self._put_back(outputs, call, rows)
 
     @outside_of_graphs
@@ -202,12 +195,14 @@ class BackboneOverride(_PackedForward):
         return rows.take_call(call), layout.with_blocks(blocks)
 
     @outside_of_graphs
-    def _packed_call(self, call: dict[str, Any], layout: PackedLayout) -> tuple[dict[str, Any], PackedCall]:
+    def _packed_call(
+        self, call: dict[str, Any], layout: PackedLayout, rows: PaddedRows | None
+    ) -> tuple[dict[str, Any], PackedCall]:
         """Return the arguments of the original forward, and what its modules need to know."""
         device = next(call[name] for name in ("inputs_embeds", "input_ids") if call.get(name) is not None).device
         layout = layout.to(device)  # a caller's layout may lie on the host
         ids = call.get("input_ids") if self.state.invocations else None
-        packed = PackedCall(layout, ids, current_call().router_logits, rows=call.pop(ROWS, None))
+        packed = PackedCall(layout, ids, current_call().router_logits, rows=rows)
         call = {**_packed_arguments(call, layout), "attention_mask": empty_mask(packed, device), KEYWORD: packed}
         if "token_type_ids" in self.names and call.get("token_type_ids") is None:
             call["token_type_ids"] = types_of_long_rows(self.module, layout)
@@ -240,10 +235,8 @@ def _packed_arguments(call: dict[str, Any], layout: PackedLayout) -> dict[str, A
 class RebatchOverride(BackboneOverride):
     """Forward of a backbone that runs as a whole, document by document: exact for every causal backbone."""
 
-    any_token_types = True
-
     @around_graphs
-    def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
+    def run_packed(self, call: dict[str, Any], layout: PackedLayout, rows: PaddedRows | None = None) -> Any:
         """Run the backbone document by document, see [`run_backbone_by_document`]."""
         if call.get("use_cache") is not None or "use_cache" in self.names:
             call["use_cache"] = False
