@@ -59,10 +59,8 @@ class Run(NamedTuple):
 
     def add(self, other: Run) -> None:
         """Add the results of other documents."""
-        self.states.update(other.states)
-        self.logits.update(other.logits)
-        self.inputs.update(other.inputs)
-        self.traces.update(other.traces)
+        for own, others in zip(self, other, strict=True):
+            own.update(others)
 
     @property
     def outputs(self) -> dict[int, torch.Tensor]:

@@ -76,7 +76,15 @@ def measure_isolation(
     worst_moved, regrouped, unsteady, leaked, worst_runs = 0.0, 0.0, 0.0, None, (runs[0], runs[-1])
 
     def run(number: int) -> Outputs:
-        return _run(subject, probe, arrangement, runs[number], trained[number], backward=backward)
+        tokens = probe.replaced(documents, runs[number])
+        if not backward:
+            with torch.no_grad():
+                return probe.packed(arrangement, tokens)
+        with subject.frozen(), probe.embedded() as embedded:
+            outputs = probe.packed(arrangement, tokens)
+            probe.backward(outputs, documents, [documents[i] for i in trained[number]], scale=subject.loss_scale)
+        states, logits = ([tensor.detach() for tensor in tensors] for tensors in (outputs.states, outputs.logits))
+        return Outputs(states, logits, arrangement.gradients(embedded))
 
     for number, which in enumerate(runs):
         states, _, gradients = run(number)
@@ -140,27 +148,6 @@ def _repeated(
             moved = max(moved, between, 0.0 if is_rounding else largest([now], [before]))
         varied = max(varied, within)
     return moved, varied
-
-
-def _run(
-    subject: Subject,
-    probe: Probe,
-    arrangement: Arrangement,
-    which: Sequence[bool],
-    trained: Sequence[int],
-    *,
-    backward: bool,
-) -> Outputs:
-    """Run the documents once, some replaced; with `backward` the `trained` ones, by place, have a loss."""
-    tokens, documents = probe.replaced(arrangement.documents, which), arrangement.documents
-    if not backward:
-        with torch.no_grad():
-            return probe.packed(arrangement, tokens)
-    with subject.frozen(), probe.embedded() as embedded:
-        outputs = probe.packed(arrangement, tokens)
-        probe.backward(outputs, documents, [documents[i] for i in trained], scale=subject.loss_scale)
-    states, logits = ([tensor.detach() for tensor in tensors] for tensors in (outputs.states, outputs.logits))
-    return Outputs(states, logits, arrangement.gradients(embedded))
 
 
 class _Regrouping:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -191,17 +192,14 @@ class Probe:
     def _outputs(self, run: Callable[[], object], shape: tuple[int, int]) -> list[tuple[str, torch.Tensor]]:
         seen: list[tuple[str, torch.Tensor]] = []
 
-        def watch(name: str) -> Callable[..., None]:
-            def hook(module: nn.Module, args: Any, output: Any) -> None:
-                output = output[0] if isinstance(output, tuple) else output
-                if isinstance(output, torch.Tensor) and output.shape[:2] == shape and output.is_floating_point():
-                    seen.append((name, output.detach()))
-
-            return hook
+        def watch(name: str, module: nn.Module, args: Any, output: Any) -> None:
+            output = output[0] if isinstance(output, tuple) else output
+            if isinstance(output, torch.Tensor) and output.shape[:2] == shape and output.is_floating_point():
+                seen.append((name, output.detach()))
 
         with ExitStack() as hooks:
             for name, module in self.model.named_modules():
-                hooks.enter_context(module.register_forward_hook(watch(name)))
+                hooks.enter_context(module.register_forward_hook(partial(watch, name)))
             run()
         return seen
 

@@ -18,9 +18,8 @@ from ..attention import AttentionArguments, BackendChoice
 from ..errors import PackingError
 from ..kernels.lora import require_patched
 from ..layout import PackedLayout
-from ..layout.caches import without_caches
 from ..layout.call_context import KEYWORD, PackedCall, current_call, empty_mask, find_layout, in_call, packed_call
-from ..layout.from_call import layout_of
+from ..layout.from_call import layout_of, without_caches
 from ..layout.padded_rows import PaddedRows, as_rows
 from ..layout.shared_rows import SharedDocuments
 from ..patches.base import QKV, Heads, Patch

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..errors import InvalidLayout, PackingError
 from ..layout import PackedLayout
-from ..layout.caches import has_cache
+from ..layout.from_call import has_cache
 from ..layout.padded_rows import PaddedRows, as_rows, rows_of
 from ..layout.shared_rows import SharedDocuments
 from ..runtime.compile import outside_of_graphs
