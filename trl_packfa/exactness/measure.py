@@ -16,7 +16,7 @@ from ..collator import DataCollatorForPacking
 from ..errors import PackingError, UnsupportedModel
 from ..patching.apply import PatchState, find_state
 from ..patching.inspect import find_backbone, max_positions, model_type
-from ..patching.named_models import NAME, any_type_served, named_state, runs_by_name, trust
+from ..patching.named_models import MEASURED, NAME, named_state, runs_by_name, switched_on, trust
 from ..runtime.compile import runs_compiled, uncompiled
 from ..runtime.random_states import devices_of, random_states
 from ..runtime.zero3 import gradients_taken, whole_size
@@ -74,7 +74,7 @@ def check(
             "the model is not patched.",
             do=f"Call trl_packfa.patch(model) first, or load it with attn_implementation='{NAME}'.",
         )
-    with any_type_served() if by_name else nullcontext():
+    with switched_on(MEASURED) if by_name else nullcontext():
         state = named_state(model) if state is None else state
         report = _check(model, state, collator, documents, processing_class, seed, progress)
         if by_name and report.is_exact:

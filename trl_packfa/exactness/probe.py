@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import InvalidLayout
 from ..layout import PackedLayout
 from ..layout.from_call import layout_of
-from ..patching.named_models import as_sdpa
+from ..patching.named_models import AS_SDPA, switched_on
 from ..runtime.zero3 import whole_shape
 from .documents import Documents
 from .scoring import Scorer
@@ -112,7 +112,8 @@ class Probe:
     def alone(self, document: int) -> Outputs:
         """Run one document by itself."""
         ids = self.tokens[document][None].to(self.device)
-        with as_sdpa():  # a model that runs by name gets a mask, which may hold windows that its attention ignores
+        # A model that runs by name gets a mask, which may hold windows that its attention ignores.
+        with switched_on(AS_SDPA):
             found = self._score({"input_ids": ids}, (1, ids.shape[1]), self._scored(ids.shape[1]))
         return Outputs([found.states[0]], [found.logits])
 

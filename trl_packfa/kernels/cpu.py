@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ..layout.call_context import current_layout
+from ..layout.call_context import current_call
 from ..runtime.override import Override, computes_as
 
 # Elements of a piece: 1 MB of float32. Half and twice this size were not faster on CPUs with 2 MB per core.
@@ -54,7 +54,7 @@ class RMSNormOverride(Override):
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Run the norm's forward on `(..., D)`."""
         norm: Any = self.module
-        if not are_worth_it(hidden_states) or current_layout() is None:
+        if not are_worth_it(hidden_states) or current_call().layout is None:
             return self.call_original(hidden_states)
         return _RMSNorm.apply(hidden_states, norm.weight, norm.variance_epsilon)  # type: ignore[return-value]
 

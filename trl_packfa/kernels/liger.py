@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from ..layout.call_context import current_layout
+from ..layout.call_context import current_call
 from ..runtime.override import Override, computes_as, runs_own_forward
 from ..versions import installed_version
 
@@ -137,7 +137,7 @@ class LigerRMSNormOverride(Override):
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Run the norm's forward on `(..., D)`."""
-        if torch.compiler.is_compiling() or current_layout() is None:
+        if torch.compiler.is_compiling() or current_call().layout is None:
             return self.call_original(hidden_states)
         norm: Any = self.module
         kernels = liger_kernels()
@@ -240,6 +240,6 @@ class SwiGLUOverride(Override):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Run the MLP's forward on `(..., D)`."""
-        if torch.compiler.is_compiling() or current_layout() is None or not multiplies_by_liger(self.module, x):
+        if torch.compiler.is_compiling() or current_call().layout is None or not multiplies_by_liger(self.module, x):
             return self.call_original(x)
         return gated_by_liger(self.module, x)

@@ -63,11 +63,6 @@ def current_call() -> PackedCall:
     return _CURRENT.get()
 
 
-def current_layout() -> PackedLayout | None:
-    """Return the layout of the call that this thread is in, `None` outside of packed calls."""
-    return _CURRENT.get().layout
-
-
 @contextmanager
 def in_call(call: PackedCall) -> Iterator[None]:
     """Make this the thread's call inside a `with` block."""

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
-from ..attention.base import AttentionArguments
-from ..attention.bias import chosen_keys
+from ..attention.base import AttentionArguments, chosen_keys
 from ..attention.dispatch import BackendChoice
 from ..errors import PackingError
 from ..layout import PackedLayout

@@ -28,7 +28,7 @@ from .attention_interface import READ, attend_packed, read_options, require_know
 from .inspect import is_causal
 from .mask_rules import sees_ahead, starts_in_rule
 from .named_boundaries import PADDING, layout_of_attention
-from .named_models import CHOSEN, NAME, refuse_at_load, require_positions, runs_as_sdpa, served_patch
+from .named_models import AS_SDPA, CHOSEN, NAME, refuse_at_load, require_positions, served_patch
 
 
 # Outside of graphs, as the documents of a call are read on the host.
@@ -112,7 +112,7 @@ def _make_mask(traced: bool, options: dict[str, Any]) -> torch.Tensor | None:
     if "allow_is_bidirectional_skip" in options:  # the mask of an encoder, or of attention to one
         return sdpa_mask(**options)
     served_patch(options["config"])
-    if runs_as_sdpa():
+    if AS_SDPA.get():
         return sdpa_mask(**{**options, "allow_is_causal_skip": False})
     length, padding = options["q_length"], options.get("attention_mask")
     may_skip, by_index = options.get("allow_is_causal_skip", True), not options.get("use_vmap", False)

@@ -8,7 +8,7 @@ type is refused at its first call, packed or not, until `check` has proven it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
@@ -44,8 +44,11 @@ _NOT_BY_NAME: dict[str, str] = {
     "gemma4_unified": "it always builds a mask, for images",
 }
 
-# True while `check` measures in this context; and the configs that it has proven in this process, as text.
-_MEASURED: ContextVar[bool] = ContextVar("trl_packfa_measured", default=False)
+# True while `check` measures in this context, so that a model of any type runs by name.
+MEASURED: ContextVar[bool] = ContextVar("trl_packfa_measured", default=False)
+# True while calls always run under `sdpa`'s mask: the check uses this as its reference.
+AS_SDPA: ContextVar[bool] = ContextVar("trl_packfa_as_sdpa", default=False)
+# The configs that `check` has proven in this process, as text.
 _PROVEN: set[str] = set()
 
 # Types with rotary embeddings whose results depend on more than differences of positions.
@@ -60,7 +63,7 @@ def served_patch(config: Any) -> Patch | None:
     patch = find_patch_for_type(config.model_type)
     if patch is not None and _is_served(patch, config.model_type):
         return patch
-    if _MEASURED.get() or (patch is None and _identity(config) in _PROVEN):
+    if MEASURED.get() or (patch is None and _identity(config) in _PROVEN):
         return None
     raise _refusal(config.model_type, patch)
 
@@ -132,17 +135,13 @@ def _identity(config: Any) -> str:
 
 
 @contextmanager
-def _set(switch: ContextVar[bool]) -> Iterator[None]:
+def switched_on(switch: ContextVar[bool]) -> Iterator[None]:
+    """Switch [`MEASURED`] or [`AS_SDPA`] on inside a `with` block."""
     token = switch.set(True)
     try:
         yield
     finally:
         switch.reset(token)
-
-
-def any_type_served() -> AbstractContextManager[None]:
-    """Let a model of any type run by name inside a `with` block, while `check` measures it."""
-    return _set(_MEASURED)
 
 
 def trust(model: nn.Module) -> None:
@@ -219,17 +218,3 @@ def require_positions(config: Any, layout: PackedLayout, positions: Any) -> None
             "where a document begins.",
             do="Send position_ids together with cu_seq_lens_q, each document's from 0.",
         )
-
-
-# True while calls always run under `sdpa`'s mask: the check uses this as its reference.
-_AS_SDPA: ContextVar[bool] = ContextVar("trl_packfa_as_sdpa", default=False)
-
-
-def as_sdpa() -> AbstractContextManager[None]:
-    """Make models that run by name build `sdpa`'s mask for every call, inside a `with` block."""
-    return _set(_AS_SDPA)
-
-
-def runs_as_sdpa() -> bool:
-    """Tell whether this context is in [`as_sdpa`]."""
-    return _AS_SDPA.get()

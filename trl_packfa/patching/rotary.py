@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..layout.call_context import current_layout, packed_call
+from ..layout.call_context import current_call, packed_call
 from ..runtime.compile import outside_of_graphs
 from ..runtime.override import Override
 
@@ -32,7 +32,7 @@ class RotaryOverride(Override):
     def __call__(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
         """Return cos and sin, each of shape `(B, L, R)`."""
         options = {} if layer_type is None else {"layer_type": layer_type}
-        layout = current_layout()
+        layout = current_call().layout
         if layout is not None and layout.shard is not None:
             # The tables of the whole row are small beside the states of a layer, and need no other process.
             with packed_call(layout.whole):

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from ...layout.call_context import current_layout
+from ...layout.call_context import current_call
 from ...runtime.override import Override, computes_as, has_library_forward, override_in, runs_own_forward
 from ..liger import gated_by_liger, multiplies_by_liger
 from .activated import ActivatedLoraOverride, Invocations, activated_layers
@@ -82,7 +82,7 @@ class GatedMLPOverride(Override):
 
     def _call_in_parts(self, x: torch.Tensor, by_liger: bool) -> torch.Tensor:
         """Run the MLP layer by layer, as its own forward does."""
-        packed = by_liger and current_layout() is not None
+        packed = by_liger and current_call().layout is not None
         return gated_by_liger(self.module, x) if packed else self.call_original(x)
 
 
@@ -140,7 +140,7 @@ def _readable(modules: Sequence[nn.Module]) -> list[Projection] | None:
     """Return the projections of a packed call's layers if all can be fused and one has an adapter, else `None`."""
     if torch.compiler.is_compiling():
         return _readable_in_graph(modules)
-    if current_layout() is None or any(_HOOKS_OF_EVERY_MODULE):
+    if current_call().layout is None or any(_HOOKS_OF_EVERY_MODULE):
         return None
     found: list[Projection] = []
     for module in modules:
