@@ -6,7 +6,7 @@ import torch
 from rehearsal import SHARED_MEMORY, compile_launches
 
 from trl_packfa.kernels.lm_head import frozen
-from trl_packfa.kernels.lm_head.chunks import Transform
+from trl_packfa.kernels.lm_head.chunked import Transform
 from trl_packfa.kernels.lm_head.frozen import FrozenLogProbs
 
 pytestmark = pytest.mark.gpu_rehearsal

@@ -33,9 +33,8 @@ from .forwards import AttentionOverride, BackboneOverride, CausalLMOverride, Com
 from .inspect import class_names, find_attention, find_backbone, find_by_class, inner_model, text_decoder, windows_of
 from .mixers import FunctionOverride, LayerOverride, MixerOverride
 from .rotary import RotaryOverride, depends_on_length
-from .sharing import Sharing
 from .state import SLOT, Edit, PatchOptions, PatchState, find_state
-from .unpadding import Unpadding
+from .unpadding import Sharing, Unpadding
 
 
 def unpadding_of(model: nn.Module) -> Unpadding | None:
