@@ -15,7 +15,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from ..errors import TRAIN_PADDED, UnsupportedModel
+from ..errors import UnsupportedModel
 from ..patches.base import Patch
 from ..patches.registry import get_patch_for_type
 
@@ -81,11 +81,7 @@ def get_patch(model: nn.Module) -> Patch:
     patch = get_patch_for_type(model_type(model))
     # One type may need two patches: Falcon has rotary models and ALiBi models.
     while patch.serves is not None and not patch.serves(model_config(model)):
-        if patch.otherwise is None:
-            raise UnsupportedModel(
-                f"the patch for model type '{model_type(model)}' does not support this config.",
-                do=f"{TRAIN_PADDED[0].upper()}{TRAIN_PADDED[1:]}.",
-            )
+        assert patch.otherwise is not None, "a patch sets both or none"
         patch = patch.otherwise
     return patch
 
@@ -175,17 +171,6 @@ def _keywords_passed(forward: Callable[..., Any]) -> frozenset[str]:
     return frozenset(keyword.arg for call in calls for keyword in call.keywords if keyword.arg is not None)
 
 
-def masks_windows(backbone: nn.Module) -> bool:
-    """Tell whether the code around a backbone builds masks of sliding windows; else a config's has no effect."""
-    names = vars(sys.modules[type(backbone).__module__])
-    makers = (
-        "create_sliding_window_causal_mask",
-        "create_bidirectional_sliding_window_mask",
-        "create_masks_for_generate",
-    )
-    return any(maker in names for maker in makers)
-
-
 def find_attention(backbone: nn.Module, patch: Patch, *, by_mask: bool = False) -> dict[str, nn.Module]:
     """Return the attention modules by name, all of them causal.
 
@@ -263,6 +248,12 @@ def _is_elsewhere(name: str, module: nn.Module) -> bool:
     return bool(_ELSEWHERE.search(f"{name} {type(module).__name__}"))
 
 
+# transformers' functions that make masks of sliding windows.
+_MAKERS = (
+    "create_sliding_window_causal_mask", "create_bidirectional_sliding_window_mask", "create_masks_for_generate",
+)  # fmt: skip
+
+
 def windows_of(patch: Patch, backbone: nn.Module, attention: dict[str, nn.Module]) -> tuple[int | None, ...]:
     """Return the sliding window of each attention module.
 
@@ -277,8 +268,9 @@ def windows_of(patch: Patch, backbone: nn.Module, attention: dict[str, nn.Module
         return tuple(patch.window(module) for module in attention.values())
     config: Any = backbone.config
     config = config.get_text_config()
-    # Some configs carry a window that their model's code never reads.
-    window = getattr(config, "sliding_window", None) if masks_windows(backbone) else None
+    # Some configs carry a window that their model's code never reads: it makes no masks of windows.
+    makes_masks = not vars(sys.modules[type(backbone).__module__]).keys().isdisjoint(_MAKERS)
+    window = getattr(config, "sliding_window", None) if makes_masks else None
     chunk = getattr(config, "attention_chunk_size", None)
     # A window that only the mask applies would be lost without an error: a token would see its whole document.
     told = all("sliding_window" in _keywords_passed(type(module).forward) for module in attention.values())
