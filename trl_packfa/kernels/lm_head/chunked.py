@@ -10,7 +10,7 @@ Shape letters: B rows, L row length, P trained positions, D model dim, V vocabul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -102,7 +102,7 @@ class TrainedHead(Head):
         hidden_BLD, labels_BL = (tensor.to(head.weight.device) for tensor in aligned(hidden_BLD, *labels))
         mask = labels_BL != -100
         inputs = (hidden_BLD[mask], head.weight, head.bias, labels_BL[mask])
-        scores = dict(zip(SCORES, self._scores(*inputs, self.transform, self.measures), strict=True))
+        scores = self._scores(*inputs, self.transform, self.measures)
         return scored(mask, scores, num_items_in_batch)
 
 
@@ -135,25 +135,22 @@ def aligned(
     return states[:, :-1], labels[:, 1:]
 
 
-# TRL's names of the scores of a position: those that each head makes.
-SCORES = ("log_probs", "entropy", "is_top1")
-
-
 def scored(
     mask: torch.Tensor,
-    scores: Mapping[str, torch.Tensor | None],
+    scores: Iterable[torch.Tensor | None],
     num_items_in_batch: torch.Tensor | int | None,
     *,
+    names: Sequence[str] = ("log_probs", "entropy", "is_top1"),
     aux_loss: torch.Tensor | None = None,
 ) -> FusedCausalLMOutput:
-    """Make TRL's output from its scores `(P,)` of the positions in `mask` `(B, L)`, by name."""
+    """Make TRL's output from the scores `(P,)` of these names of the positions in `mask` `(B, L)`."""
     # Imported here, because models can be patched without TRL. Callers of this function have TRL's head.
     from trl.trainer.utils import FusedCausalLMOutput
 
     # `masked_scatter` keeps a micro-batch without trained labels connected to the model.
     found: dict[str, Any] = {
         name: None if score is None else score.new_zeros(mask.shape).masked_scatter(mask, score)
-        for name, score in scores.items()
+        for name, score in zip(names, scores, strict=True)
     }
     count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     return FusedCausalLMOutput(loss=-found["log_probs"].sum() / count, label_mask=mask, aux_loss=aux_loss, **found)

@@ -121,4 +121,4 @@ class LabelledHead(Override):
             scores = ChunkedLogProbFunction.apply(
                 hidden_PD, head.weight, head.bias, labels_BL[mask], self.options["temperature"], _CHUNK, *options
             )
-        return scored(mask, dict(zip(_FIELDS, scores, strict=True)), num_items_in_batch)
+        return scored(mask, scores, num_items_in_batch, names=_FIELDS)

@@ -19,7 +19,7 @@ from transformers import TrainerState
 
 from ...errors import UnsupportedModel
 from ...exactness import quiet, vocabulary_of
-from ...kernels.lm_head.chunked import SCORES, Head, TrainedHead, aligned, scored
+from ...kernels.lm_head.chunked import Head, TrainedHead, aligned, scored
 from ...kernels.lm_head.frozen import FrozenHead, can_be_frozen
 from ...patching import router_loss
 from ...patching.inspect import inner_model
@@ -205,8 +205,7 @@ class OwnHead(Head):
         logits_PV, labels_P = logits_BLV[mask], labels_BL[mask]
         # In chunks, because a float32 softmax of all positions at once would be the largest tensor of the step.
         parts = [_score(*part) for part in zip(logits_PV.split(_CHUNK), labels_P.split(_CHUNK), strict=True)]
-        scores = dict(zip(SCORES, map(torch.cat, zip(*parts, strict=True)), strict=True))
-        return scored(mask, scores, num_items_in_batch, aux_loss=aux_loss)
+        return scored(mask, map(torch.cat, zip(*parts, strict=True)), num_items_in_batch, aux_loss=aux_loss)
 
 
 def _score(logits_PV: torch.Tensor, labels_P: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
