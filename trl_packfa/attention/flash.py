@@ -88,14 +88,6 @@ def _installed(capability: tuple[int, int]) -> Iterator[_Kernel]:
             yield _kernel_of(function, is_traceable=package.is_traceable)
 
 
-def _from_hub() -> _Kernel | None:
-    """Load the Hub's kernel. It is downloaded code from others, so only users who name this backend get it."""
-    from ..runtime.hub_kernel import hub_flash_attn_varlen_func
-
-    function = hub_flash_attn_varlen_func() if find_spec("kernels") is not None else None
-    return None if function is None else _kernel_of(function)
-
-
 def _kernel_of(function: Callable[..., torch.Tensor], *, is_traceable: bool = True) -> _Kernel:
     return _Kernel(function, frozenset(inspect.signature(function).parameters), is_traceable)
 
@@ -109,8 +101,12 @@ def _kernel(capability: tuple[int, int], *, named: bool = False) -> _Kernel | No
     """Return the kernel for GPUs of this capability. `named` says that the user chose the backend by name."""
     if capability not in _KERNELS:
         _KERNELS[capability] = next(_installed(capability), None)
-    if named and _KERNELS[capability] is None:
-        _KERNELS[capability] = _from_hub()
+    if named and _KERNELS[capability] is None and find_spec("kernels") is not None:
+        # The Hub's kernel is downloaded code from others, so only users who name this backend get it.
+        from ..runtime.hub_kernel import hub_flash_attn_varlen_func
+
+        function = hub_flash_attn_varlen_func()
+        _KERNELS[capability] = None if function is None else _kernel_of(function)
     return _KERNELS[capability]
 
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from ..errors import PackingError
 from ..layout import PackedLayout
-from ..layout.call_context import KEYWORD, PackedCall, current_call, empty_mask, in_call
+from ..layout.call_context import KEYWORD, PackedCall, current_call, empty_mask, in_call, packed_call
 from ..layout.from_call import layout_of
 from ..layout.padded_rows import PaddedRows, as_rows
 from ..runtime.compile import around_graphs, outside_of_graphs
@@ -84,7 +84,7 @@ class EncoderOverride(_EncoderOverride):
         kwargs.pop("packed_layout", None)
         if not self.unpadding.is_on or self.asks_for_layers(call):
             return self.call_original(*args, **kwargs)
-        with in_call(PackedCall(router_logits=current_call().router_logits, notes_masks=True)):
+        with packed_call(None, notes_masks=True):
             return self.call_original(*args, **kwargs)
 
 

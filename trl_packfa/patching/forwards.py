@@ -107,7 +107,7 @@ class BackboneOverride(_PackedForward):
             return self.run_without_pads(call, rows)
         if masks is not None:
             call.pop("packed_layout", None)
-            with in_call(PackedCall(router_logits=current_call().router_logits)):
+            with packed_call(None):
                 return self.run_unpacked((), {**call, "attention_mask": masks.make()})
         kwargs.pop("packed_layout", None)
         return self.run_unpacked(args, kwargs)
@@ -285,7 +285,7 @@ class CompositeOverride(CausalLMOverride):
     @around_graphs
     def run_unpacked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the original forward; masks for the decoder are only noted."""
-        with in_call(PackedCall(router_logits=current_call().router_logits, notes_masks=True)):
+        with packed_call(None, notes_masks=True):
             return self.call_original(*args, **kwargs)
 
     @around_graphs
