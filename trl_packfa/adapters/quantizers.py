@@ -144,7 +144,7 @@ def refuse_quantized(model: nn.Module) -> None:
 
     Read the model's config and its layers.
     """
-    refuse_quantization(quantization_config_of(model))
+    refuse_quantization(getattr(model_config(model), "quantization_config", None))
     for name, module in model.named_modules():
         # The class is compared by name, because bitsandbytes may not be installed. The config does not list layers
         # that a user put in by hand.
@@ -159,14 +159,9 @@ def refuse_quantized(model: nn.Module) -> None:
             )
 
 
-def quantization_config_of(model: nn.Module) -> Any:
-    """Return the quantization config of a loaded model, `None` if it is not quantized."""
-    return getattr(model_config(model), "quantization_config", None)
-
-
 def unread_quantizers(model: nn.Module) -> list[str]:
     """List the quantization method of a model if its verdict is `unknown`."""
-    config = quantization_config_of(model)
+    config = getattr(model_config(model), "quantization_config", None)
     if config is None:
         return []
     method, quantizer = quantizer_of(config)
