@@ -234,8 +234,8 @@ class Transform(NamedTuple):
     def of(cls, config: PreTrainedConfig) -> Transform:
         """Read factor and softcap from a config of transformers.
 
-        [`~fused_head.ensure_own_loss`] compares with the model's own logits, and so finds changes that the config
-        does not name.
+        [`~trainers.sft.lm_head.ensure_own_loss`] compares with the model's own logits, and so finds changes that the
+        config does not name.
         """
         text = config.get_text_config()
         divisor = getattr(text, "logits_scaling", None)
