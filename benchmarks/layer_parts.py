@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from trl_packfa.attention import AttentionArguments, get_backend
 from trl_packfa.cli.output import add_json, print_rows
 from trl_packfa.errors import InvalidConfig
-from trl_packfa.kernels.cpu.norms import RMSNormOverride
+from trl_packfa.kernels.cpu import RMSNormOverride
 from trl_packfa.kernels.rotary import rotate
 from trl_packfa.layout import PackedLayout
 from trl_packfa.layout.call_context import packed_call

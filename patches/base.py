@@ -6,7 +6,7 @@ Shape letters: B rows, L row length, D model dim, H head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, TypeAlias
 
 import torch
@@ -116,18 +116,15 @@ class Patch:
     origin: str = "trl_packfa"
 
     def __post_init__(self) -> None:
-        """Refuse fields that other fields make meaningless.
-
-        Raises:
-            [`InvalidConfig`]: naming the fields.
-        """
+        """Raise [`InvalidConfig`] for fields that other fields make meaningless."""
         if not self.model_types or isinstance(self.model_types, str):
             raise InvalidConfig(
                 f"a Patch with model_types={self.model_types!r} serves nothing.",
                 do="Pass a tuple of names: ('llama',).",
             )
         # A field counts as given if it differs from its default, because dataclasses do not tell which were passed.
-        given = {f.name for f in fields(self) if getattr(self, f.name) != _default(f)}
+        defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
+        given = {name for name, default in defaults.items() if getattr(self, name) != default}
         for applies, what, why in _CONTRADICTIONS:
             if applies(given) and (ignored := sorted(given.intersection(what))):
                 raise InvalidConfig(
@@ -163,10 +160,6 @@ class Patch:
         if self.mixers or self.masked_mixers:
             return "module"
         return "attention" if self.attention else "interface"
-
-
-def _default(spec: Field[Any]) -> Any:
-    return spec.default if spec.default_factory is MISSING else spec.default_factory()
 
 
 # Entries (applies, fields, why): if `applies` is true of the set of given fields, the other `fields` are meaningless.

@@ -15,8 +15,4 @@ def read_arguments(module: Any) -> AttentionArguments:
     return AttentionArguments(scaling=1.0, sliding_window=window, dropout=module.attn_dropout.p)
 
 
-PATCH = Patch(
-    model_types=("gpt_neo",),
-    functions={"GPTNeoSelfAttention": "_attn"},
-    arguments=read_arguments,
-)
+PATCH = Patch(model_types=("gpt_neo",), functions={"GPTNeoSelfAttention": "_attn"}, arguments=read_arguments)

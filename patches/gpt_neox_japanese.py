@@ -14,7 +14,5 @@ def read_arguments(module: Any) -> AttentionArguments:
 
 
 PATCH = Patch(
-    model_types=("gpt_neox_japanese",),
-    functions={"GPTNeoXJapaneseAttention": "_attn"},
-    arguments=read_arguments,
+    model_types=("gpt_neox_japanese",), functions={"GPTNeoXJapaneseAttention": "_attn"}, arguments=read_arguments
 )

@@ -21,8 +21,6 @@ PATCH = (
     Patch(model_types=_TYPES)  # uses transformers' attention interface
     if Version(version("transformers")) >= Version("5.24")
     else Patch(
-        model_types=_TYPES,
-        functions={"GPTJAttention": "_attn", "CodeGenAttention": "_attn"},
-        arguments=read_arguments,
+        model_types=_TYPES, functions={"GPTJAttention": "_attn", "CodeGenAttention": "_attn"}, arguments=read_arguments
     )
 )

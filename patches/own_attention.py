@@ -8,18 +8,10 @@ from trl_packfa.patches.base import Patch
 PATCH = Patch(
     model_types=("big_bird", "megatron-bert", "mvp", "rembert", "trocr"),
     masked_mixers=(
-        "BigBirdSelfAttention",
-        "MegatronBertSelfAttention",
-        "MvpAttention",
-        "RemBertSelfAttention",
-        "TrOCRAttention",
+        "BigBirdSelfAttention", "MegatronBertSelfAttention", "MvpAttention", "RemBertSelfAttention", "TrOCRAttention",
     ),
     beside=(
-        "BigBirdEmbeddings",
-        "MegatronBertEmbeddings",
-        "MvpLearnedPositionalEmbedding",
-        "RemBertEmbeddings",
-        "TrOCRLearnedPositionalEmbedding",
-        "TrOCRSinusoidalPositionalEmbedding",
+        "BigBirdEmbeddings", "MegatronBertEmbeddings", "MvpLearnedPositionalEmbedding", "RemBertEmbeddings",
+        "TrOCRLearnedPositionalEmbedding", "TrOCRSinusoidalPositionalEmbedding",
     ),
-)
+)  # fmt: skip

@@ -22,8 +22,5 @@ def fused_qkv(module: Any, hidden_states: torch.Tensor, position_embeddings: Emb
 
 
 PATCH = Patch(
-    model_types=("phi3",),
-    backbone="Phi3Model",
-    attention={"Phi3Attention": fused_qkv},
-    arguments=config_window,
+    model_types=("phi3",), backbone="Phi3Model", attention={"Phi3Attention": fused_qkv}, arguments=config_window
 )

@@ -11,13 +11,6 @@ from trl_packfa.patches.base import Patch
 PATCH = Patch(
     rebatch=True,
     model_types=(
-        "blt",
-        "deepseek_v4",
-        "llama4",
-        "llama4_text",
-        "openai-gpt",
-        "roformer",
-        "xlm",
-        "xlnet",
+        "blt", "deepseek_v4", "llama4", "llama4_text", "openai-gpt", "roformer", "xlm", "xlnet",
     ),
-)
+)  # fmt: skip

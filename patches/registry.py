@@ -74,8 +74,7 @@ def find_patch_for_type(name: str) -> Patch | None:
 def get_patch_for_type(name: str) -> Patch:
     """Return the patch for a `config.model_type`.
 
-    Raises:
-        [`UnsupportedModel`]: if there is none, with the nearest names.
+    Raise [`UnsupportedModel`] if there is none, with the nearest names.
     """
     table = _table()
     if name not in table:

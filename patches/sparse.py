@@ -8,22 +8,11 @@ from trl_packfa.patches.base import Patch
 
 PATCH = Patch(
     model_types=(
-        "axk2",
-        "deepseek_v32",
-        "dots3_note",
-        "dots3_note_text",
-        "glm_moe_dsa",
-        "hy_v4",
-        "hy_v4_vl_text",
+        "axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4", "hy_v4_vl_text",
         "mistral_large4_text",
     ),
     beside=(
-        "AXK2Indexer",
-        "DeepseekV32Indexer",
-        "Dots3NoteTextIndexer",
-        "GlmMoeDsaIndexer",
-        "HYV4Indexer",
-        "HYV4VLIndexer",
-        "MistralLarge4TextIndexer",
+        "AXK2Indexer", "DeepseekV32Indexer", "Dots3NoteTextIndexer", "GlmMoeDsaIndexer", "HYV4Indexer",
+        "HYV4VLIndexer", "MistralLarge4TextIndexer",
     ),
-)
+)  # fmt: skip

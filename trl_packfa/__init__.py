@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from .versions import __version__ as __version__
 
 if TYPE_CHECKING:
-    from .api import describe as describe
     from .api import patch as patch
     from .api import patched as patched
     from .api import unpatch as unpatch
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from .patches.base import Patch as Patch
     from .patches.registry import register_patch as register_patch
     from .patches.registry import registered_patches as registered_patches
+    from .patching.describe import describe as describe
     from .plotting import plot as plot
     from .runtime.sequence_parallel import shard_batch as shard_batch
     from .trainers.padding_free.padding_free import padding_free as padding_free
@@ -51,7 +51,7 @@ _HOME = {
     "PackedSFTTrainer": "trainers.sft.trainer",
     "Patch": "patches.base",
     "check": "exactness",
-    "describe": "api",
+    "describe": "patching.describe",
     "padding_free": "trainers.padding_free.padding_free",
     "patch": "api",
     "patched": "api",

@@ -1,29 +1,28 @@
-"""The public functions `patch`, `unpatch`, `patched` and `describe`.
+"""The public functions `patch`, `unpatch` and `patched`.
 
-`patch` finds a patch, applies it and verifies it. A patch is trusted for the model code that it was measured with. For
-other code, the model is checked first. So a change in transformers leads to an error, never to attention across
-documents.
+`patch` lists the patches to try on a model, applies them in turn and verifies the result. A patch is trusted for the
+model code that it was measured with. For other code, the model is checked first. So a change in transformers leads to
+an error, never to attention across documents.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
-from .adapters import adapter_kinds, refuse_adapters, refuse_quantized
-from .candidates import Candidate, does_not_fit, list_candidates
-from .errors import ContaminationError, InvalidConfig, UnsupportedModel, first_line, is_out_of_memory
+from .adapters import adapter_kinds, refuse_adapters, refuse_quantized, unmeasured_adapters, unread_quantizers
+from .errors import TRAIN_PADDED, ContaminationError, InvalidConfig, UnsupportedModel, first_line, is_out_of_memory
 from .exactness import check, check_unpadding, proof_identity
 from .kernels.lm_head.chunked import undo_head
-from .kernels.lora import adapted_layers, describe_lora
-from .patches.measured import results
+from .kernels.lora import adapted_layers
+from .patches.base import Patch
+from .patches.measured import fingerprint, known_sources, measured_transformers, results
 from .patching.apply import (
     PatchOptions,
     PatchState,
@@ -33,10 +32,8 @@ from .patching.apply import (
     takes_padded_only,
     undo_patch,
 )
-from .patching.fused import describe_kernels
-from .patching.inspect import inner_model, model_type, runnable
-from .patching.named_models import NAME, runs_by_name
-from .versions import tell_of_newer_versions
+from .patching.inspect import attends_both_ways, get_patch, inner_model, model_type, runnable, text_decoder
+from .versions import installed_version, newer_than_tested, tell_of_newer_versions
 
 logger = logging.getLogger(__name__)
 
@@ -95,12 +92,6 @@ def patch(
             batches without padding, or rows with a shared prefix, are not exact.
         [`NoBackend`]: if the named backend does not exist.
     """
-    if (inside := runnable(model)) is not model:
-        patch(
-            inside, backend=backend, fused_lora=fused_lora, fused_kernels=fused_kernels, unpad=unpad,
-            share_prefixes=share_prefixes,
-        )  # fmt: skip
-        return model
     tell_of_newer_versions()
     options = PatchOptions(backend, fused_lora, fused_kernels, unpad, share_prefixes)
     # These checks come before any change, so that a refused model stays as it was.
@@ -109,26 +100,26 @@ def patch(
             "share_prefixes=True needs unpad=True: shared prefixes are found while padding is removed.",
             do="Pass unpad=True as well.",
         )
-    refuse_adapters(model)
-    refuse_quantized(model)
-    kinds = adapter_kinds(model)
-    state = find_state(model)
+    target = runnable(model)
+    refuse_adapters(target)
+    refuse_quantized(target)
+    kinds, state = adapter_kinds(target), find_state(target)
     if (
         state is not None
         and state.options == options
         and state.adapter_kinds == kinds
-        and not _has_new_lora(state, model)
+        and not _has_new_lora(state, target)
     ):
         return model
-    with all_or_none([model]):
+    with all_or_none([target]):
         # An older patch has other options or lacks a new adapter. It is undone completely, so that edits never add up.
-        undo_patch(model)
-        state = _apply_first_exact(model, options)
+        undo_patch(target)
+        state = _apply_first_exact(target, options)
         state.adapter_kinds = kinds
         if unpad and state.unpadding_report is None:
-            _require_unpadded(model, state)
+            _require_unpadded(target, state)
     if state.unpadding is not None and state.unpadding.sharing is not None:
-        state.unpadding.sharing.tell_of_refusal(model)
+        state.unpadding.sharing.tell_of_refusal(target)
     return model
 
 
@@ -138,23 +129,92 @@ def _has_new_lora(state: PatchState, model: nn.Module) -> bool:
     return state.options.fused_lora and any(id(layer) not in known for layer in adapted_layers(model))
 
 
-def _apply_first_exact(model: nn.Module, options: PatchOptions) -> PatchState:
-    """Patch a model with the first candidate that is trusted, or that the check finds exact on this model.
+class _Candidate(NamedTuple):
+    """A patch to try on a model.
 
-    Raises:
-        [`PackingError`]: of the patch of its type.
-        [`UnsupportedModel`]: if the type has no patch, with the result of each general level.
+    Attributes:
+        patch ([`Patch`]): the patch.
+        unmeasured (`str`): what of this model nobody has measured under packing; if any, the model is checked.
+        is_final (`bool`): whether an error is the user's to see. If not, the next candidate is tried.
+        may_not_fit (`bool`): whether the installed code differs from the code that the patch was written for.
+        on_success (`str`), on_failure (`str`): what the log then says.
     """
+
+    patch: Patch
+    unmeasured: str
+    is_final: bool = False
+    may_not_fit: bool = False
+    on_success: str = ""
+    on_failure: str = ""
+
+
+def _list_candidates(model: nn.Module, name: str, *, unpad: bool) -> tuple[list[_Candidate], UnsupportedModel | None]:
+    """List the patches to try on a model of this type, and the error that says why its type has none."""
+    code = f"{type(model).__name__}'s code"
+    found: list[_Candidate] = []
+    decoder = text_decoder(model) if unpad else None
+    if decoder is not None:
+        # The decoder gets the merged embeddings of images and text. So a padded batch with images can run without its
+        # pads if the decoder alone is patched.
+        failed = f"trl-packfa: only text runs without its pads in {name}: %s"
+        found.append(_Candidate(_patch_of_decoder(decoder), code, on_failure=failed))
+    # Padded batches of an encoder run without pads in its stack of layers, or with few pads in groups of rows.
+    stack, groups = Patch(model_types=(name,), encoder=True), Patch(model_types=(name,), by_length=True)
+    if inner_model(model).config.is_encoder_decoder:
+        # A patch of its type is for its decoder as a causal model. Whole rows in groups see the model's own masks.
+        refusal = UnsupportedModel(
+            f"{type(inner_model(model)).__name__} has an encoder and a decoder.",
+            do="Train an encoder-decoder model padded.",
+        )
+        return [_Candidate(groups, code)] if unpad else [], refusal
+    if unpad and decoder is None and attends_both_ways(model):  # a patch of its type is for its causal models
+        refusal = UnsupportedModel(
+            f"{type(model).__name__} attends in both directions.", do=f"{TRAIN_PADDED[0].upper()}{TRAIN_PADDED[1:]}."
+        )
+        return [_Candidate(patch, code) for patch in (stack, groups)], refusal
+    try:
+        patch = get_patch(model)
+    except UnsupportedModel as refusal:
+        if results().get(name, {}).get("verdict") != "refused":
+            # The fast level comes first. Level `rebatch` runs the whole backbone document by document, which is exact
+            # for every causal model.
+            general = [Patch(model_types=(name,)), Patch(model_types=(name,), rebatch=True)]
+            for patch in [general[0], stack, general[1], groups] if unpad else general:
+                said = f"trl-packfa: no patch for model type '{name}'; level {patch.level} checked and used."
+                found.append(_Candidate(patch, code, on_success=said))
+        return found, refusal
+    # Our tables hold no measurement of a third party's patch.
+    is_known = patch.origin == "trl_packfa" and fingerprint(model) in known_sources().get(name, ())
+    unmeasured = [] if is_known else [code]
+    unmeasured += [f"PEFT's {kind}" for kind in unmeasured_adapters(model)] + unread_quantizers(model)
+    # Masks and the attention interface are not part of a model's code: a newer release may have changed only those.
+    unmeasured += newer_than_tested()
+    may_not_fit = not is_known and patch.origin == "trl_packfa"
+    found.append(_Candidate(patch, ", ".join(unmeasured), is_final=True, may_not_fit=may_not_fit))
+    return found, None
+
+
+def _patch_of_decoder(decoder: nn.Module) -> Patch:
+    """Return the patch for the text decoder of a model with images or sounds."""
+    try:
+        found = get_patch(decoder)
+    except UnsupportedModel:
+        found = Patch(model_types=(model_type(decoder),))
+    return replace(found, backbone=type(decoder).__name__)
+
+
+def _apply_first_exact(model: nn.Module, options: PatchOptions) -> PatchState:
+    """Patch a model with the first candidate that is trusted, or that the check finds exact on this model."""
     name = model_type(model)
-    candidates, refusal = list_candidates(model, name, unpad=options.unpad)
+    candidates, refusal = _list_candidates(model, name, unpad=options.unpad)
     tried = []
     for candidate in candidates:
         try:
             state = _apply(model, name, candidate, options)
-        except BaseException as error:  # unknown code may raise anything
-            undo_patch(model)
-            if candidate.is_final or not isinstance(error, Exception) or is_out_of_memory(error):
+        except Exception as error:  # unknown code may raise anything
+            if candidate.is_final or is_out_of_memory(error):
                 raise  # the candidate is not at fault, so the next one is not tried
+            undo_patch(model)
             tried.append(f"level {candidate.patch.level}: {first_line(error)}")
             if candidate.on_failure:
                 logger.info(candidate.on_failure, error)
@@ -163,26 +223,26 @@ def _apply_first_exact(model: nn.Module, options: PatchOptions) -> PatchState:
             logger.warning(candidate.on_success)
         return state
     assert refusal is not None, "the patch of a known type is final"
-    if results().get(name, {}).get("verdict") == "refused":  # measured before: no level is exact
-        raise refusal
-    if not tried:
+    if not tried or results().get(name, {}).get("verdict") == "refused":  # measured before: no level is exact
         raise refusal
     raise UnsupportedModel(f"{refusal}\nTried on this model:", why=tried)
 
 
-def _apply(model: nn.Module, name: str, candidate: Candidate, options: PatchOptions) -> PatchState:
-    """Apply a candidate, and check the model if it has not been measured.
-
-    Raises:
-        [`ContaminationError`]: if the check finds packing not exact.
-        [`UnsupportedModel`]: if the patch does not fit the model's code.
-    """
+def _apply(model: nn.Module, name: str, candidate: _Candidate, options: PatchOptions) -> PatchState:
+    """Apply a candidate, and check the model if it has not been measured."""
     try:
         state = apply_patch(model, candidate.patch, options)
     except (UnsupportedModel, AttributeError) as error:
-        if candidate.may_not_fit:
-            raise does_not_fit(name, error) from error
-        raise
+        if not candidate.may_not_fit:
+            raise
+        if name not in results():  # registered by the user
+            raise UnsupportedModel(str(error)) from error
+        tested = measured_transformers()
+        raise UnsupportedModel(
+            f"the patch for '{name}' does not fit its code in transformers {installed_version('transformers')}.",
+            why=[first_line(error), f"it was tested with transformers {', '.join(tested)}"],
+            do=f"Install transformers {tested[-1]}, or report it.",
+        ) from error
     if candidate.unmeasured:
         if candidate.is_final:
             # It is a warning, because Python shows no lower level by default, and users should know why patching takes
@@ -273,55 +333,3 @@ def patched(
     finally:
         if not was_patched:
             unpatch(model)
-
-
-def _how_it_runs(name: str, state: PatchState) -> str:
-    """Describe how mixers of this class run: on their own kernels or document by document.
-
-    Training and evaluation are decided separately.
-    """
-    native = {is_training for (kind, is_training), offer in state.native.items() if kind.__name__ == name and offer}
-    other = {is_training for (kind, is_training), offer in state.native.items() if kind.__name__ == name and not offer}
-    if not native:
-        return "document by document"
-    if not other:
-        return "on its own kernels"
-    mode = "training" if True in native else "evaluation"
-    return f"on its own kernels in {mode}, otherwise document by document"
-
-
-def _describe_sharing(state: PatchState) -> list[str]:
-    """Describe in one line whether rows share their prefixes. Return no line if `share_prefixes` is off."""
-    sharing = None if state.unpadding is None else state.unpadding.sharing
-    if sharing is None:
-        return []
-    if sharing.refusal:
-        return [f"shared prefixes: not used, rows are computed separately: {sharing.refusal}"]
-    return [f"shared prefixes: computed once, {state.unpadding_report.sharing}"]
-
-
-def describe(model: nn.Module) -> str:
-    """Describe the patch of a model, one fact per line: level, modules, attention arguments and backends."""
-    state = find_state(model)
-    if state is None:
-        return f"runs by name, attn_implementation='{NAME}'" if runs_by_name(model) else "not patched"
-    windows = Counter(f"window {window}" if window else "full" for window in state.windows)
-    lines = [
-        f"model type {model_type(model)} (patch from {state.patch.origin})",
-        f"level: {state.patch.level}",
-        "backbone: document boundaries are read once per call, no attention mask is built",
-        f"backend asked for: {state.options.backend}",
-    ]
-    if state.unpadding is not None:
-        lines.append(f"padded batches: computed without padding, {state.unpadding_report}")
-        lines += _describe_sharing(state)
-    if windows:
-        modules = ", ".join(f"{n} x {window}" for window, n in windows.items())
-        lines.insert(3, f"{len(state.attention)} attention modules: {modules}")
-    by_document = Counter(type(module).__name__ for module in state.mixers.values())
-    for name, n in by_document.items():
-        how = _how_it_runs(name, state)
-        lines.append(f"{n} x {name}: {how}")
-    lines += [f"backend used: {name} for {request.describe()}" for request, name in state.backends.resolved.items()]
-    lines += describe_lora(state.adapted, state.options.fused_lora)
-    return "\n".join([*lines, *describe_kernels(state)])

@@ -63,7 +63,13 @@ def plot(
         drawing = "\n\n".join(_characters(row, sliding_window) for row in _rows(layout))
         Path(path).write_text(drawing + "\n")
         return drawing
-    figure = _figure(layout, sliding_window)
+    require_matplotlib("trl_packfa.plot")
+    from matplotlib.figure import Figure
+
+    rows = _rows(layout)
+    figure = Figure(figsize=(4.2 * len(rows), 4.2), layout="constrained")
+    for i, row in enumerate(rows):
+        draw_row(figure.add_subplot(1, len(rows), i + 1), row, sliding_window)
     if path is not None:
         try:
             figure.savefig(path)
@@ -75,8 +81,7 @@ def plot(
 def require_matplotlib(what: str) -> Any:
     """Import matplotlib on use and return it.
 
-    Raises:
-        [`MissingPackage`]: if it is not installed; the message names the extra that installs it.
+    Raise [`MissingPackage`] if it is not installed; the message names the extra that installs it.
     """
     try:
         import matplotlib
@@ -97,17 +102,6 @@ def _rows(layout: PackedLayout) -> list[list[tuple[int, bool]]]:
     return rows
 
 
-def _figure(layout: PackedLayout, window: int | None) -> Figure:
-    require_matplotlib("trl_packfa.plot")
-    from matplotlib.figure import Figure
-
-    rows = _rows(layout)
-    figure = Figure(figsize=(4.2 * len(rows), 4.2), layout="constrained")
-    for i, row in enumerate(rows):
-        draw_row(figure.add_subplot(1, len(rows), i + 1), row, window)
-    return figure
-
-
 def draw_row(axes: Axes, row: list[tuple[int, bool]], window: int | None = None) -> None:
     """Draw one row on matplotlib axes, from the (number of tokens, is padding) of each document."""
     from matplotlib.patches import Polygon, Rectangle
@@ -116,19 +110,16 @@ def draw_row(axes: Axes, row: list[tuple[int, bool]], window: int | None = None)
     for i, (tokens, padding) in enumerate(row):
         begin, end = end, end + tokens
         colour = "#d9d9d9" if padding else _COLOURS[i % len(_COLOURS)]
-        axes.add_patch(Polygon(_outline(begin, end, window), closed=True, facecolor=colour, edgecolor="none"))
+        # The corners of the document's area: x is the token attended to, y is the token that attends.
+        corners = [(begin, begin), (end, end), (begin, end)]
+        if window is not None and window < tokens:
+            corners = [(begin, begin), (end, end), (end - window, end), (begin, begin + window)]
+        axes.add_patch(Polygon(corners, closed=True, facecolor=colour, edgecolor="none"))
         axes.add_patch(Rectangle((begin, -0.03 * total), tokens, 0.02 * total, facecolor=colour, edgecolor="none"))
     axes.set(xlim=(0, total), ylim=(total, -0.03 * total), aspect="equal")
     axes.set(xlabel="token attended to", ylabel="token that attends")
     documents = sum(not padding for _, padding in row)
     axes.set_title(f"{documents} documents, {total:,} tokens", fontsize=10)
-
-
-def _outline(begin: int, end: int, window: int | None) -> list[tuple[int, int]]:
-    """Return the corners of a document's area: x is the token attended to, y is the token that attends."""
-    if window is None or window >= end - begin:
-        return [(begin, begin), (end, end), (begin, end)]
-    return [(begin, begin), (end, end), (end - window, end), (begin, begin + window)]
 
 
 def _characters(row: list[tuple[int, bool]], window: int | None) -> str:
@@ -154,15 +145,8 @@ LOSS_CURVE = "loss_curve.png"
 def save_loss_curve(history: Sequence[Mapping[str, float]], path: str | Path) -> bool:
     """Draw the logged training and evaluation losses of a run over its optimizer steps.
 
-    Args:
-        history (`Sequence[Mapping[str, float]]`):
-            `trainer.state.log_history`.
-        path (`str` or `Path`):
-            File to write.
-
-    Returns:
-        `bool`: whether the file was written. It is not written without matplotlib, or with fewer than two logged
-        training losses.
+    `history` is `trainer.state.log_history`. Return false without a file, if matplotlib is not installed or fewer than
+    two training losses were logged.
     """
     curves: dict[str, list[tuple[float, float]]] = {}
     for entry in history:

@@ -71,15 +71,7 @@ def tell_of_newer_versions() -> None:
 
 
 def require_versions(*, training: bool = True) -> None:
-    """Refuse packages that are too old.
-
-    Args:
-        training (`bool`):
-            Whether the trainers are used, which need TRL.
-
-    Raises:
-        [`VersionTooOld`]: naming each package, the version found and the version needed.
-    """
+    """Raise [`VersionTooOld`] with each package that is too old; only the trainers, `training`, need TRL."""
     from packaging.version import Version
 
     needed = {package: least for package, least in MINIMUM_VERSIONS.items() if training or package != "trl"}
@@ -90,10 +82,7 @@ def require_versions(*, training: bool = True) -> None:
         if found[package] is None or Version(found[package] or "0") < Version(least)
     ]
     if why:
-        raise VersionTooOld("trl-packfa cannot run with the installed packages.", why=why, do=_remedy())
-
-
-def _remedy() -> str:
-    if sys.version_info < (3, 11):
-        return "Use Python 3.11 or newer, which these versions need; patch() and check() work on Python 3.10."
-    return "pip install --upgrade 'trl-packfa[tested]' installs versions that are tested together."
+        do = "pip install --upgrade 'trl-packfa[tested]' installs versions that are tested together."
+        if sys.version_info < (3, 11):
+            do = "Use Python 3.11 or newer, which these versions need; patch() and check() work on Python 3.10."
+        raise VersionTooOld("trl-packfa cannot run with the installed packages.", why=why, do=do)

@@ -99,7 +99,7 @@ def test_an_unknown_backend_is_refused_with_the_names():
 
 
 def test_flash_index_overflow_is_refused_before_the_kernel_runs():
-    from trl_packfa.attention.flash_limits import require_indexable
+    from trl_packfa.attention.flash import require_indexable
 
     layout = PackedLayout.from_lengths([1] * 70_000)
     query = torch.empty(70_000, 32, 8, device="meta", requires_grad=True)

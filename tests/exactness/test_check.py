@@ -144,18 +144,18 @@ def test_rounding_is_drawn_again_before_a_model_is_blamed_for_a_difference_near_
     from trl_packfa.patching.apply import PatchOptions, apply_patch
     from trl_packfa.patching.inspect import get_patch
 
-    judged, noises = engine._Measured.judged, []
+    judged, noises = engine._judged, []
 
-    def at_first(self, noise):
-        found = judged(self, noise)
-        noises.append(noise)
+    def at_first(*measured):
+        found = judged(*measured)
+        noises.append(measured[-1])
         forward = found.forward._replace(difference=1e-4, allowed=1e-4 / excess)
         return found._replace(forward=forward) if len(noises) == 1 else found
 
     drawn, before, draw, compare = [], [], engine._rounding, engine._compare
     monkeypatch.setattr(engine, "_rounding", lambda *args: drawn.append(draw(*args)) or drawn[-1])
     monkeypatch.setattr(engine, "_compare", lambda *args: before.append(len(drawn)) or compare(*args))
-    monkeypatch.setattr(engine._Measured, "judged", at_first)
+    monkeypatch.setattr(engine, "_judged", at_first)
     model = tiny.model(layers=1)
     apply_patch(model, get_patch(model), PatchOptions(unpad=True))
     report = check_unpadding(model)

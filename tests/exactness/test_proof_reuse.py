@@ -12,7 +12,7 @@ from selection import in_full
 from tiny_models import small_model
 from training import arguments, losses, packed_trainer
 
-from trl_packfa import api, candidates, patch
+from trl_packfa import api, patch
 from trl_packfa.exactness import proof_identity, reusable_proof
 from trl_packfa.exactness.reuse import code_digest
 from trl_packfa.trainers.sft import exactness_gate as proving
@@ -133,7 +133,7 @@ def test_another_attention_implementation_is_proven_anew():
 def proofs(monkeypatch):
     """How often a model is checked, by `patch` and by the trainer, where the code was never measured."""
     count, check = [], api.check
-    monkeypatch.setattr(candidates, "fingerprint", lambda model: "another transformers")
+    monkeypatch.setattr(api, "fingerprint", lambda model: "another transformers")
 
     def counted(by):
         def run(*args, **kwargs):

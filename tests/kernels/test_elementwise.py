@@ -15,7 +15,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from trl_packfa import PackedLayout, describe, patch
-from trl_packfa.kernels.cpu.norms import RMSNormOverride, is_rms_norm_on_cpu
+from trl_packfa.kernels.cpu import RMSNormOverride, is_rms_norm_on_cpu
 from trl_packfa.kernels.rotary import rotate
 from trl_packfa.layout.call_context import packed_call
 from trl_packfa.runtime.override import override_in
@@ -28,7 +28,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 @pytest.fixture(params=PIECES.values(), ids=PIECES.keys(), autouse=True)
 def pieces(monkeypatch, request):
     """Of every size, the last of them short."""
-    monkeypatch.setattr("trl_packfa.kernels.cpu.pieces._ELEMENTS", request.param)
+    monkeypatch.setattr("trl_packfa.kernels.cpu._ELEMENTS", request.param)
 
 
 def random(*shape, seed):

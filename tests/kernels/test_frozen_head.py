@@ -13,7 +13,7 @@ from trl.kernels import ChunkedLogProbFunction, chunked_logprob
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_packfa.kernels.lm_head import frozen
-from trl_packfa.kernels.lm_head.chunks import Transform
+from trl_packfa.kernels.lm_head.chunked import Transform
 from trl_packfa.kernels.lm_head.frozen import FrozenHead, FrozenLogProbs, positions_per_tile, scoring_kernels
 from trl_packfa.trainers.sft import lm_head
 from trl_packfa.trainers.sft.lm_head import ensure_own_loss
@@ -143,7 +143,7 @@ def test_it_is_chosen_by_measuring(trains, monkeypatch):
     for wrong in (False, True):
         model = with_heads("granite", trains=trains)[0]
         if wrong:
-            monkeypatch.setattr("trl_packfa.kernels.lm_head.chunks.Transform.of", lambda config: Transform(3.0))
+            monkeypatch.setattr("trl_packfa.kernels.lm_head.chunked.Transform.of", lambda config: Transform(3.0))
         with monkeypatch.context() as context:
             context.setattr(lm_head, "_cheapest", lambda model, own=lm_head._cheapest: own(OnGpu(model)))
             kinds.append(type(ensure_own_loss(model, seed=0)))

@@ -8,8 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from training import arguments, lora_config, losses, packed_trainer
 from trl.trainer.utils import add_fused_lm_head
 
-from trl_packfa.kernels.lm_head.chunked import TrainedHead, TrainedLogProbs
-from trl_packfa.kernels.lm_head.chunks import Transform
+from trl_packfa.kernels.lm_head.chunked import TrainedHead, TrainedLogProbs, Transform
 from trl_packfa.trainers.sft.lm_head import ensure_own_loss
 
 OUTPUTS = ("log_probs", "entropy", "is_top1")
@@ -55,8 +54,8 @@ def model_without_labels(model):
 @pytest.mark.parametrize("transform", [Transform(), Transform(0.3), Transform(2.0, 5.0)], ids=str)
 def test_gradients_are_those_of_the_logits(trains, transform, monkeypatch):
     """Against float64, in tiles of 64 positions of which the last is short, for any gradient of the scores."""
-    monkeypatch.setattr("trl_packfa.kernels.lm_head.chunks._TILE", 0)
-    monkeypatch.setattr("trl_packfa.kernels.lm_head.chunks._FEWEST", 64)
+    monkeypatch.setattr("trl_packfa.kernels.lm_head.chunked._TILE", 0)
+    monkeypatch.setattr("trl_packfa.kernels.lm_head.chunked._FEWEST", 64)
     generator = torch.Generator().manual_seed(0)
     hidden, weight, bias = (
         torch.randn(*shape, generator=generator).requires_grad_(which in (trains, "both") or trains == "both")
@@ -143,7 +142,7 @@ def test_a_head_that_is_wrong_is_not_taken(monkeypatch):
     broken = tiny.model("granite", layers=1)
     add_fused_lm_head(broken, outputs=("entropy", "is_top1"))
     by_trl = broken.forward
-    monkeypatch.setattr("trl_packfa.kernels.lm_head.chunks.Transform.of", lambda config: Transform(3.0))
+    monkeypatch.setattr("trl_packfa.kernels.lm_head.chunked.Transform.of", lambda config: Transform(3.0))
     assert ensure_own_loss(broken, seed=0) is None
     assert broken.forward == by_trl
 

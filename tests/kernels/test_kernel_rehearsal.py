@@ -6,7 +6,7 @@ import torch
 from rehearsal import SHARED_MEMORY, compile_launches
 
 from trl_packfa.kernels.lm_head import frozen
-from trl_packfa.kernels.lm_head.chunks import Transform
+from trl_packfa.kernels.lm_head.chunked import Transform
 from trl_packfa.kernels.lm_head.frozen import FrozenLogProbs
 
 pytestmark = pytest.mark.gpu_rehearsal
@@ -27,12 +27,11 @@ def liger(monkeypatch):
     """The real one, for which a CPU is the device."""
     pytest.importorskip("triton")
     pytest.importorskip("liger_kernel")
-    from trl_packfa.kernels.liger import library, norms, rotary, swiglu
+    from trl_packfa.kernels import liger
 
-    kernels = library.liger_kernels()
-    assert kernels is not None, library.liger_unavailable()
-    for module in (library, norms, rotary, swiglu):
-        monkeypatch.setattr(module, "lies_on_cuda", lambda tensor: True)
+    kernels = liger.liger_kernels()
+    assert kernels is not None, liger.liger_unavailable()
+    monkeypatch.setattr(liger, "lies_on_cuda", lambda tensor: True)
     return kernels
 
 
@@ -46,7 +45,7 @@ def names(compiled):
 @HALF_AND_FULL
 @ARCHES
 def test_norms(shape, dtype, liger, compiled):
-    from trl_packfa.kernels.liger.library import takes
+    from trl_packfa.kernels.liger import takes
 
     x, weight = torch.zeros(shape, dtype=dtype, requires_grad=True), torch.ones(shape[-1], dtype=dtype)
     assert takes(x, weight)
@@ -62,7 +61,7 @@ def test_norms(shape, dtype, liger, compiled):
 @HALF_AND_FULL
 @ARCHES
 def test_rotation(heads, width, rotated, rows, dtype, liger, compiled):
-    from trl_packfa.kernels.liger.rotary import rotate_by_liger
+    from trl_packfa.kernels.liger import rotate_by_liger
 
     query, key = (torch.zeros(rows, 9, n, width, dtype=dtype, requires_grad=True) for n in heads)
     cos, sin = torch.zeros(2, rows, 9, rotated, dtype=dtype)
@@ -75,7 +74,7 @@ def test_rotation(heads, width, rotated, rows, dtype, liger, compiled):
 @HALF_AND_FULL
 @ARCHES
 def test_swiglu(features, dtype, arch, liger, compiled, monkeypatch):
-    from trl_packfa.kernels.liger.swiglu import _SwiGLU
+    from trl_packfa.kernels.liger import _SwiGLU
 
     tiled = arch == 100 and features > 8192  # of wide rows Blackwell takes tiles
     monkeypatch.setattr("liger_kernel.ops.swiglu._should_tile", lambda n_cols: tiled)

@@ -20,8 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from trl_packfa import PackedLayout, check, describe, patch, unpatch
 from trl_packfa.errors import ContaminationError
-from trl_packfa.kernels.liger import library, norms, swiglu
-from trl_packfa.kernels.liger.norms import is_rms_norm_on_cuda
+from trl_packfa.kernels import liger
 from trl_packfa.kernels.rotary import rotate
 from trl_packfa.layout.call_context import packed_call
 from trl_packfa.patching.apply import compile_layers
@@ -95,7 +94,7 @@ def test_gradient_checkpointing(reentrant, lora_dropout, calls):
 def test_a_graph_that_is_kept_is_not_written_over(asked, model, calls, monkeypatch):
     """The control overwrites gate and up though they are read again."""
     if not asked:
-        for module in ("liger.swiglu", "lora.products"):
+        for module in ("liger", "lora.products"):
             monkeypatch.setattr(f"trl_packfa.kernels.{module}.is_last_backward", lambda: True)
     model = patch(model().train())
     loss = model(**tiny.batch(tiny.documents())).logits.sin().sum()
@@ -130,8 +129,8 @@ def test_graphs_fuse_by_themselves(calls):
 
 
 def test_what_is_not_llamas_is_left_alone(calls):
-    assert is_rms_norm_on_cuda(LlamaRMSNorm(8)) and not is_rms_norm_on_cuda(Gemma2RMSNorm(8))
-    assert not is_rms_norm_on_cuda(LlamaRMSNorm(8).to("meta"))
+    assert liger.is_rms_norm_on_cuda(LlamaRMSNorm(8)) and not liger.is_rms_norm_on_cuda(Gemma2RMSNorm(8))
+    assert not liger.is_rms_norm_on_cuda(LlamaRMSNorm(8).to("meta"))
     model = patch(tiny.model("gemma2", layers=2))
     model(**tiny.batch(tiny.documents()))
     assert calls == {"rope": 2}, "norms add one to their weights, MLPs take GELU"
@@ -142,15 +141,15 @@ def test_norms_that_liger_would_cast_otherwise_run_their_own(dtypes, calls):
     """A float32 norm of a half-precision input has a float32 result, Liger's would be half."""
     norm, x = LlamaRMSNorm(8).to(dtypes[1]), torch.randn(5, 8).to(dtypes[0])
     with packed_call(PackedLayout.from_lengths((5,))):
-        assert torch.equal(norms.LigerRMSNormOverride(norm)(x), norm(x))
+        assert torch.equal(liger.LigerRMSNormOverride(norm)(x), norm(x))
     assert not calls
 
 
 def test_takes_what_the_kernels_take(calls):
     fits = torch.zeros(2, 8)
-    assert library.takes(fits, fits)
+    assert liger.takes(fits, fits)
     others = [fits.double(), fits.half(), fits[:, :4], fits.to("meta"), torch.zeros(1, 65537)]
-    assert not any(library.takes(fits, other) for other in others)
+    assert not any(liger.takes(fits, other) for other in others)
 
 
 def test_another_activation_is_not_silu(calls):
@@ -165,7 +164,7 @@ def test_describe_says_what_runs(calls, monkeypatch):
         assert f"{line}: liger-kernel 0.8.5, in packed calls" in describe(model)
     assert "the model's own code (fused_kernels=False)" in describe(patch(model, fused_kernels=False))
     patch(model)
-    monkeypatch.setattr("trl_packfa.patching.fused.liger_unavailable", lambda: "liger-kernel is not installed")
+    monkeypatch.setattr("trl_packfa.patching.describe.liger_unavailable", lambda: "liger-kernel is not installed")
     assert "own code (liger-kernel is not installed)" in describe(model)
 
 
@@ -175,8 +174,8 @@ def test_the_check_proves_them(lora_dropout, calls, monkeypatch):
     model = patch(adapted(lora_dropout=lora_dropout))
     assert check(model).is_exact and calls["rms_norm"] and calls["swiglu_forward"] and calls["rope"]
     own = pretended_liger.swiglu_forward
-    wrong = library.liger_kernels()._replace(swiglu_forward=lambda a, b: (*own(a, b)[:2], own(a, b)[2] * 1.01))
-    monkeypatch.setattr(swiglu, "liger_kernels", lambda: wrong)
+    wrong = liger.liger_kernels()._replace(swiglu_forward=lambda a, b: (*own(a, b)[:2], own(a, b)[2] * 1.01))
+    monkeypatch.setattr(liger, "liger_kernels", lambda: wrong)
     with pytest.raises(ContaminationError):
         check(model).require_exact()
 
@@ -199,15 +198,15 @@ def test_the_trainer_hands_on_the_switch(fused, calls):
     ],
 )
 def test_why_it_is_not_used(version, change, reason, monkeypatch):
-    names = {name: getattr(pretended_liger, name) for name in library._FUNCTIONS} | change
+    names = {name: getattr(pretended_liger, name) for name in liger._FUNCTIONS} | change
     ops = SimpleNamespace(**{name: value for name, value in names.items() if value is not None})
-    monkeypatch.setattr(library, "installed_version", lambda package: version)
-    monkeypatch.setattr(library, "import_module", lambda name: ops)
-    found = library._load()
+    monkeypatch.setattr(liger, "installed_version", lambda package: version)
+    monkeypatch.setattr(liger, "import_module", lambda name: ops)
+    found = liger._load.__wrapped__()
     assert (reason in found) if reason else found.version == version
 
 
 def test_liger_is_looked_for_once_and_nothing_is_taken_without_it():
     """As on this machine, or on one whose Liger finds no GPU."""
-    assert not is_rms_norm_on_cuda(LlamaRMSNorm(8)) and not swiglu.is_swiglu_on_cuda(nn.Linear(2, 2))
-    assert library.liger_kernels() is library.liger_kernels()
+    assert not liger.is_rms_norm_on_cuda(LlamaRMSNorm(8)) and not liger.is_swiglu_on_cuda(nn.Linear(2, 2))
+    assert liger.liger_kernels() is liger.liger_kernels()

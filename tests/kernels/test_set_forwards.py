@@ -14,8 +14,8 @@ from torch.nn.modules import module as torch_modules
 from torch.nn.utils import parametrize
 
 from trl_packfa import describe, patch
-from trl_packfa.kernels.liger import swiglu
-from trl_packfa.kernels.liger.swiglu import multiplies_by_liger
+from trl_packfa.kernels import liger
+from trl_packfa.kernels.liger import multiplies_by_liger
 from trl_packfa.kernels.lora import decisions, overrides, projections
 
 # One adapter, so that nothing else of the model is fused and all results are comparable to the bit.
@@ -286,8 +286,8 @@ def test_what_is_set_on_an_activation_sees_it_whole_and_once(watch, when):
 
 
 def test_liger_leaves_a_watched_activation_alone(monkeypatch):
-    monkeypatch.setattr(swiglu, "lies_on_cuda", lambda _x: True)
-    monkeypatch.setattr(swiglu, "liger_kernels", lambda: object())
+    monkeypatch.setattr(liger, "lies_on_cuda", lambda _x: True)
+    monkeypatch.setattr(liger, "liger_kernels", lambda: object())
     mlp = tiny.model(layers=1).model.layers[0].mlp
     assert multiplies_by_liger(mlp, torch.zeros(1))
     handle = mlp.act_fn.register_forward_hook(lambda *_: None)

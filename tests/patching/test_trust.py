@@ -116,19 +116,19 @@ def test_known_code_is_not_checked_again(monkeypatch):
 
 
 def test_changed_code_that_is_exact_is_patched(monkeypatch):
-    from trl_packfa import api, candidates
+    from trl_packfa import api
 
     checked = []
-    monkeypatch.setattr(candidates, "fingerprint", lambda model: "another transformers")
+    monkeypatch.setattr(api, "fingerprint", lambda model: "another transformers")
     monkeypatch.setattr(api, "check", lambda model: checked.append(model) or check(model))
     assert "level: attention" in describe(patch(tiny.model()))
     assert len(checked) == 1
 
 
 def test_what_cannot_be_checked_is_not_trusted(monkeypatch):
-    from trl_packfa import candidates
+    from trl_packfa import api
 
-    monkeypatch.setattr(candidates, "fingerprint", lambda model: "another transformers")
+    monkeypatch.setattr(api, "fingerprint", lambda model: "another transformers")
     with torch.device("meta"):
         model = LlamaForCausalLM(tiny.model().config)
     with pytest.raises(ContaminationError, match="its weights are on the meta device"):

@@ -20,7 +20,7 @@ README = (ROOT / "README.md").read_text()
 # The floors of the house: a folder, or a file beside the folders, imports from those before it and from itself.
 FLOORS = [
     "errors", "versions", "layout", "collator", "packing", "runtime", "attention", "kernels", "patches",
-    "patching", "adapters", "candidates", "exactness", "api", "register", "plotting", "terminal", "trainers.common",
+    "patching", "adapters", "exactness", "api", "register", "plotting", "terminal", "trainers.common",
     "trainers.padding_free", "trainers.sft", "trainers.preference", "trainers",
     "frameworks", "plan", "demo", "bench", "cli", "__main__",
 ]  # fmt: skip

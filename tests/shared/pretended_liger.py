@@ -9,7 +9,7 @@ from collections import Counter
 import torch
 from torch.autograd import Function
 
-from trl_packfa.kernels.liger import library
+from trl_packfa.kernels import liger
 
 # Triton's types; a lookup of any other dtype fails.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -105,15 +105,14 @@ def pretend_liger(monkeypatch):
     class Rope:
         apply = staticmethod(counted(LigerRopeFunction.apply, "rope"))
 
-    kernels = library.LigerKernels(
+    kernels = liger.LigerKernels(
         "0.8.5", Norm, Rope, counted(swiglu_forward, "swiglu_forward"), counted(swiglu_backward, "swiglu_backward")
     )
-    users = [f"trl_packfa.kernels.liger.{module}" for module in ("library", "norms", "rotary", "swiglu")]
-    for module in (*users, "trl_packfa.patching.fused"):
+    for module in ("trl_packfa.kernels.liger", "trl_packfa.patching.describe"):
         monkeypatch.setattr(f"{module}.liger_kernels", lambda: kernels)
         monkeypatch.setattr(f"{module}.lies_on_cuda", lambda tensor: tensor.device.type == "cpu")
-    monkeypatch.setattr("trl_packfa.patching.fused.liger_unavailable", lambda: None)
+    monkeypatch.setattr("trl_packfa.patching.describe.liger_unavailable", lambda: None)
     # What is there for a CPU gives way.
-    monkeypatch.setattr("trl_packfa.patching.fused.is_rms_norm_on_cpu", lambda module: False)
+    monkeypatch.setattr("trl_packfa.patching.apply.is_rms_norm_on_cpu", lambda module: False)
     monkeypatch.setattr("trl_packfa.kernels.rotary.are_worth_it", lambda x: False)
     return calls

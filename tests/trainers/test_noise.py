@@ -9,7 +9,6 @@ from trl_trainers import PACKED, build, build_packed, train
 
 import trl_packfa
 from trl_packfa.layout.call_context import find_layout
-from trl_packfa.patching.unpadding import Unpadding
 
 # Two padded micro-batches of other widths a step, for rows of both to meet in one.
 NOISY = {
@@ -69,7 +68,7 @@ def test_in_a_recut_step_it_follows_the_padded_micro_batch_of_each_row(kind, tmp
 
 @pytest.mark.parametrize("make", [free, build_packed])
 def test_negative_control_one_packed_row_is_softer(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(Unpadding, "noise_as_padded", lambda *args: nullcontext())
+    monkeypatch.setattr("trl_packfa.patching.forwards.noise_of_padded_rows", lambda *args: nullcontext())
     assert max(ratios("dpo", make, tmp_path)) < 0.7
 
 

@@ -15,7 +15,7 @@ from trl_packfa import PackedLayout, check, patch
 from trl_packfa.errors import ContaminationError, UnsupportedModel
 from trl_packfa.exactness.documents import LONG, LONG_ROWS, SHORT, draw_documents, losses, replacements
 from trl_packfa.exactness.documents import SHAPES as ARRANGEMENTS
-from trl_packfa.layout.call_context import current_layout, find_layout, packed_call
+from trl_packfa.layout.call_context import current_call, find_layout, packed_call
 from trl_packfa.patching.apply import find_state
 
 LAYER = "model.layers.1.self_attn"
@@ -269,7 +269,7 @@ def test_a_leak_among_experts_is_told_from_regrouping():
     assert check(model).is_exact
 
     def leaks(module, args, output):
-        packed = current_layout() is not None
+        packed = current_call().layout is not None
         return (output[0] + 1e-2 * output[0][:, :1], output[1]) if packed else output  # of the first document
 
     model.get_submodule(LAYER).register_forward_hook(leaks)
@@ -313,7 +313,7 @@ def test_a_check_that_does_not_end_leaves_no_patch(interruption, monkeypatch):
     """An unknown model is patched by what the check finds exact: interrupted, nothing was found."""
     from test_trust import unknown_model
 
-    from trl_packfa import api, candidates
+    from trl_packfa import api
 
     def interrupted(model):
         raise interruption
@@ -324,7 +324,7 @@ def test_a_check_that_does_not_end_leaves_no_patch(interruption, monkeypatch):
         with pytest.raises(interruption):
             patch(model)
         assert find_state(model) is None
-    monkeypatch.setattr(candidates, "fingerprint", lambda model: "another code")
+    monkeypatch.setattr(api, "fingerprint", lambda model: "another code")
     known = tiny.model(layers=1)
     for _ in range(2):
         with pytest.raises(interruption):

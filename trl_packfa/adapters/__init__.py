@@ -4,17 +4,10 @@
 refuses quantized models.
 """
 
-from __future__ import annotations
-
-from .quantizers import refuse_quantization, refuse_quantized, unread_quantizers
-from .table import adapter_kinds, refuse_adapter, refuse_adapters, unmeasured_adapters
-
-__all__ = [
-    "adapter_kinds",
-    "refuse_adapter",
-    "refuse_adapters",
-    "refuse_quantization",
-    "refuse_quantized",
-    "unmeasured_adapters",
-    "unread_quantizers",
-]
+from .quantizers import refuse_quantization as refuse_quantization
+from .quantizers import refuse_quantized as refuse_quantized
+from .quantizers import unread_quantizers as unread_quantizers
+from .table import adapter_kinds as adapter_kinds
+from .table import refuse_adapter as refuse_adapter
+from .table import refuse_adapters as refuse_adapters
+from .table import unmeasured_adapters as unmeasured_adapters

@@ -100,34 +100,14 @@ def _quantized_activations(scheme: Any) -> Quantizer:
 # Verdicts by `quant_method`; a function reads the config. Methods that transformers never trains are listed too,
 # because they appear under PEFT's adapters and in `patch` on a plain model.
 QUANTIZERS: dict[str, Quantizer | Callable[[Any], Quantizer]] = {
-    "aqlm": _WEIGHTS,
-    "auto-round": _WEIGHTS,
-    "awq": _WEIGHTS,
-    "bitnet": _BY_TOKEN,
-    "bitsandbytes": _bitsandbytes,
-    "bitsandbytes_4bit": _bitsandbytes,
-    "bitsandbytes_8bit": _bitsandbytes,
+    **dict.fromkeys(("aqlm", "auto-round", "awq", "eetq", "gguf", "gptq", "higgs", "hqq", "metal"), _WEIGHTS),
+    **dict.fromkeys(("mxfp4", "quanto", "sinq", "spqr", "vptq"), _WEIGHTS),
+    **dict.fromkeys(("bitnet", "fbgemm_fp8", "fp8", "mxfp8"), _BY_TOKEN),
+    **dict.fromkeys(("fouroversix", "fp_quant", "nvfp4", "quark"), _OWN_KERNELS),
+    **dict.fromkeys(("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit"), _bitsandbytes),
     "compressed-tensors": _compressed_tensors,
-    "eetq": _WEIGHTS,
-    "fbgemm_fp8": _BY_TOKEN,
-    "fouroversix": _OWN_KERNELS,
-    "fp8": _BY_TOKEN,
-    "fp_quant": _OWN_KERNELS,
     "gemma": _CONSTANT,
-    "gguf": _WEIGHTS,
-    "gptq": _WEIGHTS,
-    "higgs": _WEIGHTS,
-    "hqq": _WEIGHTS,
-    "metal": _WEIGHTS,
-    "mxfp4": _WEIGHTS,
-    "mxfp8": _BY_TOKEN,
-    "nvfp4": _OWN_KERNELS,
-    "quanto": _WEIGHTS,
-    "quark": _OWN_KERNELS,
-    "sinq": _WEIGHTS,
-    "spqr": _WEIGHTS,
     "torchao": _torchao,
-    "vptq": _WEIGHTS,
 }
 
 
@@ -147,15 +127,7 @@ def quantizer_of(config: Any) -> tuple[str, Quantizer]:
 
 
 def refuse_quantization(config: Any) -> None:
-    """Refuse a quantization that makes a document's result depend on other documents of its batch.
-
-    Args:
-        config (`QuantizationConfigMixin`, `dict` or `None`):
-            Quantization config of the model.
-
-    Raises:
-        [`UnsupportedModel`]: naming the method, the reason and what to do.
-    """
+    """Raise [`UnsupportedModel`] if a quantization config (or `None`) makes a document's result depend on others."""
     if config is None:
         return
     method, quantizer = quantizer_of(config)
@@ -168,14 +140,11 @@ def refuse_quantization(config: Any) -> None:
 
 
 def refuse_quantized(model: nn.Module) -> None:
-    """Refuse a loaded model if its quantization makes a document's result depend on other documents of its batch.
+    """Raise [`UnsupportedModel`] if a loaded model's quantization makes a document's result depend on other documents.
 
     Read the model's config and its layers.
-
-    Raises:
-        [`UnsupportedModel`]: naming the method or the layer, the reason and what to do.
     """
-    refuse_quantization(quantization_config_of(model))
+    refuse_quantization(getattr(model_config(model), "quantization_config", None))
     for name, module in model.named_modules():
         # The class is compared by name, because bitsandbytes may not be installed. The config does not list layers
         # that a user put in by hand.
@@ -190,14 +159,9 @@ def refuse_quantized(model: nn.Module) -> None:
             )
 
 
-def quantization_config_of(model: nn.Module) -> Any:
-    """Return the quantization config of a loaded model, `None` if it is not quantized."""
-    return getattr(model_config(model), "quantization_config", None)
-
-
 def unread_quantizers(model: nn.Module) -> list[str]:
     """List the quantization method of a model if its verdict is `unknown`."""
-    config = quantization_config_of(model)
+    config = getattr(model_config(model), "quantization_config", None)
     if config is None:
         return []
     method, quantizer = quantizer_of(config)

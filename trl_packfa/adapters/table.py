@@ -53,16 +53,6 @@ def measured_with() -> dict[str, str]:
     return _committed()["versions"]
 
 
-def _sources() -> dict[str, str]:
-    return _committed()["sources"]
-
-
-def tuner_of(config: Any) -> str:
-    """Return the PEFT folder that a config belongs to, or its full module name if the config is not from PEFT."""
-    parts = type(config).__module__.split(".")
-    return parts[2] if parts[:2] == ["peft", "tuners"] and len(parts) > 2 else type(config).__module__
-
-
 def tuners() -> list[str]:
     """List the folders of all tuners in the installed PEFT."""
     folder = Path(peft.__file__).parent / "tuners"
@@ -83,7 +73,9 @@ def kinds_of(config: Any) -> list[str]:
 
     The table may have no row for a kind in the list.
     """
-    tuner = tuner_of(config)
+    # The PEFT folder that the config belongs to, or its full module name if the config is not from PEFT.
+    parts = type(config).__module__.split(".")
+    tuner = parts[2] if parts[:2] == ["peft", "tuners"] and len(parts) > 2 else type(config).__module__
     kinds = [tuner]
     # `LoraConfig(use_dora=True)` has the kinds `lora` and `lora use_dora`. A rank or a seed adds no kind.
     for name, value in _set_fields(config):
@@ -128,7 +120,7 @@ def verdict_of(config: Any) -> tuple[str, str]:
     if unknown:
         return UNKNOWN, unknown[0]
     tuner = kinds[0]
-    return (EXACT if _sources().get(tuner) == source_of(tuner) else UNKNOWN), tuner
+    return (EXACT if _committed()["sources"].get(tuner) == source_of(tuner) else UNKNOWN), tuner
 
 
 def configs_of(model: nn.Module) -> dict[str, Any]:
@@ -144,16 +136,9 @@ def configs_of(model: nn.Module) -> dict[str, Any]:
 
 
 def refuse_adapter(config: Any, *, name: str | None = None) -> None:
-    """Refuse an adapter that was measured wrong under packing.
+    """Raise [`UnsupportedModel`] for an adapter that was measured wrong under packing.
 
-    Args:
-        config (`PeftConfig` or `None`):
-            The adapter's config.
-        name (`str`, *optional*):
-            The adapter's name, if a model already has it.
-
-    Raises:
-        [`UnsupportedModel`]: naming tuner and variant, the reason and what to use instead.
+    `config` is its `PeftConfig`, or `None`; `name` is its name, if a model already has it.
     """
     if not dataclasses.is_dataclass(config):
         return
@@ -168,11 +153,7 @@ def refuse_adapter(config: Any, *, name: str | None = None) -> None:
 
 
 def refuse_adapters(model: nn.Module) -> None:
-    """Refuse a model with an adapter that was measured wrong under packing, active or not.
-
-    Raises:
-        [`UnsupportedModel`]: naming the adapter, its tuner and variant, the reason and what to use instead.
-    """
+    """Raise [`UnsupportedModel`] for a model with an adapter that was measured wrong under packing, active or not."""
     for name, config in configs_of(model).items():
         refuse_adapter(config, name=name)
 

@@ -3,25 +3,17 @@
 This package uses layouts and tensors only. It imports neither transformers nor trl.
 """
 
-from .backends import BACKENDS, AttentionBackend, get_backend, refusals
-from .base import AttentionArguments, AttentionCall, AttentionRequest, Bias
-from .bias import chosen_keys, key_bias, linear_bias
-from .capabilities import Capabilities
-from .dispatch import BackendChoice, resolve
-
-__all__ = [
-    "BACKENDS",
-    "AttentionArguments",
-    "AttentionBackend",
-    "AttentionCall",
-    "AttentionRequest",
-    "BackendChoice",
-    "Bias",
-    "Capabilities",
-    "chosen_keys",
-    "get_backend",
-    "key_bias",
-    "linear_bias",
-    "refusals",
-    "resolve",
-]
+from .backends import BACKENDS as BACKENDS
+from .backends import get_backend as get_backend
+from .backends import refusals as refusals
+from .base import AttentionArguments as AttentionArguments
+from .base import AttentionCall as AttentionCall
+from .base import AttentionRequest as AttentionRequest
+from .base import Bias as Bias
+from .base import chosen_keys as chosen_keys
+from .base import key_bias as key_bias
+from .base import linear_bias as linear_bias
+from .capabilities import AttentionBackend as AttentionBackend
+from .capabilities import Capabilities as Capabilities
+from .dispatch import BackendChoice as BackendChoice
+from .dispatch import resolve as resolve

@@ -1,15 +1,18 @@
-"""Constants that say which calls an attention backend supports.
+"""The interface of attention backends, and the constants that say which calls a backend supports.
 
 Its refusals, the choice of a backend and the tests of both use these constants.
+
+Shape letters: T packed tokens, M keys of all segments, N query heads, K key/value heads, H head dim.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
 
-from .base import AttentionRequest
+from .base import AttentionCall, AttentionRequest
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -105,6 +108,46 @@ class Capabilities:
         if request.dropout and not self.dropout:
             reasons.append(f"{self.function} has no dropout, the model asks for {request.dropout}")
         return reasons
+
+
+class AttentionBackend(ABC):
+    """An implementation of attention inside each segment of an `AttentionLayout`.
+
+    Attributes:
+        name (`str`): name that users pass to `backend=`.
+        summary (`str`): one line that says how the backend computes attention and on which devices.
+        capabilities ([`Capabilities`]): calls that the backend's kernels support.
+    """
+
+    name: str
+    summary: str
+    capabilities: Capabilities
+
+    def refusals(self, request: AttentionRequest) -> list[str]:
+        """List every reason why this backend cannot serve the request; empty if it can.
+
+        Reasons are limits of its capabilities and packages that are not installed.
+        """
+        return self.capabilities.refusals(request)
+
+    def is_traceable(self, device: torch.device) -> bool:
+        """Tell whether `torch.compile` can put the kernels for this device into a graph.
+
+        Other kernels become one opaque operator in the graph.
+        """
+        return False
+
+    @abstractmethod
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
+        """Compute attention inside each segment of `call.layout`.
+
+        Shapes are `query` `(T, N, H)`, `key` and `value` `(M, K, H)`. M is T, unless documents share a prefix or
+        tokens of a block see each other.
+
+        Return `(T, N, H)` in the query's dtype.
+        """
 
 
 def _name(dtype: torch.dtype) -> str:

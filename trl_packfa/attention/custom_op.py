@@ -17,8 +17,9 @@ import torch
 from ..layout import AttentionLayout, PackedLayout
 from ..runtime.autocast import cast_to_autocast_dtype
 from ..runtime.compile import outside_of_graphs
-from .backends import AttentionBackend, get_backend
+from .backends import get_backend
 from .base import AttentionArguments, AttentionCall
+from .capabilities import AttentionBackend
 
 
 class _TracedLayout(NamedTuple):
@@ -69,14 +70,8 @@ def _traced(layout: PackedLayout, tokens: torch.Tensor) -> Any:
 
 
 @outside_of_graphs
-def _outside(
-    backend: AttentionBackend,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    call: AttentionCall,
-) -> torch.Tensor:
-    return backend(query, key, value, call)
+def _outside(backend: AttentionBackend, *call: Any) -> torch.Tensor:
+    return backend(*call)
 
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? sinks"
@@ -141,15 +136,9 @@ def _attend_fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_
 
 
 @torch.library.register_fake("trl_packfa::attend_backward")
-def _attend_backward_fake(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    *_: Any,
-) -> tuple[torch.Tensor, ...]:
-    grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+def _attend_backward_fake(grad: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
+    *qkv, sinks = inputs[:4]
+    grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in qkv)
     return *grads, grad.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 

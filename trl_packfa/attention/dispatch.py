@@ -9,8 +9,9 @@ import torch
 from ..errors import NoBackend, PackingError
 from ..layout import PackedLayout
 from ..runtime.compile import constant_in_graphs, outside_of_graphs
-from .backends import BACKENDS, AttentionBackend, get_backend
+from .backends import BACKENDS, get_backend
 from .base import AttentionArguments, AttentionCall, AttentionRequest
+from .capabilities import AttentionBackend
 from .custom_op import attend_in_graph
 from .exchange import attend_sharded
 
@@ -18,12 +19,9 @@ QKV: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def resolve(request: AttentionRequest, backend: str = "auto") -> AttentionBackend:
-    """Return the backend for a request: the named one, or for `"auto"` the first one without refusals.
+    """Return the backend for a request: the named one, or for `"auto"` the first selectable one without refusals.
 
-    `"auto"` never chooses `reference`. A backend that the user names either runs or raises.
-
-    Raises:
-        [`NoBackend`]: with the request and every backend's reasons.
+    Raise [`NoBackend`] with the request and every backend's reasons.
     """
     request = request._replace(named=backend != "auto")
     candidates = [get_backend(backend)] if request.named else [b for b in BACKENDS if b.capabilities.is_selectable]
@@ -61,12 +59,8 @@ class BackendChoice:
 
         A token attends to the earlier tokens of its document, also if the prefix is shared between documents. Tokens
         of a block attend to the later tokens of their block, too. If several processes share the row, they exchange
-        its tokens for heads.
-
-        Raises:
-            [`NoBackend`]: if no backend serves them.
-            [`PackingError`]: if a block comes with a bias, or is longer than the sliding window; if a row cannot be
-                shared by so many processes.
+        its tokens for heads. Raise [`NoBackend`] if no backend serves them. Raise [`PackingError`] if a block comes
+        with a bias, or is longer than the sliding window; if a row cannot be shared by so many processes.
         """
         if layout.shard is not None:
             return self._attend_sharded(query, key, value, layout, arguments)
@@ -119,11 +113,7 @@ class BackendChoice:
         return gather.take_first(attend(query, key, value, arguments.on(layout.full_sequences.attention)))
 
     def for_request(self, request: AttentionRequest) -> AttentionBackend:
-        """Return the backend that serves the request.
-
-        Raises:
-            [`NoBackend`]: if no backend serves it.
-        """
+        """Return the backend that serves the request; raise [`NoBackend`] if none does."""
         if request not in self.resolved:
             self.resolved[request] = resolve(request, self.name).name
         return get_backend(self.resolved[request])

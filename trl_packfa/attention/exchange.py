@@ -39,17 +39,9 @@ def attend_sharded(
 ) -> torch.Tensor:
     """Attend with this process's heads to the whole row, and return its tokens `(t, Q, H)`.
 
-    Args:
-        attend (`Callable`):
-            Computes attention of all T tokens.
-        query (`torch.Tensor`), key (`torch.Tensor`), value (`torch.Tensor`):
-            This process's tokens, `(t, Q, H)` and `(t, K, H)`. Where K is no multiple of N, key/value heads are
-            repeated.
-        layout ([`PackedLayout`]), arguments ([`AttentionArguments`]):
-            The layout, with this process's shard, and the arguments for all heads.
-
-    Raises:
-        [`PackingError`]: if N does not divide Q, or a term that depends on tokens is added to the scores.
+    Query `(t, Q, H)`, key and value `(t, K, H)` are this process's tokens, and `arguments` are for all heads. `attend`
+    computes attention of all T tokens. Where K is no multiple of N, key/value heads are repeated. Raise
+    [`PackingError`] if N does not divide Q, or a term that depends on tokens is added to the scores.
     """
     shard = layout.shard
     assert shard is not None

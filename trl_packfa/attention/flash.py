@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
+from ..errors import NoBackend
+from ..layout import PackedLayout
 from ..runtime.autocast import cast_to_autocast_dtype
 from ..runtime.compile import constant_in_graphs
 from .base import AttentionCall, AttentionRequest
-from .flash_limits import FLASH, equally_wide, is_deterministic, require_indexable
+from .capabilities import HALF, AttentionBackend, Capabilities
+
+# Capabilities of all FlashAttention kernels. The arguments of their functions differ.
+FLASH = Capabilities(
+    function="flash_attn_varlen_func",
+    needs_cuda=True,
+    min_capability=(8, 0),
+    dtypes=HALF,
+    max_head_dim=256,
+    head_dim_multiple=8,
+    bias=False,
+    bidirectional=True,
+)
+# FlashAttention 2's backward indexes its padded accumulator, (T + 128 * S) * N * H elements, with 32-bit integers
+# (flash-attention issue 1311).
+_PADDED_TOKENS_PER_DOCUMENT = 128
+_MAX_ELEMENTS = 2**31
 
 
 class _Kernel(NamedTuple):
@@ -68,14 +88,6 @@ def _installed(capability: tuple[int, int]) -> Iterator[_Kernel]:
             yield _kernel_of(function, is_traceable=package.is_traceable)
 
 
-def _from_hub() -> _Kernel | None:
-    """Load the Hub's kernel. It is downloaded code from others, so only users who name this backend get it."""
-    from ..runtime.hub_kernel import hub_flash_attn_varlen_func
-
-    function = hub_flash_attn_varlen_func() if find_spec("kernels") is not None else None
-    return None if function is None else _kernel_of(function)
-
-
 def _kernel_of(function: Callable[..., torch.Tensor], *, is_traceable: bool = True) -> _Kernel:
     return _Kernel(function, frozenset(inspect.signature(function).parameters), is_traceable)
 
@@ -89,8 +101,12 @@ def _kernel(capability: tuple[int, int], *, named: bool = False) -> _Kernel | No
     """Return the kernel for GPUs of this capability. `named` says that the user chose the backend by name."""
     if capability not in _KERNELS:
         _KERNELS[capability] = next(_installed(capability), None)
-    if named and _KERNELS[capability] is None:
-        _KERNELS[capability] = _from_hub()
+    if named and _KERNELS[capability] is None and find_spec("kernels") is not None:
+        # The Hub's kernel is downloaded code from others, so only users who name this backend get it.
+        from ..runtime.hub_kernel import hub_flash_attn_varlen_func
+
+        function = hub_flash_attn_varlen_func()
+        _KERNELS[capability] = None if function is None else _kernel_of(function)
     return _KERNELS[capability]
 
 
@@ -112,13 +128,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return (8, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
 
 
-def _window(call: AttentionCall) -> tuple[int, int]:
-    """Return the number of keys before and after its own that a query sees."""
-    assert call.sliding_window is not None
-    return call.sliding_window - 1, 0 if call.layout.causal else call.sliding_window - 1
-
-
-class FlashBackend:
+class FlashBackend(AttentionBackend):
     """Attention backend of FlashAttention 2, 3 or 4."""
 
     name = "flash"
@@ -159,15 +169,17 @@ class FlashBackend:
         query, key, value = equally_wide(*cast_to_autocast_dtype(query, key, value))
         queries, keys = call.layout.queries, call.layout.keys
         require_indexable(query, keys, self.name)
-        sinks = call.sinks
+        sinks, side = call.sinks, None if call.sliding_window is None else call.sliding_window - 1
         options = {
-            "window_size": None if call.sliding_window is None else _window(call),
+            "window_size": None if side is None else (side, 0 if call.layout.causal else side),
             "softcap": call.softcap,
             # Under autocast the sinks may be float32, but these kernels accept half precision only.
             kernel.name_of("s_aux", "learnable_sink"): None if sinks is None else sinks.to(query.dtype),
             "dropout_p": call.dropout or None,
         }
-        if is_deterministic() and kernel.name_of("deterministic") is not None:
+        # The user asks for deterministic gradients by torch's setting, or by flash-attn's variable.
+        asked = torch.are_deterministic_algorithms_enabled() or os.environ.get("FLASH_ATTENTION_DETERMINISTIC") == "1"
+        if asked and kernel.name_of("deterministic") is not None:
             options["deterministic"] = True
         result = kernel.function(
             query,
@@ -184,3 +196,35 @@ class FlashBackend:
         )
         out = result[0] if isinstance(result, tuple) else result  # flash-attn 3 and 4 may add the log-sum-exp
         return out[..., :value_dim]
+
+
+def equally_wide(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pad query `(T, N, H)`, key and value `(T, K, H)` with zeros to the larger head dim of both.
+
+    These kernels support one head dim only. Zeros change no score, and they make the last features of the result zero.
+    """
+    # In multi-head latent attention, queries and keys of 192 and values of 128 features become 192 and 192.
+    width = max(query.shape[-1], value.shape[-1])
+    q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+    return q, k, v
+
+
+def require_indexable(query: torch.Tensor, layout: PackedLayout, backend: str) -> None:
+    """Raise [`NoBackend`] for a batch that overflows the 32-bit index of FlashAttention 2's backward.
+
+    Gradients would be wrong without an error.
+    """
+    _, num_heads, head_dim = query.shape
+    padded = layout.num_tokens + _PADDED_TOKENS_PER_DOCUMENT * layout.num_documents
+    if query.requires_grad and padded * num_heads * head_dim >= _MAX_ELEMENTS:
+        raise NoBackend(
+            f"attention backend '{backend}' cannot index this batch: {layout.num_tokens} tokens in "
+            f"{layout.num_documents} documents, {num_heads} heads of {head_dim}.",
+            why=[
+                f"(tokens + 128 * documents) * heads * head_dim is {padded * num_heads * head_dim}, "
+                "but must be less than 2^31"
+            ],
+            do="Lower per_device_train_batch_size or max_length, or choose attention_backend='flex' or 'sdpa'.",
+        )

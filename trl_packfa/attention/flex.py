@@ -21,7 +21,7 @@ from ..runtime.autocast import cast_to_autocast_dtype
 from ..runtime.compile import allow_graphs
 from .base import AttentionCall, AttentionRequest
 from .block_mask import block_mask
-from .capabilities import Capabilities
+from .capabilities import AttentionBackend, Capabilities
 
 # Largest number of graphs of one function, which serves every model of a process: with and without a window, softcap,
 # sinks and gradients, for each dtype, for one block of tokens and for more.
@@ -48,7 +48,7 @@ def _compiled() -> Callable[..., torch.Tensor]:
     return attend
 
 
-class FlexBackend:
+class FlexBackend(AttentionBackend):
     """One compiled kernel. A block mask tells it which key blocks each block of queries can see."""
 
     name = "flex"
@@ -72,10 +72,6 @@ class FlexBackend:
         if request.device.type == "cuda" and find_spec("triton") is None:
             reasons.append("needs triton, which is not installed")
         return reasons
-
-    def is_traceable(self, device: torch.device) -> bool:
-        """Return false: the kernel is a separate graph."""
-        return False
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall

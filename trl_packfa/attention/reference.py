@@ -9,24 +9,16 @@ from __future__ import annotations
 
 import torch
 
-from .base import AttentionArguments, AttentionCall, AttentionRequest
-from .capabilities import Capabilities
+from .base import AttentionArguments, AttentionCall
+from .capabilities import AttentionBackend, Capabilities
 
 
-class ReferenceBackend:
+class ReferenceBackend(AttentionBackend):
     """The reference backend: plain torch, document by document."""
 
     name = "reference"
     summary = "plain torch loop, the reference for all backends; tests only"
     capabilities = Capabilities(function="plain torch", is_selectable=False, bidirectional=True)
-
-    def refusals(self, request: AttentionRequest) -> list[str]:
-        """List no reasons: plain torch supports every request."""
-        return self.capabilities.refusals(request)
-
-    def is_traceable(self, device: torch.device) -> bool:
-        """Return false: a loop over documents is not traceable."""
-        return False
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall

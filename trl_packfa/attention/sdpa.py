@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from ..layout import PackedLayout
 from ..runtime.autocast import autocast_dtype, cast_to_autocast_dtype
 from ..runtime.length_groups import group_by_length, pack_groups, pad_groups
-from .base import AttentionArguments, AttentionCall, AttentionRequest
-from .capabilities import Capabilities
+from .base import AttentionArguments, AttentionCall
+from .capabilities import AttentionBackend, Capabilities
 from .cpu_half import CausalInHalf, has_two_halves, is_faster_in_float32
 from .reference import dense_attention
 
@@ -35,7 +35,7 @@ _CHUNK_QUERIES = 256
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-class SdpaBackend:
+class SdpaBackend(AttentionBackend):
     """Attention backend that runs groups of documents of similar length through torch's fused attention."""
 
     name = "sdpa"
@@ -44,14 +44,6 @@ class SdpaBackend:
     # causal mask begins at the first query. A pair of query and key costs about 1.5 times as much then: a mask is
     # read, and the backward computes scores again (measured on a CPU, 30 to 200 queries after 20 to 1,100 keys).
     capabilities = Capabilities(function="scaled_dot_product_attention", cost_after_prefix=1.5, bidirectional=True)
-
-    def refusals(self, request: AttentionRequest) -> list[str]:
-        """List no reasons: this backend supports every request."""
-        return self.capabilities.refusals(request)
-
-    def is_traceable(self, device: torch.device) -> bool:
-        """Return false: a loop over groups of documents is not traceable."""
-        return False
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall

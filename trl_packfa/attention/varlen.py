@@ -14,7 +14,8 @@ import torch
 
 from ..runtime.autocast import cast_to_autocast_dtype
 from .base import AttentionCall, AttentionRequest
-from .flash_limits import FLASH, equally_wide, require_indexable
+from .capabilities import AttentionBackend
+from .flash import FLASH, equally_wide, require_indexable
 
 try:
     from torch.nn.attention import varlen
@@ -28,7 +29,7 @@ _PARAMETERS = frozenset(inspect.signature(_varlen_attn).parameters) if _varlen_a
 _ALIGNED = 8
 
 
-class VarlenBackend:
+class VarlenBackend(AttentionBackend):
     """Attention backend of torch's own variable-length FlashAttention."""
 
     name = "varlen"

@@ -83,12 +83,9 @@ def differences(
         (key, document): relative_difference(value, expected[document][key], typical=typical)
         for document, trace in actual.items()
         for key, value in trace.items()
-        if key.kind != "routed" and value.is_floating_point() and _has_like(expected[document], key, value)
+        if key.kind != "routed" and value.is_floating_point()
+        if key in expected[document] and expected[document][key].shape == value.shape
     }
-
-
-def _has_like(trace: Trace, key: Key, value: torch.Tensor) -> bool:
-    return key in trace and trace[key].shape == value.shape
 
 
 def worst(
@@ -107,8 +104,7 @@ def worst(
 
 
 def relative_gradients(found: Sequence[float], norms: Sequence[float]) -> list[float]:
-    """Divide `found`, the norms of gradient differences, by the gradients' own `norms`; one value for each
-    parameter."""
+    """Divide `found`, the norms of the parameters' gradient differences, by the gradients' own `norms`."""
     total = sum(norm**2 for norm in norms) ** 0.5
     if not math.isfinite(total):  # after an overflow no difference has a meaning
         return [math.inf] * len(norms)
@@ -128,15 +124,16 @@ def worst_gradient(
     """
     usual, findings, floor = median(noise), [], GRADIENT_FLOORS[dtype]
     for (name, dimensions), difference, own in zip(parameters.items(), found, noise, strict=True):
-        own, difference = _finite(max(own, usual), difference)
         least = max(floor, _VECTOR_FLOOR) if dimensions < 2 and dtype.itemsize < 4 else floor
-        findings.append(Finding(name, difference, max(_GRADIENT_NOISE_FACTOR * own, least), own))
+        findings.append(_gradient_finding(name, difference, max(own, usual), least))
     return max(findings, key=lambda finding: finding.excess)
 
 
-def _finite(noise: float, difference: float) -> tuple[float, float]:
-    """Return noise and difference; no noise and an infinite difference if one of them is not finite."""
-    return (noise, difference) if math.isfinite(noise) and math.isfinite(difference) else (0.0, math.inf)
+def _gradient_finding(name: str, difference: float, noise: float, least: float) -> Finding:
+    """Judge a gradient; no noise is allowed, and the difference is infinite, if one of them is not finite."""
+    if not (math.isfinite(noise) and math.isfinite(difference)):
+        noise, difference = 0.0, math.inf
+    return Finding(name, difference, max(_GRADIENT_NOISE_FACTOR * noise, least), noise)
 
 
 def worst_inputs(found: Mapping[int, float], noise: Mapping[int, float], dtype: torch.dtype) -> Finding:
@@ -144,11 +141,11 @@ def worst_inputs(found: Mapping[int, float], noise: Mapping[int, float], dtype: 
 
     `found` are the documents' relative differences, `noise` those that rounding makes.
     """
-    usual, findings = median(noise.values()) if noise else 0.0, []
-    for document, difference in found.items():
-        own, difference = _finite(max(noise.get(document, 0.0), usual), difference)
-        allowed = max(_GRADIENT_NOISE_FACTOR * own, GRADIENT_FLOORS[dtype])
-        findings.append(Finding("the embeddings", difference, allowed, own))
+    usual = median(noise.values()) if noise else 0.0
+    findings = (
+        _gradient_finding("the embeddings", difference, max(noise.get(i, 0.0), usual), GRADIENT_FLOORS[dtype])
+        for i, difference in found.items()
+    )
     return max(findings, key=lambda finding: finding.excess)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,25 +63,19 @@ def _pass_tuple(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple
 
 
 def _returned(layers: dict[str, nn.Module], run: Callable[[], object]) -> dict[str, bool]:
-    """Tell for each layer whether it returns its hidden states in a tuple.
-
-    Only layers that are called once and return hidden states alone are in the result.
-    """
+    """Tell whether each layer that is called once and returns hidden states alone returns them in a tuple."""
     calls: dict[str, list[bool | None]] = {name: [] for name in layers}
 
-    def watch(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            given = args[0] if args else kwargs.get("hidden_states")
-            in_tuple = isinstance(output, tuple)
-            states, *rest = output if in_tuple else (output,)
-            same = isinstance(states, torch.Tensor) and isinstance(given, torch.Tensor) and states.shape == given.shape
-            calls[name].append(in_tuple if same and rest in ([], [None]) else None)
-
-        return hook
+    def watch(name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        given = args[0] if args else kwargs.get("hidden_states")
+        in_tuple = isinstance(output, tuple)
+        states, *rest = output if in_tuple else (output,)
+        same = isinstance(states, torch.Tensor) and isinstance(given, torch.Tensor) and states.shape == given.shape
+        calls[name].append(in_tuple if same and rest in ([], [None]) else None)
 
     with ExitStack() as hooks:
         for name, layer in layers.items():
-            hooks.enter_context(layer.register_forward_hook(watch(name), with_kwargs=True))
+            hooks.enter_context(layer.register_forward_hook(partial(watch, name), with_kwargs=True))
         run()
     return {name: found[0] for name, found in calls.items() if len(found) == 1 and found[0] is not None}
 

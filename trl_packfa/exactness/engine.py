@@ -1,7 +1,7 @@
 """Compare other ways to run the same documents with a reference: every layer forwards, every parameter backwards.
 
 One function, [`compare`], serves packed rows against documents alone (`parity.py`), rows without pads against padded
-rows (`unpadding.py`), and shared prefixes against separate rows (`sharing.py`). The limits come from rounding.
+rows (`unpadding.py`), and shared prefixes against separate rows (there, too). The limits come from rounding.
 
 Each layer gets the inputs that it had in the reference, so that a difference shows in the layer that makes it. The
 reference adds its gradients (sign 1), a candidate subtracts its own (-1). The difference remains in `.grad`, and no
@@ -25,9 +25,9 @@ from .compare import (
     relative_gradients,
     relative_logits,
     worst,
+    worst_gradient,
     worst_inputs,
 )
-from .compare import worst_gradient as find_worst_gradient
 from .following import Key, Trace
 from .rounding import last_places_off
 from .subject import Subject, rounding_dtype
@@ -128,22 +128,12 @@ def compare(
 ) -> Comparison:
     """Compare ways to run the documents with a reference; again with smaller losses while gradients overflow.
 
+    The reference is right by definition. Candidates run all documents, and the gradient of every parameter is
+    compared; `others` run some documents, in which parameters get no gradients. Rounding is measured in a way of its
+    own: run as it is, and with every value off by up to a last place. `names` of the three are for the progress bar.
+
     An example, a small SmolLM3 in float32: the worst layer of a packed document is 4.0e-7 from the same document
     alone. Allowed are four times what rounding changes there, at least 1e-4.
-
-    Args:
-        subject ([`Subject`]):
-            The model.
-        reference (`Way`):
-            The way that is right by definition.
-        candidates (`Sequence[Way]`):
-            Ways of all documents. The gradient of every parameter is compared.
-        rounding (`Way`):
-            The way in which rounding is measured: run as it is, and with every value off by up to a last place.
-        others (`Sequence[Way]`, *optional*):
-            Ways of some documents, in which parameters get no gradients.
-        names (`tuple[str, str, str]`, *optional*):
-            Names of reference, candidates and others for the progress bar.
     """
     while True:
         found = _compare(subject, reference, candidates, rounding, others, names)
@@ -164,22 +154,19 @@ def _compare(
     subject.clear()
     expected, norms = reference(1.0, {}), subject.sizes()
     copied = subject.copied()
-    dtype = rounding_dtype(subject.model, expected.dtype)
-    by_candidates, found = [0.0] * len(norms), []
+    found = []
     for number, way in enumerate(candidates):
         subject.begin(names[1], 0.25 / len(candidates))
         if number:  # start again: an adapter's gradients are copied, those of a large model are computed again
             subject.clear()
             reference(1.0, {}) if copied is None else subject.put_back(copied)
         found.append(_differences(subject, way(-1.0, expected.traces), expected))
-        by_candidates = list(map(max, by_candidates, subject.norms()))
     subject.begin("what rounding alone changes", 0.15)
     noise = _rounding(subject, rounding, expected)
     subject.clear()
     subject.begin(names[2], 0.2)
     found += [_differences(subject, way(-1.0, expected.traces), expected) for way in others]
-    measured = _Measured(expected, dtype, subject.dimensions, norms, found, by_candidates)
-    comparison = measured.judged(noise)
+    comparison = _judged(subject, expected, norms, found, noise)
     # One draw of random last places may show less rounding than there is, and the reference may round more than the
     # way in which rounding is measured: attention of documents alone runs in another kernel. So before the model is
     # blamed for a difference near its limit, rounding is drawn again, and in the reference, too.
@@ -188,74 +175,28 @@ def _compare(
             noise = noise.or_larger(_rounding(subject, rounding, expected))
         noise = noise.or_larger(_rounding(subject, reference, expected), _REFERENCE_SHARE)
         subject.clear()
-        comparison = measured.judged(noise)
+        comparison = _judged(subject, expected, norms, found, noise)
     return comparison
 
 
-class _Noise(NamedTuple):
-    """Rounding of every layer and of each document's embeddings' gradients (relative), and of every parameter's
-    gradient (norm of the difference)."""
+class _Differences(NamedTuple):
+    """Differences between two runs, and between the gradients of their parameters.
+
+    The first two are relative: of all traced tensors, and of the gradients of each document's embeddings. The last are
+    norms, one for each parameter.
+    """
 
     layers: Differences
     inputs: dict[int, float]
     gradients: list[float]
 
-    def or_larger(self, other: _Noise, share: float = 1.0) -> _Noise:
+    def or_larger(self, other: _Differences, share: float = 1.0) -> _Differences:
         """Return the larger value of both everywhere; values of the other are first multiplied by `share`."""
-        return _Noise(
+        return _Differences(
             {key: max(value, other.layers[key] * share) for key, value in self.layers.items()},
             {key: max(value, other.inputs[key] * share) for key, value in self.inputs.items()},
             [max(own, value * share) for own, value in zip(self.gradients, other.gradients, strict=True)],
         )
-
-
-def _rounding(subject: Subject, rounding: Way, expected: Run) -> _Noise:
-    """Run twice in the way that is right, once with every value off by up to a last place."""
-    subject.clear()
-    with last_places_off(subject.model, by=0.0):
-        as_it_is = rounding(-1.0, expected.traces)
-    with last_places_off(subject.model):
-        rounded = rounding(1.0, expected.traces)
-    return _Noise(*_differences(subject, rounded, as_it_is), subject.norms())
-
-
-class _Measured(NamedTuple):
-    """All differences that were measured, with what is needed to judge them.
-
-    Attributes:
-        expected ([`Run`]), dtype (`torch.dtype`):
-            The run of the reference, and the dtype of its rounding.
-        dimensions (`dict[str, int]`), norms (`list[float]`):
-            Number of dimensions of each parameter by name, and the norms of the reference's gradients.
-        found (`list`), gradients (`list[float]`):
-            Differences of each way, and the largest norm of the difference of each gradient.
-    """
-
-    expected: Run
-    dtype: torch.dtype
-    dimensions: dict[str, int]
-    norms: list[float]
-    found: list[_Differences]
-    gradients: list[float]
-
-    def judged(self, noise: _Noise) -> Comparison:
-        """Compare the differences with what rounding changes."""
-        # Each way is judged by itself, as a document and layer may be wrong in only one of them.
-        judged = [(*worst(apart.layers, noise.layers, self.dtype), where) for where, apart in enumerate(self.found)]
-        forward, first, where = max(judged, key=lambda item: item[0].excess)
-        gradients = [worst_inputs(apart.inputs, noise.inputs, self.dtype) for apart in self.found if apart.inputs]
-        if sum(self.norms):
-            changed, rounded = (relative_gradients(by, self.norms) for by in (self.gradients, noise.gradients))
-            gradients.append(find_worst_gradient(self.dimensions, changed, rounded, self.dtype))
-        gradient = max(gradients, key=lambda finding: finding.excess, default=None)
-        return Comparison(self.expected, noise.layers, forward, first, gradient, where)
-
-
-class _Differences(NamedTuple):
-    """Relative differences between two runs: of all traced tensors, and of each document's embeddings' gradients."""
-
-    layers: Differences
-    inputs: dict[int, float]
 
 
 def _differences(subject: Subject, run: Run, expected: Run) -> _Differences:
@@ -273,4 +214,31 @@ def _differences(subject: Subject, run: Run, expected: Run) -> _Differences:
         for i, gradient in run.inputs.items()
         if i in expected.inputs
     }
-    return _Differences(found, inputs)
+    return _Differences(found, inputs, subject.norms())
+
+
+def _rounding(subject: Subject, rounding: Way, expected: Run) -> _Differences:
+    """Run twice in the way that is right, once with every value off by up to a last place."""
+    subject.clear()
+    with last_places_off(subject.model, by=0.0):
+        as_it_is = rounding(-1.0, expected.traces)
+    with last_places_off(subject.model):
+        rounded = rounding(1.0, expected.traces)
+    return _differences(subject, rounded, as_it_is)
+
+
+def _judged(
+    subject: Subject, expected: Run, norms: list[float], found: list[_Differences], noise: _Differences
+) -> Comparison:
+    """Compare the differences of all ways with what rounding changes; `norms` are of the reference's gradients."""
+    dtype = rounding_dtype(subject.model, expected.dtype)
+    # Each way is judged by itself, as a document and layer may be wrong in only one of them.
+    judged = [(*worst(apart.layers, noise.layers, dtype), where) for where, apart in enumerate(found)]
+    forward, first, where = max(judged, key=lambda item: item[0].excess)
+    gradients = [worst_inputs(apart.inputs, noise.inputs, dtype) for apart in found if apart.inputs]
+    if sum(norms):
+        largest = [max(0.0, *of_ways) for of_ways in zip(*(apart.gradients for apart in found), strict=True)]
+        changed, rounded = (relative_gradients(by, norms) for by in (largest, noise.gradients))
+        gradients.append(worst_gradient(subject.dimensions, changed, rounded, dtype))
+    gradient = max(gradients, key=lambda finding: finding.excess, default=None)
+    return Comparison(expected, noise.layers, forward, first, gradient, where)

@@ -55,11 +55,7 @@ class BatchProof(NamedTuple):
     head: HeadProof | None = None
 
     def require_exact(self) -> None:
-        """Raise if the first batch is not exact.
-
-        Raises:
-            [`ContaminationError`]: with the numbers.
-        """
+        """Raise [`ContaminationError`] with the numbers if the first batch is not exact."""
         if self.difference <= self.allowed:
             if self.head is not None:
                 self.head.require_exact()
@@ -76,22 +72,13 @@ class BatchProof(NamedTuple):
 
 @torch.no_grad()
 def check_batch(
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    group: distributed.ProcessGroup | distributed.DeviceMesh | None = None,
+    model: nn.Module, batch: Mapping[str, Any], group: distributed.ProcessGroup | distributed.DeviceMesh | None = None
 ) -> BatchProof | None:
     """Compare a packed training batch with some of its documents, each alone; `None` if it trains no token.
 
     It runs the batch forward once, eight of its documents alone, and three of these with random rounding. The LM head
-    runs forward and backward ([`~head.check_head`]).
-
-    Args:
-        model (`torch.nn.Module`):
-            The patched model as it trains, wrapped or not. It must accept `fused_lm_head=True`.
-        batch (`Mapping[str, Any]`):
-            The collator's batch, on the model's device.
-        group (`torch.distributed.ProcessGroup` or `DeviceMesh`, *optional*):
-            The processes that share the row. Each runs as many tokens alone as it holds of the row.
+    runs forward and backward ([`~head.check_head`]). The patched `model` must accept `fused_lm_head=True`. If the
+    processes of a `group` share the row, each runs as many tokens alone as it holds of it.
     """
     layout = batch.get("packed_layout") or layout_of(dict(batch))
     if layout is None:
@@ -125,10 +112,7 @@ def check_batch(
 
 
 def _choose(trained: Sequence[int]) -> list[int]:
-    """Return the documents to compare: the longest that trains, the first, the last, the shortest, and some between.
-
-    Documents are repeated at the end if there are too few.
-    """
+    """Choose the longest document that trains, the first, last and shortest, and some between; repeated if too few."""
     training = [i for i, count in enumerate(trained) if count] or [0]
     by_length = sorted(training, key=lambda i: trained[i])
     apart = [training[i * len(training) // _DOCUMENTS] for i in range(_DOCUMENTS)]
@@ -154,8 +138,7 @@ def _alone(
 
 
 def log_probs_of(model: nn.Module, call: Mapping[str, Any], called: Callable[..., Any]) -> torch.Tensor:
-    """Return the log-probabilities `(B, L - 1)` from a call of `called`, which runs the model; zero where nothing is
-    trained."""
+    """Return the log-probabilities `(B, L - 1)` of a call of `called`, a way to run the model; 0 if untrained."""
     options = router_loss.without(inner_model(model).config.get_text_config())  # TRL's computation fails on some types
     # The same call as in TRL's training. Logits `(B, L, V)` of a whole batch may not fit into memory.
     return called(**call, fused_lm_head=True, use_cache=False, **options).log_probs

@@ -42,11 +42,7 @@ class PaddedBatchProof(NamedTuple):
     tokens: int
 
     def require_exact(self, name: str) -> None:
-        """Require that the difference is allowed.
-
-        Raises:
-            [`ContaminationError`]: with the model and the numbers.
-        """
+        """Raise [`ContaminationError`] with the model and the numbers if the difference is too large."""
         if self.difference <= self.allowed:
             return
         raise ContaminationError(
@@ -61,13 +57,10 @@ class PaddedBatchProof(NamedTuple):
 
 
 def refuse_gradients_at_pads(states: torch.Tensor, rows: PaddedRows, name: str) -> None:
-    """Raise in the backward if a loss depends on hidden states `(B, L, D)` at pads.
+    """Raise [`ContaminationError`] in the backward if a loss depends on hidden states `(B, L, D)` at pads.
 
     These states are zeros where the model runs without pads. `name` is that of the model and its trainer, for the
     error.
-
-    Raises:
-        [`ContaminationError`]: in the backward, with the first such position.
     """
 
     def look(gradient: torch.Tensor) -> None:

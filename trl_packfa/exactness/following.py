@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -72,12 +73,12 @@ def find_parts(model: nn.Module, state: PatchState) -> Parts:
     return Parts(
         layers=layers,
         mixers={name: module for name, module in named.items() if id(module) in mixing},
-        routers={name: module for name, module in named.items() if _is_router(name, module)},
+        routers={
+            name: module
+            for name, module in named.items()
+            if name.rpartition(".")[2] in _ROUTER_NAMES or _ROUTERS.search(type(module).__name__)
+        },
     )
-
-
-def _is_router(name: str, module: nn.Module) -> bool:
-    return name.rpartition(".")[2] in _ROUTER_NAMES or bool(_ROUTERS.search(type(module).__name__))
 
 
 class _HandOver(Function):
@@ -96,10 +97,8 @@ class Following:
     """One forward whose documents are traced.
 
     Args:
-        places (`Sequence[torch.Tensor]`):
-            For each document the numbers `(n,)` of its tokens among the `B * L` of the call.
-        shape (`tuple[int, int]`):
-            `(B, L)`.
+        places (`Sequence[torch.Tensor]`), shape (`tuple[int, int]`):
+            For each document the numbers `(n,)` of its tokens among the `B * L` of the call, and `(B, L)`.
         handed (`Sequence[Trace | None]`, *optional*):
             For each document the inputs that replace those of its layers and routers, `None` to replace none.
 
@@ -124,36 +123,30 @@ class Following:
         # packed and alone, so the recomputation gets the same inputs as well.
         with ExitStack() as hooks:
             for name, module in {**parts.layers, **parts.routers}.items():
-                hooks.enter_context(module.register_forward_pre_hook(self._enter(name), with_kwargs=True))
+                hooks.enter_context(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
             for name, module in {**parts.routers, **parts.mixers}.items():
                 kind = "left" if name in parts.mixers else "routed"
-                hooks.enter_context(module.register_forward_hook(self._leave(name, kind)))
+                hooks.enter_context(module.register_forward_hook(partial(self._leave, name, kind)))
             yield
 
-    def _enter(self, name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            key = self._key("entered", name)
-            if args and self._is_per_token(args[0]):
-                return (self._pass(key, args[0]), *args[1:]), kwargs
-            if self._is_per_token(kwargs.get("hidden_states")):
-                return args, {**kwargs, "hidden_states": self._pass(key, kwargs["hidden_states"])}
+    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = self._key("entered", name)
+        if args and self._is_per_token(args[0]):
+            return (self._pass(key, args[0]), *args[1:]), kwargs
+        if self._is_per_token(kwargs.get("hidden_states")):
+            return args, {**kwargs, "hidden_states": self._pass(key, kwargs["hidden_states"])}
+        return None
+
+    def _leave(self, name: str, kind: str, module: nn.Module, args: Any, output: Any) -> Any:
+        key = self._key(kind, name)
+        items = list(output) if isinstance(output, (tuple, list)) else [output]
+        for i, item in enumerate(items):
+            # A mixer's other outputs are weights or caches; a router's are scores, weights and chosen experts.
+            if self._is_per_token(item) and (kind == "routed" or i == 0):
+                items[i] = self._pass(key._replace(tensor=i), item)
+        if kind == "left":
             return None
-
-        return hook
-
-    def _leave(self, name: str, kind: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            key = self._key(kind, name)
-            items = list(output) if isinstance(output, (tuple, list)) else [output]
-            for i, item in enumerate(items):
-                # A mixer's other outputs are weights or caches; a router's are scores, weights and chosen experts.
-                if self._is_per_token(item) and (kind == "routed" or i == 0):
-                    items[i] = self._pass(key._replace(tensor=i), item)
-            if kind == "left":
-                return None
-            return type(output)(items) if isinstance(output, (tuple, list)) else items[0]
-
-        return hook
+        return type(output)(items) if isinstance(output, (tuple, list)) else items[0]
 
     def _key(self, kind: str, name: str) -> Key:
         self._calls[kind, name] += 1
@@ -167,8 +160,7 @@ class Following:
         return value.shape[:2] == self.shape or value.shape[0] == rows * length
 
     def _pass(self, key: Key, tensor: torch.Tensor) -> torch.Tensor:
-        """Store each document's part of a tensor `(B, L, ...)` or `(B * L, ...)`; return the tensor with the replaced
-        inputs."""
+        """Store each document's part of a tensor `(B, L, ...)` or `(B * L, ...)`, and replace its inputs."""
         flat = tensor.flatten(0, 1) if tensor.shape[:2] == self.shape else tensor
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         for place, trace, given in zip(self.places, self.traces, self.handed, strict=True):

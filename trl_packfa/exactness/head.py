@@ -48,11 +48,7 @@ class HeadProof(NamedTuple):
     positions: int
 
     def require_exact(self) -> None:
-        """Raise if the head computes another loss.
-
-        Raises:
-            [`ContaminationError`]: with the numbers.
-        """
+        """Raise [`ContaminationError`] with the numbers if the head computes another loss."""
         if self.difference <= self.allowed:
             return
         raise ContaminationError(

@@ -76,7 +76,15 @@ def measure_isolation(
     worst_moved, regrouped, unsteady, leaked, worst_runs = 0.0, 0.0, 0.0, None, (runs[0], runs[-1])
 
     def run(number: int) -> Outputs:
-        return _run(subject, probe, arrangement, runs[number], trained[number], backward=backward)
+        tokens = probe.replaced(documents, runs[number])
+        if not backward:
+            with torch.no_grad():
+                return probe.packed(arrangement, tokens)
+        with subject.frozen(), probe.embedded() as embedded:
+            outputs = probe.packed(arrangement, tokens)
+            probe.backward(outputs, documents, [documents[i] for i in trained[number]], scale=subject.loss_scale)
+        states, logits = ([tensor.detach() for tensor in tensors] for tensors in (outputs.states, outputs.logits))
+        return Outputs(states, logits, arrangement.gradients(embedded))
 
     for number, which in enumerate(runs):
         states, _, gradients = run(number)
@@ -122,14 +130,8 @@ def _repeated(
 ) -> tuple[float, float]:
     """Repeat two runs; return how far documents move between them beyond what repeats differ, and what repeats differ.
 
-    Args:
-        subject ([`Subject`]):
-            The model.
-        pairs (`Sequence`), places (`Sequence[int]`):
-            For each document that stays: its output in an earlier run with the number of that run, and its output now;
-            and its place.
-        number (`int`), run (`Callable`):
-            The number of this run, and how to repeat a run by its number.
+    `pairs` holds for each document that stays its output in an earlier run, with the number of that run, and its
+    output now; `places` its place. `number` is that of this run, and `run` repeats a run by its number.
     """
     # All ranks take part in every run, so they repeat the same ones.
     numbers = sorted({since for (_, since), _ in pairs} | {number})
@@ -146,31 +148,6 @@ def _repeated(
             moved = max(moved, between, 0.0 if is_rounding else largest([now], [before]))
         varied = max(varied, within)
     return moved, varied
-
-
-def _run(
-    subject: Subject,
-    probe: Probe,
-    arrangement: Arrangement,
-    which: Sequence[bool],
-    trained: Sequence[int],
-    *,
-    backward: bool,
-) -> Outputs:
-    """Run the documents once, some of them replaced.
-
-    With `backward` only the `trained` documents, by place, have a loss, and the outputs hold the embeddings'
-    gradients.
-    """
-    tokens, documents = probe.replaced(arrangement.documents, which), arrangement.documents
-    if not backward:
-        with torch.no_grad():
-            return probe.packed(arrangement, tokens)
-    with subject.frozen(), probe.embedded() as embedded:
-        outputs = probe.packed(arrangement, tokens)
-        probe.backward(outputs, documents, [documents[i] for i in trained], scale=subject.loss_scale)
-    states, logits = ([tensor.detach() for tensor in tensors] for tensors in (outputs.states, outputs.logits))
-    return Outputs(states, logits, arrangement.gradients(embedded))
 
 
 class _Regrouping:
@@ -232,8 +209,7 @@ def measure_control(probe: Probe, *, told: Sequence[str] = ()) -> float:
 
 @torch.no_grad()
 def first_leak(probe: Probe, leak: Isolation) -> str | None:
-    """Return the name of the first module whose output for an unchanged document moves between the two runs of the
-    leak."""
+    """Return the first module whose output for an unchanged document moves between the two runs of the leak."""
     before, after = (
         probe.outputs_packed(leak.where, probe.replaced(leak.where.documents, replaced)) for replaced in leak.which
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..collator import DataCollatorForPacking
 from ..errors import PackingError, UnsupportedModel
 from ..patching.apply import PatchState, find_state
 from ..patching.inspect import find_backbone, max_positions, model_type
-from ..patching.named_models import NAME, any_type_served, named_state, runs_by_name, trust
+from ..patching.named_models import MEASURED, NAME, named_state, runs_by_name, switched_on, trust
 from ..runtime.compile import runs_compiled, uncompiled
 from ..runtime.random_states import devices_of, random_states
 from ..runtime.zero3 import gradients_taken, whole_size
@@ -67,29 +68,24 @@ def check(
         [`UnsupportedModel`]: if the model is of neither kind, or its weights are split without ZeRO-3's engine.
     """
     state = find_state(model)
-    collator = collator or DataCollatorForPacking()
-    if state is not None:
-        return _check(model, state, collator, documents, processing_class, seed, progress)
-    if not runs_by_name(model):
+    by_name, collator = state is None, collator or DataCollatorForPacking()
+    if by_name and not runs_by_name(model):
         raise UnsupportedModel(
             "the model is not patched.",
             do=f"Call trl_packfa.patch(model) first, or load it with attn_implementation='{NAME}'.",
         )
-    with any_type_served():
-        state = named_state(model)
+    with switched_on(MEASURED) if by_name else nullcontext():
+        state = named_state(model) if state is None else state
         report = _check(model, state, collator, documents, processing_class, seed, progress)
-        if report.is_exact:
+        if by_name and report.is_exact:
             report = _told_in_part(model, state, collator, report)
-    if report.is_exact:
+    if by_name and report.is_exact:
         trust(model)
     return report
 
 
 def _told_in_part(model: nn.Module, state: PatchState, collator: Collator, report: ExactnessReport) -> ExactnessReport:
-    """Check that each way to send boundaries reaches the attention of a model that runs by name; return the report.
-
-    A model may pass on some arguments and drop others without an error, so each way is tried by itself.
-    """
+    """Check that each way to send boundaries by itself reaches the attention of a model that runs by name."""
     probe, _ = _probes(model, state, collator, torch.empty(0, dtype=torch.long), report.seed)
     for told in (("position_ids",), ("cu_seq_lens_q", "cu_seq_lens_k")):
         with quiet(model):
@@ -139,7 +135,9 @@ def _check(
     # A mode that fails decides the verdict.
     report = next((report for report in measured if not report.is_exact), measured[0])
     if not report.has_power:
-        report = replace(report, no_weight=_zeros(model))
+        names = [name for name, p in model.named_parameters() if p.dim() > 1 and p.numel() and not bool(p.any())]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        report = replace(report, no_weight=", ".join(names[:3]) + more)
     return replace(
         report,
         unpadding=None if state.unpadding is None else check_unpadding(model, documents=documents, seed=seed),
@@ -174,10 +172,7 @@ def _has_tiles(device: torch.device) -> bool:
 def _measure(
     whole: Subject, kinds: Subject, short: Probe, long: Probe, skipped: dict[str, Any], *, mode: str
 ) -> ExactnessReport:
-    """Measure a model in one mode, and return the report.
-
-    A few documents run through all layers. Many documents in many arrangements run through one layer of each kind.
-    """
+    """Measure a model in one mode: few documents through all layers, many through one layer of each kind."""
     shapes = [long.arranged(rows) for rows in SHAPES.values()]
     trained = [long.row, long.arranged(LONG_ROWS)]
     with uncompiled(whole.model):  # compiled graphs would not call the hooks on the layers
@@ -214,8 +209,9 @@ def _measure(
     if whole.anywhere(leaking.forward > 0):
         with skipping(left_out):
             leak = first_leak(leaky, leaking)
+    dtype, rounding = (find(whole.model, few.reference.dtype) for find in (compute_dtype, rounding_dtype))
     return ExactnessReport(
-        dtype=_dtype_name(whole.model, few.reference.dtype),
+        dtype=str(dtype).removeprefix("torch.") + (" with TF32 products" if dtype is not rounding else ""),
         lengths=long.lengths,
         layers=f"{len(kinds.parts.layers)} of {len(whole.parts.layers)}",
         isolation=leaking.forward,
@@ -242,16 +238,9 @@ def _measure(
     )
 
 
-def _zeros(model: nn.Module) -> str:
-    """Return the names of some matrices of zeros, and how many more there are."""
-    names = [name for name, p in model.named_parameters() if p.dim() > 1 and p.numel() and not bool(p.any())]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
 @torch.no_grad()
 def _draws_random_numbers(subject: Subject, probe: Probe) -> bool:
-    """Tell whether running a document alone draws from torch's random state: some models do so for their gradients
-    only."""
+    """Tell whether running a document alone draws random numbers; some models do so for their gradients only."""
     # Two packed runs of such a model differ without any leak, so it is measured in evaluation mode.
     devices = devices_of(subject.model)
     before = random_states(devices)
@@ -265,12 +254,6 @@ def _run(probe: Probe) -> Documents:
     """Return the LM head's input for the packed documents, and some of their logits."""
     outputs = probe.packed(probe.row)
     return [*outputs.states, *outputs.logits]
-
-
-def _dtype_name(model: nn.Module, logits: torch.dtype) -> str:
-    """Return the name of the dtype that the model computes in."""
-    found = [dtype(model, logits) for dtype in (compute_dtype, rounding_dtype)]
-    return str(found[0]).removeprefix("torch.") + (" with TF32 products" if found[0] is not found[1] else "")
 
 
 def _training(model: nn.Module) -> str:

@@ -67,10 +67,7 @@ class PaddedProbe:
     def _require_text(self, names: list[str]) -> None:
         """Run one document before anything is measured, and keep the token types that the model needs for a text.
 
-        Molmo 2 needs some in training, also without images.
-
-        Raises:
-            [`UnsupportedModel`]: if the model's own code needs more than a text without padding.
+        Molmo 2 needs some in training, also without images. Raise [`UnsupportedModel`] if the model's code needs more.
         """
         ids = self.tokens[0]
         first: Exception | None = None
@@ -164,51 +161,52 @@ class PaddedProbe:
             index = torch.arange(rows.num_tokens) if gather is None else gather.index
             places, shape = list(index.split(list(rows.lengths))), (1, (known or rows).num_packed)
         following = Following(places, shape, [(handed or {}).get(i) for i in range(len(places))])
-        on = nullcontext() if shared else self.unpadding.unshared() if unpad else self.unpadding.off()
-        with torch.set_grad_enabled(sign is not None), following.attached(self.subject.parts), on:
-            states, logits = self.score(call, rows.shape, padded[-1][-1:])
-            outputs, scored = self.documents_of(states, padded, rows.shape), self._scored(logits)
-            if sign is not None and self.subject.trained and states.requires_grad:
-                self._backward(outputs, scored, sign)
-        return self._results(outputs, scored, following.traces)
+        with nullcontext() if shared else self.unpadding.unshared() if unpad else self.unpadding.off():
+            return self._run(call, rows.shape, padded, following, sign)
 
     def alone(self, *, sign: float | None = None, handed: Mapping[int, Trace] | None = None) -> Run:
         """Run each document by itself, with the options of [`PaddedProbe.run`]."""
         found = Run({}, {}, {}, {})
         for i, tokens in enumerate(self.tokens):
-            following = Following([torch.arange(len(tokens))], (1, len(tokens)), [(handed or {}).get(i)])
-            with torch.set_grad_enabled(sign is not None), following.attached(self.subject.parts):
-                own = {name: types[i] for name, types in self.types.items()}
-                call = {name: value[None].to(self.device) for name, value in {"input_ids": tokens, **own}.items()}
-                states, logits = self.score(call, (1, len(tokens)), torch.tensor([len(tokens) - 1]))
-                outputs = [states[0] if states.dim() > 2 else states]
-                scored = self._scored(logits) if i == len(self.tokens) - 1 else []
-                if sign is not None and self.subject.trained and states.requires_grad:
-                    self._backward(outputs, scored, sign, first=i)
-            found.add(self._results(outputs, scored, following.traces, first=i))
+            own = {name: types[i] for name, types in self.types.items()}
+            call = {name: value[None].to(self.device) for name, value in {"input_ids": tokens, **own}.items()}
+            shape, places = (1, len(tokens)), [torch.arange(len(tokens))]
+            following = Following(places, shape, [(handed or {}).get(i)])
+            found.add(self._run(call, shape, places, following, sign, first=i))
         return found
 
-    def _results(self, outputs: Documents, scored: Documents, traces: list[Trace], first: int = 0) -> Run:
-        """Return the results of documents from number `first` on; only the last one's logits are scored."""
+    def _run(
+        self,
+        call: dict[str, Any],
+        shape: tuple[int, int],
+        places: list[torch.Tensor],
+        following: Following,
+        sign: float | None,
+        first: int = 0,
+    ) -> Run:
+        """Run the documents from number `first` on, whose tokens have these places among the `B * L` of the call."""
+        with torch.set_grad_enabled(sign is not None), following.attached(self.subject.parts):
+            states, logits = self.score(call, shape, places[-1][-1:])
+            outputs, has_head = self.documents_of(states, places, shape), self.score.head is not None
+            # A head treats every token by itself, so one position is enough: the last one of the last document.
+            scored = [logits] if has_head and first + len(places) == len(self.tokens) else []
+            if sign is not None and self.subject.trained and states.requires_grad:
+                self._backward(outputs, scored, sign, first)
         own = {i: output.detach() for i, output in enumerate(outputs, first)}
-        followed = dict(enumerate(traces, first))
-        if self.score.head is None:
-            return Run({}, own, {}, followed)
-        return Run(own, {len(self.tokens) - 1: logits.detach() for logits in scored}, {}, followed)
-
-    def _scored(self, logits: torch.Tensor) -> Documents:
-        # A head treats every token by itself, so one position is enough.
-        return [] if self.score.head is None else [logits]
+        traces = dict(enumerate(following.traces, first))
+        if not has_head:
+            return Run({}, own, {}, traces)
+        return Run(own, {len(self.tokens) - 1: logits.detach() for logits in scored}, {}, traces)
 
     def documents_of(self, output: torch.Tensor, padded: list[torch.Tensor], shape: Sequence[int]) -> Documents:
         """Return each document's part of `(B, L, V)`, or its row of `(B, V)`."""
         # A sequence classifier has one output for each row, `(B, V)`.
-        if output.shape[:2] == shape:
+        if output.dim() > 2 and output.shape[:2] == shape:
             flat = output.flatten(0, 1)
             return [flat[place] for place in padded]
         return list(output.split(1))
 
-    def _backward(self, outputs: Documents, scored: Documents, sign: float, first: int = 0) -> None:
+    def _backward(self, outputs: Documents, scored: Documents, sign: float, first: int) -> None:
         losses = []
         # The single scored position gets the weight of all tokens.
         scores = [(len(self.tokens), output.float() * sum(map(len, self.tokens))) for output in scored]

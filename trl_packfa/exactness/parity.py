@@ -106,8 +106,7 @@ def _results(documents: Sequence[int], outputs: Outputs, following: Following) -
 
 @torch.no_grad()
 def first_difference(probe: Probe, arrangement: Arrangement, allowed: float) -> str | None:
-    """Return the name of the first module whose packed output for a document differs from that of the document
-    alone."""
+    """Return the first module whose packed output for a document differs from that of the document alone."""
     # No inputs are replaced here, so differences grow from layer to layer, and the first shows where they begin.
     packed = probe.outputs_packed(arrangement)
     alone = [probe.outputs_alone(i) for i in arrangement.documents]

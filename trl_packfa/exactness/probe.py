@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from ..errors import InvalidLayout
 from ..layout import PackedLayout
 from ..layout.from_call import layout_of
-from ..patching.named_models import as_sdpa
+from ..patching.named_models import AS_SDPA, switched_on
 from ..runtime.zero3 import whole_shape
 from .documents import Documents
 from .scoring import Scorer
@@ -42,24 +43,10 @@ class Outputs(NamedTuple):
 class Probe:
     """A few documents, a replacement for each, and the ways to run them.
 
-    Args:
-        model (`torch.nn.Module`):
-            A patched causal LM.
-        collator (`Callable`):
-            Makes the batch of `row`.
-        tokens (`list[torch.Tensor]`), others (`list[torch.Tensor]`):
-            Token ids `(n,)` of each document, and of its replacement.
-        seed (`int`):
-            Seed of the random weights of a loss.
-        scored (`bool`, *optional*, defaults to `True`):
-            Whether the LM head runs on a few positions of each document. A head treats every token by itself, and
-            takes most of the time if the vocabulary is large, so few runs need it.
-
-    Attributes:
-        row ([`Arrangement`]): all documents in one row, as the collator packs them.
-
-    Raises:
-        [`InvalidLayout`]: if the collator's batch has no boundaries.
+    The `collator` makes the batch of `row`, in which all documents are packed. `tokens` and `others` are the ids
+    `(n,)` of each document and of its replacement, and `seed` is for the random weights of a loss. If `scored`, the LM
+    head runs on a few positions of each document. A head treats every token by itself, and takes most of the time if
+    the vocabulary is large, so few runs need it. Raise [`InvalidLayout`] if the collator's batch has no boundaries.
     """
 
     def __init__(
@@ -83,7 +70,8 @@ class Probe:
                 f"{type(collator).__name__} packs {len(tokens)} documents into a batch without boundaries.",
                 do="Let it send position_ids that restart, cu_seq_lens_q or packed_layout, and no padding mask.",
             )
-        self.row = Arrangement.of_row(layout, len(tokens))
+        order = [i if i < len(tokens) else None for i in range(layout.num_documents)]
+        self.row = Arrangement(layout, order)
 
     def arranged(self, rows: Rows) -> Arrangement:
         """Arrange these documents in rows; shorter rows end in padding."""
@@ -97,8 +85,7 @@ class Probe:
     def packed(
         self, arrangement: Arrangement, tokens: Documents | None = None, *, told: Sequence[str] | None = None
     ) -> Outputs:
-        """Run the arrangement's documents packed, or `tokens` in their places; `told` names the only arguments to
-        keep."""
+        """Run the arrangement's documents, or `tokens` in their places; `told` names the only arguments to keep."""
         tokens = [self.tokens[i] for i in arrangement.documents] if tokens is None else tokens
         if arrangement is self.row:
             batch = self.collator(_examples(tokens))
@@ -125,7 +112,8 @@ class Probe:
     def alone(self, document: int) -> Outputs:
         """Run one document by itself."""
         ids = self.tokens[document][None].to(self.device)
-        with as_sdpa():  # a model that runs by name gets a mask, which may hold windows that its attention ignores
+        # A model that runs by name gets a mask, which may hold windows that its attention ignores.
+        with switched_on(AS_SDPA):
             found = self._score({"input_ids": ids}, (1, ids.shape[1]), self._scored(ids.shape[1]))
         return Outputs([found.states[0]], [found.logits])
 
@@ -134,13 +122,7 @@ class Probe:
         return torch.tensor([length // 2, length - 1][-min(length, 2) :] if self.scored else [], dtype=torch.long)
 
     def backward(
-        self,
-        outputs: Outputs,
-        documents: Sequence[int],
-        losses: Sequence[int],
-        *,
-        scale: float,
-        head: bool = False,
+        self, outputs: Outputs, documents: Sequence[int], losses: Sequence[int], *, scale: float, head: bool = False
     ) -> None:
         """Add `scale` times the gradient of a fixed random weighting of the states, and with `head` of the logits,
         too.
@@ -211,23 +193,24 @@ class Probe:
     def _outputs(self, run: Callable[[], object], shape: tuple[int, int]) -> list[tuple[str, torch.Tensor]]:
         seen: list[tuple[str, torch.Tensor]] = []
 
-        def watch(name: str) -> Callable[..., None]:
-            def hook(module: nn.Module, args: Any, output: Any) -> None:
-                output = output[0] if isinstance(output, tuple) else output
-                if isinstance(output, torch.Tensor) and output.shape[:2] == shape and output.is_floating_point():
-                    seen.append((name, output.detach()))
-
-            return hook
+        def watch(name: str, module: nn.Module, args: Any, output: Any) -> None:
+            output = output[0] if isinstance(output, tuple) else output
+            if isinstance(output, torch.Tensor) and output.shape[:2] == shape and output.is_floating_point():
+                seen.append((name, output.detach()))
 
         with ExitStack() as hooks:
             for name, module in self.model.named_modules():
-                hooks.enter_context(module.register_forward_hook(watch(name)))
+                hooks.enter_context(module.register_forward_hook(partial(watch, name)))
             run()
         return seen
 
 
 class Arrangement:
     """The places of each document's tokens in a batch.
+
+    Args:
+        layout ([`PackedLayout`]), order (`Sequence[int | None]`):
+            The layout of the batch, and the number of the document in each of its places, `None` for padding.
 
     Attributes:
         documents (`tuple[int, ...]`): the numbers of the documents, ascending.
@@ -244,11 +227,6 @@ class Arrangement:
         }
         self.documents = tuple(sorted(places))
         self.places = [places[document] for document in self.documents]
-
-    @classmethod
-    def of_row(cls, layout: PackedLayout, documents: int) -> Arrangement:
-        """Arrange the documents in one row, in their order; everything after them is padding."""
-        return cls(layout, [i if i < documents else None for i in range(layout.num_documents)])
 
     @classmethod
     def of_rows(cls, lengths: Sequence[int], rows: Rows, device: torch.device) -> Arrangement:
@@ -284,8 +262,7 @@ class Arrangement:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the model's first weights that are loaded: offloaded weights are on no device until they
-    are used."""
+    """Return the device of the model's first loaded weights; offloaded weights are on none until they are used."""
     return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 
 

@@ -36,7 +36,10 @@ def quiet(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     try:
         with random_states_kept(devices_of(model)), unconverted(model), fresh_frequencies(model):
             model.train(training)
-            _name_outputs(model, silenced)
+            for config in map(own_config, model.modules()):
+                if getattr(config, "return_dict", None) is False:  # every part must return its outputs by name
+                    silenced.append((config, "return_dict", False))
+                    config.return_dict = True
             if training:
                 _silence(model, silenced)
             yield
@@ -52,15 +55,6 @@ def quiet(model: nn.Module, *, training: bool = False) -> Iterator[None]:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-def _name_outputs(model: nn.Module, changed: list[tuple[Any, str, Any]]) -> None:
-    """Make every part return its outputs by name, whatever `return_dict` its config has, and note the old value."""
-    for module in model.modules():
-        config = own_config(module)
-        if getattr(config, "return_dict", None) is False:
-            changed.append((config, "return_dict", False))
-            config.return_dict = True
 
 
 def _silence(model: nn.Module, silenced: list[tuple[Any, str, Any]]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import ContaminationError
 from ..patches.measured import results
-from .unpadding_report import Measurement, UnpaddingReport, number, table_rows
+from .unpadding_report import Line, UnpaddingReport, number, table_rows
 
 # Removing the boundaries must move documents by more than this. Else the model mixes no tokens, and the check has no
 # power.
@@ -178,21 +178,15 @@ class ExactnessReport:
     def rows(self) -> list[dict[str, str]]:
         """Return the rows of a table for the terminal: each measurement with its limit."""
         forward, gradients = f"{self.threshold:.1e}", number(self.gradient_threshold)
-        isolated, unlinked = self.isolation == 0, not self.input_gradients
-        with_labels = "mean loss under the collator's labels"
-        unsteady = Measurement("", "change between runs of the same tokens", self.unsteady, "rounding", True)
-        lines = [
-            Measurement("isolation", "change of a document when others are replaced", self.isolation, "0", isolated),
-            *([unsteady] if self.unsteady else ()),
-            Measurement("", "gradient of a document without a loss of its own", self.input_gradients, "0", unlinked),
-            Measurement("parity", "worst layer, packed against alone", self.parity, forward, self.has_parity),
-            Measurement("", with_labels, self.loss, f"{_SAME_LOSS:.0e}", self.has_loss),
-            Measurement(
-                "gradients", "worst parameter, packed against alone", self.gradients, gradients, self.has_gradients
-            ),
-            Measurement(
-                "control", "isolation without boundaries: not 0", self.control, f"> {_VISIBLE:.0e}", self.has_power
-            ),
+        isolated, unlinked, visible = self.isolation == 0, not self.input_gradients, f"> {_VISIBLE:.0e}"
+        lines: list[Line] = [
+            ("isolation", "change of a document when others are replaced", self.isolation, "0", isolated),
+            ("", "change between runs of the same tokens", self.unsteady or None, "rounding", True),
+            ("", "gradient of a document without a loss of its own", self.input_gradients, "0", unlinked),
+            ("parity", "worst layer, packed against alone", self.parity, forward, self.has_parity),
+            ("", "mean loss under the collator's labels", self.loss, f"{_SAME_LOSS:.0e}", self.has_loss),
+            ("gradients", "worst parameter, packed against alone", self.gradients, gradients, self.has_gradients),
+            ("control", "isolation without boundaries: not 0", self.control, visible, self.has_power),
         ]
         return table_rows([*lines, *(self.unpadding.measurements() if self.unpadding is not None else ())])
 
@@ -210,11 +204,7 @@ class ExactnessReport:
         )
 
     def require_exact(self) -> None:
-        """Raise unless the verdict is `exact`.
-
-        Raises:
-            [`ContaminationError`]: with the numbers and the first module that leaked or differs.
-        """
+        """Raise [`ContaminationError`] unless the verdict is `exact`, with the numbers and the first wrong module."""
         if self.is_exact:
             return
         known = results().get(self.model_type, {})

@@ -33,13 +33,7 @@ def proof_identity(model: nn.Module, **facts: Any) -> str:
     """Return a hash of everything that a proof depends on, except the values of the weights.
 
     That is: versions, our code and the model's, config, modules, forwards, implementations, parameters with dtypes and
-    which of them train, adapters, device and autocast.
-
-    Args:
-        model (`torch.nn.Module`):
-            A patched model, as it is to be proven.
-        facts:
-            Other facts that its calls depend on: collator, engine.
+    which of them train, adapters, device and autocast; and other `facts` that its calls depend on: collator, engine.
     """
     device, state = device_of(model), find_state(model)
     patched = [] if state is None else [state.patch.origin, state.patch.level, *astuple(state.options)]
@@ -49,7 +43,13 @@ def proof_identity(model: nn.Module, **facts: Any) -> str:
         [installed_version(package) for package in _PACKAGES],
         [_own_code(), fingerprint(model), patched],
         _told(model_config(model)),
-        [[name, type(module).__qualname__, _forward(module), *_settings(module)] for name, module in _inside(model)],
+        # Wrappers around the transformers model, and its LM head's forward in training, are not part of a proof: the
+        # first batch proves them.
+        [
+            [name, type(module).__qualname__, _forward(module), *_settings(module)]
+            for name, module in inner_model(model).named_modules()
+            if name
+        ],
         [[name, tuple(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()],
         [[name, _told(config)] for name, config in sorted(getattr(model, "peft_config", {}).items())],
         [device.type, cuda, torch.backends.cpu.get_cpu_capability(), str(autocast)],
@@ -60,8 +60,7 @@ def proof_identity(model: nn.Module, **facts: Any) -> str:
 
 
 def reusable_proof(checkpoint: str | Path, identity: str) -> ExactnessReport | None:
-    """Return the report beside a checkpoint, if it says that a model of this identity was proven exact; else
-    `None`."""
+    """Return the report beside a checkpoint if a model of this identity was proven exact, else `None`."""
     try:
         saved = json.loads((Path(checkpoint) / "exactness_report.json").read_text(encoding="utf-8"))
         # JSON of another version may have more or fewer fields, and tuples are lists there.
@@ -77,17 +76,8 @@ def reusable_proof(checkpoint: str | Path, identity: str) -> ExactnessReport | N
     return dataclasses.replace(report, taken_from=Path(checkpoint).name, **own)
 
 
-def _inside(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules inside the transformers model.
-
-    Wrappers around it, and its LM head's forward in training, are not part of a proof: the first batch proves them.
-    """
-    return [(name, module) for name, module in inner_model(model).named_modules() if name]
-
-
 def _settings(module: nn.Module) -> list[str]:
-    """Return settings of a module that its config's dictionary lacks: implementations, and activation
-    checkpointing."""
+    """Return settings that a module's config dictionary lacks: implementations, and activation checkpointing."""
     config = own_config(module)
     config = vars(config).get("trl_packfa_source", config) if config is not None else None
     chosen = [str(getattr(config, name, "")) for name in ("_attn_implementation", "_experts_implementation")]
@@ -98,12 +88,12 @@ def _settings(module: nn.Module) -> list[str]:
 
 def _told(config: Any) -> dict[str, str]:
     content = config.to_dict() if hasattr(config, "to_dict") else vars(config)
-    return {name: str(_in_order(value)) for name, value in sorted(content.items()) if name not in _NAMES}
-
-
-def _in_order(value: Any) -> Any:
-    """Sort a set, such as PEFT's target modules: its order differs from process to process."""
-    return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else value
+    # A set, such as PEFT's target modules, is sorted: its order differs from process to process.
+    return {
+        name: str(sorted(map(str, value)) if isinstance(value, (set, frozenset)) else value)
+        for name, value in sorted(content.items())
+        if name not in _NAMES
+    }
 
 
 def _forward(module: nn.Module) -> str:
@@ -118,8 +108,7 @@ def _own_code() -> str:
 
 
 def code_digest(root: Path) -> str:
-    """Return a hash of every Python file in a folder; links to folders are followed, as `patches` is one in a
-    clone."""
+    """Return a hash of every Python file in a folder, also behind links to folders, as `patches` is one in a clone."""
     # `**` of `Path.glob` does not follow links, `os.walk` can.
     folders = os.walk(root, followlinks=True)
     files = sorted(Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py"))

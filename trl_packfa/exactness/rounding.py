@@ -28,7 +28,13 @@ def last_places_off(model: nn.Module, *, by: float = 1.0) -> Iterator[None]:
     """
 
     def move(module: nn.Module, args: Any, output: Any) -> Any:
-        return _move(module, output, by)
+        first = output[0] if isinstance(output, tuple) and output else output
+        if not by or not isinstance(first, torch.Tensor) or not first.is_floating_point():
+            return None
+        place = by * _last_place(module, first)
+        # x + x * u, with u within a last place. The gradient of x gets the same factor: the backward rounds, too.
+        moved = torch.addcmul(first, first, torch.empty_like(first).uniform_(-place, place))
+        return (moved, *output[1:]) if isinstance(output, tuple) else moved
 
     with ExitStack() as hooks:
         for module in filter(_computes, model.modules()):
@@ -40,16 +46,6 @@ def _computes(module: nn.Module) -> bool:
     """Tell whether a module computes something itself, and does not only call other modules."""
     is_smallest = next(module.children(), None) is None
     return (is_smallest or next(module.parameters(recurse=False), None) is not None) and not isinstance(module, _KEEP)
-
-
-def _move(module: nn.Module, output: Any, by: float) -> Any:
-    first = output[0] if isinstance(output, tuple) and output else output
-    if not by or not isinstance(first, torch.Tensor) or not first.is_floating_point():
-        return None
-    place = by * _last_place(module, first)
-    # x + x * u, with u within a last place. The gradient of x gets the same factor: the backward pass rounds, too.
-    moved = torch.addcmul(first, first, torch.empty_like(first).uniform_(-place, place))
-    return (moved, *output[1:]) if isinstance(output, tuple) else moved
 
 
 def _last_place(module: nn.Module, output: torch.Tensor) -> float:

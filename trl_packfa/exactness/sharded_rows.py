@@ -58,11 +58,7 @@ class ShardedRowProof(NamedTuple):
         )
 
     def require_exact(self) -> None:
-        """Raise if the row differs.
-
-        Raises:
-            [`ContaminationError`]: with the numbers.
-        """
+        """Raise [`ContaminationError`] with the numbers if the row differs."""
         if self.difference <= self.allowed and self.gradient <= self.gradient_allowed:
             return
         raise ContaminationError(
@@ -85,15 +81,8 @@ def check_sharded_row(
 ) -> ShardedRowProof:
     """Run a packed row on one process and on all of a group, forwards and backwards; measure what rounding changes.
 
-    Args:
-        model (`torch.nn.Module`):
-            The patched model as it trains. It must accept `fused_lm_head=True`.
-        group (`torch.distributed.ProcessGroup` or `DeviceMesh`):
-            The processes that share a row. All of them call this function.
-        collator (`Callable`):
-            The collator of the training.
-        documents (`Sequence[Sequence[int]]`, *optional*), seed (`int`, *optional*, defaults to `0`):
-            See [`check`].
+    All processes of the group call it. The patched `model` must accept `fused_lm_head=True`. `collator`, `documents`
+    and `seed` are those of [`check`].
     """
     if isinstance(model, DistributedDataParallel):
         model = model.module
@@ -122,7 +111,10 @@ def check_sharded_row(
 
         whole, norms = run(1.0), subject.norms()
         apart = _rms(run(-1.0, shared) - whole)
-        _average(subject.trained, shard)
+        for parameter in subject.trained:
+            # As data parallel training does. FSDP2 has averaged its own, and ZeRO-3's are not kept here.
+            if parameter.grad is not None and not isinstance(parameter.grad, DTensor):
+                shard.average(parameter.grad)
         changed = relative_gradients(subject.norms(), norms)
         subject.clear()
         with last_places_off(model, by=0.0):
@@ -139,14 +131,6 @@ def check_sharded_row(
         "no parameter" if worst is None else worst.where,
         shard.size,
     )
-
-
-def _average(parameters: list[nn.Parameter], shard: RowShard) -> None:
-    """Average gradients over the group, as data parallel training does. FSDP2 has averaged its own, and ZeRO-3's are
-    not kept here."""
-    for parameter in parameters:
-        if parameter.grad is not None and not isinstance(parameter.grad, DTensor):
-            shard.average(parameter.grad)
 
 
 def _rms(difference: torch.Tensor) -> float:

@@ -34,16 +34,9 @@ _NORM_PART = 2**20
 class Subject:
     """A patched causal LM in the mode in which it is measured.
 
-    Args:
-        model (`torch.nn.Module`), state ([`PatchState`]):
-            The model and the record of its patch.
-        gradient_parts ([`GradientParts`] or `None`):
-            Collects the gradients under ZeRO-3.
-        progress (`Callable` or `None`):
-            Called with the name of each part and the share of the work that is done.
-        skipped (`dict`, *optional*):
-            Layers to leave out, from [`~depth.layers_to_skip`]. `None` measures the whole model, with its embeddings
-            and LM head.
+    `gradient_parts` collects the gradients under ZeRO-3. `progress` is called with the name of each part and the share
+    of the work that is done. `skipped` are layers to leave out, from [`~depth.layers_to_skip`]; `None` measures the
+    whole model, with its embeddings and LM head.
 
     Attributes:
         whole (`bool`): whether all layers, the embeddings and the LM head are measured.
@@ -73,7 +66,9 @@ class Subject:
         self.chooses = any("Indexer" in type(module).__name__ for module in model.modules())
         # An expert multiplies all its tokens together. Another document's tokens change the shape of that product,
         # and so how its sums are rounded.
-        self.regroups = _has_experts(model) or model_type(model) in _REGROUPING
+        config = vars(model_config(model).get_text_config())
+        experts = [value for name, value in config.items() if "expert" in name and isinstance(value, int)]
+        self.regroups = any(number > 1 for number in experts) or model_type(model) in _REGROUPING
         self._progress, self._done = progress, 0.0
         self.clear()
 
@@ -84,8 +79,7 @@ class Subject:
         self._done += share
 
     def anywhere(self, found: bool) -> bool:
-        """Tell whether `found` is true on any rank that holds a part of this model; these ranks run its forwards
-        together."""
+        """Tell whether `found` is true on any rank with a part of this model; they run its forwards together."""
         model = self.model
         if not is_partitioned(model) and not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             return found
@@ -95,8 +89,7 @@ class Subject:
         return any(everywhere)
 
     def scale_down(self) -> bool:
-        """Make losses smaller, as mixed precision training in float16 does after an overflow; return false if they are
-        at their smallest."""
+        """Make losses smaller, as float16 training does after an overflow; return false if they are smallest."""
         if self.loss_scale <= _LEAST_SCALE:
             return False
         self.loss_scale *= _SCALED_DOWN
@@ -171,15 +164,8 @@ def _norm(gradient: torch.Tensor) -> float:
     return float(torch.stack([part.float().norm() for part in gradient.reshape(-1).split(_NORM_PART)]).norm())
 
 
-def _has_experts(model: nn.Module) -> bool:
-    config = model_config(model).get_text_config()
-    counts = {name: value for name, value in vars(config).items() if "expert" in name}
-    return any(isinstance(value, int) and not isinstance(value, bool) and value > 1 for value in counts.values())
-
-
 def compute_dtype(model: nn.Module, logits: torch.dtype = torch.float32) -> torch.dtype:
-    """Return the dtype that decides the rounding: that of most weights, or autocast's; logits may be cast up from
-    it."""
+    """Return the dtype that decides the rounding, of most weights or autocast's; logits may be cast up from it."""
     device = device_of(model).type
     # Half-precision logits show the dtype. float32 logits may have been cast up at the end of the model.
     if logits not in _WIDE:

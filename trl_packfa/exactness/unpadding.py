@@ -1,5 +1,7 @@
 """The proof of `unpad=True`: padded batches with and without their pads, forwards and backwards, on this model.
 
+With `share_prefixes=True` rows whose common prefix runs once are then compared with rows that each hold it.
+
 The same batch runs twice through the patched model: with its pads, as without a patch, and without them. Each layer
 gets the same input, as in the proof of packing, and rounding gives the limit for the difference. Rows are padded on
 the right and on the left. Some models compute padded rows that differ from their documents alone: recurrent state runs
@@ -20,10 +22,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import UnsupportedModel
-from ..patching.apply import find_state
+from ..layout.prefix_tree import SHORTEST
+from ..patching.apply import PatchState, find_state
 from ..patching.inspect import find_backbone, inner_model, known_ids, max_positions
 from ..runtime.compile import uncompiled
 from ..runtime.zero3 import gradients_taken
+from .compare import relative_difference
 from .depth import layers_to_skip, skipping
 from .documents import draw_documents, known_tokens
 from .engine import Comparison, Run, compare
@@ -31,19 +35,17 @@ from .following import Trace
 from .padded_runs import PaddedProbe, apart
 from .products import fast_half_products
 from .quiet import quiet
-from .sharing import measure_sharing
 from .subject import Subject, compute_dtype
-from .unpadding_report import UnpaddingReport
+from .unpadding_report import SharingReport, UnpaddingReport
 
 # Lengths of the rows in tokens: unequal, and one row of a single token.
 _LENGTHS = (11, 1, 37, 24)
+# Lengths of rows that share a prefix: the prefix, the three branches after it, and one more row that shares nothing.
+_PREFIX, _BRANCHES, _OTHER = SHORTEST + 4, (11, 1, 24), 13
 
 
 def check_unpadding(
-    model: nn.Module,
-    *,
-    documents: Sequence[Sequence[int]] | None = None,
-    seed: int = 0,
+    model: nn.Module, *, documents: Sequence[Sequence[int]] | None = None, seed: int = 0
 ) -> UnpaddingReport:
     """Measure whether padded batches give the same results with and without their pads, on this model as it is now.
 
@@ -89,7 +91,7 @@ def check_unpadding(
             kinds = Subject(model, state, parts, None, skipped) if skipped else subject
             report = _measure(probe, PaddedProbe(kinds, state, tokens, seed), skipped, state.patch.encoder)
             with skipping(skipped):
-                report["sharing"] = measure_sharing(kinds, state, known, seed)
+                report["sharing"] = _measure_sharing(kinds, state, known, seed)
     finally:
         vars(state.unpadding).update(counted)
     return UnpaddingReport(**report, seconds=round(time.perf_counter() - started, 3))
@@ -161,3 +163,40 @@ def _compare_side(probe: PaddedProbe, *, left: bool, positions: bool = True) -> 
         [lambda sign, handed: probe.run(call, rows, unpad=True, sign=sign, handed=handed)],
         rounding=padded,
     )
+
+
+def _measure_sharing(subject: Subject, state: PatchState, known: torch.Tensor, seed: int) -> SharingReport | None:
+    """Compare rows that share their prefix with the same rows run separately; `None` if no rows are shared.
+
+    Both run without pads, which was compared before. The control is a run in which one branch sees another. The
+    documents are drawn from `known`, token ids that the model knows.
+    """
+    assert state.unpadding is not None
+    most = max_positions(find_backbone(subject.model, state.patch))
+    sharing, room = state.unpadding.sharing, None if most is None else (most - _PREFIX) // 2
+    if sharing is None or sharing.refusal or (room is not None and room < 1):
+        return None
+    branches = [min(length, room or length) for length in _BRANCHES]
+    lengths = [_PREFIX, *branches, _OTHER]
+    (prefix, *rest, other), _ = draw_documents(lengths, known, known_ids(inner_model(subject.model)), seed)
+    probe = PaddedProbe(subject, state, [*(torch.cat([prefix, ids]) for ids in rest), other], seed)
+    rows = probe.rows(left=False)
+    call = probe.batch(rows)
+
+    def separate(sign: float | None, handed: Mapping[int, Trace]) -> Run:
+        return probe.run(call, rows, unpad=True, sign=sign, handed=handed)
+
+    found = compare(
+        subject,
+        separate,
+        [lambda sign, handed: probe.run(call, rows, unpad=True, shared=True, sign=sign, handed=handed)],
+        rounding=separate,
+    )
+    alone, first = probe.run(call, rows, unpad=True), rest[0]
+    # The control: one document of prefix, first and last branch, in which the last branch sees the first.
+    tokens = torch.cat([prefix, first, rest[-1]])[None].to(probe.device)
+    own = torch.cat([torch.arange(len(prefix)), torch.arange(len(prefix) + len(first), tokens.shape[1])])
+    with torch.no_grad(), state.unpadding.unshared():
+        states, _ = probe.score({"input_ids": tokens}, (1, tokens.shape[1]), own[-1:])
+        (seeing,) = probe.documents_of(states, [own], tokens.shape)
+    return SharingReport(**found.measured(), control=relative_difference(seeing, alone.outputs[len(rest) - 1]))

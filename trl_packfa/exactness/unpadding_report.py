@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from ..errors import ContaminationError
 
@@ -12,17 +12,11 @@ from ..errors import ContaminationError
 _VISIBLE = 1e-4
 
 
-class Measurement(NamedTuple):
-    """A line of a report's table: verdict, words, value (`None` if nothing trains), limit, and whether it is kept."""
-
-    verdict: str
-    what: str
-    value: float | None
-    allowed: str
-    is_kept: bool
+# A line of a report's table: verdict, words, value (`None` if it was not measured), limit, and whether it is kept.
+Line: TypeAlias = "tuple[str, str, float | None, str, bool]"
 
 
-def table_rows(lines: Iterable[Measurement]) -> list[dict[str, str]]:
+def table_rows(lines: Iterable[Line]) -> list[dict[str, str]]:
     """Return the rows of a table for the terminal, without the lines that were not measured."""
     return [
         {"verdict": verdict, "what": what, "measured": number(value), "allowed": allowed, "": "yes" if kept else "NO"}
@@ -132,26 +126,26 @@ class UnpaddingReport(ComparisonReport):
         shared = None if self.sharing is None else {"verdict": self.sharing.verdict, **asdict(self.sharing)}
         return {"verdict": self.verdict, **asdict(self), "sharing": shared}
 
-    def measurements(self) -> list[Measurement]:
+    def measurements(self) -> list[Line]:
         """List what was measured, for [`table_rows`]."""
         without, against = self.verdict == "exact", f"padded batches without pads, against {self.against}"
         by, limit = self.gradients, number(self.gradients_allowed)
-        lines = [
-            Measurement("unpadding", against, self.difference, number(self.allowed), without),
-            Measurement("", "worst parameter, with pads against without", by, limit, without),
+        lines: list[Line] = [
+            ("unpadding", against, self.difference, number(self.allowed), without),
+            ("", "worst parameter, with pads against without", by, limit, without),
         ]
         if (shared := self.sharing) is not None:
             allowed, limit, same = number(shared.allowed), number(shared.gradients_allowed), self.is_exact
-            what = "prefixes once, against in each row"
-            lines.append(Measurement("sharing", what, shared.difference, allowed, same))
-            lines.append(Measurement("", "worst parameter, once against in each", shared.gradients, limit, same))
+            lines += [
+                ("sharing", "prefixes once, against in each row", shared.difference, allowed, same),
+                ("", "worst parameter, once against in each", shared.gradients, limit, same),
+            ]
         return lines
 
     def rows(self) -> list[dict[str, str]]:
         """Return the rows of a table for the terminal: each measurement with its limit."""
         seen, limit = self.verdict != "no power", f"> {_VISIBLE:.0e}"
-        control = Measurement("control", "pads left visible: not 0", self.control, limit, seen)
-        return table_rows([*self.measurements(), control])
+        return table_rows([*self.measurements(), ("control", "pads left visible: not 0", self.control, limit, seen)])
 
     def __str__(self) -> str:
         text = (
@@ -173,11 +167,7 @@ class UnpaddingReport(ComparisonReport):
         return text
 
     def require_exact(self) -> None:
-        """Raise unless the verdict is `exact`.
-
-        Raises:
-            [`ContaminationError`]: with the numbers and the first module or parameter that differs.
-        """
+        """Raise [`ContaminationError`] unless the verdict is `exact`, with the numbers and the first wrong module."""
         if self.is_exact:
             return
         of_sharing = self.verdict == "exact"

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from .cpu.pieces import are_worth_it
-from .cpu.rotary import rotate_in_pieces
-from .liger.rotary import rotate_by_liger, rotation_on_cuda
+from .cpu import are_worth_it, rotate_in_pieces
+from .liger import rotate_by_liger, rotation_on_cuda
 
 _IS_PLAIN: ContextVar[bool] = ContextVar("trl_packfa_plain_rotation", default=False)
 
@@ -26,7 +25,7 @@ def rotate(
     """Rotate `query` and `key` `(B, L, heads, H)` by `cos` and `sin` `(B or 1, L, R)`, as Llama does.
 
     Features after the first R stay as they are (partial rotary). The result is that of transformers'
-    `apply_rotary_pos_emb`. A CPU uses `cpu/rotary.py`. CUDA uses Liger's kernel, which assumes that the second half of
+    `apply_rotary_pos_emb`. A CPU uses `cpu.py`. CUDA uses Liger's kernel, which assumes that the second half of
     `cos` and `sin` is a copy of the first, as in Llama's tables. Compiled graphs and all other cases use transformers'
     function.
     """

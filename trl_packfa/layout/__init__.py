@@ -4,6 +4,5 @@ This package uses torch and numpy only. `packed.py` is the value that travels fr
 kernel, `from_call.py` finds it in a forward call, `call_context.py` brings it to the modules below.
 """
 
-from .packed import AttentionLayout, PackedLayout
-
-__all__ = ["AttentionLayout", "PackedLayout"]
+from .packed import AttentionLayout as AttentionLayout
+from .packed import PackedLayout as PackedLayout

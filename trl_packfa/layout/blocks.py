@@ -38,8 +38,7 @@ class Blocks(NamedTuple):
     def of_window(self, sliding_window: int | None) -> tuple[Block, ...]:
         """Return the blocks of layers with this sliding window.
 
-        Raises:
-            [`PackingError`]: if a block is longer than the window, or if blocks see each other in a window.
+        Raise [`PackingError`] if a block is longer than the window, or if blocks see each other in a window.
         """
         if sliding_window is None:
             return self.full
@@ -90,10 +89,8 @@ def plan_blocks(
 ) -> BlockPlan:
     """Plan the call for these blocks in a row of documents of these `lengths` (tokens).
 
-    If `joined`, the blocks of one document see each other.
-
-    Raises:
-        [`InvalidLayout`]: if a block is empty or crosses the end of its document.
+    If `joined`, the blocks of one document see each other. Raise [`InvalidLayout`] if a block is empty or crosses the
+    end of its document.
     """
     # For each block the intervals of its keys.
     spans: list[list[Block]] = []

@@ -18,11 +18,7 @@ _MULTIMODAL_AXES = 4
 
 
 def require_offsets(call: dict[str, Any], name: str) -> torch.Tensor:
-    """Return FlashAttention's offsets of this name, which must be an integer tensor with values.
-
-    Raises:
-        [`InvalidLayout`]: if they are no such tensor.
-    """
+    """Return FlashAttention's offsets of this name, or raise [`InvalidLayout`] if they are no tensor of integers."""
     offsets = call[name]
     if not isinstance(offsets, torch.Tensor):
         raise InvalidLayout(f"{name} is a {type(offsets).__name__}, not a tensor.", do="Send an int32 tensor.")
@@ -35,10 +31,7 @@ def host_positions(position_ids: torch.Tensor, shape: tuple[int, int]) -> torch.
     """Return `position_ids` as int64 of shape `(B, L)` on the host.
 
     With four multimodal axes (text, time, height, width) it returns the text's. Three axes do not count tokens, so it
-    returns `None`.
-
-    Raises:
-        [`InvalidLayout`]: if they are not positions of a batch of this shape.
+    returns `None`. Raise [`InvalidLayout`] if they are not positions of a batch of this shape.
     """
     if position_ids.dim() == 3 and position_ids.shape[0] != _MULTIMODAL_AXES:
         return None
@@ -58,12 +51,9 @@ def host_positions(position_ids: torch.Tensor, shape: tuple[int, int]) -> torch.
 def refuse_contradictions(
     layout: PackedLayout, call: dict[str, Any], *, ignores_position_ids: bool, max_positions: int | None
 ) -> None:
-    """Refuse arguments that contradict the layout, which is read from the call's first source of boundaries.
+    """Raise [`InvalidLayout`] for arguments that contradict the layout, that of the first source of boundaries.
 
     The options are those of [`~from_call.layout_of`].
-
-    Raises:
-        [`InvalidLayout`]: naming the argument that disagrees.
     """
     mask = call.get("attention_mask")
     if mask is not None and not (is_ones(mask) and mask.shape == (layout.rows, layout.row_length)):
@@ -82,11 +72,7 @@ def refuse_contradictions(
 
 
 def refuse_incomplete(call: dict[str, Any]) -> None:
-    """Refuse boundaries that come without the main argument: the model would ignore them.
-
-    Raises:
-        [`InvalidLayout`]: naming them.
-    """
+    """Raise [`InvalidLayout`] for boundaries without the main argument: the model would ignore them."""
     # TRL sends `seq_idx` with every row. If all numbers of a row are equal, it holds one document, and no boundary is
     # lost.
     seq_idx = call.get("seq_idx")
@@ -102,11 +88,9 @@ def refuse_incomplete(call: dict[str, Any]) -> None:
 
 
 def refuse_restarts_under_padding(host: torch.Tensor, mask: Any) -> None:
-    """Refuse positions that restart under a mask of padding: transformers ignores them, and documents would see each
-    other.
+    """Raise [`InvalidLayout`] for positions that restart under a mask of padding.
 
-    Raises:
-        [`InvalidLayout`]: naming the first restart.
+    transformers ignores them, and documents would see each other.
     """
     if not isinstance(mask, torch.Tensor) or mask.shape != host.shape or mask.device.type == "meta":
         return
@@ -119,12 +103,9 @@ def refuse_restarts_under_padding(host: torch.Tensor, mask: Any) -> None:
 
 
 def refuse_beside_cache(call: dict[str, Any], shape: tuple[int, int], cache: str) -> None:
-    """Refuse several documents in a row of a call with a filled cache: each of them would see the cached tokens.
+    """Raise [`InvalidLayout`] for several documents in a row beside a filled cache: each would see the cached tokens.
 
-    `shape` is `(B, L)` of its tokens, `cache` the name of the argument with the cache.
-
-    Raises:
-        [`InvalidLayout`]: naming the argument with the boundaries.
+    `shape` is `(B, L)` of the call's tokens, `cache` the name of the argument with the cache.
     """
     if shape[1] < 2:  # `generate()` calls token by token: do not read tensors back from the device
         return
@@ -167,11 +148,7 @@ def _first_restart(host: torch.Tensor, mask: torch.Tensor) -> tuple[int, int] | 
 
 
 def refuse_numbered_mask(mask: Any) -> None:
-    """Refuse a mask of padding that holds document numbers: transformers would read every number as a one.
-
-    Raises:
-        [`InvalidLayout`]: saying what to send instead.
-    """
+    """Raise [`InvalidLayout`] for a mask of padding with document numbers: transformers would read each as a one."""
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.dtype == torch.bool or not mask.numel():
         return
     if mask.device.type != "meta" and mask.shape[1] > 1 and (largest := mask.max().item()) > 1:

@@ -29,25 +29,16 @@ KEYWORD = "packed_call"
 
 @dataclass(frozen=True, eq=False)
 class PackedCall:
-    """The facts about one call of a patched model that its modules need.
-
-    Args:
-        layout ([`PackedLayout`], *optional*):
-            The documents; `None` in a call that is not packed.
-        input_ids (`torch.Tensor`, *optional*):
-            Tokens of the call, int64, `(B, L)`, for layers that depend on them (activated LoRA).
-        router_logits (`list[torch.Tensor]`, *optional*):
-            List to which backbones append the logits of their routers, `(T, X)` for each layer.
-        notes_masks (`bool`, *optional*, defaults to `False`):
-            Whether masks are only noted, because the text decoder may not need them (`patching/handed_masks.py`).
-        rows ([`PaddedRows`], *optional*):
-            The padded rows of a call that runs without its pads, for cross-attention (`patching/cross_attention.py`).
-    """
+    """The facts about one call of a patched model that its modules need. Without a layout it is not packed."""
 
     layout: PackedLayout | None = None
+    # Tokens of the call, int64, `(B, L)`, for layers that depend on them (activated LoRA).
     input_ids: torch.Tensor | None = None
+    # List to which backbones append the logits of their routers, `(T, X)` for each layer.
     router_logits: list[torch.Tensor] | None = None
+    # Whether masks are only noted, because the text decoder may not need them (`patching/handed_masks.py`).
     notes_masks: bool = False
+    # The padded rows of a call that runs without its pads, for cross-attention (`patching/cross_attention.py`).
     rows: PaddedRows | None = None
     # Results that one layer derives from the tokens, kept for the other layers of the same call.
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -63,11 +54,6 @@ def current_call() -> PackedCall:
     return _CURRENT.get()
 
 
-def current_layout() -> PackedLayout | None:
-    """Return the layout of the call that this thread is in, `None` outside of packed calls."""
-    return _CURRENT.get().layout
-
-
 @contextmanager
 def in_call(call: PackedCall) -> Iterator[None]:
     """Make this the thread's call inside a `with` block."""
@@ -79,9 +65,9 @@ def in_call(call: PackedCall) -> Iterator[None]:
 
 
 @contextmanager
-def packed_call(layout: PackedLayout | None) -> Iterator[None]:
+def packed_call(layout: PackedLayout | None, *, notes_masks: bool = False) -> Iterator[None]:
     """Give this thread's call a layout, or none, inside a `with` block."""
-    with in_call(PackedCall(layout, router_logits=current_call().router_logits)):
+    with in_call(PackedCall(layout, router_logits=current_call().router_logits, notes_masks=notes_masks)):
         yield
 
 

@@ -32,7 +32,6 @@ from typing import Any
 import torch
 
 from ..errors import InvalidLayout
-from .caches import filled_cache, is_continuous_batching
 from .call_checks import (
     host_positions,
     is_ones,
@@ -45,6 +44,9 @@ from .call_checks import (
 )
 from .packed import PackedLayout
 
+# `cache` since transformers 5.24; before it keys and values, states, and RWKV's list of states.
+CACHES = ("cache", "past_key_values", "cache_params", "state")
+
 
 def layout_of(
     call: dict[str, Any], *, ignores_position_ids: bool = False, max_positions: int | None = None
@@ -53,15 +55,17 @@ def layout_of(
 
     `call` maps argument names to values. An all-ones `attention_mask` and `use_cache=True` do not switch packing off;
     in transformers they do. `ignores_position_ids` means that the model ignores the call's `position_ids` and counts
-    each document from 0. `max_positions` is the number of positions that the model has learned.
-
-    Raises:
-        [`InvalidLayout`]: if the sources contradict each other or the batch.
+    each document from 0. `max_positions` is the number of positions that the model has learned. Raise
+    [`InvalidLayout`] if the sources contradict each other or the batch.
     """
     # `inputs_embeds` comes first, as in transformers: prompt tuning and image models embed tokens before the backbone.
     embedded = call.get("inputs_embeds")
     tokens = call.get("input_ids") if embedded is None else embedded
-    if tokens is None or tokens.dim() < 2 or is_continuous_batching(call):
+    if tokens is None or tokens.dim() < 2:
+        return None
+    # transformers' continuous batching (`generate_batch`) generates over a paged cache: its offsets of keys, one for
+    # each kind of layer, count what is cached.
+    if isinstance(call.get("cu_seq_lens_k"), dict):
         return None
     shape = (tokens.shape[0], tokens.shape[1])
     # A filled cache means generation, where each call holds the next tokens of one document. So it is checked before
@@ -167,3 +171,26 @@ def _require_common_start(host: torch.Tensor, starts: torch.Tensor) -> None:
             why=["a jump may be a new document or one that skips positions; transformers' masks and kernels disagree"],
             do="Send packed_layout or cu_seq_lens_q with them, or let each document count from 0.",
         )
+
+
+def has_cache(call: dict[str, Any]) -> bool:
+    """Tell whether a call has a cache, filled or empty."""
+    return any(call.get(name) is not None for name in CACHES)
+
+
+def filled_cache(call: dict[str, Any]) -> str | None:
+    """Return the name of the argument by which a call continues an earlier one, `None` if it begins anew."""
+    return next((name for name in CACHES if _is_filled(call.get(name))), None)
+
+
+def without_caches(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments without caches; every forward takes none by default."""
+    return {name: value for name, value in call.items() if name not in CACHES}
+
+
+def _is_filled(cache: Any) -> bool:
+    """Tell whether a cache holds tokens; one that has no length counts as filled."""
+    try:
+        return cache is not None and cache.get_seq_length() > 0
+    except (AttributeError, ValueError):
+        return True

@@ -147,27 +147,18 @@ class PackedLayout:
             )
         if self.rows < 1 or self.num_tokens % self.rows:
             raise InvalidLayout(f"{self.num_tokens} tokens cannot be laid out in rows={self.rows} equal rows.")
-        self._require_row_starts()
+        # Lengths [2, 3, 5] in rows of 5: documents end at 2, 5 and 10, so no row end (5, 10) is left over.
+        row_ends = range(self.row_length, self.num_tokens, self.row_length)
+        if left_over := set(row_ends).difference(itertools.accumulate(self.lengths)):
+            raise InvalidLayout(
+                f"a document crosses the end of a row: lengths {list(self.lengths)} in {self.rows} rows of "
+                f"{self.row_length} tokens, no document ends at token {min(left_over)}.",
+                do="Let the last document of each row end with the row. Padding counts as one document.",
+            )
         if self.documents is not None:
             require_prefixes(self.documents, len(self.lengths))
             if self.blocks is not None or not self.causal:
                 raise InvalidLayout("documents whose tokens see later tokens cannot share prefixes.")
-
-    def _require_row_starts(self) -> None:
-        """Refuse a document that crosses the end of a row."""
-        # Lengths [2, 3, 5] in rows of 5: documents end at 2, 5 and 10, so no row end (5, 10) is left over.
-        if self.rows == 1:
-            return
-        end, row_ends = 0, set(range(self.row_length, self.num_tokens + 1, self.row_length))
-        for length in self.lengths:
-            end += length
-            row_ends.discard(end)
-        if row_ends:
-            raise InvalidLayout(
-                f"a document crosses the end of a row: lengths {list(self.lengths)} in {self.rows} rows of "
-                f"{self.row_length} tokens, no document ends at token {min(row_ends)}.",
-                do="Let the last document of each row end with the row. Padding counts as one document.",
-            )
 
     @classmethod
     def from_lengths(
@@ -384,14 +375,12 @@ class PackedLayout:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedLayout:
         """Return this layout with its offsets on `device`."""
         cu_seqlens = self.cu_seqlens.to(device, non_blocking=non_blocking)
-        return self if cu_seqlens is self.cu_seqlens else self._with_offsets(cu_seqlens)
+        # What is kept in `memo` lies on the other device.
+        return self if cu_seqlens is self.cu_seqlens else replace(self, cu_seqlens=cu_seqlens, memo={})
 
     def pin_memory(self) -> PackedLayout:
         """Return this layout with its offsets in page-locked memory.
 
         `to(device, non_blocking=True)` then does not make the host wait. torch's data loaders call this method.
         """
-        return self._with_offsets(self.cu_seqlens.pin_memory())
-
-    def _with_offsets(self, cu_seqlens: torch.Tensor) -> PackedLayout:
-        return replace(self, cu_seqlens=cu_seqlens, memo={})  # its tensors are on the other device
+        return replace(self, cu_seqlens=self.cu_seqlens.pin_memory(), memo={})

@@ -74,8 +74,7 @@ class PaddedRows:
     def from_mask(cls, mask: torch.Tensor) -> PaddedRows:
         """Make the rows of an `attention_mask` `(B, L)`; this copies the mask to the host.
 
-        Raises:
-            [`InvalidLayout`]: if it holds no values, or a row has pads among its tokens.
+        Raise [`InvalidLayout`] if it holds no values, or a row has pads among its tokens.
         """
         if mask.device.type == "meta":
             raise InvalidLayout(
@@ -173,13 +172,14 @@ class PaddedRows:
 
         Every tensor `(B, L, ...)` is converted, also with an axis of position kinds before B.
         """
-        return {name: self._take_argument(value) for name, value in call.items() if name != "attention_mask"}
-
-    def _take_argument(self, value: Any) -> Any:
-        axis = self.row_axis(value)
-        if axis is None:
-            return value
-        return self.take(value) if axis == 0 else torch.cat([self.take(kind) for kind in value])[:, None]
+        taken = {name: value for name, value in call.items() if name != "attention_mask"}
+        for name, value in taken.items():
+            axis = self.row_axis(value)
+            if axis == 0:
+                taken[name] = self.take(value)
+            elif axis == 1:
+                taken[name] = torch.cat([self.take(kind) for kind in value])[:, None]
+        return taken
 
     def row_axis(self, value: Any) -> int | None:
         """Return the axis of the rows in an argument per token, `None` for any other argument.
@@ -232,8 +232,7 @@ class PaddedRows:
 
 
 def rows_of(mask: torch.Tensor) -> PaddedRows:
-    """Return [`PaddedRows.from_mask`], read once for each mask: the calls of policy and reference model share the
-    result."""
+    """Return [`PaddedRows.from_mask`], read once for each mask: policy and reference model share it."""
     known = remembered(mask, _KNOWN)
     if known is None:
         known = PaddedRows.from_mask(mask)

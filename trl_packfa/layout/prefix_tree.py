@@ -76,8 +76,7 @@ class PrefixTree(NamedTuple):
 
     @property
     def squares(self) -> int:
-        """Sum of the squares of the documents' lengths, with each prefix counted once: twice the keys that are
-        seen."""
+        """Sum of the squares of the documents' lengths, each prefix counted once: twice the keys that are seen."""
         # A document of 5 tokens whose first 3 are shared adds 25 - 9, the prefix 9.
         ends = {}
         for document in self.documents:

@@ -30,10 +30,9 @@ class RowShard:
 
     @classmethod
     def of(cls, group: distributed.ProcessGroup | distributed.DeviceMesh) -> RowShard:
-        """Make this process's shard from a process group, or from a device mesh of one dimension.
+        """Make the shard of this process from its group, or from a device mesh of one dimension.
 
-        Raises:
-            [`InvalidConfig`]: if this process is not in the group.
+        Raise [`InvalidConfig`] if this process is not in the group.
         """
         group = group.get_group() if isinstance(group, distributed.DeviceMesh) else group
         rank = distributed.get_rank(group)
@@ -45,11 +44,7 @@ class RowShard:
 
     @staticmethod
     def require_divisible(heads: int, size: int) -> None:
-        """Require that `size` processes can attend with an equal number of a model's heads.
-
-        Raises:
-            [`InvalidConfig`]: if they cannot.
-        """
+        """Raise [`InvalidConfig`] unless `size` processes can attend with an equal number of a model's heads."""
         if heads % size:
             raise InvalidConfig(
                 f"sequence_parallel={size} does not divide the model's {heads} attention heads.",

@@ -105,11 +105,7 @@ class TokenGather:
 
 
 def require_prefixes(documents: Sequence[tuple[int, ...]], segments: int) -> None:
-    """Refuse segments that are in no document, or that follow different segments in different documents.
-
-    Raises:
-        [`InvalidLayout`]: naming the segment.
-    """
+    """Raise [`InvalidLayout`] for segments in no document, or after different segments in different documents."""
     before: dict[int, tuple[int, ...]] = {}
     for document in documents:
         for i, segment in enumerate(document):

@@ -73,8 +73,7 @@ class SharedRows(PaddedRows):
 
 
 def shared_rows_of(rows: PaddedRows, input_ids: torch.Tensor) -> SharedRows | None:
-    """Return [`share`], compared once for each tensor of ids: the calls of policy and reference model share the
-    result."""
+    """Return [`share`], compared once for each tensor of ids: policy and reference model share it."""
     known = remembered(input_ids, _KNOWN)
     if known is None or known[0] != (rows.starts, rows.lengths):
         known = (rows.starts, rows.lengths), share(rows, input_ids)

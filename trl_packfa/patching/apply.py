@@ -17,14 +17,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..attention import BackendChoice
 from ..errors import NoBackend
+from ..kernels.cpu import RMSNormOverride, is_rms_norm_on_cpu
+from ..kernels.liger import LigerRMSNormOverride, SwiGLUOverride, is_rms_norm_on_cuda, is_swiglu_on_cuda
 from ..kernels.lm_head.labelled import LabelledHead, trl_options
-from ..kernels.lora import (
-    activated_overrides,
-    adapted_layers,
-    invocations_of,
-    lora_overrides,
-    require_in_packed_rows,
-)
+from ..kernels.lora import activated_overrides, adapted_layers, invocations_of, lora_overrides, require_in_packed_rows
 from ..kernels.rotary import PlainRotation
 from ..patches.base import Patch
 from ..runtime import bitsandbytes
@@ -34,21 +30,11 @@ from .attention_interface import MasksByInterface, interface_config, mask_config
 from .cross_attention import ARGUMENTS, CrossAttentionOverride, cross_attention_of
 from .encoders import EncoderOverride, LengthGroupsOverride, StackOverride, find_stack
 from .forwards import AttentionOverride, BackboneOverride, CausalLMOverride, CompositeOverride, RebatchOverride
-from .fused import kernel_overrides
-from .inspect import (
-    class_names,
-    find_attention,
-    find_backbone,
-    find_by_class,
-    inner_model,
-    text_decoder,
-    windows_of,
-)
+from .inspect import class_names, find_attention, find_backbone, find_by_class, inner_model, text_decoder, windows_of
 from .mixers import FunctionOverride, LayerOverride, MixerOverride
 from .rotary import RotaryOverride, depends_on_length
-from .sharing import Sharing
 from .state import SLOT, Edit, PatchOptions, PatchState, find_state
-from .unpadding import Unpadding
+from .unpadding import Sharing, Unpadding
 
 
 def unpadding_of(model: nn.Module) -> Unpadding | None:
@@ -60,24 +46,35 @@ def unpadding_of(model: nn.Module) -> Unpadding | None:
 def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = None) -> PatchState:
     """Patch this model instance in place, and return what was done. Every edit is prepared before any is made.
 
-    Raises:
-        [`UnsupportedModel`]: if the modules that the patch names are not there, or attend in both directions.
-        [`NoBackend`]: if there is no backend of that name.
+    Raise [`UnsupportedModel`] if the modules that the patch names are not there, or attend in both directions. Raise
+    [`NoBackend`] if there is no backend of that name.
     """
     options = options or PatchOptions()
     backends = BackendChoice(options.backend)
     backbone = find_backbone(model, patch)
-    if patch.rebatch:
-        _require_own_attention(patch, options.backend)
+    if patch.rebatch and options.backend != "auto":
+        raise NoBackend(
+            f"attention backend '{options.backend}' cannot serve {', '.join(patch.model_types[:3])}, ... (level "
+            "rebatch).",
+            why=["such a model's backbone runs document by document, with the model's own attention"],
+            do="Pass attention_backend='auto', and choose the model's attn_implementation.",
+        )
     takes_images = backbone is text_decoder(model)
     attention = find_attention(backbone, patch, by_mask=takes_images or patch.encoder)
     mixers = find_by_class(backbone, (*patch.mixers, *patch.masked_mixers, *patch.beside))
-    windows, lora = windows_of(patch, backbone, attention), adapted_layers(model)
-    state = PatchState(patch, options, backends, attention, windows, mixers, adapted=lora)
-    # Read from the `PeftModel` now: the modules below it, where the adapters run, do not know the adapters' configs.
-    state.invocations = invocations_of(model)
-    state.takes_images = takes_images
-    state.unpads = find_stack(backbone, attention) if patch.encoder else backbone
+    state = PatchState(
+        patch,
+        options,
+        backends,
+        attention,
+        windows_of(patch, backbone, attention),
+        mixers,
+        adapted=adapted_layers(model),
+        # Read from the `PeftModel` now: the modules below it, where adapters run, do not know the adapters' configs.
+        invocations=invocations_of(model),
+        takes_images=takes_images,
+        unpads=find_stack(backbone, attention) if patch.encoder else backbone,
+    )
     if options.unpad:
         generates = not takes_padded_only(model, patch)
         sharing = _sharing(backbone, state) if options.share_prefixes else None
@@ -100,19 +97,14 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
     return state
 
 
-def _reads_padded_batches(patch: Patch) -> bool:
-    """Tell whether a patch serves padded batches only, as those of encoders do."""
-    return patch.encoder or patch.by_length
-
-
 def takes_padded_only(model: nn.Module, patch: Patch) -> bool:
     """Tell whether a patched model gets no packed rows: an encoder, a classifier, or a model without an LM head."""
-    return _reads_padded_batches(patch) or inner_model(model).get_output_embeddings() is None
+    return patch.encoder or patch.by_length or inner_model(model).get_output_embeddings() is None
 
 
 def _sharing(backbone: nn.Module, state: PatchState) -> Sharing:
     refusal = state.needs_whole_documents
-    if _reads_padded_batches(state.patch):
+    if state.patch.encoder or state.patch.by_length:
         refusal = "its tokens see the tokens after them"
     elif refusal is None and any(map(depends_on_length, backbone.modules())):
         refusal = "the rotary embedding's frequencies depend on the length of a document"
@@ -127,17 +119,14 @@ def compile_layers(model: nn.Module, **options: Any) -> int:
     """
     state = find_state(model)
     assert state is not None
-    layers = _outermost_layers(find_backbone(model, state.patch))
+    modules = find_backbone(model, state.patch).named_modules()
+    named = {name: module for name, module in modules if isinstance(module, GradientCheckpointingLayer)}
+    # Not the layers inside of another one.
+    layers = [module for name, module in named.items() if not any(name.startswith(f"{other}.") for other in named)]
     for layer in layers:
         state.edits.append((layer, CompiledLayer.SLOT, vars(layer).get(CompiledLayer.SLOT)))
         setattr(layer, CompiledLayer.SLOT, CompiledLayer(layer, options))
     return len(layers)
-
-
-def _outermost_layers(backbone: nn.Module) -> list[nn.Module]:
-    """Return the layers of a backbone that are not inside another layer."""
-    layers = {name: m for name, m in backbone.named_modules() if isinstance(m, GradientCheckpointingLayer)}
-    return [m for name, m in layers.items() if not any(name.startswith(f"{other}.") for other in layers)]
 
 
 def undo_patch(model: nn.Module) -> None:
@@ -164,28 +153,14 @@ def all_or_none(models: Iterable[nn.Module]) -> Iterator[None]:
     # Also after KeyboardInterrupt: a notebook goes on with the same model.
     except BaseException:
         for model, state in before:
-            if find_state(model) is not state:
-                undo_patch(model)
-                _apply_again(model, state)
+            if find_state(model) is state:
+                continue
+            undo_patch(model)
+            if state is not None:  # that patch was proven then
+                again = apply_patch(model, state.patch, state.options)
+                again.adapter_kinds, again.unpadding_report = state.adapter_kinds, state.unpadding_report
+                again.packed_refusal = state.packed_refusal
         raise
-
-
-def _apply_again(model: nn.Module, state: PatchState | None) -> None:
-    """Patch a model as it was patched before; that patch was proven then."""
-    if state is None:
-        return
-    again = apply_patch(model, state.patch, state.options)
-    again.adapter_kinds, again.unpadding_report = state.adapter_kinds, state.unpadding_report
-    again.packed_refusal = state.packed_refusal
-
-
-def _require_own_attention(patch: Patch, backend: str) -> None:
-    if backend != "auto":
-        raise NoBackend(
-            f"attention backend '{backend}' cannot serve {', '.join(patch.model_types[:3])}, ... (level rebatch).",
-            why=["such a model's backbone runs document by document, with the model's own attention"],
-            do="Pass attention_backend='auto', and choose the model's attn_implementation.",
-        )
 
 
 def _plan_attention(state: PatchState) -> list[Edit]:
@@ -222,14 +197,20 @@ def _plan_masks(model: nn.Module, backbone: nn.Module, backends: BackendChoice) 
 def _plan_outside(model: nn.Module, backbone: nn.Module, state: PatchState) -> list[Override]:
     """Return the overrides of the modules that find the boundaries.
 
-    These are the backbone and, if it does not pass all its arguments on to the backbone, the causal LM around it.
+    These are the backbone and, if it does not pass all its arguments on to the backbone, the causal LM around it. In
+    an encoder they are its own and that of its stack, or one that runs it in groups of rows.
     """
-    patch = state.patch
-    if patch.by_length or (patch.encoder and state.unpads is not backbone):
-        return _plan_encoder(backbone, state)
+    patch, unpadding = state.patch, state.unpadding
+    if patch.by_length:
+        assert unpadding is not None
+        return [LengthGroupsOverride(backbone, unpadding)]
+    if patch.encoder and state.unpads is not backbone:
+        assert unpadding is not None and state.unpads is not None
+        masks = MasksByInterface(backbone, state.backends)
+        return [EncoderOverride(backbone, unpadding, masks), StackOverride(state.unpads, unpadding)]
     overrides: list[Override] = [(RebatchOverride if patch.rebatch else BackboneOverride)(backbone, state)]
     inner, head = inner_model(model), None
-    options = trl_options(inner) if state.unpadding is not None else None
+    options = trl_options(inner) if unpadding is not None else None
     # TRL's fused head would score every position of the padded batch, pads too. This one scores labelled tokens only.
     if options is not None:
         overrides.append(head := LabelledHead(inner, options))
@@ -243,15 +224,6 @@ def _plan_outside(model: nn.Module, backbone: nn.Module, state: PatchState) -> l
     return overrides + activated_overrides(model)
 
 
-def _plan_encoder(backbone: nn.Module, state: PatchState) -> list[Override]:
-    """Return the overrides of an encoder and its stack, or of an encoder that runs in groups of rows."""
-    assert state.unpadding is not None and state.unpads is not None
-    if state.patch.by_length:
-        return [LengthGroupsOverride(backbone, state.unpadding)]
-    masks = MasksByInterface(backbone, state.backends)
-    return [EncoderOverride(backbone, state.unpadding, masks), StackOverride(state.unpads, state.unpadding)]
-
-
 def _plan_inside(backbone: nn.Module, state: PatchState) -> list[Override]:
     """Return the overrides of modules inside the backbone, other than attention."""
     if state.patch.rebatch or state.patch.by_length:
@@ -263,7 +235,11 @@ def _plan_inside(backbone: nn.Module, state: PatchState) -> list[Override]:
     fused, by_liger = state.options.fused_lora, state.options.fused_kernels
     when_packed = lora_overrides(backbone, fused=fused, by_liger=by_liger, invocations=state.invocations)
     if state.options.fused_kernels:
-        when_packed += kernel_overrides(backbone, taken={id(override.module) for override in when_packed})
+        taken = {id(override.module) for override in when_packed}
+        left = [module for module in backbone.modules() if id(module) not in taken]
+        when_packed += [RMSNormOverride(module) for module in left if is_rms_norm_on_cpu(module)]
+        when_packed += [LigerRMSNormOverride(module) for module in left if is_rms_norm_on_cuda(module)]
+        when_packed += [SwiGLUOverride(module) for module in left if is_swiglu_on_cuda(module)]
     # These modules get neither the keyword nor the mask, so they read the context variable. With activation
     # checkpointing the backward pass recomputes a layer outside of the backbone's call: the layer sets the variable.
     if state.mixers or state.patch.functions or state.patch.makes_mask or state.patch.encoder or when_packed:

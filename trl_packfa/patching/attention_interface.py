@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
-from ..attention.base import AttentionArguments
-from ..attention.bias import chosen_keys
+from ..attention.base import AttentionArguments, chosen_keys
 from ..attention.dispatch import BackendChoice
 from ..errors import PackingError
 from ..layout import PackedLayout
 from ..layout.call_context import KEYWORD, current_call, empty_mask, find_layout
+from ..patches.base import Heads
 from ..runtime.compile import outside_of_graphs
 from ..runtime.override import Override
 from .handed_masks import note_mask
@@ -90,47 +90,46 @@ def mask_config(config: PreTrainedConfig, backends: BackendChoice) -> PreTrained
 
 
 def packed_attention_forward(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    indices: torch.Tensor | None = None,
-    **kwargs: Any,
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Implement transformers' attention interface: `query` `(B, N, L, H)`, `key` and `value` `(B, K, L, H)` to `(B, L,
     N, H)`.
 
-    Without a layout ([`find_layout`]) the model's own attention function runs. `indices` `(B, L, K)` are the keys
-    inside the document that an indexer chose for each query (DeepSeek sparse attention), -1 for none.
+    Without a layout ([`find_layout`]) the model's own attention function runs. The option `indices` `(B, L, K)` holds
+    the keys inside the document that an indexer chose for each query (DeepSeek sparse attention), -1 for none.
     """
-    layout = find_layout((attention_mask,), kwargs)
-    kwargs.pop(KEYWORD, None)
-    options = {"scaling": scaling, "dropout": dropout}
-    # Only what the call has: the model's own attention function may not take the others.
-    optional = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
-    options |= {name: option for name, option in optional.items() if option is not None}
-    if layout is None and indices is not None:
-        attention_mask = _masked_by_choice(attention_mask, indices, query, key)
+    layout = find_layout((attention_mask,), options)
+    options.pop(KEYWORD, None)
+    indices: torch.Tensor | None = options.pop("indices", None)
     if layout is None:
-        return _own_attention(module)(module, query, key, value, attention_mask, **options, **kwargs)
-    require_known(module, kwargs, by_mask=module.config.trl_packfa_by_mask)
+        if indices is not None:
+            attention_mask = _masked_by_choice(attention_mask, indices, query, key)
+        # Every modelling file has its own eager attention, which no table of transformers lists.
+        eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        own = AttentionInterface().get_interface(module.config.trl_packfa_source._attn_implementation, eager)
+        return own(module, query, key, value, attention_mask, **options)
+    require_known(module, options, by_mask=module.config.trl_packfa_by_mask)
+    arguments = read_options(query, options)
     # Some models apply the window in their mask only. Packing uses no mask, so it is read from the module.
     if module.config.trl_packfa_window is not None:
-        sliding_window = module.config.trl_packfa_window(module)
-    arguments = AttentionArguments(
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-        dropout=dropout,
-    )
+        arguments = replace(arguments, sliding_window=module.config.trl_packfa_window(module))
     return attend_packed(module.config.trl_packfa_backends, query, key, value, layout, arguments, indices), None
+
+
+# The options of transformers' attention interface that packed attention reads.
+READ = ("scaling", "sliding_window", "softcap", "s_aux", "dropout")
+
+
+def read_options(query: torch.Tensor, options: Mapping[str, Any]) -> AttentionArguments:
+    """Read the arguments of attention from the options of transformers' attention interface, all of them optional."""
+    scaling = options.get("scaling")
+    return AttentionArguments(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=options.get("sliding_window"),
+        softcap=options.get("softcap"),
+        sinks=options.get("s_aux"),
+        dropout=options.get("dropout") or 0.0,
+    )
 
 
 def attend_packed(
@@ -152,34 +151,25 @@ def attend_packed(
     if indices is None:
         out_TNH = backends.attend(q_TNH, k_TKH, v_TKH, layout, arguments)
     else:
-        out_TNH = _attend_to_chosen(backends, indices, q_TNH, k_TKH, v_TKH, layout, arguments)
+        out_TNH = _attend_to_chosen(backends, indices, (q_TNH, k_TKH, v_TKH), layout, arguments)
     return out_TNH.view(query.shape[0], query.shape[2], *out_TNH.shape[1:])
 
 
 # Outside of graphs, as the bias depends on this batch's documents.
 @outside_of_graphs
 def _attend_to_chosen(
-    backends: BackendChoice,
-    indices: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: PackedLayout,
-    arguments: AttentionArguments,
+    backends: BackendChoice, indices: torch.Tensor, qkv: Heads, layout: PackedLayout, arguments: AttentionArguments
 ) -> torch.Tensor:
     """Attend to the keys in `indices` `(B, L, K)`; documents of at most K tokens see all of their keys."""
     if layout.max_seqlen > indices.shape[-1]:
         arguments = replace(arguments, bias=chosen_keys(indices, layout))
-    return backends.attend(query, key, value, layout, arguments)
+    return backends.attend(*qkv, layout, arguments)
 
 
 def _masked_by_choice(
     attention_mask: torch.Tensor | None, indices: torch.Tensor, query: torch.Tensor, key: torch.Tensor
 ) -> torch.Tensor:
-    """Return the mask of an unpacked call, with the keys hidden that an indexer did not choose.
-
-    Models hide them by themselves only for the attention functions `eager` and `sdpa`.
-    """
+    """Hide the keys that an indexer did not choose; models do so only for the functions `eager` and `sdpa`."""
     hidden = indices.new_ones((*indices.shape[:2], key.shape[2]), dtype=torch.bool)
     hidden = hidden.scatter(-1, indices.long(), False).unsqueeze(1)
     if attention_mask is None:  # transformers leaves a plain causal mask to the attention function
@@ -195,10 +185,9 @@ _UNKNOWN = ("position_bias", "sinks", "block_indices", "alibi")
 
 
 def require_known(module: Any, kwargs: dict[str, Any], *, by_mask: bool = False) -> None:
-    """Refuse attention arguments that packed attention does not compute; `by_mask` is that of [`find_attention`].
+    """Raise [`PackingError`] for attention arguments that packed attention does not compute.
 
-    Raises:
-        [`PackingError`]: naming it.
+    `by_mask` is that of [`find_attention`].
     """
     if not by_mask and kwargs.get("is_causal", is_causal(module)) is False:
         raise PackingError(f"{type(module).__name__} attends in both directions, packed attention is causal.")
@@ -208,14 +197,6 @@ def require_known(module: Any, kwargs: dict[str, Any], *, by_mask: bool = False)
             f"{type(module).__name__} passes {', '.join(unknown)} to its attention; packed attention lacks them.",
             do="Declare its class in a trl_packfa.Patch's masked_mixers, which run document by document.",
         )
-
-
-def _own_attention(module: Any) -> Callable[..., Any]:
-    """Return the attention function that the module would call unpatched."""
-    # Every modelling file has its own eager attention, which no table of transformers lists.
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    name = module.config.trl_packfa_source._attn_implementation
-    return AttentionInterface().get_interface(name, eager)  # type: ignore[arg-type]
 
 
 def empty_packed_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -240,11 +221,7 @@ def empty_packed_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
 
 @outside_of_graphs
 def _require_direction(layout: PackedLayout, options: dict[str, Any]) -> None:
-    """Require that tokens of an encoder's call see later tokens in the mask that the model asks for.
-
-    Raises:
-        [`PackingError`]: if they do not.
-    """
+    """Raise [`PackingError`] if an encoder's call asks for a mask under which tokens do not see later tokens."""
     rule, length = options.get("mask_function"), options.get("q_length")
     # A row of single tokens has no later ones.
     if layout.causal or rule is None or layout.max_seqlen < 2 or options.get("use_vmap", False):

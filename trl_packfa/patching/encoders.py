@@ -21,7 +21,7 @@ from torch import nn
 
 from ..errors import PackingError
 from ..layout import PackedLayout
-from ..layout.call_context import KEYWORD, PackedCall, current_call, empty_mask, in_call
+from ..layout.call_context import KEYWORD, PackedCall, current_call, empty_mask, in_call, packed_call
 from ..layout.from_call import layout_of
 from ..layout.padded_rows import PaddedRows, as_rows
 from ..runtime.compile import around_graphs, outside_of_graphs
@@ -62,11 +62,7 @@ class _EncoderOverride(NamedOverride):
 
 @outside_of_graphs
 def _refuse_packed(module: nn.Module, call: dict[str, Any]) -> None:
-    """Refuse packed rows and cross-attention.
-
-    Raises:
-        [`PackingError`]: with the reason.
-    """
+    """Raise [`PackingError`] for packed rows and cross-attention."""
     layout = layout_of(call)
     if (current_call().layout if layout is None else layout) is not None:
         refuse_packed(module)
@@ -88,7 +84,7 @@ class EncoderOverride(_EncoderOverride):
         kwargs.pop("packed_layout", None)
         if not self.unpadding.is_on or self.asks_for_layers(call):
             return self.call_original(*args, **kwargs)
-        with in_call(PackedCall(router_logits=current_call().router_logits, notes_masks=True)):
+        with packed_call(None, notes_masks=True):
             return self.call_original(*args, **kwargs)
 
 
@@ -102,45 +98,33 @@ class StackOverride(_EncoderOverride):
         name, masks = self.find_masks(call)
         if masks is None:
             return self.call_original(*args, **kwargs)
-        rows = self.find_rows(call, masks)
-        if rows is None:
-            with in_call(PackedCall(router_logits=current_call().router_logits)):
-                return self.call_original(**{**call, name: masks.make()})
-        return self.run_without_pads(call, name, masks, rows)
+        rows, taken, packed = self._taken(call, name, masks)
+        with in_call(packed):
+            outputs = self.call_original(**taken)
+        return outputs if rows is None else self._put_back(outputs, {**call, name: masks.handed()}, rows)
 
     @outside_of_graphs
     def find_masks(self, call: dict[str, Any]) -> tuple[str, HandedMasks | None]:
-        """Return the argument with the masks that the encoder has noted, and the masks; `None` if it has noted
-        none."""
+        """Return the argument with the masks that the encoder has noted, and the masks, `None` if there are none."""
         found = ((name, handed_masks(value)) for name, value in call.items())
         return next(((name, masks) for name, masks in found if masks is not None), ("", None))
 
     @outside_of_graphs
-    def find_rows(self, call: dict[str, Any], masks: HandedMasks) -> PaddedRows | None:
-        """Return the rows of a call that runs without its pads, `None` if it runs as it is."""
-        tokens = {"inputs_embeds": call[self.names[0]], "attention_mask": masks.padding}
-        return self.unpadding.rows_of(tokens, {}, self.module)
-
-    @around_graphs
-    def run_without_pads(self, call: dict[str, Any], name: str, masks: HandedMasks, rows: PaddedRows) -> Any:
-        """Run the stack on one row of the true tokens, and put its output back into the padded batch's shape."""
-        taken, packed = self._taken(call, name, masks, rows)
-        with in_call(packed):
-            outputs = self.call_original(**taken)
-        return self._put_back(outputs, {**call, name: masks.handed()}, rows)
-
-    @outside_of_graphs
     def _taken(
-        self, call: dict[str, Any], name: str, masks: HandedMasks, rows: PaddedRows
-    ) -> tuple[dict[str, Any], PackedCall]:
-        device = call[self.names[0]].device
-        layout: PackedLayout = rows.layout(device)
+        self, call: dict[str, Any], name: str, masks: HandedMasks
+    ) -> tuple[PaddedRows | None, dict[str, Any], PackedCall]:
+        """Return the rows if the call runs without its pads, else `None`; the arguments and facts of the call."""
+        states, logits = call[self.names[0]], current_call().router_logits
+        rows = self.unpadding.rows_of({"inputs_embeds": states, "attention_mask": masks.padding}, {}, self.module)
+        if rows is None:
+            return None, {**call, name: masks.make()}, PackedCall(router_logits=logits)
+        layout: PackedLayout = rows.layout(states.device)
         if masks.sees_both_directions(rows):
             layout = layout.in_both_directions()
-        packed = PackedCall(layout, router_logits=current_call().router_logits)
+        packed = PackedCall(layout, router_logits=logits)
         taken = {key: _take(value, rows) for key, value in call.items()}
-        taken[name] = empty_mask(packed, device)
-        return taken | ({KEYWORD: packed} if self.takes_any else {}), packed
+        taken[name] = empty_mask(packed, states.device)
+        return rows, taken | ({KEYWORD: packed} if self.takes_any else {}), packed
 
     @outside_of_graphs
     def _put_back(self, outputs: Any, call: dict[str, Any], rows: PaddedRows) -> Any:

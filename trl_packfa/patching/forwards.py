@@ -18,27 +18,24 @@ from ..attention import AttentionArguments, BackendChoice
 from ..errors import PackingError
 from ..kernels.lora import require_patched
 from ..layout import PackedLayout
-from ..layout.caches import without_caches
 from ..layout.call_context import KEYWORD, PackedCall, current_call, empty_mask, find_layout, in_call, packed_call
-from ..layout.from_call import layout_of
+from ..layout.from_call import layout_of, without_caches
 from ..layout.padded_rows import PaddedRows, as_rows
 from ..layout.shared_rows import SharedDocuments
-from ..patches.base import QKV, Patch
+from ..patches.base import QKV, Heads, Patch
 from ..runtime.autocast import autocast_dtype
 from ..runtime.compile import around_graphs, mark_dynamic, outside_of_graphs
+from ..runtime.neftune import noise_of_padded_rows
 from ..runtime.override import NamedOverride, Override, forward_signature
 from ..runtime.per_document import BOUNDARIES, FOUND_BY_ITSELF, run_backbone_by_document
 from . import cross_attention, router_loss
 from .attention_interface import MasksByInterface
-from .handed_masks import HandedMasks, handed_masks, without_empty_masks
+from .handed_masks import handed_masks, without_empty_masks
 from .inspect import max_positions
 from .rotary import depends_on_length
 from .state import PatchState
 from .token_types import embeds_token_types, refuse_token_types, types_of_long_rows
 from .unpadding import refuse_modalities, refuse_packed
-
-# Name under which the rows of a call travel inside a backbone's override.
-ROWS = "trl_packfa_rows"
 
 
 class _PackedForward(NamedOverride):
@@ -54,8 +51,7 @@ class _PackedForward(NamedOverride):
 
     @outside_of_graphs
     def find_layout(self, call: dict[str, Any]) -> PackedLayout | None:
-        """Return the layout from the call, or the one that the causal LM around it has found; `None` if the call is
-        not packed."""
+        """Return the layout of the call, or that of the causal LM around it; `None` if the call is not packed."""
         layout = layout_of(call, ignores_position_ids=self.own_positions, max_positions=self.max_positions)
         layout = current_call().layout if layout is None else layout  # set by a causal LM that passes no boundaries on
         if layout is not None:
@@ -65,11 +61,7 @@ class _PackedForward(NamedOverride):
         return layout
 
     def require_packable(self, call: dict[str, Any], layout: PackedLayout) -> None:
-        """Refuse arguments that a packed row cannot support.
-
-        Raises:
-            [`PackingError`]: naming the argument.
-        """
+        """Raise [`PackingError`] for arguments that a packed row cannot support."""
         unpads = self.state.unpadding is not None
         instead = "patch with unpad=False" if unpads else "pass the documents as a padded batch"
         if call.get("output_attentions"):
@@ -85,11 +77,7 @@ class _PackedForward(NamedOverride):
 
 
 class BackboneOverride(_PackedForward):
-    """Forward of a backbone that finds the document boundaries once, hands them to every layer, and avoids any T x T
-    mask."""
-
-    # Also true of documents that run under the backbone's own masks, or with its own check of the types.
-    any_token_types = False
+    """Forward of a backbone that finds the boundaries once, hands them to every layer, and avoids any T x T mask."""
 
     def __init__(self, module: nn.Module, state: PatchState) -> None:
         patch = state.patch
@@ -100,50 +88,34 @@ class BackboneOverride(_PackedForward):
         original = MasksByInterface(module, state.backends) if self.makes_mask else None
         super().__init__(module, state, original, own_positions=own_positions)
         self.max_positions, self.unpadding = max_positions(module), state.unpadding
-        self.takes_token_types = self.any_token_types or embeds_token_types(module)
+        # Documents that run by themselves run under the backbone's own masks, with its own check of the types.
+        self.takes_token_types = patch.rebatch or embeds_token_types(module)
         self._looked = False
 
     @around_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the backbone's forward."""
         call = self.named(args, kwargs)  # layouts are looked for by name
-        masks = self.find_masks(call)
+        masks = handed_masks(call.get("attention_mask"))
         call = without_empty_masks(call) if masks is None else {**call, "attention_mask": masks.handed()}
         layout = self.find_layout(call)
         if layout is not None:
-            shared = self.find_shared(call, layout)
+            shared = None if self.unpadding is None else self.unpadding.shared_documents_of(call, layout, self.module)
             return self.run_packed(call, layout) if shared is None else self.run_shared(call, shared)
         rows = self.find_rows(call)
         if rows is not None:
             return self.run_without_pads(call, rows)
         if masks is not None:
-            return self.run_with_masks(call, masks)
+            call.pop("packed_layout", None)
+            with packed_call(None):
+                return self.run_unpacked((), {**call, "attention_mask": masks.make()})
         kwargs.pop("packed_layout", None)
         return self.run_unpacked(args, kwargs)
-
-    @outside_of_graphs
-    def find_masks(self, call: dict[str, Any]) -> HandedMasks | None:
-        """Return the masks that a model around this decoder has noted, `None` if it has none."""
-        return handed_masks(call.get("attention_mask"))
-
-    @around_graphs
-    def run_with_masks(self, call: dict[str, Any], masks: HandedMasks) -> Any:
-        """Run the original forward with the masks that were only noted."""
-        call.pop("packed_layout", None)
-        with in_call(PackedCall(router_logits=current_call().router_logits)):
-            return self.run_unpacked((), {**call, "attention_mask": masks.make()})
 
     @around_graphs
     def run_unpacked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the original forward."""
         return router_loss.collect_logits(self.call_original(*args, **router_loss.request_logits(kwargs)))
-
-    @outside_of_graphs
-    def find_shared(self, call: dict[str, Any], layout: PackedLayout) -> SharedDocuments | None:
-        """Return the documents of a packed call whose common prefixes run once, `None` if it runs as it is."""
-        if self.unpadding is None or layout.shard is not None:  # the prefix may lie on another process
-            return None
-        return self.unpadding.shared_documents_of(call, layout, self.module)
 
     @outside_of_graphs
     def find_rows(self, call: dict[str, Any]) -> PaddedRows | None:
@@ -174,9 +146,9 @@ class BackboneOverride(_PackedForward):
             refuse_token_types(call, self.names)
 
     @around_graphs
-    def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
-        """Run the original forward and give its layers the layout."""
-        arguments, packed = self._packed_call(call, layout)
+    def run_packed(self, call: dict[str, Any], layout: PackedLayout, rows: PaddedRows | None = None) -> Any:
+        """Run the original forward and give its layers the layout, and its cross-attention the padded rows."""
+        arguments, packed = self._packed_call(call, layout, rows)
         with in_call(packed):
             return router_loss.collect_logits(self.call_original(**arguments))
 
@@ -192,10 +164,9 @@ class BackboneOverride(_PackedForward):
     def run_without_pads(self, call: dict[str, Any], rows: PaddedRows) -> Any:
         """Run a padded call as one row of its true tokens, and put the outputs back into the padded batch's shape."""
         taken, layout = self._taken(call, rows)
-        if self.unpadding.runs_by_row:  # type: ignore[union-attr]
-            taken[ROWS] = rows
-        with self.unpadding.noise_as_padded(self.module, rows, call["attention_mask"].device):  # type: ignore[union-attr]
-            outputs = self.run_packed(taken, layout)
+        unpadding: Any = self.unpadding
+        with noise_of_padded_rows(self.module, unpadding.noise, rows, call["attention_mask"].device):
+            outputs = self.run_packed(taken, layout, rows if unpadding.runs_by_row else None)
         return self._put_back(outputs, call, rows)
 
     @outside_of_graphs
@@ -206,7 +177,7 @@ class BackboneOverride(_PackedForward):
 
     @outside_of_graphs
     def _taken(self, call: dict[str, Any], rows: PaddedRows) -> tuple[dict[str, Any], PackedLayout]:
-        layout, masks = rows.layout(call["attention_mask"].device), self.find_masks(call)
+        layout, masks = rows.layout(call["attention_mask"].device), handed_masks(call["attention_mask"])
         if self.unpadding.runs_by_row:  # type: ignore[union-attr]
             return cross_attention.take_call(call, rows), layout
         if self.encoder:  # `empty_packed_mask` compares this with the mask that the model asks for
@@ -223,12 +194,14 @@ class BackboneOverride(_PackedForward):
         return rows.take_call(call), layout.with_blocks(blocks)
 
     @outside_of_graphs
-    def _packed_call(self, call: dict[str, Any], layout: PackedLayout) -> tuple[dict[str, Any], PackedCall]:
+    def _packed_call(
+        self, call: dict[str, Any], layout: PackedLayout, rows: PaddedRows | None
+    ) -> tuple[dict[str, Any], PackedCall]:
         """Return the arguments of the original forward, and what its modules need to know."""
         device = next(call[name] for name in ("inputs_embeds", "input_ids") if call.get(name) is not None).device
         layout = layout.to(device)  # a caller's layout may lie on the host
         ids = call.get("input_ids") if self.state.invocations else None
-        packed = PackedCall(layout, ids, current_call().router_logits, rows=call.pop(ROWS, None))
+        packed = PackedCall(layout, ids, current_call().router_logits, rows=rows)
         call = {**_packed_arguments(call, layout), "attention_mask": empty_mask(packed, device), KEYWORD: packed}
         if "token_type_ids" in self.names and call.get("token_type_ids") is None:
             call["token_type_ids"] = types_of_long_rows(self.module, layout)
@@ -261,10 +234,8 @@ def _packed_arguments(call: dict[str, Any], layout: PackedLayout) -> dict[str, A
 class RebatchOverride(BackboneOverride):
     """Forward of a backbone that runs as a whole, document by document: exact for every causal backbone."""
 
-    any_token_types = True
-
     @around_graphs
-    def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
+    def run_packed(self, call: dict[str, Any], layout: PackedLayout, rows: PaddedRows | None = None) -> Any:
         """Run the backbone document by document, see [`run_backbone_by_document`]."""
         if call.get("use_cache") is not None or "use_cache" in self.names:
             call["use_cache"] = False
@@ -314,15 +285,14 @@ class CompositeOverride(CausalLMOverride):
     @around_graphs
     def run_unpacked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the original forward; masks for the decoder are only noted."""
-        with in_call(PackedCall(router_logits=current_call().router_logits, notes_masks=True)):
+        with packed_call(None, notes_masks=True):
             return self.call_original(*args, **kwargs)
 
     @around_graphs
     def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
         """Run the original forward on packed text; the decoder finds the boundaries in the context.
 
-        Raises:
-            [`PackingError`]: if the call brings images or sounds, or packed rows of text are not exact.
+        Raise [`PackingError`] if the call brings images or sounds, or packed rows of text are not exact.
         """
         refuse_modalities(call, "a packed row")
         if self.state.packed_refusal is not None:
@@ -346,8 +316,7 @@ class AttentionOverride(Override):
         self.patch, self.qkv, self.backends = patch, qkv, backends
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the attention module's forward: return the output `(B, L, D)` and no weights, as no T x T matrix
-        exists."""
+        """Run the attention: return the output `(B, L, D)` and no weights, as no T x T matrix exists."""
         layout = find_layout(args, kwargs)
         kwargs.pop(KEYWORD, None)
         if layout is None:
@@ -364,8 +333,10 @@ class AttentionOverride(Override):
         arguments = self.patch.arguments(self.module)
         if not self.module.training:
             arguments = replace(arguments, dropout=0.0)  # modules store the rate for training
-        attend = self.backends.attend if self.patch.bias is None else self._attend_with_bias
-        out_TNH = attend(query, key, value, layout, arguments)
+        if self.patch.bias is None:
+            out_TNH = self.backends.attend(query, key, value, layout, arguments)
+        else:
+            out_TNH = self._attend_with_bias((query, key, value), layout, arguments)
         attended = out_TNH.reshape(*hidden_states.shape[:-1], -1)  # (T, N, H) to (B, L, N * H)
         if self.patch.finish is not None:
             return self.patch.finish(self.module, attended, args)
@@ -373,17 +344,10 @@ class AttentionOverride(Override):
 
     # Outside of graphs, as the bias depends on this batch's documents.
     @outside_of_graphs
-    def _attend_with_bias(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layout: PackedLayout,
-        arguments: AttentionArguments,
-    ) -> torch.Tensor:
+    def _attend_with_bias(self, qkv: Heads, layout: PackedLayout, arguments: AttentionArguments) -> torch.Tensor:
         assert self.patch.bias is not None
         if (gather := layout.sequence_gather) is not None:  # a bias is computed for whole documents, not for segments
-            query, key, value = (gather.gather(tensor) for tensor in (query, key, value))
-            return gather.take_first(self._attend_with_bias(query, key, value, layout.full_sequences, arguments))
-        arguments = replace(arguments, bias=self.patch.bias(self.module, value, layout))
-        return self.backends.attend(query, key, value, layout, arguments)
+            query, key, value = map(gather.gather, qkv)
+            return gather.take_first(self._attend_with_bias((query, key, value), layout.full_sequences, arguments))
+        arguments = replace(arguments, bias=self.patch.bias(self.module, qkv[2], layout))
+        return self.backends.attend(*qkv, layout, arguments)

@@ -19,6 +19,7 @@ from ..errors import PackingError
 from ..layout.blocks import Block, Blocks
 from ..layout.call_context import is_empty_mask
 from ..layout.padded_rows import PaddedRows, rows_of
+from ..runtime.compile import outside_of_graphs
 from .mask_rules import RowBlocks, blocks_in_rule
 
 # Attribute of the mask of padding that travels in the place of masks.
@@ -31,13 +32,10 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 class NotedMask:
     """A mask that was not made.
 
-    Args:
-        make (`Callable`):
-            Makes it, in the form of the model's own attention.
-        padding (`torch.Tensor`):
-            The mask of padding, `(B, L)`.
-        blocks ([`RowBlocks`]):
-            Tokens that see each other in both directions.
+    Attributes:
+        make (`Callable`): makes it, in the form of the model's own attention.
+        padding (`torch.Tensor`): the mask of padding, `(B, L)`.
+        blocks ([`RowBlocks`]): tokens that see each other in both directions.
     """
 
     make: Callable[[], Any]
@@ -48,11 +46,8 @@ class NotedMask:
 def note_mask(make: Callable[[], Any], options: Mapping[str, Any]) -> Any:
     """Return the mask of padding with a note of the mask that it stands for; without padding make the mask.
 
-    `options` are the keywords of transformers' mask interface.
-
-    Raises:
-        [`PackingError`]: if some images of a row see each other, and others do not.
-        [`InvalidLayout`]: if a row has pads among its tokens.
+    `options` are the keywords of transformers' mask interface. Raise [`PackingError`] if some images of a row see each
+    other, and others do not. Raise [`InvalidLayout`] if a row has pads among its tokens.
     """
     padding, lengths = options.get("attention_mask"), (options.get("q_length"), options.get("kv_length"))
     if not isinstance(padding, torch.Tensor) or padding.dim() != 2 or set(lengths) != {padding.shape[1]}:
@@ -79,11 +74,7 @@ class HandedMasks:
         return made[None] if None in made else made
 
     def of_row(self, rows: PaddedRows, row: int) -> Any:
-        """Return the masks of one row by itself, without its pads.
-
-        Raises:
-            [`PackingError`]: if the model's attention takes masks in a form that has no rows.
-        """
+        """Return the masks of one row by itself, without its pads; raise [`PackingError`] if a mask has no rows."""
         part = slice(rows.starts[row], rows.starts[row] + rows.lengths[row])
         made = self.make()
         if not isinstance(made, dict):
@@ -97,10 +88,9 @@ class HandedMasks:
         return padding
 
     def sees_both_directions(self, rows: PaddedRows) -> bool:
-        """Tell whether tokens see their whole row, as in an encoder; if not, they see the tokens before them only.
+        """Tell whether tokens see their whole row, as in an encoder, or the tokens before them only.
 
-        Raises:
-            [`PackingError`]: if some tokens see later tokens and others do not.
+        Raise [`PackingError`] if some tokens see later tokens and others do not.
         """
         found = {mask.blocks.rows for mask in self.masks.values() if isinstance(mask, NotedMask)}
         if not any(map(any, found)):
@@ -118,8 +108,7 @@ class HandedMasks:
     def blocks(self, rows: PaddedRows) -> Blocks | None:
         """Return the blocks of the row without pads, `None` if there are none.
 
-        Raises:
-            [`PackingError`]: if layers of another kind have blocks.
+        Raise [`PackingError`] if layers of an unknown kind have blocks, or kinds of layers differ.
         """
         found = {kind: mask.blocks for kind, mask in self.masks.items() if isinstance(mask, NotedMask)}
         found = {kind: blocks for kind, blocks in found.items() if any(blocks.rows)}
@@ -142,6 +131,7 @@ class HandedMasks:
         return Blocks(_packed(full.rows, rows), _packed(sliding.rows, rows), full.joined or sliding.joined)
 
 
+@outside_of_graphs
 def handed_masks(mask: Any) -> HandedMasks | None:
     """Return the masks for which a decoder's `attention_mask` stands, `None` for any other mask."""
     if not isinstance(mask, dict):

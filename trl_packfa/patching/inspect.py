@@ -15,7 +15,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from ..errors import TRAIN_PADDED, UnsupportedModel
+from ..errors import UnsupportedModel
 from ..patches.base import Patch
 from ..patches.registry import get_patch_for_type
 
@@ -23,20 +23,12 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def model_type(model: nn.Module) -> str:
-    """Return `config.model_type` of the outermost transformers model in `model`.
-
-    Raises:
-        [`UnsupportedModel`]: if there is none.
-    """
+    """Return `config.model_type` of the outermost transformers model in `model`."""
     return model_config(model).model_type
 
 
 def model_config(model: nn.Module) -> PreTrainedConfig:
-    """Return the `config` of the outermost transformers model in `model`.
-
-    Raises:
-        [`UnsupportedModel`]: if there is none.
-    """
+    """Return the `config` of the outermost transformers model in `model`."""
     return inner_model(model).config
 
 
@@ -50,11 +42,7 @@ def own_config(module: nn.Module) -> Any:
 
 
 def inner_model(model: nn.Module) -> PreTrainedModel:
-    """Return the outermost transformers model in `model`.
-
-    Raises:
-        [`UnsupportedModel`]: if there is none.
-    """
+    """Return the outermost transformers model in `model`, or raise [`UnsupportedModel`] if there is none."""
     inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     if inner is None:
         raise UnsupportedModel(
@@ -88,17 +76,12 @@ def text_decoder(model: nn.Module) -> PreTrainedModel | None:
 def get_patch(model: nn.Module) -> Patch:
     """Return the patch for a model, by the `config.model_type` of the outermost transformers model in it.
 
-    Raises:
-        [`UnsupportedModel`]: if there is none; the message names the most similar model types.
+    Raise [`UnsupportedModel`] if there is none; the message names the most similar model types.
     """
     patch = get_patch_for_type(model_type(model))
     # One type may need two patches: Falcon has rotary models and ALiBi models.
     while patch.serves is not None and not patch.serves(model_config(model)):
-        if patch.otherwise is None:
-            raise UnsupportedModel(
-                f"the patch for model type '{model_type(model)}' does not support this config.",
-                do=f"{TRAIN_PADDED[0].upper()}{TRAIN_PADDED[1:]}.",
-            )
+        assert patch.otherwise is not None, "a patch sets both or none"
         patch = patch.otherwise
     return patch
 
@@ -123,8 +106,7 @@ def forward_takes(module: nn.Module, name: str) -> bool:
 def find_backbone(model: nn.Module, patch: Patch) -> nn.Module:
     """Return the module that runs the decoder stack.
 
-    Raises:
-        [`UnsupportedModel`]: if the class that the patch names is missing, or there are several modules of it.
+    Raise [`UnsupportedModel`] if the class that the patch names is missing, or there are several modules of it.
     """
     if patch.backbone is None:
         inner: Any = inner_model(model)
@@ -150,8 +132,7 @@ def uses_interface(module: nn.Module) -> bool:
 
 @cache
 def _reads_interface(forward: Callable[..., Any]) -> bool:
-    """Tell whether a forward reads a global that is an `AttentionInterface` (`ALL_ATTENTION_FUNCTIONS` in modelling
-    files)."""
+    """Tell whether a forward reads a global `AttentionInterface`, as transformers' `ALL_ATTENTION_FUNCTIONS` is."""
     function = inspect.unwrap(forward)  # transformers decorates forwards whose arguments were renamed
     if not inspect.isfunction(function):  # compiled to C: nothing can be read
         return False
@@ -179,11 +160,6 @@ def attends_both_ways(model: nn.Module) -> bool:
     return not any(map(is_causal, own))
 
 
-def tells_window(module: nn.Module) -> bool:
-    """Tell whether a module passes `sliding_window` to its attention function, and not to its mask alone."""
-    return "sliding_window" in _keywords_passed(type(module).forward)
-
-
 @cache
 def _keywords_passed(forward: Callable[..., Any]) -> frozenset[str]:
     """Return the names of all keywords in the calls that a forward makes; none where its source is not at hand."""
@@ -193,18 +169,6 @@ def _keywords_passed(forward: Callable[..., Any]) -> frozenset[str]:
         return frozenset()
     calls = (node for node in ast.walk(ast.parse(dedent(source))) if isinstance(node, ast.Call))
     return frozenset(keyword.arg for call in calls for keyword in call.keywords if keyword.arg is not None)
-
-
-def masks_windows(backbone: nn.Module) -> bool:
-    """Tell whether the code around a backbone builds masks of sliding windows; if not, a config's window has no
-    effect."""
-    names = vars(sys.modules[type(backbone).__module__])
-    makers = (
-        "create_sliding_window_causal_mask",
-        "create_bidirectional_sliding_window_mask",
-        "create_masks_for_generate",
-    )
-    return any(maker in names for maker in makers)
 
 
 def find_attention(backbone: nn.Module, patch: Patch, *, by_mask: bool = False) -> dict[str, nn.Module]:
@@ -218,7 +182,15 @@ def find_attention(backbone: nn.Module, patch: Patch, *, by_mask: bool = False) 
     if patch.functions:
         return find_by_class(backbone, patch.functions)
     found = _find_rewritten(backbone, patch) if patch.attention else _find_interface(backbone, patch)
-    return found if by_mask else _require_causal(found)
+    for name, module in found.items():
+        if not by_mask and not is_causal(module):
+            raise UnsupportedModel(
+                f"{type(module).__name__} attends in both directions: is_causal=False in {name}.",
+                why=["a packed row of an encoder would be one text to its positions and pooling"],
+                do="For an encoder call patch(model, unpad=True): its padded batches run without their pads. Train an "
+                "encoder-decoder model padded.",
+            )
+    return found
 
 
 def find_by_class(backbone: nn.Module, classes: Iterable[str]) -> dict[str, nn.Module]:
@@ -276,13 +248,17 @@ def _is_elsewhere(name: str, module: nn.Module) -> bool:
     return bool(_ELSEWHERE.search(f"{name} {type(module).__name__}"))
 
 
+# transformers' functions that make masks of sliding windows.
+_MAKERS = (
+    "create_sliding_window_causal_mask", "create_bidirectional_sliding_window_mask", "create_masks_for_generate",
+)  # fmt: skip
+
+
 def windows_of(patch: Patch, backbone: nn.Module, attention: dict[str, nn.Module]) -> tuple[int | None, ...]:
     """Return the sliding window of each attention module.
 
-    Models on transformers' interface that pass the window in their calls have their config's.
-
-    Raises:
-        [`UnsupportedModel`]: if a window reaches the attention through the mask alone; packing uses no mask.
+    Models on transformers' interface that pass the window in their calls have their config's. Raise
+    [`UnsupportedModel`] if a window reaches the attention through the mask alone; packing uses no mask.
     """
     if patch.rebatch:
         return ()
@@ -292,12 +268,12 @@ def windows_of(patch: Patch, backbone: nn.Module, attention: dict[str, nn.Module
         return tuple(patch.window(module) for module in attention.values())
     config: Any = backbone.config
     config = config.get_text_config()
-    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
-    # Some configs carry a window that their model's code never reads.
-    if not masks_windows(backbone):
-        window = None
+    # Some configs carry a window that their model's code never reads: it makes no masks of windows.
+    makes_masks = not vars(sys.modules[type(backbone).__module__]).keys().isdisjoint(_MAKERS)
+    window = getattr(config, "sliding_window", None) if makes_masks else None
+    chunk = getattr(config, "attention_chunk_size", None)
     # A window that only the mask applies would be lost without an error: a token would see its whole document.
-    told = all(tells_window(module) for module in attention.values())
+    told = all("sliding_window" in _keywords_passed(type(module).forward) for module in attention.values())
     if chunk or (window and not told):
         raise UnsupportedModel(
             f"{type(backbone).__name__} limits attention to {chunk or window} tokens through its mask alone.",
@@ -305,18 +281,6 @@ def windows_of(patch: Patch, backbone: nn.Module, attention: dict[str, nn.Module
             do="Declare a trl_packfa.Patch that rewrites its attention (documentation, 'Writing a patch').",
         )
     return (window or None,) * len(attention)
-
-
-def _require_causal(attention: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    for name, module in attention.items():
-        if not is_causal(module):
-            raise UnsupportedModel(
-                f"{type(module).__name__} attends in both directions: is_causal=False in {name}.",
-                why=["a packed row of an encoder would be one text to its positions and pooling"],
-                do="For an encoder call patch(model, unpad=True): its padded batches run without their pads. Train an "
-                "encoder-decoder model padded.",
-            )
-    return attention
 
 
 def class_names(module: nn.Module) -> list[str]:

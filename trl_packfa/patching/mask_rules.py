@@ -61,10 +61,8 @@ def blocks_in_rule(rule: Rule, padding: torch.Tensor, *, by_index: bool = True) 
     """Read the blocks of each row off a rule that leaves out the mask of padding `(B, L)`.
 
     Blocks hold true tokens only. `by_index` says that the rule takes tensors of indices. A rule that the model has
-    added may take single indices only.
-
-    Raises:
-        [`PackingError`]: if some blocks of a row see each other, and others do not.
+    added may take single indices only. Raise [`PackingError`] if some blocks of a row see each other, and others do
+    not.
     """
     host = padding.detach().ne(0).cpu()
     ahead = _seen_ahead(rule, (host.shape[0], host.shape[1]), padding.device, by_index=by_index).cpu()
@@ -95,10 +93,7 @@ def _sees(
 
 
 def _runs(ahead: list[bool]) -> tuple[Block, ...]:
-    """Return the runs of tokens of a row in which each one sees the next.
-
-    [False, True, True, False] is one run, of the tokens 1, 2 and 3.
-    """
+    """Return the runs in which each token sees the next: [False, True, True, False] has one, of the tokens 1 to 3."""
     runs, start = [], None
     for i, seen in enumerate([*ahead, False]):
         if seen and start is None:

@@ -85,8 +85,7 @@ class LayerOverride(Override):
 
 
 class MixerOverride(NamedOverride):
-    """Forward of a module that mixes tokens: by its own kernels if they provably honour boundaries, else by
-    document."""
+    """Forward of a module that mixes tokens: by own kernels if they provably honour boundaries, else by document."""
 
     def __init__(self, module: nn.Module, patch: Patch, native: dict[tuple[type, bool], tuple[str, ...]]) -> None:
         super().__init__(module)
@@ -181,8 +180,7 @@ class MixerOverride(NamedOverride):
         exact: torch.Tensor,
         offer: tuple[str, ...],
     ) -> float:
-        """Return the largest difference of the own kernels from `exact`, in its standard deviations; infinite if they
-        refuse."""
+        """Return the largest difference of the own kernels from `exact` in standard deviations; `inf` if they fail."""
         try:
             native = _first(self._run_native(args, kwargs, layout, offer)).float()
         except (ValueError, TypeError, RuntimeError, AttributeError, ImportError) as error:

@@ -1,5 +1,9 @@
 """The two functions behind `attn_implementation="packfa"`: attention and mask interface of a model without a patch.
 
+The mask function runs once for each kind of mask. It sees the mask of padding, the cache's lengths and, in its mask
+rule, positions that restart. The attention function runs in every layer and sees the call's keywords. Neither sees
+everything, so both must agree. A call that only one of them can see is refused.
+
 A packed call uses no mask and runs by the backends. Other calls run as with `sdpa`, plus the softcap and sinks that
 `sdpa` lacks. Padded rows and generation with a cache use its mask. Rows without pads run by the backends if the model
 asks for a window, softcap or sinks.
@@ -9,6 +13,9 @@ Shape letters: B rows, L row length, M keys of a row, N query heads, K key/value
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,58 +25,144 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..attention.base import AttentionArguments
 from ..attention.reference import dense_attention
-from ..errors import InvalidConfig
+from ..errors import InvalidConfig, InvalidLayout
 from ..layout import PackedLayout
-from ..layout.call_context import PackedCall, empty_mask
+from ..layout.call_checks import host_positions, refuse_beside_cache, refuse_restarts_under_padding
+from ..layout.call_context import KEYWORD, PackedCall, empty_mask, is_empty_mask
+from ..layout.from_call import layout_of
 from ..runtime.compile import outside_of_graphs
-from ..runtime.per_document import BOUNDARIES
-from .attention_interface import attend_packed, require_known
+from ..runtime.per_document import BOUNDARIES, FLASH_KEYS
+from .attention_interface import READ, attend_packed, read_options, require_known
 from .inspect import is_causal
 from .mask_rules import sees_ahead, starts_in_rule
-from .named_boundaries import PADDING, layout_of_attention
-from .named_models import CHOSEN, NAME, refuse_at_load, require_positions, runs_as_sdpa, served_patch
+from .named_models import AS_SDPA, CHOSEN, NAME, refuse_at_load, require_positions, served_patch
+
+_EXPLICIT = ("packed_layout", *FLASH_KEYS)
+# Attribute of our masks: the mask of padding `(B, L)` that a mask was made of, or `None`. Callers' masks have none.
+_PADDING = "trl_packfa_padding"
 
 
 # Outside of graphs, as the documents of a call are read on the host.
 @outside_of_graphs
 def named_attention_forward(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **kwargs: Any,
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Implement transformers' attention interface: `query` `(B, N, L, H)`, `key` and `value` `(B, K, M, H)` to `(B, L,
     N, H)`.
 
-    Raises:
-        [`PackingError`]: if the type is not served, or the call's boundaries cannot be honoured.
+    Raise [`PackingError`] if the type is not served, or the call's boundaries cannot be honoured.
     """
-    causal = kwargs.get("is_causal")
+    causal = options.get("is_causal")
     causal = is_causal(module) if causal is None else causal
     patch = served_patch(module.config) if causal else None
-    layout = layout_of_attention(query, key.shape[2], attention_mask, kwargs)
+    layout = layout_of_attention(query, key.shape[2], attention_mask, options)
+    arguments = read_options(query, options)
     if patch is not None and patch.window is not None:
-        sliding_window = patch.window(module)
-    arguments = AttentionArguments(
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-        dropout=dropout,
-    )
+        arguments = replace(arguments, sliding_window=patch.window(module))
     if layout is None:
-        rest = {name: option for name, option in kwargs.items() if name not in BOUNDARIES}
+        rest = {name: option for name, option in options.items() if name not in (*BOUNDARIES, *READ)}
         return _unpacked(module, query, key, value, attention_mask, arguments, causal=causal, **rest), None
-    require_known(module, kwargs)
-    require_positions(module.config, layout, kwargs.get("position_ids"))
+    require_known(module, options)
+    require_positions(module.config, layout, options.get("position_ids"))
     return attend_packed(CHOSEN.backends, query, key, value, layout, arguments), None
+
+
+def layout_of_attention(query: torch.Tensor, keys: int, mask: Any, kwargs: Mapping[str, Any]) -> PackedLayout | None:
+    """Return the documents of an attention call, `None` if it is not packed.
+
+    The query is `(B, N, L, H)`, and `keys` is the number of keys of a row, with those of a cache. The mask is the
+    result of the mask function, and `kwargs` are the keywords that reached the attention function. Raise
+    [`InvalidLayout`] if boundaries contradict each other, or came with padding or with a filled cache.
+    """
+    shape = (query.shape[0], query.shape[2])
+    if shape[1] != keys:
+        _refuse_continued(shape, mask, kwargs)
+        return None
+    if mask is not None and not is_empty_mask(mask):
+        _refuse_padded(shape, mask, kwargs)
+        return None
+    told = _READ(query, kwargs)
+    if mask is None:
+        return told
+    call = getattr(mask, KEYWORD, None)
+    seen = None if call is None else call.layout
+    if told is None:
+        raise InvalidLayout(
+            "position_ids restart, but nothing about documents reached the attention.",
+            why=["this model does not pass position_ids and cu_seq_lens_q on to its attention"],
+            do="Use trl_packfa.patch(model), which passes boundaries to every layer.",
+        )
+    if seen is not None and seen.lengths != told.lengths:
+        raise InvalidLayout(
+            f"position_ids and the other boundaries disagree: lengths {list(seen.lengths)} and {list(told.lengths)}.",
+            do="Send both from one collator, or only one of them.",
+        )
+    return told
+
+
+class _LastCall(threading.local):
+    """The layout of the call that this thread read last, shared by the layers of one forward."""
+
+    _FOUND_BY = (*_EXPLICIT, "position_ids")
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, Any, int]] | None = None
+        self.shape: tuple[int, int] | None = None
+        self.layout: PackedLayout | None = None
+
+    def __call__(self, query: torch.Tensor, kwargs: Mapping[str, Any]) -> PackedLayout | None:
+        call = {name: kwargs[name] for name in self._FOUND_BY if kwargs.get(name) is not None}
+        shape = (query.shape[0], query.shape[2])
+        # Compared by identity, which the kept reference makes safe, and by version, as a buffer may be written again.
+        seen = [(name, value, _version(value)) for name, value in call.items()]
+        if self.seen is None or self.shape != shape or not _same(self.seen, seen):
+            layout = layout_of({**call, "inputs_embeds": query[:, 0]})  # (B, L, H)
+            self.layout = layout if layout is None else layout.to(query.device)
+            self.seen, self.shape = seen, shape
+        elif self.layout is not None and self.layout.cu_seqlens.device != query.device:
+            self.layout = self.layout.to(query.device)  # the model's layers lie on several devices
+        return self.layout
+
+
+def _version(value: Any) -> int:
+    if not isinstance(value, torch.Tensor):
+        return 0
+    return -1 if value.is_inference() else value._version
+
+
+def _same(before: list[tuple[str, Any, int]], now: list[tuple[str, Any, int]]) -> bool:
+    pairs = zip(before, now, strict=False)
+    # Tensors of inference mode count no versions (-1), so they are read every time.
+    return len(before) == len(now) and all(n == m and a is b and v == w != -1 for (n, a, v), (m, b, w) in pairs)
+
+
+_READ = _LastCall()
+
+
+def _refuse_continued(shape: tuple[int, int], mask: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse documents beside a filled cache: each of them would see the cached tokens."""
+    if shape[1] < 2:
+        return
+    call = dict(kwargs)
+    if mask is not None and not hasattr(mask, _PADDING):  # a caller's own mask decides what tokens see
+        call.pop("position_ids", None)
+    refuse_beside_cache({**call, "attention_mask": getattr(mask, _PADDING, None)}, shape, "cache")
+
+
+def _refuse_padded(shape: tuple[int, int], mask: torch.Tensor, kwargs: Mapping[str, Any]) -> None:
+    """Refuse boundaries beside a mask with elements, which hides pads or is the caller's own."""
+    explicit = {name: kwargs[name] for name in ("packed_layout", "cu_seq_lens_q") if kwargs.get(name) is not None}
+    layout = layout_of({**explicit, "inputs_embeds": torch.empty((*shape, 0), device="cpu")}) if explicit else None
+    if layout is not None and layout.num_documents > shape[0]:
+        raise InvalidLayout(
+            f"{next(iter(explicit))} came with an attention_mask that is not all ones, one for each token.",
+            do="Drop the attention_mask: padding is a trailing document with labels -100.",
+        )
+    padding, positions = getattr(mask, _PADDING, None), kwargs.get("position_ids")
+    if padding is None or not isinstance(positions, torch.Tensor):
+        return
+    if (host := host_positions(positions, shape)) is not None:
+        refuse_restarts_under_padding(host, padding)
 
 
 def _unpacked(
@@ -116,10 +209,7 @@ def named_mask(**options: Any) -> torch.Tensor | None:
     """Implement transformers' mask interface, which is called with keywords.
 
     A call without pads and cache gets no mask, one whose positions restart gets an empty mask, and any other gets
-    `sdpa`'s.
-
-    Raises:
-        [`PackingError`]: if the type is not served.
+    `sdpa`'s. Raise [`PackingError`] if the type is not served.
     """
     return _make_mask(torch.compiler.is_compiling(), options)
 
@@ -131,7 +221,7 @@ def _make_mask(traced: bool, options: dict[str, Any]) -> torch.Tensor | None:
     if "allow_is_bidirectional_skip" in options:  # the mask of an encoder, or of attention to one
         return sdpa_mask(**options)
     served_patch(options["config"])
-    if runs_as_sdpa():
+    if AS_SDPA.get():
         return sdpa_mask(**{**options, "allow_is_causal_skip": False})
     length, padding = options["q_length"], options.get("attention_mask")
     may_skip, by_index = options.get("allow_is_causal_skip", True), not options.get("use_vmap", False)
@@ -140,7 +230,7 @@ def _make_mask(traced: bool, options: dict[str, Any]) -> torch.Tensor | None:
     if padded or length != options["kv_length"] or int(options.get("q_offset", 0)) or not by_index:
         mask = sdpa_mask(**options)
         if mask is not None:
-            setattr(mask, PADDING, padding)
+            setattr(mask, _PADDING, padding)
         return mask
     # In these cases the rule is a plain causal one, and there are no boundaries to read off it.
     if (may_skip and options.get("local_size") is None) or length == 1:
@@ -158,14 +248,13 @@ def _make_mask(traced: bool, options: dict[str, Any]) -> torch.Tensor | None:
 def register_name() -> None:
     """Register both functions with transformers, and from then on refuse to build models that they cannot serve.
 
-    Raises:
-        [`InvalidConfig`]: if another package has registered the name.
+    Raise [`InvalidConfig`] if another package has registered the name.
     """
     for interface, ours in _REGISTRIES:
-        theirs = interface().get(NAME)
-        if theirs is not None and not _is_ours(theirs):
-            _refuse(theirs)
-        interface.register(NAME, ours)
+        # A function of ours that an earlier import has registered gives way.
+        if getattr(interface().get(NAME), "__module__", __name__) == __name__:
+            interface.register(NAME, ours)
+    require_registered()
     if not _WATCHED:
         _WATCHED.append(register_module_module_registration_hook(refuse_at_load))
 
@@ -175,29 +264,17 @@ _WATCHED: list[Any] = []
 
 
 def require_registered() -> None:
-    """Refuse to run beside another package's function of the same name.
-
-    Raises:
-        [`InvalidConfig`]: naming it.
-    """
+    """Raise [`InvalidConfig`] if another package's function has our name."""
     for interface, ours in _REGISTRIES:
-        if (found := interface().get(NAME)) is not ours:
-            _refuse(found)
+        if (other := interface().get(NAME)) is not ours:
+            raise InvalidConfig(
+                f"attn_implementation='{NAME}' is registered twice.",
+                why=[f"{other.__module__}.{other.__qualname__} has taken the name"],
+                do="Import one of the two packages only, in one version.",
+            )
 
 
 _REGISTRIES: tuple[tuple[Any, Any], ...] = (
     (AttentionInterface, named_attention_forward),
     (AttentionMaskInterface, named_mask),
 )
-
-
-def _is_ours(function: Any) -> bool:
-    return function.__module__ == __name__
-
-
-def _refuse(other: Any) -> None:
-    raise InvalidConfig(
-        f"attn_implementation='{NAME}' is registered twice.",
-        why=[f"{other.__module__}.{other.__qualname__} has taken the name"],
-        do="Import one of the two packages only, in one version.",
-    )

@@ -8,11 +8,11 @@ type is refused at its first call, packed or not, until `check` has proven it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -44,8 +44,11 @@ _NOT_BY_NAME: dict[str, str] = {
     "gemma4_unified": "it always builds a mask, for images",
 }
 
-# True while `check` measures in this context; and the configs that it has proven in this process, as text.
-_MEASURED: ContextVar[bool] = ContextVar("trl_packfa_measured", default=False)
+# True while `check` measures in this context, so that a model of any type runs by name.
+MEASURED: ContextVar[bool] = ContextVar("trl_packfa_measured", default=False)
+# True while calls always run under `sdpa`'s mask: the check uses this as its reference.
+AS_SDPA: ContextVar[bool] = ContextVar("trl_packfa_as_sdpa", default=False)
+# The configs that `check` has proven in this process, as text.
 _PROVEN: set[str] = set()
 
 # Types with rotary embeddings whose results depend on more than differences of positions.
@@ -55,24 +58,21 @@ _POSITION_BOUND = ("beam", "hunyuan_v1_dense", "hunyuan_v1_moe")
 def served_patch(config: Any) -> Patch | None:
     """Return the patch of a type that is served by name; `None` if `check` is measuring the model, or has proven it.
 
-    Raises:
-        [`UnsupportedModel`]: by name, for any other.
+    Raise [`UnsupportedModel`] for any other.
     """
     patch = find_patch_for_type(config.model_type)
     if patch is not None and _is_served(patch, config.model_type):
         return patch
-    if _MEASURED.get() or (patch is None and _identity(config) in _PROVEN):
+    if MEASURED.get() or (patch is None and _identity(config) in _PROVEN):
         return None
     raise _refusal(config.model_type, patch)
 
 
 def refuse_at_load(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    """Refuse a causal LM of a type that is not served while it is built: some never call one of the two functions.
+    """Raise [`UnsupportedModel`] while a causal LM of a type that is not served is built.
 
-    torch calls this whenever a module gets a submodule (`register_module_module_registration_hook`).
-
-    Raises:
-        [`UnsupportedModel`]: by name.
+    Some never call one of the two functions. torch calls this whenever a module gets a submodule
+    (`register_module_module_registration_hook`).
     """
     if not isinstance(module, PreTrainedModel) or not isinstance(submodule, PreTrainedModel):
         return
@@ -89,10 +89,9 @@ def refuse_at_load(module: nn.Module, name: str, submodule: nn.Module | None) ->
 
 
 def require_served(model: nn.Module) -> None:
-    """Refuse a loaded model whose type is not served. A type that was never measured passes: `check` decides.
+    """Raise [`UnsupportedModel`] for a loaded model whose type is not served.
 
-    Raises:
-        [`UnsupportedModel`]: by name.
+    A type that was never measured passes: `check` decides.
     """
     name = inner_model(model).config.get_text_config().model_type
     patch = find_patch_for_type(name)
@@ -113,14 +112,11 @@ def _refusal(name: str, patch: Patch | None, *, never_asks: bool = False) -> Uns
 
 
 def _is_served(patch: Patch, name: str) -> bool:
-    return name not in _NOT_BY_NAME and _is_attention_alone(patch)
-
-
-def _is_attention_alone(patch: Patch) -> bool:
     """Tell whether the patch changes nothing but attention, through transformers' interface."""
     own = patch.functions or patch.makes_mask or patch.bias or patch.beside
     # A third party's patch is in no table of ours.
-    return patch.origin == "trl_packfa" and patch.level in ("attention", "interface") and not own
+    is_attention_alone = patch.origin == "trl_packfa" and patch.level in ("attention", "interface") and not own
+    return name not in _NOT_BY_NAME and is_attention_alone
 
 
 def _beyond_attention(patch: Patch) -> str:
@@ -139,17 +135,13 @@ def _identity(config: Any) -> str:
 
 
 @contextmanager
-def _set(switch: ContextVar[bool]) -> Iterator[None]:
+def switched_on(switch: ContextVar[bool]) -> Iterator[None]:
+    """Switch [`MEASURED`] or [`AS_SDPA`] on inside a `with` block."""
     token = switch.set(True)
     try:
         yield
     finally:
         switch.reset(token)
-
-
-def any_type_served() -> AbstractContextManager[None]:
-    """Let a model of any type run by name inside a `with` block, while `check` measures it."""
-    return _set(_MEASURED)
 
 
 def trust(model: nn.Module) -> None:
@@ -167,8 +159,7 @@ def runs_by_name(model: nn.Module) -> bool:
 def named_state(model: nn.Module) -> PatchState:
     """Return the state that the check reads, for a model that runs by name; the model is not changed.
 
-    Raises:
-        [`UnsupportedModel`]: if no attention module uses transformers' interface, or windows do not reach them.
+    Raise [`UnsupportedModel`] if no attention module uses transformers' interface, or windows do not reach them.
     """
     name = model_type(model)
     patch = find_patch_for_type(name)
@@ -186,37 +177,30 @@ def named_state(model: nn.Module) -> PatchState:
     return PatchState(asked, PatchOptions(CHOSEN.backends.name, fused_lora=False), CHOSEN.backends, attention, windows)
 
 
-class _Chosen:
-    """Holder of the attention backends of all models that run by name."""
-
-    def __init__(self) -> None:
-        self.backends = BackendChoice("auto")
-
-
-CHOSEN = _Chosen()
+# The attention backends of all models that run by name.
+CHOSEN = SimpleNamespace(backends=BackendChoice("auto"))
 
 
 def use_backend(name: str) -> None:
-    """Choose the attention backend of all models that run by name: `"auto"`, the default, or one of `trl-packfa
-    backends`.
+    """Choose the attention backend of all models that run by name; raise [`NoBackend`] if there is none of this name.
 
-    Raises:
-        [`NoBackend`]: if there is no backend of that name.
+    The names are `"auto"`, the default, and those of `trl-packfa backends`.
     """
     CHOSEN.backends = BackendChoice(name)
 
 
 def require_positions(config: Any, layout: PackedLayout, positions: Any) -> None:
-    """Refuse a packed call whose positions or document lengths would change a model's results.
+    """Raise [`PackingError`] for a packed call whose positions or document lengths would change a model's results.
 
     Positions must restart where a model's arithmetic depends on where they begin. A document must not be so long that
     the rotary frequencies of all others change with it.
-
-    Raises:
-        [`PackingError`]: saying what to send.
     """
-    kinds = _rotary_kinds(config)
-    most = min((_unscaled(config, kind) for kind in kinds if kind["rope_type"] in LENGTH_DEPENDENT), default=None)
+    # The parameters of the rotary embeddings: one for all layers, or one for each kind of layers.
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters] if "rope_type" in parameters else [kind for kind in parameters.values() if kind]
+    scaled = [kind for kind in kinds if kind["rope_type"] in LENGTH_DEPENDENT]
+    lengths = (kind.get("original_max_position_embeddings") or config.max_position_embeddings for kind in scaled)
+    most = min(lengths, default=None)
     if most is not None and layout.max_seqlen > most:
         raise PackingError(
             f"a document of {layout.max_seqlen} tokens changes the rotary frequencies of all others in its batch: "
@@ -227,38 +211,10 @@ def require_positions(config: Any, layout: PackedLayout, positions: Any) -> None
     if kinds and most is None and config.model_type not in _POSITION_BOUND:
         return
     host = host_positions(positions, (layout.rows, layout.row_length)) if positions is not None else None
-    if host is None or not _restart(host, layout):
+    begins = None if host is None else host.flatten()[layout.cu_seqlens[:-1].cpu().long()]
+    if begins is None or not bool((begins == begins[0]).all()):
         raise PackingError(
             f"boundaries came without position_ids that restart: a {config.model_type} model's results depend on "
             "where a document begins.",
             do="Send position_ids together with cu_seq_lens_q, each document's from 0.",
         )
-
-
-def _restart(host: torch.Tensor, layout: PackedLayout) -> bool:
-    begins = host.flatten()[layout.cu_seqlens[:-1].cpu().long()]
-    return bool((begins == begins[0]).all())
-
-
-def _rotary_kinds(config: Any) -> list[dict[str, Any]]:
-    """Return the parameters of a config's rotary embeddings: one for all layers, or one for each kind of layers."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return [parameters] if "rope_type" in parameters else [kind for kind in parameters.values() if kind]
-
-
-def _unscaled(config: Any, kind: dict[str, Any]) -> int:
-    return kind.get("original_max_position_embeddings") or config.max_position_embeddings
-
-
-# True while calls always run under `sdpa`'s mask: the check uses this as its reference.
-_AS_SDPA: ContextVar[bool] = ContextVar("trl_packfa_as_sdpa", default=False)
-
-
-def as_sdpa() -> AbstractContextManager[None]:
-    """Make models that run by name build `sdpa`'s mask for every call, inside a `with` block."""
-    return _set(_AS_SDPA)
-
-
-def runs_as_sdpa() -> bool:
-    """Tell whether this context is in [`as_sdpa`]."""
-    return _AS_SDPA.get()

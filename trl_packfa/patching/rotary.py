@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..layout.call_context import current_layout, packed_call
+from ..layout.call_context import current_call, packed_call
 from ..runtime.compile import outside_of_graphs
 from ..runtime.override import Override
 
@@ -32,7 +32,7 @@ class RotaryOverride(Override):
     def __call__(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
         """Return cos and sin, each of shape `(B, L, R)`."""
         options = {} if layer_type is None else {"layer_type": layer_type}
-        layout = current_layout()
+        layout = current_call().layout
         if layout is not None and layout.shard is not None:
             # The tables of the whole row are small beside the states of a layer, and need no other process.
             with packed_call(layout.whole):
@@ -73,7 +73,14 @@ def fresh_frequencies(model: nn.Module) -> Iterator[None]:
     would then depend on the calls before it. After the block the frequencies are restored.
     """
     rotary = [module for module in model.modules() if depends_on_length(module)]
-    kept = [_frequencies_of(module) for module in rotary]
+    # Copies of the buffers, which some modules update in place, and the frequencies that are attributes.
+    kept = [
+        (
+            {name: None if value is None else value.clone() for name, value in module._buffers.items()},
+            {name: x for name, x in vars(module).items() if name.endswith(("_freq", "_cached", "_scaling"))},
+        )
+        for module in rotary
+    ]
     try:
         with ExitStack() as hooks:
             for module in rotary:
@@ -83,14 +90,6 @@ def fresh_frequencies(model: nn.Module) -> Iterator[None]:
         for module, (buffers, values) in zip(rotary, kept, strict=True):
             module._buffers.update(buffers)
             vars(module).update(values)
-
-
-def _frequencies_of(module: nn.Module) -> tuple[dict[str, torch.Tensor | None], dict[str, Any]]:
-    """Return copies of the buffers, which some modules update in place, and frequencies set as attributes of the
-    module."""
-    buffers = {name: None if value is None else value.clone() for name, value in module._buffers.items()}
-    values = {name: value for name, value in vars(module).items() if name.endswith(("_freq", "_cached", "_scaling"))}
-    return buffers, values
 
 
 def _forget(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

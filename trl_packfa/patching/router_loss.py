@@ -54,8 +54,7 @@ def without(text_config: Any) -> dict[str, bool]:
 
 
 def balances_experts(text_config: Any, coefficient: float | None) -> bool:
-    """Tell whether TRL trains the routers' auxiliary loss of a model of this text config, with
-    `router_aux_loss_coef`."""
+    """Tell whether TRL trains the routers' auxiliary loss of such a model, with `router_aux_loss_coef`."""
     coefficient = getattr(text_config, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient
     return hasattr(text_config, _ASKED) and coefficient != 0.0
 
@@ -63,17 +62,8 @@ def balances_experts(text_config: Any, coefficient: float | None) -> bool:
 class BalancedModel:
     """A patched mixture-of-experts model whose auxiliary loss is that of the padded micro-batches.
 
-    Args:
-        model (`torch.nn.Module`):
-            The model that TRL calls.
-        groups (`torch.Tensor`):
-            For each token the number of its padded micro-batch, G for padding, `(T,)`.
-        tokens (`Sequence[int]` or `torch.Tensor`):
-            True tokens of each of the G padded micro-batches, on all ranks together.
-        share (`float`):
-            Factor of the sum over the G losses.
-        reduce (`Callable`, *optional*):
-            Sums a tensor over the ranks, where they share padded micro-batches.
+    The arguments are those of [`balancing_loss`], for the tokens of all ranks together; `share` is a factor of the
+    loss.
 
     Attributes:
         layers (`int`): how many layers of the last call had routers.

@@ -31,8 +31,7 @@ class PatchOptions:
 
 @dataclass
 class PatchState:
-    """Record of what was done to one model. It is kept on the model's backbone, so that copies of the model carry
-    it."""
+    """Record of what was done to one model, kept on the model's backbone, so that copies of the model carry it."""
 
     patch: Patch
     options: PatchOptions
@@ -59,8 +58,7 @@ class PatchState:
 
     @property
     def needs_whole_documents(self) -> str | None:
-        """Reason why the model needs the tokens of whole documents outside of its attention, `None` if it does
-        not."""
+        """Reason why modules beside attention need the tokens of whole documents, `None` if they do not."""
         if self.patch.rebatch:
             return "the backbone runs document by document"
         if names := sorted({type(module).__name__ for module in self.mixers.values()}):
@@ -68,11 +66,7 @@ class PatchState:
         return "activated LoRA begins at the last invocation of a document" if self.invocations else None
 
     def require_shareable(self, model: nn.Module, size: int) -> None:
-        """Require that `size` processes can share a row of this model.
-
-        Raises:
-            [`UnsupportedModel`]: with the reason.
-        """
+        """Raise [`UnsupportedModel`] with the reason if `size` processes cannot share a row of this model."""
         refusal = self.needs_whole_documents
         if self.patch.bias is not None:
             refusal = "its attention adds a bias to the scores, which is computed from the whole row"

@@ -28,13 +28,9 @@ def embeds_token_types(backbone: Any) -> bool:
 
 
 def refuse_token_types(call: dict[str, Any], parameters: Iterable[str]) -> None:
-    """Refuse token types of a prefix or an image: this kind of backbone lets such tokens see each other in both
-    directions.
+    """Raise [`PackingError`] for token types of a prefix or an image, which this kind of backbone lets see each other.
 
     `parameters` are the names of those of the forward; the backbone ignores other arguments.
-
-    Raises:
-        [`PackingError`]: naming the argument.
     """
     for name in set(parameters).intersection(_NAMES):
         types = call.get(name)
@@ -51,8 +47,7 @@ def refuse_token_types(call: dict[str, Any], parameters: Iterable[str]) -> None:
 
 
 def types_of_long_rows(backbone: Any, layout: PackedLayout) -> torch.Tensor | None:
-    """Return token types `(B, L)` for a row that is longer than the backbone's own buffer of them; `None` if none is
-    needed."""
+    """Return token types `(B, L)` for a row longer than the backbone's own buffer of them, else `None`."""
     # The model (BigBird) would take the first L of its own buffer, which is as long as its table of positions. A
     # packed row may be longer: only its documents must fit the table.
     own = getattr(getattr(backbone, "embeddings", None), "token_type_ids", None)

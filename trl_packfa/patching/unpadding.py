@@ -1,4 +1,4 @@
-"""Decide which padded calls of a patched backbone run without their pads, and count the tokens that this saves.
+"""Decide which padded calls of a patched backbone run without their pads, and which rows share a common prefix.
 
 Shape letters: B rows, L row length, T true tokens.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -16,26 +16,111 @@ from torch import nn
 
 from ..errors import InvalidLayout, PackingError
 from ..layout import PackedLayout
-from ..layout.caches import has_cache
+from ..layout.from_call import has_cache
 from ..layout.padded_rows import PaddedRows, as_rows, rows_of
-from ..layout.shared_rows import SharedDocuments
-from ..runtime.neftune import EmbeddingNoise, noise_of_padded_rows
-from .sharing import Sharing
+from ..layout.shared_rows import SharedDocuments, SharedRows, shared_documents_of, shared_rows_of
+from ..runtime.compile import outside_of_graphs
+from ..runtime.neftune import EmbeddingNoise
+from .inspect import inner_model
 
 logger = logging.getLogger(__name__)
 
 # Arguments of other modalities. The model itself finds their places in the row.
 _MODALITIES = re.compile(r"pixel|image|video|audio|speech|vision|input_features")
+# Arguments per token that a call may have if prefixes are to be compared by their ids alone. In a packed call it may
+# also have those that say what its layout says.
+_COMPARED = ("input_ids", "attention_mask", "labels")
+_OF_LAYOUT = ("position_ids", "seq_idx")
+# Rates at which a module draws random numbers while it trains.
+_DRAWS = re.compile(r"drop|jitter|noise")
+_NEFTUNE = "neftune_noise_alpha"
 
 # Gets the backbone's unpatched forward, the call's arguments, its rows and its outputs.
 Watch: TypeAlias = "Callable[[Callable[..., Any], dict[str, Any], PaddedRows, Any], None]"
 
 
+class Sharing:
+    """Policy for one backbone: which of its calls compute common prefixes once.
+
+    Attributes:
+        refusal (`str` or `None`): why no call of this model does so.
+    """
+
+    def __init__(self, backbone: nn.Module, refusal: str | None) -> None:
+        self.refusal, self.backbone = refusal, backbone
+        self._rates: list[tuple[Any, str]] = []
+        self._modules = 0
+        self._told = False
+
+    def rows_of(self, call: Mapping[str, Any], rows: PaddedRows, module: nn.Module) -> SharedRows | None:
+        """Return the rows of a padded call with each common prefix once; `None` if nothing is shared."""
+        ids = self._comparable_ids(call, rows.shape, module, known=_COMPARED)
+        return None if ids is None else shared_rows_of(rows, ids)
+
+    def documents_of(self, call: Mapping[str, Any], layout: PackedLayout, module: nn.Module) -> SharedDocuments | None:
+        """Return the documents of a packed call with each common prefix once; `None` if nothing is shared."""
+        shape = (layout.rows, layout.row_length)
+        ids = self._comparable_ids(call, shape, module, known=(*_COMPARED, *_OF_LAYOUT))
+        if ids is None or not _count_from_zero(call.get("position_ids"), layout):
+            return None
+        return shared_documents_of(layout, ids)
+
+    def _comparable_ids(
+        self, call: Mapping[str, Any], shape: tuple[int, int], module: nn.Module, *, known: Sequence[str]
+    ) -> torch.Tensor | None:
+        """Return the ids of a call `(B, L)` if equal ids mean equal results; `None` if they may not.
+
+        They may not if positions, kinds or embeddings come with the ids, or if random numbers are drawn.
+        """
+        ids = call.get("input_ids")
+        if self.refusal or not isinstance(ids, torch.Tensor):
+            return None
+        by_token = [
+            name
+            for name, value in call.items()
+            if isinstance(value, torch.Tensor) and shape in (value.shape[:2], value.shape[1:])
+        ]
+        if any(name not in known for name in by_token):
+            return None
+        drawing = self._draws()
+        if drawing is not None and not self._told:
+            self._told = True
+            logger.warning(
+                "trl-packfa: rows of %s share no prefixes while %s is not 0: each row draws its own random numbers. "
+                "Set it to 0 to share them.",
+                type(module).__name__,
+                drawing,
+            )
+        return ids if drawing is None else None
+
+    def tell_of_refusal(self, model: nn.Module) -> None:
+        """Log why no call of this model shares anything, if none does."""
+        if self.refusal:
+            logger.warning(
+                "trl-packfa: rows of %s share no prefixes: %s. Each row is computed separately.",
+                type(inner_model(model)).__name__,
+                self.refusal,
+            )
+
+    def _draws(self) -> str | None:
+        """Return the name of a rate at which the model draws random numbers now: each row would draw its own."""
+        modules = list(self.backbone.modules())
+        if len(modules) != self._modules:  # an adapter has come, with dropout of its own
+            self._modules, self._rates = len(modules), _rates_of(modules)
+        drawing = ((m, rate) for m, rate in self._rates if m.training and getattr(m, rate, None))
+        return next((f"{type(module).__name__}.{rate}" for module, rate in drawing), None)
+
+
 class Unpadding:
     """Policy for one backbone: which of its padded calls run as one row of their true tokens. It also counts them.
 
+    A model that `generates` may be used for decoding: a call without gradients whose config asks for a cache then gets
+    the cache and runs with its pads.
+
     Attributes:
         is_on (`bool`): whether calls run without pads; off while padded calls are measured.
+        sharing ([`Sharing`] or `None`): the policy that decides which rows share a prefix.
+        runs_by_row (`frozenset[str]`): arguments of cross-attention to images, which runs on padded rows.
         calls (`int`): calls that ran without their pads so far.
         tokens, pads, documents (`int`): true tokens, pads and rows with tokens of all masks so far.
         trained, trained_documents (`int`): true tokens and rows of calls with gradients.
@@ -43,15 +128,6 @@ class Unpadding:
         blocks (`int`): blocks of tokens that saw each other in both directions, of layers with and without a window.
         takes_left (`bool`): whether rows padded on the left run without their pads; the proof finds it.
         watch (`Callable` or `None`): called for every call that runs without its pads, see [`Watch`].
-
-    Args:
-        sharing ([`Sharing`] or `None`):
-            The policy that decides which rows share a prefix.
-        generates (`bool`):
-            Whether the model may be used for decoding. If so, a call without gradients whose config asks for a cache
-            gets the cache and runs with its pads.
-        runs_by_row (`frozenset[str]`):
-            Arguments of cross-attention to images, which runs on padded rows. Empty if the model has none.
     """
 
     def __init__(self, sharing: Sharing | None, *, generates: bool, runs_by_row: frozenset[str]) -> None:
@@ -68,12 +144,9 @@ class Unpadding:
         """Return the rows of a call that runs without its pads, `None` if it runs as it is.
 
         A call runs as it is if it has no pads and its rows share nothing, or if it uses or asks for a cache. `read`
-        are the arguments that the module reads.
-
-        Raises:
-            [`PackingError`]: if the call brings images or other modalities.
-            [`InvalidLayout`]: if a row has pads among its tokens, or the mask covers tokens of an earlier call whose
-                cache is not there.
+        are the arguments that the module reads. Raise [`PackingError`] if the call brings images or other modalities.
+        Raise [`InvalidLayout`] if a row has pads among its tokens, or the mask covers tokens of an earlier call whose
+        cache is not there.
         """
         embedded = call.get("inputs_embeds")
         tokens, mask = call.get("input_ids") if embedded is None else embedded, call.get("attention_mask")
@@ -82,10 +155,22 @@ class Unpadding:
         if mask.dim() != 2 or has_cache(call):
             return None
         if mask.shape != tokens.shape[:2]:
-            _refuse_missing_cache(mask, tokens)
+            # This call continues from a cache, which an earlier call without pads did not return.
+            if mask.shape[0] == tokens.shape[0] and mask.shape[1] > tokens.shape[1]:
+                lost = "an earlier padded call ran without its pads and returned no cache: its tokens would be ignored"
+                raise InvalidLayout(
+                    f"an attention_mask of {mask.shape[1]} columns came with {tokens.shape[1]} tokens and no cache.",
+                    why=[lost],
+                    do="Decode under torch.no_grad(), or pass use_cache=True in the first call.",
+                )
             return None
         if self._asks_for_cache(call, module):
-            self._tell_of_cache(module)
+            if module.training and torch.is_grad_enabled():
+                self._tell_once(
+                    "trl-packfa: padded calls of %s ask for a cache (use_cache=True), so they run with their pads. "
+                    "Set use_cache=False to train without them.",
+                    module,
+                )
             return None
         rows = rows_of(mask)
         if not self.takes_left and any(rows.starts):
@@ -112,22 +197,17 @@ class Unpadding:
         _refuse_other_rows(read, rows, self.runs_by_row)
         return rows
 
+    @outside_of_graphs
     def shared_documents_of(
         self, call: dict[str, Any], layout: PackedLayout, module: nn.Module
     ) -> SharedDocuments | None:
         """Return the documents of a packed call with each common prefix once, `None` if none is shared."""
-        shared = None if self.sharing is None else self.sharing.documents_of(call, layout, module)
+        if self.sharing is None or layout.shard is not None:  # the prefix may lie on another process
+            return None
+        shared = self.sharing.documents_of(call, layout, module)
         if shared is not None:
             self.shared += shared.num_tokens - shared.num_packed
         return shared
-
-    def noise_as_padded(
-        self, module: nn.Module, rows: PaddedRows, device: torch.device
-    ) -> AbstractContextManager[None]:
-        """Make NEFTune's noise as strong as in these padded rows, inside a `with` block."""
-        if not module.training:
-            return nullcontext()
-        return noise_of_padded_rows(module, self.noise, rows.padded_lengths(device))
 
     def _asks_for_cache(self, call: dict[str, Any], module: nn.Module) -> bool:
         """Tell whether a call is to return a cache.
@@ -139,14 +219,6 @@ class Unpadding:
         if asked is not None or torch.is_grad_enabled() or not self.generates:
             return asked is True
         return getattr(getattr(module, "config", None), "use_cache", None) is True
-
-    def _tell_of_cache(self, module: nn.Module) -> None:
-        if module.training and torch.is_grad_enabled():
-            self._tell_once(
-                "trl-packfa: padded calls of %s ask for a cache (use_cache=True), so they run with their pads. "
-                "Set use_cache=False to train without them.",
-                module,
-            )
 
     def _tell_once(self, text: str, module: nn.Module) -> None:
         """Log a warning about a module, each text once."""
@@ -164,8 +236,7 @@ class Unpadding:
             self.trained_documents += documents
 
     def note(self, forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows, outputs: Any) -> None:
-        """Count a call that ran without its pads and pass it to `watch`; `forward` is the backbone's unpatched
-        forward."""
+        """Count a call that ran without its pads, and pass it to `watch` with the backbone's unpatched `forward`."""
         self.calls += 1
         if self.watch is not None:
             self.watch(forward, call, rows, outputs)
@@ -199,12 +270,10 @@ def _marks_tokens(value: Any, rows: PaddedRows) -> bool:
 
 
 def _refuse_other_rows(call: dict[str, Any], rows: PaddedRows, runs_by_row: frozenset[str]) -> None:
-    """Refuse arguments with a part for each row that is not a part for each token: their rows would be mixed up.
+    """Raise [`PackingError`] for arguments with a part for each row that is not a part for each token.
 
-    An example are the encoder states `(B, E, D)` of cross-attention. Those of cross-attention to images run by row.
-
-    Raises:
-        [`PackingError`]: with the arguments.
+    Their rows would be mixed up. An example are the encoder states `(B, E, D)` of cross-attention. Those of
+    cross-attention to images run by row.
     """
     count, length = rows.shape
     tensors = {name: value for name, value in call.items() if isinstance(value, torch.Tensor) and value.dim() > 1}
@@ -221,11 +290,7 @@ def _refuse_other_rows(call: dict[str, Any], rows: PaddedRows, runs_by_row: froz
 
 
 def refuse_modalities(call: dict[str, Any], what: str) -> None:
-    """Refuse images and sounds where the model would look for their places in padded rows.
-
-    Raises:
-        [`PackingError`]: with the arguments.
-    """
+    """Raise [`PackingError`] for images and sounds where the model would look for their places in padded rows."""
     if brought := _modalities(call):
         raise PackingError(
             f"{what} cannot hold {', '.join(brought)} in this model.",
@@ -235,11 +300,7 @@ def refuse_modalities(call: dict[str, Any], what: str) -> None:
 
 
 def refuse_packed(module: nn.Module) -> None:
-    """Refuse a packed row in an encoder.
-
-    Raises:
-        [`PackingError`]: always.
-    """
+    """Raise [`PackingError`]: an encoder cannot run packed rows."""
     raise PackingError(
         f"{type(module).__name__} cannot run packed rows.",
         why=["an encoder computes positions and pooling by row, so a packed row would be one text"],
@@ -247,11 +308,21 @@ def refuse_packed(module: nn.Module) -> None:
     )
 
 
-def _refuse_missing_cache(mask: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Refuse a call that continues from a cache which an earlier call without pads did not return."""
-    if mask.shape[0] == tokens.shape[0] and mask.shape[1] > tokens.shape[1]:
-        raise InvalidLayout(
-            f"an attention_mask of {mask.shape[1]} columns came with {tokens.shape[1]} tokens and no cache.",
-            why=["an earlier padded call ran without its pads and returned no cache: its tokens would be ignored"],
-            do="Decode under torch.no_grad(), or pass use_cache=True in the first call.",
-        )
+def _count_from_zero(position_ids: torch.Tensor | None, layout: PackedLayout) -> bool:
+    """Tell whether positions are those of the layout; on an accelerator a collator's are trusted, as elsewhere."""
+    if position_ids is None or position_ids.device.type != "cpu":
+        return position_ids is None or layout.prefix_tree is not None
+    return torch.equal(position_ids, layout.position_ids().to(position_ids))
+
+
+def _rates_of(modules: Iterable[nn.Module]) -> list[tuple[Any, str]]:
+    """Return the modules and attribute names of all rates at which random numbers are drawn, 0 or not."""
+    rates: list[tuple[Any, str]] = []
+    for module in modules:
+        if isinstance(module, nn.Embedding):
+            rates.append((module, _NEFTUNE))  # transformers sets it when training begins
+        is_dropout = "drop" in type(module).__name__.lower()
+        for name, value in vars(module).items():
+            if isinstance(value, float) and (_DRAWS.search(name) or (is_dropout and name == "p")):
+                rates.append((module, name))
+    return rates

@@ -20,11 +20,7 @@ SWITCH = "support_avx512bf16_for_cpu"
 
 
 def convertible_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the 4-bit layers that the first evaluation would convert.
-
-    Raises:
-        [`UnsupportedModel`]: if some have been converted already.
-    """
+    """Return the 4-bit layers that the first evaluation would convert; raise [`UnsupportedModel`] if it has."""
     found = [(name, module) for name, module in model.named_modules() if getattr(module, SWITCH, False)]
     for name, module in found:
         # bitsandbytes marks converted weights in their quantization state. The switch does not show it: it stays on

@@ -22,8 +22,7 @@ _GRAPHS_OF_A_LAYER = 4
 
 
 def outside_of_graphs(function: Function) -> Function:
-    """Keep torch.compile from compiling this function and all that it calls: `torch.compiler.disable`, with its
-    type."""
+    """Keep torch.compile from compiling this function and what it calls: `torch.compiler.disable`, with its type."""
     return torch.compiler.disable(function)  # type: ignore[return-value]
 
 
@@ -74,8 +73,7 @@ def allow_graphs(most: int) -> Iterator[None]:
 
 
 class CompiledLayer:
-    """The compiled call of one layer, with its hooks. It marks the sizes of its inputs as dynamic before the first
-    graph. `options` are the arguments of `torch.compile`."""
+    """The compiled call of one layer, with its hooks, whose inputs are marked as dynamic before the first graph."""
 
     # The attribute in which `torch.nn.Module.compile` keeps a module's compiled call. Copies of a module lack it.
     SLOT = "_compiled_call_impl"

@@ -23,8 +23,7 @@ _GROUP_TOKENS, _GROUP_TOKENS_ON_CUDA = 2048, 16384
 
 
 def group_by_length(lengths: tuple[int, ...], device: torch.device) -> tuple[tuple[int, ...], ...]:
-    """Return the indices of documents of these `lengths` (tokens), in groups that are padded together; the longest
-    first."""
+    """Return the indices of documents of these `lengths` (tokens), in groups to pad together; the longest first."""
     return _grouped(lengths, _GROUP_TOKENS_ON_CUDA if device.type == "cuda" else _GROUP_TOKENS)
 
 
@@ -43,20 +42,17 @@ def _grouped(lengths: tuple[int, ...], most: int) -> tuple[tuple[int, ...], ...]
 
 
 def pad_groups(packed: torch.Tensor, layout: PackedLayout) -> tuple[torch.Tensor, ...]:
-    """Pad packed tokens `(T, ...)` to one batch `(G, L, ...)` for each group, zeros on the right of shorter
-    documents."""
+    """Pad packed tokens `(T, ...)` to one batch `(G, L, ...)` for each group, with zeros after shorter documents."""
     return _PadGroups.apply(packed, layout)  # type: ignore[return-value]
 
 
 def pack_groups(batches: list[torch.Tensor], layout: PackedLayout) -> torch.Tensor:
-    """Pack batches `(G, L, ...)`, one for each group, into tokens `(T, ...)` without padding: the inverse of
-    [`pad_groups`]."""
+    """Pack batches `(G, L, ...)`, one for each group, into tokens `(T, ...)`: the inverse of [`pad_groups`]."""
     return _PackGroups.apply(layout, *batches)  # type: ignore[return-value]
 
 
 class _PadGroups(torch.autograd.Function):
-    """Padding that copies each token and its gradient once; autograd's own slices copy the whole batch for each
-    document."""
+    """Padding that copies each token once; autograd's own slices copy the whole batch for each document."""
 
     @staticmethod
     def forward(ctx: Any, packed: torch.Tensor, layout: PackedLayout) -> tuple[torch.Tensor, ...]:

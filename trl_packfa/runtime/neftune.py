@@ -18,17 +18,15 @@ import torch
 from torch import nn
 from transformers.integrations.neftune import neftune_post_forward_hook
 
+from ..layout.padded_rows import PaddedRows
 from .compile import outside_of_graphs
 
 
 class EmbeddingNoise:
     """Forward hook of the embedding that replaces transformers' own hook while a packed run trains.
 
-    Args:
-        alpha (`float`):
-            `neftune_noise_alpha`.
-
     Attributes:
+        alpha (`float`): `neftune_noise_alpha`.
         lengths (`torch.Tensor` or `None`): for each token of the next call the length of its padded row, `(B, L)`, or
             one length for all tokens; `None` for a batch that is not packed.
     """
@@ -50,17 +48,21 @@ class EmbeddingNoise:
 
 
 @contextmanager
-def noise_of_padded_rows(backbone: nn.Module, noise: EmbeddingNoise, lengths: torch.Tensor) -> Iterator[None]:
-    """Draw the noise for padded rows of these `lengths` in a `with` block, if the backbone's embedding has NEFTune's
-    noise.
+def noise_of_padded_rows(
+    backbone: nn.Module, noise: EmbeddingNoise, rows: PaddedRows, device: torch.device
+) -> Iterator[None]:
+    """Draw the noise for these padded rows in a `with` block, if the backbone's embedding has NEFTune's noise.
 
     `noise` replaces transformers' hook. It must be the same one for every call of a model, as compiled graphs tell
-    hooks apart by identity. `lengths` are those of [`EmbeddingNoise`].
+    hooks apart by identity.
     """
+    if not backbone.training:
+        yield
+        return
     embedding: Any = backbone.get_input_embeddings()  # type: ignore[operator]  # of a transformers model
     slots = [key for key, hook in embedding._forward_hooks.items() if hook is neftune_post_forward_hook]
     if slots:
-        noise.alpha, noise.lengths = embedding.neftune_noise_alpha, lengths
+        noise.alpha, noise.lengths = embedding.neftune_noise_alpha, rows.padded_lengths(device)
         embedding._forward_hooks.update(dict.fromkeys(slots, noise))
     try:
         yield

@@ -33,15 +33,13 @@ class Override:
         self.original = vars(module).get(forward_slot(module)) if original is None else original
 
     def call_original(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the replaced forward; the class's own is looked up at each call, as FSDP2 exchanges an instance's
-        class."""
+        """Run the replaced forward, or the class's own as it is now: FSDP2 exchanges an instance's class."""
         if self.original is None:
             return type(self.module).forward(self.module, *args, **kwargs)
         return self.original(*args, **kwargs)
 
     def as_edit(self) -> tuple[nn.Module, str, Callable[..., Any]]:
-        """Return the module, its slot and the slot's value: the bound `__call__`, or the override if it has a
-        signature."""
+        """Return module, slot and the slot's value: the bound `__call__`, or the override if it has a signature."""
         # torch.compile guards an instance's forward by identity, but a bound method by its code. With bound methods
         # the layers of a model share one graph, while each override object would need its own. A signature is read
         # from the object itself, and only a whole model's forward has one.

@@ -80,9 +80,8 @@ def _take_apart(
 def run_backbone_by_document(forward: Callable[..., Any], call: dict[str, Any], layout: PackedLayout) -> Any:
     """Run a whole backbone with [`run_by_document`]; the backbone finds positions and masks by itself.
 
-    Raises:
-        [`InvalidLayout`]: if `position_ids` are not those of documents that each start at 0.
-        [`PackingError`]: if the call asks for hidden states of every layer.
+    Raise [`InvalidLayout`] if `position_ids` are not those of documents that each start at 0. Raise [`PackingError`]
+    if the call asks for hidden states of every layer.
     """
     _require_plain(call, layout)
     for name in FOUND_BY_ITSELF:
@@ -91,8 +90,7 @@ def run_backbone_by_document(forward: Callable[..., Any], call: dict[str, Any], 
 
 
 def _groups(layout: PackedLayout, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return the token numbers `(G, M)` of each group, and each packed token's place in the groups joined end to
-    end."""
+    """Return the token numbers `(G, M)` of each group, and each packed token's place in the joined groups."""
     # All layers of a call need the same: it is computed on the host once, and copied to the device once.
     if ("groups", device) not in layout.memo:
         # Example: lengths [1, 3] in one group, the longest first. The indices are [[1, 2, 3], [0, 0, 0]], and
@@ -178,8 +176,7 @@ def _put_back(
 
 
 def _joined(flat: list[torch.Tensor], place: torch.Tensor) -> torch.Tensor:
-    """Return the rows of all groups in packed order; a narrower last dim (top-k of a short document) is filled with
-    -1."""
+    """Return the rows of all groups in packed order; a narrower last dim (top-k of a short document) ends in -1."""
     widest = max(tensor.shape[-1] for tensor in flat)
     flat = [
         torch.nn.functional.pad(t, (0, widest - t.shape[-1]), value=-1) if t.shape[-1] < widest else t for t in flat

@@ -96,14 +96,9 @@ def shifted_labels(labels: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
 class ShardedRowModel:
     """A wrapper of a model that runs a whole row on the processes of a group, and returns all its tokens' results.
 
-    Every process of the group calls it with the same batch and gets the same results, so losses are computed as on one
-    process. The mean over processes of their gradients, as data parallel training takes it, is the gradient.
-
-    Args:
-        model (`torch.nn.Module`):
-            A patched causal LM with TRL's fused LM head.
-        group (`torch.distributed.ProcessGroup` or `DeviceMesh`):
-            See [`shard_batch`].
+    The model is a patched causal LM with TRL's fused LM head. Every process of the group ([`shard_batch`]) calls it
+    with the same batch and gets the same results, so losses are computed as on one process. The mean over processes of
+    their gradients, as data parallel training takes it, is the gradient.
     """
 
     def __init__(self, model: Any, group: distributed.ProcessGroup | distributed.DeviceMesh) -> None:

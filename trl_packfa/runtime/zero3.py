@@ -83,13 +83,10 @@ class GradientParts:
         parts = [self._parts.get(parameter) for parameter in self._parameters]
         squares = [0.0 if part is None else float(part.double().square().sum()) for part in parts]
         # The parts are disjoint, so the squares of their norms add up over ranks.
-        total = torch.tensor(squares, dtype=torch.float64, device=self._device)
+        device = next((parameter.device for parameter in self._parameters), torch.device("cpu"))
+        total = torch.tensor(squares, dtype=torch.float64, device=device)
         distributed.all_reduce(total)
         return total.sqrt().tolist()
-
-    @property
-    def _device(self) -> torch.device:
-        return next((parameter.device for parameter in self._parameters), torch.device("cpu"))
 
     def close(self) -> None:
         """Remove the hooks, so that gradients stay in `.grad` again."""
@@ -102,10 +99,8 @@ class GradientParts:
 def gradients_taken(model: Any, shard: RowShard | None = None) -> Iterator[GradientParts | None]:
     """Take the gradients of backward passes through a ZeRO-3 engine, inside a `with` block; `None` for other models.
 
-    The engine's own gradients stay as they were. `shard` is that of [`GradientParts`].
-
-    Raises:
-        [`UnsupportedModel`]: if the model's weights are split and it is not the engine, or the engine is too old.
+    The engine's own gradients stay as they were. `shard` is that of [`GradientParts`]. Raise [`UnsupportedModel`] if
+    the model's weights are split and it is not the engine, or the engine is too old.
     """
     if not is_partitioned(model):
         yield None

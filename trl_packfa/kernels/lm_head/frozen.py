@@ -19,8 +19,7 @@ from torch.autograd.function import once_differentiable
 from trl.kernels import chunked_logprob
 
 from ...runtime.autocast import autocast_dtype
-from .chunked import TrainedHead
-from .chunks import Transform
+from .chunked import TrainedHead, Transform
 
 # Number of logits of a tile, half a gigabyte in half precision, and its largest number of positions. A few thousand
 # positions keep a GPU busy.

@@ -19,7 +19,7 @@ from torch import nn
 
 from ...runtime.compile import around_graphs, outside_of_graphs
 from ...runtime.override import Override, forward_signature
-from .chunked import aligned, can_be_scored, lacks_triton
+from .chunked import aligned, can_be_scored, lacks_triton, scored
 
 if TYPE_CHECKING:
     from trl.trainer.utils import FusedCausalLMOutput
@@ -108,7 +108,6 @@ class LabelledHead(Override):
     ) -> FusedCausalLMOutput:
         # Imported here, because models can be patched without TRL. Callers of this method have TRL's head.
         from trl.kernels import ChunkedLogProbFunction
-        from trl.trainer.utils import FusedCausalLMOutput
 
         head: Any = self.module.get_output_embeddings()  # type: ignore[operator]
         states = aligned(hidden_BLD, labels, shift_labels)
@@ -122,10 +121,4 @@ class LabelledHead(Override):
             scores = ChunkedLogProbFunction.apply(
                 hidden_PD, head.weight, head.bias, labels_BL[mask], self.options["temperature"], _CHUNK, *options
             )
-        # `masked_scatter` keeps a micro-batch without labels connected to the model.
-        found: dict[str, Any] = {
-            name: None if score is None else score.new_zeros(mask.shape).masked_scatter(mask, score)
-            for name, score in zip(_FIELDS, scores, strict=True)
-        }
-        count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        return FusedCausalLMOutput(loss=-found["log_probs"].sum() / count, label_mask=mask, **found)
+        return scored(mask, scores, num_items_in_batch, names=_FIELDS)

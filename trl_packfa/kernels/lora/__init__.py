@@ -5,18 +5,11 @@ fused. `products.py` has the forward and the backward. `overrides.py` has the fo
 and `activated.py` has those of PEFT's activated LoRA. Parameters stay in PEFT's layers.
 """
 
-from __future__ import annotations
-
-from .activated import activated_overrides, invocations_of, require_in_packed_rows, require_patched
-from .overrides import adapted_layers, describe_lora, lora_overrides, project_together
-
-__all__ = [
-    "activated_overrides",
-    "adapted_layers",
-    "describe_lora",
-    "invocations_of",
-    "lora_overrides",
-    "project_together",
-    "require_in_packed_rows",
-    "require_patched",
-]
+from .activated import activated_overrides as activated_overrides
+from .activated import invocations_of as invocations_of
+from .activated import require_in_packed_rows as require_in_packed_rows
+from .activated import require_patched as require_patched
+from .overrides import adapted_layers as adapted_layers
+from .overrides import describe_lora as describe_lora
+from .overrides import lora_overrides as lora_overrides
+from .overrides import project_together as project_together

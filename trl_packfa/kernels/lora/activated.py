@@ -31,8 +31,7 @@ Invocations = Mapping[str, tuple[int, ...]]
 def invocations_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the invocation tokens of each activated adapter of a model, by the adapter's name.
 
-    Raises:
-        [`UnsupportedModel`]: if an adapter has no `PeftModel` around it, because PEFT would never activate it.
+    Raise [`UnsupportedModel`] if an adapter has no `PeftModel` around it, because PEFT would never activate it.
     """
     models = [module for module in model.modules() if isinstance(module, PeftModel)]
     configs: dict[str, Any] = {name: config for found in models for name, config in found.peft_config.items()}
@@ -52,11 +51,7 @@ def activated_layers(module: nn.Module) -> list[nn.Module]:
 
 
 def require_in_packed_rows(module: nn.Module, *, by_document: bool) -> None:
-    """Refuse activated adapters inside a module that runs document by document.
-
-    Raises:
-        [`UnsupportedModel`]: if there are some, because PEFT's offsets would be those of the packed row.
-    """
+    """Raise [`UnsupportedModel`] for activated adapters inside a module that runs document by document."""
     if by_document and activated_layers(module):
         raise UnsupportedModel(
             f"activated LoRA is inside {type(module).__name__}, which runs document by document.",
@@ -66,11 +61,7 @@ def require_in_packed_rows(module: nn.Module, *, by_document: bool) -> None:
 
 
 def require_patched(module: nn.Module) -> None:
-    """Refuse activated adapters that were added after the patch.
-
-    Raises:
-        [`PackingError`]: naming one of the adapters.
-    """
+    """Raise [`PackingError`] for activated adapters that were added after the patch."""
     for layer in activated_layers(module):
         if not isinstance(override_in(layer, forward_slot(layer)), ActivatedLoraOverride):
             raise _added_late(_activated(layer)[0])
@@ -134,11 +125,7 @@ class ActivatedLoraOverride(Override):
 
 
 def _require_whole(x: torch.Tensor, layout: PackedLayout, input_ids: torch.Tensor | None) -> torch.Tensor:
-    """Return the ids of a call whose tokens this layer sees all.
-
-    Raises:
-        [`PackingError`]: if it does not, or the call came without ids.
-    """
+    """Return the ids of a call if this layer sees all of its tokens, or raise [`PackingError`]."""
     if input_ids is None:
         raise PackingError(
             "activated LoRA needs input_ids, but a packed call came without input_ids.",
@@ -194,7 +181,10 @@ class ActivatedModelOverride(NamedOverride):
             return self.call_original(*args, **kwargs)
         finally:
             if not torch.is_grad_enabled():
-                _take_off_hooks(self.module)
+                for layer in self.module.modules():
+                    handles = vars(layer).get("_peft_gradient_checkpointing_forward_hooks") or []
+                    while handles:
+                        handles.pop().remove()
 
     @outside_of_graphs
     def _is_packed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -203,13 +193,6 @@ class ActivatedModelOverride(NamedOverride):
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         of_peft, call = ("alora_offsets", "adapter_names", "task_ids"), self.named(args, kwargs)
         return {name: value for name, value in call.items() if name not in of_peft}
-
-
-def _take_off_hooks(model: nn.Module) -> None:
-    for layer in model.modules():
-        handles = vars(layer).get("_peft_gradient_checkpointing_forward_hooks") or []
-        while handles:
-            handles.pop().remove()
 
 
 def activated_overrides(model: nn.Module) -> list[Override]:

@@ -94,19 +94,16 @@ class Layers:
             if out.dtype.itemsize > self.dtype.itemsize:
                 results[number] = out.copy_(results[number])
         if self.adds:
-            self._add_updates(results, x_TD @ self.As_RD.T)
+            for number, B, inner in zip(self.adapted, self.Bs, self._by_layer(x_TD @ self.As_RD.T), strict=True):
+                result, scaling = results[number], self.projections[number].scaling
+                if result.dtype == self.dtype:
+                    result.addmm_(inner, B.T, alpha=scaling)
+                else:
+                    result.add_(inner @ B.T, alpha=scaling)
         for result, out in zip(results, outs, strict=True):
             if result is not out:
                 out.copy_(result)
         return results
-
-    def _add_updates(self, results: Sequence[torch.Tensor], inner_TR: torch.Tensor) -> None:
-        for number, B, inner in zip(self.adapted, self.Bs, self._by_layer(inner_TR), strict=True):
-            result, scaling = results[number], self.projections[number].scaling
-            if result.dtype == self.dtype:
-                result.addmm_(inner, B.T, alpha=scaling)
-            else:
-                result.add_(inner @ B.T, alpha=scaling)
 
     def start_backward(self) -> None:
         """Allocate the adapters' gradients."""

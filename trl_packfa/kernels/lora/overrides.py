@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from ...layout.call_context import current_layout
+from ...layout.call_context import current_call
 from ...runtime.override import Override, computes_as, has_library_forward, override_in, runs_own_forward
-from ..liger.swiglu import gated_by_liger, multiplies_by_liger
+from ..liger import gated_by_liger, multiplies_by_liger
 from .activated import ActivatedLoraOverride, Invocations, activated_layers
 from .decisions import decide
 from .in_graphs import project_in_graph
@@ -82,7 +82,7 @@ class GatedMLPOverride(Override):
 
     def _call_in_parts(self, x: torch.Tensor, by_liger: bool) -> torch.Tensor:
         """Run the MLP layer by layer, as its own forward does."""
-        packed = by_liger and current_layout() is not None
+        packed = by_liger and current_call().layout is not None
         return gated_by_liger(self.module, x) if packed else self.call_original(x)
 
 
@@ -90,11 +90,6 @@ def project_together(x: torch.Tensor, *modules: nn.Module) -> tuple[torch.Tensor
     """Compute the outputs of several layers for one input `(B, L, D)`, together if they are patched LoRA layers."""
     outputs = _project(modules, x) if any(map(_is_patched, modules)) else None
     return tuple(module(x) for module in modules) if outputs is None else outputs
-
-
-def is_gated_mlp(module: nn.Module) -> bool:
-    """Tell whether a module computes Llama's MLP, as many architectures do."""
-    return computes_as(module, LlamaMLP.forward)
 
 
 def adapted_layers(module: nn.Module) -> list[nn.Module]:
@@ -114,7 +109,8 @@ def lora_overrides(backbone: nn.Module, *, fused: bool, by_liger: bool, invocati
         for module in backbone.modules()
         if is_adapted(module) and "_hf_hook" not in vars(module) and has_library_forward(module)
     ]
-    mlps = [module for module in backbone.modules() if is_gated_mlp(module) and adapted_layers(module)]
+    # Many architectures have Llama's MLP.
+    mlps = [m for m in backbone.modules() if computes_as(m, LlamaMLP.forward) and adapted_layers(m)]
     found: list[Override] = []
     if fused:
         found += [AdaptedLinearOverride(layer, invocations) for layer in layers]
@@ -141,13 +137,10 @@ def _is_patched(module: nn.Module) -> bool:
 
 
 def _readable(modules: Sequence[nn.Module]) -> list[Projection] | None:
-    """Return the projections of layers that can be fused in this call, else `None`.
-
-    The call must be packed, at least one layer must have an adapter, and no layer may have an unsupported reason.
-    """
+    """Return the projections of a packed call's layers if all can be fused and one has an adapter, else `None`."""
     if torch.compiler.is_compiling():
         return _readable_in_graph(modules)
-    if current_layout() is None or any(_HOOKS_OF_EVERY_MODULE):
+    if current_call().layout is None or any(_HOOKS_OF_EVERY_MODULE):
         return None
     found: list[Projection] = []
     for module in modules:
@@ -190,8 +183,5 @@ def _adapters(projections: Sequence[Projection]) -> list[torch.Tensor | None]:
 
 
 def _can_be_repeated(activation: nn.Module) -> bool:
-    """Tell whether an activation can be computed in chunks, and again in the backward.
-
-    It must have no parameters, and its forward must not be hooked or replaced.
-    """
+    """Tell whether an activation can run in chunks and again: it has no parameters, hooks or other forward."""
     return next(activation.parameters(), None) is None and runs_own_forward(activation)

@@ -16,8 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ...runtime.autocast import outside_autocast
-from ..liger.library import DTYPES, takes
-from ..liger.swiglu import is_last_backward, swiglu, swiglu_gradients
+from ..liger import DTYPES, is_last_backward, swiglu, swiglu_gradients, takes
 from .layers import Layers, chunk_size, chunks
 from .projections import Projection
 

@@ -34,13 +34,14 @@ from transformers import (
     TrainingArguments,
 )
 
-from ...api import describe, patch
+from ...api import patch
 from ...collator import SOURCES
 from ...errors import ContaminationError, InvalidConfig, NoBackend, UnsupportedModel
 from ...exactness import ExactnessReport
 from ...packing import PackedBatchSampler, PackingReport
 from ...patching import inspect
 from ...patching.apply import unpadding_of
+from ...patching.describe import describe
 from ..common.batching import FREE, TOGETHER
 from ..common.chat_templates import left_out_by_template
 from ..common.checkpoint_files import count_batch, write_reports

@@ -11,7 +11,7 @@ import torch
 from accelerate.logging import get_logger
 from datasets import IterableDataset
 
-from ...kernels.liger.library import liger_kernels
+from ...kernels.liger import liger_kernels
 from ..common.batching import FREE, Batching
 from ..common.dataset import read_lengths
 from .config import PackedSFTConfig

@@ -1,0 +1,245 @@
+"""Liger's Triton kernels for RMSNorm, rotation and SwiGLU, on CUDA with liger-kernel installed.
+
+torch's operators each pass over memory once. transformers' RMSNorm takes eight passes, and a rotation takes a dozen.
+Compiled graphs run the model's own code, because they fuse these operators themselves. Other devices run it too.
+
+https://github.com/linkedin/Liger-Kernel
+
+Shape letters: B rows, L row length, D model features, I features inside an MLP, H head dim, R rotated part of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from packaging.version import Version
+from torch import nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from transformers.activations import SiLUActivation
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from ..layout.call_context import current_call
+from ..runtime.override import Override, computes_as, runs_own_forward
+from ..versions import installed_version
+
+# The oldest supported version, which added rotations of a part of the head.
+OLDEST = "0.8.5"
+# Dtypes of Liger's kernels, and the largest row. A row, padded to a power of two, is one block of threads.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST_FEATURES = 65536
+_MODULE = "liger_kernel.ops"
+# Functions by name, with the arguments that are passed here. The installed functions must have these arguments.
+_FUNCTIONS: dict[str, tuple[str, ...]] = {
+    "LigerRMSNormFunction": ("X", "W", "eps", "offset", "casting_mode", "in_place"),
+    "LigerRopeFunction": ("q", "k", "cos", "sin"),
+    "swiglu_forward": ("a", "b"),
+    "swiglu_backward": ("a", "b", "dc"),
+}
+_SILU = (nn.SiLU, SiLUActivation)
+
+
+class LigerKernels(NamedTuple):
+    """The functions of `liger_kernel.ops` on this machine.
+
+    Attributes:
+        version (`str`): version of the package.
+        rms_norm (`type[Function]`): RMSNorm of `(..., D)`.
+        rope (`type[Function]`): rotation of queries and keys `(B, heads, L, H)`, which overwrites them.
+        swiglu_forward (`Callable`): maps `(gate, up)`, `(T, I)` each, to both and `silu(gate) * up`.
+        swiglu_backward (`Callable`): maps `(gate, up, gradient)` to the gradients and overwrites `gate` and `up`.
+    """
+
+    version: str
+    rms_norm: type[Function]
+    rope: type[Function]
+    swiglu_forward: Callable[..., Any]
+    swiglu_backward: Callable[..., Any]
+
+
+def liger_kernels() -> LigerKernels | None:
+    """Return Liger's functions, or `None` if they cannot be used ([`liger_unavailable`] says why)."""
+    found = _load()
+    return None if isinstance(found, str) else found
+
+
+def liger_unavailable() -> str | None:
+    """Return the reason why Liger's kernels cannot be used, `None` if they can."""
+    found = _load()
+    return found if isinstance(found, str) else None
+
+
+@cache
+def _load() -> LigerKernels | str:
+    version = installed_version("liger-kernel")
+    if version is None:
+        return "liger-kernel is not installed: pip install 'trl-packfa[kernels]'"
+    if Version(version) < Version(OLDEST):
+        return f"liger-kernel {version} is older than {OLDEST}"
+    try:
+        ops = import_module(_MODULE)
+        functions = {name: getattr(ops, name) for name in _FUNCTIONS}
+    except Exception as error:  # a broken Triton may raise any error
+        return f"liger-kernel {version} cannot be imported: {type(error).__name__}: {error}"
+    for name, wanted in _FUNCTIONS.items():
+        taken = _arguments(functions[name])
+        if taken[: len(wanted)] != wanted:
+            return f"liger-kernel {version}: {name} takes {taken}, not {wanted}"
+    return LigerKernels(version, *functions.values())
+
+
+def _arguments(function: Any) -> tuple[str, ...]:
+    if isinstance(function, type):  # an autograd function, whose first argument is its context
+        return tuple(inspect.signature(function.forward).parameters)[1:]  # type: ignore[attr-defined]
+    return tuple(inspect.signature(function).parameters)
+
+
+def lies_on_cuda(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is on CUDA, where the kernels run."""
+    return tensor.device.type == "cuda"
+
+
+def takes(*tensors: torch.Tensor) -> bool:
+    """Tell whether Liger's kernels accept these tensors together.
+
+    They must be contiguous, on CUDA, of one supported dtype, and with rows of at most `MOST_FEATURES`.
+    """
+    first = tensors[0]
+    return first.dtype in DTYPES and all(
+        type(x.data) is torch.Tensor  # a DTensor holds only a part of the data
+        and lies_on_cuda(x)
+        and x.dtype == first.dtype
+        and x.shape[-1] <= MOST_FEATURES
+        and x.is_contiguous()
+        for x in tensors
+    )
+
+
+def is_rms_norm_on_cuda(module: nn.Module) -> bool:
+    """Tell whether a module computes Llama's RMSNorm, its weight is on CUDA, and Liger is available.
+
+    Gemma's RMSNorm has another forward, which casts elsewhere and adds one to the weight. It does not count.
+    """
+    return (
+        computes_as(module, LlamaRMSNorm.forward)
+        and all(map(lies_on_cuda, module.parameters()))
+        and liger_kernels() is not None
+    )
+
+
+class LigerRMSNormOverride(Override):
+    """An RMSNorm that packed calls compute in one pass over memory forward and one backward."""
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Run the norm's forward on `(..., D)`."""
+        if torch.compiler.is_compiling() or current_call().layout is None:
+            return self.call_original(hidden_states)
+        norm: Any = self.module
+        kernels = liger_kernels()
+        # Both must have one dtype. With a wider weight, Llama's result has the weight's dtype, Liger's the input's.
+        if kernels is None or not takes(hidden_states, norm.weight):
+            return self.call_original(hidden_states)
+        # "llama" casts as Llama does: float32 up to the weight, then the input's dtype. In place would overwrite the
+        # incoming gradient, which a residual also reads.
+        options = (norm.variance_epsilon, 0.0, "llama", False)
+        return kernels.rms_norm.apply(hidden_states, norm.weight, *options)  # type: ignore[return-value]
+
+
+def rotation_on_cuda(query: torch.Tensor, cos: torch.Tensor) -> LigerKernels | None:
+    """Return Liger's functions if they can rotate `query` by `cos`, else `None`."""
+    kernels = liger_kernels() if lies_on_cuda(query) and lies_on_cuda(cos) else None
+    dtype = torch.promote_types(query.dtype, cos.dtype)
+    return kernels if dtype in DTYPES and cos.shape[-1] % 2 == 0 else None
+
+
+def rotate_by_liger(
+    kernels: LigerKernels, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate `query` and `key` `(B, L, heads, H)` by `cos` and `sin` `(B or 1, L, R)`, as Llama does.
+
+    Both halves of `cos` and `sin` must be equal, because the kernel reads the first half only.
+    """
+    dtype = torch.promote_types(query.dtype, cos.dtype)
+    # The kernel overwrites its inputs, so it gets copies: a backward or a hook may still need the inputs. In the
+    # backward it overwrites the gradients of the attention, which nothing else reads.
+    copies = (x.to(dtype, memory_format=torch.contiguous_format, copy=True).transpose(1, 2) for x in (query, key))
+    rotated = kernels.rope.apply(*copies, cos.to(dtype), sin.to(dtype))
+    query, key = (x.transpose(1, 2) for x in rotated)  # type: ignore[union-attr]
+    return query, key
+
+
+def multiplies_by_liger(mlp: Any, x: torch.Tensor) -> bool:
+    """Tell whether Liger can compute the product inside a gated MLP for an input `(..., D)`."""
+    plain = type(mlp.act_fn) in _SILU and runs_own_forward(mlp.act_fn)
+    return plain and lies_on_cuda(x) and liger_kernels() is not None
+
+
+def is_swiglu_on_cuda(module: nn.Module) -> bool:
+    """Tell whether a module computes Llama's MLP with SiLU, is on CUDA, and Liger is available."""
+    weight = next(module.parameters(), None)
+    return computes_as(module, LlamaMLP.forward) and weight is not None and multiplies_by_liger(module, weight)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Compute `silu(gate) * up` of `(..., I)`. [`takes`] must accept both tensors."""
+    return _kernels().swiglu_forward(gate, up)[-1]
+
+
+def swiglu_gradients(
+    gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor, *, overwrites: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the gradients of gate and up from the gradient of [`swiglu`]. `overwrites` allows to overwrite both."""
+    pair = (gate, up) if overwrites else (gate.clone(), up.clone())
+    return _kernels().swiglu_backward(*pair, grad.contiguous())
+
+
+def _kernels() -> LigerKernels:
+    kernels = liger_kernels()
+    assert kernels is not None
+    return kernels
+
+
+def is_last_backward() -> bool:
+    """Tell whether the running backward frees its saved tensors, so that they may be overwritten."""
+    # With `retain_graph=True` another backward reads them again. AOTAutograd makes the same test before it reuses
+    # buffers.
+    autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+    asks = getattr(autograd, "_get_current_graph_task_keep_graph", None)
+    return asks is not None and not asks()
+
+
+class _SwiGLU(Function):
+    """Autograd function of `silu(gate) * up` for `(..., I)`. It saves gate and up."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return swiglu(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gate, up = ctx.saved_tensors
+        return swiglu_gradients(gate, up, grad, overwrites=is_last_backward())
+
+
+def gated_by_liger(mlp: Any, x: torch.Tensor) -> torch.Tensor:
+    """Compute Llama's MLP of `(..., D)`, with the product by Liger if its kernels accept the tensors."""
+    gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+    product = _SwiGLU.apply(gate, up) if takes(gate, up) else mlp.act_fn(gate) * up
+    return mlp.down_proj(product)
+
+
+class SwiGLUOverride(Override):
+    """A gated MLP without adapters; Liger computes its product in packed calls."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the MLP's forward on `(..., D)`."""
+        if torch.compiler.is_compiling() or current_call().layout is None or not multiplies_by_liger(self.module, x):
+            return self.call_original(x)
+        return gated_by_liger(self.module, x)
