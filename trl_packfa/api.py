@@ -23,15 +23,7 @@ from .kernels.lm_head.chunked import undo_head
 from .kernels.lora import adapted_layers
 from .patches.base import Patch
 from .patches.measured import fingerprint, known_sources, measured_transformers, results
-from .patching.apply import (
-    PatchOptions,
-    PatchState,
-    all_or_none,
-    apply_patch,
-    find_state,
-    takes_padded_only,
-    undo_patch,
-)
+from .patching.apply import PatchOptions, PatchState, all_or_none, apply_patch, find_state, undo_patch
 from .patching.inspect import attends_both_ways, get_patch, inner_model, model_type, runnable, text_decoder
 from .versions import installed_version, newer_than_tested, tell_of_newer_versions
 
@@ -258,7 +250,7 @@ def _require_exact(model: nn.Module, state: PatchState) -> None:
     _require_weights(model)
     if state.unpadding is not None:
         _require_unpadded(model, state)
-        if takes_padded_only(model, state.patch):  # the check of packed rows compares logits of an LM head
+        if state.padded_only:  # the check of packed rows compares logits of an LM head
             return
     report, refusal = None, ""
     try:

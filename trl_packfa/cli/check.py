@@ -67,7 +67,7 @@ def _checked(model: nn.Module, args: argparse.Namespace) -> ExactnessReport | Un
     """
     from ..api import patch
     from ..exactness import check
-    from ..patching.apply import find_state, takes_padded_only
+    from ..patching.apply import find_state
     from ..patching.inspect import inner_model
     from ..terminal.progress import proving
     from ..trainers.common.hub import is_encoder, load_tokenizer
@@ -76,7 +76,7 @@ def _checked(model: nn.Module, args: argparse.Namespace) -> ExactnessReport | Un
     padded = is_encoder(inner.config) or inner.get_output_embeddings() is None
     patch(model, backend=args.backend, unpad=args.unpad or padded, share_prefixes=args.share_prefixes)
     state = find_state(model)
-    if state is not None and state.unpadding_report is not None and takes_padded_only(model, state.patch):
+    if state is not None and state.unpadding_report is not None and state.padded_only:
         return state.unpadding_report
     with proving("checking that no document sees another") as progress:
         return check(model, processing_class=load_tokenizer(args.model), seed=args.seed, progress=progress)

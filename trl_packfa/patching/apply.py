@@ -28,9 +28,9 @@ from ..runtime.compile import CompiledLayer
 from ..runtime.override import Override
 from .attention_interface import MasksByInterface, interface_config, mask_config
 from .cross_attention import ARGUMENTS, CrossAttentionOverride, cross_attention_of
-from .encoders import EncoderOverride, LengthGroupsOverride, StackOverride, find_stack
+from .encoders import EncoderOverride, LengthGroupsOverride, StackOverride
 from .forwards import AttentionOverride, BackboneOverride, CausalLMOverride, CompositeOverride, RebatchOverride
-from .inspect import class_names, find_attention, find_backbone, find_by_class, inner_model, text_decoder, windows_of
+from .inspect import ModelParts, class_names, find_backbone, find_parts
 from .mixers import FunctionOverride, LayerOverride, MixerOverride
 from .rotary import RotaryOverride, depends_on_length
 from .state import SLOT, Edit, PatchOptions, PatchState, find_state
@@ -50,8 +50,7 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
     [`NoBackend`] if there is no backend of that name.
     """
     options = options or PatchOptions()
-    backends = BackendChoice(options.backend)
-    backbone = find_backbone(model, patch)
+    backends, parts = BackendChoice(options.backend), find_parts(model, patch)
     if patch.rebatch and options.backend != "auto":
         raise NoBackend(
             f"attention backend '{options.backend}' cannot serve {', '.join(patch.model_types[:3])}, ... (level "
@@ -59,47 +58,41 @@ def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = N
             why=["such a model's backbone runs document by document, with the model's own attention"],
             do="Pass attention_backend='auto', and choose the model's attn_implementation.",
         )
-    takes_images = backbone is text_decoder(model)
-    attention = find_attention(backbone, patch, by_mask=takes_images or patch.encoder)
-    mixers = find_by_class(backbone, (*patch.mixers, *patch.masked_mixers, *patch.beside))
     state = PatchState(
         patch,
         options,
         backends,
-        attention,
-        windows_of(patch, backbone, attention),
-        mixers,
+        parts.attention,
+        parts.windows,
+        parts.mixers,
         adapted=adapted_layers(model),
         # Read from the `PeftModel` now: the modules below it, where adapters run, do not know the adapters' configs.
         invocations=invocations_of(model),
-        takes_images=takes_images,
-        unpads=find_stack(backbone, attention) if patch.encoder else backbone,
+        takes_images=parts.takes_images,
+        unpads=parts.stack,
+        padded_only=parts.padded_only,
     )
     if options.unpad:
-        generates = not takes_padded_only(model, patch)
-        sharing = _sharing(backbone, state) if options.share_prefixes else None
-        by_row = ARGUMENTS if takes_images and cross_attention_of(backbone) else frozenset()
-        state.unpadding = Unpadding(sharing, generates=generates, runs_by_row=by_row)
-    for module in (backbone, *mixers.values()):
-        require_in_packed_rows(module, by_document=patch.rebatch or module is not backbone)
+        sharing = _sharing(parts.backbone, state) if options.share_prefixes else None
+        by_row = ARGUMENTS if parts.takes_images and cross_attention_of(parts.backbone) else frozenset()
+        state.unpadding = Unpadding(sharing, generates=not parts.padded_only, runs_by_row=by_row)
+    for module in (parts.backbone, *parts.mixers.values()):
+        require_in_packed_rows(module, by_document=patch.rebatch or module is not parts.backbone)
     # Every refusal happens before the loop that sets the edits, so that a model is never patched in part.
     planned = _plan_attention(state)
-    if options.unpad and state.takes_images:
-        planned += _plan_masks(model, backbone, backends)
+    if options.unpad and parts.takes_images:
+        planned += _plan_masks(parts, backends)
     planned += [(module, bitsandbytes.SWITCH, False) for module in bitsandbytes.convertible_modules(model)]
-    planned += [override.as_edit() for override in _plan_outside(model, backbone, state)]
-    planned += [override.as_edit() for override in _plan_inside(backbone, state)]
+    overrides = _plan_outside(parts, state) + _plan_inside(parts.backbone, state)
+    if not (patch.encoder or patch.by_length):
+        overrides += activated_overrides(model)
+    planned += [override.as_edit() for override in overrides]
     for module, slot, value in planned:
         # Keep the instance's own value. `None` means that the class's value was in use, so undoing deletes ours.
         state.edits.append((module, slot, vars(module).get(slot)))
         setattr(module, slot, value)
-    setattr(backbone, SLOT, state)
+    setattr(parts.backbone, SLOT, state)
     return state
-
-
-def takes_padded_only(model: nn.Module, patch: Patch) -> bool:
-    """Tell whether a patched model gets no packed rows: an encoder, a classifier, or a model without an LM head."""
-    return patch.encoder or patch.by_length or inner_model(model).get_output_embeddings() is None
 
 
 def _sharing(backbone: nn.Module, state: PatchState) -> Sharing:
@@ -186,30 +179,31 @@ def _plan_attention(state: PatchState) -> list[Edit]:
     return planned
 
 
-def _plan_masks(model: nn.Module, backbone: nn.Module, backends: BackendChoice) -> list[Edit]:
+def _plan_masks(parts: ModelParts, backends: BackendChoice) -> list[Edit]:
     """Return the edits of the models between the outermost model and its text decoder, which may make its masks."""
-    inner = inner_model(model)
+    inner, backbone = parts.inner, parts.backbone
     around = [m for m in inner.modules() if isinstance(m, PreTrainedModel) and m not in (inner, backbone)]
     found = [(m, mask_config(m.config, backends)) for m in around if any(x is backbone for x in m.modules())]
     return [(module, "config", config) for module, config in found if config is not None]
 
 
-def _plan_outside(model: nn.Module, backbone: nn.Module, state: PatchState) -> list[Override]:
+def _plan_outside(parts: ModelParts, state: PatchState) -> list[Override]:
     """Return the overrides of the modules that find the boundaries.
 
     These are the backbone and, if it does not pass all its arguments on to the backbone, the causal LM around it. In
     an encoder they are its own and that of its stack, or one that runs it in groups of rows.
     """
     patch, unpadding = state.patch, state.unpadding
+    inner, backbone = parts.inner, parts.backbone
     if patch.by_length:
         assert unpadding is not None
         return [LengthGroupsOverride(backbone, unpadding)]
-    if patch.encoder and state.unpads is not backbone:
-        assert unpadding is not None and state.unpads is not None
+    if patch.encoder and parts.stack is not backbone:
+        assert unpadding is not None
         masks = MasksByInterface(backbone, state.backends)
-        return [EncoderOverride(backbone, unpadding, masks), StackOverride(state.unpads, unpadding)]
+        return [EncoderOverride(backbone, unpadding, masks), StackOverride(parts.stack, unpadding)]
     overrides: list[Override] = [(RebatchOverride if patch.rebatch else BackboneOverride)(backbone, state)]
-    inner, head = inner_model(model), None
+    head = None
     options = trl_options(inner) if unpadding is not None else None
     # TRL's fused head would score every position of the padded batch, pads too. This one scores labelled tokens only.
     if options is not None:
@@ -217,11 +211,11 @@ def _plan_outside(model: nn.Module, backbone: nn.Module, state: PatchState) -> l
     # Causal LMs of these levels pass further keywords on to the backbone, which finds `packed_layout` among them.
     # Others drop or refuse unknown keywords, so they get an override that reads `packed_layout` first.
     told = patch.attention or (patch.level == "interface" and not patch.beside and not patch.functions)
-    if state.takes_images:
+    if parts.takes_images:
         overrides.append(CompositeOverride(inner, state, head))
     elif inner is not backbone and (patch.makes_mask or not told):
         overrides.append(CausalLMOverride(inner, state, head))
-    return overrides + activated_overrides(model)
+    return overrides
 
 
 def _plan_inside(backbone: nn.Module, state: PatchState) -> list[Override]:

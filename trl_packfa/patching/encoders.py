@@ -34,17 +34,6 @@ from .unpadding import Unpadding, refuse_packed
 _OF_EACH_LAYER = ("output_hidden_states", "output_attentions")
 
 
-def find_stack(backbone: nn.Module, attention: Mapping[str, nn.Module]) -> nn.Module:
-    """Return the module that runs the layers: the one around the outermost list that holds the attention modules."""
-    # For `encoder.layer.3.attention.self` the list is `encoder.layer`, and the stack is `encoder`.
-    name = next(iter(attention))
-    parts = name.split(".")
-    for end in range(1, len(parts)):
-        if isinstance(backbone.get_submodule(".".join(parts[:end])), nn.ModuleList):
-            return backbone.get_submodule(".".join(parts[: end - 1]))
-    return backbone
-
-
 class _EncoderOverride(NamedOverride):
     """A forward of a module in an encoder."""
 

@@ -6,10 +6,10 @@ import ast
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from textwrap import dedent
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from peft import PeftModel
 from torch import nn
@@ -20,6 +20,62 @@ from ..patches.base import Patch
 from ..patches.registry import get_patch_for_type
 
 Model = TypeVar("Model", bound=nn.Module)
+
+
+class ModelParts(NamedTuple):
+    """Modules of a model that a patch works on.
+
+    Attributes:
+        inner (`PreTrainedModel`): the outermost transformers model.
+        backbone (`nn.Module`): the module that runs the decoder stack.
+        attention (`dict[str, nn.Module]`): the attention modules by name.
+        windows (`tuple[int | None, ...]`): the sliding window of each attention module.
+        mixers (`dict[str, nn.Module]`): other modules that mix tokens, or read their positions, by name.
+        stack (`nn.Module`): the module whose padded calls run without pads: the backbone, or an encoder's layers.
+        takes_images (`bool`): whether the backbone is the text decoder of a model with images or sounds.
+        padded_only (`bool`): whether the model gets no packed rows: an encoder, a classifier, or no LM head.
+    """
+
+    inner: PreTrainedModel
+    backbone: nn.Module
+    attention: dict[str, nn.Module]
+    windows: tuple[int | None, ...]
+    mixers: dict[str, nn.Module]
+    stack: nn.Module
+    takes_images: bool
+    padded_only: bool
+
+
+def find_parts(model: nn.Module, patch: Patch) -> ModelParts:
+    """Return the modules of a model that a patch works on.
+
+    Raise [`UnsupportedModel`] if modules that the patch names are not there, attend in both directions, or get a
+    window through their mask alone.
+    """
+    inner, backbone = inner_model(model), find_backbone(model, patch)
+    takes_images = backbone is text_decoder(model)
+    attention = find_attention(backbone, patch, by_mask=takes_images or patch.encoder)
+    return ModelParts(
+        inner,
+        backbone,
+        attention,
+        windows_of(patch, backbone, attention),
+        find_by_class(backbone, (*patch.mixers, *patch.masked_mixers, *patch.beside)),
+        _find_stack(backbone, attention) if patch.encoder else backbone,
+        takes_images,
+        padded_only=patch.encoder or patch.by_length or inner.get_output_embeddings() is None,
+    )
+
+
+def _find_stack(backbone: nn.Module, attention: Mapping[str, nn.Module]) -> nn.Module:
+    """Return the module that runs the layers: the one around the outermost list that holds the attention modules."""
+    # For `encoder.layer.3.attention.self` the list is `encoder.layer`, and the stack is `encoder`.
+    name = next(iter(attention))
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        if isinstance(backbone.get_submodule(".".join(parts[:end])), nn.ModuleList):
+            return backbone.get_submodule(".".join(parts[: end - 1]))
+    return backbone
 
 
 def model_type(model: nn.Module) -> str:

@@ -49,6 +49,8 @@ class PatchState:
     takes_images: bool = False
     # The module whose padded calls run without pads: the backbone, or an encoder's stack of layers.
     unpads: nn.Module | None = None
+    # Whether the model gets no packed rows: an encoder, a classifier, or a model without an LM head.
+    padded_only: bool = False
     # Why packed rows of text are not exact in such a model, `None` if they are.
     packed_refusal: str | None = None
     # Result of the proof of `unpad=True`: an `UnpaddingReport`.
