@@ -12,7 +12,8 @@ from trl_packfa import check, patch
 from trl_packfa.attention.sdpa import SdpaBackend
 from trl_packfa.errors import ContaminationError, UnsupportedModel
 from trl_packfa.exactness import engine, subject
-from trl_packfa.exactness.compare import share
+from trl_packfa.exactness.compare import largest, share
+from trl_packfa.exactness.probe import Probe
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *exhaustive(torch.float32)], ids=["bf16", "fp32"])
@@ -122,6 +123,25 @@ def test_nan_is_not_exact():
     with torch.no_grad():
         model.lm_head.weight[0, 0] = float("nan")
     assert not check(model).is_exact
+
+
+def test_a_gradient_that_is_nan_in_packed_rows_alone_is_not_exact(monkeypatch):
+    model, is_packed = patch(tiny.model()), [False]
+    for name, own, packs in (("packed", Probe.packed, True), ("alone", Probe.alone, False)):
+
+        def told(self, *args, own=own, packs=packs, **kwargs):
+            is_packed[0] = packs
+            return own(self, *args, **kwargs)
+
+        monkeypatch.setattr(Probe, name, told)
+    weight = model.model.layers[1].mlp.down_proj.weight
+    weight.register_hook(lambda gradient: gradient * float("nan") if is_packed[0] else gradient)
+    assert not check(model).is_exact
+
+
+def test_nan_of_a_later_tensor_is_not_dropped():
+    zeros, nan = torch.zeros(2), torch.tensor([0.0, float("nan")])
+    assert largest([zeros, zeros], [zeros + 1, nan]) == largest([zeros, zeros], [nan, zeros + 1]) == float("inf")
 
 
 def test_an_unpatched_model_is_refused():

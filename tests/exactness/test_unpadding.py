@@ -97,6 +97,20 @@ def test_a_large_model_on_a_cpu_runs_left_pads_through_one_layer_of_each_kind(mo
     assert report.verdict == "differs" and report.first_gradient == "model.layers.2.mlp.down_proj.weight"
 
 
+def test_a_gradient_that_is_nan_without_pads_alone_is_not_exact(monkeypatch):
+    model, run, is_unpadded = patch(tiny.model(), unpad=True), PaddedProbe.run, [False]
+
+    def told(self, *args, unpad, **kwargs):
+        is_unpadded[0] = unpad
+        return run(self, *args, unpad=unpad, **kwargs)
+
+    monkeypatch.setattr(PaddedProbe, "run", told)
+    weight = model.model.layers[1].mlp.down_proj.weight
+    weight.register_hook(lambda gradient: gradient * float("nan") if is_unpadded[0] else gradient)
+    report = check_unpadding(model)
+    assert report.verdict != "exact", str(report)
+
+
 def test_a_model_without_power_is_said_to_have_none():
     model = tiny.model(layers=1)
     for name, parameter in model.named_parameters():

@@ -152,8 +152,12 @@ def worst_inputs(found: Mapping[int, float], noise: Mapping[int, float], dtype: 
 def largest(left: Iterable[torch.Tensor], right: Iterable[torch.Tensor]) -> float:
     """Return the largest absolute difference over pairs of tensors; infinite if one of them is not finite."""
     pairs = ((a, b) for a, b in zip(left, right, strict=True) if not torch.equal(a, b))  # do not copy equal ones
-    found = max((float((a.float() - b.float()).abs().max()) for a, b in pairs), default=0.0)
-    return found if found == found else float("inf")
+    return max((nan_as_inf(float((a.float() - b.float()).abs().max())) for a, b in pairs), default=0.0)
+
+
+def nan_as_inf(value: float) -> float:
+    """Return infinity for NaN, which `max` drops unless it comes first."""
+    return math.inf if math.isnan(value) else value
 
 
 def share(found: float, size: float) -> float:

@@ -24,7 +24,7 @@ from ..patching.rotary import depends_on_length
 from ..runtime.compile import uncompiled
 from ..runtime.per_document import BOUNDARIES
 from ..runtime.sequence_parallel import ShardedRowModel, shard_batch
-from .compare import NOISE_FACTOR
+from .compare import NOISE_FACTOR, nan_as_inf
 from .head import HeadProof, check_head, outputs_of
 from .products import fast_half_products
 from .quiet import quiet
@@ -163,5 +163,5 @@ def _worst(
             continue
         middle = float(difference.median())
         allowed = max(NOISE_FACTOR * max(rounding, usual), floor)
-        proofs.append(BatchProof(middle if middle == middle else float("inf"), allowed, tokens))
+        proofs.append(BatchProof(nan_as_inf(middle), allowed, tokens))
     return max(proofs, key=lambda proof: proof.difference / proof.allowed)

@@ -25,7 +25,7 @@ from ..patching import router_loss
 from ..patching.inspect import inner_model
 from ..runtime.override import forwards_set
 from ..runtime.zero3 import is_engine, is_in_parts
-from .compare import GRADIENT_FLOORS, relative_difference
+from .compare import GRADIENT_FLOORS, nan_as_inf, relative_difference
 from .scoring import Scorer
 from .subject import rounding_dtype
 
@@ -117,7 +117,9 @@ def check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Any) -> Head
             (_off(one, other) for one, other in zip(by_head[1:], expected[1:], strict=True)), default=0.0
         ),
         "the log-probability": _off(scored[samples], log_probs[samples]),
-        "the loss": abs(float(found.loss) + float(scored[trained].mean())) / max(abs(float(found.loss)), 1.0),
+        "the loss": nan_as_inf(
+            abs(float(found.loss) + float(scored[trained].mean())) / max(abs(float(found.loss)), 1.0)
+        ),
     }
     what = max(differences, key=lambda name: differences[name])
     # Under autocast accelerate's wrapper casts the model's outputs, so the dtype is read from the head's output.
@@ -145,5 +147,5 @@ def _gradients(loss: torch.Tensor, params: list[torch.Tensor]) -> list[torch.Ten
 
 def _off(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the norm of the difference, relative; infinite if a value is not finite."""
-    found = float((actual.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30))
-    return found if found == found else float("inf")
+    difference = (actual.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30)
+    return nan_as_inf(float(difference))

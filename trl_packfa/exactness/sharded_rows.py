@@ -21,7 +21,7 @@ from ..patching.inspect import find_backbone, max_positions
 from ..runtime.compile import uncompiled
 from ..runtime.sequence_parallel import ShardedRowModel
 from ..runtime.zero3 import gradients_taken
-from .compare import NOISE_FACTOR, relative_gradients, worst_gradient
+from .compare import NOISE_FACTOR, nan_as_inf, relative_gradients, worst_gradient
 from .documents import draw_documents, known_tokens
 from .first_batch import FLOOR, log_probs_of
 from .probe import Collator, device_of, on_device, vocabulary_of
@@ -134,5 +134,4 @@ def check_sharded_row(
 
 
 def _rms(difference: torch.Tensor) -> float:
-    found = float(difference.square().mean().sqrt())
-    return found if found == found else float("inf")
+    return nan_as_inf(float(difference.square().mean().sqrt()))

@@ -15,6 +15,7 @@ from ..patching.apply import PatchState
 from ..patching.inspect import model_config, model_type
 from ..runtime.autocast import multiplies_in_tf32
 from ..runtime.zero3 import GradientParts, is_partitioned, whole_shape, whole_size
+from .compare import nan_as_inf
 from .following import find_parts
 from .probe import device_of
 
@@ -150,10 +151,10 @@ class Subject:
         return [max(norm, gained**0.5) for norm, gained in zip(self.norms(), self._gained, strict=True)]
 
     def norms(self) -> list[float]:
-        """Return the L2 norm of each trained parameter's gradient."""
+        """Return the L2 norm of each trained parameter's gradient; infinite if a number is NaN."""
         if self.gradient_parts is not None:
-            return self.gradient_parts.norms()
-        return [0.0 if p.grad is None else _norm(p.grad) for p in self.trained]
+            return list(map(nan_as_inf, self.gradient_parts.norms()))
+        return [0.0 if p.grad is None else nan_as_inf(_norm(p.grad)) for p in self.trained]
 
 
 def _norm(gradient: torch.Tensor) -> float:
