@@ -79,11 +79,7 @@ def _incomplete(checkpoint: Path) -> str | None:
 
 
 def require_undamaged(checkpoint: str | Path) -> None:
-    """Refuse a checkpoint whose files differ from its manifest; accept one without a manifest.
-
-    Raises:
-        [`InvalidConfig`]: with the file.
-    """
+    """Refuse a checkpoint whose files differ from its manifest; accept one without a manifest."""
     folder = Path(checkpoint)
     wrong = damage(folder)
     if wrong is not None:
@@ -105,11 +101,7 @@ def tell_left_out(checkpoint: str | Path) -> None:
 
 
 def require_whole_checkpoint(folder: str | Path | None) -> str:
-    """Return [`last_whole_checkpoint`], which must exist.
-
-    Raises:
-        [`InvalidConfig`]: with the checkpoints that are not whole.
-    """
+    """Return [`last_whole_checkpoint`], which must exist."""
     found = last_whole_checkpoint(folder)
     if found is None:
         partial = sorted(Path(folder or ".").glob("checkpoint-*"))
@@ -192,11 +184,7 @@ def write_progress(folder: str | Path, progress: dict[str, Any]) -> None:
 
 
 def read_progress(folder: str | Path) -> dict[str, Any]:
-    """Read the file of [`write_progress`]; return an empty dict for a checkpoint of another trainer.
-
-    Raises:
-        [`InvalidConfig`]: if it cannot be read.
-    """
+    """Read the file of [`write_progress`]; return an empty dict for a checkpoint of another trainer."""
     path = Path(folder) / _PROGRESS
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

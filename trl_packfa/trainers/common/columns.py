@@ -47,9 +47,6 @@ def make_columns(dataset: Any, templates: Sequence[str] | None) -> Any:
 
     Each template is `NAME=TEMPLATE`, with column names in braces and `\\n` for a line break. A value `None` is read as
     an empty string.
-
-    Raises:
-        [`InvalidConfig`]: for an invalid template, or a column that does not exist.
     """
     if not templates:
         return dataset

@@ -136,11 +136,7 @@ class CommonConfig(_Base):
 
 
 def _settle_precision(args: Any) -> None:
-    """Switch `bf16` off on a machine without an accelerator, if the user has not chosen a precision.
-
-    Raises:
-        [`InvalidConfig`]: on an accelerator without bfloat16.
-    """
+    """Switch `bf16` off on a machine without an accelerator, if the user has not chosen a precision."""
     if args.bf16 is not None or args.fp16 or args.use_cpu:
         return
     if is_torch_bf16_gpu_available() or is_torch_xla_available():
@@ -169,11 +165,7 @@ def _settle_loading(args: Any) -> None:
 
 
 def require_recutting(args: CommonConfig) -> None:
-    """Refuse arguments that contradict how `packing_strategy` cuts steps.
-
-    Raises:
-        [`InvalidConfig`]: for a token budget that has no effect, and for a sampler that cuts steps itself.
-    """
+    """Refuse arguments that contradict how `packing_strategy` cuts steps."""
     budget = args.max_tokens_per_microbatch
     if budget is not None and not args.strategy.recuts_steps:
         raise InvalidConfig(
@@ -199,11 +191,7 @@ _LEAST = {
 
 
 def require_trainable(args: Any) -> None:
-    """Refuse numbers that are too small, and contradictions between adapters and quantization.
-
-    Raises:
-        [`InvalidConfig`]: with their names.
-    """
+    """Refuse numbers that are too small, and contradictions between adapters and quantization."""
     for name, least in _LEAST.items():
         if getattr(args, name) < least:
             raise InvalidConfig(f"{name}={getattr(args, name)}: it must be {least} or more.", do="Raise it.")

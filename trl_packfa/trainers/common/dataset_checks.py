@@ -106,9 +106,6 @@ def require_whole(dataset: Any, *, name: str, columns: tuple[str, ...]) -> Any:
 
     A stream is returned with the check added, which runs as it is read. `columns` are those that TRL tokenizes; those
     that the dataset has are checked.
-
-    Raises:
-        [`InvalidDataset`]: with the document, the column and what it holds.
     """
     if isinstance(dataset, IterableDataset):
         return dataset.map(_looked_at, with_indices=True, fn_kwargs={"name": name, "columns": columns})
@@ -192,9 +189,6 @@ def require_known(dataset: Dataset, *, name: str, ids: int, labels: int) -> None
     """Refuse token ids that a model does not have. It reads `ids` tokens, and predicts `labels` of them.
 
     On a CPU such an id would raise an index error; on CUDA the process could not use its device any more.
-
-    Raises:
-        [`InvalidDataset`]: with the document and the token id.
     """
     for column, known in (("input_ids", ids), ("labels", labels)):
         if column not in dataset.column_names:

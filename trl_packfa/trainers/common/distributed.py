@@ -59,9 +59,6 @@ def require_same_documents(accelerator: Accelerator, lengths: np.ndarray) -> Non
     """Require the same training documents on every rank, because every rank plans the steps of all ranks.
 
     `lengths` are the tokens of each document, in the dataset's order.
-
-    Raises:
-        [`InvalidDataset`]: on every rank, if the documents differ.
     """
     if accelerator.num_processes == 1:
         return

@@ -81,9 +81,6 @@ class LossWatch:
         """Require that all remembered losses are finite, then forget them.
 
         Call it where the host waits for the loss anyway.
-
-        Raises:
-            [`NonFiniteLoss`]: with the first step whose loss is NaN or infinite, and its documents.
         """
         losses, where = self.losses, self.where
         self.losses, self.where = [], []
@@ -115,11 +112,7 @@ def _documents(inputs: dict[str, Any], tokenizer: Any) -> list[str]:
 
 @contextmanager
 def only_run_in(folder: str | Path) -> Iterator[None]:
-    """Lock a folder inside a `with` block, so that no other process trains into it.
-
-    Raises:
-        [`InvalidConfig`]: if another process does, or the folder cannot be written to.
-    """
+    """Lock a folder inside a `with` block, so that no other process trains into it."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         lock = FileLock(Path(folder) / LOCK, timeout=0)

@@ -88,11 +88,7 @@ def _loaded(shown: str, *args: Any, **options: Any) -> Any:
 
 @contextmanager
 def telling_of_model(name: str) -> Iterator[None]:
-    """Turn transformers' errors about a model that cannot be loaded into one message.
-
-    Raises:
-        [`UnsupportedModel`]: if there is no such model, or this transformers does not know its type.
-    """
+    """Turn transformers' errors about a model that cannot be loaded into one message."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -105,11 +101,7 @@ def telling_of_model(name: str) -> Iterator[None]:
 
 
 def load_for_check(name: str, *, dtype: str, adapter: str | None) -> nn.Module:
-    """Load a causal LM, a classifier or an encoder by name or path, optionally with a PEFT adapter.
-
-    Raises:
-        [`UnsupportedModel`]: if there is no such model.
-    """
+    """Load a causal LM, a classifier or an encoder by name or path, optionally with a PEFT adapter."""
     with telling_of_model(name):
         config = AutoConfig.from_pretrained(name)
     saved, cls = next(iter(config.architectures or ()), ""), AutoModelForCausalLM

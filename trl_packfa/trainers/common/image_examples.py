@@ -66,12 +66,7 @@ class OneByOne:
         self.collator, self.weights = collator, weights
 
     def __call__(self, examples: Sequence[Example]) -> Documents:
-        """Process each example.
-
-        Raises:
-            [`InvalidDataset`]: with the row that has no image, that the processor rejects, or that `max_length` cuts
-                through an image.
-        """
+        """Process each example."""
         return Documents([self._processed(example) for example in examples])
 
     def _processed(self, example: Example) -> Any:

@@ -38,11 +38,7 @@ _SHOWN = 60
 
 
 class NumberedRows(TorchDataset):
-    """A dataset whose examples say which row they are. `name` is the dataset's in messages.
-
-    Raises:
-        [`InvalidDataset`]: when an example is read, with the row and the column that cannot be.
-    """
+    """A dataset whose examples say which row they are. `name` is the dataset's in messages."""
 
     def __init__(self, dataset: Dataset, name: str) -> None:
         self.dataset, self.name = dataset, name
@@ -89,11 +85,7 @@ class NamingCollator:
         self.collator, self.requires_images = collator, requires_images
 
     def __call__(self, examples: Sequence[Example]) -> Any:
-        """Collate with the wrapped collator.
-
-        Raises:
-            [`InvalidDataset`]: with the row that has no image, or that the processor rejects.
-        """
+        """Collate with the wrapped collator."""
         for example in examples:
             self._require_image(example)
         try:
@@ -176,9 +168,6 @@ def look_at_images(dataset: Any, *, name: str, requires_images: bool = False) ->
     """Refuse rows whose image is missing, and tell of rows without images. Images are not read.
 
     A stream is not looked at: [`NamingCollator`] finds its rows as they come.
-
-    Raises:
-        [`InvalidDataset`]: with the first such row.
     """
     if not isinstance(dataset, Dataset):
         return
@@ -230,9 +219,6 @@ class NamesRows(Base):
         """Look at the images of the datasets, and let the collator name rows, unless it is the user's own.
 
         Call it once TRL's trainer is built.
-
-        Raises:
-            [`InvalidDataset`]: for rows whose image is missing, or without images where weights are sharded.
         """
         in_parts = self.is_fsdp_enabled or getattr(self.args.deepspeed_plugin, "zero_stage", 0) == 3
         for name, dataset in named(self.train_dataset, self.eval_dataset):

@@ -21,11 +21,7 @@ logger = get_logger(__name__)
 
 
 def refuse_missing_liger(args: TrainingArguments) -> None:
-    """Refuse `use_liger_kernel=True` if liger-kernel is not installed.
-
-    Raises:
-        [`InvalidConfig`]: before anything is loaded, not only when training starts.
-    """
+    """Refuse `use_liger_kernel=True` if liger-kernel is not installed."""
     if args.use_liger_kernel and not is_liger_kernel_available():
         raise InvalidConfig(
             "use_liger_kernel=True, but liger-kernel is not installed.",

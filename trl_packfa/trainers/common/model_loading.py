@@ -51,11 +51,7 @@ def named(train: AnyDataset | None, evaluation: EvalDataset | None) -> list[tupl
 
 
 def model_type(name: str, args: CommonConfig) -> str:
-    """Read the `config.model_type` of a model by name, without its weights.
-
-    Raises:
-        [`UnsupportedModel`]: if there is no such model.
-    """
+    """Read the `config.model_type` of a model by name, without its weights."""
     revision = _given_init_kwargs(args).get("revision", args.model_revision)
     with telling_of_model(name):
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
@@ -100,9 +96,6 @@ def telling_of_targets(model: Any, args: Any) -> Iterator[None]:
     """Turn PEFT's errors about the default adapter into errors that name the field to change.
 
     They are about targets that match no layer, and dropout on the weights of experts.
-
-    Raises:
-        [`InvalidConfig`]: with the field.
     """
     try:
         yield

@@ -26,12 +26,7 @@ _DEEPSPEED = "0.19.8"
 
 
 def refuse_zero3(args: CommonConfig) -> None:
-    """Refuse ZeRO-3 settings under which the exactness check cannot run.
-
-    Raises:
-        [`InvalidConfig`]: for float16.
-        [`VersionTooOld`]: for a DeepSpeed that cannot leave gradients alone.
-    """
+    """Refuse ZeRO-3 settings under which the exactness check cannot run."""
     config: Any = getattr(args.deepspeed_plugin, "deepspeed_config", None) or {}
     enabled = config.get("fp16", {}).get("enabled")
     # transformers replaces "auto" values, some of them later than now.
@@ -59,9 +54,6 @@ def refuse_uneven_calls(model: nn.Module, fsdp_plugin: Any) -> None:
     a different number of times, and would gather parts of different weights into one. A mixer, or a layer around it,
     is called once, so it may gather. The modules in a mixer run once for each group of documents, so they may not.
     `fsdp_plugin` is accelerate's; `None` for DeepSpeed ZeRO-3.
-
-    Raises:
-        [`InvalidConfig`]: with the modules.
     """
     state = find_state(model)
     if state is None:
@@ -123,11 +115,7 @@ def asked_parallelism(args: CommonConfig) -> dict[str, int]:
 
 
 def refuse_parallelism(sizes: dict[str, int]) -> None:
-    """Refuse to divide a model or a row over ranks.
-
-    Raises:
-        [`InvalidConfig`]: with the sizes of groups of ranks that are above 1, and the reason for each.
-    """
+    """Refuse to divide a model or a row over ranks."""
     found = {name: size for name, size in sizes.items() if size > 1}
     if found:
         raise InvalidConfig(

@@ -32,11 +32,7 @@ _LOOKED_FOR_AS = {"azure_ml": "azureml", "comet_ml": "comet", "flyte": "flytekit
 
 
 def require_output_dir(folder: str | Path | None) -> None:
-    """Make the folder that a run writes into, and require that it is writable.
-
-    Raises:
-        [`InvalidConfig`]: if it cannot be made, is a file or cannot be written to.
-    """
+    """Make the folder that a run writes into, and require that it is writable."""
     try:
         Path(folder or ".").mkdir(parents=True, exist_ok=True)
         # Test by writing, because permissions say little on network file systems, and nothing to root.
@@ -78,11 +74,7 @@ def checkpoint_to_resume(asked: str | bool | None, folder: str | Path | None, *,
 
 
 def resuming_message(checkpoint: str | Path) -> str:
-    """Say from which checkpoint and optimizer step a run resumes.
-
-    Raises:
-        [`InvalidConfig`]: if the checkpoint's state cannot be read.
-    """
+    """Say from which checkpoint and optimizer step a run resumes."""
     path = Path(checkpoint) / TRAINER_STATE_NAME
     try:
         step = int(json.loads(path.read_text(encoding="utf-8"))["global_step"])
@@ -103,12 +95,7 @@ def from_zero_message(folder: str | Path | None) -> str:
 
 
 def require_reporters(args: CommonConfig) -> None:
-    """Require the packages that `report_to` names.
-
-    Raises:
-        [`InvalidConfig`]: if transformers knows no such integration.
-        [`MissingPackage`]: if one is not installed, or not set up.
-    """
+    """Require the packages that `report_to` names."""
     known = integration_utils.INTEGRATION_TO_CALLBACK
     for name in args.report_to or []:
         if name not in known:
@@ -124,11 +111,7 @@ def require_reporters(args: CommonConfig) -> None:
 
 
 def load_tokenizer(name: str, args: CommonConfig, *, otherwise: str = "") -> Any:
-    """Load the tokenizer or processor of a model, as TRL loads it; `otherwise` ends the advice of the error.
-
-    Raises:
-        [`InvalidConfig`]: if there is none.
-    """
+    """Load the tokenizer or processor of a model, as TRL loads it; `otherwise` ends the advice of the error."""
     try:
         return AutoProcessor.from_pretrained(
             name, revision=args.model_revision, trust_remote_code=args.trust_remote_code
@@ -149,10 +132,6 @@ def require_tokenizer(
 
     `processing_class` is the user's own, `datasets` are names and datasets. `makes_text` is `False` if the user's
     function, not the chat template, turns conversations into text.
-
-    Raises:
-        [`InvalidConfig`]: if there is no tokenizer, no chat template for conversations, or a template that does not
-            mark the tokens that `assistant_only_loss` trains.
     """
     if processing_class is None:
         if not isinstance(model, str):
@@ -175,11 +154,7 @@ def require_tokenizer(
 
 
 def require_attention(args: Any) -> None:
-    """Require the package of the attention that `attn_implementation` names.
-
-    Raises:
-        [`MissingPackage`]: if flash-attn is not installed, or finds no GPU.
-    """
+    """Require the package of the attention that `attn_implementation` names."""
     asked = getattr(args, "attn_implementation", None)
     if asked != "flash_attention_2" or is_flash_attn_2_available():
         return
@@ -191,11 +166,7 @@ def require_attention(args: Any) -> None:
 
 
 def require_hub(args: Any) -> None:
-    """Require a login at the Hub if `push_to_hub` is on.
-
-    Raises:
-        [`InvalidConfig`]: if the Hub cannot be reached or does not accept the token.
-    """
+    """Require a login at the Hub if `push_to_hub` is on."""
     if not args.push_to_hub:
         return
     try:
@@ -209,11 +180,7 @@ def require_hub(args: Any) -> None:
 
 
 def require_markable(tokenizer: Any) -> None:
-    """Require a chat template that marks the assistant's tokens, or that TRL can mark.
-
-    Raises:
-        [`InvalidConfig`]: with the names of the templates that TRL can mark.
-    """
+    """Require a chat template that marks the assistant's tokens, or that TRL can mark."""
     template = getattr(tokenizer, "chat_template", None)
     if template is not None:
         if has_generation_markers(template):

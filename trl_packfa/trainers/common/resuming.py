@@ -59,11 +59,7 @@ def identity(
 
 
 def require_same_run(before: dict[str, Any], now: dict[str, str]) -> None:
-    """Require that a checkpoint's run had this run's data; warn if it had another version of this package.
-
-    Raises:
-        [`InvalidConfig`]: if documents, labels or vocabulary differ, because the epoch could not be continued.
-    """
+    """Require that a checkpoint's run had this run's data; warn if it had another version of this package."""
     why = [
         f"{_NAMES[name]} then: {before[name]}; now: {now[name]}"
         for name in _NAMES
@@ -121,9 +117,6 @@ def require_same_adapter(before: dict[str, Any], model: Any) -> None:
     """Require that a checkpoint's adapter is the adapter of this run.
 
     PEFT would load matching weights and silently start the others anew.
-
-    Raises:
-        [`InvalidConfig`]: with the fields that differ.
     """
     if "adapter" not in before:  # written by another trainer or an earlier version
         return

@@ -68,10 +68,6 @@ def refuse_sharded_rows(args: CommonConfig, *, own_loss: bool) -> None:
     """Refuse arguments with which ranks cannot share rows.
 
     `own_loss`: the user's `compute_loss_func` computes the loss.
-
-    Raises:
-        [`InvalidConfig`]: with the argument and the reason.
-        [`VersionTooOld`]: for a transformers that was not measured.
     """
     size, world = args.sequence_parallel, args.world_size
     if size == 1:
@@ -117,11 +113,7 @@ def refuse_sharded_rows(args: CommonConfig, *, own_loss: bool) -> None:
 
 
 def refuse_short_rows(args: CommonConfig, largest: int) -> None:
-    """Refuse rows that have fewer tokens than ranks share them. `largest` is the tokens of the largest micro-batch.
-
-    Raises:
-        [`InvalidConfig`]: with both numbers.
-    """
+    """Refuse rows that have fewer tokens than ranks share them. `largest` is the tokens of the largest micro-batch."""
     if largest < args.sequence_parallel:
         raise InvalidConfig(
             f"sequence_parallel={args.sequence_parallel}, but no micro-batch has more than {largest} tokens.",
@@ -131,12 +123,7 @@ def refuse_short_rows(args: CommonConfig, largest: int) -> None:
 
 
 def require_shareable(model: nn.Module, args: CommonConfig) -> None:
-    """Require a patched model that runs rows which ranks share.
-
-    Raises:
-        [`UnsupportedModel`]: with the reason.
-        [`InvalidConfig`]: if the size does not divide the attention heads.
-    """
+    """Require a patched model that runs rows which ranks share."""
     size, state = args.sequence_parallel, find_state(model)
     if size == 1 or state is None:
         return

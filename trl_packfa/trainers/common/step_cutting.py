@@ -150,10 +150,6 @@ def require_aligned(slot: Slot, accelerator: Accelerator, accumulation: int) -> 
 
     Otherwise there would be an optimizer step without gradients, or gradients that no optimizer step uses. The Trainer
     sets the accelerator's `sync_gradients` if an optimizer step follows the slot that is about to run.
-
-    Raises:
-        [`InvalidConfig`]: if `gradient_accumulation_steps` was changed, to `accumulation`, at a step where the
-            Trainer's count does not allow it.
     """
     if bool(slot.micro_batches) != accelerator.sync_gradients:
         raise InvalidConfig(
@@ -220,11 +216,7 @@ def how_to_cut(
 
 
 def keep_padded(args: CommonConfig, why: str) -> None:
-    """Log why steps are not re-cut.
-
-    Raises:
-        [`InvalidConfig`]: if the user set a token budget, which has no effect then.
-    """
+    """Log why steps are not re-cut; refuse a token budget, which has no effect then."""
     if args.max_tokens_per_microbatch is not None:
         raise InvalidConfig(
             f"max_tokens_per_microbatch={args.max_tokens_per_microbatch} has no effect: padded micro-batches stay as "
@@ -236,11 +228,7 @@ def keep_padded(args: CommonConfig, why: str) -> None:
 
 
 def require_budget(budget: int, longest: int, which: str) -> None:
-    """Require that no document is longer than the user's token budget of a micro-batch.
-
-    Raises:
-        [`InvalidConfig`]: with the longest document.
-    """
+    """Require that no document is longer than the user's token budget of a micro-batch."""
     if longest > budget:
         raise InvalidConfig(
             f"max_tokens_per_microbatch={budget} is smaller than {which}.",
@@ -250,11 +238,7 @@ def require_budget(budget: int, longest: int, which: str) -> None:
 
 
 def require_whole(budget: int, lengths: np.ndarray, batch_size: int) -> None:
-    """Require that a padded micro-batch fits the user's token budget, whichever examples share it.
-
-    Raises:
-        [`InvalidConfig`]: with the tokens of the largest possible one.
-    """
+    """Require that a padded micro-batch fits the user's token budget, whichever examples share it."""
     largest = int(np.sort(lengths)[-batch_size:].sum())
     if largest > budget:
         raise InvalidConfig(
@@ -291,11 +275,7 @@ def _longest(train_dataset: Any, args: CommonConfig) -> tuple[np.ndarray, str]:
 
 
 def longest_of_stream(args: CommonConfig) -> int:
-    """Return the largest number of tokens that a document of a stream may have.
-
-    Raises:
-        [`InvalidConfig`]: if there is no limit.
-    """
+    """Return the largest number of tokens that a document of a stream may have."""
     longest = args.max_length or args.max_tokens_per_microbatch
     if longest is None:
         raise InvalidConfig(

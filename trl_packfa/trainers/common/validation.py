@@ -24,11 +24,7 @@ logger = get_logger(__name__)
 
 
 def refuse_untrainable(model: Any, peft_config: PeftConfig | None) -> None:
-    """Refuse models and adapters that cannot be trained at all, packed or not.
-
-    Raises:
-        [`InvalidConfig`]: for an adapter on the LM head, and for offloaded weights.
-    """
+    """Refuse models and adapters that cannot be trained at all, packed or not."""
     targets = getattr(peft_config, "target_modules", None) or ()
     if "lm_head" in ([targets] if isinstance(targets, str) else targets):
         raise InvalidConfig(
@@ -45,12 +41,7 @@ def refuse_untrainable(model: Any, peft_config: PeftConfig | None) -> None:
 
 
 def refuse_adapters_and_backend(args: CommonConfig, peft_config: PeftConfig | None) -> None:
-    """Refuse an adapter that mixes documents, and a named attention backend that cannot run here.
-
-    Raises:
-        [`UnsupportedModel`]: for the adapter.
-        [`NoBackend`]: for the backend.
-    """
+    """Refuse an adapter that mixes documents, and a named attention backend that cannot run here."""
     refuse_adapter(peft_config)
     if args.attention_backend == "auto":
         return
@@ -70,10 +61,6 @@ def refuse_model(model: str | PreTrainedModel | PeftModel, args: CommonConfig) -
     """Refuse a model, or a model type, that no patch supports or that contradicts the arguments.
 
     A type that has not been measured passes here; [`patch`] checks it.
-
-    Raises:
-        [`UnsupportedModel`]: with the nearest names; also for an adapter or a quantization that mixes documents.
-        [`InvalidConfig`]: if the arguments ask to quantize a model that is already loaded.
     """
     name = model if isinstance(model, str) else model_type(model)
     if name in results() and results()[name]["verdict"] != "exact":
@@ -101,9 +88,6 @@ def refuse_precision(model: torch.nn.Module, args: CommonConfig, *, scales_losse
 
     The model has its adapter. `scales_losses`: the loss is scaled for float16, as on an accelerator. `own_optimizer`:
     the user passes an optimizer.
-
-    Raises:
-        [`InvalidConfig`]: if torch would refuse their gradients in the first step, or AdamW's state cannot hold them.
     """
     if args.fp16 and args.device.type == "cpu":
         logger.warning("trl-packfa: fp16=True has no effect on a CPU: accelerate computes in the weights' own dtype.")
@@ -126,11 +110,7 @@ def refuse_precision(model: torch.nn.Module, args: CommonConfig, *, scales_losse
 
 
 def refuse_data(dataset: Dataset | IterableDataset, *, name: str) -> None:
-    """Refuse a dataset that is transformed on the fly.
-
-    Raises:
-        [`InvalidDataset`]: with the reason.
-    """
+    """Refuse a dataset that is transformed on the fly."""
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise InvalidDataset(
             f"the {name} dataset is transformed on the fly (set_transform or with_transform).",

@@ -151,11 +151,7 @@ def attached_run(trainer: Any) -> PaddingFreeRun | None:
 
 
 def _patch_all(trainer: Any, models: dict[str, nn.Module], **options: Any) -> None:
-    """Patch all models; if one is refused, undo the others.
-
-    Raises:
-        [`PackingError`]: of the refused model, with its name.
-    """
+    """Patch all models; if one is refused, undo the others."""
     with all_or_none(models.values()):
         for name, model in models.items():
             try:
@@ -195,11 +191,7 @@ def _tell_of_metrics(trainer: Any) -> None:
 
 
 def _require_trainer(trainer: Any) -> None:
-    """Refuse a trainer that cannot be made padding-free by patching its models.
-
-    Raises:
-        [`InvalidConfig`]: with the reason.
-    """
+    """Refuse a trainer that cannot be made padding-free by patching its models."""
     if not isinstance(trainer, Trainer) or not isinstance(trainer.model, nn.Module):
         raise InvalidConfig(
             f"padding_free takes a trainer with a model, got {type(trainer).__name__}.",
@@ -218,11 +210,7 @@ def _require_trainer(trainer: Any) -> None:
 
 
 def _require_images(trainer: Any, model: nn.Module) -> None:
-    """Refuse a model that cannot run the images of its trainer without padding.
-
-    Raises:
-        [`UnsupportedModel`]: with the reason.
-    """
+    """Refuse a model that cannot run the images of its trainer without padding."""
     state = find_state(model)
     if state is None or state.takes_images or not _has_images(trainer):
         return

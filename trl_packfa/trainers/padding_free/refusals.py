@@ -20,11 +20,7 @@ from ..common.validation import refuse_adapters_and_backend, refuse_data, refuse
 
 
 def refuse_liger(args: Any, name: str) -> None:
-    """Refuse Liger kernels and losses, which compute every position of a padded batch. `name` is the trainer's.
-
-    Raises:
-        [`InvalidConfig`]: with the argument.
-    """
+    """Refuse Liger kernels and losses, which compute every position of a padded batch. `name` is the trainer's."""
     liger = [field for field in ("use_liger_kernel", "use_liger_loss") if getattr(args, field, False)]
     if liger:
         raise InvalidConfig(
@@ -38,9 +34,6 @@ def require_columns(dataset: Dataset, *, name: str, trainer: str, formats: Seque
     """Require the columns of one of the formats that TRL's trainer takes, unless the dataset is tokenized.
 
     `formats` are the columns of each format; `name` and `trainer` name the dataset and the trainer in messages.
-
-    Raises:
-        [`InvalidDataset`]: with the existing and the expected columns.
     """
     there = dataset.column_names
     if any(column.endswith("_ids") for column in there) or any(set(columns) <= set(there) for columns in formats):
@@ -62,11 +55,6 @@ def refuse_before_loading(trainer: str, given: dict[str, Any], args: Any, *, tak
 
     `given` are the trainer's arguments by name, `args` is the settled config. `takes_images`: TRL's trainer takes
     images.
-
-    Raises:
-        [`InvalidConfig`]: with the argument.
-        [`InvalidDataset`]: for images that TRL's trainer does not take, or if there is no data.
-        [`UnsupportedModel`]: for a model, an adapter or a quantization that mixes documents.
     """
     model, adapter, train = given["model"], given.get("peft_config"), given.get("train_dataset")
     if isinstance(train, Dataset) and not len(train):
@@ -101,12 +89,7 @@ def refuse_before_loading(trainer: str, given: dict[str, Any], args: Any, *, tak
 
 
 def require_run(given: dict[str, Any], args: Any) -> None:
-    """Require the reporters, the attention package and the tokenizer of a run, packed or not.
-
-    Raises:
-        [`MissingPackage`]: with the package.
-        [`InvalidConfig`], [`InvalidDataset`]: with what the tokenizer lacks.
-    """
+    """Require the reporters, the attention package and the tokenizer of a run, packed or not."""
     require_reporters(args)
     require_attention(args)
     datasets = named(given.get("train_dataset"), given.get("eval_dataset"))

@@ -201,11 +201,7 @@ class RecutSteps(Base):
             self._computed[pair] = of_pair
 
     def _log_as_padded(self, slot: PairSlot, loss: torch.Tensor) -> None:
-        """Compute TRL's metrics on the padded run's micro-batches. The first time, compare their loss with `loss`.
-
-        Raises:
-            [`ContaminationError`]: if the two losses differ.
-        """
+        """Compute TRL's metrics on the padded run's micro-batches. The first time, compare their loss with `loss`."""
         by_trl: Callable[..., torch.Tensor] = super().compute_loss  # type: ignore[assignment]  # no outputs are asked
         computed, as_padded = self._computed_on_all_ranks(), torch.zeros_like(loss)
         assert self._cutter is not None

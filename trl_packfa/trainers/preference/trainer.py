@@ -89,11 +89,7 @@ class PackedPreference(NamesRows, RecutSteps):
         return isinstance(asked, self._config) or bool(getattr(asked, "padding_free", False))
 
     def _settle(self, given: dict[str, Any]) -> tuple[Any, PackingError | None]:
-        """Return the config to train with; or `None` and the error because of which a plain config trains padded.
-
-        Raises:
-            [`PackingError`]: if the user asked for a run without padding and it is not possible.
-        """
+        """Return the config to train with; or `None` and the error because of which a plain config trains padded."""
         model, asked = given["model"], given.get("args")
         config: Any = self._config
         for name, dataset in named(given.get("train_dataset"), given.get("eval_dataset")):
@@ -159,11 +155,7 @@ class PackedPreference(NamesRows, RecutSteps):
         run_without_pads(self, check_first_batch=self.args.check_packing, **self.args.patch_options)
 
     def _choose_cut(self, *, own_collator: bool) -> None:
-        """Prepare to re-cut steps if the loss is a mean over pairs; otherwise log the reason in `cut_reason`.
-
-        Raises:
-            [`InvalidConfig`]: if steps are not re-cut and the user set a token budget.
-        """
+        """Prepare to re-cut steps if the loss is a mean over pairs; otherwise log the reason in `cut_reason`."""
         own_loss = type(self).compute_loss is not PackedPreference.compute_loss
         if not isinstance(self.train_dataset, Dataset):
             self.cut_reason = "the pairs of a stream are not known before they are read"

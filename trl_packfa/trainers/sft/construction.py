@@ -81,9 +81,6 @@ def _settle(
 
     The config packs by the first strategy that `refuse` accepts. If it accepts none, and the user did not ask for
     packing, the config trains padded.
-
-    Raises:
-        [`PackingError`]: from `refuse`, if the user asked for packing, or if TRL itself refuses the config.
     """
     if asks_for_packing(args):
         _refuse_unenforced_length(args)

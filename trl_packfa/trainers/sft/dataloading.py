@@ -126,9 +126,6 @@ class PackedData:
         These steps wait for the model, because TRL builds it after the datasets. Rows are rounded up to
         `pad_to_multiple_of` with `pad_token_id`. `padding_collator`, TRL's own, is for evaluation batches that are not
         packed. `collator` is the user's own packing collator, if there is one.
-
-        Raises:
-            [`InvalidDataset`]: with the document that has a token which the model does not have.
         """
         for name, dataset in self._uncut.items():
             require_known(dataset, name=name, ids=known_ids(model), labels=known_labels(model))
@@ -192,11 +189,7 @@ class PackedData:
             write_stream_state(folder, self.args, self._stream.state_dict())
 
     def preview(self, dataset: Any, collator: Any, tokenizer: PreTrainedTokenizerBase) -> str:
-        """Show a packed batch of the first documents as text; see [`PackedSFTTrainer.preview_batch`].
-
-        Raises:
-            [`InvalidConfig`]: with `packing=False`.
-        """
+        """Show a packed batch of the first documents as text; see [`PackedSFTTrainer.preview_batch`]."""
         if not self.args.packing:
             raise InvalidConfig("packing=False: there is no packed batch.", do="Look at get_train_dataloader().")
         # Copy a stream, because reading it would move its position.

@@ -72,9 +72,6 @@ class ExactnessGate:
         packed rows. The check takes tokens from the run's `documents`, which the model has; if they are a stream, from
         the tokenizer. The proof of the `checkpoint` to resume from is reused if nothing has changed that a proof
         depends on.
-
-        Raises:
-            [`ContaminationError`]: if packing is not exact on this model. If it fails on one rank, all ranks raise.
         """
         args = self.args
         self.switch_checkpointing(model)
@@ -117,11 +114,7 @@ class ExactnessGate:
     def _with_sharded_rows(
         self, report: ExactnessReport, engine: Any, collator: Any, documents: Any
     ) -> ExactnessReport:
-        """Return the report with the check of rows that processes share; unchanged if none do.
-
-        Raises:
-            [`ContaminationError`]: on every rank, if such a row differs from the same row on one process.
-        """
+        """Return the report with the check of rows that processes share; unchanged if none do."""
         group = self._group
         if group is None:
             return report
@@ -180,9 +173,6 @@ class ExactnessGate:
 
         `model` is the wrapped one, `inputs` a micro-batch or the slot of a step; `prepare` moves a batch to the
         device.
-
-        Raises:
-            [`ContaminationError`]: on every rank, if they differ on one.
         """
         if self._has_proven_batch or not self.args.check_packing:
             return
@@ -210,11 +200,7 @@ def _exact_batch(model: Any, batch: dict[str, Any], group: Any) -> Any:
 
 
 def require_engine(engine: Any) -> None:
-    """Require DeepSpeed's engine, because under ZeRO-3 only the engine can run the model.
-
-    Raises:
-        [`UnsupportedModel`]: if there is no engine yet; `train` builds it.
-    """
+    """Require DeepSpeed's engine, because under ZeRO-3 only the engine can run the model."""
     if engine is None:
         raise UnsupportedModel(
             "DeepSpeed ZeRO-3 has not wrapped the model yet.",

@@ -35,11 +35,7 @@ class ExampleProof(NamedTuple):
     rows: int
 
     def require_exact(self) -> None:
-        """Require that the difference is allowed.
-
-        Raises:
-            [`ContaminationError`]: with the numbers.
-        """
+        """Require that the difference is allowed."""
         if self.difference <= self.allowed:
             return
         raise ContaminationError(

@@ -131,11 +131,7 @@ class TrainsOnImages(NamesRows, SFTTrainer):
             self._choose_image_cutter(own_collator=own_collator)
 
     def _choose_image_cutter(self, *, own_collator: bool) -> None:
-        """Prepare to re-cut steps if the loss stays the padded run's; otherwise log the reason.
-
-        Raises:
-            [`InvalidConfig`]: if steps are not re-cut, and the user set a token budget.
-        """
+        """Prepare to re-cut steps if the loss stays the padded run's; otherwise log the reason."""
         args: PackedSFTConfig = self.args
         why = self._why_images_stay(own_collator=own_collator)
         if not why:
@@ -178,11 +174,7 @@ class TrainsOnImages(NamesRows, SFTTrainer):
             return super().get_train_dataloader()
 
     def prove_recut_images(self, model: Any) -> None:
-        """Compare an example of the first re-cut step with the example alone, unless `check_packing` is off.
-
-        Raises:
-            [`ContaminationError`]: on every rank, if they differ on one.
-        """
+        """Compare an example of the first re-cut step with the example alone, unless `check_packing` is off."""
         cutter = self._cutter
         if not isinstance(cutter, ImageCutter) or cutter.sample is None:
             return

@@ -26,9 +26,6 @@ def require_usable(dataset: Dataset | IterableDataset, *, name: str, args: Packe
     """Refuse a dataset that is empty, or whose first example has no TRL format, before anything is tokenized.
 
     `formatted`: the user's own function turns examples into text.
-
-    Raises:
-        [`InvalidDataset`]: with the column, its type and the expected type.
     """
     if not isinstance(dataset, Dataset | IterableDataset):
         raise InvalidDataset(
@@ -91,9 +88,6 @@ def usable(
     """Check the training and evaluation datasets before tokenizing; return them, with plain Python values if packed.
 
     `formatted`: the user's own function turns examples into text.
-
-    Raises:
-        [`InvalidDataset`]: if one cannot be trained on.
     """
 
     def look(name: Any, dataset: Any) -> Any:

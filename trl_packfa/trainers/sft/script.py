@@ -169,11 +169,7 @@ def _how_to_go_on(args: Any) -> str:
 
 
 def _push(trainer: Any, dataset_name: str | None) -> None:
-    """Push the trained model to the Hub.
-
-    Raises:
-        [`InvalidConfig`]: if it cannot be pushed; the message names the folder that holds the model.
-    """
+    """Push the trained model to the Hub."""
     try:
         trainer.push_to_hub(dataset_name=dataset_name)
     except Exception as error:  # any network error: the training is done, and must not look lost
@@ -186,11 +182,7 @@ def _push(trainer: Any, dataset_name: str | None) -> None:
 
 
 def _require_preview(trainer: Any) -> None:
-    """Refuse `--preview` for a trainer that packs no documents.
-
-    Raises:
-        [`InvalidConfig`]: with the name of the trainer that does.
-    """
+    """Refuse `--preview` for a trainer that packs no documents."""
     if not hasattr(trainer, "preview_batch"):
         raise InvalidConfig("--preview shows packed documents, which only --trainer sft has.", do="Drop --preview.")
 

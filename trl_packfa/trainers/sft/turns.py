@@ -131,11 +131,7 @@ class TurnExpander:
 
 
 def require_conversations(dataset: AnyDataset, *, name: str) -> None:
-    """Refuse a dataset whose first example has no `messages`.
-
-    Raises:
-        [`InvalidDataset`]: with its columns.
-    """
+    """Refuse a dataset whose first example has no `messages`."""
     example = maybe_convert_to_chatml(dict(next(iter(dataset))))
     if "input_ids" in example or "messages" not in example or not is_conversational(example):
         raise InvalidDataset(

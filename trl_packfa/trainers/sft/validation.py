@@ -33,13 +33,7 @@ def refuse_arguments(
     peft_config: PeftConfig | None,
     compute_loss_func: Callable[..., Any] | None = None,
 ) -> None:
-    """Refuse trainer arguments that contradict packing.
-
-    Raises:
-        [`InvalidConfig`]: with their names.
-        [`NoBackend`]: if the named attention backend cannot run on this machine.
-        [`VersionTooOld`]: for a DeepSpeed version whose ZeRO-3 cannot be proven.
-    """
+    """Refuse trainer arguments that contradict packing."""
     if args.loss_weighting == "example" and compute_loss_func is not None:
         raise InvalidConfig(
             "compute_loss_func with loss_weighting='example': the function makes the loss itself.",
@@ -66,11 +60,7 @@ def refuse_arguments(
 
 
 def refuse_collator(collator: Callable[[list[Any]], dict[str, Any]] | None) -> None:
-    """Refuse a data collator whose batches do not mark where documents begin. It is tried on two small documents.
-
-    Raises:
-        [`InvalidConfig`]: if it fails on them or loses the boundary.
-    """
+    """Refuse a data collator whose batches do not mark where documents begin. It is tried on two small documents."""
     if collator is None:
         return
     why = "it returns neither position_ids that restart nor cu_seq_lens_q"
@@ -93,9 +83,6 @@ def refuse_loss_function(loss_func: Any, *, vocabulary: int, device: torch.devic
     """Refuse a `compute_loss_func` whose loss differs between packed and padded documents.
 
     It is called as TRL calls it, on random logits of two small documents.
-
-    Raises:
-        [`InvalidConfig`]: with both losses, or with the reason why it could not be tried.
     """
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn((2, 5, vocabulary), generator=generator).to(device)
@@ -133,9 +120,6 @@ def refuse_noise(model: Any) -> None:
     """Refuse NEFTune for a backbone that runs documents in batches of its own.
 
     NEFTune's noise depends on the length of a document's padded row, which is not known there.
-
-    Raises:
-        [`UnsupportedModel`]: with the model type.
     """
     state = find_state(model)
     if state is not None and state.patch.rebatch:
@@ -147,11 +131,7 @@ def refuse_noise(model: Any) -> None:
 
 
 def refuse_sources(args: PackedSFTConfig, train_dataset: Dataset | IterableDataset | None) -> None:
-    """Refuse a `loss_by` column that does not exist or that holds tokens.
-
-    Raises:
-        [`InvalidConfig`]: with the columns that exist.
-    """
+    """Refuse a `loss_by` column that does not exist or that holds tokens."""
     if args.loss_by is None or train_dataset is None:
         return
     columns = train_dataset.column_names or list(next(iter(train_dataset), {}))
