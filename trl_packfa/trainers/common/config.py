@@ -134,6 +134,12 @@ class CommonConfig(_Base):
         names = ("fused_lora", "fused_kernels", "share_prefixes")
         return {"backend": self.attention_backend, **{name: getattr(self, name) for name in names}}
 
+    @property
+    def card_settings(self) -> dict[str, Any]:
+        """The fields that a model card shows."""
+        names = ("packing_strategy", "max_length", "overflow", "loss_weighting")
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+
 
 def _settle_precision(args: Any) -> None:
     """Switch `bf16` off on a machine without an accelerator, if the user has not chosen a precision."""

@@ -15,29 +15,27 @@ _BEFORE = "\n## Citations"
 
 
 def packing_section(
-    settings: Mapping[str, object], reports: Mapping[str, PackingReport], exactness: ExactnessReport | None
+    settings: Mapping[str, object],
+    reports: Mapping[str, PackingReport],
+    exactness: ExactnessReport | None,
+    *,
+    said: str = "",
 ) -> str:
-    """Write the section of an SFT run in Markdown. It also says if nothing was checked."""
+    """Write the section in Markdown: settings, counts of the data, the proof, and versions.
+
+    It also says if nothing was checked. `said` is the proof of a run that has no report.
+    """
     shown = {name: f'"{value}"' if isinstance(value, str) else value for name, value in settings.items()}
     told = ", ".join(f"`{name}={value}`" for name, value in shown.items())
-    return card_section(told, reports, _proof(exactness), versions=exactness.versions if exactness else None)
-
-
-def card_section(
-    settings: str, reports: Mapping[str, PackingReport], proof: str, *, versions: Mapping[str, str] | None = None
-) -> str:
-    """Write the section of any trainer: settings, counts of the data, the proof, and versions.
-
-    The versions are the installed ones if none are given.
-    """
+    versions = exactness.versions if exactness is not None else _installed_versions()
     lines = [
         _HEADING,
-        f"Trained with [trl-packfa](https://arxiv.org/abs/2407.09105): {settings}.",
+        f"Trained with [trl-packfa](https://arxiv.org/abs/2407.09105): {told}.",
         "",
         *(f"- Data, {name}: " + ", ".join(f"{label} {value}" for label, value in report.lines()) + "."
           for name, report in reports.items()),
-        f"- Exactness: {proof}",
-        f"- Versions: {_versions(versions)}.",
+        f"- Exactness: {said or _proof(exactness)}",
+        "- Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items() if version) + ".",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
@@ -90,6 +88,5 @@ def _proof(exactness: ExactnessReport | None) -> str:
     )
 
 
-def _versions(known: Mapping[str, str] | None) -> str:
-    versions = known or {name: installed_version(name) for name in ("trl-packfa", *MINIMUM_VERSIONS)}
-    return ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+def _installed_versions() -> dict[str, str | None]:
+    return {name: installed_version(name) for name in ("trl-packfa", *MINIMUM_VERSIONS)}

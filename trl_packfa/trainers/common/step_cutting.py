@@ -7,7 +7,7 @@ is the padded run's. The last slot of a step holds all its micro-batches; the ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -69,7 +69,7 @@ class StepCutter:
 
     The default of the token budget `max_tokens_per_microbatch` is the size of the padded run's largest micro-batch.
     The dataset is tokenized and cut to `max_length`. The accelerator gathers the examples of all ranks. `cut` is how
-    it may cut; see [`how_to_cut`].
+    it may cut, and `why` the reason of a restriction; see [`how_to_cut`].
 
     Raises:
         [`InvalidConfig`]: if the dataset is a stream and its documents have no length limit; or if a document, or a
@@ -77,9 +77,12 @@ class StepCutter:
     """
 
     def __init__(
-        self, args: CommonConfig, *, train_dataset: Any, model: Any, accelerator: Accelerator, cut: str = FREE
+        self, args: CommonConfig, *, train_dataset: Any, model: Any, accelerator: Accelerator, cut: str, why: str
     ) -> None:
         self.args, self.accelerator, self.how = args, accelerator, cut
+        if cut != FREE:
+            kept = "run at the same time" if cut == TOGETHER else "stay one micro-batch"
+            logger.info("trl-packfa: the examples of a padded micro-batch %s: %s.", kept, why)
         lengths, which = _longest(train_dataset, args)
         longest = int(lengths.max())
         if args.max_tokens_per_microbatch is not None:
@@ -145,15 +148,22 @@ def of_all_ranks(
     return examples, np.array(numbers)
 
 
-def require_aligned(slot: Slot, accelerator: Accelerator, accumulation: int) -> None:
-    """Refuse to run a slot if the Trainer's optimizer step does not follow the last slot of the cut step.
+def run_slot(trainer: Any, slot: Slot, model: Any, run: Callable[[dict[str, Any]], torch.Tensor]) -> torch.Tensor:
+    """Run the micro-batches of a slot and return the sum of their losses; an idle slot returns zero.
 
-    Otherwise there would be an optimizer step without gradients, or gradients that no optimizer step uses. The Trainer
-    sets the accelerator's `sync_gradients` if an optimizer step follows the slot that is about to run.
+    `model` is the wrapped one. Only the last micro-batch of a step reduces gradients over ranks.
+
+    Raises:
+        [`InvalidConfig`]: if `gradient_accumulation_steps` was changed at a step where the Trainer's count does not
+            allow it. Otherwise there would be an optimizer step without gradients, or gradients that no optimizer step
+            uses.
     """
+    accelerator = trainer.accelerator
+    # The Trainer sets `sync_gradients` if an optimizer step follows the slot that is about to run.
     if bool(slot.micro_batches) != accelerator.sync_gradients:
         raise InvalidConfig(
-            f"gradient_accumulation_steps was changed to {accumulation} while training, in the middle of a step.",
+            f"gradient_accumulation_steps was changed to {trainer.args.gradient_accumulation_steps} while training, "
+            "in the middle of a step.",
             why=[
                 "the Trainer makes an optimizer step when its count of micro-batches is a multiple of it, but the "
                 "examples of this step were cut together"
@@ -161,6 +171,23 @@ def require_aligned(slot: Slot, accelerator: Accelerator, accumulation: int) -> 
             do="Change it when the number of micro-batches so far is a multiple of the new value, or before train(). "
             "packing_strategy='minibatch' allows a change at any step.",
         )
+    loss = torch.zeros((), device=trainer.args.device)
+    for i, micro_batch in enumerate(slot.micro_batches):
+        is_last = i + 1 == len(slot.micro_batches)
+        # The Trainer has set it for the whole slot. accelerate clips and steps only if it is on.
+        accelerator.gradient_state._set_sync_gradients(is_last)
+        # DDP reduces in each backward outside of `no_sync`. So it reduces once per step, not once per micro-batch.
+        # DeepSpeed's engine itself reduces and steps at the end of a step.
+        waits = not is_last and not trainer.is_deepspeed_enabled
+        with accelerator.no_sync(model) if waits else nullcontext():
+            loss += run(micro_batch)
+    return loss
+
+
+def log_cut(trainer: Any, slot: Slot) -> None:
+    """Add the number of micro-batches of a step and their imbalance to TRL's metrics."""
+    trainer._metrics["train"]["micro_batches"].append(len(slot.micro_batches))
+    trainer._metrics["train"]["imbalance"].append(slot.imbalance)
 
 
 def count_every_rank(accelerator: Accelerator) -> None:
@@ -171,20 +198,6 @@ def count_every_rank(accelerator: Accelerator) -> None:
     loader = accelerator.gradient_state.active_dataloader
     if loader is not None:
         loader.remainder = 0
-
-
-def in_turn(slot: Slot, *, accelerator: Accelerator, model: Any, syncs_itself: bool) -> Iterator[dict[str, Any]]:
-    """Yield the micro-batches of a step. Run each before the next: only the last reduces gradients over ranks.
-
-    `model` is the wrapped one. `syncs_itself`: the engine itself reduces and steps at the end of a step (DeepSpeed).
-    """
-    for i, micro_batch in enumerate(slot.micro_batches):
-        is_last = i + 1 == len(slot.micro_batches)
-        # The Trainer has set it for the whole slot. accelerate clips and steps only if it is on.
-        accelerator.gradient_state._set_sync_gradients(is_last)
-        # DDP reduces in each backward outside of `no_sync`. So it reduces once per step, not once per micro-batch.
-        with nullcontext() if is_last or syncs_itself else accelerator.no_sync(model):
-            yield micro_batch
 
 
 def how_to_cut(

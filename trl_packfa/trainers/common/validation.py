@@ -16,6 +16,7 @@ from ...attention import AttentionRequest, get_backend
 from ...errors import InvalidConfig, InvalidDataset, NoBackend
 from ...patches.measured import results
 from ...patches.registry import get_patch_for_type
+from ...patching.apply import find_state
 from ...patching.inspect import model_config, model_type
 from .config import CommonConfig
 from .parallelism import refuse_parallelism
@@ -117,3 +118,9 @@ def refuse_data(dataset: Dataset | IterableDataset, *, name: str) -> None:
             why=["packing plans with lengths before training, and a resumed run must see the same documents"],
             do="Use dataset.map(...), which is computed once, or reset_format().",
         )
+
+
+def runs_by_document(model: Any) -> bool:
+    """Tell whether the backbone of a patched model runs document by document."""
+    state = find_state(model)
+    return state is not None and state.patch.rebatch

@@ -63,9 +63,9 @@ def _without_pads(trainer: Any, model: str, *, args: Any, **given: Any) -> Any:
         require_columns(dataset, name=name, trainer=trainer.__name__, formats=(("prompt",),))
     refuse_before_loading(trainer.__name__, {"model": model, **given}, args, takes_images=True)
     require_run({"model": model, **given}, args)
-    quantization, adapter = load_as_asked(model, args, quantization=None, adapter=None)
+    given |= load_as_asked(model, args, given, asked=args)
     with telling_of_targets(model, args):
-        built = trainer(model, args=args, quantization_config=quantization, peft_config=adapter, **given)
+        built = trainer(model, args=args, **given)
     return padding_free(built, check_first_batch=args.check_packing, **args.patch_options)
 
 

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from ...errors import ContaminationError
 from ...layout.padded_rows import rows_of, tell_rows
 from ...packing import PackingReport
-from ..common.run_context import collating_with
-from ..common.step_cutting import Slot, in_turn, require_aligned
+from ..common.packed_run import collating_with
+from ..common.step_cutting import Slot, log_cut, run_slot
 from ..padding_free.collating import CountedBatch
 from .cutting import PairCutter, PairSlot, Part
 from .image_cutting import ImagePairCutter
@@ -121,18 +121,20 @@ class RecutSteps(Base):
         """Run TRL's training step; for a slot with a whole optimizer step, run it once per micro-batch."""
         if not isinstance(inputs, Slot):
             return super().training_step(model, inputs, num_items_in_batch)
-        require_aligned(inputs, self.accelerator, self.args.gradient_accumulation_steps)
-        loss = torch.zeros((), device=self.args.device)  # an idle slot returns this zero
-        if not isinstance(inputs, PairSlot):
-            return loss
-        self._computed, syncs_itself = {}, self.is_deepspeed_enabled
-        for micro_batch in in_turn(inputs, accelerator=self.accelerator, model=model, syncs_itself=syncs_itself):
+        self._computed = {}
+
+        def run(micro_batch: dict[str, Any]) -> torch.Tensor:
+            assert isinstance(inputs, PairSlot), "idle slots have no micro-batches"
             self._running = inputs, micro_batch.pop(_PART)
             try:
-                loss += super().training_step(model, micro_batch, num_items_in_batch)
+                return trl_step(model, micro_batch, num_items_in_batch)
             finally:
                 self._running = None
-        self._log_as_padded(inputs, loss)
+
+        trl_step = super().training_step
+        loss = run_slot(self, inputs, model, run)
+        if isinstance(inputs, PairSlot):
+            self._log_as_padded(inputs, loss)
         return loss
 
     def _prepare_input(self, data: Any) -> Any:
@@ -219,8 +221,7 @@ class RecutSteps(Base):
                 batch |= dict(zip(self._reference_keys, chunks, strict=True))
             with torch.no_grad(), self.compute_loss_context_manager(), self._knowing_references():
                 as_padded += by_trl(Replay(rows, loss.device), batch) / len(slot.padded)
-        self._metrics["train"]["micro_batches"].append(len(slot.micro_batches))
-        self._metrics["train"]["imbalance"].append(slot.imbalance)
+        log_cut(self, slot)
         if not self._has_compared:
             self._has_compared = True
             self._require_same_loss(loss, as_padded)

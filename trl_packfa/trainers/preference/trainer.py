@@ -8,31 +8,23 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from datasets import Dataset
 
 from ...api import unpatch
-from ...errors import ContaminationError, InvalidConfig, NoBackend, PackingError, UnsupportedModel
-from ...packing import PackingReport
-from ...patching import inspect as models
-from ...patching.apply import find_state
-from ..common.checkpoint_files import write_reports
+from ...errors import PackingError
 from ..common.dataset import tell_counts
 from ..common.distributed import require_same_documents
-from ..common.fallback import AsGiven, tell_adapter, tell_padded
 from ..common.image_cutting import why_images_stay
 from ..common.image_rows import NamesRows
-from ..common.model_card import add_section, card_section, name_base
 from ..common.model_loading import load_as_asked, named, output_dir, telling_of_targets
+from ..common.packed_run import PackedRun
 from ..common.resuming import identity
-from ..common.run_context import alone_in_folder, go_on, whole
 from ..common.step_cutting import keep_padded
-from ..common.validation import refuse_precision, refuse_untrainable
+from ..common.validation import refuse_precision, refuse_untrainable, runs_by_document
 from ..padding_free.padding_free import STATE, attached_run, run_without_pads
 from ..padding_free.refusals import refuse_before_loading, require_columns, require_run
 from .config import PreferenceConfig
@@ -42,7 +34,7 @@ from .overflow import cut_answers, plan_pairs
 from .recutting import RecutSteps
 
 
-class PackedPreference(NamesRows, RecutSteps):
+class PackedPreference(PackedRun, NamesRows, RecutSteps):
     """Base class of the packed preference trainers. It comes before TRL's trainer in their base classes.
 
     Attributes:
@@ -65,24 +57,18 @@ class PackedPreference(NamesRows, RecutSteps):
     _packs = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = _bound(super().__init__, args, kwargs)
+        given = dict(inspect.signature(super().__init__).bind(*args, **kwargs).arguments)
         refuse_untrainable(given["model"], given.get("peft_config"))
-        self.packing_reports: dict[str, PackingReport] = {}
-        self.cut_reason = ""
-        as_given = AsGiven(given["model"])  # before an adapter wraps it
+        self.packing_reports, self.cut_reason = {}, ""
         settled, refusal = self._settle(given)
-        if settled is not None:
-            try:
-                self._construct(dict(given), settled)
-                return
-            except (UnsupportedModel, ContaminationError, NoBackend, InvalidConfig) as late:
-                if self._asks_to_pack(given.get("args")):
-                    raise
-                self._undo()
-                given["model"], refusal = as_given.restore(vars(self).get("model")), late
-        assert refusal is not None
-        tell_padded(refusal, f"{self._name()}Trainer")
-        self._construct_padded(given)
+        self._pack_or_pad(
+            given["model"],
+            refusal,
+            is_asked=self._asks_to_pack(given.get("args")),
+            pack=lambda: self._construct(dict(given), settled),
+            pad=lambda model: self._construct_padded({**given, "model": model}),
+            padded=f"{self._name()}Trainer",
+        )
 
     def _asks_to_pack(self, asked: Any) -> bool:
         """Tell whether the user asked for a run without padding, by the config's class or `padding_free=True`."""
@@ -107,29 +93,18 @@ class PackedPreference(NamesRows, RecutSteps):
 
     def _construct(self, given: dict[str, Any], settled: Any) -> None:
         """Run TRL's `__init__` with the model that the config describes, then patch the trainer's models."""
-        quantization, adapter = load_as_asked(
-            given["model"],
-            settled,
-            quantization=given.get("quantization_config"),
-            adapter=given.get("peft_config"),
-        )
-        if adapter is not None and given.get("peft_config") is None:
-            adapter.task_type = self._task
-            tell_adapter(given.get("args"), settled, adapter)
-        given |= {"args": settled, "quantization_config": quantization, "peft_config": adapter}
+        given |= load_as_asked(given["model"], settled, given, asked=given.get("args"), task=self._task)
+        given["args"] = settled
         with telling_of_targets(given["model"], settled):
             super().__init__(**given)
-        refuse_precision(
-            self.model,
-            settled,
-            scales_losses=self.accelerator.scaler is not None,
-            own_optimizer=self.optimizer is not None,
-        )
+        scales_losses, own_optimizer = self.accelerator.scaler is not None, self.optimizer is not None
+        refuse_precision(self.model, settled, scales_losses=scales_losses, own_optimizer=own_optimizer)
+        own_collator = given.get("data_collator") is not None
         if self._is_vision_dataset:
-            self.name_rows(own_collator=given.get("data_collator") is not None)
+            self.name_rows(own_collator=own_collator)
         self._run_without_pads()
         if settled.strategy.recuts_steps:
-            self._choose_cut(own_collator=given.get("data_collator") is not None)
+            self._choose_cut(own_collator=own_collator)
 
     def _construct_padded(self, given: dict[str, Any]) -> None:
         """Run TRL's `__init__` with the user's arguments, for padded training."""
@@ -167,7 +142,7 @@ class PackedPreference(NamesRows, RecutSteps):
             self.cut_reason = "the routers' auxiliary loss is computed over each padded micro-batch"
         elif self._is_vision_dataset and (why := why_images_stay(self.model, self.neftune_noise_alpha)):
             self.cut_reason = why
-        elif self.neftune_noise_alpha is not None and _runs_by_document(self.model):
+        elif self.neftune_noise_alpha is not None and runs_by_document(self.model):
             self.cut_reason = "NEFTune's noise depends on the padded row, but the backbone runs document by document"
         else:
             self.cut_reason = self._why_not_cut()
@@ -227,52 +202,11 @@ class PackedPreference(NamesRows, RecutSteps):
 
     # Runs and checkpoints --------------------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as TRL does; `True`, `"true"` and `"last"` resume from the last whole checkpoint.
-
-        Raises:
-            [`UnsupportedModel`]: if a model of the trainer is no longer patched.
-            [`InvalidConfig`]: if there is no such checkpoint, or it is from a run on other data.
-        """
-        checkpoint = go_on(self, resume_from_checkpoint, identity=(lambda: self._identity) if self._packs else None)
-        with alone_in_folder(self.args):
-            return super().train(checkpoint, *args, **kwargs)
-
     @cached_property
     def _identity(self) -> dict[str, str]:
         columns = sorted({column for row in self._rows for column in row})
         return identity(self.train_dataset, self.processing_class, columns=columns, labels=self._label)
 
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Save TRL's checkpoint, mark it whole once every rank has written its part, then delete older ones."""
-        with whole(self, trial, lambda: self._identity):
-            super()._save_checkpoint(model, trial)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write TRL's model card, with a section on training without padding and its proof."""
-        card: Any = super().create_model_card  # type: ignore[misc]  # of TRL's trainers
-        card(*args, **kwargs)
+    def _proof_as_text(self) -> str:
         run = attached_run(self)
-        if run is None or not self.is_world_process_zero():
-            return
-        name_base(self.args.output_dir, models.model_config(self.model)._name_or_path)
-        settings = (
-            f'`packing_strategy="{self.args.packing_strategy}"`, `max_length={self.args.max_length}`, '
-            f'`overflow="{self.args.overflow}"`'
-        )
-        add_section(self.args.output_dir, card_section(settings, self.packing_reports, run.said))
-
-    def save_reports(self, folder: str | Path) -> None:
-        """Write `packing_report.json` into a folder."""
-        write_reports(folder, self.packing_reports, None)
-
-
-def _runs_by_document(model: Any) -> bool:
-    state = find_state(model)
-    return state is not None and state.patch.rebatch
-
-
-def _bound(construct: Callable[..., None], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Map the arguments of TRL's trainer to their names."""
-    bound = inspect.signature(construct).bind(*args, **kwargs)
-    return dict(bound.arguments)
+        return "" if run is None else run.said

@@ -256,12 +256,6 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
         """The strategy that `packing_strategy` names; `PADDED` with `packing=False`."""
         return STRATEGIES[self.packing_strategy] if self.packing and self.packing_strategy else PADDED
 
-    @property
-    def card_settings(self) -> dict[str, Any]:
-        """The fields that a model card shows."""
-        names = ("packing_strategy", "max_length", "overflow", "loss_weighting")
-        return {name: getattr(self, name) for name in names}
-
     @classmethod
     def from_args(cls, args: TrainingArguments, **changes: Any) -> PackedSFTConfig:
         """Convert TRL's or transformers' arguments to a `PackedSFTConfig`; return a `PackedSFTConfig` unchanged.

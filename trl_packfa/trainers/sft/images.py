@@ -23,7 +23,7 @@ from ..common.distributed import agree
 from ..common.image_cutting import why_images_stay
 from ..common.image_examples import OneByOne
 from ..common.image_rows import NamesRows, image_columns
-from ..common.run_context import collating_with
+from ..common.packed_run import collating_with
 from ..common.step_cutting import how_to_cut, keep_padded
 from ..padding_free.collating import CountedBatch
 from ..padding_free.padding_free import run_without_pads

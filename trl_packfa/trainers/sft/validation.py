@@ -13,14 +13,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ...collator import LOSSES, ROW_LENGTHS
 from ...errors import InvalidConfig, PackingError, UnsupportedModel
 from ...layout.from_call import layout_of
-from ...patching.apply import find_state
 from ...patching.inspect import model_type
 from ..common.dataset_checks import TOKENS
-from ..common.liger import refuse_missing_liger
 from ..common.parallelism import asked_parallelism, refuse_parallelism, refuse_zero3
 from ..common.sharded_rows import refuse_sharded_rows
-from ..common.validation import refuse_adapters_and_backend
+from ..common.validation import refuse_adapters_and_backend, runs_by_document
 from .config import PackedSFTConfig
+from .model_code import refuse_missing_liger
 
 # Largest relative difference between two losses that rounding can explain.
 _SAME_LOSS = 1e-4
@@ -121,8 +120,7 @@ def refuse_noise(model: Any) -> None:
 
     NEFTune's noise depends on the length of a document's padded row, which is not known there.
     """
-    state = find_state(model)
-    if state is not None and state.patch.rebatch:
+    if runs_by_document(model):
         raise UnsupportedModel(
             f"neftune_noise_alpha with model type '{model_type(model)}', whose backbone runs document by document.",
             why=["the range of NEFTune's noise depends on the length of the padded row, which is not known there"],

@@ -1,0 +1,177 @@
+"""`PackedRun`: what the packed trainers do alike around TRL's trainer.
+
+It builds the trainer, or the padded one in its place, resumes, writes whole checkpoints, reports and model cards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.logging import get_logger
+from peft import PeftModel
+from torch import nn
+
+from ...api import unpatch
+from ...errors import ContaminationError, InvalidConfig, NoBackend, PackingError, UnsupportedModel
+from ...exactness import ExactnessReport
+from ...packing import PackingReport
+from ...patching import inspect
+from .checkpoint_files import read_progress, tell_left_out, whole_checkpoint, write_progress, write_reports
+from .distributed import from_main_rank
+from .guards import only_run_in
+from .model_card import add_section, copy_card, name_base, packing_section
+from .preflight import checkpoint_to_resume, resuming_message
+from .resuming import adapter_of, require_same_adapter, require_same_run
+
+if TYPE_CHECKING:
+    from transformers import Trainer as Base
+else:
+    Base = object
+
+logger = get_logger(__name__)
+
+
+class PackedRun(Base):
+    """A base class of the packed trainers. It comes before TRL's trainer in their base classes."""
+
+    # The Trainer declares these types more loosely, or TRL's trainers assign them without a declaration.
+    args: Any
+    model: Any
+    _total_train_tokens: int
+
+    packing_reports: Mapping[str, PackingReport]
+    packing_plan: Mapping[str, float] = {}
+    exactness: ExactnessReport | None = None
+    _resumed_from: str | None = None
+
+    # Set by each trainer: whether the run is packed, and its `identity`.
+    _packs: Any
+    _identity: Any
+
+    def _pack_or_pad(
+        self,
+        model: Any,
+        refusal: PackingError | None,
+        *,
+        is_asked: bool,
+        pack: Callable[[], None],
+        pad: Callable[[Any], None],
+        padded: str,
+    ) -> None:
+        """Build the packed trainer; if that is refused and the user did not ask for packing, build the padded one.
+
+        `pack` and `pad` run TRL's `__init__`; `pad` gets the model as the caller gave it. `refusal` is an error from
+        before construction. `padded` is the name of TRL's trainer.
+
+        After a refusal TRL's `__init__` runs again: some models are found out only once they are built with the
+        default adapter, which the padded trainer does not have. On it depend the reference model that TRL builds, the
+        hooks that it puts on embeddings, and how DDP wraps the model, so the built trainer cannot go on as it is.
+        """
+        trained = [(p, p.requires_grad) for p in model.parameters()] if isinstance(model, nn.Module) else []
+        if refusal is None:
+            try:
+                return pack()
+            except (UnsupportedModel, ContaminationError, NoBackend, InvalidConfig) as late:
+                if is_asked:
+                    raise
+                refusal = late
+                self._undo()
+                built = vars(self).get("model")
+                if isinstance(model, nn.Module) and isinstance(built, PeftModel) and built is not model:
+                    built.unload()
+                for parameter, trains in trained:
+                    parameter.requires_grad_(trains)
+        why = f" ({'; '.join(refusal.why)})" if refusal.why else ""
+        logger.warning(
+            "trl-packfa: %s%s. Training as %s would: padded, without a default adapter.",
+            refusal.what.removesuffix("."), why, padded,
+        )  # fmt: skip
+        pad(model)
+
+    def _undo(self) -> None:
+        """Remove the patches of a construction that was refused late."""
+        if (model := vars(self).get("model")) is not None:
+            unpatch(model)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as TRL does; `True`, `"true"` and `"last"` resume from the last whole checkpoint.
+
+        Raises:
+            [`UnsupportedModel`], [`ContaminationError`]: if a model is not exact, or no longer patched.
+            [`InvalidConfig`]: if there is no whole checkpoint to resume from, if the named folder is no checkpoint or
+                its files have changed, or if it is from a run on other data or labels, or with another adapter.
+        """
+        self._resumed_from = self._checkpoint_to_resume(resume_from_checkpoint)
+        saves = self.args.should_save and self.args.save_strategy != "no"  # otherwise no file can be damaged
+        with self._before_training(), only_run_in(self.args.output_dir) if saves else nullcontext():
+            return super().train(self._resumed_from, *args, **kwargs)
+
+    def _checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
+        """Return the checkpoint to resume from, or `None` to start anew; set the token count to the checkpoint's."""
+        checkpoint = from_main_rank(self.accelerator, lambda: checkpoint_to_resume(asked, self.args.output_dir))
+        if checkpoint is None:
+            return None
+        logger.info("trl-packfa: %s", resuming_message(checkpoint))
+        if self.is_world_process_zero():
+            tell_left_out(checkpoint)
+        progress = read_progress(checkpoint)
+        require_same_adapter(progress, self.model)
+        if self._packs and not self.args.ignore_data_skip:
+            require_same_run(progress, self._identity)
+        # Otherwise TRL would count from 0 again.
+        self._total_train_tokens = progress.get("num_tokens", 0)
+        return checkpoint
+
+    def _before_training(self) -> AbstractContextManager[Any]:
+        """Return the context in which TRL trains."""
+        return nullcontext()
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """Save TRL's checkpoint, mark it whole once every rank has written its part, then delete older ones.
+
+        The model card, the run's progress and its [`identity`] are added.
+        """
+        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        with whole_checkpoint(folder, self):
+            super()._save_checkpoint(model, trial)
+            self._save_state(folder)
+            if self.args.should_save:
+                copy_card(self.args.output_dir, folder)
+                progress = {"num_tokens": self._total_train_tokens, "adapter": adapter_of(self.model)}
+                write_progress(folder, {**progress, **self._identity})
+
+    def _save_state(self, folder: Path) -> None:
+        """Write a rank's own state into a checkpoint."""
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write TRL's model card, with a section on packing and its proof."""
+        card: Any = super().create_model_card
+        card(*args, **kwargs)
+        if self.is_world_process_zero():
+            name_base(self.args.output_dir, inspect.model_config(self.model)._name_or_path)
+            if self._packs:
+                reports, settings = self.packing_reports, self.args.card_settings
+                section = packing_section(settings, reports, self.exactness, said=self._proof_as_text())
+                add_section(self.args.output_dir, section)
+
+    def _proof_as_text(self) -> str:
+        """Return the card's sentence on the proof, for a run without a report."""
+        return ""
+
+    def save_reports(self, folder: str | Path) -> None:
+        """Write `packing_report.json` and, once proven, `exactness_report.json` into a folder."""
+        write_reports(folder, self.packing_reports, self.exactness, plan=self.packing_plan)
+
+
+@contextmanager
+def collating_with(trainer: Any, collator: Any) -> Iterator[None]:
+    """Let a trainer's loader collate with this collator inside a `with` block."""
+    own, trainer.data_collator = trainer.data_collator, collator  # TRL's loaders read this attribute
+    try:
+        yield
+    finally:
+        trainer.data_collator = own
