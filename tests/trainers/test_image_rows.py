@@ -16,7 +16,7 @@ from trl_packfa.trainers.common import image_cutting
 from trl_packfa.trainers.common.image_examples import OneByOne, Processed
 from trl_packfa.trainers.common.image_rows import NamingCollator, NumberedRows, look_at_images
 from trl_packfa.trainers.common.step_cutting import Documents
-from trl_packfa.trainers.sft.image_steps import ImageCutter
+from trl_packfa.trainers.sft.images import ImageCutter
 
 STRATEGIES = ("step", "minibatch")
 

@@ -8,13 +8,13 @@ from .overflow import (
     WRAP,
     PackingReport,
     Spans,
+    TrainedTokens,
     nothing_trains,
     plan_overflow,
     require_policy,
 )
 from .sampler import PackedBatchSampler
 from .strategies import BFD, BFD_SPLIT, MINIBATCH, PADDED, STEP, STRATEGIES, WRAPPED, Strategy
-from .trained import TrainedTokens
 
 __all__ = [
     "BFD",

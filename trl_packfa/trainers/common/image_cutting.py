@@ -12,8 +12,7 @@ from torch import nn
 
 from ...packing import PackingReport, document_cost, fewest_micro_batches, imbalance, recut
 from .flops import quadratic_weight
-from .image_examples import Processed
-from .image_weights import ImageWeights
+from .image_examples import ImageWeights, Processed
 from .step_cutting import Documents
 
 

@@ -24,10 +24,9 @@ from ...layout import PackedLayout
 from ...packing import imbalance
 from .batching import FREE, KEPT, TOGETHER, deal
 from .config import CommonConfig
-from .dataset import count_computed, longest_document, read_lengths
+from .dataset import count_computed, longest_document, read_lengths, split_example
 from .flops import quadratic_weight
 from .padded_batch_map import ORIGINS, origins_of_steps
-from .trees import split_example
 
 logger = get_logger(__name__)
 

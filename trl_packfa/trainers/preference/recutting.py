@@ -1,12 +1,20 @@
-"""`RecutSteps`: run a step's pairs in other micro-batches than the padded run, and log the padded run's metrics."""
+"""`RecutSteps`: run a step's pairs in other micro-batches than the padded run, and log the padded run's metrics.
+
+TRL averages some metrics over the tokens of a micro-batch and then over micro-batches. For a re-cut step these
+averages would differ. So TRL's own loss runs once more on the padded micro-batches, with the recorded outputs of the
+model ([`Recorder`], [`Replay`]), and logs the padded run's metrics.
+
+Shape letters: B rows of a batch, L row length, n tokens of a row.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -20,10 +28,8 @@ from ...packing import PackingReport
 from ..common.packed_run import collating_with
 from ..common.step_cutting import Slot, log_cut, run_slot
 from ..padding_free.collating import CountedBatch
-from .cutting import PairCutter, PairSlot, Part
-from .image_cutting import ImagePairCutter
+from .cutting import ImagePairCutter, PairCutter, PairSlot, Part
 from .overflow import Rows
-from .replaying import Recorder, Replay, RowOutputs
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
@@ -248,3 +254,58 @@ class RecutSteps(Base):
                 why=["this loss is not a mean over pairs, so re-cut steps would train another loss"],
                 do="Train with packing_strategy='minibatch', and please report it.",
             )
+
+
+# Outputs of TRL's fused LM head for each token `(B, L - 1)`, and of a classifier for each row `(B, 1)`.
+_BY_TOKEN = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
+_BY_ROW = ("logits",)
+
+RowOutputs = dict[str, torch.Tensor]
+
+
+class Recorder:
+    """A wrapper of a model that keeps the outputs of the last call. The model's attributes can be read here too."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.outputs: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward and keep its outputs."""
+        self.outputs = self.model(*args, **kwargs)
+        return self.outputs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def rows(self, lengths: Sequence[int]) -> list[RowOutputs]:
+        """Return the outputs of each row of `lengths` tokens, detached from the graph and without padding."""
+        kept: list[RowOutputs] = []
+        for i, length in enumerate(lengths):
+            by_row = {name: value[i].detach().clone() for name, value in self._found(_BY_ROW)}
+            by_token = {name: value[i, : length - 1].detach().clone() for name, value in self._found(_BY_TOKEN)}
+            kept.append({**by_row, **by_token})
+        return kept
+
+    def _found(self, names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
+        # The outputs of a fused head have no logits, and those of a classifier nothing per token.
+        values = [(name, getattr(self.outputs, name, None)) for name in names]
+        return [(name, value) for name, value in values if isinstance(value, torch.Tensor)]
+
+
+class Replay:
+    """A stand-in for a model that returns the recorded outputs of the next batch's rows, in its order."""
+
+    def __init__(self, rows: list[RowOutputs], device: torch.device) -> None:
+        self.rows, self.device = rows, device
+
+    def __call__(self, input_ids: torch.Tensor, **_: Any) -> SimpleNamespace:
+        """Return outputs for `input_ids` `(B, L)`, padded with zeros on the right."""
+        width = input_ids.shape[1] - 1
+        answer: dict[str, Any] = {}
+        for name, first in self.rows[0].items():
+            size = first.shape if name in _BY_ROW else (width,)
+            answer[name] = first.new_zeros((len(self.rows), *size), device=self.device)
+            for i, row in enumerate(self.rows):
+                answer[name][i, : len(row[name])] = row[name]
+        return SimpleNamespace(**answer)

@@ -28,8 +28,7 @@ from ..common.validation import refuse_precision, refuse_untrainable, runs_by_do
 from ..padding_free.padding_free import STATE, attached_run, run_without_pads
 from ..padding_free.refusals import refuse_before_loading, require_columns, require_run
 from .config import PreferenceConfig
-from .cutting import PairCutter
-from .image_cutting import ImagePairCutter
+from .cutting import ImagePairCutter, PairCutter
 from .overflow import cut_answers, plan_pairs
 from .recutting import RecutSteps
 

@@ -23,8 +23,8 @@ from ...packing import (
     require_policy,
 )
 from ...versions import installed_version
+from ..common.batching import TAKES_BATCHES
 from ..common.config import CommonConfig, require_recutting, require_trainable
-from ..common.sampler import TAKES_BATCHES
 
 LOSS_WEIGHTINGS = ("token", "example")
 

@@ -31,7 +31,7 @@ from ...runtime.compile import uncompiled
 from ...terminal.progress import proving
 from ..common.distributed import agree, from_main_rank
 from ..common.padded_batch_map import ORIGINS
-from ..common.sharded_rows import row_group
+from ..common.parallelism import row_group
 from ..common.step_cutting import Slot
 from .config import PackedSFTConfig
 

@@ -1,35 +1,45 @@
 """Training on images: the model computes padded micro-batches without their pads, and steps are re-cut.
 
 A processor makes the tokens of an image while it collates. So rows cannot be filled before, and the text decoder
-removes the pads after images and text are merged.
+removes the pads after images and text are merged. Each rank re-cuts its own examples of a step: sizes are gathered
+over ranks, images never.
+
+Shape letters: B rows, L row length, n tokens of a row.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+from accelerate import Accelerator
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 from trl import SFTTrainer
 
-from ...errors import InvalidConfig
+from ...errors import ContaminationError, InvalidConfig
+from ...exactness import quiet
+from ...exactness.compare import FLOORS, NOISE_FACTOR, relative_difference
+from ...exactness.rounding import last_places_off
+from ...exactness.subject import compute_dtype
 from ...packing import MINIBATCH, STEP, PackingReport
+from ...patching.apply import find_state
 from ..common.batching import FREE
 from ..common.distributed import agree
-from ..common.image_cutting import why_images_stay
-from ..common.image_examples import OneByOne
-from ..common.image_rows import NamesRows, image_columns
+from ..common.image_cutting import OwnCutter, why_images_stay
+from ..common.image_examples import Merging, OneByOne
+from ..common.image_rows import Example, NamesRows, image_columns
 from ..common.packed_run import collating_with
-from ..common.step_cutting import how_to_cut, keep_padded
-from ..padding_free.collating import CountedBatch
+from ..common.step_cutting import Documents, Slot, how_to_cut, keep_padded
+from ..padding_free.collating import CountedBatch, CountingCollator
 from ..padding_free.padding_free import run_without_pads
 from .config import PackedSFTConfig
-from .image_proof import ExampleProof, compare_example
-from .image_steps import ROW_WEIGHTS, ImageCutter
 from .loss_weighting import WeightedModel
 
 logger = get_logger(__name__)
@@ -206,3 +216,126 @@ class TrainsOnImages(NamesRows, SFTTrainer):
     def _prepare_input(self, data: Any) -> Any:
         # The loader moves only the batches that it makes. The batches of a re-cut step are made here.
         return super()._prepare_input(data.to(self.args.device) if isinstance(data, CountedBatch) else data)
+
+
+# The key of a micro-batch's weights of rows, `(B,)`. It is removed before the model is called.
+ROW_WEIGHTS = "trl_packfa_row_weights"
+
+
+class ImageCutter:
+    """A cutter of a step's examples into micro-batches of about equal cost, the same number of them on every rank.
+
+    A micro-batch's size is its tokens plus its image patches, weighted ([`ImageWeights`]). The budget is
+    `max_tokens_per_microbatch`, or the size of the step's largest padded micro-batch, with its pads.
+
+    `counts_tokens`: losses are divided by the tokens of the step. If not, the padded run's loss is a mean over each
+    padded micro-batch, and rows get weights ([`ROW_WEIGHTS`]) with which the step's loss is the same.
+    """
+
+    def __init__(
+        self,
+        args: PackedSFTConfig,
+        *,
+        model: Any,
+        accelerator: Accelerator,
+        pad_token_id: int,
+        counts_tokens: bool,
+    ) -> None:
+        self.own = OwnCutter(model, accelerator, budget=args.max_tokens_per_microbatch)
+        self.counts_tokens, self.pad_token_id = counts_tokens, pad_token_id
+        self.free_budget: int | None = args.max_tokens_per_microbatch  # without one: that of the last step
+        self._collator: CountingCollator | None = None
+        # The largest micro-batch of the last step, and the batch of its last example.
+        self.sample: tuple[dict[str, Any], dict[str, Any]] | None = None
+
+    def cut(self, batches: Sequence[Documents], collate: Callable[[list[Example]], Any]) -> list[Slot]:
+        """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
+        cut = self.own.cut(batches)
+        self.free_budget = cut.budget
+        merge = self._merging(collate)
+        # A rank with fewer examples than the others have micro-batches runs an untrained one, to take part in their
+        # collectives.
+        idle = merge([cut.examples[cut.shortest]])
+        idle["labels"] = torch.full_like(idle["labels"], -100)
+        first = cut.count - len(cut.parts)
+        micro_batches = [*[idle] * first, *(merge([cut.examples[i] for i in part]) for part in cut.parts)]
+        largest = max(range(len(cut.parts)), key=lambda i: len(cut.parts[i]))
+        self.sample = dict(micro_batches[first + largest]), cut.examples[cut.parts[largest][-1]].batch
+        if not self.counts_tokens:
+            trained = np.array([example.trained for example in cut.examples])
+            weights = _row_weights(trained, cut.padded, cut.parts, cut.count)
+            for micro_batch, of_rows in zip(micro_batches[first:], weights, strict=True):
+                micro_batch[ROW_WEIGHTS] = of_rows
+        last = Slot(micro_batches, cut.imbalance, untrained=cut.untrained)
+        return [Slot([]) for _ in batches[:-1]] + [last]
+
+    def _merging(self, collate: Callable[[list[Example]], Any]) -> CountingCollator:
+        if self._collator is None:
+            self._collator = CountingCollator(Merging(collate, self.pad_token_id))
+        return self._collator
+
+
+def _row_weights(trained: np.ndarray, padded: np.ndarray, parts: list[list[int]], count: int) -> list[torch.Tensor]:
+    """Return, for each micro-batch, the weights of its rows with which the mean of its losses is as padded.
+
+    The padded run's loss is the mean over its micro-batches of the mean over their trained tokens. Ours is the mean
+    over `count` micro-batches, untrained ones included, of the weighted mean over theirs. `trained` and `padded` are
+    the trained tokens of each example and the number of its padded micro-batch; `parts` are the examples of each
+    micro-batch.
+    """
+    # Example: padded micro-batches with 3 and 9 trained tokens run as one with 12. A token of the first weighs
+    # 12 / 3 / 2, so that its share of the sum, divided by 12, is 1 / 3 / 2.
+    in_padded = np.maximum(np.bincount(padded, weights=trained), 1)
+    share = count / len(in_padded)
+    return [torch.tensor(trained[part].sum() * share / in_padded[padded[part]], dtype=torch.float32) for part in parts]
+
+
+class ExampleProof(NamedTuple):
+    """The relative difference between the losses of an example in a micro-batch and alone.
+
+    Attributes:
+        difference (`float`), allowed (`float`): relative, over its trained tokens.
+        rows (`int`): number of rows of the micro-batch.
+    """
+
+    difference: float
+    allowed: float
+    rows: int
+
+    def require_exact(self) -> None:
+        """Require that the difference is allowed."""
+        if self.difference <= self.allowed:
+            return
+        raise ContaminationError(
+            f"the first re-cut micro-batch is not exact: the losses of one of its {self.rows} examples differ by "
+            f"{self.difference:.2e} from those of the example alone (allowed {self.allowed:.2e}).",
+            why=["the model, or its processor, lets the images of a micro-batch have an effect on each other"],
+            do="Train with packing_strategy='minibatch', which keeps the padded run's micro-batches, and report it.",
+        )
+
+
+@torch.no_grad()
+def compare_example(
+    model: Any, together: dict[str, Any], alone: dict[str, Any], prepare: Callable[[Any], Any]
+) -> ExampleProof:
+    """Run a micro-batch and its last example alone, without dropout, and compare the example's losses.
+
+    `model`, wrapped or not, has TRL's fused LM head. In `alone`, the batch of the last example of `together`, tokens
+    begin in the first column. `prepare` moves a batch to the device.
+    """
+    state = find_state(model)
+    counted = vars(state.unpadding).copy() if state is not None and state.unpadding is not None else {}
+
+    def losses(batch: dict[str, Any], *, off: bool = False) -> torch.Tensor:
+        with last_places_off(model) if off else nullcontext():
+            return model(**prepare(dict(batch)), use_cache=False, fused_lm_head=True).log_probs[-1]
+
+    with quiet(model, training=True):
+        found, own, rounded = losses(together), losses(alone), losses(alone, off=True)
+    if state is not None and state.unpadding is not None:  # these calls do not count in the logs
+        vars(state.unpadding).update(counted)
+    # All tokens together are one vector `(1, n)`: the loss of a single token may be near 0.
+    found, own, rounded = (values[: len(own)][None] for values in (found, own, rounded))
+    noise = relative_difference(rounded, own)
+    allowed = max(NOISE_FACTOR * noise, FLOORS[compute_dtype(model, own.dtype)])
+    return ExampleProof(relative_difference(found, own), allowed, len(together["input_ids"]))

@@ -1,4 +1,4 @@
-"""Estimate of the memory that one GPU needs for training, from the model's shape, with a formula for each term.
+"""Estimate of the memory that one GPU needs for training, from the model's shape, and advice on what would fit.
 
 CUDA's own context (about half a gigabyte), fragmentation, and sharding by DeepSpeed or FSDP are left out.
 """
@@ -7,10 +7,18 @@ from __future__ import annotations
 
 import copy
 from dataclasses import asdict, dataclass
+from typing import Any
 
+import torch
+from accelerate.logging import get_logger
+from datasets import IterableDataset
+
+from ...kernels.liger.library import liger_kernels
 from ...kernels.lm_head.frozen import positions_per_tile
+from ..common.batching import FREE, Batching
+from ..common.dataset import read_lengths
 from .config import PackedSFTConfig
-from .model_shape import ModelShape
+from .model_shape import ModelShape, shape_as_loaded
 
 # Bytes that CUDA takes for itself, and the factor that fragmentation adds to an estimate.
 RESERVED, SLACK = 1e9, 1.15
@@ -147,3 +155,67 @@ def _state(optimizer: str) -> tuple[float, int | None]:
     name = optimizer.removeprefix("OptimizerNames.").lower()
     kept = next((state for known, state in _STATES.items() if known in name), _STATES["adam"])
     return (kept[0], 1) if "8bit" in name else kept
+
+
+logger = get_logger(__name__)
+
+# Frozen weights of fewer bytes are not mentioned.
+_FEW_BYTES = 100e6
+
+
+def tell_what_fits(model: Any, args: PackedSFTConfig, dataset: Any, *, cut: str = FREE) -> None:
+    """Log what a run on these cut documents could save. `cut` is how `step` may cut."""
+    if (line := frozen_in_float32(model, args)) is not None:
+        logger.info("trl-packfa: %s", line)
+    has = memory_of(args.device)
+    if has is None or dataset is None or isinstance(dataset, IterableDataset):
+        return
+    tokens = Batching.of(args, cut=cut).micro_batch_tokens(read_lengths(dataset))
+    if (line := checkpointing_can_be_off(model, args, tokens, has)) is not None:
+        logger.info("trl-packfa: %s", line)
+
+
+def memory_of(device: torch.device) -> int | None:
+    """Return the memory of a GPU in bytes, or `None` for other devices."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def frozen_in_float32(model: Any, args: PackedSFTConfig) -> str | None:
+    """Describe the cost of frozen float32 weights under `bf16`; return `None` if there are few or none."""
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.dtype is torch.float32]
+    size = sum(p.numel() * p.element_size() for p in frozen)
+    if not args.bf16 or size < _FEW_BYTES:
+        return None
+    return (
+        f"the frozen weights are float32 (TRL's default), {size / 1e9:.1f} GB that every pass casts to bfloat16: "
+        f"dtype='bfloat16' saves the casts and {size / 2e9:.1f} GB."
+    )
+
+
+def checkpointing_can_be_off(model: Any, args: PackedSFTConfig, tokens: int, has: float) -> str | None:
+    """Say that a GPU with `has` bytes can train micro-batches of so many tokens without activation checkpointing.
+
+    The result is `None` if checkpointing is off, if the memory does not suffice, or if that cannot be estimated, as
+    with the sharded weights of DeepSpeed and FSDP.
+    """
+    shared = bool(args.deepspeed) or bool(args.fsdp)
+    if not args.gradient_checkpointing or shared:
+        return None
+    try:
+        shape = shape_as_loaded(model)
+    except (AttributeError, RuntimeError, TypeError) as error:  # the config has no widths, or one for each layer
+        logger.debug("trl-packfa: no estimate of memory: %s", error)
+        return None
+    fused_norms = args.fused_kernels and liger_kernels() is not None
+    memory = estimate(shape, without_checkpointing(args), tokens, fused_norms=fused_norms)
+    if memory.needed > has:
+        return None
+    return (
+        f"gradient checkpointing can be off: est. {memory.needed / 1e9:.1f} GB of {has / 1e9:.1f} GB at "
+        f"{tokens:,} tokens. gradient_checkpointing=False computes {operations(bool(shape.lora_rank))}."
+    )
+
+
+def operations(frozen: bool) -> str:
+    """Describe the operations that training saves without activation checkpointing, which repeats the forward."""
+    return "4 operations a weight and token instead of 6" if frozen else "6 operations a weight and token instead of 8"

@@ -24,7 +24,7 @@ from ...patching.router_loss import BalancedModel
 from ...runtime.neftune import EmbeddingNoise
 from ...runtime.sequence_parallel import local_part
 from ..common.padded_batch_map import ORIGINS, Origins
-from ..common.sharded_rows import row_group
+from ..common.parallelism import row_group
 from .config import PackedSFTConfig
 
 # Tokens of the document on which routers are tried.

@@ -18,7 +18,6 @@ from ...exactness import ExactnessReport
 from ...plotting import LOSS_CURVE, save_loss_curve
 from ...terminal import print_table
 from ...terminal.progress import RichProgressCallback, a_line_per_thing, packing_table, plan_table
-from ..common.columns import make_columns
 from ..common.dataset import COUNTS, hold_out
 from ..common.hub import load_dataset_dict
 from ..common.parsing import TrainerChoice, make_parser, parse
@@ -33,6 +32,7 @@ from ..common.preflight import (
     resuming_message,
 )
 from .config import PackedSFTConfig
+from .raw_dataset import make_columns
 from .trainer import PackedSFTTrainer
 
 

@@ -41,6 +41,7 @@ from ...exactness import ExactnessReport
 from ...packing import PackedBatchSampler, PackingReport
 from ...patching import inspect
 from ...patching.apply import unpadding_of
+from ..common.batching import EpochCallback
 from ..common.chat_templates import left_out_by_template
 from ..common.checkpoint_files import count_batch
 from ..common.dataset import read_lengths, without_our_columns
@@ -49,27 +50,31 @@ from ..common.flops import quadratic_weight
 from ..common.guards import LossWatch, memory_advice
 from ..common.model_loading import AnyDataset, EvalDataset, load_as_asked, output_dir, telling_of_targets
 from ..common.packed_run import PackedRun, collating_with
-from ..common.parallelism import refuse_uneven_calls
+from ..common.parallelism import refuse_short_rows, refuse_uneven_calls, require_shareable, share_rows
 from ..common.resuming import identity
-from ..common.sampler import EpochCallback
-from ..common.sharded_rows import refuse_short_rows, require_shareable, share_rows
 from ..common.step_cutting import Documents, Slot, StepCutter, count_every_rank, how_to_cut, log_cut, run_slot
 from ..common.validation import refuse_precision
 from .config import PackedSFTConfig
-from .construction import asks_for_packing, padded, settle_arguments
+from .construction import (
+    asks_for_packing,
+    padded,
+    refuse_loss_function,
+    refuse_noise,
+    refuse_sources,
+    settle_arguments,
+)
 from .dataloading import PackedData, copies_without_waiting, send
 from .epoch_plan import summarize_plan
 from .exactness_gate import ExactnessGate, require_engine
 from .images import TrainsOnImages
 from .lm_head import LossHead, OwnHead, drop_unmeasured
 from .loss_weighting import SourceLosses, WeightedModel, as_example_labels, example_weights
+from .memory import tell_what_fits
 from .model_code import apply_liger, changed_already, compile_by_layer
 from .padded_terms import PaddedTerms
 from .raw_dataset import usable
 from .sequence_parallel import ShardedRowsTrainer
 from .throughput import SpeedMeter
-from .validation import refuse_loss_function, refuse_noise, refuse_sources
-from .what_fits import tell_what_fits
 
 logger = get_logger(__name__)
 

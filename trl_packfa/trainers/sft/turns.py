@@ -24,8 +24,7 @@ from ...collator import LOSSES, ROW_LENGTHS, SAVED
 from ...errors import InvalidDataset
 from ...layout.prefix_tree import common_length
 from ...packing import PackingReport
-from ..common.dataset import AnyDataset, cut_some
-from ..common.trees import split_tree, tree_columns
+from ..common.dataset import AnyDataset, cut_some, split_tree, tree_columns
 
 # Column with the number of an example's conversation, until its examples are one row.
 CONVERSATION = "trl_packfa_conversation"
