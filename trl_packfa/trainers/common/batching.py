@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, trainer_pt_utils
+from transformers import trainer_pt_utils
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from ...packing import PackedBatchSampler, Strategy, fewest_micro_batches, recut, recut_over_ranks
@@ -48,32 +47,21 @@ class Batching:
     keeps_ranks: bool = False
 
     @classmethod
-    def of(
-        cls,
-        args: CommonConfig,
-        *,
-        strategy: Strategy | None = None,
-        world_size: int | None = None,
-        quadratic: float = 0.0,
-        cut: str = FREE,
-        keeps_ranks: bool = False,
-    ) -> Batching:
-        """Read the settings from a config, optionally for another strategy or number of processes."""
-        return cls(
-            strategy=strategy or args.strategy,
-            batch_size=args.per_device_train_batch_size,
-            accumulation=args.gradient_accumulation_steps,
-            world_size=world_size or args.data_parallel_size,
-            max_length=args.max_length,
-            budget=args.max_tokens_per_microbatch,
-            quadratic=quadratic,
-            sampling=str(args.train_sampling_strategy),
-            drop_last=args.dataloader_drop_last,
-            pad_to=args.pad_to_multiple_of or 1,  # type: ignore[arg-type]  # SFTConfig has made it an int
-            seed=args.seed if args.data_seed is None else args.data_seed,
-            cut=cut,
-            keeps_ranks=keeps_ranks,
-        )
+    def of(cls, args: CommonConfig, **changes: Any) -> Batching:
+        """Read the settings from a config; `changes` win over it."""
+        read = {
+            "strategy": args.strategy,
+            "batch_size": args.per_device_train_batch_size,
+            "accumulation": args.gradient_accumulation_steps,
+            "world_size": args.data_parallel_size,
+            "max_length": args.max_length,
+            "budget": args.max_tokens_per_microbatch,
+            "sampling": str(args.train_sampling_strategy),
+            "drop_last": args.dataloader_drop_last,
+            "pad_to": args.pad_to_multiple_of or 1,
+            "seed": args.seed if args.data_seed is None else args.data_seed,
+        }
+        return cls(**{**read, **changes})
 
     def micro_batch_tokens(self, lengths: np.ndarray) -> int:
         """Return an upper bound for the tokens of a micro-batch, padding included."""
@@ -126,8 +114,8 @@ class Batching:
         # For example 2 micro-batches of 3 examples on 1 rank: [0, 0, 0, 1, 1, 1].
         groups = np.arange(step.shape[0] * step.shape[1]).repeat(step.shape[2])
         documents, groups = step[step > 0], groups[step.ravel() > 0]
-        dealt = deal(documents, groups, cut=self.cut, budget=budget, world_size=self.world_size,
-                     quadratic=self.quadratic)  # fmt: skip
+        options = {"cut": self.cut, "budget": budget, "world_size": self.world_size, "quadratic": self.quadratic}
+        dealt = deal(documents, groups, **options)
         return [[documents[part] for part in rank] for rank in dealt]
 
     def _recut_by_rank(self, step: np.ndarray) -> list[list[np.ndarray]]:
@@ -188,18 +176,3 @@ class RankAwareSampler(PackedBatchSampler, _BatchRebalanceSampler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # `BatchRebalanceSampler`'s own `__init__` would plan padded batches.
         PackedBatchSampler.__init__(self, *args, **kwargs)
-
-
-class EpochCallback(TrainerCallback):
-    """A callback that sets the sampler's epoch, because accelerate 1.15 does not do so for a wrapped batch sampler."""
-
-    def __init__(self, sampler: Callable[[], PackedBatchSampler | None]) -> None:
-        self.sampler = sampler
-
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Set the sampler's epoch to the Trainer's count, which a resumed run restores."""
-        sampler = self.sampler()
-        if sampler is not None:
-            sampler.set_epoch(int(state.epoch or 0))

@@ -23,8 +23,7 @@ def left_out_by_template(
 ) -> list[str]:
     """Describe, in a sentence each, the kinds of content that the template ignores, with the share of examples.
 
-    Each example is rendered with the content and without it. `chat_template` is used instead of the processing
-    class's.
+    Each example is rendered with the content and without it.
     """
     looked_at = 0
     left_out = {"tools": 0, "tool calls": 0}
@@ -32,13 +31,10 @@ def left_out_by_template(
         looked_at += 1
         for name, ignored in _ignored(example, processing_class, chat_template).items():
             left_out[name] += ignored
-    told = {
-        "tools": "the tools that it may call",
-        "tool calls": "the assistant's calls and has empty turns instead",
-    }
+    lost = {"tools": "the tools that it may call", "tool calls": "the assistant's calls and has empty turns instead"}
     return [
         f"the chat template ignores {name}: in {count / looked_at:.0%} of the examples ({count} of {looked_at} looked "
-        f"at) the trained text lacks {told[name]}. Use the model's own template, or chat_template_path."
+        f"at) the trained text lacks {lost[name]}. Use the model's own template, or chat_template_path."
         for name, count in left_out.items()
         if count
     ]

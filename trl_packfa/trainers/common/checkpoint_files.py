@@ -36,10 +36,9 @@ _LOST = ("truncated", "split", "dropped", "tokens_lost")
 
 
 def count_batch(metrics: Mapping[str, list[float]], inputs: dict[str, Any], *, capacity: int | None) -> None:
-    """Add the counts of a packed batch to the Trainer's metrics, and remove from `inputs` what is no model input.
+    """Add the counts of a packed batch to TRL's metrics, and remove from `inputs` what is no model input.
 
-    `metrics` are TRL's of the current mode, which it averages when it logs. `capacity` is the tokens that fit into the
-    batch, if rows have a fixed length; then `fill` is logged.
+    `capacity` is the tokens that fit into the batch, if rows have a fixed length; then `fill` is logged.
     """
     lost = inputs.pop(LOSSES, None)
     layout = inputs.get("packed_layout")
@@ -75,8 +74,7 @@ def last_whole_checkpoint(folder: str | Path | None) -> str | None:
 def _incomplete(checkpoint: Path) -> str | None:
     """Return the reason why a checkpoint is not whole, or `None` if it is.
 
-    A checkpoint of an earlier version has a report but no manifest. It is accepted: it was written whole, but nothing
-    shows whether it has changed since.
+    A report without a manifest, of an earlier version, was written whole: it is accepted.
     """
     written = (checkpoint / MANIFEST).exists() or (checkpoint / PACKING_REPORT).exists()
     return damage(checkpoint) if written else f"no {PACKING_REPORT}"
@@ -119,10 +117,9 @@ def require_whole_checkpoint(folder: str | Path | None) -> str:
 
 @contextmanager
 def whole_checkpoint(folder: Path, trainer: Any) -> Iterator[None]:
-    """Mark a checkpoint as whole after the `with` block has written it; until then it is not whole.
+    """Mark a checkpoint as whole, by report and manifest, after the `with` block has written every rank's part.
 
-    Report (the trainer's `save_reports`) and manifest mark it as whole. They are written once every rank has written
-    its part. Only then are older checkpoints deleted.
+    Only then are older checkpoints deleted.
 
     Raises:
         [`CheckpointNotWritten`]: for example if the disk is full. The parts of a new checkpoint are deleted.
@@ -132,7 +129,8 @@ def whole_checkpoint(folder: Path, trainer: Any) -> Iterator[None]:
         with _marked_whole(folder, trainer):
             yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        if not is_full_disk(error):
+        full = any(words in str(error).lower() for words in _FULL)
+        if not full and getattr(error, "errno", None) not in _FULL_NUMBERS:
             raise
         free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
         # With several ranks, others may still be writing. Then the parts stay, without a manifest.
@@ -150,11 +148,6 @@ def whole_checkpoint(folder: Path, trainer: Any) -> Iterator[None]:
 # Words in errors of torch's and safetensors' writers when the operating system accepts no more bytes.
 _FULL = ("no space left", "disk quota exceeded", "file too large", "file write failed", "unexpected pos")
 _FULL_NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def is_full_disk(error: BaseException) -> bool:
-    """Tell whether an error means that no more bytes can be written."""
-    return getattr(error, "errno", None) in _FULL_NUMBERS or any(words in str(error).lower() for words in _FULL)
 
 
 @contextmanager
@@ -202,8 +195,8 @@ def read_progress(folder: str | Path) -> dict[str, Any]:
 def write_stream_state(folder: str | Path, args: CommonConfig, state: dict[str, Any]) -> None:
     """Write the position of this rank's stream.
 
-    Nothing is written with loader workers, because they have read ahead, or if JSON cannot hold the documents. Then a
-    resumed run reads the stream from its beginning.
+    Nothing is written if loader workers have read ahead, or JSON cannot hold the documents. Then a resumed run reads
+    the stream from its beginning.
     """
     if args.dataloader_num_workers or not state:
         return
@@ -266,10 +259,7 @@ _PARTIAL = ".partial"
 
 
 def write_manifest(folder: Path) -> None:
-    """Write the size and digest of every file of a checkpoint, once all ranks have written their files.
-
-    Files in subfolders (parts of sharded weights and optimizers) are included.
-    """
+    """Write the size and digest of every file of a checkpoint, once all ranks have written their files."""
     found = {str(path.relative_to(folder)): _described(path) for path in _files(folder)}
     write_json(folder / MANIFEST, {"files": found})
 
@@ -285,7 +275,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def damage(folder: Path) -> str | None:
     """Describe the first file of a checkpoint that is missing or has changed; return `None` if there is none.
 
-    A checkpoint without a manifest (from an earlier version, or another trainer) cannot be checked; it gives `None`.
+    A checkpoint without a manifest cannot be checked; it gives `None`.
     """
     path = folder / MANIFEST
     if not path.exists():

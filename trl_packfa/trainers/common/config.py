@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     class _Base(ModelConfig, TrainingArguments):
         """The base class for type checkers only: every trainer's config also is TRL's, with these fields.
 
-        At run time `CommonConfig` must not inherit from `TrainingArguments`. Its dataclass would then bring that
-        class's defaults, which win over those of TRL's config.
+        At run time `TrainingArguments` as a base would bring defaults that win over those of TRL's config.
         """
 
         max_length: int | None
@@ -44,11 +43,9 @@ class CommonConfig(_Base):
     It comes before TRL's own config in the base classes of a trainer's config.
     """
 
-    # The code that loads models reads it. `PackedSFTConfig` makes it a field, because it can switch packing off.
+    # `PackedSFTConfig` makes these fields: it can switch packing off, share rows, and expand turns.
     packing = True
-    # The number of processes that share a row. `PackedSFTConfig` makes it a field.
     sequence_parallel = 1
-    # Whether each assistant turn is an example of its own, another field of `PackedSFTConfig`.
     expand_turns = False
 
     check_packing: bool = field(

@@ -62,10 +62,8 @@ def read_lengths(dataset: Dataset, column: str = "input_ids") -> np.ndarray:
     saved = [table[SAVED].to_numpy() for table in tables(dataset, SAVED)] if shares else []
     counted = dataset.select_columns([column]).with_format("arrow")
     # `datasets` caches the result by the fingerprint of the dataset's contents.
-    counted = counted.map(
-        _count, batched=True, batch_size=10_000, remove_columns=[column], fn_kwargs={"column": column},
-        desc="Counting tokens",
-    )  # fmt: skip
+    options: dict[str, Any] = {"batched": True, "batch_size": 10_000, "remove_columns": [column]}
+    counted = counted.map(_count, fn_kwargs={"column": column}, desc="Counting tokens", **options)
     parts = [table["length"].to_numpy() for table in tables(counted, "length")]
     lengths = np.concatenate([np.zeros(0, dtype=np.int64), *parts])
     return lengths - np.concatenate(saved) if saved else lengths
@@ -119,8 +117,7 @@ def _flat(column: pa.ChunkedArray) -> np.ndarray:
 
 
 def without_our_columns(dataset: AnyDataset) -> AnyDataset:
-    """Drop a user's columns whose names have a meaning here. `ROW_LENGTHS` stays in a tokenized dataset, where users
-    may bring it."""
+    """Drop a user's columns whose names have a meaning here. `ROW_LENGTHS` stays in a tokenized dataset."""
     columns = dataset.column_names or list(next(iter(dataset), {}))
     ours = {LOSSES, SAVED} if "input_ids" in columns else {LOSSES, SAVED, ROW_LENGTHS}
     found = [name for name in columns if name in ours]
@@ -172,12 +169,8 @@ def cut_dataset(
         # A split document is selected once for each part, so that row i of the result is span i.
         dataset = dataset.select(spans.document)
     if cut:
-        dataset = dataset.map(
-            _slice,
-            with_indices=True,
-            fn_kwargs={"starts": spans.start, "stops": spans.stop},
-            desc=f"Cutting {name} dataset to max_length ({overflow})",
-        )
+        options: dict[str, Any] = {"fn_kwargs": {"starts": spans.start, "stops": spans.stop}, "with_indices": True}
+        dataset = dataset.map(_slice, desc=f"Cutting {name} dataset to max_length ({overflow})", **options)
     return dataset, report
 
 
@@ -193,12 +186,9 @@ def cut_stream(
 
     Each document gets a column `LOSSES`: the numbers of documents truncated, split and dropped, and of tokens lost.
     """
-    options: dict[str, Any] = (
-        {"max_length": None, "overflow": "truncate"}
-        if overflow == WRAP
-        else {"max_length": max_length, "overflow": overflow}
-    )
-    options["as_padded"] = as_padded
+    if overflow == WRAP:
+        max_length, overflow = None, "truncate"
+    options = {"max_length": max_length, "overflow": overflow, "as_padded": as_padded}
     # A stream may not know its columns before its first example. All are removed, because the result has other rows.
     columns = list(next(iter(dataset), {}))
     return dataset.map(cut_some, batched=True, batch_size=_CUT_TOGETHER, remove_columns=columns, fn_kwargs=options)
@@ -242,10 +232,6 @@ def hold_out(dataset: Any, size: float, *, seed: int) -> tuple[Dataset, Dataset]
 
     `size` is the share of the evaluated documents if below 1, else their number. With `seed`, a resumed run and every
     rank draw the same documents.
-
-    Raises:
-        [`InvalidDataset`]: for a stream.
-        [`InvalidConfig`]: for a size that leaves one of them empty.
     """
     if not isinstance(dataset, Dataset):
         raise InvalidDataset(
@@ -271,10 +257,9 @@ def tell_counts(report: PackingReport, name: str) -> None:
 def split_tree(documents: Sequence[Sequence[int]], limit: int | None) -> list[tuple[list[int], PrefixTree]]:
     """Split documents that share prefixes into rows of neighbours with at most `limit` computed tokens.
 
-    Each row holds the prefixes that its documents need. A document that is longer by itself is a row of its own.
-
-    Returns:
-        For each row the numbers of its documents, and their tree.
+    A document that is longer by itself is a row of its own. Returns for each row the numbers of its documents, and
+    their
+    tree: the prefixes that they need.
     """
     arrays = [np.asarray(document) for document in documents]
     whole = PrefixTree.of(arrays)

@@ -24,31 +24,19 @@ _IGNORED = -100
 
 
 class Measures(NamedTuple):
-    """Measurements of one column's documents, each field int64 `(S,)`.
+    """Measurements of one column's documents, each field int64 `(S,)`."""
 
-    Attributes:
-        length (`np.ndarray`): how many numbers a document has; -1 for a document that is `None` itself.
-        holes (`np.ndarray`): how many of them are `None`.
-        lowest (`np.ndarray`), highest (`np.ndarray`): of its numbers, of labels without -100; 0 if there are none.
-    """
-
-    length: np.ndarray
-    holes: np.ndarray
-    lowest: np.ndarray
-    highest: np.ndarray
+    length: np.ndarray  # how many numbers a document has; -1 for a document that is `None` itself
+    holes: np.ndarray  # how many of them are `None`
+    lowest: np.ndarray  # of its numbers, of labels without -100; 0 if there are none
+    highest: np.ndarray  # the same
 
 
 def measure(dataset: Dataset, column: str) -> Measures:
     """Measure a column of lists. `datasets` caches the result by the fingerprint of the dataset's contents."""
     counted = dataset.select_columns([column]).with_format("arrow")
-    counted = counted.map(
-        _measure,
-        batched=True,
-        batch_size=10_000,
-        remove_columns=[column],
-        fn_kwargs={"column": column},
-        desc=f"Looking at {column}",
-    )
+    options: dict[str, Any] = {"batched": True, "batch_size": 10_000, "remove_columns": [column]}
+    counted = counted.map(_measure, fn_kwargs={"column": column}, desc=f"Looking at {column}", **options)
     parts = {name: [np.zeros(0, dtype=np.int64)] for name in Measures._fields}
     for table in tables(counted, *parts):
         for name, found in parts.items():
@@ -91,7 +79,7 @@ def _by_document(reduce: np.ufunc, flat: np.ndarray, sizes: np.ndarray) -> np.nd
 def without_format(dataset: Any) -> Any:
     """Return a dataset without its format (for example `"torch"`), so that its examples are plain Python lists.
 
-    It keeps the columns that the format shows. A dataset that is transformed on the fly is returned unchanged.
+    Columns that the format hides are dropped. A dataset that is transformed on the fly is returned unchanged.
     """
     if isinstance(dataset, IterableDataset):
         return dataset.with_format(None)
@@ -104,8 +92,7 @@ def without_format(dataset: Any) -> Any:
 def require_whole(dataset: Any, *, name: str, columns: tuple[str, ...]) -> Any:
     """Refuse documents that are `None` or hold `None`, and tokens that are no whole numbers; return the dataset.
 
-    A stream is returned with the check added, which runs as it is read. `columns` are those that TRL tokenizes; those
-    that the dataset has are checked.
+    A stream is returned with the check added, which runs as it is read. `columns` are those that TRL tokenizes.
     """
     if isinstance(dataset, IterableDataset):
         return dataset.map(_looked_at, with_indices=True, fn_kwargs={"name": name, "columns": columns})
@@ -121,7 +108,9 @@ def require_whole(dataset: Any, *, name: str, columns: tuple[str, ...]) -> Any:
         if column in dataset.column_names:
             lengths = _require_tokens(dataset, name, column, lengths)
     if lengths is not None and ROW_LENGTHS in dataset.column_names:
-        _require_row_lengths(dataset, name, lengths)
+        rows = (of_row for table in tables(dataset, ROW_LENGTHS) for of_row in table[ROW_LENGTHS].to_pylist())
+        for number, of_row in enumerate(rows):
+            _require_sum(of_row, int(lengths[number]), name, number)
     return dataset
 
 
@@ -144,14 +133,8 @@ def _require_tokens(dataset: Dataset, name: str, column: str, lengths: np.ndarra
     return measures.length
 
 
-def _require_row_lengths(dataset: Dataset, name: str, tokens: np.ndarray) -> None:
-    """Refuse rows that were packed before if the lengths of their documents do not sum up to their `tokens`."""
-    rows = (lengths for table in tables(dataset, ROW_LENGTHS) for lengths in table[ROW_LENGTHS].to_pylist())
-    for number, lengths in enumerate(rows):
-        _require_sum(lengths, int(tokens[number]), name, number)
-
-
 def _require_sum(lengths: Any, tokens: int, name: str, number: int) -> None:
+    """Refuse a row that was packed before if the lengths of its documents do not sum up to its `tokens`."""
     if not isinstance(lengths, list) or not all(type(length) is int and length > 0 for length in lengths):
         _refuse(name, number, ROW_LENGTHS, f"is {lengths!r}, not a list of document lengths")
     if sum(lengths) != tokens:
@@ -193,15 +176,12 @@ def require_known(dataset: Dataset, *, name: str, ids: int, labels: int) -> None
     for column, known in (("input_ids", ids), ("labels", labels)):
         if column not in dataset.column_names:
             continue
-        measures = measure(dataset, column)
+        measures, no_label = measure(dataset, column), ", and -100 means no label" if column == "labels" else ""
         for wrong, values in ((measures.lowest < 0, measures.lowest), (measures.highest >= known, measures.highest)):
             if wrong.any():
                 number = int(wrong.argmax())
                 raise InvalidDataset(
                     f"document {number} of the {name} dataset: '{column}' holds {values[number]}.",
-                    why=[
-                        f"the model has the tokens 0 to {known - 1}"
-                        + (", and -100 means no label" if column == "labels" else "")
-                    ],
+                    why=[f"the model has the tokens 0 to {known - 1}" + no_label],
                     do="Use the model's own tokenizer, or call model.resize_token_embeddings(len(tokenizer)).",
                 )

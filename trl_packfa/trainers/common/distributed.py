@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ...errors import InvalidDataset, PackingError
 
@@ -30,15 +29,14 @@ def agree(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
         return work()
     result: Any = None
     error: Exception | None = None
-    try:
-        result = work()
-    except Exception as caught:
-        error = caught
     # Send types and texts, because some exceptions cannot be pickled.
     mine: tuple[type[Exception], str] | None = None
-    if error is not None:
-        is_ours = isinstance(error, PackingError)
-        mine = (type(error), str(error)) if is_ours else (RuntimeError, f"{type(error).__name__}: {error}")
+    try:
+        result = work()
+    except PackingError as caught:
+        error, mine = caught, (type(caught), str(caught))
+    except Exception as caught:
+        error, mine = caught, (RuntimeError, f"{type(caught).__name__}: {caught}")
     # Every rank reaches this line, even if its work failed. A rank that raised earlier would leave the others waiting.
     told: list[tuple[type[Exception], str] | None] = gather_object([mine])
     kinds = [one[0] for one in told if one is not None]
@@ -71,17 +69,3 @@ def require_same_documents(accelerator: Accelerator, lengths: np.ndarray) -> Non
             why=["every rank plans the steps of all ranks"],
             do="Load and shuffle the same dataset on every rank. The trainer deals it to the ranks.",
         )
-
-
-class TrainBeginCallback(TrainerCallback):
-    """A callback that runs functions before the first step, once the model is wrapped."""
-
-    def __init__(self, *work: Callable[[], object]) -> None:
-        self.work = work
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Run the functions. By now the Trainer has wrapped the model and loaded its checkpoint."""
-        for work in self.work:
-            work()

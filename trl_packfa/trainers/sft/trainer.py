@@ -32,6 +32,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
 )
 
@@ -41,11 +42,10 @@ from ...exactness import ExactnessReport
 from ...packing import PackedBatchSampler, PackingReport
 from ...patching import inspect
 from ...patching.apply import unpadding_of
-from ..common.batching import EpochCallback
 from ..common.chat_templates import left_out_by_template
 from ..common.checkpoint_files import count_batch
 from ..common.dataset import read_lengths, without_our_columns
-from ..common.distributed import TrainBeginCallback, require_same_documents
+from ..common.distributed import require_same_documents
 from ..common.flops import quadratic_weight
 from ..common.guards import LossWatch, memory_advice
 from ..common.model_loading import AnyDataset, EvalDataset, load_as_asked, output_dir, telling_of_targets
@@ -221,8 +221,7 @@ class PackedSFTTrainer(PackedRun, TrainsOnImages, ShardedRowsTrainer):
             )
         self.packing_plan = self._plan(cut)
         tell_what_fits(model, args, self.train_dataset, cut=cut)
-        self.add_callback(EpochCallback(lambda: self._data.sampler))
-        self.add_callback(TrainBeginCallback(self._require_proof, self._add_noise))  # by then the model is wrapped
+        self.add_callback(_RunCallback(self))
         logger.info("trl-packfa: patched\n%s", describe(model))
 
     def _plan(self, cut: str) -> dict[str, float]:
@@ -496,3 +495,20 @@ class PackedSFTTrainer(PackedRun, TrainsOnImages, ShardedRowsTrainer):
 
     def _save_state(self, folder: Path) -> None:
         self._data.save_state(folder)
+
+
+class _RunCallback(TrainerCallback):
+    """A callback that runs a packed trainer's own steps before the first step and in each epoch."""
+
+    def __init__(self, trainer: PackedSFTTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Require the proof and set the noise. By now the Trainer has wrapped the model and loaded its checkpoint."""
+        self.trainer._require_proof()
+        self.trainer._add_noise()
+
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+        """Set the sampler's epoch, which accelerate 1.15 does not do for a wrapped batch sampler."""
+        if (sampler := self.trainer.packing_sampler) is not None:
+            sampler.set_epoch(int(state.epoch or 0))  # a resumed run restores it
