@@ -31,16 +31,11 @@ class ModelFlops:
     A weight needs 2 operations in the forward, 2 for the gradient of its input, and 2 more for its own gradient if it
     trains. Attention needs 4 times its width per layer and visible token, and twice that in the backward. A token sees
     half of its document on average.
-
-    Args:
-        body (`float`): per token, for all matrix products except the LM head's.
-        head (`float`): per trained token, for the LM head.
-        attention (`float`): per token and per token of its document.
     """
 
-    body: float
-    head: float
-    attention: float
+    body: float  # per token, for all matrix products except the LM head's
+    head: float  # per trained token, for the LM head
+    attention: float  # per token and per token of its document
 
     @classmethod
     def planned(cls, config: PreTrainedConfig, args: CommonConfig) -> ModelFlops:
@@ -61,7 +56,10 @@ class ModelFlops:
             if isinstance(m, nn.Linear)
         }
         # The head is counted separately, because it scores trained positions only.
-        of_head = linear.pop(head, None) or _head_flops(head)
+        of_head = linear.pop(head, None)
+        if of_head is None:  # no `nn.Linear`: one product with its matrix
+            weight = getattr(head, "weight", None)
+            of_head = _flops_per_weight(weight) * whole_size(weight) if isinstance(weight, torch.Tensor) else 0
         body = sum(linear.values()) + _expert_flops(model, text)
         # Forward: scores and values, 2 operations per multiplication, half of the document: 2 * 2 * width / 2. The
         # backward needs twice as many.
@@ -70,9 +68,7 @@ class ModelFlops:
     def per_token(self, *, seen: float, trained: float = 1.0) -> float:
         """Return the operations for one true token.
 
-        Args:
-            seen (`float`): the length of a token's document, as a mean over tokens.
-            trained (`float`): share of the tokens that the LM head scores.
+        `seen` is the length of a token's document, as a mean over tokens; `trained` the share that the LM head scores.
         """
         return self.body + self.head * trained + self.attention * seen
 
@@ -80,12 +76,6 @@ class ModelFlops:
 def _flops_per_weight(weight: torch.Tensor) -> int:
     """Return the operations per token and weight; a weight's own gradient is computed only if it trains."""
     return 6 if weight.requires_grad else 4
-
-
-def _head_flops(head: nn.Module | None) -> float:
-    """Return the operations of an LM head that is no `nn.Linear`: one product with its matrix."""
-    weight = getattr(head, "weight", None)
-    return _flops_per_weight(weight) * whole_size(weight) if isinstance(weight, torch.Tensor) else 0
 
 
 def _expert_flops(model: nn.Module, text: Any) -> float:
@@ -176,7 +166,7 @@ def _on_host(act: Callable[[], Any], device: torch.device) -> tuple[float, int]:
 
 
 def _on_gpu(act: Callable[[], Any]) -> tuple[float, int]:
-    """Measure the seconds of several calls by the device's own clock. The host's would include launches and waits."""
+    """Measure several calls by the device's own clock. The host's would include launches and waits."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     for _ in range(_CALLS_PER_EVENT):

@@ -27,7 +27,7 @@ _REMEMBERED = 1024
 def memory_advice(args: CommonConfig, inputs: dict[str, Any], *, budget: int | None) -> Iterator[None]:
     """Add advice to an out-of-memory error in a `with` block: the argument to lower, and its new value.
 
-    The error keeps its type. `inputs` is the micro-batch that runs; `budget` is its token budget, `None` without one.
+    `inputs` is the micro-batch that runs; `budget` is its token budget, `None` without one.
     """
     try:
         yield

@@ -54,10 +54,7 @@ def load_dataset_dict(
 
 
 def missing_path(name: str) -> list[str]:
-    """Say that no file or folder has this name, and suggest a similar one.
-
-    The result is empty if the path exists, or if the name can only be a name on the Hub.
-    """
+    """Say that no file or folder has this name, and name a similar one; return `[]` if it may be on the Hub."""
     path = Path(name).expanduser()
     if path.exists():
         return []

@@ -17,21 +17,13 @@ from .step_cutting import Documents
 
 
 class RankStep(NamedTuple):
-    """The examples of one rank in a step, in numbers.
+    """The examples of one rank in a step, in numbers."""
 
-    Attributes:
-        largest_padded (`int`): size of its largest padded micro-batch, in tokens.
-        sizes (`list[np.ndarray]`): sizes of the examples that may share a micro-batch, patches counted as tokens.
-        cost (`float`): arithmetic of all examples.
-        shortest (`int`): tokens of its shortest example.
-        counts (`np.ndarray`): examples, tokens, trained tokens and image tokens, `(4,)`.
-    """
-
-    largest_padded: int
-    sizes: list[np.ndarray]
-    cost: float
-    shortest: int
-    counts: np.ndarray
+    largest_padded: int  # size of its largest padded micro-batch, in tokens
+    sizes: list[np.ndarray]  # of the examples that may share a micro-batch, patches counted as tokens
+    cost: float  # arithmetic of all examples
+    shortest: int  # tokens of its shortest example
+    counts: np.ndarray  # examples, tokens, trained tokens and image tokens, `(4,)`
 
     def fewest(self, budget: int) -> int:
         """Return the fewest micro-batches that these examples fit into."""
@@ -39,25 +31,15 @@ class RankStep(NamedTuple):
 
 
 class OwnCut(NamedTuple):
-    """A step as this rank runs it.
-
-    Attributes:
-        examples (`list[Processed]`): its examples.
-        padded (`np.ndarray`): the number of each one's padded micro-batch.
-        parts (`list[list[int]]`): the examples of each micro-batch.
-        count (`int`): number of micro-batches that every rank runs; those beyond `parts` are untrained.
-        shortest (`int`): the number of the shortest example, which an untrained micro-batch runs.
-        ranks (`list[RankStep]`): the step of every rank, in numbers.
-        budget (`int`): token budget of a micro-batch.
-    """
+    """A step as this rank runs it."""
 
     examples: list[Processed]
-    padded: np.ndarray
-    parts: list[list[int]]
-    count: int
-    shortest: int
-    ranks: list[RankStep]
-    budget: int
+    padded: np.ndarray  # the number of each example's padded micro-batch
+    parts: list[list[int]]  # the examples of each micro-batch
+    count: int  # micro-batches that every rank runs; those beyond `parts` are untrained
+    shortest: int  # the example that an untrained micro-batch runs
+    ranks: list[RankStep]  # the step of every rank, in numbers
+    budget: int  # tokens of a micro-batch
 
     @property
     def imbalance(self) -> float:

@@ -31,23 +31,14 @@ _PADS = {"labels": -100}
 
 @dataclass(frozen=True)
 class Processed:
-    """An example, and TRL's batch of it alone.
-
-    Attributes:
-        row (`dict`): the example.
-        batch (`dict`): its batch: one row, or the rows of a pair.
-        lengths (`np.ndarray`): the true tokens of its rows, those of images included, `(R,)`.
-        patches (`float`): the patches of its images.
-        trained (`int`): its trained tokens.
-        image_tokens (`int`): its tokens that stand for images.
-    """
+    """An example, and TRL's batch of it alone."""
 
     row: Example
-    batch: dict[str, Any]
-    lengths: np.ndarray
-    patches: float
-    trained: int
-    image_tokens: int
+    batch: dict[str, Any]  # one row, or the rows of a pair
+    lengths: np.ndarray  # true tokens of its rows, those of images included, `(R,)`
+    patches: float  # of its images
+    trained: int  # tokens
+    image_tokens: int  # tokens that stand for images
 
     @property
     def tokens(self) -> int:
@@ -107,14 +98,9 @@ class Merging:
     The first micro-batch of each kind is compared with the processor's own batch. If they differ, the processor makes
     all batches of this kind. Examples are of one kind if their batches have the same keys.
 
-    Args:
-        collate (`Callable`):
-            TRL's collator, with the processor.
-        pad_token_id (`int`):
-            Token at pads.
-        rows (`int`, *optional*, defaults to `1`):
-            Rows of an example, each with the same images. The batch has the first rows of all examples, then all
-            second rows.
+    `collate` is TRL's collator, with the processor. An example has several `rows`, each with the same images, for a
+    pair:
+    then the batch has the first rows of all examples, and after them all second rows.
     """
 
     def __init__(self, collate: Callable[[list[Example]], Any], pad_token_id: int, *, rows: int = 1) -> None:
@@ -196,17 +182,11 @@ _EDGE, _CHANNELS = 14, 3
 
 @dataclass(frozen=True)
 class ImageWeights:
-    """The weight of an image patch.
+    """The weight of an image patch, its activations and operations as shares of a token's in the text decoder."""
 
-    Args:
-        values (`int`): numbers that a processor makes for an image patch: its pixels, in all channels.
-        size (`float`): its activations, as a share of a token's in the decoder, at most 1.
-        cost (`float`): its operations, as a share of a token's in the decoder.
-    """
-
-    values: int
-    size: float
-    cost: float
+    values: int  # numbers that a processor makes for a patch: its pixels, in all channels
+    size: float  # activations, at most 1
+    cost: float  # operations
 
     @classmethod
     def of(cls, model: Any) -> ImageWeights:

@@ -216,10 +216,7 @@ class NamesRows(Base):
     data_collator: Any
 
     def name_rows(self, *, own_collator: bool) -> None:
-        """Look at the images of the datasets, and let the collator name rows, unless it is the user's own.
-
-        Call it once TRL's trainer is built.
-        """
+        """Look at the images of the datasets, and let the collator name rows, unless it is the user's own."""
         in_parts = self.is_fsdp_enabled or getattr(self.args.deepspeed_plugin, "zero_stage", 0) == 3
         for name, dataset in named(self.train_dataset, self.eval_dataset):
             look_at_images(dataset, name=name, requires_images=in_parts)

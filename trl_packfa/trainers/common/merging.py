@@ -21,21 +21,13 @@ def merge_adapter(
     merged model differs from the trained one by that rounding, and is nearer to the original base.
 
     `base` is its name or path, if it has moved since the adapter was saved. `dtype` is that of the merged weights;
-    `"auto"` is the dtype that the base was saved in.
-
-    Returns:
-        The merged `PreTrainedModel`, and its tokenizer if the adapter or the base has one.
-
-    Raises:
-        [`InvalidConfig`]: if the folder is not empty, or the adapter cannot be merged.
-        [`UnsupportedModel`]: if adapter or base cannot be loaded.
+    `"auto"` is the dtype that the base was saved in. Returns the merged `PreTrainedModel`, and its tokenizer if the
+    adapter or the base has one.
     """
     output = Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise InvalidConfig(f"{output} is not empty.", do="Name a new folder.")
-    config = _adapter_config(adapter)
-    named = config.base_model_name_or_path
-    # The user's name wins, because the base's folder may have moved since the adapter was saved.
+    named = _adapter_config(adapter).base_model_name_or_path
     base = base or named
     merged = _adapted(adapter, base, named, dtype).merge_and_unload()
     # The one that was saved with the adapter, else the base's.

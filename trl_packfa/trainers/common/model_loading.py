@@ -117,10 +117,7 @@ def telling_of_targets(model: Any, args: Any) -> Iterator[None]:
 
 
 def _linear_layers(model: Any, args: Any) -> list[str]:
-    """List the last name parts of a model's linear layers, without the LM head.
-
-    A model given by name is built without weights; if that is not possible, the list is empty.
-    """
+    """List the last name parts of a model's linear layers, without the LM head; `[]` if it cannot be built."""
     if (model := _built(model, args)) is None:
         return []
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]

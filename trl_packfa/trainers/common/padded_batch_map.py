@@ -22,30 +22,16 @@ ORIGINS = "trl_packfa_origins"
 
 @dataclass(frozen=True)
 class Origins:
-    """The padded micro-batches of a packed micro-batch's examples.
+    """The padded micro-batches of a packed micro-batch's examples."""
 
-    Args:
-        sizes (`tuple[int, ...]`):
-            Tokens of each example, in the order of the rows. Tokens after them are padding.
-        groups (`tuple[int, ...]`):
-            The number of each example's padded micro-batch, below G.
-        tokens (`tuple[int, ...]`):
-            True tokens of each of the G padded micro-batches, on all ranks together.
-        longest (`tuple[int, ...]`):
-            Tokens of each padded micro-batch's longest example.
-        share (`float`, *optional*, defaults to `1.0`):
-            Factor for the sum of G losses. With it, the mean over a step's micro-batches and ranks is the mean over
-            its padded micro-batches.
-        shared (`bool`, *optional*, defaults to `False`):
-            Whether other ranks may hold examples of the same padded micro-batches at the same time.
-    """
-
-    sizes: tuple[int, ...]
-    groups: tuple[int, ...]
-    tokens: tuple[int, ...]
-    longest: tuple[int, ...]
+    sizes: tuple[int, ...]  # tokens of each example, in the order of the rows; tokens after them are padding
+    groups: tuple[int, ...]  # the number of each example's padded micro-batch, below G
+    tokens: tuple[int, ...]  # true tokens of each of the G padded micro-batches, on all ranks together
+    longest: tuple[int, ...]  # tokens of each padded micro-batch's longest example
+    # Factor for the sum of G losses, with which the mean over a step's micro-batches and ranks is the mean over its
+    # padded micro-batches.
     share: float = 1.0
-    shared: bool = False
+    shared: bool = False  # whether other ranks may hold examples of the same padded micro-batches at the same time
 
     @classmethod
     def of_whole(cls, inputs: Mapping[str, Any]) -> Origins:

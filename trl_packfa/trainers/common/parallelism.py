@@ -80,8 +80,7 @@ def refuse_uneven_calls(model: nn.Module, fsdp_plugin: Any) -> None:
 def _gathering_policy(model: nn.Module, fsdp_plugin: Any) -> Callable[[nn.Module], bool]:
     """Return a function that tells whether a module gathers weights when it is called.
 
-    Under ZeRO-3 (no plugin) every module does. Under FSDP2 wrapped modules do: these are layers, unless the
-    `auto_wrap_policy` goes by size or names other classes.
+    Under ZeRO-3 every module does; under FSDP2 layers, unless the `auto_wrap_policy` goes by size or names others.
     """
     if fsdp_plugin is None:
         return lambda module: True
@@ -137,12 +136,9 @@ _TRANSFORMERS = "5.23.0"
 
 
 class RowGroups(ParallelismConfig):
-    """accelerate's parallelism config for a mesh of data-parallel groups and the ranks of each.
+    """accelerate's parallelism config for a mesh of data-parallel groups, and the ranks of each, which are neighbours.
 
     accelerate's loaders deal batches to the groups. DDP and FSDP2 run over all ranks.
-
-    Args:
-        groups (`int`), size (`int`): number of groups, and of ranks in each. Ranks of a group are neighbours.
     """
 
     def __init__(self, groups: int, size: int) -> None:
@@ -165,8 +161,10 @@ class RowGroups(ParallelismConfig):
 
 
 def share_rows(args: CommonConfig) -> None:
-    """Give accelerate the groups of ranks that share rows, if the arguments ask for them. Call it before the Trainer's
-    `__init__`."""
+    """Give accelerate the groups of ranks that share rows, if there are any.
+
+    Call it before the Trainer's `__init__`.
+    """
     if args.sequence_parallel > 1:
         args.parallelism_config = RowGroups(args.data_parallel_size, args.sequence_parallel)
 

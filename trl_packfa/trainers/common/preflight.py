@@ -52,9 +52,6 @@ def checkpoint_to_resume(asked: str | bool | None, folder: str | Path | None, *,
 
     `True`, `"true"` and `"last"` mean the last whole checkpoint in `folder`. With `whole=False`, for a trainer whose
     checkpoints do not record that they are whole, they mean the last one.
-
-    Raises:
-        [`InvalidConfig`]: if there is no such checkpoint, or its files have changed since they were written.
     """
     word = str(asked or "").lower()
     if word in _NONE:

@@ -36,8 +36,7 @@ def identity(
 ) -> dict[str, str]:
     """Hash the vocabulary and the tokenized documents (every length, some contents and labels; not for streams).
 
-    `columns` hold token ids; a pair has several. The column `labels` may be missing. `trained` is the number of tokens
-    that have a label, if it is known.
+    `columns` hold token ids; a pair has several. `trained` is the number of tokens that have a label, if it is known.
     """
     found = {"version": __version__, "tokenizer": _vocabulary_hash(tokenizer)}
     if isinstance(train_dataset, Dataset) and set(columns) <= set(train_dataset.column_names) and len(train_dataset):
@@ -99,7 +98,7 @@ def adapter_of(model: Any) -> dict[str, Any]:
 
 
 def _counts(field: str) -> bool:
-    """Tell whether to compare a field of an adapter's config. Initialization fields have no effect after the start."""
+    """Tell whether to compare a field of an adapter's config. Initialization has no effect after the start."""
     return field not in _NO_PART and not field.startswith("init") and not field.endswith("_config")
 
 

@@ -135,8 +135,7 @@ def of_all_ranks(
 ) -> tuple[tuple[dict[str, Any], ...], np.ndarray]:
     """Gather the examples of a step from all ranks, rank by rank, and the number of each one's padded micro-batch.
 
-    With them every rank makes the same plan. Sending token ids costs little compared with computing a step. Groups of
-    `shared_by` ranks have the same examples; the first rank of a group sends them.
+    With them every rank makes the same plan. Groups of `shared_by` ranks have the same examples; the first rank sends.
     """
     rank, world_size = accelerator.process_index // shared_by, accelerator.num_processes // shared_by
     sends = accelerator.process_index % shared_by == 0
@@ -276,7 +275,7 @@ def _untrue(micro_batch: dict[str, Any]) -> dict[str, Any]:
 def _longest(train_dataset: Any, args: CommonConfig) -> tuple[np.ndarray, str]:
     """Return the tokens of each document, and a description of the longest one.
 
-    For a stream, they are as many documents as a padded micro-batch has, each of the largest allowed length.
+    For a stream: of as many documents as a padded micro-batch has, each of the largest allowed length.
     """
     if not isinstance(train_dataset, IterableDataset):
         lengths = read_lengths(train_dataset)

@@ -87,8 +87,7 @@ _STATE_LIKE_WEIGHTS = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FU
 def refuse_precision(model: torch.nn.Module, args: CommonConfig, *, scales_losses: bool, own_optimizer: bool) -> None:
     """Refuse trained float16 weights where training them fails; warn if `fp16` has no effect.
 
-    The model has its adapter. `scales_losses`: the loss is scaled for float16, as on an accelerator. `own_optimizer`:
-    the user passes an optimizer.
+    `scales_losses`: the loss is scaled for float16, as on an accelerator. `own_optimizer`: the user passes one.
     """
     if args.fp16 and args.device.type == "cpu":
         logger.warning("trl-packfa: fp16=True has no effect on a CPU: accelerate computes in the weights' own dtype.")
