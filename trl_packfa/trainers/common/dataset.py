@@ -258,8 +258,7 @@ def split_tree(documents: Sequence[Sequence[int]], limit: int | None) -> list[tu
     """Split documents that share prefixes into rows of neighbours with at most `limit` computed tokens.
 
     A document that is longer by itself is a row of its own. Returns for each row the numbers of its documents, and
-    their
-    tree: the prefixes that they need.
+    their tree: the prefixes that they need.
     """
     arrays = [np.asarray(document) for document in documents]
     whole = PrefixTree.of(arrays)

@@ -99,8 +99,7 @@ class Merging:
     all batches of this kind. Examples are of one kind if their batches have the same keys.
 
     `collate` is TRL's collator, with the processor. An example has several `rows`, each with the same images, for a
-    pair:
-    then the batch has the first rows of all examples, and after them all second rows.
+    pair: then the batch has the first rows of all examples, and after them all second rows.
     """
 
     def __init__(self, collate: Callable[[list[Example]], Any], pad_token_id: int, *, rows: int = 1) -> None:

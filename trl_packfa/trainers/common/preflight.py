@@ -24,6 +24,7 @@ from .chat_templates import holds_conversations
 from .checkpoint_files import require_undamaged, require_whole_checkpoint
 from .config import CommonConfig
 from .hub import missing_path
+from .model_loading import named
 
 # Values of `resume_from_checkpoint` besides a folder, in upper or lower case.
 _LAST, _NONE = ("true", "last"), ("", "false", "none")
@@ -148,6 +149,18 @@ def require_tokenizer(
                 if hasattr(args, "chat_template_path")
                 else "Set tokenizer.chat_template and pass the tokenizer as processing_class, or save it so.",
             )
+
+
+def require_run(given: dict[str, Any], args: Any, *, makes_text: bool = True) -> None:
+    """Require the reporters, the attention package and the tokenizer of a run, packed or not.
+
+    `given` are the trainer's arguments by name; see [`require_tokenizer`] for `makes_text`.
+    """
+    require_reporters(args)
+    require_attention(args)
+    datasets = named(given.get("train_dataset"), given.get("eval_dataset"))
+    tokenizer = given.get("processing_class")
+    require_tokenizer(given["model"], args, processing_class=tokenizer, datasets=datasets, makes_text=makes_text)
 
 
 def require_attention(args: Any) -> None:

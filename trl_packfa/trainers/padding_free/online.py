@@ -19,8 +19,9 @@ from trl import rewards as trl_rewards
 from ...errors import InvalidConfig, InvalidDataset
 from ..common.config import CommonConfig, require_trainable
 from ..common.model_loading import load_as_asked, named, telling_of_targets
+from ..common.preflight import require_run
 from .padding_free import padding_free
-from .refusals import refuse_before_loading, refuse_liger, require_columns, require_run
+from .refusals import refuse_before_loading, refuse_liger, require_columns
 
 
 @dataclass

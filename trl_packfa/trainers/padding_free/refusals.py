@@ -15,7 +15,6 @@ from ...errors import InvalidConfig, InvalidDataset
 from ..common.image_rows import image_columns
 from ..common.model_loading import model_type, named
 from ..common.parallelism import asked_parallelism, refuse_parallelism
-from ..common.preflight import require_attention, require_reporters, require_tokenizer
 from ..common.validation import refuse_adapters_and_backend, refuse_data, refuse_model
 
 
@@ -86,14 +85,6 @@ def refuse_before_loading(trainer: str, given: dict[str, Any], args: Any, *, tak
     refuse_adapters_and_backend(args, adapter)
     refuse_parallelism(asked_parallelism(args))
     refuse_model(model_type(model, args) if isinstance(model, str) else model, args)
-
-
-def require_run(given: dict[str, Any], args: Any) -> None:
-    """Require the reporters, the attention package and the tokenizer of a run, packed or not."""
-    require_reporters(args)
-    require_attention(args)
-    datasets = named(given.get("train_dataset"), given.get("eval_dataset"))
-    require_tokenizer(given["model"], args, processing_class=given.get("processing_class"), datasets=datasets)
 
 
 def _refuse_policy(args: Any, what: str, why: str) -> None:

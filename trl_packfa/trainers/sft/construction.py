@@ -19,7 +19,7 @@ from ...patching import inspect
 from ..common.dataset_checks import TOKENS
 from ..common.model_loading import model_type, named, output_dir
 from ..common.parallelism import asked_parallelism, refuse_parallelism, refuse_sharded_rows, refuse_zero3
-from ..common.preflight import require_attention, require_reporters, require_tokenizer
+from ..common.preflight import require_run
 from ..common.step_cutting import longest_of_stream
 from ..common.validation import (
     refuse_adapters_and_backend,
@@ -39,11 +39,9 @@ def settle_arguments(
 ) -> tuple[PackedSFTConfig, PackingError | None, str | None]:
     """Settle the config to train with: packed if possible, else padded if the user did not ask for packing.
 
-    `given` are the trainer's other arguments, by name.
-
-    Returns:
-        The config; the error that explains why the run is padded, if it is and the user did not ask for that; and the
-        strategy of a run on images, which computes padded micro-batches without their pads (`None` for other runs).
+    `given` are the trainer's other arguments, by name. Returns the config; the error that explains why the run is
+    padded, if the user did not ask for that; and the strategy of a run on images, which computes padded micro-batches
+    without their pads (`None` for other runs).
 
     Raises:
         [`PackingError`]: if the user asked for packing and it is not possible, or if the run cannot be trained at all.
@@ -69,15 +67,13 @@ def settle_arguments(
     datasets = named(given["train_dataset"], given["eval_dataset"])
     refuse_untrainable(model, given["peft_config"])
     column = image_column(datasets)
-    found = None if column is None else without_packing(args, output_dir(model), column)
-    settled, on_images = found if found is not None else (None, None)
-    settled, refusal = (settled, None) if settled is not None else _settle(args, output_dir(model), refuse)
-    require_reporters(settled)
-    require_attention(settled)
-    require_tokenizer(
-        model, settled, processing_class=given["processing_class"], datasets=datasets,
-        makes_text=given["formatting_func"] is None and prepares(settled),
-    )  # fmt: skip
+    refusal = on_images = None
+    if column is not None and (found := without_packing(args, output_dir(model), column)) is not None:
+        settled, on_images = found
+    else:
+        settled, refusal = _settle(args, output_dir(model), refuse)
+    makes_text = given["formatting_func"] is None and prepares(settled)
+    require_run({"model": model, **given}, settled, makes_text=makes_text)
     return settled, refusal, on_images
 
 
@@ -92,8 +88,8 @@ def _settle(
 ) -> tuple[PackedSFTConfig, PackingError | None]:
     """Return the config to train with, and the error that explains a fallback to padding, or `None`.
 
-    The config packs by the first strategy that `refuse` accepts. If it accepts none, and the user did not ask for
-    packing, the config trains padded.
+    The config packs by the first strategy that `refuse` accepts. If it accepts none, it trains padded, or the error is
+    raised if the user asked for packing.
     """
     if asks_for_packing(args):
         _refuse_unenforced_length(args)

@@ -161,8 +161,7 @@ def summarize_plan(
 ) -> dict[str, float]:
     """Return, by name, the figures of an epoch that a user needs before the first step.
 
-    `lengths` are the tokens of the documents after cutting, `quadratic` is the cost of attention, and `cut` is how
-    `step` may cut.
+    `lengths` are the tokens of the documents after cutting, `quadratic` and `cut` as in [`Batching`].
     """
     batching = Batching.of(args, quadratic=quadratic, cut=cut)
     epoch = plan_epoch(lengths, batching)

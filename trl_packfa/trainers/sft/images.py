@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,6 +44,9 @@ from .loss_weighting import WeightedModel
 
 logger = get_logger(__name__)
 
+# The key of a micro-batch's weights of rows, `(B,)`. It is removed before the model is called.
+ROW_WEIGHTS = "trl_packfa_row_weights"
+
 
 def image_column(datasets: Iterable[tuple[str, Dataset | IterableDataset]]) -> str | None:
     """Return the column with images of the first dataset that has one, `None` if none has."""
@@ -57,10 +60,7 @@ def without_packing(
 ) -> tuple[PackedSFTConfig, str] | None:
     """Return the config of a run on images that computes no pads, and its strategy, `"step"` or `"minibatch"`.
 
-    The result is `None` if the user asked for TRL's padded run.
-
-    Raises:
-        [`InvalidConfig`]: if the user asked for a strategy that fills rows, or for what rows of images do not have.
+    The result is `None` if the user asked for TRL's padded run. What rows of images do not have is refused.
     """
     if args is None:
         return PackedSFTConfig(output_dir, packing=False), STEP.name
@@ -128,23 +128,15 @@ class TrainsOnImages(NamesRows, SFTTrainer):
         """Make a trainer that was built without packing compute no pads, see [`padding_free`], and re-cut steps.
 
         `strategy` is `"step"` or `"minibatch"`. `own_collator`: the user's own collator makes the batches.
-
-        Raises:
-            [`UnsupportedModel`], [`ContaminationError`]: if its model is not exact without pads.
-            [`InvalidConfig`]: if steps cannot be re-cut, and the user set a token budget.
-            [`InvalidDataset`]: for rows whose image is missing.
         """
         args: PackedSFTConfig = self.args
         self.name_rows(own_collator=own_collator)
         run_without_pads(self, check_first_batch=args.check_packing, **args.patch_options)
-        if strategy == STEP.name:
-            self._choose_image_cutter(own_collator=own_collator)
-
-    def _choose_image_cutter(self, *, own_collator: bool) -> None:
-        """Prepare to re-cut steps if the loss stays the padded run's; otherwise log the reason."""
-        args: PackedSFTConfig = self.args
-        why = self._why_images_stay(own_collator=own_collator)
-        if not why:
+        if strategy != STEP.name:
+            return
+        if why := self._why_images_stay(own_collator=own_collator):
+            keep_padded(args, why)
+        else:
             self._cutter = ImageCutter(
                 args,
                 model=self.model,
@@ -152,8 +144,6 @@ class TrainsOnImages(NamesRows, SFTTrainer):
                 pad_token_id=self._tokenizer.pad_token_id,
                 counts_tokens=self.model_accepts_loss_kwargs,
             )
-        else:
-            keep_padded(args, why)
 
     def _why_images_stay(self, *, own_collator: bool) -> str:
         """Return the reason why re-cut steps would train another loss; `""` if there is none."""
@@ -193,17 +183,11 @@ class TrainsOnImages(NamesRows, SFTTrainer):
             return
         self._recut_is_proven = True
 
-        def compare() -> ExampleProof:
+        def compare() -> None:
             with self.compute_loss_context_manager():
-                found = compare_example(model, together, alone, self._prepare_inputs)
-            found.require_exact()
-            return found
+                _require_same_losses(model, together, alone, self._prepare_inputs)
 
-        found = agree(self.accelerator, compare)
-        logger.info(
-            "trl-packfa: an example's losses differ by %.1e between the first re-cut micro-batch of %d and alone "
-            "(allowed %.1e).", found.difference, found.rows, found.allowed,
-        )  # fmt: skip
+        agree(self.accelerator, compare)
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -216,10 +200,6 @@ class TrainsOnImages(NamesRows, SFTTrainer):
     def _prepare_input(self, data: Any) -> Any:
         # The loader moves only the batches that it makes. The batches of a re-cut step are made here.
         return super()._prepare_input(data.to(self.args.device) if isinstance(data, CountedBatch) else data)
-
-
-# The key of a micro-batch's weights of rows, `(B,)`. It is removed before the model is called.
-ROW_WEIGHTS = "trl_packfa_row_weights"
 
 
 class ImageCutter:
@@ -252,7 +232,7 @@ class ImageCutter:
         """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
         cut = self.own.cut(batches)
         self.free_budget = cut.budget
-        merge = self._merging(collate)
+        merge = self._collator = self._collator or CountingCollator(Merging(collate, self.pad_token_id))
         # A rank with fewer examples than the others have micro-batches runs an untrained one, to take part in their
         # collectives.
         idle = merge([cut.examples[cut.shortest]])
@@ -269,19 +249,13 @@ class ImageCutter:
         last = Slot(micro_batches, cut.imbalance, untrained=cut.untrained)
         return [Slot([]) for _ in batches[:-1]] + [last]
 
-    def _merging(self, collate: Callable[[list[Example]], Any]) -> CountingCollator:
-        if self._collator is None:
-            self._collator = CountingCollator(Merging(collate, self.pad_token_id))
-        return self._collator
-
 
 def _row_weights(trained: np.ndarray, padded: np.ndarray, parts: list[list[int]], count: int) -> list[torch.Tensor]:
     """Return, for each micro-batch, the weights of its rows with which the mean of its losses is as padded.
 
     The padded run's loss is the mean over its micro-batches of the mean over their trained tokens. Ours is the mean
-    over `count` micro-batches, untrained ones included, of the weighted mean over theirs. `trained` and `padded` are
-    the trained tokens of each example and the number of its padded micro-batch; `parts` are the examples of each
-    micro-batch.
+    over `count` micro-batches, untrained ones included, of the weighted mean over theirs. `padded` is the number of
+    each example's padded micro-batch.
     """
     # Example: padded micro-batches with 3 and 9 trained tokens run as one with 12. A token of the first weighs
     # 12 / 3 / 2, so that its share of the sum, divided by 12, is 1 / 3 / 2.
@@ -290,38 +264,16 @@ def _row_weights(trained: np.ndarray, padded: np.ndarray, parts: list[list[int]]
     return [torch.tensor(trained[part].sum() * share / in_padded[padded[part]], dtype=torch.float32) for part in parts]
 
 
-class ExampleProof(NamedTuple):
-    """The relative difference between the losses of an example in a micro-batch and alone.
-
-    Attributes:
-        difference (`float`), allowed (`float`): relative, over its trained tokens.
-        rows (`int`): number of rows of the micro-batch.
-    """
-
-    difference: float
-    allowed: float
-    rows: int
-
-    def require_exact(self) -> None:
-        """Require that the difference is allowed."""
-        if self.difference <= self.allowed:
-            return
-        raise ContaminationError(
-            f"the first re-cut micro-batch is not exact: the losses of one of its {self.rows} examples differ by "
-            f"{self.difference:.2e} from those of the example alone (allowed {self.allowed:.2e}).",
-            why=["the model, or its processor, lets the images of a micro-batch have an effect on each other"],
-            do="Train with packing_strategy='minibatch', which keeps the padded run's micro-batches, and report it.",
-        )
-
-
 @torch.no_grad()
-def compare_example(
+def _require_same_losses(
     model: Any, together: dict[str, Any], alone: dict[str, Any], prepare: Callable[[Any], Any]
-) -> ExampleProof:
-    """Run a micro-batch and its last example alone, without dropout, and compare the example's losses.
+) -> None:
+    """Require that the last example of a micro-batch has the losses in it that it has alone, without dropout.
 
-    `model`, wrapped or not, has TRL's fused LM head. In `alone`, the batch of the last example of `together`, tokens
-    begin in the first column. `prepare` moves a batch to the device.
+    `model`, wrapped or not, has TRL's fused LM head. In `alone`, tokens begin in the first column. `prepare` moves a
+    batch to the device. The decoder's rows are checked apart ([`compare_padded_batch`]). This check runs the whole
+    model, so it also finds a vision tower that mixes the images of a micro-batch, and merged images that belong to
+    another example.
     """
     state = find_state(model)
     counted = vars(state.unpadding).copy() if state is not None and state.unpadding is not None else {}
@@ -336,6 +288,16 @@ def compare_example(
         vars(state.unpadding).update(counted)
     # All tokens together are one vector `(1, n)`: the loss of a single token may be near 0.
     found, own, rounded = (values[: len(own)][None] for values in (found, own, rounded))
-    noise = relative_difference(rounded, own)
-    allowed = max(NOISE_FACTOR * noise, FLOORS[compute_dtype(model, own.dtype)])
-    return ExampleProof(relative_difference(found, own), allowed, len(together["input_ids"]))
+    allowed = max(NOISE_FACTOR * relative_difference(rounded, own), FLOORS[compute_dtype(model, own.dtype)])
+    difference, rows = relative_difference(found, own), len(together["input_ids"])
+    if not difference <= allowed:
+        raise ContaminationError(
+            f"the first re-cut micro-batch is not exact: the losses of one of its {rows} examples differ by "
+            f"{difference:.2e} from those of the example alone (allowed {allowed:.2e}).",
+            why=["the model, or its processor, lets the images of a micro-batch have an effect on each other"],
+            do="Train with packing_strategy='minibatch', which keeps the padded run's micro-batches, and report it.",
+        )
+    logger.info(
+        "trl-packfa: an example's losses differ by %.1e between the first re-cut micro-batch of %d and alone "
+        "(allowed %.1e).", difference, rows, allowed,
+    )  # fmt: skip

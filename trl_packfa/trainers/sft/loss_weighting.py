@@ -65,9 +65,7 @@ def example_weights(inputs: Mapping[str, Any], *, divided_by_tokens: bool = Fals
 class WeightedModel:
     """A wrapper of a model that weights the log-probabilities for TRL's sum. It keeps the unweighted ones for metrics.
 
-    Args:
-        model (`torch.nn.Module`): a causal LM with TRL's fused LM head.
-        weights (`torch.Tensor` or `None`): weights `(B, L - 1)`, or `None` for TRL's own loss.
+    `model` is a causal LM with TRL's fused LM head, `weights` `(B, L - 1)`, or `None` for TRL's own loss.
     """
 
     def __init__(self, model: torch.nn.Module, weights: torch.Tensor | None) -> None:

@@ -107,8 +107,8 @@ def without_checkpointing(args: PackedSFTConfig) -> PackedSFTConfig:
 def layer_bytes(shape: ModelShape, activation: int, *, fused_mlp: bool = False, fused_norms: bool = False) -> int:
     """Return the bytes that autograd keeps of one layer for one token, counted on Llama's layer.
 
-    They are norms in fp32, the inputs of every product, and the tensors that attention and the gated product need.
-    Liger's norms keep only their input. MLPs with fused LoRA keep only gate and up.
+    They are norms in fp32 (Liger's keep only their input), the inputs of every product, and the tensors that attention
+    and the gated product need. MLPs with fused LoRA keep only gate and up.
     """
     wide = 4 * shape.hidden + 2 * shape.query + 2 * shape.key_value + (2 if fused_mlp else 4) * shape.feed_forward
     return (0 if fused_norms else 8 * shape.hidden) + activation * wide
@@ -195,8 +195,7 @@ def frozen_in_float32(model: Any, args: PackedSFTConfig) -> str | None:
 def checkpointing_can_be_off(model: Any, args: PackedSFTConfig, tokens: int, has: float) -> str | None:
     """Say that a GPU with `has` bytes can train micro-batches of so many tokens without activation checkpointing.
 
-    The result is `None` if checkpointing is off, if the memory does not suffice, or if that cannot be estimated, as
-    with the sharded weights of DeepSpeed and FSDP.
+    `None` if checkpointing is off, the memory does not suffice, or it cannot be estimated, as with sharded weights.
     """
     shared = bool(args.deepspeed) or bool(args.fsdp)
     if not args.gradient_checkpointing or shared:

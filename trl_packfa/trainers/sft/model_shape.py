@@ -66,8 +66,7 @@ def shape_of(model: Any, args: PackedSFTConfig) -> ModelShape:
 def shape_as_loaded(model: Any) -> ModelShape:
     """Measure a loaded causal LM, with its adapters and quantization as they are.
 
-    `parameters` is the bytes of its weights divided by `dtype_bytes`. `quantizable` is 0, because no weight is left to
-    quantize. If there is an adapter, the trained weights do not count in `parameters`.
+    `parameters` is the bytes of its frozen weights divided by `dtype_bytes`. No weight is left to quantize.
     """
     inner, head = inner_model(model), inner_model(model).get_output_embeddings()
     size = model.get_input_embeddings().weight.element_size()

@@ -35,10 +35,7 @@ class PaddedTerms:
     """The routers' auxiliary loss and NEFTune's noise of a run's micro-batches, computed as if they were padded.
 
     `balances_experts`: the routers' auxiliary loss is trained, as TRL has decided. The accelerator sums the parts of a
-    padded micro-batch over ranks.
-
-    Attributes:
-        noise ([`EmbeddingNoise`] or `None`): NEFTune's noise, once training has begun.
+    padded micro-batch over ranks. `noise` is NEFTune's, once training has begun.
     """
 
     def __init__(self, args: PackedSFTConfig, accelerator: Accelerator, model: Any, *, balances_experts: bool) -> None:
@@ -46,15 +43,12 @@ class PaddedTerms:
         self.balances_experts = balances_experts
         self.noise: EmbeddingNoise | None = None
         self._experts_per_token: int | None = None
+        self._row_group: DeviceMesh | None = row_group(args, accelerator)
 
     def wrap(self, model: Any, inputs: dict[str, Any]) -> Any:
         """Wrap the model for this batch so that the terms are computed as padded; remove `Origins` from the batch.
 
         The batch has `input_ids` of shape `(B, L)`, and an `attention_mask` if it is padded.
-
-        Raises:
-            [`UnsupportedModel`]: if the routers' auxiliary loss is trained, but the model does not say how many
-                experts a token goes to.
         """
         origins: Origins | None = inputs.pop(ORIGINS, None)
         if not (self.balances_experts or self.noise):
@@ -84,10 +78,6 @@ class PaddedTerms:
             model, groups, tokens, experts_per_token=self._experts_per_token, share=share, reduce=reduce
         )
 
-    @property
-    def _row_group(self) -> DeviceMesh | None:
-        return row_group(self.args, self.accelerator)
-
     def _reduction(self, origins: Origins) -> Callable[[torch.Tensor], Any] | None:
         """Return the sum over the ranks that hold tokens of the same padded micro-batches, `None` if only this one."""
         if origins.shared:
@@ -103,8 +93,7 @@ class PaddedTerms:
     def _padded_lengths(self, origins: Origins, ids: torch.Tensor) -> torch.Tensor:
         """Return, for each token `(B, L)`, the length that its example's padded row would have.
 
-        Rows that are filled over the whole dataset replace no padded micro-batch. For them it is the example's own
-        length.
+        Filled rows replace no padded micro-batch; there it is the example's own length.
         """
         multiple: Any = self.args.pad_to_multiple_of or 1
         own = self.args.strategy.fills_rows
@@ -131,10 +120,9 @@ class PaddedTerms:
         return self.balances_experts
 
     def add_noise(self, handle: Any) -> Any:
-        """Replace the Trainer's NEFTune noise by noise that is scaled as in padded training.
+        """Replace the Trainer's hook of NEFTune on the embedding by noise that is scaled as in padded training.
 
-        `handle` is that of the Trainer's hook on the embedding. The handle of our hook is returned; the Trainer
-        removes it when training ends.
+        `handle` is that of the Trainer's hook; it removes the returned one when training ends.
         """
         assert self.args.neftune_noise_alpha is not None, "asked for noise"
         # Otherwise both hooks would add noise.

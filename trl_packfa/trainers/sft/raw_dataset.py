@@ -150,8 +150,7 @@ def columns_advice(templates: Mapping[str, str]) -> str:
 def make_columns(dataset: Any, templates: Sequence[str] | None) -> Any:
     """Make new columns from others, and remove the columns that were used.
 
-    Each template is `NAME=TEMPLATE`, with column names in braces and `\\n` for a line break. A value `None` is read as
-    an empty string.
+    Each template is `NAME=TEMPLATE`, with column names in braces and `\\n` for a line break. `None` is read as "".
     """
     if not templates:
         return dataset

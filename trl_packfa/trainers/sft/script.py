@@ -37,21 +37,14 @@ from .trainer import PackedSFTTrainer
 
 
 class Kind(NamedTuple):
-    """A trainer that `train` can run, and the dataclasses that define its flags.
+    """A trainer that `train` can run, and the dataclasses that define its flags."""
 
-    Attributes:
-        trainer: the trainer class, or a function that is called like one.
-        config: the trainer's config class.
-        script: the script arguments of TRL's own script for this trainer.
-        options: returns more keyword arguments for the trainer, made from the script arguments.
-        writes_whole: whether its checkpoints record that they are complete.
-    """
-
-    trainer: Any
+    trainer: Any  # the class, or a function that is called like one
     config: Any
-    script: Any = ScriptArguments
+    script: Any = ScriptArguments  # those of TRL's own script for this trainer
+    # Returns more keyword arguments for the trainer, made from the script arguments.
     options: Callable[[Any], dict[str, Any]] = lambda _: {}
-    writes_whole: bool = True
+    writes_whole: bool = True  # whether its checkpoints record that they are complete
 
 
 SFT = Kind(PackedSFTTrainer, PackedSFTConfig)
@@ -128,11 +121,7 @@ def _without_counts() -> Iterator[None]:
 
 
 def _ask_first(args: Any, kind: Kind) -> str | None:
-    """Refuse problems that would stop the run only after minutes, before data and weights are loaded.
-
-    Returns:
-        The checkpoint to resume from, or `None`.
-    """
+    """Refuse problems that would stop the run only after minutes; return the checkpoint to resume from, or `None`."""
     model = _require_model(args)
     require_output_dir(args.output_dir)
     require_reporters(args)

@@ -23,10 +23,7 @@ class SpeedMeter:
     """A counter of the tokens that one rank trains between two logs. Only `read` waits for the device.
 
     The model is not wrapped by an engine. MFU is a share of the peak speed, see [`peak_flops`]; each of `world_size`
-    ranks has its own device.
-
-    Attributes:
-        sharing ([`Unpadding`] or `None`): counts the tokens that a model with shared prefixes does not compute.
+    ranks has its own device. `sharing` counts the tokens that a model with shared prefixes does not compute.
     """
 
     def __init__(self, model: Any, args: PackedSFTConfig, *, world_size: int) -> None:

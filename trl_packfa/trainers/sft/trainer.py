@@ -65,7 +65,7 @@ from .construction import (
 )
 from .dataloading import PackedData, copies_without_waiting, send
 from .epoch_plan import summarize_plan
-from .exactness_gate import ExactnessGate, require_engine
+from .exactness_gate import ExactnessGate
 from .images import TrainsOnImages
 from .lm_head import LossHead, OwnHead, drop_unmeasured
 from .loss_weighting import SourceLosses, WeightedModel, as_example_labels, example_weights
@@ -454,8 +454,6 @@ class PackedSFTTrainer(PackedRun, TrainsOnImages, ShardedRowsTrainer):
             [`ContaminationError`]: if packing is not exact on this model. If it fails on one rank, all ranks raise.
             [`UnsupportedModel`]: under DeepSpeed ZeRO-3 before training has begun.
         """
-        if self.is_zero3_enabled:
-            require_engine(self.deepspeed)
         return self._gate.prove(
             self.model,
             engine=self.deepspeed if self.is_zero3_enabled else self.model,

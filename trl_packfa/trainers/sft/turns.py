@@ -49,9 +49,8 @@ class TurnExpander:
     def expand(self, dataset: Dataset, *, name: str, num_proc: int | None) -> Dataset:
         """Make an example of each assistant turn: `input_ids`, and `labels` on this turn alone.
 
-        Raises:
-            [`InvalidDataset`]: naming the conversation, if it has no assistant turn, or if the template renders the
-                history of a turn in another way once the turn is there.
+        A conversation without one is refused, or if the template renders the history of a turn in another way once the
+        turn is there.
         """
         require_conversations(dataset, name=name)
         return dataset.map(
