@@ -60,13 +60,8 @@ def prove(model: nn.Module) -> None:
 def packed_row(documents: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
     """Pack documents into one row: `input_ids`, `labels`, `position_ids`, `cu_seq_lens_*`, without an attention mask.
 
-    All values have types that any trainer can move to a device.
-
-    Args:
-        documents (`Sequence[Mapping[str, Any]]`):
-            Documents with `input_ids` and, optionally, `labels`.
-        options (`Any`):
-            Arguments of [`DataCollatorForPacking`].
+    `documents` have `input_ids` and, optionally, `labels`; `options` are those of [`DataCollatorForPacking`]. All
+    values have types that any trainer can move to a device.
     """
     kept = [{name: row[name] for name in ("input_ids", "labels") if name in row} for row in documents]
     batch = DataCollatorForPacking(**options)(kept)

@@ -23,15 +23,8 @@ def levelled_rounds(
     They are dealt so that no rank gets the costliest row of every round. A round's rows come rank by rank. Only the
     last round may have too few rows.
 
-    Args:
-        rows (`list[np.ndarray]`):
-            Indices of the documents of each row.
-        cost (`np.ndarray`):
-            Cost of each document, shape `(S,)`.
-        rows_per_batch (`int`), world_size (`int`):
-            Rows of one rank's micro-batch, number of ranks.
-        rng (`np.random.Generator`), shuffle (`bool`):
-            Source of the random order of the rounds, and whether they are shuffled.
+    `rows` are the document indices of each row, `cost` is that of each document, `(S,)`. `rows_per_batch` is the rows
+    of one rank's micro-batch. `rng` draws the order of the rounds, unless `shuffle` is off.
     """
     per_round = rows_per_batch * world_size
     # A single rank waits for nobody, so rows keep their order.
@@ -51,8 +44,7 @@ def levelled_rounds(
 
 
 def _dealt(rows: list[np.ndarray], cost: np.ndarray, rows_per_batch: int, world_size: int) -> list[np.ndarray]:
-    """Return a round's rows rank by rank: each time the costliest row left goes to the rank with the least cost so
-    far."""
+    """Return a round's rows rank by rank: each time the costliest row left goes to the rank with the least so far."""
     # Rows of cost 5, 4, 3, 2 for 2 ranks of 2 rows: 5 and 2 go to rank 0, 4 and 3 to rank 1.
     ranks: list[list[np.ndarray]] = [[] for _ in range(world_size)]
     done = np.zeros(world_size)

@@ -17,8 +17,7 @@ PATIENCE = 2
 
 
 class BufferedRows(NamedTuple):
-    """Rounds of rows, each row an array of document indices; and the indices of the documents that are carried
-    over."""
+    """Rounds of rows, each an array of document indices, and the indices of the documents that are carried over."""
 
     rounds: list[list[np.ndarray]]
     carried: np.ndarray
@@ -36,15 +35,9 @@ def pack_buffer(
 ) -> BufferedRows:
     """Pack the buffer by best-fit decreasing and send out whole rounds of the fullest rows, levelled over the ranks.
 
-    Args:
-        lengths (`np.ndarray`):
-            Tokens of each document in the buffer, shape `(S,)`, none above `capacity`; enough of them for two rounds.
-        carried_before (`np.ndarray`):
-            How often each document was carried over, shape `(S,)`. After `PATIENCE` times its row goes out first.
-        capacity (`int`):
-            Tokens of a row.
-        rows_per_batch (`int`), world_size (`int`), quadratic (`float`), rng (`np.random.Generator`):
-            See [`PackedBatchSampler`].
+    `lengths` are the tokens of each document, `(S,)`, none above `capacity`; enough of them for two rounds.
+    `carried_before` is how often each was carried over, `(S,)`; after `PATIENCE` times its row goes out first. See
+    [`PackedBatchSampler`] for the others.
     """
     per_round = rows_per_batch * world_size
     rows = best_fit_decreasing(lengths, capacity, rng)

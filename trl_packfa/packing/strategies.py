@@ -9,27 +9,15 @@ from .overflow import WRAP
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to make batches of documents.
+    """One way to make batches of documents."""
 
-    Args:
-        name (`str`):
-            The `packing_strategy` that chooses it; `"padded"` is TRL without packing.
-        packs (`bool`, *optional*, defaults to `True`):
-            Whether documents share rows.
-        recuts_steps (`bool`, *optional*, defaults to `False`):
-            Whether the documents of an optimizer step are cut anew into micro-batches.
-        fills_rows (`bool`, *optional*, defaults to `False`):
-            Whether rows of `max_length` tokens are filled over the whole dataset. An optimizer step then holds other
-            documents than in the padded run.
-        overflow (`str`, *optional*):
-            Its policy for documents longer than `max_length`; by default the user's `overflow`.
-    """
-
-    name: str
-    packs: bool = True
-    recuts_steps: bool = False
+    name: str  # the `packing_strategy` that chooses it; `"padded"` is TRL without packing
+    packs: bool = True  # whether documents share rows
+    recuts_steps: bool = False  # whether the documents of an optimizer step are cut anew into micro-batches
+    # Whether rows of `max_length` tokens are filled over the whole dataset. An optimizer step then holds other
+    # documents than in the padded run.
     fills_rows: bool = False
-    overflow: str | None = None
+    overflow: str | None = None  # its policy for documents longer than `max_length`; by default the user's
 
     @property
     def wraps(self) -> bool:

@@ -24,12 +24,8 @@ class CountedBatch(dict):
 
     As a dict it holds the batch's own values only. It keeps the rows through loader workers, pinned memory and `to` a
     device. Batches that others make from its values (accelerate's `dispatch_batches`, a user's own dict) lose them;
-    then the masks are read again.
-
-    Attributes:
-        rows (`dict[str, PaddedRows]`): rows by the name of their mask.
-        compared (`dict[str, PaddedRows]`): rows by the name of the token ids that were compared; [`SharedRows`] where
-            some rows share a prefix.
+    then the masks are read again. `rows` are named like their mask, `compared` like the token ids that were compared:
+    they are [`SharedRows`] where some rows share a prefix.
     """
 
     def __init__(

@@ -84,10 +84,7 @@ def run_without_pads(
 ) -> PaddingFreeRun:
     """Patch a trainer's models and attach a [`PaddingFreeRun`] to it, or update the attached one.
 
-    `options` are keyword arguments of [`patch`].
-
-    Raises:
-        [`InvalidConfig`], [`UnsupportedModel`], [`ContaminationError`]: about models, as in [`padding_free`].
+    `options` are keyword arguments of [`patch`]. See [`padding_free`] for what is refused.
     """
     models, run = models_of(trainer), attached_run(trainer)
     if leave_padded is None:

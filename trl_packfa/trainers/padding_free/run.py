@@ -27,22 +27,14 @@ POLICY = "model"
 
 
 class Counts(NamedTuple):
-    """Counts of the models' work.
-
-    Attributes:
-        seconds (`float`): time.
-        trained (`float`): true tokens that the policy has trained.
-        tokens (`float`), pads (`float`): true tokens, and padding that was not computed, of all models.
-        documents (`float`): documents that the policy has trained.
-        shared (`float`): true tokens that were computed in another row.
-    """
+    """Counts of the models' work."""
 
     seconds: float = 0.0
-    trained: float = 0
-    tokens: float = 0
-    pads: float = 0
-    documents: float = 0
-    shared: float = 0
+    trained: float = 0  # true tokens that the policy has trained
+    tokens: float = 0  # true tokens of all models
+    pads: float = 0  # padding of all models, which was not computed
+    documents: float = 0  # that the policy has trained
+    shared: float = 0  # true tokens that were computed in another row
 
     def plus(self, counts: Counts, *, minus: Counts) -> Counts:
         """Return these counts plus `counts`, minus `minus`."""
@@ -52,11 +44,8 @@ class Counts(NamedTuple):
 class PaddingFreeRun(TrainerCallback):
     """The callback of a trainer without padding: it counts rows, checks the first batch, and adds logs.
 
-    Attributes:
-        models (`dict[str, nn.Module]`): models that run without padding, by the attribute that holds them.
-        left_padded (`tuple[str, ...]`): attributes whose models stay padded.
-        check_first_batch, shares (`bool`): whether the first batch is compared, and whether rows share prefixes.
-        first_calls (`dict[str, PaddedBatchProof]`): result of the first batch's comparison for each model.
+    `models` run without padding, by the attribute that holds them; those in `left_padded` stay padded. `first_calls`
+    are the results of the first batch's comparison for each model. With `shares`, rows share prefixes.
     """
 
     def __init__(

@@ -33,26 +33,18 @@ _LESS = 0.8
 
 
 class Part(NamedTuple):
-    """A micro-batch of a re-cut step.
+    """A micro-batch of a re-cut step."""
 
-    Attributes:
-        pairs (`tuple[int, ...]`): the numbers of its pairs in the step, in its order.
-        weight (`float`): weight of its mean loss, relative to a padded micro-batch's; 0 if the rank has no pairs left.
-    """
-
-    pairs: tuple[int, ...]
-    weight: float
+    pairs: tuple[int, ...]  # the numbers of its pairs in the step, in its order
+    weight: float  # of its mean loss, relative to a padded micro-batch's; 0 if the rank has no pairs left
 
 
 class PairSlot(Slot):
     """A stand-in for the last padded micro-batch of a step, with the whole re-cut step.
 
-    Attributes:
-        parts (`list[Part]`): the pairs and the weight of each micro-batch.
-        padded (`list[list[int]]`): the pairs of each padded micro-batch of this rank.
-        examples (`Sequence`): the step's pairs, of all ranks; with images those of this rank, processed.
-        lengths (`np.ndarray`): tokens of their rows, shape `(P, R)`.
-        widths (`np.ndarray`): length of a pair's rows in the padded run, shape `(P,)`.
+    `parts` are its micro-batches, `padded` the pairs of each padded micro-batch of this rank. `examples` are the
+    step's pairs, of all ranks; with images those of this rank, processed. `lengths` are the tokens of their rows, `(P,
+    R)`, `widths` the length of a pair's rows in the padded run, `(P,)`.
     """
 
     def __init__(
@@ -74,14 +66,8 @@ class PairCutter:
     """A cutter of a step's pairs into micro-batches of about equal cost, the same number of them on every rank.
 
     The default of the token budget `max_tokens_per_microbatch` is the size of the padded run's largest micro-batch.
-    The dataset is tokenized and cut to `max_length`. The accelerator gathers the pairs of all ranks.
-
-    Attributes:
-        tokens (`np.ndarray`): tokens of each pair of the dataset.
-        budget (`int`): token budget of a micro-batch.
-
-    Raises:
-        [`InvalidConfig`]: if a pair is longer than the budget.
+    The dataset is tokenized and cut to `max_length`. The accelerator gathers the pairs of all ranks. A pair that is
+    longer than the user's budget is refused.
     """
 
     gathers = True  # a pair may run on another rank than in the padded run
@@ -90,7 +76,7 @@ class PairCutter:
         self.rows, self.accelerator = rows, accelerator
         self.multiple: int = args.pad_to_multiple_of or 1
         lengths = row_lengths(train_dataset, rows)
-        self.tokens = lengths.sum(axis=1)
+        self.tokens = lengths.sum(axis=1)  # of each pair
         self.asked: int | None = args.max_tokens_per_microbatch
         if self.asked is not None:
             _require_budget(self.asked, self.tokens)
@@ -234,6 +220,5 @@ class ImagePairCutter:
 
     def collator(self, collate: Callable[[list[Example]], Any]) -> CountingCollator:
         """Return the collator of processed pairs; `collate` is TRL's, with the processor."""
-        if self._collator is None:
-            self._collator = CountingCollator(Merging(collate, self.pad_token_id, rows=self.rows))
+        self._collator = self._collator or CountingCollator(Merging(collate, self.pad_token_id, rows=self.rows))
         return self._collator

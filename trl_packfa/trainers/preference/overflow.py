@@ -33,11 +33,7 @@ def _column_lengths(dataset: Dataset, rows: Rows) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class PairReport(PackingReport):
-    """The packing report of pairs or single examples. Its documents are their rows.
-
-    Attributes:
-        rows_each (`int`): rows of an example; 2 for a pair.
-    """
+    """The packing report of pairs or single examples, which have `rows_each` rows. Its documents are their rows."""
 
     rows_each: int = 1
 
