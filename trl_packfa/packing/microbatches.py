@@ -46,12 +46,7 @@ def recut(
 
 
 def recut_over_ranks(
-    lengths: np.ndarray,
-    *,
-    budget: int,
-    world_size: int,
-    quadratic: float = 0.0,
-    groups: np.ndarray | None = None,
+    lengths: np.ndarray, *, budget: int, world_size: int, quadratic: float = 0.0, groups: np.ndarray | None = None
 ) -> list[list[list[int]]]:
     """Cut documents of `lengths` (tokens) into micro-batches for several ranks, level in each round and in total.
 

@@ -73,10 +73,7 @@ class CommonConfig(_Base):
             "CUDA if it is installed, in chunks on a CPU. `False` runs the model's own code."
         },
     )
-    use_peft: bool = field(
-        default=True,
-        metadata={"help": "Train a LoRA adapter. `False` trains all parameters."},
-    )
+    use_peft: bool = field(default=True, metadata={"help": "Train a LoRA adapter. `False` trains all parameters."})
     lora_target_modules: list[str] | None = field(
         default_factory=lambda: ["all-linear"],
         metadata={"help": "LoRA target modules. Default: all linear layers except the LM head."},

@@ -12,16 +12,7 @@ from transformers import TrainingArguments
 from trl import SFTConfig
 
 from ...errors import InvalidConfig, VersionTooOld
-from ...packing import (
-    BFD,
-    OVERFLOW_POLICIES,
-    PADDED,
-    STEP,
-    STRATEGIES,
-    WRAPPED,
-    Strategy,
-    require_policy,
-)
+from ...packing import BFD, OVERFLOW_POLICIES, PADDED, STEP, STRATEGIES, WRAPPED, Strategy, require_policy
 from ...versions import installed_version
 from ..common.batching import TAKES_BATCHES
 from ..common.config import CommonConfig, require_recutting, require_trainable
@@ -98,8 +89,7 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
         },
     )
     loss_by: str | None = field(
-        default=None,
-        metadata={"help": "Column with the source of each example. The loss of each source is logged."},
+        default=None, metadata={"help": "Column with the source of each example. The loss of each source is logged."}
     )
     sequence_parallel: int = field(
         default=1,
@@ -148,8 +138,7 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
             self.packing_strategy = STEP.name
         if self.packing_strategy not in STRATEGIES:
             raise InvalidConfig(
-                f"packing_strategy='{self.packing_strategy}' does not exist.",
-                do=f"Choose one of {list(STRATEGIES)}.",
+                f"packing_strategy='{self.packing_strategy}' does not exist.", do=f"Choose one of {list(STRATEGIES)}."
             )
         # `bfd_split` is `bfd` with a policy in its name.
         if self.strategy.overflow in OVERFLOW_POLICIES:

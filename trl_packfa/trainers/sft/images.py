@@ -213,13 +213,7 @@ class ImageCutter:
     """
 
     def __init__(
-        self,
-        args: PackedSFTConfig,
-        *,
-        model: Any,
-        accelerator: Accelerator,
-        pad_token_id: int,
-        counts_tokens: bool,
+        self, args: PackedSFTConfig, *, model: Any, accelerator: Accelerator, pad_token_id: int, counts_tokens: bool
     ) -> None:
         self.own = OwnCutter(model, accelerator, budget=args.max_tokens_per_microbatch)
         self.counts_tokens, self.pad_token_id = counts_tokens, pad_token_id

@@ -150,13 +150,7 @@ class PackedSFTTrainer(PackedRun, TrainsOnImages, ShardedRowsTrainer):
         self._pack_or_pad(model, refusal, is_asked=is_asked, pack=pack, pad=pad, padded="SFTTrainer")
 
     def _construct(
-        self,
-        model: Any,
-        args: PackedSFTConfig,
-        *,
-        asked: TrainingArguments | None,
-        data_collator: Any,
-        **options: Any,
+        self, model: Any, args: PackedSFTConfig, *, asked: TrainingArguments | None, data_collator: Any, **options: Any
     ) -> None:
         """Run TRL's `__init__` with the model loaded and adapted as the arguments say, then set packing up."""
         options |= load_as_asked(model, args, options, asked=asked)
