@@ -22,8 +22,7 @@ from trl_packfa.exactness import ShardedRowProof
 from trl_packfa.trainers.common import step_cutting
 from trl_packfa.trainers.common.parallelism import RowGroups, refuse_short_rows, require_shareable, share_rows
 from trl_packfa.trainers.common.step_cutting import Documents, of_all_ranks
-from trl_packfa.trainers.sft.memory import estimate, shared_by
-from trl_packfa.trainers.sft.model_shape import shape_as_loaded
+from trl_packfa.trainers.sft.memory import estimate, shape_as_loaded, shared_by
 from trl_packfa.trainers.sft.sequence_parallel import ShardedRowsTrainer
 
 

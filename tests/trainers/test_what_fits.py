@@ -19,9 +19,10 @@ from trl_packfa.trainers.sft.memory import (
     frozen_in_float32,
     fuses_mlps,
     layer_bytes,
+    shape_as_loaded,
+    shape_of,
     without_checkpointing,
 )
-from trl_packfa.trainers.sft.model_shape import shape_as_loaded, shape_of
 
 GB = 1e9
 

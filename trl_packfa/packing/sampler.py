@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .balance import levelled_rounds
 from .best_fit import best_fit_decreasing
+from .buffer import levelled_rounds
 from .microbatches import document_cost
 
 

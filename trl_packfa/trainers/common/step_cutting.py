@@ -3,13 +3,17 @@
 The data loader yields the padded run's examples in its order, but uncollated. Then the examples of one step are re-cut
 and collated. The Trainer gets one slot per padded micro-batch, so its bookkeeping (steps, epochs, schedule, resuming)
 is the padded run's. The last slot of a step holds all its micro-batches; the other slots are idle.
+
+A loss or noise that depends on a whole padded micro-batch needs [`Origins`]: where each example comes from.
+
+Shape letters: T tokens (B * L), G padded micro-batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,12 +25,12 @@ from datasets import IterableDataset
 
 from ...errors import InvalidConfig
 from ...layout import PackedLayout
+from ...layout.from_call import layout_of
 from ...packing import imbalance
 from .batching import FREE, KEPT, TOGETHER, deal
 from .config import CommonConfig
 from .dataset import count_computed, longest_document, read_lengths, split_example
 from .flops import quadratic_weight
-from .padded_batch_map import ORIGINS, origins_of_steps
 
 logger = get_logger(__name__)
 
@@ -295,3 +299,73 @@ def longest_of_stream(args: CommonConfig) -> int:
             do="Set max_length or max_tokens_per_microbatch, or use packing_strategy='minibatch'.",
         )
     return longest
+
+
+# The key of a micro-batch's `Origins`. It is removed before the model is called.
+ORIGINS = "trl_packfa_origins"
+
+
+@dataclass(frozen=True)
+class Origins:
+    """The padded micro-batches of a packed micro-batch's examples."""
+
+    sizes: tuple[int, ...]  # tokens of each example, in the order of the rows; tokens after them are padding
+    groups: tuple[int, ...]  # the number of each example's padded micro-batch, below G
+    tokens: tuple[int, ...]  # true tokens of each of the G padded micro-batches, on all ranks together
+    longest: tuple[int, ...]  # tokens of each padded micro-batch's longest example
+    # Factor for the sum of G losses, with which the mean over a step's micro-batches and ranks is the mean over its
+    # padded micro-batches.
+    share: float = 1.0
+    shared: bool = False  # whether other ranks may hold examples of the same padded micro-batches at the same time
+
+    @classmethod
+    def of_whole(cls, inputs: Mapping[str, Any]) -> Origins:
+        """Make the origins of a packed batch that holds the examples of exactly one padded micro-batch."""
+        layout = inputs.get("packed_layout") or layout_of(dict(inputs))
+        if layout is None:  # a user's collator may send a single document without boundaries
+            sizes: tuple[int, ...] = (inputs["input_ids"].numel(),)
+        else:
+            sizes = layout.lengths[:-1] if layout.padding else layout.lengths
+        return cls(sizes, (0,) * len(sizes), (sum(sizes),), (max(sizes, default=0),))
+
+    def of_tokens(self, count: int, device: torch.device) -> torch.Tensor:
+        """Return the number of each token's padded micro-batch, `(T,)`, int64; G for padding. T is `count`."""
+        return self.spread(self.groups, count, device, padding=len(self.tokens)).long()
+
+    def spread(self, values: Sequence[float], count: int, device: torch.device, *, padding: float) -> torch.Tensor:
+        """Repeat a value of each example for each of its tokens, `(T,)`. T is `count`."""
+        # For example sizes (2, 1), values (7, 9) and 4 tokens give [7, 7, 9, padding].
+        sizes = torch.tensor([*self.sizes, count - sum(self.sizes)])
+        return torch.repeat_interleave(torch.tensor([*values, padding]), sizes, output_size=count).to(device)
+
+
+def origins_of_steps(
+    dealt: Sequence[Sequence[Sequence[int]]], lengths: np.ndarray, groups: np.ndarray, *, rank: int
+) -> list[Origins]:
+    """Return the origins of a rank's micro-batches.
+
+    `dealt` holds, for each rank, the examples of each of its micro-batches; `lengths` and `groups` are the tokens of
+    each example and the number of its padded micro-batch.
+    """
+    _, numbers = np.unique(groups, return_inverse=True)
+    tokens, longest = np.bincount(numbers, weights=lengths).astype(np.int64), np.zeros(numbers.max() + 1, np.int64)
+    np.maximum.at(longest, numbers, lengths)
+    # Example: 8 padded micro-batches run in 2 rounds on 2 ranks. TRL averages over rounds and ranks, so it divides by
+    # 4 instead of 8. Then the share is 4 / 8.
+    share = len(dealt[0]) * len(dealt) / len(tokens)
+    found = []
+    for index, part in enumerate(dealt[rank]):
+        # Number the padded micro-batches that any rank runs now from 0. If they are 5 and 9, examples of 9, 5, 9 get
+        # the numbers 1, 0, 1.
+        here = np.unique(numbers[[example for other in dealt for example in other[index]]])
+        found.append(
+            Origins(
+                sizes=tuple(lengths[part].tolist()),
+                groups=tuple(np.searchsorted(here, numbers[part]).tolist()),
+                tokens=tuple(tokens[here].tolist()),
+                longest=tuple(longest[here].tolist()),
+                share=share,
+                shared=len(dealt) > 1,
+            )
+        )
+    return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,10 +18,12 @@ from ...attention import AttentionRequest, get_backend
 from ...errors import InvalidConfig, InvalidDataset, NoBackend
 from ...patches.measured import results
 from ...patches.registry import get_patch_for_type
+from ...patching import inspect
 from ...patching.apply import find_state
-from ...patching.inspect import model_config, model_type
 from .config import CommonConfig
-from .parallelism import refuse_parallelism
+from .image_rows import image_columns
+from .model_loading import model_type, named
+from .parallelism import asked_parallelism, refuse_parallelism
 
 logger = get_logger(__name__)
 
@@ -63,12 +67,12 @@ def refuse_model(model: str | PreTrainedModel | PeftModel, args: CommonConfig) -
 
     A type that has not been measured passes here; [`patch`] checks it.
     """
-    name = model if isinstance(model, str) else model_type(model)
+    name = model if isinstance(model, str) else inspect.model_type(model)
     if name in results() and results()[name]["verdict"] != "exact":
         get_patch_for_type(name)  # raises with the reason
     if isinstance(model, str):
         return
-    native = getattr(model_config(model), "distributed_config", None)
+    native = getattr(inspect.model_config(model), "distributed_config", None)
     refuse_parallelism({name: getattr(native, name, None) or 1 for name in ("tp_size", "ep_size", "pp_size")})
     quantized = getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
     if (args.load_in_4bit or args.load_in_8bit) and not quantized:
@@ -123,3 +127,85 @@ def runs_by_document(model: Any) -> bool:
     """Tell whether the backbone of a patched model runs document by document."""
     state = find_state(model)
     return state is not None and state.patch.rebatch
+
+
+def refuse_liger(args: Any, name: str) -> None:
+    """Refuse Liger kernels and losses, which compute every position of a padded batch. `name` is the trainer's."""
+    liger = [field for field in ("use_liger_kernel", "use_liger_loss") if getattr(args, field, False)]
+    if liger:
+        raise InvalidConfig(
+            f"{name} with {liger[0]}=True cannot run without its pads.",
+            why=["Liger replaces the model's forwards by its own, which were not measured without pads"],
+            do=f"Set {liger[0]}=False. TRL deprecates it and has a fused LM head of its own.",
+        )
+
+
+def require_columns(dataset: Dataset, *, name: str, trainer: str, formats: Sequence[Sequence[str]]) -> None:
+    """Require the columns of one of the formats that TRL's trainer takes, unless the dataset is tokenized.
+
+    `formats` are the columns of each format; `name` and `trainer` name the dataset and the trainer in messages.
+    """
+    there = dataset.column_names
+    if any(column.endswith("_ids") for column in there) or any(set(columns) <= set(there) for columns in formats):
+        return
+    wanted = ", or ".join(" and ".join(repr(column) for column in columns) for columns in formats)
+    if "completion" in there:
+        other = "For 'prompt' and 'completion' use SFT: PackedSFTTrainer, or --trainer sft."
+    else:
+        other = "Rename the columns, or make them: --columns 'NAME=TEMPLATE' on the command line."
+    raise InvalidDataset(
+        f"the {name} dataset has columns {sorted(there)}; {trainer} cannot train on them.",
+        why=[f"wanted: {wanted}"],
+        do=other,
+    )
+
+
+def refuse_before_loading(trainer: str, given: dict[str, Any], args: Any, *, takes_images: bool) -> None:
+    """Refuse arguments, data and models that cannot train without padding, before data and weights are loaded.
+
+    `given` are the trainer's arguments by name, `args` is the settled config. `takes_images`: TRL's trainer takes
+    images.
+    """
+    model, adapter, train = given["model"], given.get("peft_config"), given.get("train_dataset")
+    if isinstance(train, Dataset) and not len(train):
+        raise InvalidDataset("the train dataset is empty.", do="Check the split, filters and file names.")
+    if not isinstance(train, (Dataset, IterableDataset)):
+        raise InvalidDataset(
+            f"{trainer} takes a `Dataset` or a stream, but train_dataset is {type(train).__name__}.",
+            do="Load it with datasets.load_dataset, or make one: Dataset.from_list(rows).",
+        )
+    if isinstance(train, IterableDataset):
+        _refuse_policy(args, "a stream", "its pairs are not known before they are read, so TRL cuts or drops them")
+    for name, dataset in named(train, given.get("eval_dataset")):
+        refuse_data(dataset, name=name)
+        if columns := image_columns(dataset):
+            if not takes_images:
+                raise InvalidDataset(
+                    f"the {name} dataset has a column '{columns[0]}', and {trainer} takes no images.",
+                    why=["TRL's own trainer takes none: it would tokenize the text alone"],
+                    do="Drop the column to train on the text alone. PackedDPOTrainer and PackedKTOTrainer take "
+                    "images.",
+                )
+            _refuse_policy(args, "images", "their tokens exist only after collation, where TRL cuts them")
+    if getattr(args.accelerator_config, "dispatch_batches", None):
+        raise InvalidConfig(
+            "accelerator_config.dispatch_batches=True cannot carry the pairs of a step.",
+            why=["accelerate would concatenate and cut the batches of several ranks"],
+            do="Leave dispatch_batches unset.",
+        )
+    refuse_adapters_and_backend(args, adapter)
+    refuse_parallelism(asked_parallelism(args))
+    refuse_model(model_type(model, args) if isinstance(model, str) else model, args)
+
+
+def _refuse_policy(args: Any, what: str, why: str) -> None:
+    """Refuse an overflow policy other than TRL's where TRL itself cuts or drops long pairs."""
+    default = next((f.default for f in fields(args) if f.name == "overflow"), None)
+    if default is not None and args.overflow != default:
+        raise InvalidConfig(
+            f"overflow='{args.overflow}' with {what}.",
+            why=[why],
+            do=f"Drop overflow (the default is '{default}'), or load the whole dataset."
+            if what == "a stream"
+            else f"Drop overflow (the default is '{default}').",
+        )

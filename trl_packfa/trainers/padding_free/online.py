@@ -20,8 +20,8 @@ from ...errors import InvalidConfig, InvalidDataset
 from ..common.config import CommonConfig, require_trainable
 from ..common.model_loading import load_as_asked, named, telling_of_targets
 from ..common.preflight import require_run
+from ..common.validation import refuse_before_loading, refuse_liger, require_columns
 from .padding_free import padding_free
-from .refusals import refuse_before_loading, refuse_liger, require_columns
 
 
 @dataclass

@@ -14,7 +14,7 @@ from ...api import patch
 from ...errors import InvalidConfig, PackingError, UnsupportedModel
 from ...patching.apply import all_or_none, find_state
 from ...patching.inspect import inner_model
-from .refusals import refuse_liger
+from ..common.validation import refuse_liger
 from .run import POLICY, PaddingFreeRun
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from ...errors import InvalidConfig
 from ...packing import MINIBATCH, STEP, Strategy
 from ...versions import installed_version
 from ..common.config import CommonConfig, require_recutting, require_trainable
-from ..padding_free.refusals import refuse_liger
+from ..common.validation import refuse_liger
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,7 @@ from datasets import Dataset
 from ...errors import InvalidConfig
 from ...packing import PackingReport, imbalance, recut_over_ranks
 from ..common.flops import quadratic_weight
-from ..common.image_cutting import OwnCutter
-from ..common.image_examples import Merging, OneByOne
+from ..common.image_examples import Merging, OneByOne, OwnCutter
 from ..common.image_rows import Example
 from ..common.step_cutting import Documents, Slot, of_all_ranks
 from ..padding_free.collating import CountingCollator

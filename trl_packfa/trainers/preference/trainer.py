@@ -18,16 +18,21 @@ from ...api import unpatch
 from ...errors import PackingError
 from ..common.dataset import tell_counts
 from ..common.distributed import require_same_documents
-from ..common.image_cutting import why_images_stay
+from ..common.image_examples import why_images_stay
 from ..common.image_rows import NamesRows
 from ..common.model_loading import load_as_asked, named, output_dir, telling_of_targets
 from ..common.packed_run import PackedRun
 from ..common.preflight import require_run
 from ..common.resuming import identity
 from ..common.step_cutting import keep_padded
-from ..common.validation import refuse_precision, refuse_untrainable, runs_by_document
+from ..common.validation import (
+    refuse_before_loading,
+    refuse_precision,
+    refuse_untrainable,
+    require_columns,
+    runs_by_document,
+)
 from ..padding_free.padding_free import STATE, attached_run, run_without_pads
-from ..padding_free.refusals import refuse_before_loading, require_columns
 from .config import PreferenceConfig
 from .cutting import ImagePairCutter, PairCutter
 from .overflow import cut_answers, plan_pairs

@@ -30,9 +30,8 @@ from ...patching.apply import find_state
 from ...runtime.compile import uncompiled
 from ...terminal.progress import proving
 from ..common.distributed import agree, from_main_rank
-from ..common.padded_batch_map import ORIGINS
 from ..common.parallelism import row_group
-from ..common.step_cutting import Slot
+from ..common.step_cutting import ORIGINS, Slot
 from .config import PackedSFTConfig
 
 logger = get_logger(__name__)

@@ -32,8 +32,7 @@ from ...packing import MINIBATCH, STEP, PackingReport
 from ...patching.apply import find_state
 from ..common.batching import FREE
 from ..common.distributed import agree
-from ..common.image_cutting import OwnCutter, why_images_stay
-from ..common.image_examples import Merging, OneByOne
+from ..common.image_examples import Merging, OneByOne, OwnCutter, why_images_stay
 from ..common.image_rows import Example, NamesRows, image_columns
 from ..common.packed_run import collating_with
 from ..common.step_cutting import Documents, Slot, how_to_cut, keep_padded

@@ -124,8 +124,8 @@ def suggested_columns(example: Mapping[str, Any]) -> dict[str, str]:
 
     The result is empty if the example has no prompt and answer in text.
 
-    Example: `{"instruction": "Add.", "input": "1 2", "output": "3"}` gives
-    `{"prompt": "{instruction}\\n{input}\\n", "completion": "{output}"}`.
+    Example: `{"instruction": "Add.", "input": "1 2", "output": "3"}` gives `{"prompt": "{instruction}\\n{input}\\n",
+    "completion": "{output}"}`.
     """
     texts = [column for column, value in example.items() if isinstance(value, str) or value is None]
     prompt = next((column for column in _PROMPTS if column in texts), None)

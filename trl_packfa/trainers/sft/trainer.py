@@ -42,7 +42,6 @@ from ...exactness import ExactnessReport
 from ...packing import PackedBatchSampler, PackingReport
 from ...patching import inspect
 from ...patching.apply import unpadding_of
-from ..common.chat_templates import left_out_by_template
 from ..common.checkpoint_files import count_batch
 from ..common.dataset import read_lengths, without_our_columns
 from ..common.distributed import require_same_documents
@@ -51,6 +50,7 @@ from ..common.guards import LossWatch, memory_advice
 from ..common.model_loading import AnyDataset, EvalDataset, load_as_asked, output_dir, telling_of_targets
 from ..common.packed_run import PackedRun, collating_with
 from ..common.parallelism import refuse_short_rows, refuse_uneven_calls, require_shareable, share_rows
+from ..common.preflight import left_out_by_template
 from ..common.resuming import identity
 from ..common.step_cutting import Documents, Slot, StepCutter, count_every_rank, how_to_cut, log_cut, run_slot
 from ..common.validation import refuse_precision
