@@ -1,7 +1,7 @@
 """Checks before model and data are loaded: folder, checkpoint, reporting packages, tokenizer, attention, Hub.
 
-Chat templates are tried, too: TRL passes tools and tool calls to the template and does not check whether they appear in
-the text. A template that ignores tool calls renders an assistant's call as an empty turn.
+Chat templates are tried, too: TRL passes tools and tool calls to the template and does not check whether they appear
+in the text. A template that ignores tool calls renders an assistant's call as an empty turn.
 """
 
 from __future__ import annotations

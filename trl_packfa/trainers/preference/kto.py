@@ -21,11 +21,7 @@ _NOT_OF_IMAGES = {"input_ids", "attention_mask", "completion_mask", "label", "re
 class PackedKTOConfig(PreferenceConfig, KTOConfig):
     """Arguments of [`PackedKTOTrainer`]: all fields of TRL's `KTOConfig` and `ModelConfig`, and eight of our own.
 
-    Ours are those of [`PackedDPOConfig`].
-
-    > [!NOTE]
-    > These fields have other defaults than TRL's: `use_peft=True`, `lora_target_modules=["all-linear"]` and `dtype`.
-    > The default `dtype` is `"bfloat16"` for a quantized model trained in bf16, and `"float32"` otherwise.
+    Ours, and the fields with another default than TRL's, are those of [`PackedDPOConfig`].
     """
 
 

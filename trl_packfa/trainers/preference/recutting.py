@@ -62,17 +62,6 @@ class _Alone:
         return getattr(self._accelerator, name)
 
 
-@contextmanager
-def _alone(trainer: Any) -> Iterator[None]:
-    """Let `trainer.accelerator` gather from this rank only inside a `with` block."""
-    own = trainer.accelerator
-    trainer.accelerator = _Alone(own)
-    try:
-        yield
-    finally:
-        trainer.accelerator = own
-
-
 class RecutSteps(Base):
     """A base class that re-cuts a TRL trainer's steps if it has a cutter. The loss must be a mean over pairs.
 
@@ -89,7 +78,7 @@ class RecutSteps(Base):
     model: Any
     data_collator: Any
     neftune_noise_alpha: float | None
-    precompute_ref_logps: bool
+    precompute_ref_logps: bool = False
     _metrics: Any
     _total_train_tokens: int
     packing_reports: dict[str, PackingReport]
@@ -160,15 +149,8 @@ class RecutSteps(Base):
             mask = inputs["attention_mask"]
             tell_rows(mask, replace(rows_of(mask), widths=tuple(widths.tolist()), memo={}))
         recorder, inputs = Recorder(model), {**inputs, **self._references(inputs)}
-        metrics, tokens = self._metrics, self._total_train_tokens
-        # Discard the metrics that TRL records here. They are computed later, on the padded run's micro-batches.
-        # `_alone` avoids gathering, because ranks have different numbers of pairs here.
-        self._metrics = {mode: defaultdict(list) for mode in metrics}
-        try:
-            with _alone(self), self._knowing_references():
-                loss = by_trl(recorder, inputs, False, num_items_in_batch)
-        finally:
-            self._metrics, self._total_train_tokens = metrics, tokens
+        with self._uncounted(), self._knowing_references():
+            loss = by_trl(recorder, inputs, False, num_items_in_batch)
         if part.weight:  # otherwise another rank trains these pairs
             self._keep(recorder, inputs, slot, part)
         return loss * part.weight
@@ -176,7 +158,7 @@ class RecutSteps(Base):
     def _references(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Compute the reference's log-probabilities as TRL's precomputed ones: `(n,)` for each row of n pairs."""
         trl: Any = self
-        if not self._reference_keys or trl.precompute_ref_logps:
+        if not self._reference_keys or self.precompute_ref_logps:
             return {}
         found = trl.compute_ref_log_probs(self._reference_model(inputs), inputs)
         return dict(zip(self._reference_keys, found, strict=False))
@@ -187,11 +169,19 @@ class RecutSteps(Base):
         return trl.ref_model or trl.model
 
     @contextmanager
-    def _knowing_references(self) -> Iterator[None]:
-        """Let TRL read the reference's log-probabilities from the batch inside a `with` block."""
-        if not self._reference_keys:
+    def _uncounted(self) -> Iterator[None]:
+        """Discard what TRL's loss counts inside a `with` block: it is counted later, on padded micro-batches."""
+        own = self.accelerator, self._metrics, self._total_train_tokens
+        self.accelerator = _Alone(self.accelerator)  # ranks have different numbers of pairs here
+        self._metrics = {mode: defaultdict(list) for mode in self._metrics}
+        try:
             yield
-            return
+        finally:
+            self.accelerator, self._metrics, self._total_train_tokens = own
+
+    @contextmanager
+    def _knowing_references(self) -> Iterator[None]:
+        """Let TRL read the reference's log-probabilities, if it has any, from the batch inside a `with` block."""
         before, self.precompute_ref_logps = self.precompute_ref_logps, True
         try:
             yield

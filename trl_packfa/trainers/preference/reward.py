@@ -15,11 +15,9 @@ from .trainer import PackedPreference
 class PackedRewardConfig(PreferenceConfig, RewardConfig):
     """Arguments of [`PackedRewardTrainer`]: all fields of TRL's `RewardConfig` and `ModelConfig`, and eight of ours.
 
-    Ours are those of [`PackedDPOConfig`]. `overflow` is `"drop"`, as in TRL, or `"error"`.
-
-    > [!NOTE]
-    > These fields have other defaults than TRL's: `use_peft=True`, `lora_target_modules=["all-linear"]` and `dtype`.
-    > The default `dtype` is `"bfloat16"` for a quantized model trained in bf16, and `"float32"` otherwise.
+    Ours, and the fields with another default than TRL's, are those of [`PackedDPOConfig`]. `overflow` is `"drop"`, as
+    in
+    TRL, or `"error"`.
     """
 
     overflow: str = field(

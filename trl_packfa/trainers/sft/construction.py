@@ -18,7 +18,14 @@ from ...layout.from_call import layout_of
 from ...patching import inspect
 from ..common.dataset_checks import TOKENS
 from ..common.model_loading import model_type, named, output_dir
-from ..common.parallelism import asked_parallelism, refuse_parallelism, refuse_sharded_rows, refuse_zero3
+from ..common.parallelism import (
+    asked_parallelism,
+    refuse_parallelism,
+    refuse_sharded_rows,
+    refuse_uneven_calls,
+    refuse_zero3,
+    require_shareable,
+)
 from ..common.preflight import require_run
 from ..common.step_cutting import longest_of_stream
 from ..common.validation import (
@@ -225,18 +232,23 @@ def _unlike(loss_func: Any, batches: tuple[tuple[torch.Tensor, torch.Tensor], ..
     return f"its loss of two documents is {padded:.4f} padded, {packed:.4f} packed"
 
 
-def refuse_noise(model: Any) -> None:
-    """Refuse NEFTune for a backbone that runs documents in batches of its own.
-
-    NEFTune's noise depends on the length of a document's padded row, which is not known there.
-    """
-    if runs_by_document(model):
+def refuse_once_patched(trainer: Any) -> None:
+    """Refuse what is known only once the trainer's model is built and patched."""
+    args, model = trainer.args, trainer.model
+    if trainer.compute_loss_func is not None:
+        vocabulary = inspect.model_config(model).get_text_config().vocab_size
+        refuse_loss_function(trainer.compute_loss_func, vocabulary=vocabulary, device=args.device)
+    if trainer.neftune_noise_alpha is not None and runs_by_document(model):
         raise UnsupportedModel(
             f"neftune_noise_alpha with model type '{inspect.model_type(model)}', whose backbone runs document by "
             "document.",
             why=["the range of NEFTune's noise depends on the length of the padded row, which is not known there"],
             do="Drop neftune_noise_alpha, or train padded with packing=False.",
         )
+    require_shareable(model, args)
+    if trainer.is_proven_wrapped:
+        refuse_uneven_calls(model, getattr(trainer.accelerator.state, "fsdp_plugin", None))
+    refuse_sources(args, trainer.train_dataset)
 
 
 def refuse_sources(args: PackedSFTConfig, train_dataset: Dataset | IterableDataset | None) -> None:

@@ -142,7 +142,7 @@ class PackedData:
         """The settings that decide how documents become micro-batches."""
         return Batching.of(self.args, quadratic=self._quadratic)
 
-    def row_sampler(self, dataset: Any) -> PackedBatchSampler:
+    def row_sampler(self, dataset: Any) -> Any:
         """Build this rank's sampler of rows that are filled over the dataset, and keep it in `sampler`."""
         rank = self.args.data_parallel_rank
         self.sampler = self.batching.row_sampler(read_lengths(dataset), rank=rank, kind=RankAwareSampler)
@@ -155,7 +155,7 @@ class PackedData:
         """
         dataset = evaluation if asked is None else evaluation[asked] if isinstance(asked, str) else asked
         streamed = isinstance(dataset, IterableDataset)
-        return collator if self.packs_eval and not streamed else self.padding_collator
+        return collator if not self.args.packing or (self.packs_eval and not streamed) else self.padding_collator
 
     def stream_loader(self, dataset: Any, collator: Callable[[list[Any]], Any], *, resumed_from: Any) -> DataLoader:
         """Build the loader of a stream, at the position of the checkpoint `resumed_from` if it is given."""

@@ -49,7 +49,7 @@ from ..common.flops import quadratic_weight
 from ..common.guards import LossWatch, memory_advice
 from ..common.model_loading import AnyDataset, EvalDataset, load_as_asked, output_dir, telling_of_targets
 from ..common.packed_run import PackedRun, collating_with
-from ..common.parallelism import refuse_short_rows, refuse_uneven_calls, require_shareable, share_rows
+from ..common.parallelism import refuse_short_rows, share_rows
 from ..common.preflight import left_out_by_template
 from ..common.resuming import identity
 from ..common.step_cutting import Documents, Slot, StepCutter, count_every_rank, how_to_cut, log_cut, run_slot
@@ -58,9 +58,7 @@ from .config import PackedSFTConfig
 from .construction import (
     asks_for_packing,
     padded,
-    refuse_loss_function,
-    refuse_noise,
-    refuse_sources,
+    refuse_once_patched,
     settle_arguments,
 )
 from .dataloading import PackedData, copies_without_waiting, send
@@ -193,15 +191,7 @@ class PackedSFTTrainer(PackedRun, TrainsOnImages, ShardedRowsTrainer):
         if self.aux_loss_enabled and not self.is_zero3_enabled:
             self.aux_loss_enabled = self._terms.find_routers(has_own_head=isinstance(self._head.module, OwnHead))
             inspect.model_config(model).get_text_config().output_router_logits = self.aux_loss_enabled
-        text = inspect.model_config(model).get_text_config()
-        if self.compute_loss_func is not None:
-            refuse_loss_function(self.compute_loss_func, vocabulary=text.vocab_size, device=args.device)
-        if self.neftune_noise_alpha is not None:
-            refuse_noise(model)
-        require_shareable(model, args)
-        if self.is_proven_wrapped:
-            refuse_uneven_calls(model, getattr(self.accelerator.state, "fsdp_plugin", None))
-        refuse_sources(args, self.train_dataset)
+        refuse_once_patched(self)
         cut, why = how_to_cut(
             args,
             balances_experts=self.aux_loss_enabled,
@@ -271,8 +261,7 @@ class PackedSFTTrainer(PackedRun, TrainsOnImages, ShardedRowsTrainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         if not self.args.strategy.fills_rows:
             return super()._get_train_sampler(train_dataset)
-        rows: Any = self._data.row_sampler(self.train_dataset if train_dataset is None else train_dataset)
-        return rows
+        return self._data.row_sampler(self.train_dataset if train_dataset is None else train_dataset)
 
     def get_train_dataloader(self) -> DataLoader:
         """Return the training loader. Under `step` it yields the padded run's examples, collated after the cut."""
@@ -287,8 +276,6 @@ class PackedSFTTrainer(PackedRun, TrainsOnImages, ShardedRowsTrainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Return the evaluation loader. Batches hold the padded run's examples, packed unless metrics need logits."""
-        if not self.args.packing:
-            return super().get_eval_dataloader(eval_dataset)
         collator = self._data.evaluation_collator(self.data_collator, asked=eval_dataset, evaluation=self.eval_dataset)
         with collating_with(self, collator):
             return super().get_eval_dataloader(eval_dataset)
@@ -296,7 +283,7 @@ class PackedSFTTrainer(PackedRun, TrainsOnImages, ShardedRowsTrainer):
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """Return the prediction loader. Predictions are never packed."""
         # They need one row of logits per example.
-        with collating_with(self, self._data.padding_collator if self.args.packing else self.data_collator):
+        with collating_with(self, self._data.padding_collator or self.data_collator):
             return super().get_test_dataloader(test_dataset)
 
     def preview_batch(self) -> str:
