@@ -81,12 +81,8 @@ def register() -> None:
         [`VersionTooOld`]: if the installed LLaMA-Factory has no v1, or a different v1.
     """
     try:
-        from llamafactory.v1.plugins.model_plugins.kernels.interface import (  # type: ignore[import-not-found]
-            KernelPlugin,
-        )
-        from llamafactory.v1.plugins.trainer_plugins.batching import (  # type: ignore[import-not-found]
-            BatchingPlugin,
-        )
+        from llamafactory.v1.plugins.model_plugins.kernels.interface import KernelPlugin  # type: ignore[import-not-found]
+        from llamafactory.v1.plugins.trainer_plugins.batching import BatchingPlugin  # type: ignore[import-not-found]
     except ImportError as error:
         raise VersionTooOld(
             "trl_packfa.frameworks.llama_factory_plugin needs LLaMA-Factory 0.9.5 or newer, with its v1.",

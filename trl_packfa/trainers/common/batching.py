@@ -168,10 +168,7 @@ TAKES_BATCHES = _BatchRebalanceSampler is not object
 
 
 class RankAwareSampler(PackedBatchSampler, _BatchRebalanceSampler):
-    """A packed sampler that the Trainer passes to the DataLoader as a batch sampler with a rank.
-
-    The Trainer does so for a `BatchRebalanceSampler`.
-    """
+    """A packed sampler that the Trainer passes to the DataLoader as it does a `BatchRebalanceSampler`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # `BatchRebalanceSampler`'s own `__init__` would plan padded batches.

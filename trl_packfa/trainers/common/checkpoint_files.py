@@ -36,10 +36,7 @@ _LOST = ("truncated", "split", "dropped", "tokens_lost")
 
 
 def count_batch(metrics: Mapping[str, list[float]], inputs: dict[str, Any], *, capacity: int | None) -> None:
-    """Add the counts of a packed batch to TRL's metrics, and remove from `inputs` what is no model input.
-
-    `capacity` is the tokens that fit into the batch, if rows have a fixed length; then `fill` is logged.
-    """
+    """Add a packed batch's counts to TRL's metrics, and remove from `inputs` what is no model input."""
     lost = inputs.pop(LOSSES, None)
     layout = inputs.get("packed_layout")
     if layout is not None:
@@ -56,10 +53,7 @@ def count_batch(metrics: Mapping[str, list[float]], inputs: dict[str, Any], *, c
 
 
 def last_whole_checkpoint(folder: str | Path | None) -> str | None:
-    """Find the newest `checkpoint-*` in a folder whose manifest shows that it is whole; `None` if there is none.
-
-    Newer ones that are not whole are skipped, with a warning.
-    """
+    """Find the newest whole `checkpoint-*` of a folder, with a warning for skipped ones; `None` if there is none."""
     found = [
         path for path in Path(folder or ".").glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()
     ]
@@ -72,9 +66,9 @@ def last_whole_checkpoint(folder: str | Path | None) -> str | None:
 
 
 def _incomplete(checkpoint: Path) -> str | None:
-    """Return the reason why a checkpoint is not whole, or `None` if it is.
+    """Return why a checkpoint is not whole, or `None`.
 
-    A report without a manifest, of an earlier version, was written whole: it is accepted.
+    A report without a manifest, of an earlier version, is whole.
     """
     written = (checkpoint / MANIFEST).exists() or (checkpoint / PACKING_REPORT).exists()
     return damage(checkpoint) if written else f"no {PACKING_REPORT}"
@@ -273,10 +267,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """Describe the first file of a checkpoint that is missing or has changed; return `None` if there is none.
-
-    A checkpoint without a manifest cannot be checked; it gives `None`.
-    """
+    """Describe the first file of a checkpoint that is not as in its manifest; return `None` without one."""
     path = folder / MANIFEST
     if not path.exists():
         return None
@@ -296,10 +287,7 @@ def damage(folder: Path) -> str | None:
 
 
 def left_out(folder: Path) -> str | None:
-    """Describe state that a checkpoint does not hold and a resumed run needs; return `None` if it holds all.
-
-    The Trainer starts with new state for missing parts, without a warning.
-    """
+    """Describe state that a checkpoint lacks and the Trainer would silently start anew; `None` if it holds all."""
     names = [path.name for path in folder.iterdir()]
     # DeepSpeed keeps optimizer and schedule together, in a folder by step.
     by_engine = any(name.startswith("global_step") for name in names)

@@ -70,10 +70,7 @@ def read_lengths(dataset: Dataset, column: str = "input_ids") -> np.ndarray:
 
 
 def longest_document(dataset: AnyDataset) -> tuple[int, str] | None:
-    """Return the tokens of the longest document in rows that may be split ([`SAVED`]), and a description of it.
-
-    `None` for a stream, and for a dataset whose rows stay whole.
-    """
+    """Return tokens and description of the longest document in rows that may be split; `None` for other datasets."""
     if isinstance(dataset, IterableDataset) or SAVED not in dataset.column_names:
         return None
     longest = max(int(_flat(table[ROW_LENGTHS]).max()) for table in tables(dataset, ROW_LENGTHS))
@@ -228,11 +225,7 @@ def _parts(column: list[list[int]], spans: Spans) -> list[list[int]]:
 
 
 def hold_out(dataset: Any, size: float, *, seed: int) -> tuple[Dataset, Dataset]:
-    """Split a dataset into training and evaluation documents.
-
-    `size` is the share of the evaluated documents if below 1, else their number. With `seed`, a resumed run and every
-    rank draw the same documents.
-    """
+    """Split documents off for evaluation, a share (below 1) or a number, the same on every rank and when resumed."""
     if not isinstance(dataset, Dataset):
         raise InvalidDataset(
             f"test_split_size={size} cannot split a stream.", do="Name an existing split with dataset_test_split."

@@ -77,10 +77,7 @@ def _by_document(reduce: np.ufunc, flat: np.ndarray, sizes: np.ndarray) -> np.nd
 
 
 def without_format(dataset: Any) -> Any:
-    """Return a dataset without its format (for example `"torch"`), so that its examples are plain Python lists.
-
-    Columns that the format hides are dropped. A dataset that is transformed on the fly is returned unchanged.
-    """
+    """Return a dataset without its format and the columns that it hides: its examples are plain Python lists."""
     if isinstance(dataset, IterableDataset):
         return dataset.with_format(None)
     if not isinstance(dataset, Dataset) or dataset.format["type"] in (None, "custom"):

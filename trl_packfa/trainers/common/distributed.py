@@ -54,10 +54,7 @@ def from_main_rank(accelerator: Accelerator, work: Callable[[], Result]) -> Resu
 
 
 def require_same_documents(accelerator: Accelerator, lengths: np.ndarray) -> None:
-    """Require the same training documents on every rank, because every rank plans the steps of all ranks.
-
-    `lengths` are the tokens of each document, in the dataset's order.
-    """
+    """Require the same training documents on every rank, because every rank plans the steps of all ranks."""
     if accelerator.num_processes == 1:
         return
     # Send a checksum, because the lengths of a large dataset would be megabytes.

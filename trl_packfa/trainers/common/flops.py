@@ -87,10 +87,7 @@ def _expert_flops(model: nn.Module, text: Any) -> float:
 
 
 def attention_heads(text: Any) -> tuple[int, int]:
-    """Return number and width of a text config's query heads; 0 heads for a model without attention.
-
-    If layers differ (Gemma 4), the result is their rounded mean.
-    """
+    """Return number and width of a text config's query heads, rounded means if layers differ; 0 without attention."""
     try:
         heads, head_dim = getattr(text, "num_attention_heads", 0) or 0, getattr(text, "head_dim", None)
     except RuntimeError:  # transformers' `AmbiguousGlobalPerLayerAttributeError`

@@ -25,10 +25,7 @@ _REMEMBERED = 1024
 
 @contextmanager
 def memory_advice(args: CommonConfig, inputs: dict[str, Any], *, budget: int | None) -> Iterator[None]:
-    """Add advice to an out-of-memory error in a `with` block: the argument to lower, and its new value.
-
-    `inputs` is the micro-batch that runs; `budget` is its token budget, `None` without one.
-    """
+    """Add advice to an out-of-memory error in a `with` block: the argument to lower, and its new value."""
     try:
         yield
     # torch's error on accelerators is a subclass of RuntimeError, and its CPU allocator raises a plain RuntimeError.
@@ -78,10 +75,7 @@ class LossWatch:
         return len(self.losses) >= _REMEMBERED
 
     def require_finite(self, tokenizer: Any) -> None:
-        """Require that all remembered losses are finite, then forget them.
-
-        Call it where the host waits for the loss anyway.
-        """
+        """Require that all remembered losses are finite, then forget them. The host waits for the losses here."""
         losses, where = self.losses, self.where
         self.losses, self.where = [], []
         if not losses:

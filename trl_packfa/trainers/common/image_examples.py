@@ -126,10 +126,7 @@ class Merging:
         return own
 
     def _merged(self, batches: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-        """Join the batches of examples: values by token are padded on the right, others follow each other.
-
-        The result is `None` if some do not fit together.
-        """
+        """Join the batches of examples, padding values by token on the right; `None` if some do not fit together."""
         parts = [part for batch in batches if (part := _in_parts(batch, self.rows)) is not None]
         if len(parts) < len(batches):
             return None

@@ -165,10 +165,7 @@ def without_image_in_parts(row: str, column: str) -> InvalidDataset:
 
 
 def look_at_images(dataset: Any, *, name: str, requires_images: bool = False) -> None:
-    """Refuse rows whose image is missing, and tell of rows without images. Images are not read.
-
-    A stream is not looked at: [`NamingCollator`] finds its rows as they come.
-    """
+    """Refuse rows whose image is missing, and tell of rows without images. Images and streams are not read."""
     if not isinstance(dataset, Dataset):
         return
     for column in COLUMNS:

@@ -93,10 +93,7 @@ def _keep_tokens_apart(config: BitsAndBytesConfig) -> None:
 
 @contextmanager
 def telling_of_targets(model: Any, args: Any) -> Iterator[None]:
-    """Turn PEFT's errors about the default adapter into errors that name the field to change.
-
-    They are about targets that match no layer, and dropout on the weights of experts.
-    """
+    """Turn PEFT's errors about the default adapter's targets and dropout into errors that name the field to change."""
     try:
         yield
     except ValueError as error:

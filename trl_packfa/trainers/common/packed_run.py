@@ -213,10 +213,7 @@ _NAMELESS = "[None](https://huggingface.co/None)"
 
 
 def name_base(folder: str | Path | None, base: str) -> None:
-    """Replace the names that TRL wrote as None into the model card.
-
-    These are the base model, if it is a local folder, and the run's folder, if it is not pushed to the Hub.
-    """
+    """Replace the names that TRL wrote as None into the card: of a local base, and of a run that is not pushed."""
     path = Path(folder or ".") / "README.md"
     text = path.read_text(encoding="utf-8")
     local = f"`{Path(base).name}`, a local folder" if base else "a model without a name"

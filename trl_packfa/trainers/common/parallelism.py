@@ -161,10 +161,7 @@ class RowGroups(ParallelismConfig):
 
 
 def share_rows(args: CommonConfig) -> None:
-    """Give accelerate the groups of ranks that share rows, if there are any.
-
-    Call it before the Trainer's `__init__`.
-    """
+    """Give accelerate the groups of ranks that share rows, if any, before the Trainer's `__init__`."""
     if args.sequence_parallel > 1:
         args.parallelism_config = RowGroups(args.data_parallel_size, args.sequence_parallel)
 
@@ -176,10 +173,7 @@ def row_group(args: CommonConfig, accelerator: Accelerator) -> DeviceMesh | None
 
 
 def refuse_sharded_rows(args: CommonConfig, *, own_loss: bool) -> None:
-    """Refuse arguments with which ranks cannot share rows.
-
-    `own_loss`: the user's `compute_loss_func` computes the loss.
-    """
+    """Refuse arguments with which ranks cannot share rows."""
     size, world = args.sequence_parallel, args.world_size
     if size == 1:
         return

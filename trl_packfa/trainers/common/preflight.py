@@ -158,10 +158,7 @@ def require_tokenizer(
 
 
 def require_run(given: dict[str, Any], args: Any, *, makes_text: bool = True) -> None:
-    """Require the reporters, the attention package and the tokenizer of a run, packed or not.
-
-    `given` are the trainer's arguments by name; see [`require_tokenizer`] for `makes_text`.
-    """
+    """Require the reporters, the attention package and the tokenizer of a run, packed or not."""
     require_reporters(args)
     require_attention(args)
     datasets = named(given.get("train_dataset"), given.get("eval_dataset"))
@@ -244,10 +241,7 @@ _LOOKED_AT, _LOOKED_AT_OF_STREAM = 200, 16
 def left_out_by_template(
     dataset: Dataset | IterableDataset, processing_class: Any, chat_template: str | None = None
 ) -> list[str]:
-    """Describe, in a sentence each, the kinds of content that the template ignores, with the share of examples.
-
-    Each example is rendered with the content and without it.
-    """
+    """Describe content that the template ignores, with the share of examples, each rendered with and without it."""
     looked_at = 0
     left_out = {"tools": 0, "tool calls": 0}
     for example in _some(dataset):

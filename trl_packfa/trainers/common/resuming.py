@@ -80,10 +80,7 @@ def require_same_run(before: dict[str, Any], now: dict[str, str]) -> None:
 
 
 def adapter_of(model: Any) -> dict[str, Any]:
-    """Return the fields of an adapter's config that decide its weights and their effect, in JSON types.
-
-    The result is empty for a model without an adapter.
-    """
+    """Return the fields of an adapter's config that decide its weights and effect, in JSON types; `{}` without one."""
     configs = getattr(model, "peft_config", None)  # PEFT's models have it, also if they are wrapped
     if not isinstance(configs, dict) or not configs:
         return {}
@@ -113,10 +110,7 @@ def _plain(value: Any) -> Any:
 
 
 def require_same_adapter(before: dict[str, Any], model: Any) -> None:
-    """Require that a checkpoint's adapter is the adapter of this run.
-
-    PEFT would load matching weights and silently start the others anew.
-    """
+    """Require a checkpoint's adapter to be this run's: PEFT would silently start weights that do not match anew."""
     if "adapter" not in before:  # written by another trainer or an earlier version
         return
     then, now = before["adapter"], adapter_of(model)

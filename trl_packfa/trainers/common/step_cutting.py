@@ -277,10 +277,7 @@ def _untrue(micro_batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _longest(train_dataset: Any, args: CommonConfig) -> tuple[np.ndarray, str]:
-    """Return the tokens of each document, and a description of the longest one.
-
-    For a stream: of as many documents as a padded micro-batch has, each of the largest allowed length.
-    """
+    """Return the tokens of each document, for a stream the largest allowed, and a description of the longest."""
     if not isinstance(train_dataset, IterableDataset):
         lengths = read_lengths(train_dataset)
         return lengths, f"document {int(lengths.argmax())}, which has {int(lengths.max())} tokens"

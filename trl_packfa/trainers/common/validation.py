@@ -63,10 +63,7 @@ def refuse_adapters_and_backend(args: CommonConfig, peft_config: PeftConfig | No
 
 
 def refuse_model(model: str | PreTrainedModel | PeftModel, args: CommonConfig) -> None:
-    """Refuse a model, or a model type, that no patch supports or that contradicts the arguments.
-
-    A type that has not been measured passes here; [`patch`] checks it.
-    """
+    """Refuse a model or type that no patch supports, or that contradicts the arguments. [`patch`] checks new types."""
     name = model if isinstance(model, str) else inspect.model_type(model)
     if name in results() and results()[name]["verdict"] != "exact":
         get_patch_for_type(name)  # raises with the reason
@@ -89,10 +86,7 @@ _STATE_LIKE_WEIGHTS = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FU
 
 
 def refuse_precision(model: torch.nn.Module, args: CommonConfig, *, scales_losses: bool, own_optimizer: bool) -> None:
-    """Refuse trained float16 weights where training them fails; warn if `fp16` has no effect.
-
-    `scales_losses`: the loss is scaled for float16, as on an accelerator. `own_optimizer`: the user passes one.
-    """
+    """Refuse trained float16 weights where training them fails; warn if `fp16` has no effect."""
     if args.fp16 and args.device.type == "cpu":
         logger.warning("trl-packfa: fp16=True has no effect on a CPU: accelerate computes in the weights' own dtype.")
     halves = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype is torch.float16]
@@ -141,10 +135,7 @@ def refuse_liger(args: Any, name: str) -> None:
 
 
 def require_columns(dataset: Dataset, *, name: str, trainer: str, formats: Sequence[Sequence[str]]) -> None:
-    """Require the columns of one of the formats that TRL's trainer takes, unless the dataset is tokenized.
-
-    `formats` are the columns of each format; `name` and `trainer` name the dataset and the trainer in messages.
-    """
+    """Require the columns of one of the formats that TRL's trainer takes, unless the dataset is tokenized."""
     there = dataset.column_names
     if any(column.endswith("_ids") for column in there) or any(set(columns) <= set(there) for columns in formats):
         return
@@ -161,11 +152,7 @@ def require_columns(dataset: Dataset, *, name: str, trainer: str, formats: Seque
 
 
 def refuse_before_loading(trainer: str, given: dict[str, Any], args: Any, *, takes_images: bool) -> None:
-    """Refuse arguments, data and models that cannot train without padding, before data and weights are loaded.
-
-    `given` are the trainer's arguments by name, `args` is the settled config. `takes_images`: TRL's trainer takes
-    images.
-    """
+    """Refuse arguments, data and models that cannot train without padding, before data and weights are loaded."""
     model, adapter, train = given["model"], given.get("peft_config"), given.get("train_dataset")
     if isinstance(train, Dataset) and not len(train):
         raise InvalidDataset("the train dataset is empty.", do="Check the split, filters and file names.")

@@ -71,11 +71,7 @@ def _without_pads(trainer: Any, model: str, *, args: Any, **given: Any) -> Any:
 
 
 def reward_options(script_args: Any) -> dict[str, Any]:
-    """Return the trainer's `reward_funcs`: the functions and the reward model that TRL's script arguments name.
-
-    Raises:
-        [`InvalidConfig`]: if there is no reward, or one cannot be imported.
-    """
+    """Return the trainer's `reward_funcs`: the functions and the reward model that TRL's script arguments name."""
     rewards: list[Any] = [script_args.reward_model_name_or_path] if script_args.reward_model_name_or_path else []
     rewards += [_reward(name) for name in script_args.reward_funcs or ()]
     if not rewards:

@@ -114,10 +114,7 @@ def run_without_pads(
 
 
 def models_of(trainer: Any) -> dict[str, nn.Module]:
-    """Find every transformers model that a trainer holds, bare or PEFT's, by the attribute that holds it, each once.
-
-    A model in a list, such as GRPO's `reward_funcs`, has the name `name[i]`.
-    """
+    """Find a trainer's transformers models, each once, by the attribute that holds it (`name[i]` in a list)."""
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
     for name, module in _held(trainer):

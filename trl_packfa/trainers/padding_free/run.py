@@ -92,11 +92,7 @@ class PaddingFreeRun(TrainerCallback):
             trainer.data_collator = CountingCollator(own, share_prefixes=self.shares)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Require that all models are still patched, prepare the comparison of the first batch, and start the clock.
-
-        Raises:
-            [`UnsupportedModel`]: if a model is no longer patched.
-        """
+        """Require that all models are still patched, prepare the check of the first batch, and start the clock."""
         for name, model in self.models.items():
             patched = find_state(model)
             if patched is None or patched.unpadding is None:

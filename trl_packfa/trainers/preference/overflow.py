@@ -97,10 +97,7 @@ def plan_pairs(
 
 
 def cut_answers(dataset: Dataset, rows: Rows, *, max_length: int, also: Sequence[str] = (), name: str) -> Dataset:
-    """Cut the answers of a tokenized dataset so that a row has at most `max_length` tokens, as TRL's collators do.
-
-    `also` are columns with further answers to the same prompt.
-    """
+    """Cut the answers, those in `also` too, so that a row has at most `max_length` tokens, as TRL's collators do."""
     answers = [*(row[-1] for row in rows), *also]
     prompt = next((row[0] for row in rows if len(row) > 1), None)
 

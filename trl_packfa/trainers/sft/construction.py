@@ -196,10 +196,7 @@ def refuse_collator(collator: Callable[[list[Any]], dict[str, Any]] | None) -> N
 
 
 def refuse_loss_function(loss_func: Any, *, vocabulary: int, device: torch.device) -> None:
-    """Refuse a `compute_loss_func` whose loss differs between packed and padded documents.
-
-    It is called as TRL calls it, on random logits of two small documents.
-    """
+    """Refuse a loss function whose loss of two small documents, on random logits, differs if they are packed."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn((2, 5, vocabulary), generator=generator).to(device)
     labels = torch.tensor([[2, 1, 0, 1, 2], [1, 2, 1, -100, -100]], device=device)

@@ -159,10 +159,7 @@ def _ratio(part: float, whole: float) -> float:
 def summarize_plan(
     args: PackedSFTConfig, lengths: np.ndarray, *, quadratic: float, cut: str = FREE
 ) -> dict[str, float]:
-    """Return, by name, the figures of an epoch that a user needs before the first step.
-
-    `lengths` are the tokens of the documents after cutting, `quadratic` and `cut` as in [`Batching`].
-    """
+    """Return, by name, the figures of an epoch that a user needs before the first step, from lengths after the cut."""
     batching = Batching.of(args, quadratic=quadratic, cut=cut)
     epoch = plan_epoch(lengths, batching)
     plan = {"steps_per_epoch": float(epoch.steps), "examples_per_step": epoch.examples_per_step}

@@ -41,10 +41,7 @@ _KNOWN_TOKENS = 2048
 
 
 class ExactnessGate:
-    """The check that lets a run start only if packing is exact on its model, on every rank.
-
-    `report` is the proof, once there is one. With `check_packing=False` the first batch is not checked.
-    """
+    """The check that lets a run start only if packing is exact on its model, on every rank."""
 
     def __init__(self, args: PackedSFTConfig, accelerator: Accelerator) -> None:
         self.args, self.accelerator = args, accelerator
@@ -170,11 +167,7 @@ class ExactnessGate:
     def prove_first_batch(
         self, model: Any, inputs: dict[str, Any], prepare: Callable[[dict[str, Any]], dict[str, Any]]
     ) -> None:
-        """Compare the first packed batch, before it trains, with its documents run alone. Later batches pass.
-
-        `model` is the wrapped one, `inputs` a micro-batch or the slot of a step; `prepare` moves a batch to the
-        device.
-        """
+        """Compare the first packed batch, before it trains, with its documents run alone. Later batches pass."""
         if self._has_proven_batch or not self.args.check_packing:
             return
         batches = inputs.micro_batches if isinstance(inputs, Slot) else [inputs]

@@ -124,10 +124,7 @@ class TrainsOnImages(NamesRows, SFTTrainer):
     _recut_is_proven = False
 
     def run_images_without_pads(self, strategy: str, *, own_collator: bool) -> None:
-        """Make a trainer that was built without packing compute no pads, see [`padding_free`], and re-cut steps.
-
-        `strategy` is `"step"` or `"minibatch"`. `own_collator`: the user's own collator makes the batches.
-        """
+        """Make a trainer that was built without packing compute no pads, see [`padding_free`], and re-cut steps."""
         args: PackedSFTConfig = self.args
         self.name_rows(own_collator=own_collator)
         run_without_pads(self, check_first_batch=args.check_packing, **args.patch_options)

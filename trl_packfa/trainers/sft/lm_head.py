@@ -79,10 +79,7 @@ def _cheapest(model: Any) -> type[TrainedHead] | None:
 
 
 class LossHead:
-    """The LM head of a run. It is chosen once, and measures metrics only in logged steps.
-
-    `module` is the result of [`ensure_own_loss`]; `None` for TRL's head.
-    """
+    """The LM head of a run, [`ensure_own_loss`]'s. It is chosen once, and measures metrics only in logged steps."""
 
     def __init__(self, args: PackedSFTConfig, accelerator: Accelerator) -> None:
         self.args, self.accelerator = args, accelerator

@@ -21,10 +21,7 @@ from ...layout import PackedLayout
 
 
 def documents_of_labels(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, for each next-token label `(B, L - 1)`, the number of its document and whether it is trained.
-
-    A row that is not packed is one document.
-    """
+    """Return, for each label `(B, L - 1)`, its document (a row, if not packed), and whether it is trained."""
     labels = inputs["labels"]
     layout: PackedLayout | None = inputs.get("packed_layout")
     if layout is None:
@@ -100,10 +97,7 @@ class SourceLosses:
             _add_up(self._sums[mode], {source: (loss, count)})
 
     def read(self, mode: str) -> dict[str, float]:
-        """Return the mean losses by `loss/<source>` (`eval_loss/<source>` in evaluation), and reset the counts.
-
-        Call it on every rank.
-        """
+        """Return the mean losses of all ranks by `loss/<source>` or `eval_loss/<source>`, and reset the counts."""
         mine, totals = [self._sums[mode]], {}
         for losses in gather_object(mine) if self.accelerator.num_processes > 1 else mine:
             _add_up(totals, losses)

@@ -311,10 +311,7 @@ def _widths(model: Any, text: Any, head: Any) -> dict[str, Any]:
 
 
 def _feed_forward(text: Any) -> int:
-    """Return the feed-forward width that a token passes: the width of a dense MLP, or of all its experts together.
-
-    It is four times the hidden size if the config has no width.
-    """
+    """Return the feed-forward width that a token passes, of all its experts together; 4 hidden sizes if unknown."""
     width = getattr(text, "intermediate_size", None) or getattr(text, "ffn_dim", None) or 4 * text.hidden_size
     width = max(width) if isinstance(width, (list, tuple)) else width
     experts = getattr(text, "num_experts_per_tok", None) or 0

@@ -46,10 +46,7 @@ class PaddedTerms:
         self._row_group: DeviceMesh | None = row_group(args, accelerator)
 
     def wrap(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """Wrap the model for this batch so that the terms are computed as padded; remove `Origins` from the batch.
-
-        The batch has `input_ids` of shape `(B, L)`, and an `attention_mask` if it is padded.
-        """
+        """Wrap the model for this batch so that the terms are computed as padded; remove `Origins` from the batch."""
         origins: Origins | None = inputs.pop(ORIGINS, None)
         if not (self.balances_experts or self.noise):
             return model
@@ -120,10 +117,7 @@ class PaddedTerms:
         return self.balances_experts
 
     def add_noise(self, handle: Any) -> Any:
-        """Replace the Trainer's hook of NEFTune on the embedding by noise that is scaled as in padded training.
-
-        `handle` is that of the Trainer's hook; it removes the returned one when training ends.
-        """
+        """Replace the Trainer's hook of NEFTune on the embedding by noise that is scaled as in padded training."""
         assert self.args.neftune_noise_alpha is not None, "asked for noise"
         # Otherwise both hooks would add noise.
         handle.remove()

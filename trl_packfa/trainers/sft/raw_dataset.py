@@ -27,10 +27,7 @@ def prepares(args: PackedSFTConfig) -> bool:
 
 
 def require_usable(dataset: Dataset | IterableDataset, *, name: str, args: PackedSFTConfig, formatted: bool) -> None:
-    """Refuse a dataset that is empty, or whose first example has no TRL format, before anything is tokenized.
-
-    `formatted`: the user's own function turns examples into text.
-    """
+    """Refuse a dataset that is empty, or whose first example has no TRL format, before anything is tokenized."""
     if not isinstance(dataset, Dataset | IterableDataset):
         raise InvalidDataset(
             f"{name}_dataset must be a `Dataset` or `IterableDataset`, not {type(dataset).__name__}.",
@@ -89,10 +86,7 @@ def _advice(example: dict[str, Any]) -> str:
 def usable(
     train: AnyDataset | None, evaluation: EvalDataset | None, *, args: PackedSFTConfig, formatted: bool
 ) -> tuple[Any, Any]:
-    """Check the training and evaluation datasets before tokenizing; return them, with plain Python values if packed.
-
-    `formatted`: the user's own function turns examples into text.
-    """
+    """Check training and evaluation datasets before tokenizing; return them, with plain Python values if packed."""
 
     def look(name: Any, dataset: Any) -> Any:
         dataset = without_format(dataset) if args.packing else dataset

@@ -152,10 +152,7 @@ class PackedStream(TorchIterableDataset):
         return dict(self._state)
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Let the next iteration continue from `state`.
-
-        It first yields one placeholder for each micro-batch that was already yielded; the Trainer skips them.
-        """
+        """Let the next iteration continue from `state`, after a placeholder for each micro-batch that was yielded."""
         self._start = dict(state) if state else None
 
 

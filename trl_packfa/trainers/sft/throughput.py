@@ -107,11 +107,7 @@ class SpeedMeter:
 
 
 def peak_flops(config: Any, args: PackedSFTConfig, *, seconds: float = 0.5) -> float:
-    """Return the peak operations per second; the logged MFU is a share of it.
-
-    It is `peak_tflops` if set, else the device's data sheet, else the speed of the model's largest matrix product,
-    measured here.
-    """
+    """Return the peak operations per second: `peak_tflops`, the data sheet's, or measured on the model's product."""
     known = known_peak(args)
     if known is not None:
         return known

@@ -55,12 +55,7 @@ from ..common.resuming import identity
 from ..common.step_cutting import Documents, Slot, StepCutter, count_every_rank, how_to_cut, log_cut, run_slot
 from ..common.validation import refuse_precision
 from .config import PackedSFTConfig
-from .construction import (
-    asks_for_packing,
-    padded,
-    refuse_once_patched,
-    settle_arguments,
-)
+from .construction import asks_for_packing, padded, refuse_once_patched, settle_arguments
 from .dataloading import PackedData, copies_without_waiting, send
 from .epoch_plan import summarize_plan
 from .exactness_gate import ExactnessGate

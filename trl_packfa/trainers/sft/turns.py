@@ -47,11 +47,7 @@ class TurnExpander:
         self.tokenizer, self.chat_template, self.keep = tokenizer, chat_template, keep
 
     def expand(self, dataset: Dataset, *, name: str, num_proc: int | None) -> Dataset:
-        """Make an example of each assistant turn: `input_ids`, and `labels` on this turn alone.
-
-        A conversation without one is refused, or if the template renders the history of a turn in another way once the
-        turn is there.
-        """
+        """Make an example of each assistant turn: `input_ids`, and `labels` on this turn alone."""
         require_conversations(dataset, name=name)
         return dataset.map(
             self._examples, batched=True, with_indices=True, remove_columns=dataset.column_names, num_proc=num_proc,
