@@ -27,13 +27,8 @@ _LISTS = ("get_adapter_capabilities", "add_callbacks_pre_trainer", "add_callback
 class PackfaCollator:
     """Collator that joins the rows of Axolotl's sampler, each a list of documents, into one packed row.
 
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`):
-            Tokenizer with the pad token that fills the row.
-        pad_to_multiple_of (`int`, *optional*):
-            Pad the row to a multiple of this number. The padding is one more document.
-        options (`Any`):
-            Other options that Axolotl passes to its collators. They are about padding, so they are ignored.
+    The tokenizer's pad token fills the row up to a multiple of `pad_to_multiple_of`; the padding is one more document.
+    Axolotl's other `options` are about padding, so they are ignored.
     """
 
     def __init__(self, tokenizer: Any, pad_to_multiple_of: int | None = None, **options: Any) -> None:

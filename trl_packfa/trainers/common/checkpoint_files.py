@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 from ...collator import LOSSES
 from ...errors import CheckpointNotWritten, InvalidConfig
@@ -74,16 +74,50 @@ def _incomplete(checkpoint: Path) -> str | None:
     return damage(checkpoint) if written else f"no {PACKING_REPORT}"
 
 
-def require_undamaged(checkpoint: str | Path) -> None:
-    """Refuse a checkpoint whose files differ from its manifest; accept one without a manifest."""
-    folder = Path(checkpoint)
-    wrong = damage(folder)
+def resuming_message(checkpoint: str | Path) -> str:
+    """Say from which checkpoint and optimizer step a run resumes."""
+    path = Path(checkpoint) / TRAINER_STATE_NAME
+    try:
+        step = int(json.loads(path.read_text(encoding="utf-8"))["global_step"])
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidConfig(f"{path} cannot be read: {error!r}.", do="Resume from another checkpoint.") from error
+    return f"resuming from {Path(checkpoint).name} at step {step}"
+
+
+def checkpoint_to_resume(asked: str | bool | None, folder: str | Path | None, *, whole: bool = True) -> str | None:
+    """Return the folder of the checkpoint that `resume_from_checkpoint` asks for, or `None` if it asks for none.
+
+    `True`, `"true"` and `"last"` mean the last whole checkpoint in `folder`. With `whole=False`, for a trainer whose
+    checkpoints do not record that they are whole, they mean the last one.
+    """
+    word = str(asked or "").lower()
+    if word in ("", "false", "none"):
+        return None
+    if word in ("true", "last"):
+        found = (None if whole else get_last_checkpoint(str(folder))) or last_whole_checkpoint(folder)
+        if found is None:
+            partial = sorted(Path(folder or ".").glob("checkpoint-*"))
+            raise InvalidConfig(
+                f"no whole checkpoint to resume from in {folder}.",
+                why=[f"{path.name} has {_incomplete(path)}" for path in partial] or ["it holds none"],
+                do="Train without resume_from_checkpoint, or name a checkpoint's folder.",
+            )
+        return found
+    checkpoint = Path(str(asked))
+    if not (checkpoint / TRAINER_STATE_NAME).is_file():
+        raise InvalidConfig(
+            f"resume_from_checkpoint={asked}: that is no checkpoint.",
+            why=[f"the folder has no {TRAINER_STATE_NAME}" if checkpoint.is_dir() else "no such folder"],
+            do=f"Name the folder of a checkpoint, or pass 'last' for the last whole one in {folder}.",
+        )
+    wrong = damage(checkpoint)
     if wrong is not None:
         raise InvalidConfig(
-            f"the checkpoint {folder} is damaged: it has {wrong}.",
+            f"the checkpoint {checkpoint} is damaged: it has {wrong}.",
             why=[f"{MANIFEST} lists the files as they were written"],
             do="Resume from another one: resume_from_checkpoint='last' takes the newest that is whole.",
         )
+    return str(asked)
 
 
 def tell_left_out(checkpoint: str | Path) -> None:
@@ -94,19 +128,6 @@ def tell_left_out(checkpoint: str | Path) -> None:
     lacks = left_out(folder)
     if lacks is not None:
         logger.warning("trl-packfa: %s does not hold %s: the resumed run starts with new ones.", folder, lacks)
-
-
-def require_whole_checkpoint(folder: str | Path | None) -> str:
-    """Return [`last_whole_checkpoint`], which must exist."""
-    found = last_whole_checkpoint(folder)
-    if found is None:
-        partial = sorted(Path(folder or ".").glob("checkpoint-*"))
-        raise InvalidConfig(
-            f"no whole checkpoint to resume from in {folder}.",
-            why=[f"{path.name} has {_incomplete(path)}" for path in partial] or ["it holds none"],
-            do="Train without resume_from_checkpoint, or name a checkpoint's folder.",
-        )
-    return found
 
 
 @contextmanager
@@ -254,7 +275,10 @@ _PARTIAL = ".partial"
 
 def write_manifest(folder: Path) -> None:
     """Write the size and digest of every file of a checkpoint, once all ranks have written their files."""
-    found = {str(path.relative_to(folder)): _described(path) for path in _files(folder)}
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST]
+    found = {
+        str(path.relative_to(folder)): _described(path) for path in files if path.suffix not in (_LEFT_OUT, _PARTIAL)
+    }
     write_json(folder / MANIFEST, {"files": found})
 
 
@@ -297,12 +321,6 @@ def left_out(folder: Path) -> str | None:
     if not any(name.startswith("rng_state") for name in names):
         return "the states of the random generators (rng_state.pth)"
     return None
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != MANIFEST and path.suffix not in (_LEFT_OUT, _PARTIAL):
-            yield path
 
 
 def _described(path: Path) -> dict[str, Any]:

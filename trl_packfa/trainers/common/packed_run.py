@@ -21,10 +21,17 @@ from ...exactness import ExactnessReport
 from ...packing import PackingReport
 from ...patching import inspect
 from ...versions import MINIMUM_VERSIONS, installed_version
-from .checkpoint_files import read_progress, tell_left_out, whole_checkpoint, write_progress, write_reports
-from .distributed import from_main_rank
+from .checkpoint_files import (
+    checkpoint_to_resume,
+    read_progress,
+    resuming_message,
+    tell_left_out,
+    whole_checkpoint,
+    write_progress,
+    write_reports,
+)
 from .guards import only_run_in
-from .preflight import checkpoint_to_resume, resuming_message
+from .parallelism import from_main_rank
 from .resuming import adapter_of, require_same_adapter, require_same_run
 
 if TYPE_CHECKING:
@@ -195,7 +202,8 @@ def packing_section(
     """
     shown = {name: f'"{value}"' if isinstance(value, str) else value for name, value in settings.items()}
     told = ", ".join(f"`{name}={value}`" for name, value in shown.items())
-    versions = exactness.versions if exactness is not None else _installed_versions()
+    installed = {name: installed_version(name) for name in ("trl-packfa", *MINIMUM_VERSIONS)}
+    versions = exactness.versions if exactness is not None else installed
     lines = [
         _HEADING,
         f"Trained with [trl-packfa](https://arxiv.org/abs/2407.09105): {told}.",
@@ -251,7 +259,3 @@ def _proof(exactness: ExactnessReport | None) -> str:
         f"`{exactness.model_type}`, level `{exactness.level}`, attention backend `{exactness.backend}`, "
         f"{exactness.dtype}, {exactness.training}, seed {exactness.seed}."
     )
-
-
-def _installed_versions() -> dict[str, str | None]:
-    return {name: installed_version(name) for name in ("trl-packfa", *MINIMUM_VERSIONS)}

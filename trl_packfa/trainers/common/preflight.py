@@ -20,20 +20,16 @@ from datasets import Dataset, IterableDataset
 from huggingface_hub import HfApi
 from transformers import AutoProcessor
 from transformers.integrations import integration_utils
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import is_flash_attn_2_available
 from trl import is_conversational, maybe_convert_to_chatml
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
 from ...errors import InvalidConfig, MissingPackage
-from .checkpoint_files import require_undamaged, require_whole_checkpoint
 from .config import CommonConfig
 from .hub import missing_path
 from .model_loading import named
 
-# Values of `resume_from_checkpoint` besides a folder, in upper or lower case.
-_LAST, _NONE = ("true", "last"), ("", "false", "none")
 # Names of integrations in transformers' `is_NAME_available` functions, where they differ from `report_to`'s.
 _LOOKED_FOR_AS = {"azure_ml": "azureml", "comet_ml": "comet", "flyte": "flytekit"}
 
@@ -52,39 +48,6 @@ def require_output_dir(folder: str | Path | None) -> None:
             why=[f"{is_file} is a file"] if is_file else [],
             do="Name another folder that you can create and write to.",
         ) from error
-
-
-def checkpoint_to_resume(asked: str | bool | None, folder: str | Path | None, *, whole: bool = True) -> str | None:
-    """Return the folder of the checkpoint that `resume_from_checkpoint` asks for, or `None` if it asks for none.
-
-    `True`, `"true"` and `"last"` mean the last whole checkpoint in `folder`. With `whole=False`, for a trainer whose
-    checkpoints do not record that they are whole, they mean the last one.
-    """
-    word = str(asked or "").lower()
-    if word in _NONE:
-        return None
-    if word in _LAST:
-        last = None if whole else get_last_checkpoint(str(folder))
-        return last or require_whole_checkpoint(folder)
-    if not (Path(str(asked)) / TRAINER_STATE_NAME).is_file():
-        there = "no such folder" if not Path(str(asked)).is_dir() else f"the folder has no {TRAINER_STATE_NAME}"
-        raise InvalidConfig(
-            f"resume_from_checkpoint={asked}: that is no checkpoint.",
-            why=[there],
-            do=f"Name the folder of a checkpoint, or pass 'last' for the last whole one in {folder}.",
-        )
-    require_undamaged(str(asked))
-    return str(asked)
-
-
-def resuming_message(checkpoint: str | Path) -> str:
-    """Say from which checkpoint and optimizer step a run resumes."""
-    path = Path(checkpoint) / TRAINER_STATE_NAME
-    try:
-        step = int(json.loads(path.read_text(encoding="utf-8"))["global_step"])
-    except (OSError, ValueError, KeyError) as error:
-        raise InvalidConfig(f"{path} cannot be read: {error!r}.", do="Resume from another checkpoint.") from error
-    return f"resuming from {Path(checkpoint).name} at step {step}"
 
 
 def from_zero_message(folder: str | Path | None) -> str:

@@ -28,8 +28,7 @@ from ...packing import PackingReport
 from ..common.packed_run import collating_with
 from ..common.step_cutting import Slot, log_cut, run_slot
 from ..padding_free.collating import CountedBatch
-from .cutting import ImagePairCutter, PairCutter, PairSlot, Part
-from .overflow import Rows
+from .cutting import ImagePairCutter, PairCutter, PairSlot, Part, Rows
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base

@@ -17,11 +17,11 @@ from datasets import Dataset
 from ...api import unpatch
 from ...errors import PackingError
 from ..common.dataset import tell_counts
-from ..common.distributed import require_same_documents
 from ..common.image_examples import why_images_stay
 from ..common.image_rows import NamesRows
 from ..common.model_loading import load_as_asked, named, output_dir, telling_of_targets
 from ..common.packed_run import PackedRun
+from ..common.parallelism import require_same_documents
 from ..common.preflight import require_run
 from ..common.resuming import identity
 from ..common.step_cutting import keep_padded
@@ -34,8 +34,7 @@ from ..common.validation import (
 )
 from ..padding_free.padding_free import STATE, attached_run, run_without_pads
 from .config import PreferenceConfig
-from .cutting import ImagePairCutter, PairCutter
-from .overflow import cut_answers, plan_pairs
+from .cutting import ImagePairCutter, PairCutter, cut_answers, plan_pairs
 from .recutting import RecutSteps
 
 

@@ -29,8 +29,7 @@ from ...exactness import (
 from ...patching.apply import find_state
 from ...runtime.compile import uncompiled
 from ...terminal.progress import proving
-from ..common.distributed import agree, from_main_rank
-from ..common.parallelism import row_group
+from ..common.parallelism import agree, from_main_rank, row_group
 from ..common.step_cutting import ORIGINS, Slot
 from .config import PackedSFTConfig
 

@@ -31,15 +31,15 @@ from ...exactness.subject import compute_dtype
 from ...packing import MINIBATCH, STEP, PackingReport
 from ...patching.apply import find_state
 from ..common.batching import FREE
-from ..common.distributed import agree
 from ..common.image_examples import Merging, OneByOne, OwnCutter, why_images_stay
 from ..common.image_rows import Example, NamesRows, image_columns
 from ..common.packed_run import collating_with
+from ..common.parallelism import agree
 from ..common.step_cutting import Documents, Slot, how_to_cut, keep_padded
 from ..padding_free.collating import CountedBatch, CountingCollator
 from ..padding_free.padding_free import run_without_pads
 from .config import PackedSFTConfig
-from .loss_weighting import WeightedModel
+from .loss_terms import WeightedModel
 
 logger = get_logger(__name__)
 

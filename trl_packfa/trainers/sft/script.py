@@ -18,18 +18,17 @@ from ...exactness import ExactnessReport
 from ...plotting import LOSS_CURVE, save_loss_curve
 from ...terminal import print_table
 from ...terminal.progress import RichProgressCallback, a_line_per_thing, packing_table, plan_table
+from ..common.checkpoint_files import checkpoint_to_resume, resuming_message
 from ..common.dataset import COUNTS, hold_out
 from ..common.hub import load_dataset_dict
 from ..common.parsing import TrainerChoice, make_parser, parse
 from ..common.preflight import (
-    checkpoint_to_resume,
     from_zero_message,
     require_attention,
     require_hub,
     require_output_dir,
     require_reporters,
     require_tokenizer,
-    resuming_message,
 )
 from .config import PackedSFTConfig
 from .raw_dataset import make_columns
@@ -64,8 +63,8 @@ def train_parser(kind: Kind = SFT, **options: Any) -> TrlParser:
 def train(argv: list[str], kind: Kind = SFT) -> int:
     """Parse flags and `--config FILE.yaml`, train, and save model and reports to `output_dir`. Return exit code 0."""
     choice, script_args, args, mixture = parse(_classes(kind), argv, prog="trl-packfa train")
-    if choice.preview:
-        _require_preview(kind.trainer)
+    if choice.preview and not hasattr(kind.trainer, "preview_batch"):
+        raise InvalidConfig("--preview shows packed documents, which only --trainer sft has.", do="Drop --preview.")
     args.resume_from_checkpoint = _ask_first(args, kind)
     told = args.process_index == 0 and not args.disable_tqdm
     if told:
@@ -168,12 +167,6 @@ def _push(trainer: Any, dataset_name: str | None) -> None:
             why=[str(error).split("\n", 1)[0]],
             do=f"Push it with `hf upload {trainer.hub_model_id} {folder}`.",
         ) from error
-
-
-def _require_preview(trainer: Any) -> None:
-    """Refuse `--preview` for a trainer that packs no documents."""
-    if not hasattr(trainer, "preview_batch"):
-        raise InvalidConfig("--preview shows packed documents, which only --trainer sft has.", do="Drop --preview.")
 
 
 def _require_model(args: PackedSFTConfig) -> str:

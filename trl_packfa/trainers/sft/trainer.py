@@ -44,12 +44,11 @@ from ...patching import inspect
 from ...patching.apply import unpadding_of
 from ..common.checkpoint_files import count_batch
 from ..common.dataset import read_lengths, without_our_columns
-from ..common.distributed import require_same_documents
 from ..common.flops import quadratic_weight
 from ..common.guards import LossWatch, memory_advice
 from ..common.model_loading import AnyDataset, EvalDataset, load_as_asked, output_dir, telling_of_targets
 from ..common.packed_run import PackedRun, collating_with
-from ..common.parallelism import refuse_short_rows, share_rows
+from ..common.parallelism import refuse_short_rows, require_same_documents, share_rows
 from ..common.preflight import left_out_by_template
 from ..common.resuming import identity
 from ..common.step_cutting import Documents, Slot, StepCutter, count_every_rank, how_to_cut, log_cut, run_slot
@@ -61,10 +60,9 @@ from .epoch_plan import summarize_plan
 from .exactness_gate import ExactnessGate
 from .images import TrainsOnImages
 from .lm_head import LossHead, OwnHead, drop_unmeasured
-from .loss_weighting import SourceLosses, WeightedModel, as_example_labels, example_weights
+from .loss_terms import PaddedTerms, SourceLosses, WeightedModel, as_example_labels, example_weights
 from .memory import tell_what_fits
 from .model_code import apply_liger, changed_already, compile_by_layer
-from .padded_terms import PaddedTerms
 from .raw_dataset import usable
 from .sequence_parallel import ShardedRowsTrainer
 from .throughput import SpeedMeter
