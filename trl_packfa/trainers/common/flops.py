@@ -59,7 +59,12 @@ class ModelFlops:
         if of_head is None:  # no `nn.Linear`: one product with its matrix
             weight = getattr(head, "weight", None)
             of_head = _flops_per_weight(weight) * whole_size(weight) if isinstance(weight, torch.Tensor) else 0
-        body = sum(linear.values()) + _expert_flops(model, text)
+        body = sum(linear.values())
+        # Experts are stacked in one parameter. Mixtral's config has `num_local_experts`, Qwen's has `num_experts`.
+        experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
+        stacked = sum(_flops_per_weight(p) * whole_size(p) for p in model.parameters() if len(whole_shape(p)) == 3)
+        if experts and stacked:
+            body += stacked * text.num_experts_per_tok / experts
         # Forward: scores and values, 2 operations per multiplication, half of the document: 2 * 2 * width / 2. The
         # backward needs twice as many.
         return cls(body, of_head, 3 * 2 * heads * head_dim * text.num_hidden_layers)
@@ -75,14 +80,6 @@ class ModelFlops:
 def _flops_per_weight(weight: torch.Tensor) -> int:
     """Return the operations per token and weight; a weight's own gradient is computed only if it trains."""
     return 6 if weight.requires_grad else 4
-
-
-def _expert_flops(model: nn.Module, text: Any) -> float:
-    """Return a token's operations for expert weights that are stacked in one parameter."""
-    # Mixtral's config has `num_local_experts`, Qwen's has `num_experts`.
-    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
-    stacked = sum(_flops_per_weight(p) * whole_size(p) for p in model.parameters() if len(whole_shape(p)) == 3)
-    return stacked * text.num_experts_per_tok / experts if experts and stacked else 0
 
 
 def attention_heads(text: Any) -> tuple[int, int]:

@@ -74,21 +74,16 @@ def quantization_of(kind: str, args: CommonConfig) -> BitsAndBytesConfig | None:
         return None
     config = get_quantization_config(args)
     if args.packing and args.load_in_8bit and config is not None:
-        _keep_tokens_apart(config)
+        logger.warning(
+            "trl-packfa: load_in_8bit=True loads with llm_int8_threshold=0.0, not bitsandbytes' %s, because outliers "
+            "of one document would change the numbers of others. Columns with outliers are in 8 bits too, which costs "
+            "accuracy on models that have some; load_in_4bit=True has no such columns.",
+            config.llm_int8_threshold,
+        )
+        config.llm_int8_threshold = 0.0
     if config is not None and (read := READ_DIRECTLY.get(kind)):
         config.llm_int8_skip_modules = ["lm_head", *read]
     return config
-
-
-def _keep_tokens_apart(config: BitsAndBytesConfig) -> None:
-    """Set the outlier threshold of LLM.int8 to 0, because an outlier of one document changes the others' numbers."""
-    logger.warning(
-        "trl-packfa: load_in_8bit=True loads with llm_int8_threshold=0.0, not bitsandbytes' %s, because outliers of "
-        "one document would change the numbers of others. Columns with outliers are in 8 bits too, which costs "
-        "accuracy on models that have some; load_in_4bit=True has no such columns.",
-        config.llm_int8_threshold,
-    )
-    config.llm_int8_threshold = 0.0
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -31,13 +31,9 @@ from .checkpoint_files import (
     write_reports,
 )
 from .guards import only_run_in
+from .image_rows import Base
 from .parallelism import from_main_rank
 from .resuming import adapter_of, require_same_adapter, require_same_run
-
-if TYPE_CHECKING:
-    from transformers import Trainer as Base
-else:
-    Base = object
 
 logger = get_logger(__name__)
 
@@ -147,7 +143,9 @@ class PackedRun(Base):
             super()._save_checkpoint(model, trial)
             self._save_state(folder)
             if self.args.should_save:
-                copy_card(self.args.output_dir, folder)
+                card, empty = Path(self.args.output_dir) / "README.md", folder / "README.md"
+                if card.exists() and empty.exists():  # the template that PEFT writes next to an adapter
+                    empty.write_text(card.read_text(encoding="utf-8"), encoding="utf-8")
                 progress = {"num_tokens": self._total_train_tokens, "adapter": adapter_of(self.model)}
                 write_progress(folder, {**progress, **self._identity})
 
@@ -216,25 +214,16 @@ def packing_section(
     return "\n".join(lines) + "\n"
 
 
-# TRL's template writes this for a model without a name on the Hub.
-_NAMELESS = "[None](https://huggingface.co/None)"
-
-
 def name_base(folder: str | Path | None, base: str) -> None:
     """Replace the names that TRL wrote as None into the card: of a local base, and of a run that is not pushed."""
     path = Path(folder or ".") / "README.md"
     text = path.read_text(encoding="utf-8")
     local = f"`{Path(base).name}`, a local folder" if base else "a model without a name"
-    named = text.replace(_NAMELESS, local).replace('model="None"', f'model="{Path(folder or ".").name}"')
+    named = text.replace("[None](https://huggingface.co/None)", local).replace(
+        'model="None"', f'model="{Path(folder or ".").name}"'
+    )
     if named != text:
         path.write_text(named, encoding="utf-8")
-
-
-def copy_card(folder: str | Path | None, checkpoint: Path) -> None:
-    """Copy a run's card over the empty template that PEFT writes next to an adapter."""
-    card, empty = Path(folder or ".") / "README.md", checkpoint / "README.md"
-    if card.exists() and empty.exists():
-        empty.write_text(card.read_text(encoding="utf-8"), encoding="utf-8")
 
 
 def add_section(folder: str | Path | None, section: str) -> None:

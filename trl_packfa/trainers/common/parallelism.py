@@ -65,7 +65,12 @@ def refuse_uneven_calls(model: nn.Module, fsdp_plugin: Any) -> None:
     state = find_state(model)
     if state is None:
         return
-    gathers = _gathering_policy(model, fsdp_plugin)
+    policy = None if fsdp_plugin is None else fsdp2_prepare_auto_wrap_policy(fsdp_plugin, model)
+
+    def gathers(module: nn.Module) -> bool:
+        # Under ZeRO-3 all modules do; under FSDP2 layers, unless the `auto_wrap_policy` goes by size or names others.
+        return fsdp_plugin is None or (policy is not None and policy(module))
+
     inside = {
         name: [module for module in mixer.modules() if module is not mixer] for name, mixer in state.mixers.items()
     }
@@ -78,16 +83,6 @@ def refuse_uneven_calls(model: nn.Module, fsdp_plugin: Any) -> None:
             why=["it gathers weights each time they are used, but ranks would use them a different number of times"],
             do="Use DDP or ZeRO-2.",
         )
-
-
-def _gathering_policy(model: nn.Module, fsdp_plugin: Any) -> Callable[[nn.Module], bool]:
-    """Return a function that tells whether a module gathers weights when it is called.
-
-    Under ZeRO-3 every module does; under FSDP2 layers, unless the `auto_wrap_policy` goes by size or names others.
-    """
-    if fsdp_plugin is None:
-        return lambda module: True
-    return fsdp2_prepare_auto_wrap_policy(fsdp_plugin, model) or (lambda module: False)
 
 
 # Ways to divide a model or a row over ranks, by the argument that switches them on.

@@ -325,10 +325,6 @@ class Origins:
             sizes = layout.lengths[:-1] if layout.padding else layout.lengths
         return cls(sizes, (0,) * len(sizes), (sum(sizes),), (max(sizes, default=0),))
 
-    def of_tokens(self, count: int, device: torch.device) -> torch.Tensor:
-        """Return the number of each token's padded micro-batch, `(T,)`, int64; G for padding. T is `count`."""
-        return self.spread(self.groups, count, device, padding=len(self.tokens)).long()
-
     def spread(self, values: Sequence[float], count: int, device: torch.device, *, padding: float) -> torch.Tensor:
         """Repeat a value of each example for each of its tokens, `(T,)`. T is `count`."""
         # For example sizes (2, 1), values (7, 9) and 4 tokens give [7, 7, 9, padding].

@@ -75,12 +75,11 @@ class CountingCollator:
                     rows[name] = rows_of(value)
                 except InvalidLayout:  # the model's call will refuse this mask
                     continue
-        return CountedBatch(batch, rows, self._compared(batch, rows) if self.share_prefixes else {}) if rows else batch
-
-    def _compared(self, batch: dict[str, Any], rows: dict[str, PaddedRows]) -> dict[str, PaddedRows]:
-        """Compare the rows of each mask's token ids; return rows by the ids' name, [`SharedRows`] where some share."""
-        named = {name.removesuffix(_MASK) + _IDS: found for name, found in rows.items()}
-        return {name: share(found, batch[name]) or found for name, found in named.items() if name in batch}
+        compared = {}
+        if self.share_prefixes:
+            named = {name.removesuffix(_MASK) + _IDS: found for name, found in rows.items()}
+            compared = {name: share(found, batch[name]) or found for name, found in named.items() if name in batch}
+        return CountedBatch(batch, rows, compared) if rows else batch
 
     @property
     def __class__(self) -> Any:

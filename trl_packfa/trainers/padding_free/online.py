@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from datasets import Dataset
@@ -44,16 +45,6 @@ class PaddingFreeRLOOConfig(OnlineConfig, RLOOConfig):
     """All fields of TRL's `RLOOConfig` and `ModelConfig`, with LoRA on."""
 
 
-def grpo(model: str, **given: Any) -> Any:
-    """Build TRL's `GRPOTrainer` from its own arguments, without padding."""
-    return _without_pads(GRPOTrainer, model, **given)
-
-
-def rloo(model: str, **given: Any) -> Any:
-    """Build TRL's `RLOOTrainer` from its own arguments, without padding."""
-    return _without_pads(RLOOTrainer, model, **given)
-
-
 def _without_pads(trainer: Any, model: str, *, args: Any, **given: Any) -> Any:
     for name, dataset in named(given.get("train_dataset"), given.get("eval_dataset")):
         if not isinstance(dataset, Dataset):
@@ -68,6 +59,10 @@ def _without_pads(trainer: Any, model: str, *, args: Any, **given: Any) -> Any:
     with telling_of_targets(model, args):
         built = trainer(model, args=args, **given)
     return padding_free(built, check_first_batch=args.check_packing, **args.patch_options)
+
+
+# TRL's trainers without padding. They take TRL's own arguments.
+grpo, rloo = partial(_without_pads, GRPOTrainer), partial(_without_pads, RLOOTrainer)
 
 
 def reward_options(script_args: Any) -> dict[str, Any]:

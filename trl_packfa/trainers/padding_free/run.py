@@ -189,7 +189,11 @@ class _Watching:
         unpadding, called = self.state.unpadding, f"{type(self.run.trainer).__name__}.{self.name}"
         assert unpadding is not None
         unpadding.watch = None  # because the model is called again below
-        if self.name not in self.run.first_calls and _is_whole(self.model, self.state):
+        # A backbone cannot run again inside its own call with sharded weights, which are gathered once per call, nor
+        # with activated LoRA, which finds its invocation tokens outside of the backbone.
+        sharded = any(hasattr(p, "device_mesh") for p in inner_model(self.model).parameters())
+        once = sharded or is_partitioned(self.model) or self.state.invocations
+        if self.name not in self.run.first_calls and not once:
             self._compare(forward, call, rows).require_exact(called)
         # With return_dict=False the outputs are a tuple with the hidden states first.
         last = outputs[0] if isinstance(outputs, tuple) else outputs.last_hidden_state
@@ -212,13 +216,3 @@ class _Watching:
             self.name, first.difference, first.allowed, rows.num_pads, rows.num_pads + rows.num_tokens,
         )  # fmt: skip
         return first
-
-
-def _is_whole(model: nn.Module, state: PatchState) -> bool:
-    """Tell whether a backbone can run again inside its own call.
-
-    It cannot with sharded weights, which are gathered once per call, nor with activated LoRA, which finds its
-    invocation tokens outside of the backbone.
-    """
-    sharded = any(hasattr(p, "device_mesh") for p in inner_model(model).parameters())
-    return not (sharded or is_partitioned(model) or state.invocations)

@@ -40,16 +40,9 @@ class PackedKTOTrainer(PackedPreference, KTOTrainer):
     trainer.train()
     ```
 
-    All arguments are TRL's; see [`PackedDPOTrainer`]. With `loss_type="kto"` the padded run's micro-batches are kept:
-    each has one KL estimate, made from its own mismatched rows, and the loss of its examples depends on it.
-    `"apo_zero_unpaired"` estimates no KL, so its steps are re-cut.
-
-    Attributes:
-        packing_reports (`dict[str, PackingReport]`): by dataset name, rows and tokens in, out and lost.
-        cut_reason (`str`): the reason why steps are not re-cut; empty if they are.
-
-    Raises:
-        [`PackingError`]: at construction, if arguments, models or data cannot be trained without padding.
+    All arguments are TRL's; attributes and errors are those of [`PackedDPOTrainer`]. With `loss_type="kto"` the padded
+    run's micro-batches are kept: each has one KL estimate, made from its own mismatched rows, and the loss of its
+    examples depends on it. `"apo_zero_unpaired"` estimates no KL, so its steps are re-cut.
     """
 
     _tag_names = ["trl", "kto", "trl-packfa"]

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -25,15 +25,11 @@ from torch.utils.data import DataLoader
 from ...errors import ContaminationError
 from ...layout.padded_rows import rows_of, tell_rows
 from ...packing import PackingReport
+from ..common.image_rows import Base
 from ..common.packed_run import collating_with
 from ..common.step_cutting import Slot, log_cut, run_slot
 from ..padding_free.collating import CountedBatch
 from .cutting import ImagePairCutter, PairCutter, PairSlot, Part, Rows
-
-if TYPE_CHECKING:
-    from transformers import Trainer as Base
-else:
-    Base = object
 
 # The key of a micro-batch's `Part`. It is removed before the micro-batch runs.
 _PART = "trl_packfa_part"

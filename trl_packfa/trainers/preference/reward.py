@@ -54,15 +54,8 @@ class PackedRewardTrainer(PackedPreference, RewardTrainer):
     trainer.train()
     ```
 
-    All arguments are TRL's; see [`PackedDPOTrainer`]. The config's adapter has the task type of a classifier: the new
-    head is trained in full.
-
-    Attributes:
-        packing_reports (`dict[str, PackingReport]`): by dataset name, rows and tokens in, out and lost.
-        cut_reason (`str`): the reason why steps are not re-cut; empty if they are.
-
-    Raises:
-        [`PackingError`]: at construction, if arguments, models or data cannot be trained without padding.
+    All arguments are TRL's; attributes and errors are those of [`PackedDPOTrainer`]. The config's adapter has the task
+    type of a classifier: the new head is trained in full.
     """
 
     _tag_names = ["trl", "reward-trainer", "trl-packfa"]

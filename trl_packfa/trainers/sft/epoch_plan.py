@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...packing import MINIBATCH, PADDED, PackedBatchSampler, Strategy, document_cost
+from ...packing import MINIBATCH, PADDED, Strategy, document_cost
 from ..common.batching import FREE, Batching
 from .config import PackedSFTConfig
 
@@ -74,7 +74,9 @@ def plan_epoch(lengths: np.ndarray, batching: Batching) -> EpochPlan:
     documents, tokens = len(lengths), int(lengths.sum())
     if batching.strategy.fills_rows:
         sampler = batching.row_sampler(lengths)
-        rounds = _of_rows(sampler, batching)
+        planned, ranks = sampler.rounds(), range(batching.world_size)
+        shares = [[sampler.lengths[sampler.share(row, rank)] for rank in ranks] for row in _sample(planned)]
+        rounds = _measured(shares, batching, of=len(planned))
         slots, rows, fill = rounds.of, float(sampler.num_rows), sampler.fill
     else:
         drawn = batching.draw(lengths)
@@ -128,13 +130,6 @@ def _recut(drawn: np.ndarray, lengths: np.ndarray, batching: Batching) -> _Round
         dealt = batching.recut(drawn[start : start + batching.accumulation], budget=budget)
         micro_batches += [list(round_) for round_ in zip(*dealt, strict=True)]
     return _measured(micro_batches, batching, of=len(micro_batches) * len(starts) / max(len(sampled), 1))
-
-
-def _of_rows(sampler: PackedBatchSampler, batching: Batching) -> _Rounds:
-    """Measure rows that are filled over the whole dataset."""
-    rounds, ranks = sampler.rounds(), range(batching.world_size)
-    micro_batches = [[sampler.lengths[sampler.share(round_, rank)] for rank in ranks] for round_ in _sample(rounds)]
-    return _measured(micro_batches, batching, of=len(rounds))
 
 
 def _measured(micro_batches: list[list[np.ndarray]], batching: Batching, *, of: float) -> _Rounds:

@@ -44,7 +44,10 @@ def ensure_own_loss(model: Any, *, seed: int) -> TrainedHead | OwnHead | None:
     logits. A model that itself does not run with its dtypes and autocast's is refused.
     """
     inner: Any = inner_model(model)
-    by_trl, allowed = inner.forward, _allowed(model)
+    by_trl = inner.forward
+    whole = next(p.dtype for p in model.parameters() if p.is_floating_point()) in (torch.float32, torch.float64)
+    autocasts = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled()
+    allowed = _ALLOWED if whole and not autocasts else _ALLOWED_HALF
     kind = _cheapest(model)
     if kind is not None:
         inner.forward = head = kind(inner, by_trl)
@@ -157,12 +160,6 @@ def _difference(model: Any, seed: int) -> float | None:
         logits = model(input_ids=ids, **options).logits
     own = torch.log_softmax(logits[:, :-1].float(), dim=-1).gather(-1, ids[:, 1:, None])[..., 0]
     return float((fused.float() - own).abs().max())
-
-
-def _allowed(model: Any) -> float:
-    exact = next(p.dtype for p in model.parameters() if p.is_floating_point()) in (torch.float32, torch.float64)
-    autocasts = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled()
-    return _ALLOWED if exact and not autocasts else _ALLOWED_HALF
 
 
 class OwnHead(Head):

@@ -158,7 +158,8 @@ class PaddedTerms:
             lengths = None
         else:
             origins = Origins.of_whole(inputs) if origins is None else origins
-            groups, tokens = origins.of_tokens(ids.numel(), ids.device), origins.tokens
+            tokens = origins.tokens  # padding is in group G
+            groups = origins.spread(origins.groups, ids.numel(), ids.device, padding=len(tokens)).long()
             lengths = self._padded_lengths(origins, ids)
         if self.noise is not None:
             self.noise.lengths = lengths

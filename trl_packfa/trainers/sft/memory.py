@@ -257,6 +257,7 @@ def shape_of(model: Any, args: PackedSFTConfig) -> ModelShape:
     linear = [m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     parameters, text = model.num_parameters(), model.config.get_text_config()
     adapter = get_peft_config(args)
+    dtype = (getattr(text, "dtype", None) or "float32") if args.dtype in ("auto", None) else args.dtype
     if adapter is not None:
         model = get_peft_model(model, adapter, low_cpu_mem_usage=True)
     return ModelShape(
@@ -265,7 +266,7 @@ def shape_of(model: Any, args: PackedSFTConfig) -> ModelShape:
         largest=max(linear, default=0),
         trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
         lora_rank=adapter.r if adapter is not None else 0,  # type: ignore[attr-defined]  # TRL's is a LoraConfig
-        dtype_bytes=_dtype_bytes(args.dtype, text),
+        dtype_bytes=4 if "32" in str(dtype) else 2,
         cut=how_to_cut(args, balances_experts=balances_experts(text, args.router_aux_loss_coef))[0],
         **_widths(model, text, head),
     )
@@ -316,8 +317,3 @@ def _feed_forward(text: Any) -> int:
     width = max(width) if isinstance(width, (list, tuple)) else width
     experts = getattr(text, "num_experts_per_tok", None) or 0
     return experts * (getattr(text, "moe_intermediate_size", None) or width) if experts else width
-
-
-def _dtype_bytes(dtype: str | None, text: Any) -> int:
-    name = (getattr(text, "dtype", None) or "float32") if dtype in ("auto", None) else dtype
-    return 4 if "32" in str(name) else 2

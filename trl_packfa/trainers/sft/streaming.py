@@ -103,17 +103,15 @@ class PackedStream(TorchIterableDataset):
                 yield document
             # A whole pass had no document, so later ones would have none either.
             if not found:
-                return self._refuse_nothing()
+                if get_worker_info() is not None:
+                    return
+                raise InvalidDataset(
+                    "the training stream has no document to train on.",
+                    why=["each was empty, dropped by overflow='drop', or had no label within max_length"],
+                    do="Check the stream's filters, max_length, completion_only_loss and assistant_only_loss.",
+                )
             self._pass, found = self._pass + 1, False
             self.source.set_epoch(self._pass)
-
-    def _refuse_nothing(self) -> None:
-        if get_worker_info() is None:
-            raise InvalidDataset(
-                "the training stream has no document to train on.",
-                why=["each was empty, dropped by overflow='drop', or had no label within max_length"],
-                do="Check the stream's filters, max_length, completion_only_loss and assistant_only_loss.",
-            )
 
     def _rounds(
         self, documents: Iterator[Document], carry: list[Any], window: int
