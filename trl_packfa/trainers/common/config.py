@@ -104,6 +104,7 @@ class CommonConfig(_Base):
         trl_configs: Any = (base for base in type(self).__mro__ if base.__module__.startswith("trl."))
         next(base for base in trl_configs if base is not ModelConfig).__post_init__(self)
         _settle_loading(self)
+        _require_trainable(self)
 
     @classmethod
     def fields_of(cls, args: TrainingArguments) -> dict[str, Any]:
@@ -190,7 +191,7 @@ _LEAST = {
 }
 
 
-def require_trainable(args: Any) -> None:
+def _require_trainable(args: Any) -> None:
     """Refuse numbers that are too small, and contradictions between adapters and quantization."""
     for name, least in _LEAST.items():
         if getattr(args, name) < least:

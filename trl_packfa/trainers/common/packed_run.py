@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from filelock import FileLock, Timeout
 from peft import PeftModel
 from torch import nn
 
@@ -30,12 +31,14 @@ from .checkpoint_files import (
     write_progress,
     write_reports,
 )
-from .guards import only_run_in
 from .image_rows import Base
 from .parallelism import from_main_rank
 from .resuming import adapter_of, require_same_adapter, require_same_run
 
 logger = get_logger(__name__)
+
+# With an underscore, because transformers leaves such files out when it uploads the folder.
+LOCK = "_training.lock"
 
 
 class PackedRun(Base):
@@ -170,6 +173,31 @@ class PackedRun(Base):
     def save_reports(self, folder: str | Path) -> None:
         """Write `packing_report.json` and, once proven, `exactness_report.json` into a folder."""
         write_reports(folder, self.packing_reports, self.exactness, plan=self.packing_plan)
+
+
+@contextmanager
+def only_run_in(folder: str | Path) -> Iterator[None]:
+    """Lock a folder inside a `with` block, so that no other process trains into it."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        lock = FileLock(Path(folder) / LOCK, timeout=0)
+        lock.acquire()
+    except Timeout as error:
+        raise InvalidConfig(
+            f"another run is training into {folder}.",
+            why=["both would write, and remove, the same checkpoints"],
+            do="Give this run another output_dir, or end the other one.",
+        ) from error
+    except OSError as error:
+        raise InvalidConfig(
+            f"output_dir {folder} cannot be written to: {error.strerror or error}.",
+            do="Name a folder that can be written to, or pass save_strategy='no'.",
+        ) from error
+    try:
+        yield
+    finally:
+        (Path(folder) / LOCK).unlink(missing_ok=True)  # before the release, so that no other process holds it yet
+        lock.release()
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl import rewards as trl_rewards
 
 from ...errors import InvalidConfig, InvalidDataset
-from ..common.config import CommonConfig, require_trainable
+from ..common.config import CommonConfig
 from ..common.model_loading import load_as_asked, named, telling_of_targets
 from ..common.preflight import require_run
 from ..common.validation import refuse_before_loading, refuse_liger, require_columns
@@ -32,7 +32,6 @@ class OnlineConfig(CommonConfig):
     def __post_init__(self) -> None:
         refuse_liger(self, type(self).__name__)
         super().__post_init__()
-        require_trainable(self)
 
 
 @dataclass

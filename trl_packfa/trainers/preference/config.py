@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from ...errors import InvalidConfig
 from ...packing import MINIBATCH, STEP, Strategy
 from ...versions import installed_version
-from ..common.config import CommonConfig, require_recutting, require_trainable
+from ..common.config import CommonConfig, require_recutting
 from ..common.validation import refuse_liger
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,6 @@ class PreferenceConfig(CommonConfig):
         refuse_liger(self, type(self).__name__)
         super().__post_init__()
         self._settle_packing()
-        require_trainable(self)
 
     def _settle_packing(self) -> None:
         args: Any = self

@@ -15,7 +15,7 @@ from ...errors import InvalidConfig, VersionTooOld
 from ...packing import BFD, OVERFLOW_POLICIES, PADDED, STEP, STRATEGIES, WRAPPED, Strategy, require_policy
 from ...versions import installed_version
 from ..common.batching import TAKES_BATCHES
-from ..common.config import CommonConfig, require_recutting, require_trainable
+from ..common.config import CommonConfig, require_recutting
 
 LOSS_WEIGHTINGS = ("token", "example")
 
@@ -113,7 +113,6 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
         self._require_weighting()
         self._settle_turns()
         self._settle_packing()
-        require_trainable(self)
         if self.sequence_parallel < 1 or (self.sequence_parallel > 1 and not self.packing):
             raise InvalidConfig(
                 f"sequence_parallel={self.sequence_parallel} with packing={self.packing}: only packed rows can be "

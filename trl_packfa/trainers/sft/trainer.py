@@ -3,12 +3,13 @@
 The class only overrides TRL's hooks: tokenizing, losses, metrics, checkpoints and distribution stay TRL's. Each hook
 calls the part that does the work:
 
-    construction, validation   settle arguments and refuse invalid ones before data or weights are read
-    PackedData                 cuts datasets and counts every dropped token; makes samplers, loaders, collators
-    StepCutter                 cuts the documents of an optimizer step into micro-batches
-    LossHead, PaddedTerms      compute the loss as the padded run does; SourceLosses reports it by source
-    ExactnessGate              runs the exactness check before the first step
-    SpeedMeter, LossWatch      measure tokens per second; refuse a loss that is NaN or infinite
+    construction            settles arguments and refuses invalid ones before data or weights are read
+    PackedRun               builds the trainer or the padded one, resumes, saves whole checkpoints and cards
+    PackedData              cuts datasets and counts every dropped token; makes samplers, loaders, collators
+    StepCutter              cuts the documents of an optimizer step into micro-batches
+    LossHead, PaddedTerms   compute the loss as the padded run does; SourceLosses reports it by source
+    ExactnessGate           runs the exactness check before the first step
+    SpeedMeter, LossWatch   measure tokens per second; refuse a loss that is NaN or infinite
 """
 
 from __future__ import annotations
@@ -45,7 +46,6 @@ from ...patching.apply import unpadding_of
 from ..common.checkpoint_files import count_batch
 from ..common.dataset import read_lengths, without_our_columns
 from ..common.flops import quadratic_weight
-from ..common.guards import LossWatch, memory_advice
 from ..common.model_loading import AnyDataset, EvalDataset, load_as_asked, output_dir, telling_of_targets
 from ..common.packed_run import PackedRun, collating_with
 from ..common.parallelism import refuse_short_rows, require_same_documents, share_rows
@@ -65,7 +65,7 @@ from .memory import tell_what_fits
 from .model_code import apply_liger, changed_already, compile_by_layer
 from .raw_dataset import usable
 from .sequence_parallel import ShardedRowsTrainer
-from .throughput import SpeedMeter
+from .throughput import LossWatch, SpeedMeter, memory_advice
 
 logger = get_logger(__name__)
 
