@@ -132,9 +132,9 @@ def test_a_rank_with_fewer_examples_runs_untrained_ones(tmp_path, monkeypatch):
     """The other rank has three examples that fill a micro-batch each; this one has two."""
     trainer = build(tmp_path, max_tokens_per_microbatch=40)
     cutter, collate = trainer._cutter, trainer.data_collator
-    load = OneByOne(collate.collator, cutter.own.weights)
+    load = OneByOne(collate.collator, cutter.weights)
     other = image_examples.RankStep(40, [np.array([40, 40, 40])], 120.0, 40, np.array([3, 120, 60, 12]))
-    cutter.own.accelerator = SimpleNamespace(num_processes=2)
+    cutter.accelerator = SimpleNamespace(num_processes=2)
     monkeypatch.setattr(image_examples, "gather_object", lambda mine: [*mine, other])
     batch = load([copy.copy(row) for row in vision.uneven(2)])
     assert isinstance(batch, Documents) and all(isinstance(one, Processed) for one in batch.examples)
@@ -142,5 +142,5 @@ def test_a_rank_with_fewer_examples_runs_untrained_ones(tmp_path, monkeypatch):
     idle, *trained = slot.micro_batches
     assert len(slot.micro_batches) == 3 and (idle["labels"] == -100).all()
     assert slot.untrained == min(one.tokens for one in batch.examples) and slot.imbalance > 1
-    assert cutter.own.report.documents == 5, "examples of both ranks"
+    assert cutter.reports["train"].documents == 5, "examples of both ranks"
     assert sum(int((one["labels"] != -100).sum()) for one in trained) > 0

@@ -121,9 +121,9 @@ def test_a_budget_counts_tokens_and_patches(budget, tmp_path):
     def record(self, batches, collate):
         slots = cut(self, batches, collate)
         for micro_batch in slots[-1].micro_batches:
-            patches = self.own.weights.count(micro_batch)
+            patches = self.weights.count(micro_batch)
             tokens = int(micro_batch["attention_mask"].sum())
-            sizes.append((tokens + self.own.weights.size * patches, len(micro_batch["labels"])))
+            sizes.append((tokens + self.weights.size * patches, len(micro_batch["labels"])))
         return slots
 
     expected = train(build(tmp_path, padded=True, data=data, max_steps=1))

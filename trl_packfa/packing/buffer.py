@@ -1,7 +1,4 @@
-"""Rows from a bounded buffer of a stream's documents, and rounds of rows for all ranks.
-
-Rows that run at the same time cost about the same, so that no rank waits long.
-"""
+"""Rows from a bounded buffer of a stream's documents, and rounds of rows of about equal cost for all ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Operations that training a model needs per token, and the operations per second of a device.
-
-The module uses no trainer and no data.
-"""
+"""Operations that training a model needs per token, and the operations per second of a device."""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from torch import nn
 
 from ...packing import PackingReport, document_cost, fewest_micro_batches, imbalance, recut
 from ...patching.inspect import inner_model, text_decoder
+from .collating import CountingCollator
 from .flops import quadratic_weight
 from .image_rows import Example, NamingCollator, rejected
 from .step_cutting import Documents
@@ -264,24 +264,37 @@ class OwnCut(NamedTuple):
 
 
 class OwnCutter:
-    """A cutter of steps, in which each rank cuts its own examples. The accelerator gathers the sizes of all ranks.
+    """A cutter of steps with images, in which each rank cuts its own examples, of `rows` rows.
 
-    `budget` is the user's token budget of a micro-batch. `None`: the size of the step's largest padded micro-batch.
-
-    Attributes:
-        seen (`np.ndarray`): examples, tokens, trained tokens and image tokens of all ranks so far, `(4,)`.
+    The sizes of all ranks are gathered; images and their outputs stay on their rank. The size of a micro-batch is its
+    tokens plus its image patches, weighted ([`ImageWeights`]). The budget is `max_tokens_per_microbatch`, or the size of
+    the step's largest padded micro-batch, with its pads.
     """
 
-    def __init__(self, model: Any, accelerator: Accelerator, *, budget: int | None) -> None:
-        self.accelerator, self.asked, self.seen = accelerator, budget, np.zeros(4, dtype=np.int64)
-        self.weights, self.quadratic = ImageWeights.of(model), quadratic_weight(model)
+    gathers = False
+
+    def __init__(self, trainer: Any, *, rows: int = 1) -> None:
+        self.accelerator, self.asked = trainer.accelerator, trainer.args.max_tokens_per_microbatch
+        self.weights, self.quadratic = ImageWeights.of(trainer.model), quadratic_weight(trainer.model)
+        self.rows, self.pad_token_id = rows, trainer._tokenizer.pad_token_id
+        self.seen = np.zeros(4, dtype=np.int64)  # examples, tokens, trained and image tokens of all ranks so far
+        self._collator: CountingCollator | None = None
 
     @property
-    def report(self) -> PackingReport:
-        """Counts of the examples that have trained so far: their tokens exist only after collation."""
-        return PackingReport.of_seen(*self.seen.tolist())
+    def reports(self) -> dict[str, PackingReport]:
+        """The report of the examples that have trained, by dataset name: their tokens exist only after collation."""
+        return {"train": PackingReport.of_seen(*self.seen.tolist())}
 
-    def cut(self, batches: Sequence[Documents], *, by_size: bool = False) -> OwnCut:
+    def loading(self, collate: Any) -> OneByOne:
+        """Return the loader's collator, which processes each example alone; `collate` is TRL's in its wrapper."""
+        return OneByOne(collate.collator, self.weights)
+
+    def collator(self, collate: Callable[[list[Example]], Any]) -> CountingCollator:
+        """Return the collator of processed examples; `collate` is TRL's, with the processor."""
+        self._collator = self._collator or CountingCollator(Merging(collate, self.pad_token_id, rows=self.rows))
+        return self._collator
+
+    def cut_own(self, batches: Sequence[Documents], *, by_size: bool = False) -> OwnCut:
         """Cut the processed examples of a step, given by padded micro-batch.
 
         With `by_size`, only examples of padded micro-batches with equally many may share a micro-batch.
@@ -294,9 +307,8 @@ class OwnCutter:
         )
         # Rounded up, so that a padded micro-batch always fits the budget that is made of it.
         sizes = np.ceil(tokens + self.weights.size * patches).astype(np.int64)
-        rows = len(examples[0].lengths)
-        cost = document_cost(tokens, self.quadratic / rows) + self.weights.cost * patches
-        pads = rows * np.array([widths[padded == group].max() for group in padded]) - tokens
+        cost = document_cost(tokens, self.quadratic / self.rows) + self.weights.cost * patches
+        pads = self.rows * np.array([widths[padded == group].max() for group in padded]) - tokens
         shared = np.bincount(padded)[padded] if by_size else np.zeros(len(examples), dtype=np.int64)
         together = [np.flatnonzero(shared == number) for number in np.unique(shared)]
         mine = RankStep(

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import Sampler
 
 from ...errors import InvalidDataset
+from .collating import CountedBatch
 from .dataset import tables
 from .model_loading import named
 
@@ -223,6 +224,10 @@ class NamesRows(Base):
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         kept = super()._remove_unused_columns(dataset, description)
         return NumberedRows(kept, (description or "given").lower()) if self._is_vision_dataset else kept
+
+    def _prepare_input(self, data: Any) -> Any:
+        # The loader moves only the batches that it makes. The batches of a re-cut step are made between two steps.
+        return super()._prepare_input(data.to(self.args.device) if isinstance(data, CountedBatch) else data)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         # Samplers read lengths from the columns of the dataset itself.

@@ -1,7 +1,4 @@
-"""GRPO and RLOO for the command line: TRL's trainers, with configs like the packed trainers' and without padding.
-
-Generation, rewards, losses, steps and checkpoints are TRL's.
-"""
+"""GRPO and RLOO for the command line: TRL's trainers, with configs like the packed trainers' and without padding."""
 
 from __future__ import annotations
 

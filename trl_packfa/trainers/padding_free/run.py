@@ -18,7 +18,7 @@ from ...layout.padded_rows import PaddedRows
 from ...patching.apply import PatchState, find_state
 from ...patching.inspect import inner_model
 from ...runtime.zero3 import is_partitioned
-from .collating import CountingCollator
+from ..common.collating import CountingCollator
 
 logger = logging.getLogger(__name__)
 

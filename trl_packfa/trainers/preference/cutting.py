@@ -21,10 +21,9 @@ from ...errors import InvalidConfig, InvalidDataset
 from ...packing import PackingReport, imbalance, recut_over_ranks
 from ..common.dataset import read_lengths
 from ..common.flops import quadratic_weight
-from ..common.image_examples import Merging, OneByOne, OwnCutter
+from ..common.image_examples import OwnCutter
 from ..common.image_rows import Example
 from ..common.step_cutting import Documents, Slot, of_all_ranks
-from ..padding_free.collating import CountingCollator
 
 # Memory of a padding position as a share of a token's. The position costs one hidden state of zeros when outputs are
 # padded again. A token costs a hidden state in every layer, and one layer's activations.
@@ -175,33 +174,12 @@ def _require_budget(budget: int, tokens: np.ndarray) -> None:
         )
 
 
-class ImagePairCutter:
-    """A cutter of a step's pairs with images, or of answers with images, into micro-batches of about equal cost.
-
-    The default of the token budget `max_tokens_per_microbatch` is the size of the step's largest padded micro-batch,
-    with its pads. Sizes are gathered over ranks; images and their outputs stay on their rank. `rows` is the number of
-    rows of a pair.
-    """
-
-    gathers = False  # the outputs of a pair stay on its rank, as its images do
-
-    def __init__(self, args: Any, *, rows: int, model: Any, accelerator: Accelerator, pad_token_id: int) -> None:
-        self.own = OwnCutter(model, accelerator, budget=args.max_tokens_per_microbatch)
-        self.rows, self.pad_token_id = rows, pad_token_id
-        self._collator: CountingCollator | None = None
-
-    @property
-    def reports(self) -> dict[str, PackingReport]:
-        """The report of the pairs that have trained, by dataset name."""
-        return {"train": self.own.report}
-
-    def loading(self, collate: Any) -> OneByOne:
-        """Return the loader's collator, which processes each pair alone; `collate` is TRL's in its wrapper."""
-        return OneByOne(collate.collator, self.own.weights)
+class ImagePairCutter(OwnCutter):
+    """A cutter of a step's pairs with images, or of answers with images, into micro-batches of about equal cost."""
 
     def cut(self, batches: Sequence[Documents], collate: Callable[[list[Example]], Any]) -> list[Slot]:
         """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
-        cut = self.own.cut(batches, by_size=True)
+        cut = self.cut_own(batches, by_size=True)
         in_padded, merge = np.bincount(cut.padded), self.collator(collate)
         # A rank with fewer pairs than the others have micro-batches runs one untrained.
         parts = [Part((cut.shortest,), 0.0)] * (cut.count - len(cut.parts))
@@ -218,11 +196,6 @@ class ImagePairCutter:
             widths=np.array([widths[cut.padded == group].max() for group in cut.padded]),
         )
         return [*(Slot([]) for _ in batches[:-1]), last]
-
-    def collator(self, collate: Callable[[list[Example]], Any]) -> CountingCollator:
-        """Return the collator of processed pairs; `collate` is TRL's, with the processor."""
-        self._collator = self._collator or CountingCollator(Merging(collate, self.pad_token_id, rows=self.rows))
-        return self._collator
 
 
 # A trainer's rows of a pair. Each row is a tuple of columns whose token ids make it: a prompt, if there is one, then

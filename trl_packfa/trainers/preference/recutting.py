@@ -28,7 +28,6 @@ from ...packing import PackingReport
 from ..common.image_rows import Base
 from ..common.packed_run import collating_with
 from ..common.step_cutting import Slot, log_cut, run_slot
-from ..padding_free.collating import CountedBatch
 from .cutting import ImagePairCutter, PairCutter, PairSlot, Part, Rows
 
 # The key of a micro-batch's `Part`. It is removed before the micro-batch runs.
@@ -126,10 +125,6 @@ class RecutSteps(Base):
         if isinstance(inputs, PairSlot):
             self._log_as_padded(inputs, loss)
         return loss
-
-    def _prepare_input(self, data: Any) -> Any:
-        # The loader moves only the batches that it makes. The batches of a re-cut step are made here.
-        return super()._prepare_input(data.to(self.args.device) if isinstance(data, CountedBatch) else data)
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

@@ -153,10 +153,7 @@ class PackedPreference(PackedRun, NamesRows, RecutSteps):
         if self.cut_reason:
             keep_padded(self.args, self.cut_reason)
         elif self._is_vision_dataset:
-            self._cutter = ImagePairCutter(
-                self.args, rows=len(self._rows), model=self.model, accelerator=self.accelerator,
-                pad_token_id=self._tokenizer.pad_token_id,
-            )  # fmt: skip
+            self._cutter = ImagePairCutter(self, rows=len(self._rows))
         else:
             self._cutter = PairCutter(
                 self.args, rows=self._rows, train_dataset=self.train_dataset, model=self.model,

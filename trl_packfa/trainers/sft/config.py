@@ -1,7 +1,4 @@
-"""`PackedSFTConfig`: TRL's `SFTConfig` and `ModelConfig` in one class, with a few fields of our own.
-
-TRL's fields keep their names and their meaning. The class docstring lists the fields with another default than TRL's.
-"""
+"""`PackedSFTConfig`: TRL's `SFTConfig` and `ModelConfig` in one class, with a few fields of our own."""
 
 from __future__ import annotations
 

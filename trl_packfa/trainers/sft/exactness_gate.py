@@ -1,7 +1,4 @@
-"""The exactness check before the first step: on the model as it will train, then on the first batch.
-
-It uses the run's config and processes. The caller passes model, collator and documents.
-"""
+"""The exactness check before the first step: on the model as it will train, then on the first batch."""
 
 from __future__ import annotations
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
@@ -31,12 +30,11 @@ from ...exactness.subject import compute_dtype
 from ...packing import MINIBATCH, STEP, PackingReport
 from ...patching.apply import find_state
 from ..common.batching import FREE
-from ..common.image_examples import Merging, OneByOne, OwnCutter, why_images_stay
+from ..common.image_examples import OwnCutter, why_images_stay
 from ..common.image_rows import Example, NamesRows, image_columns
 from ..common.packed_run import collating_with
 from ..common.parallelism import agree
 from ..common.step_cutting import Documents, Slot, how_to_cut, keep_padded
-from ..padding_free.collating import CountedBatch, CountingCollator
 from ..padding_free.padding_free import run_without_pads
 from .config import PackedSFTConfig
 from .loss_terms import WeightedModel
@@ -133,13 +131,7 @@ class TrainsOnImages(NamesRows, SFTTrainer):
         if why := self._why_images_stay(own_collator=own_collator):
             keep_padded(args, why)
         else:
-            self._cutter = ImageCutter(
-                args,
-                model=self.model,
-                accelerator=self.accelerator,
-                pad_token_id=self._tokenizer.pad_token_id,
-                counts_tokens=self.model_accepts_loss_kwargs,
-            )
+            self._cutter = ImageCutter(self)
 
     def _why_images_stay(self, *, own_collator: bool) -> str:
         """Return the reason why re-cut steps would train another loss; `""` if there is none."""
@@ -160,13 +152,13 @@ class TrainsOnImages(NamesRows, SFTTrainer):
     @property
     def seen_images(self) -> dict[str, PackingReport]:
         """The report of the examples that have trained, by dataset name; empty unless steps on images are re-cut."""
-        return {"train": self._cutter.own.report} if isinstance(self._cutter, ImageCutter) else {}
+        return self._cutter.reports if isinstance(self._cutter, ImageCutter) else {}
 
     def get_train_dataloader(self) -> DataLoader:
         """Return the training loader. If steps on images are re-cut, its workers process each example alone."""
         if not isinstance(self._cutter, ImageCutter):
             return super().get_train_dataloader()
-        with collating_with(self, OneByOne(self.data_collator.collator, self._cutter.own.weights)):
+        with collating_with(self, self._cutter.loading(self.data_collator)):
             return super().get_train_dataloader()
 
     def prove_recut_images(self, model: Any) -> None:
@@ -193,36 +185,25 @@ class TrainsOnImages(NamesRows, SFTTrainer):
         called: Any = model if weights is None else WeightedModel(model, weights[:, None])
         return super().compute_loss(called, inputs, return_outputs, num_items_in_batch)
 
-    def _prepare_input(self, data: Any) -> Any:
-        # The loader moves only the batches that it makes. The batches of a re-cut step are made here.
-        return super()._prepare_input(data.to(self.args.device) if isinstance(data, CountedBatch) else data)
 
-
-class ImageCutter:
+class ImageCutter(OwnCutter):
     """A cutter of a step's examples into micro-batches of about equal cost, the same number of them on every rank.
 
-    A micro-batch's size is its tokens plus its image patches, weighted ([`ImageWeights`]). The budget is
-    `max_tokens_per_microbatch`, or the size of the step's largest padded micro-batch, with its pads.
-
-    `counts_tokens`: losses are divided by the tokens of the step. If not, the padded run's loss is a mean over each
-    padded micro-batch, and rows get weights ([`ROW_WEIGHTS`]) with which the step's loss is the same.
+    Losses may be divided by the tokens of the step. If not, the padded run's loss is a mean over each padded
+    micro-batch, and rows get weights ([`ROW_WEIGHTS`]) with which the step's loss is the same.
     """
 
-    def __init__(
-        self, args: PackedSFTConfig, *, model: Any, accelerator: Accelerator, pad_token_id: int, counts_tokens: bool
-    ) -> None:
-        self.own = OwnCutter(model, accelerator, budget=args.max_tokens_per_microbatch)
-        self.counts_tokens, self.pad_token_id = counts_tokens, pad_token_id
-        self.free_budget: int | None = args.max_tokens_per_microbatch  # without one: that of the last step
-        self._collator: CountingCollator | None = None
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer)
+        self.counts_tokens: bool = trainer.model_accepts_loss_kwargs
+        self.free_budget = self.asked  # without one: that of the last step
         # The largest micro-batch of the last step, and the batch of its last example.
         self.sample: tuple[dict[str, Any], dict[str, Any]] | None = None
 
     def cut(self, batches: Sequence[Documents], collate: Callable[[list[Example]], Any]) -> list[Slot]:
         """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
-        cut = self.own.cut(batches)
+        cut, merge = self.cut_own(batches), self.collator(collate)
         self.free_budget = cut.budget
-        merge = self._collator = self._collator or CountingCollator(Merging(collate, self.pad_token_id))
         # A rank with fewer examples than the others have micro-batches runs an untrained one, to take part in their
         # collectives.
         idle = merge([cut.examples[cut.shortest]])

@@ -1,7 +1,4 @@
-"""Checks of a dataset before TRL tokenizes it: is it empty, has it a format of TRL, are its values whole.
-
-Columns of other formats, such as Alpaca's, can be made into TRL's.
-"""
+"""Checks of a dataset before TRL tokenizes it, and columns made from those of other formats, such as Alpaca's."""
 
 from __future__ import annotations
 
