@@ -18,7 +18,7 @@ from itertools import chain
 from typing import Any
 
 from ..errors import InvalidConfig
-from .packing import packed_row, prove, run_by_name
+from .packing import packed_row, run_proven
 
 # Hooks that must return a list; `None` is not enough.
 _LISTS = ("get_adapter_capabilities", "add_callbacks_pre_trainer", "add_callbacks_post_trainer")
@@ -69,8 +69,7 @@ class PackfaPlugin:
         Raises:
             [`PackingError`]: if the model type is not supported, or packing is not exact on the model.
         """
-        run_by_name(model)
-        prove(model)
+        run_proven(model)
 
     def get_collator_cls_and_kwargs(self, cfg: Any, is_eval: bool = False) -> tuple[type, dict[str, Any]] | None:
         """Return the collator of packed rows; return `None`, for Axolotl's own, if evaluation is not packed."""

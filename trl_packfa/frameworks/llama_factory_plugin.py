@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..errors import VersionTooOld
-from .packing import packed_row, prove, run_by_name
+from .packing import packed_row, run_proven
 
 
 def examples_of_a_step(batch_info: dict[str, Any]) -> int:
@@ -69,8 +69,7 @@ def apply(model: Any, include_kernels: Any = None) -> Any:
     Raises:
         [`PackingError`]: if the model type is not supported, or packing is not exact on the model.
     """
-    run_by_name(model)
-    prove(model)
+    run_proven(model)
     return model
 
 

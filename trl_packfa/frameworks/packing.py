@@ -19,14 +19,15 @@ from ..patching.named_models import NAME, require_served, runs_by_name
 logger = logging.getLogger(__name__)
 
 
-def run_by_name(model: nn.Module) -> None:
-    """Switch a loaded model to `attn_implementation="packfa"` with transformers' own method.
+def run_proven(model: nn.Module) -> None:
+    """Switch a loaded model to `attn_implementation="packfa"`, and prove that packing is exact on it as it is.
 
     Frameworks that accept only attention names from their own list load the model with `sdpa`.
 
     Raises:
         [`UnsupportedModel`]: if the model type is not supported.
         [`InvalidConfig`]: if the model is patched already, or does not accept the name.
+        [`ContaminationError`]: if packing is not exact.
     """
     if find_state(model) is not None:
         raise InvalidConfig(
@@ -44,14 +45,6 @@ def run_by_name(model: nn.Module) -> None:
             do="Call trl_packfa.patch(model) instead.",
         )
     logger.info("trl-packfa: %s runs with attn_implementation='%s'.", type(inner).__name__, NAME)
-
-
-def prove(model: nn.Module) -> None:
-    """Check that packing is exact on a model with its current adapter, dtype and quantization.
-
-    Raises:
-        [`ContaminationError`]: if packing is not exact.
-    """
     report = check(model)
     report.require_exact()
     logger.info("trl-packfa: %s", report)

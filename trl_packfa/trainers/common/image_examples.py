@@ -267,8 +267,8 @@ class OwnCutter:
     """A cutter of steps with images, in which each rank cuts its own examples, of `rows` rows.
 
     The sizes of all ranks are gathered; images and their outputs stay on their rank. The size of a micro-batch is its
-    tokens plus its image patches, weighted ([`ImageWeights`]). The budget is `max_tokens_per_microbatch`, or the size of
-    the step's largest padded micro-batch, with its pads.
+    tokens plus its image patches, weighted ([`ImageWeights`]). The budget is `max_tokens_per_microbatch`, or the size
+    of the step's largest padded micro-batch, with its pads.
     """
 
     gathers = False
