@@ -4,17 +4,24 @@ from .best_fit import best_fit_decreasing
 from .buffer import BufferedRows, pack_buffer
 from .microbatches import document_cost, fewest_micro_batches, imbalance, recut, recut_over_ranks
 from .overflow import (
+    BFD,
+    BFD_SPLIT,
+    MINIBATCH,
     OVERFLOW_POLICIES,
+    PADDED,
+    STEP,
+    STRATEGIES,
     WRAP,
+    WRAPPED,
     PackingReport,
     Spans,
+    Strategy,
     TrainedTokens,
     nothing_trains,
     plan_overflow,
     require_policy,
 )
 from .sampler import PackedBatchSampler
-from .strategies import BFD, BFD_SPLIT, MINIBATCH, PADDED, STEP, STRATEGIES, WRAPPED, Strategy
 
 __all__ = [
     "BFD", "BFD_SPLIT", "MINIBATCH", "OVERFLOW_POLICIES", "PADDED", "STEP", "STRATEGIES", "WRAP", "WRAPPED",

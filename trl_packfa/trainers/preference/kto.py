@@ -9,8 +9,7 @@ from typing import Any
 from datasets import Dataset
 from trl import KTOConfig, KTOTrainer
 
-from .config import PreferenceConfig
-from .trainer import PackedPreference
+from .trainer import PackedPreference, PreferenceConfig
 
 _OTHER_ANSWER = "KL_completion_ids"
 # The keys of a batch that are the text's, or TRL's own.

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from trl import RewardConfig, RewardTrainer
 
 from ...errors import InvalidConfig
-from .config import PreferenceConfig
-from .trainer import PackedPreference
+from .trainer import PackedPreference, PreferenceConfig
 
 
 @dataclass

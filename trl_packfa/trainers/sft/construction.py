@@ -16,7 +16,6 @@ from ...collator import LOSSES, ROW_LENGTHS
 from ...errors import InvalidConfig, PackingError, UnsupportedModel
 from ...layout.from_call import layout_of
 from ...patching import inspect
-from ..common.dataset_checks import TOKENS
 from ..common.model_loading import model_type, named, output_dir
 from ..common.parallelism import (
     asked_parallelism,
@@ -38,7 +37,7 @@ from ..common.validation import (
 from .config import PackedSFTConfig
 from .images import image_column, without_packing
 from .model_code import refuse_missing_liger
-from .raw_dataset import prepares
+from .raw_dataset import TOKENS, prepares
 
 
 def settle_arguments(

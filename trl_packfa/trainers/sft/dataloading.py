@@ -27,10 +27,10 @@ from ...patching.inspect import known_ids, known_labels
 from ..common.batching import Batching, RankAwareSampler
 from ..common.checkpoint_files import read_stream_state, write_stream_state
 from ..common.dataset import cut_dataset, cut_stream, read_lengths, take_apart, tell_counts
-from ..common.dataset_checks import require_known
 from ..common.flops import quadratic_weight
 from ..common.model_loading import AnyDataset
 from .config import PackedSFTConfig
+from .raw_dataset import require_known
 from .streaming import PackedStream, resumes_by_state, stream_loader
 from .turns import TurnExpander, join
 
