@@ -66,12 +66,11 @@ class PackedRun(Base):
         is_asked: bool,
         pack: Callable[[], None],
         pad: Callable[[Any], None],
-        padded: str,
     ) -> None:
         """Build the packed trainer; if that is refused and the user did not ask for packing, build the padded one.
 
         `pack` and `pad` run TRL's `__init__`; `pad` gets the model as the caller gave it. `refusal` is an error from
-        before construction. `padded` is the name of TRL's trainer.
+        before construction.
 
         After a refusal TRL's `__init__` runs again: some models are found out only once they are built with the
         default adapter, which the padded trainer does not have. On it depend the reference model that TRL builds, the
@@ -92,6 +91,7 @@ class PackedRun(Base):
                 for parameter, trains in trained:
                     parameter.requires_grad_(trains)
         why = f" ({'; '.join(refusal.why)})" if refusal.why else ""
+        padded = next(cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith("trl."))
         logger.warning(
             "trl-packfa: %s%s. Training as %s would: padded, without a default adapter.",
             refusal.what.removesuffix("."), why, padded,

@@ -86,17 +86,16 @@ def adapter_of(model: Any) -> dict[str, Any]:
         return {}
     active = getattr(model, "active_adapter", None)  # a name, or a function on models of other tuners
     config = configs[active if isinstance(active, str) and active in configs else next(iter(configs))]
-    fields = {name: _plain(value) for name, value in config.to_dict().items() if _counts(name)}
+    # Initialization has no effect after the start.
+    names = [
+        n for n in config.to_dict() if n not in _NO_PART and not n.startswith("init") and not n.endswith("_config")
+    ]
+    fields = {name: _plain(config.to_dict()[name]) for name in names}
     # The modules that PEFT has found, because "all-linear" and a list of names may mean the same modules.
     tuner = getattr(model, "base_model", model)
     fields["modules"] = _plain(set(getattr(tuner, "targeted_module_names", None) or ()))
     # Leave empty fields out, because another version of PEFT may have other unused fields.
     return {name: value for name, value in sorted(fields.items()) if value}
-
-
-def _counts(field: str) -> bool:
-    """Tell whether to compare a field of an adapter's config. Initialization has no effect after the start."""
-    return field not in _NO_PART and not field.startswith("init") and not field.endswith("_config")
 
 
 def _plain(value: Any) -> Any:

@@ -106,7 +106,12 @@ class StepCutter:
         """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
         rank, world_size = self.args.data_parallel_rank, self.args.data_parallel_size
         examples, groups = of_all_ranks(batches, self.accelerator, shared_by=self.args.sequence_parallel)
-        examples, groups = self._split(examples, groups)
+        if (
+            self.how != KEPT
+        ):  # examples of several documents that are larger than the budget; each part keeps its group
+            parts = [split_example(example, self.budget) for example in examples]
+            examples = [part for of_one in parts for part in of_one]
+            groups = np.repeat(groups, [len(of_one) for of_one in parts])
         lengths = np.array([count_computed(example) for example in examples], dtype=np.int64)
         dealt = deal(
             lengths, groups, cut=self.how, budget=self.budget, world_size=world_size, quadratic=self.quadratic
@@ -123,15 +128,6 @@ class StepCutter:
             micro_batch[ORIGINS] = origin
         last = Slot(micro_batches, imbalance=imbalance(dealt, lengths, self.quadratic))
         return [Slot([]) for _ in batches[:-1]] + [last]
-
-    def _split(
-        self, examples: Sequence[dict[str, Any]], groups: np.ndarray
-    ) -> tuple[list[dict[str, Any]], np.ndarray]:
-        """Split examples of several documents that are larger than the budget; each part keeps its group."""
-        if self.how == KEPT:
-            return list(examples), groups
-        parts = [split_example(example, self.budget) for example in examples]
-        return [part for of_one in parts for part in of_one], np.repeat(groups, [len(of_one) for of_one in parts])
 
 
 def of_all_ranks(

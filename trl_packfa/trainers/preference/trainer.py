@@ -77,7 +77,6 @@ class PackedPreference(PackedRun, NamesRows, RecutSteps):
             is_asked=self._asks_to_pack(given.get("args")),
             pack=lambda: self._construct(dict(given), settled),
             pad=lambda model: self._construct_padded({**given, "model": model}),
-            padded=f"{self._name()}Trainer",
         )
 
     def _asks_to_pack(self, asked: Any) -> bool:

@@ -64,14 +64,7 @@ def without_packing(
     packed = args if isinstance(args, PackedSFTConfig) else None
     if packed is not None and not packed.packing:
         return None
-    strategy = packed.strategy if packed is not None else None
-    if packed is not None and packed.sequence_parallel > 1:
-        raise InvalidConfig(
-            f"sequence_parallel={packed.sequence_parallel}, but the dataset has images in its column '{column}'.",
-            why=["such batches run padded rows without their pads, and only packed rows can be shared"],
-            do="Drop sequence_parallel, or the column to train on the text alone.",
-        )
-    if (strategy is not None and strategy.fills_rows) or (packed is None and getattr(args, "packing", False)):
+    if packed.strategy.fills_rows if packed is not None else getattr(args, "packing", False):
         raise InvalidConfig(
             f"rows cannot be filled before training: the dataset has images in its column '{column}'.",
             why=["a processor makes their tokens during collation, so the length of an example is not known before"],
@@ -91,7 +84,13 @@ def without_packing(
 
 
 def _refuse_without_effect(args: PackedSFTConfig, column: str) -> None:
-    """Refuse arguments about documents, which exist only after collation."""
+    """Refuse arguments about packed rows and documents, which exist only after collation."""
+    if args.sequence_parallel > 1:
+        raise InvalidConfig(
+            f"sequence_parallel={args.sequence_parallel}, but the dataset has images in its column '{column}'.",
+            why=["such batches run padded rows without their pads, and only packed rows can be shared"],
+            do="Drop sequence_parallel, or the column to train on the text alone.",
+        )
     if args.overflow != "truncate":
         raise InvalidConfig(
             f"overflow='{args.overflow}' has no effect on images (column '{column}').",

@@ -137,8 +137,7 @@ class PackedSFTTrainer(PackedRun, TrainsOnImages, ShardedRowsTrainer):
         def pad(model: Any) -> None:
             self._construct(model, padded(args, output_dir(model)), asked=args, **given)
 
-        is_asked = asks_for_packing(args)
-        self._pack_or_pad(model, refusal, is_asked=is_asked, pack=pack, pad=pad, padded="SFTTrainer")
+        self._pack_or_pad(model, refusal, is_asked=asks_for_packing(args), pack=pack, pad=pad)
 
     def _construct(
         self, model: Any, args: PackedSFTConfig, *, asked: TrainingArguments | None, data_collator: Any, **options: Any
