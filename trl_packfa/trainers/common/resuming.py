@@ -87,10 +87,8 @@ def adapter_of(model: Any) -> dict[str, Any]:
     active = getattr(model, "active_adapter", None)  # a name, or a function on models of other tuners
     config = configs[active if isinstance(active, str) and active in configs else next(iter(configs))]
     # Initialization has no effect after the start.
-    names = [
-        n for n in config.to_dict() if n not in _NO_PART and not n.startswith("init") and not n.endswith("_config")
-    ]
-    fields = {name: _plain(config.to_dict()[name]) for name in names}
+    counted = [n for n in config.to_dict() if not n.startswith("init") and not n.endswith("_config")]
+    fields = {name: _plain(config.to_dict()[name]) for name in counted if name not in _NO_PART}
     # The modules that PEFT has found, because "all-linear" and a list of names may mean the same modules.
     tuner = getattr(model, "base_model", model)
     fields["modules"] = _plain(set(getattr(tuner, "targeted_module_names", None) or ()))

@@ -106,9 +106,7 @@ class StepCutter:
         """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
         rank, world_size = self.args.data_parallel_rank, self.args.data_parallel_size
         examples, groups = of_all_ranks(batches, self.accelerator, shared_by=self.args.sequence_parallel)
-        if (
-            self.how != KEPT
-        ):  # examples of several documents that are larger than the budget; each part keeps its group
+        if self.how != KEPT:  # examples of several documents may be larger than the budget; parts keep their group
             parts = [split_example(example, self.budget) for example in examples]
             examples = [part for of_one in parts for part in of_one]
             groups = np.repeat(groups, [len(of_one) for of_one in parts])

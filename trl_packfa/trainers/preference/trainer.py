@@ -140,12 +140,11 @@ class PackedPreference(PackedRun, NamesRows, RecutSteps):
 
     def _choose_cut(self, *, own_collator: bool) -> None:
         """Prepare to re-cut steps if the loss is a mean over pairs; otherwise log the reason in `cut_reason`."""
-        own_loss = type(self).compute_loss is not PackedPreference.compute_loss
         if not isinstance(self.train_dataset, Dataset):
             self.cut_reason = "the pairs of a stream are not known before they are read"
         elif own_collator:
             self.cut_reason = "data_collator makes the batches, and they may depend on which pairs are together"
-        elif own_loss:
+        elif type(self).compute_loss is not PackedPreference.compute_loss:
             self.cut_reason = f"compute_loss of {type(self).__name__} is not TRL's"
         elif getattr(self, "aux_loss_enabled", False):
             self.cut_reason = "the routers' auxiliary loss is computed over each padded micro-batch"
@@ -160,10 +159,8 @@ class PackedPreference(PackedRun, NamesRows, RecutSteps):
         elif self._is_vision_dataset:
             self._cutter = ImagePairCutter(self, rows=len(self._rows))
         else:
-            self._cutter = PairCutter(
-                self.args, rows=self._rows, train_dataset=self.train_dataset, model=self.model,
-                accelerator=self.accelerator,
-            )  # fmt: skip
+            options = {"train_dataset": self.train_dataset, "model": self.model, "accelerator": self.accelerator}
+            self._cutter = PairCutter(self.args, rows=self._rows, **options)
             require_same_documents(self.accelerator, self._cutter.tokens)
 
     def _why_not_cut(self) -> str:
