@@ -60,7 +60,7 @@ class CountingCollator:
     collator: Callable[..., Any]
     share_prefixes: bool
 
-    def __init__(self, collator: Callable[..., Any], *, share_prefixes: bool = False) -> None:
+    def __init__(self, collator: Callable[..., Any], share_prefixes: bool = False) -> None:
         vars(self).update(collator=collator, share_prefixes=share_prefixes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ class CountingCollator:
         return type(self.collator)
 
     def __reduce__(self) -> Any:
-        return _counting, (self.collator, self.share_prefixes)
+        return CountingCollator, (self.collator, self.share_prefixes)
 
     def __getattr__(self, name: str) -> Any:
         if name == "collator":  # not set yet, for example while it is unpickled
@@ -98,7 +98,3 @@ class CountingCollator:
             vars(self)[name] = value
         else:
             setattr(self.collator, name, value)
-
-
-def _counting(collator: Callable[..., Any], share_prefixes: bool) -> CountingCollator:
-    return CountingCollator(collator, share_prefixes=share_prefixes)

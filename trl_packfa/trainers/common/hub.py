@@ -42,15 +42,24 @@ def load_dataset_dict(
     Raises:
         [`InvalidDataset`]: if a file's type is not known, or if there is no dataset of this name.
     """
-    path = Path(name)
+    path, source, options = Path(name), name, {"name": config}
     if path.is_file():
         suffix = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
         if suffix not in _BUILDERS:
             raise InvalidDataset(
                 f"cannot tell the format of {name}.", do=f"Use one of {sorted(_BUILDERS)}, with or without .gz."
             )
-        return _loaded(name, _BUILDERS[suffix], data_files=name, streaming=streaming)
-    return _loaded(name, name, name=config, streaming=streaming)
+        source, options = _BUILDERS[suffix], {"data_files": name}
+    try:
+        return load_dataset(source, streaming=streaming, **options)  # type: ignore[return-value]  # no split is asked
+    except StopIteration as error:  # raised for an empty file
+        raise InvalidDataset(f"the dataset '{name}' is empty.", do="Check the file.") from error
+    except (OSError, ValueError, DatasetGenerationError) as error:
+        raise InvalidDataset(
+            f"cannot load the dataset '{name}'.",
+            why=missing_path(name) or [str(error.__cause__ or error)],
+            do="Check the name, or the path and the contents of the file.",
+        ) from error
 
 
 def missing_path(name: str) -> list[str]:
@@ -67,20 +76,6 @@ def missing_path(name: str) -> list[str]:
     if not only_a_path and not near:
         return []
     return [f"there is no such {'file' if is_file else 'folder'}{meant}"]
-
-
-def _loaded(shown: str, *args: Any, **options: Any) -> Any:
-    """Call `datasets.load_dataset`, and turn its errors into [`InvalidDataset`]."""
-    try:
-        return load_dataset(*args, **options)
-    except StopIteration as error:  # raised for an empty file
-        raise InvalidDataset(f"the dataset '{shown}' is empty.", do="Check the file.") from error
-    except (OSError, ValueError, DatasetGenerationError) as error:
-        raise InvalidDataset(
-            f"cannot load the dataset '{shown}'.",
-            why=missing_path(shown) or [str(error.__cause__ or error)],
-            do="Check the name, or the path and the contents of the file.",
-        ) from error
 
 
 @contextmanager

@@ -15,8 +15,7 @@ class PackedRewardConfig(PreferenceConfig, RewardConfig):
     """Arguments of [`PackedRewardTrainer`]: all fields of TRL's `RewardConfig` and `ModelConfig`, and eight of ours.
 
     Ours, and the fields with another default than TRL's, are those of [`PackedDPOConfig`]. `overflow` is `"drop"`, as
-    in
-    TRL, or `"error"`.
+    in TRL, or `"error"`.
     """
 
     overflow: str = field(

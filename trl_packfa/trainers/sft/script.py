@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,8 +69,12 @@ def train(argv: list[str], kind: Kind = SFT) -> int:
     if told:
         data = script_args.dataset_name or "the datasets"
         print(f"loading {args.model_name_or_path}, tokenizing {data} ...", flush=True)
-    with _without_counts() if told else nullcontext():
+    counts = logging.getLogger(COUNTS)
+    counts.disabled = told  # a table will show them
+    try:
         trainer = build_trainer(script_args, args, mixture, kind, columns=choice.columns)
+    finally:
+        counts.disabled = False
     shown = trainer.is_world_process_zero() and not args.disable_tqdm
     if shown:
         progress = RichProgressCallback.attach(trainer, "training")
@@ -107,25 +110,17 @@ def train(argv: list[str], kind: Kind = SFT) -> int:
     return 0
 
 
-@contextmanager
-def _without_counts() -> Iterator[None]:
-    """Silence the log of packing's counts inside a `with` block, because a table will show them."""
-    counts = logging.getLogger(COUNTS)
-    level = counts.level
-    counts.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        counts.setLevel(level)
-
-
 def _ask_first(args: Any, kind: Kind) -> str | None:
     """Refuse problems that would stop the run only after minutes; return the checkpoint to resume from, or `None`."""
     model = _require_model(args)
     require_output_dir(args.output_dir)
     require_reporters(args)
     require_attention(args)
-    _require_steps(args)
+    if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0):  # it would save an untrained model
+        raise InvalidConfig(
+            f"max_steps={args.max_steps}, num_train_epochs={args.num_train_epochs}: nothing would be trained.",
+            do="Raise num_train_epochs, or set max_steps.",
+        )
     checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, args.output_dir, whole=kind.writes_whole)
     if getattr(args, "assistant_only_loss", False):
         require_tokenizer(model, args, processing_class=None, datasets=())
@@ -134,15 +129,6 @@ def _ask_first(args: Any, kind: Kind) -> str | None:
     if said and args.process_index == 0:
         print(said)
     return checkpoint
-
-
-def _require_steps(args: Any) -> None:
-    """Refuse a run of no steps, which would save an untrained model."""
-    if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0):
-        raise InvalidConfig(
-            f"max_steps={args.max_steps}, num_train_epochs={args.num_train_epochs}: nothing would be trained.",
-            do="Raise num_train_epochs, or set max_steps.",
-        )
 
 
 def _how_to_go_on(args: Any) -> str:
