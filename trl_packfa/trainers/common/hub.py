@@ -166,10 +166,7 @@ def _adapter_config(adapter: str) -> Any:
 
 
 def _adapted(adapter: str, base: str | None, named: str | None, dtype: str) -> PeftModel:
-    """Load the base that the adapter names, or another one, with the adapter on it.
-
-    PEFT resizes the embeddings if a chat template has added tokens.
-    """
+    """Load the base, as the adapter names it or another one, with the adapter on it; PEFT resizes embeddings."""
     if base is not None and base != named:
         with telling_of_model(base):
             model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)

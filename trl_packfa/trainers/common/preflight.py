@@ -95,11 +95,7 @@ def load_tokenizer(name: str, args: CommonConfig, *, otherwise: str = "") -> Any
 def require_tokenizer(
     model: Any, args: Any, *, processing_class: Any, datasets: Iterable[tuple[str, Any]], makes_text: bool = True
 ) -> None:
-    """Load the tokenizer of a model given by name, and require the chat template that the datasets need.
-
-    `processing_class` is the user's own, `datasets` are names and datasets. `makes_text` is `False` if the user's
-    function, not the chat template, turns conversations into text.
-    """
+    """Load the tokenizer of a model given by name, and require the chat template that the datasets need."""
     if processing_class is None:
         if not isinstance(model, str):
             return  # TRL finds the tokenizer's name in the model

@@ -45,12 +45,7 @@ from .recutting import RecutSteps
 
 
 class PackedPreference(PackedRun, NamesRows, RecutSteps):
-    """Base class of the packed preference trainers. It comes before TRL's trainer in their base classes.
-
-    Attributes:
-        packing_reports (`dict[str, PackingReport]`): by dataset name, rows and tokens in, out and lost.
-        cut_reason (`str`): the reason why steps are not re-cut; empty if they are.
-    """
+    """Base class of the packed preference trainers. It comes before TRL's trainer in their base classes."""
 
     # Set by each trainer: its config class, the task type of its adapter, and the label column of its dataset.
     _config: ClassVar[type[PreferenceConfig]]

@@ -98,10 +98,7 @@ class LossHead:
         self._is_chosen = True
 
     def measures(self, state: TrainerState, *, is_training: bool) -> bool:
-        """Tell whether to measure entropy and accuracy of the next batch, and set the head so.
-
-        While training, only logged steps need them, and each costs a pass over the logits.
-        """
+        """Set and return whether the next batch measures entropy and accuracy: logged steps, as it costs a pass."""
         if not isinstance(self.module, TrainedHead):
             return True
         # The number of the step that runs now. The Trainer counts it only when it is done.

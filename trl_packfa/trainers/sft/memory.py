@@ -198,10 +198,7 @@ def frozen_in_float32(model: Any, args: PackedSFTConfig) -> str | None:
 
 
 def checkpointing_can_be_off(model: Any, args: PackedSFTConfig, tokens: int, has: float) -> str | None:
-    """Say that a GPU with `has` bytes can train micro-batches of so many tokens without activation checkpointing.
-
-    `None` if checkpointing is off, the memory does not suffice, or it cannot be estimated, as with sharded weights.
-    """
+    """Say that `has` bytes suffice without activation checkpointing; `None` if not, or if that is not known."""
     shared = bool(args.deepspeed) or bool(args.fsdp)
     if not args.gradient_checkpointing or shared:
         return None
@@ -273,10 +270,7 @@ def shape_of(model: Any, args: PackedSFTConfig) -> ModelShape:
 
 
 def shape_as_loaded(model: Any) -> ModelShape:
-    """Measure a loaded causal LM, with its adapters and quantization as they are.
-
-    `parameters` is the bytes of its frozen weights divided by `dtype_bytes`. No weight is left to quantize.
-    """
+    """Measure a loaded causal LM as it is. `parameters` are those in `dtype_bytes` that its frozen weights take."""
     inner, head = inner_model(model), inner_model(model).get_output_embeddings()
     size = model.get_input_embeddings().weight.element_size()
     linear = [
