@@ -49,7 +49,7 @@ class PackedRun(Base):
     model: Any
     _total_train_tokens: int
 
-    packing_reports: Mapping[str, PackingReport]
+    packing_reports: dict[str, PackingReport]
     packing_plan: Mapping[str, float] = {}
     exactness: ExactnessReport | None = None
     _resumed_from: str | None = None

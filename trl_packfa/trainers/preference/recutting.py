@@ -70,6 +70,7 @@ class RecutSteps(Base):
     # The Trainer declares these types more loosely, or TRL's trainers assign them without a declaration.
     args: Any
     model: Any
+    accelerator: Any
     data_collator: Any
     neftune_noise_alpha: float | None
     precompute_ref_logps: bool = False
