@@ -291,7 +291,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """Describe the first file of a checkpoint that is not as in its manifest; return `None` without one."""
+    """Describe the first file of a checkpoint that is not as in its manifest; `None` if all are, or without one."""
     path = folder / MANIFEST
     if not path.exists():
         return None

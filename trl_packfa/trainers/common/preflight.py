@@ -117,7 +117,7 @@ def require_tokenizer(
 
 
 def require_run(given: dict[str, Any], args: Any, *, makes_text: bool = True) -> None:
-    """Require the reporters, the attention package and the tokenizer of a run, packed or not."""
+    """Require reporters, attention package and tokenizer of a run. `makes_text`: chat templates make the text."""
     require_reporters(args)
     require_attention(args)
     datasets = named(given.get("train_dataset"), given.get("eval_dataset"))

@@ -92,7 +92,7 @@ def asks_for_packing(args: TrainingArguments | None) -> bool:
 def _settle(
     args: TrainingArguments | None, output_dir: str, refuse: Callable[[PackedSFTConfig], None]
 ) -> tuple[PackedSFTConfig, PackingError | None]:
-    """Return the config by the first strategy that `refuse` accepts; if none, the padded one, and the error."""
+    """Return the config by the first strategy that `refuse` accepts; without one the padded config, and the error."""
     if asks_for_packing(args):
         _refuse_unenforced_length(args)
         settled = PackedSFTConfig.from_args(args)  # type: ignore[arg-type]  # it is not None here

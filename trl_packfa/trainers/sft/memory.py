@@ -270,7 +270,7 @@ def shape_of(model: Any, args: PackedSFTConfig) -> ModelShape:
 
 
 def shape_as_loaded(model: Any) -> ModelShape:
-    """Measure a loaded causal LM as it is. `parameters` are those in `dtype_bytes` that its frozen weights take."""
+    """Measure a loaded causal LM as it is; `parameters` is the bytes of its frozen weights over `dtype_bytes`."""
     inner, head = inner_model(model), inner_model(model).get_output_embeddings()
     size = model.get_input_embeddings().weight.element_size()
     linear = [
