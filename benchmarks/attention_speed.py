@@ -30,12 +30,13 @@ from trl_packfa.bench.mixes import MIXES, document_lengths, draw_lengths
 from trl_packfa.bench.process import HEAP
 from trl_packfa.cli.output import add_json, print_rows
 from trl_packfa.runtime.datasheet import datasheet_flops
-from trl_packfa.trainers.common.flops import bandwidth, matmul_flops
+from trl_packfa.trainers.common.flops import best_seconds, matmul_flops
 
 TRANSFORMERS, TRANSFORMERS_FLEX = "transformers-sdpa", "transformers-flex"
 _WARM_UP, _SECONDS = 2, 1.0
 # Bytes of the dense path per pair of query and key: the mask as bool and as float, and temporary results.
 _DENSE_BYTES = 12
+_COPIED_BYTES = 2**28
 Row = dict[str, Any]
 Attend = Callable[..., torch.Tensor]
 
@@ -56,6 +57,13 @@ class Floors(NamedTuple):
 
     flops: float
     bytes: float
+
+
+def _bandwidth(device: torch.device) -> float:
+    """Measure the bytes per second that memory reads and writes in a large copy."""
+    source = torch.empty(_COPIED_BYTES // 4, device=device).normal_(generator=torch.Generator(device).manual_seed(0))
+    target = torch.empty_like(source)
+    return 2 * _COPIED_BYTES / best_seconds(lambda: target.copy_(source), device, 0.5)
 
 
 def bench_attention(
@@ -86,7 +94,7 @@ def bench_attention(
     device = torch.device(_device())
     # Known GPUs: take the peak of the data sheet, because a product of this size does not fill a GPU.
     peak = datasheet_flops(device, _dtype()) or matmul_flops(2048, 2048, 2048, dtype=_dtype(), device=device)
-    floors = Floors(peak, bandwidth(device))
+    floors = Floors(peak, _bandwidth(device))
     rows = []
     for mix in mixes:
         for count in tokens:

@@ -131,10 +131,7 @@ class DataCollatorForPacking:
 
 
 def _require_even(example: Mapping[str, Any]) -> None:
-    """Refuse an example whose columns differ in length.
-
-    Such differences may cancel out over a batch. Labels and boundaries would then be shifted without an error.
-    """
+    """Refuse an example whose columns differ in length: over a batch, the differences may cancel out."""
     tokens, labels, parts = len(example["input_ids"]), example.get("labels"), example.get(ROW_LENGTHS)
     if labels is not None and len(labels) != tokens:
         raise InvalidLayout(
@@ -148,10 +145,7 @@ def _require_even(example: Mapping[str, Any]) -> None:
 
 
 def _require_known(tokens_T: torch.Tensor, vocab_size: int) -> None:
-    """Refuse token ids outside of the vocabulary.
-
-    They raise an index error on a CPU. On CUDA they make the device unusable for the process.
-    """
+    """Refuse token ids outside of the vocabulary. On CUDA they make the device unusable for the process."""
     unknown = tokens_T[(tokens_T < 0) | (tokens_T >= vocab_size)]
     if len(unknown):
         raise InvalidDataset(

@@ -8,7 +8,7 @@ from datasets import Dataset
 from training import SAVING, arguments, dataset, packed_trainer, rows
 
 from trl_packfa.errors import InvalidConfig
-from trl_packfa.trainers.common.manifest import MANIFEST, write_manifest
+from trl_packfa.trainers.common.checkpoint_files import MANIFEST, write_manifest
 
 
 def run_then_resume(tmp_path, *, change_data=None, change_tokenizer=None, **options):

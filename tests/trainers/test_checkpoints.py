@@ -11,8 +11,13 @@ from training import SAVING, arguments, losses, packed_trainer
 from trl_trainers import build_packed
 
 from trl_packfa.errors import InvalidConfig
-from trl_packfa.trainers.common.checkpoint_files import PACKING_REPORT, last_whole_checkpoint
-from trl_packfa.trainers.common.manifest import MANIFEST, damage, write_manifest
+from trl_packfa.trainers.common.checkpoint_files import (
+    MANIFEST,
+    PACKING_REPORT,
+    damage,
+    last_whole_checkpoint,
+    write_manifest,
+)
 
 # A rate that does not depend on how many steps are meant.
 LONGER = {**SAVING, "max_steps": 6, "lr_scheduler_type": "constant"}

@@ -14,7 +14,7 @@ from trl_trainers import build, differences, train
 import trl_packfa
 from trl_packfa.layout import padded_rows
 from trl_packfa.layout.padded_rows import rows_of
-from trl_packfa.trainers.padding_free.collating import CountedBatch, CountingCollator
+from trl_packfa.trainers.common.collating import CountedBatch, CountingCollator
 
 
 @dataclass

@@ -11,7 +11,7 @@ from training import FORMATS, arguments, losses, packed_trainer
 from trl_packfa import DataCollatorForPacking
 from trl_packfa.cli.main import main
 from trl_packfa.errors import InvalidDataset
-from trl_packfa.trainers.common.dataset_checks import measure, require_known, without_format
+from trl_packfa.trainers.sft.raw_dataset import measure, require_known, without_format
 
 DOCUMENTS = [{"input_ids": list(range(5, 5 + n))} for n in range(3, 20)]
 LABELLED = [{**document, "labels": document["input_ids"]} for document in DOCUMENTS]

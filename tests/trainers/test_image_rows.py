@@ -12,11 +12,11 @@ from image_runs import build
 from trl_trainers import train
 
 from trl_packfa.errors import InvalidDataset
-from trl_packfa.trainers.common import image_cutting
+from trl_packfa.trainers.common import image_examples
 from trl_packfa.trainers.common.image_examples import OneByOne, Processed
 from trl_packfa.trainers.common.image_rows import NamingCollator, NumberedRows, look_at_images
 from trl_packfa.trainers.common.step_cutting import Documents
-from trl_packfa.trainers.sft.image_steps import ImageCutter
+from trl_packfa.trainers.sft.images import ImageCutter
 
 STRATEGIES = ("step", "minibatch")
 
@@ -132,15 +132,15 @@ def test_a_rank_with_fewer_examples_runs_untrained_ones(tmp_path, monkeypatch):
     """The other rank has three examples that fill a micro-batch each; this one has two."""
     trainer = build(tmp_path, max_tokens_per_microbatch=40)
     cutter, collate = trainer._cutter, trainer.data_collator
-    load = OneByOne(collate.collator, cutter.own.weights)
-    other = image_cutting.RankStep(40, [np.array([40, 40, 40])], 120.0, 40, np.array([3, 120, 60, 12]))
-    cutter.own.accelerator = SimpleNamespace(num_processes=2)
-    monkeypatch.setattr(image_cutting, "gather_object", lambda mine: [*mine, other])
+    load = OneByOne(collate.collator, cutter.weights)
+    other = image_examples.RankStep(40, [np.array([40, 40, 40])], 120.0, 40, np.array([3, 120, 60, 12]))
+    cutter.accelerator = SimpleNamespace(num_processes=2)
+    monkeypatch.setattr(image_examples, "gather_object", lambda mine: [*mine, other])
     batch = load([copy.copy(row) for row in vision.uneven(2)])
     assert isinstance(batch, Documents) and all(isinstance(one, Processed) for one in batch.examples)
     slot = ImageCutter.cut(cutter, [batch], collate)[-1]
     idle, *trained = slot.micro_batches
     assert len(slot.micro_batches) == 3 and (idle["labels"] == -100).all()
     assert slot.untrained == min(one.tokens for one in batch.examples) and slot.imbalance > 1
-    assert cutter.own.report.documents == 5, "examples of both ranks"
+    assert cutter.reports["train"].documents == 5, "examples of both ranks"
     assert sum(int((one["labels"] != -100).sum()) for one in trained) > 0

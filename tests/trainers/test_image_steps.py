@@ -13,8 +13,8 @@ from trl_trainers import train
 
 import trl_packfa
 from trl_packfa.errors import ContaminationError, InvalidConfig
-from trl_packfa.trainers.common.image_weights import ImageWeights
-from trl_packfa.trainers.sft.image_steps import ImageCutter
+from trl_packfa.trainers.common.image_examples import ImageWeights
+from trl_packfa.trainers.sft.images import ImageCutter
 
 
 @pytest.mark.parametrize("lora", [None, *in_full(("q_proj", "v_proj"), ("q_proj", "qkv", "fc1"))])
@@ -66,7 +66,7 @@ def test_workers_and_a_resumed_run_train_the_same(tmp_path):
 
 def test_controls_differ(tmp_path, monkeypatch):
     """Images of other examples, and rows without their weights, train another loss."""
-    weights = "trl_packfa.trainers.sft.image_steps._row_weights"
+    weights = "trl_packfa.trainers.sft.images._row_weights"
     expected = train(build(tmp_path, padded=True))
     with monkeypatch.context() as patched:
         mix_images_up(patched)
@@ -121,9 +121,9 @@ def test_a_budget_counts_tokens_and_patches(budget, tmp_path):
     def record(self, batches, collate):
         slots = cut(self, batches, collate)
         for micro_batch in slots[-1].micro_batches:
-            patches = self.own.weights.count(micro_batch)
+            patches = self.weights.count(micro_batch)
             tokens = int(micro_batch["attention_mask"].sum())
-            sizes.append((tokens + self.own.weights.size * patches, len(micro_batch["labels"])))
+            sizes.append((tokens + self.weights.size * patches, len(micro_batch["labels"])))
         return slots
 
     expected = train(build(tmp_path, padded=True, data=data, max_steps=1))

@@ -6,8 +6,7 @@ import pytest
 from training import arguments, losses, packed_trainer
 
 from trl_packfa.errors import InvalidConfig
-from trl_packfa.trainers.common import liger
-from trl_packfa.trainers.sft import exactness_gate
+from trl_packfa.trainers.sft import exactness_gate, model_code
 
 
 @pytest.fixture
@@ -27,8 +26,8 @@ def events(monkeypatch):
                 module.forward = MethodType(forward, module)
 
     check = exactness_gate.check
-    monkeypatch.setattr(liger, "apply_liger_kernel", apply)
-    monkeypatch.setattr(liger, "is_liger_kernel_available", lambda: True)
+    monkeypatch.setattr(model_code, "apply_liger_kernel", apply)
+    monkeypatch.setattr(model_code, "is_liger_kernel_available", lambda: True)
     monkeypatch.setattr(
         "transformers.trainer.apply_liger_kernel", lambda *args: pytest.fail("applied after the proof")
     )
@@ -48,6 +47,6 @@ def test_liger_is_applied_once_and_proven(events):
 
 
 def test_liger_that_is_not_there_is_refused_before_anything_is_loaded(monkeypatch):
-    monkeypatch.setattr(liger, "is_liger_kernel_available", lambda: False)
+    monkeypatch.setattr(model_code, "is_liger_kernel_available", lambda: False)
     with pytest.raises(InvalidConfig, match=r"use_liger_kernel=True, but liger-kernel is not installed.\npip install"):
         packed_trainer(arguments(use_liger_kernel=True))

@@ -14,8 +14,7 @@ from trl_packfa import DataCollatorForPacking, PackedSFTConfig, PackedSFTTrainer
 from trl_packfa.errors import InvalidConfig, UnsupportedModel
 from trl_packfa.runtime.neftune import EmbeddingNoise
 from trl_packfa.trainers.common.batching import FREE, KEPT, TOGETHER
-from trl_packfa.trainers.common.padded_batch_map import Origins
-from trl_packfa.trainers.common.step_cutting import how_to_cut
+from trl_packfa.trainers.common.step_cutting import Origins, how_to_cut
 
 PLAIN = {
     "optim": "sgd",

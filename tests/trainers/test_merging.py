@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import trl_packfa
 from trl_packfa.cli.main import main
 from trl_packfa.errors import InvalidConfig, UnsupportedModel
-from trl_packfa.trainers.common.merging import merge_adapter
+from trl_packfa.trainers.common.hub import merge_adapter
 
 SIZES = {"layers": 2, "intermediate_size": 128, "attention_bias": False}
 

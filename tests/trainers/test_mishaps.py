@@ -16,7 +16,8 @@ from trl_trainers import build_packed
 
 from trl_packfa.errors import CheckpointNotWritten, InvalidConfig, NonFiniteLoss
 from trl_packfa.trainers.common.checkpoint_files import last_whole_checkpoint
-from trl_packfa.trainers.common.guards import LOCK, LossWatch, only_run_in
+from trl_packfa.trainers.common.packed_run import LOCK, only_run_in
+from trl_packfa.trainers.sft.throughput import LossWatch
 
 ONE_STEP = {"max_steps": 2, "check_packing": False}
 

@@ -16,7 +16,7 @@ from training import arguments, packed_trainer
 import trl_packfa
 from trl_packfa import PackedSFTTrainer
 from trl_packfa.errors import ContaminationError, InvalidConfig, InvalidDataset, UnsupportedModel, VersionTooOld
-from trl_packfa.trainers.common import distributed as ranks
+from trl_packfa.trainers.common import parallelism as ranks
 from trl_packfa.trainers.common.checkpoint_files import PACKING_REPORT, last_whole_checkpoint, read_progress
 from trl_packfa.trainers.common.parallelism import asked_parallelism, refuse_uneven_calls
 from trl_packfa.trainers.common.step_cutting import count_every_rank

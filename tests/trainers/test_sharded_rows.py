@@ -20,10 +20,9 @@ from trl_packfa import PackedSFTConfig, padding_free
 from trl_packfa.errors import ContaminationError, InvalidConfig, UnsupportedModel, VersionTooOld
 from trl_packfa.exactness import ShardedRowProof
 from trl_packfa.trainers.common import step_cutting
-from trl_packfa.trainers.common.sharded_rows import RowGroups, refuse_short_rows, require_shareable, share_rows
+from trl_packfa.trainers.common.parallelism import RowGroups, refuse_short_rows, require_shareable, share_rows
 from trl_packfa.trainers.common.step_cutting import Documents, of_all_ranks
-from trl_packfa.trainers.sft.memory import estimate, shared_by
-from trl_packfa.trainers.sft.model_shape import shape_as_loaded
+from trl_packfa.trainers.sft.memory import estimate, shape_as_loaded, shared_by
 from trl_packfa.trainers.sft.sequence_parallel import ShardedRowsTrainer
 
 
@@ -48,7 +47,7 @@ def test_more_than_the_processes_are_refused(tmp_path):
 
 def test_a_trainer_that_was_not_measured_is_refused(tmp_path, processes, monkeypatch):
     processes(2)
-    monkeypatch.setattr("trl_packfa.trainers.common.sharded_rows.installed_version", lambda package: "5.16.0")
+    monkeypatch.setattr("trl_packfa.trainers.common.parallelism.installed_version", lambda package: "5.16.0")
     with pytest.raises(VersionTooOld, match=r"sequence_parallel=2 needs transformers >= 5.23.0, found 5.16.0"):
         packed_trainer(arguments(out=tmp_path, sequence_parallel=2))
 

@@ -14,7 +14,7 @@ from trl_packfa.errors import ContaminationError
 from trl_packfa.layout import PackedLayout, shared_rows
 from trl_packfa.patching.apply import find_state
 from trl_packfa.patching.forwards import BackboneOverride
-from trl_packfa.trainers.padding_free.collating import CountingCollator
+from trl_packfa.trainers.common.collating import CountingCollator
 
 OVER_PADS = {"logits/chosen", "logits/rejected"}
 

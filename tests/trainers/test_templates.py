@@ -8,7 +8,7 @@ from datasets import Dataset
 from training import arguments, packed_trainer
 
 from trl_packfa.cli.main import main
-from trl_packfa.trainers.common.chat_templates import left_out_by_template
+from trl_packfa.trainers.common.preflight import left_out_by_template
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "1 2", "parameters": {"type": "object"}}}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": "1"}}}

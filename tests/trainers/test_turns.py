@@ -24,7 +24,7 @@ from trl_packfa.layout.prefix_tree import PrefixTree
 from trl_packfa.layout.shared_rows import tree_of
 from trl_packfa.patching.apply import find_state
 from trl_packfa.patching.unpadding import Unpadding
-from trl_packfa.trainers.common.trees import split_example, split_tree
+from trl_packfa.trainers.common.dataset import split_example, split_tree
 from trl_packfa.trainers.sft.turns import TurnExpander
 
 TURNS = 3

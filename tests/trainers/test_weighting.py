@@ -10,7 +10,7 @@ from training import arguments, batches_of, dataset, losses, packed_trainer
 from trl_packfa import DataCollatorForPacking
 from trl_packfa.collator import SOURCES
 from trl_packfa.errors import InvalidConfig
-from trl_packfa.trainers.sft.loss_weighting import count_examples, example_weights
+from trl_packfa.trainers.sft.loss_terms import count_examples, example_weights
 
 OPTIONS = {
     "use_peft": False,

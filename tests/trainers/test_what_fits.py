@@ -12,10 +12,17 @@ from training import arguments, lora_config, packed_trainer
 
 from trl_packfa import PackedSFTConfig, patch
 from trl_packfa.trainers.common.flops import attention_heads
-from trl_packfa.trainers.sft import what_fits
-from trl_packfa.trainers.sft.memory import estimate, fuses_mlps, layer_bytes, without_checkpointing
-from trl_packfa.trainers.sft.model_shape import shape_as_loaded, shape_of
-from trl_packfa.trainers.sft.what_fits import checkpointing_can_be_off, frozen_in_float32
+from trl_packfa.trainers.sft import memory
+from trl_packfa.trainers.sft.memory import (
+    checkpointing_can_be_off,
+    estimate,
+    frozen_in_float32,
+    fuses_mlps,
+    layer_bytes,
+    shape_as_loaded,
+    shape_of,
+    without_checkpointing,
+)
 
 GB = 1e9
 
@@ -91,7 +98,7 @@ def test_whose_mlps_are_fused(options, fused, tmp_path):
 
 
 def test_frozen_float32_under_bf16_is_said(monkeypatch):
-    monkeypatch.setattr(what_fits, "_FEW_BYTES", 100)
+    monkeypatch.setattr(memory, "_FEW_BYTES", 100)
     args = arguments(bf16=True)
     size = sum(p.numel() * 4 for p in adapted().parameters() if not p.requires_grad)
     line = frozen_in_float32(adapted(), args)
@@ -104,9 +111,9 @@ def test_frozen_float32_under_bf16_is_said(monkeypatch):
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_the_trainer_says_it(on_gpu, caplog, monkeypatch):
     """With the largest micro-batch of its documents. Where there is no GPU, it is not said what fits one."""
-    monkeypatch.setattr(what_fits, "_FEW_BYTES", 100)
+    monkeypatch.setattr(memory, "_FEW_BYTES", 100)
     if on_gpu:
-        monkeypatch.setattr(what_fits, "memory_of", lambda device: int(80 * GB))
+        monkeypatch.setattr(memory, "memory_of", lambda device: int(80 * GB))
     with caplog.at_level(logging.INFO, logger="trl_packfa"):
         trainer = packed_trainer(arguments(bf16=True, gradient_checkpointing=True))
     assert "the frozen weights are float32 (TRL's default)" in caplog.text

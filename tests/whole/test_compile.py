@@ -24,7 +24,7 @@ from trl_packfa import check, patch, unpatch
 from trl_packfa.attention import varlen
 from trl_packfa.bench.tracing import compiled_graphs
 from trl_packfa.runtime.compile import runs_compiled, uncompiled
-from trl_packfa.trainers.common import compiling
+from trl_packfa.trainers.sft import model_code
 
 # More layers than torch compiles variants of a function.
 LAYERS, STEPS = 10, 8
@@ -84,7 +84,7 @@ def test_fixed_shapes_would_be_many(tmp_path, monkeypatch):
 def test_layers_that_differ_have_graphs_of_their_own(allowed, tmp_path, monkeypatch):
     """Past torch's own limit of variants; the control leaves it as it is."""
     if not allowed:
-        monkeypatch.setattr(compiling, "allow_graphs_of_layers", lambda layers: nullcontext())
+        monkeypatch.setattr(model_code, "allow_graphs_of_layers", lambda layers: nullcontext())
     limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), 5)
     model = tiny.model(layers=6)
     for number, layer in enumerate(model.model.layers):

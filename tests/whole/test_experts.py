@@ -16,7 +16,7 @@ from trl_packfa import PackedSFTTrainer, patch
 from trl_packfa.errors import InvalidConfig, UnsupportedModel
 from trl_packfa.packing import recut_over_ranks
 from trl_packfa.patching.router_loss import BalancedModel, balancing_loss
-from trl_packfa.trainers.sft.padded_terms import PaddedTerms
+from trl_packfa.trainers.sft.loss_terms import PaddedTerms
 
 TYPES = ["mixtral", "olmoe", "qwen3_moe", "gpt_oss", "ernie4_5_moe"]
 # Accumulation, batch size, strategy, pad_to_multiple_of, coefficient; None is the model's own, 0.001 or 0.01.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..trainers.padding_free.collating import CountedBatch
+from ..trainers.common.collating import CountedBatch
 
 # Token ids are mixed before they are added up, so that different sets of tokens have different sums.
 _MIX = 2_654_435_761

@@ -24,10 +24,10 @@ from ..errors import InvalidConfig, InvalidDataset
 from ..packing import STEP
 from ..trainers.common.model_loading import init_kwargs, model_type, quantization_of
 from ..trainers.padding_free.padding_free import padding_free
+from ..trainers.preference.cutting import Rows
+from ..trainers.preference.cutting import row_lengths as lengths_of_pairs
 from ..trainers.preference.dpo import PackedDPOConfig, PackedDPOTrainer
 from ..trainers.preference.kto import PackedKTOConfig, PackedKTOTrainer
-from ..trainers.preference.overflow import Rows
-from ..trainers.preference.overflow import row_lengths as lengths_of_pairs
 from ..trainers.preference.reward import PackedRewardConfig, PackedRewardTrainer
 from ..trainers.sft.config import PackedSFTConfig
 from .sides import Side, upstream_kwargs

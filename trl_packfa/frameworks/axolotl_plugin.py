@@ -18,7 +18,7 @@ from itertools import chain
 from typing import Any
 
 from ..errors import InvalidConfig
-from .packing import packed_row, prove, run_by_name
+from .packing import packed_row, run_proven
 
 # Hooks that must return a list; `None` is not enough.
 _LISTS = ("get_adapter_capabilities", "add_callbacks_pre_trainer", "add_callbacks_post_trainer")
@@ -27,13 +27,8 @@ _LISTS = ("get_adapter_capabilities", "add_callbacks_pre_trainer", "add_callback
 class PackfaCollator:
     """Collator that joins the rows of Axolotl's sampler, each a list of documents, into one packed row.
 
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`):
-            Tokenizer with the pad token that fills the row.
-        pad_to_multiple_of (`int`, *optional*):
-            Pad the row to a multiple of this number. The padding is one more document.
-        options (`Any`):
-            Other options that Axolotl passes to its collators. They are about padding, so they are ignored.
+    The tokenizer's pad token fills the row up to a multiple of `pad_to_multiple_of`; the padding is one more document.
+    Axolotl's other `options` are about padding, so they are ignored.
     """
 
     def __init__(self, tokenizer: Any, pad_to_multiple_of: int | None = None, **options: Any) -> None:
@@ -74,8 +69,7 @@ class PackfaPlugin:
         Raises:
             [`PackingError`]: if the model type is not supported, or packing is not exact on the model.
         """
-        run_by_name(model)
-        prove(model)
+        run_proven(model)
 
     def get_collator_cls_and_kwargs(self, cfg: Any, is_eval: bool = False) -> tuple[type, dict[str, Any]] | None:
         """Return the collator of packed rows; return `None`, for Axolotl's own, if evaluation is not packed."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..errors import VersionTooOld
-from .packing import packed_row, prove, run_by_name
+from .packing import packed_row, run_proven
 
 
 def examples_of_a_step(batch_info: dict[str, Any]) -> int:
@@ -69,8 +69,7 @@ def apply(model: Any, include_kernels: Any = None) -> Any:
     Raises:
         [`PackingError`]: if the model type is not supported, or packing is not exact on the model.
     """
-    run_by_name(model)
-    prove(model)
+    run_proven(model)
     return model
 
 
@@ -81,12 +80,8 @@ def register() -> None:
         [`VersionTooOld`]: if the installed LLaMA-Factory has no v1, or a different v1.
     """
     try:
-        from llamafactory.v1.plugins.model_plugins.kernels.interface import (  # type: ignore[import-not-found]
-            KernelPlugin,
-        )
-        from llamafactory.v1.plugins.trainer_plugins.batching import (  # type: ignore[import-not-found]
-            BatchingPlugin,
-        )
+        from llamafactory.v1.plugins.model_plugins.kernels.interface import KernelPlugin  # type: ignore[import-not-found]
+        from llamafactory.v1.plugins.trainer_plugins.batching import BatchingPlugin  # type: ignore[import-not-found]
     except ImportError as error:
         raise VersionTooOld(
             "trl_packfa.frameworks.llama_factory_plugin needs LLaMA-Factory 0.9.5 or newer, with its v1.",

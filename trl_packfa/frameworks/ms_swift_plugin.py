@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 # Absolute imports: ms-swift imports this file by its path, so relative imports would fail.
 from trl_packfa.errors import InvalidConfig, VersionTooOld
-from trl_packfa.frameworks.packing import prove, run_by_name
+from trl_packfa.frameworks.packing import run_proven
 
 try:
     from swift.callbacks import callbacks_map  # type: ignore[import-not-found]  # no dependency
@@ -47,8 +47,7 @@ class PackfaCallback(TrainerCallback):
                 f"the template {type(template).__name__} does not support padding-free rows.",
                 do="Drop --callbacks packfa, or choose another template.",
             )
-        run_by_name(self.trainer.model)
-        prove(self.trainer.model)
+        run_proven(self.trainer.model)
         template.padding_free = self.trainer.padding_free = True
 
 

@@ -19,14 +19,15 @@ from ..patching.named_models import NAME, require_served, runs_by_name
 logger = logging.getLogger(__name__)
 
 
-def run_by_name(model: nn.Module) -> None:
-    """Switch a loaded model to `attn_implementation="packfa"` with transformers' own method.
+def run_proven(model: nn.Module) -> None:
+    """Switch a loaded model to `attn_implementation="packfa"`, and prove that packing is exact on it as it is.
 
     Frameworks that accept only attention names from their own list load the model with `sdpa`.
 
     Raises:
         [`UnsupportedModel`]: if the model type is not supported.
         [`InvalidConfig`]: if the model is patched already, or does not accept the name.
+        [`ContaminationError`]: if packing is not exact.
     """
     if find_state(model) is not None:
         raise InvalidConfig(
@@ -44,14 +45,6 @@ def run_by_name(model: nn.Module) -> None:
             do="Call trl_packfa.patch(model) instead.",
         )
     logger.info("trl-packfa: %s runs with attn_implementation='%s'.", type(inner).__name__, NAME)
-
-
-def prove(model: nn.Module) -> None:
-    """Check that packing is exact on a model with its current adapter, dtype and quantization.
-
-    Raises:
-        [`ContaminationError`]: if packing is not exact.
-    """
     report = check(model)
     report.require_exact()
     logger.info("trl-packfa: %s", report)
@@ -60,13 +53,8 @@ def prove(model: nn.Module) -> None:
 def packed_row(documents: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
     """Pack documents into one row: `input_ids`, `labels`, `position_ids`, `cu_seq_lens_*`, without an attention mask.
 
-    All values have types that any trainer can move to a device.
-
-    Args:
-        documents (`Sequence[Mapping[str, Any]]`):
-            Documents with `input_ids` and, optionally, `labels`.
-        options (`Any`):
-            Arguments of [`DataCollatorForPacking`].
+    `documents` have `input_ids` and, optionally, `labels`; `options` are those of [`DataCollatorForPacking`]. All
+    values have types that any trainer can move to a device.
     """
     kept = [{name: row[name] for name in ("input_ids", "labels") if name in row} for row in documents]
     batch = DataCollatorForPacking(**options)(kept)

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from .packing import prove, run_by_name
+from .packing import run_proven
 
 
 class PackfaCallback(TrainerCallback):
@@ -24,5 +24,4 @@ class PackfaCallback(TrainerCallback):
         Raises:
             [`ContaminationError`]: if packing is not exact on the model.
         """
-        run_by_name(kwargs["model"])
-        prove(kwargs["model"])
+        run_proven(kwargs["model"])

@@ -1,4 +1,4 @@
-"""Pack rows from a bounded buffer of a stream's documents, and carry the remaining documents over."""
+"""Rows from a bounded buffer of a stream's documents, and rounds of rows of about equal cost for all ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .balance import levelled_rounds
 from .best_fit import best_fit_decreasing
 from .microbatches import document_cost
 
@@ -17,8 +16,7 @@ PATIENCE = 2
 
 
 class BufferedRows(NamedTuple):
-    """Rounds of rows, each row an array of document indices; and the indices of the documents that are carried
-    over."""
+    """Rounds of rows, each an array of document indices, and the indices of the documents that are carried over."""
 
     rounds: list[list[np.ndarray]]
     carried: np.ndarray
@@ -36,15 +34,9 @@ def pack_buffer(
 ) -> BufferedRows:
     """Pack the buffer by best-fit decreasing and send out whole rounds of the fullest rows, levelled over the ranks.
 
-    Args:
-        lengths (`np.ndarray`):
-            Tokens of each document in the buffer, shape `(S,)`, none above `capacity`; enough of them for two rounds.
-        carried_before (`np.ndarray`):
-            How often each document was carried over, shape `(S,)`. After `PATIENCE` times its row goes out first.
-        capacity (`int`):
-            Tokens of a row.
-        rows_per_batch (`int`), world_size (`int`), quadratic (`float`), rng (`np.random.Generator`):
-            See [`PackedBatchSampler`].
+    `lengths` are the tokens of each document, `(S,)`, none above `capacity`; enough of them for two rounds.
+    `carried_before` is how often each was carried over, `(S,)`; after `PATIENCE` times its row goes out first. See
+    [`PackedBatchSampler`] for the others.
     """
     per_round = rows_per_batch * world_size
     rows = best_fit_decreasing(lengths, capacity, rng)
@@ -68,3 +60,55 @@ def pack_buffer(
     # In their order of arrival, in which a resumed run puts them into its buffer.
     carried = np.concatenate([np.zeros(0, dtype=np.int64), *(rows[i] for i in kept)])
     return BufferedRows(rounds, np.sort(carried))
+
+
+# Rounds whose rows are sorted by cost together: enough to find similar rows, few enough to keep the order random.
+_LEVELLED_ROUNDS = 128
+
+
+def levelled_rounds(
+    rows: list[np.ndarray],
+    cost: np.ndarray,
+    *,
+    rows_per_batch: int,
+    world_size: int,
+    rng: np.random.Generator,
+    shuffle: bool = True,
+) -> list[list[np.ndarray]]:
+    """Return the rows that all ranks run at the same time, round by round.
+
+    With several ranks, the rows of a round have similar costs: rows are sorted by cost within some hundred rounds.
+    They are dealt so that no rank gets the costliest row of every round. A round's rows come rank by rank. Only the
+    last round may have too few rows.
+
+    `rows` are the document indices of each row, `cost` is that of each document, `(S,)`. `rows_per_batch` is the rows
+    of one rank's micro-batch. `rng` draws the order of the rounds, unless `shuffle` is off.
+    """
+    per_round = rows_per_batch * world_size
+    # A single rank waits for nobody, so rows keep their order.
+    if world_size == 1:
+        return [rows[start : start + per_round] for start in range(0, len(rows), per_round)]
+    rounds: list[list[np.ndarray]] = []
+    for start in range(0, len(rows), _LEVELLED_ROUNDS * per_round):
+        stretch = rows[start : start + _LEVELLED_ROUNDS * per_round]
+        # The incomplete round is taken off before sorting: it must be the last one, not the cheapest.
+        tail = len(stretch) % per_round
+        whole = sorted(stretch[: len(stretch) - tail], key=lambda row: -cost[row].sum())
+        levelled = [whole[i : i + per_round] for i in range(0, len(whole), per_round)]
+        order = rng.permutation(len(levelled)) if shuffle else range(len(levelled))
+        rounds += [_dealt(levelled[i], cost, rows_per_batch, world_size) for i in order]
+        rounds += [stretch[len(stretch) - tail :]] if tail else []
+    return rounds
+
+
+def _dealt(rows: list[np.ndarray], cost: np.ndarray, rows_per_batch: int, world_size: int) -> list[np.ndarray]:
+    """Return a round's rows rank by rank: each time the costliest row left goes to the rank with the least so far."""
+    # Rows of cost 5, 4, 3, 2 for 2 ranks of 2 rows: 5 and 2 go to rank 0, 4 and 3 to rank 1.
+    ranks: list[list[np.ndarray]] = [[] for _ in range(world_size)]
+    done = np.zeros(world_size)
+    for row in sorted(rows, key=lambda row: -cost[row].sum()):
+        open_ranks = [rank for rank in range(world_size) if len(ranks[rank]) < rows_per_batch]
+        rank = min(open_ranks, key=lambda rank: done[rank])
+        ranks[rank].append(row)
+        done[rank] += cost[row].sum()
+    return [row for rank in ranks for row in rank]

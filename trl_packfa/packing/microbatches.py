@@ -27,18 +27,13 @@ def fewest_micro_batches(lengths: np.ndarray, budget: int) -> int:
 
 
 def document_cost(lengths: np.ndarray, quadratic: float) -> np.ndarray:
-    """Return the cost of each document, in units of the cost of a token."""
+    """Return the cost of each document in units of the cost of a token; `quadratic` is that of attending to one."""
     lengths = np.asarray(lengths, dtype=np.float64)
     return lengths + quadratic * lengths**2
 
 
 def recut(
-    lengths: np.ndarray,
-    *,
-    budget: int,
-    num_micro_batches: int,
-    quadratic: float = 0.0,
-    cost: np.ndarray | None = None,
+    lengths: np.ndarray, *, budget: int, num_micro_batches: int, quadratic: float = 0.0, cost: np.ndarray | None = None
 ) -> list[list[int]]:
     """Cut documents of `lengths` (tokens) into micro-batches of equal cost, none above `budget` tokens.
 
@@ -51,12 +46,7 @@ def recut(
 
 
 def recut_over_ranks(
-    lengths: np.ndarray,
-    *,
-    budget: int,
-    world_size: int,
-    quadratic: float = 0.0,
-    groups: np.ndarray | None = None,
+    lengths: np.ndarray, *, budget: int, world_size: int, quadratic: float = 0.0, groups: np.ndarray | None = None
 ) -> list[list[list[int]]]:
     """Cut documents of `lengths` (tokens) into micro-batches for several ranks, level in each round and in total.
 
@@ -96,8 +86,7 @@ def _recut(lengths: np.ndarray, cost: np.ndarray, budget: int, num_micro_batches
 
 
 def _rounds(lengths: np.ndarray, cost: np.ndarray, budget: int, world_size: int) -> list[list[list[int]]]:
-    """Return the parts that run at the same time, round by round, one for each rank: similar costs, the costliest
-    first."""
+    """Return the parts that run at the same time, one for each rank, of similar cost; the costliest round first."""
     # If 2 ranks need at least 5 micro-batches, there are 3 rounds of 2. Cut into 6 parts, so that no rank is idle.
     rounds = -(-fewest_micro_batches(lengths, budget) // world_size)
     parts = _recut(lengths, cost, budget, min(rounds * world_size, len(lengths)))
@@ -106,8 +95,7 @@ def _rounds(lengths: np.ndarray, cost: np.ndarray, budget: int, world_size: int)
 
 
 def _spread(parts: list[list[int]], lengths: np.ndarray, cost: np.ndarray, budget: int) -> list[list[int]]:
-    """Level the documents of a round over the same number of parts if they fit, each part in the documents' own
-    order."""
+    """Level a round's documents over the same number of parts if they fit, each in the documents' own order."""
     documents = np.sort(np.concatenate([np.array(part, dtype=np.int64) for part in parts]))
     wanted = min(len(parts), len(documents))
     if len(parts) == 1 or fewest_micro_batches(lengths[documents], budget) > wanted:
@@ -131,15 +119,8 @@ def _dealt(rounds: list[list[list[int]]], cost: np.ndarray) -> list[list[list[in
 def imbalance(dealt: list[list[list[int]]], lengths: np.ndarray, quadratic: float = 0.0) -> float:
     """Return the time of a step relative to ranks that are always busy, at least 1.
 
-    Ranks wait for each other in every round of micro-batches.
-
-    Args:
-        dealt (`list[list[list[int]]]`):
-            For each rank the documents of each of its micro-batches, as [`recut_over_ranks`] returns them.
-        lengths (`np.ndarray`):
-            Tokens of each document.
-        quadratic (`float`, *optional*, defaults to `0.0`):
-            Cost of one token attending to one token, in units of the cost of a token.
+    Ranks wait for each other in every round of micro-batches. `dealt` are the documents of each rank's micro-batches,
+    as [`recut_over_ranks`] returns them, `lengths` the tokens of each document, `quadratic` as in [`document_cost`].
     """
     cost = document_cost(lengths, quadratic)
     # With costs [[4, 2], [2, 2]] of 2 ranks in 2 rounds, a step takes 4 + 2, and 3 + 2 if all were busy: 1.2.
@@ -156,8 +137,7 @@ def _within_budget(lengths: np.ndarray, budget: int) -> list[np.ndarray]:
 
 
 def _longest_first(cost: np.ndarray, parts: int) -> list[list[int]]:
-    """Deal documents longest processing time first (Graham, 1969): each time the costliest left goes to the cheapest
-    part."""
+    """Deal documents longest processing time first (Graham, 1969): the costliest left goes to the cheapest part."""
     heap = [(0.0, i) for i in range(parts)]
     dealt: list[list[int]] = [[] for _ in range(parts)]
     for document in np.argsort(-cost, kind="stable").tolist():
@@ -168,8 +148,7 @@ def _longest_first(cost: np.ndarray, parts: int) -> list[list[int]]:
 
 
 def _level(parts: list[list[int]], cost: np.ndarray, lengths: np.ndarray, limit: int) -> list[list[int]]:
-    """Exchange documents between the costliest part and others, as long as it gets cheaper and no part gets too
-    full."""
+    """Exchange documents between the costliest part and others, as long as it gets cheaper and all fit."""
     totals = np.array([cost[part].sum() for part in parts])
     tokens = np.array([lengths[part].sum() for part in parts])
     # No exchange makes the costliest part cheaper than the costliest document.

@@ -7,13 +7,13 @@ of TRL's padded run. The first token of a span is never trained, because no toke
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import InvalidConfig, InvalidDataset
-from .trained import TrainedTokens
 
 OVERFLOW_POLICIES = ("truncate", "split", "drop", "error")
 # Cut documents wherever a row of `max_length` tokens is full. Users cannot choose it: the strategy `wrapped` sets it.
@@ -53,16 +53,11 @@ class PackingReport:
     @classmethod
     def of_seen(cls, documents: int, tokens: int, trained_tokens: int, image_tokens: int) -> PackingReport:
         """Make the report of documents that have trained whole."""
-        return cls(
-            documents=documents,
-            tokens=tokens,
-            **dict.fromkeys(("too_long", "truncated", "split", "dropped_too_long", "dropped_untrained"), 0),
-            tokens_lost=0,
-            packed_documents=documents,
-            packed_tokens=tokens,
-            trained_tokens=trained_tokens,
-            image_tokens=image_tokens,
+        lost = dict.fromkeys(
+            ("too_long", "truncated", "split", "dropped_too_long", "dropped_untrained", "tokens_lost"), 0
         )
+        seen = {"documents": documents, "tokens": tokens, "packed_documents": documents, "packed_tokens": tokens}
+        return cls(**seen, **lost, trained_tokens=trained_tokens, image_tokens=image_tokens)
 
     def to_dict(self) -> dict[str, int]:
         """Return the counts as a dictionary, for JSON."""
@@ -71,12 +66,9 @@ class PackingReport:
     def lines(self) -> list[tuple[str, str]]:
         """Return label and value of each count that a reader needs, without zeros."""
         always = ("documents", "tokens", "packed_documents", "packed_tokens", "trained_tokens")
+        share = {"tokens_lost": f" ({self.tokens_lost / self.tokens:.1%})"} if self.tokens else {}
         shown = [f.name for f in fields(self) if f.name in always or getattr(self, f.name)]
-        return [(name.replace("_", " "), f"{getattr(self, name):,}{self._share(name)}") for name in shown]
-
-    def _share(self, name: str) -> str:
-        """Return the share of lost tokens as text, for the count of lost tokens only."""
-        return f" ({self.tokens_lost / self.tokens:.1%})" if name == "tokens_lost" and self.tokens else ""
+        return [(name.replace("_", " "), f"{getattr(self, name):,}{share.get(name, '')}") for name in shown]
 
 
 def plan_overflow(
@@ -87,22 +79,15 @@ def plan_overflow(
     policy: str,
     as_padded: bool = False,
 ) -> tuple[Spans, PackingReport]:
-    """Cut documents to `max_length` tokens by `policy` and drop what cannot be trained.
+    """Cut documents to `max_length` tokens (`None`: no limit) by `policy`, and drop what cannot be trained.
 
-    Args:
-        lengths (`np.ndarray`):
-            Tokens of each document, int64, shape `(S,)`.
-        trained (`np.ndarray` or [`TrainedTokens`]):
-            Whether each token has a label, bool, shape `(T,)`, documents one after the other.
-        max_length (`int` or `None`):
-            Longest span in tokens, `None` for no limit.
-        policy (`str`):
-            One of `OVERFLOW_POLICIES`.
-        as_padded (`bool`, *optional*, defaults to `False`):
-            Keep the untrained documents that TRL keeps, so that batches hold the examples of its padded run. TRL keeps
-            a document with a label within `max_length`, even if only the first token has one. Without `max_length` it
-            keeps every document that has a token. TRL does not split documents: parts of a split document are dropped
-            if they train nothing.
+    `lengths` are the tokens of each document, int64, `(S,)`; `trained` tells which tokens have a label, bool, `(T,)`,
+    documents one after the other, or as runs. `policy` is one of `OVERFLOW_POLICIES`, or `WRAP`.
+
+    `as_padded` keeps the untrained documents that TRL keeps, so that batches hold the examples of its padded run. TRL
+    keeps a document with a label within `max_length`, even if only the first token has one. Without `max_length` it
+    keeps every document that has a token. TRL does not split documents: parts of a split document are dropped if they
+    train nothing.
 
     Raises:
         [`InvalidDataset`]: with policy `"error"` if a document is too long; or if no document is left.
@@ -205,3 +190,73 @@ def _labelled_in(spans: Spans, lengths: np.ndarray, trained: TrainedTokens) -> n
     # The start of each span's document in the flat array.
     offset = (np.cumsum(lengths) - lengths)[spans.document]
     return trained.before(offset + spans.stop) - trained.before(offset + spans.start)
+
+
+class TrainedTokens:
+    """Labelled tokens of documents that lie end to end, as runs: a few numbers for each document, however long it is.
+
+    `starts` and `stops` are the first token of each run and the token after its last, int64, ascending, `(R,)`.
+    """
+
+    def __init__(self, starts: np.ndarray, stops: np.ndarray) -> None:
+        self.starts, self.sizes = starts, stops - starts
+        self.earlier = np.concatenate([[0], np.cumsum(self.sizes)])
+
+    @classmethod
+    def from_masks(cls, masks: Iterable[np.ndarray]) -> TrainedTokens:
+        """Make runs from bool arrays, one for each part of the dataset; only one needs to be in memory at a time."""
+        offset, edges = 0, [np.zeros((0, 2), dtype=np.int64)]
+        for mask in masks:
+            # [0, 1, 1, 0, 1] changes at 1, 3, 4 and, framed by zeros, at 5: runs [1, 3) and [4, 5).
+            framed = np.concatenate([[False], np.asarray(mask, dtype=bool), [False]])
+            edges.append(np.flatnonzero(framed[1:] != framed[:-1]).reshape(-1, 2) + offset)
+            offset += len(mask)
+        runs = np.concatenate(edges)
+        return cls(runs[:, 0], runs[:, 1])
+
+    @classmethod
+    def every(cls, tokens: int) -> TrainedTokens:
+        """Make runs that label all of this many tokens."""
+        return cls(np.zeros(1, dtype=np.int64), np.full(1, tokens, dtype=np.int64))
+
+    def before(self, positions: np.ndarray) -> np.ndarray:
+        """Count the labelled tokens before each of these positions; int64, in the shape of the positions."""
+        if not len(self.starts):
+            return np.zeros_like(positions)
+        # With runs [1, 3) and [4, 5), before position 5 are 2 tokens of earlier runs and 1 of its own run; before
+        # position 0 there is no run (-1).
+        run = np.searchsorted(self.starts, positions, side="right") - 1
+        inside = np.clip(positions - self.starts[run], 0, self.sizes[run])
+        return np.where(run < 0, 0, self.earlier[run] + inside)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to make batches of documents."""
+
+    name: str  # the `packing_strategy` that chooses it; `"padded"` is TRL without packing
+    packs: bool = True  # whether documents share rows
+    recuts_steps: bool = False  # whether the documents of an optimizer step are cut anew into micro-batches
+    # Whether rows of `max_length` tokens are filled over the whole dataset. An optimizer step then holds other
+    # documents than in the padded run.
+    fills_rows: bool = False
+    overflow: str | None = None  # its policy for documents longer than `max_length`; by default the user's
+
+    @property
+    def wraps(self) -> bool:
+        """True if documents are cut wherever a row is full."""
+        return self.overflow == WRAP
+
+    def __str__(self) -> str:
+        return self.name
+
+
+PADDED = Strategy("padded", packs=False, overflow="truncate")
+STEP = Strategy("step", recuts_steps=True)
+MINIBATCH = Strategy("minibatch")
+BFD = Strategy("bfd", fills_rows=True)
+BFD_SPLIT = Strategy("bfd_split", fills_rows=True, overflow="split")
+WRAPPED = Strategy("wrapped", fills_rows=True, overflow=WRAP)
+
+# By `packing_strategy`.
+STRATEGIES = {strategy.name: strategy for strategy in (STEP, MINIBATCH, BFD, BFD_SPLIT, WRAPPED)}

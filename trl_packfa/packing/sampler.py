@@ -10,16 +10,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .balance import levelled_rounds
 from .best_fit import best_fit_decreasing
+from .buffer import levelled_rounds
 from .microbatches import document_cost
 
 
 def consecutive_rows(lengths: np.ndarray, capacity: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Return rows of consecutive documents; each row but the last is full.
-
-    The documents were cut before at the ends of rows ([`plan_overflow`] with `WRAP`).
-    """
+    """Return rows of consecutive documents, which were cut before at the ends of rows ([`plan_overflow`])."""
     # For lengths [4, 1, 3] and rows of 4, the documents' last tokens are 3, 4 and 7, in rows 0, 1 and 1. So the rows
     # hold the documents [0] and [1, 2].
     row_of = (np.cumsum(lengths) - 1) // capacity
@@ -29,22 +26,11 @@ def consecutive_rows(lengths: np.ndarray, capacity: int, rng: np.random.Generato
 class PackedBatchSampler:
     """A batch sampler that yields the documents of one micro-batch at a time, for one rank.
 
-    Args:
-        lengths (`np.ndarray`):
-            Tokens of each document, all between 1 and `capacity`.
-        capacity (`int`):
-            Tokens of a row (TRL's `max_length`).
-        rows_per_batch (`int`):
-            Rows of a micro-batch (`per_device_train_batch_size`).
-        seed (`int`), rank (`int`), world_size (`int`):
-            The Trainer's values.
-        shuffle (`bool`, *optional*, defaults to `True`):
-            Whether rows come in random order.
-        wrapped (`bool`, *optional*, defaults to `False`):
-            Make rows of consecutive documents, which were cut to fill them, instead of best fit.
-        quadratic (`float`, *optional*, defaults to `0.0`):
-            Cost of one token attending to one token, in units of the cost of a token. Rows of similar cost run at the
-            same time on all ranks.
+    `lengths` are the tokens of each document, all between 1 and `capacity`, the tokens of a row (TRL's `max_length`).
+    `rows_per_batch` is the rows of a micro-batch (`per_device_train_batch_size`); `seed`, `rank` and `world_size` are
+    the Trainer's. `shuffle` draws the order of rows. `wrapped` makes rows of consecutive documents, which were cut to
+    fill them, instead of best fit. `quadratic` is as in [`document_cost`]: rows of similar cost run at the same time
+    on all ranks.
     """
 
     def __init__(
@@ -80,8 +66,7 @@ class PackedBatchSampler:
             yield self.share(round_, self.rank)
 
     def rounds(self) -> list[list[np.ndarray]]:
-        """Return the rows that all ranks run at the same time, round by round; [`~PackedBatchSampler.share`] deals
-        them."""
+        """Return the rows that all ranks run at the same time, round by round; `share` deals them."""
         # The random numbers depend on seed and epoch alone, so all ranks and a resumed run draw the same.
         rng = np.random.default_rng([self.seed, self.epoch])
         rows = self.pack(self.lengths, self.capacity, rng)
@@ -97,8 +82,7 @@ class PackedBatchSampler:
         )
 
     def share(self, rows: list[np.ndarray], rank: int) -> list[int]:
-        """Return a rank's documents of one round; in a last round with fewer rows than ranks, rows are cut in
-        halves."""
+        """Return a rank's documents of one round; rows of a last round with fewer than ranks are cut in halves."""
         rows = list(rows)
         while len(rows) < self.world_size:
             largest = max(range(len(rows)), key=lambda i: len(rows[i]))

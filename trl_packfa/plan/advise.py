@@ -10,8 +10,7 @@ import numpy as np
 from ..packing import BFD, BFD_SPLIT, MINIBATCH, PADDED, STEP
 from ..trainers.common.batching import FREE, Batching
 from ..trainers.sft.epoch_plan import EpochPlan, plan_epoch
-from ..trainers.sft.memory import RESERVED, SLACK, Memory, estimate, shared_by
-from ..trainers.sft.what_fits import operations
+from ..trainers.sft.memory import RESERVED, SLACK, Memory, estimate, operations, shared_by
 from .compare import total_steps
 from .report import Plan
 

@@ -16,13 +16,11 @@ from trl import SFTTrainer
 
 from ..errors import InvalidConfig, InvalidDataset
 from ..packing import TrainedTokens
-from ..trainers.common.chat_templates import left_out_by_template
 from ..trainers.common.dataset import TEXT_COLUMNS, Tokens, cut_dataset, read_lengths, read_tokens
-from ..trainers.common.dataset_checks import require_whole
 from ..trainers.common.image_rows import NamingCollator, NumberedRows, image_columns, look_at_images
-from ..trainers.common.preflight import load_tokenizer, require_tokenizer
+from ..trainers.common.preflight import left_out_by_template, load_tokenizer, require_tokenizer
 from ..trainers.sft.config import PackedSFTConfig
-from ..trainers.sft.raw_dataset import require_usable
+from ..trainers.sft.raw_dataset import require_usable, require_whole
 from ..trainers.sft.turns import CONVERSATION, TurnExpander, join
 
 # The most rows of images that are processed: a processor takes some milliseconds for each.

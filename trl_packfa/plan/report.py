@@ -9,8 +9,7 @@ import numpy as np
 
 from ..packing import PADDED
 from ..trainers.sft.config import PackedSFTConfig
-from ..trainers.sft.memory import FORMULA, Memory
-from ..trainers.sft.model_shape import ModelShape
+from ..trainers.sft.memory import FORMULA, Memory, ModelShape
 from .compare import Outcome, speed_up, total_steps
 from .gather import Source
 

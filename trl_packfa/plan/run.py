@@ -20,8 +20,7 @@ from ..trainers.common.parsing import ColumnChoice, parse
 from ..trainers.common.validation import refuse_model
 from ..trainers.sft.config import PackedSFTConfig
 from ..trainers.sft.images import without_packing
-from ..trainers.sft.memory import estimate, without_checkpointing
-from ..trainers.sft.model_shape import ModelShape, shape_of
+from ..trainers.sft.memory import ModelShape, estimate, shape_of, without_checkpointing
 from ..trainers.sft.script import load_splits
 from .advise import advise
 from .compare import compare

@@ -1,12 +1,16 @@
-"""`Batching`: the settings that decide how documents become micro-batches and steps; `deal` cuts one step."""
+"""`Batching`: the settings that decide how documents become micro-batches and steps; `deal` cuts one step.
+
+`RankAwareSampler` is a sampler of packed batches that the Trainer's data loader accepts.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from transformers import trainer_pt_utils
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from ...packing import PackedBatchSampler, Strategy, fewest_micro_batches, recut, recut_over_ranks
@@ -43,32 +47,21 @@ class Batching:
     keeps_ranks: bool = False
 
     @classmethod
-    def of(
-        cls,
-        args: CommonConfig,
-        *,
-        strategy: Strategy | None = None,
-        world_size: int | None = None,
-        quadratic: float = 0.0,
-        cut: str = FREE,
-        keeps_ranks: bool = False,
-    ) -> Batching:
-        """Read the settings from a config, optionally for another strategy or number of processes."""
-        return cls(
-            strategy=strategy or args.strategy,
-            batch_size=args.per_device_train_batch_size,
-            accumulation=args.gradient_accumulation_steps,
-            world_size=world_size or args.data_parallel_size,
-            max_length=args.max_length,
-            budget=args.max_tokens_per_microbatch,
-            quadratic=quadratic,
-            sampling=str(args.train_sampling_strategy),
-            drop_last=args.dataloader_drop_last,
-            pad_to=args.pad_to_multiple_of or 1,  # type: ignore[arg-type]  # SFTConfig has made it an int
-            seed=args.seed if args.data_seed is None else args.data_seed,
-            cut=cut,
-            keeps_ranks=keeps_ranks,
-        )
+    def of(cls, args: CommonConfig, **changes: Any) -> Batching:
+        """Read the settings from a config; `changes` win over it."""
+        read = {
+            "strategy": args.strategy,
+            "batch_size": args.per_device_train_batch_size,
+            "accumulation": args.gradient_accumulation_steps,
+            "world_size": args.data_parallel_size,
+            "max_length": args.max_length,
+            "budget": args.max_tokens_per_microbatch,
+            "sampling": str(args.train_sampling_strategy),
+            "drop_last": args.dataloader_drop_last,
+            "pad_to": args.pad_to_multiple_of or 1,
+            "seed": args.seed if args.data_seed is None else args.data_seed,
+        }
+        return cls(**{**read, **changes})
 
     def micro_batch_tokens(self, lengths: np.ndarray) -> int:
         """Return an upper bound for the tokens of a micro-batch, padding included."""
@@ -121,8 +114,8 @@ class Batching:
         # For example 2 micro-batches of 3 examples on 1 rank: [0, 0, 0, 1, 1, 1].
         groups = np.arange(step.shape[0] * step.shape[1]).repeat(step.shape[2])
         documents, groups = step[step > 0], groups[step.ravel() > 0]
-        dealt = deal(documents, groups, cut=self.cut, budget=budget, world_size=self.world_size,
-                     quadratic=self.quadratic)  # fmt: skip
+        options = {"cut": self.cut, "budget": budget, "world_size": self.world_size, "quadratic": self.quadratic}
+        dealt = deal(documents, groups, **options)
         return [[documents[part] for part in rank] for rank in dealt]
 
     def _recut_by_rank(self, step: np.ndarray) -> list[list[np.ndarray]]:
@@ -167,3 +160,16 @@ def deal(
         return [parts[rank::world_size] for rank in range(world_size)]
     together = groups if cut == TOGETHER else None
     return recut_over_ranks(lengths, budget=budget, world_size=world_size, quadratic=quadratic, groups=together)
+
+
+# With getattr, because transformers 5.16 does not have it; its Trainer takes no batches from a sampler.
+_BatchRebalanceSampler: Any = getattr(trainer_pt_utils, "BatchRebalanceSampler", object)
+TAKES_BATCHES = _BatchRebalanceSampler is not object
+
+
+class RankAwareSampler(PackedBatchSampler, _BatchRebalanceSampler):
+    """A packed sampler that the Trainer passes to the DataLoader as it does a `BatchRebalanceSampler`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # `BatchRebalanceSampler`'s own `__init__` would plan padded batches.
+        PackedBatchSampler.__init__(self, *args, **kwargs)

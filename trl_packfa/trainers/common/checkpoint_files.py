@@ -1,10 +1,15 @@
-"""Metrics of each batch, and files of a checkpoint: reports, manifest, progress and stream state."""
+"""Files of a checkpoint: reports, progress and stream state, and the manifest, which shows whether it is whole.
+
+The manifest holds sizes and digests of the files. It is written after all others and read before them.
+"""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,15 +18,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 from ...collator import LOSSES
 from ...errors import CheckpointNotWritten, InvalidConfig
 from ...exactness import ExactnessReport
 from ...packing import PackingReport
 from .config import CommonConfig
-from .manifest import MANIFEST, damage, left_out, write_json, write_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +36,7 @@ _LOST = ("truncated", "split", "dropped", "tokens_lost")
 
 
 def count_batch(metrics: Mapping[str, list[float]], inputs: dict[str, Any], *, capacity: int | None) -> None:
-    """Add the counts of a packed batch to the Trainer's metrics, and remove from `inputs` what is no model input.
-
-    `metrics` are TRL's of the current mode, which it averages when it logs. `capacity` is the tokens that fit into the
-    batch, if rows have a fixed length; then `fill` is logged.
-    """
+    """Add a packed batch's counts to TRL's metrics, and remove from `inputs` what is no model input."""
     lost = inputs.pop(LOSSES, None)
     layout = inputs.get("packed_layout")
     if layout is not None:
@@ -53,10 +53,7 @@ def count_batch(metrics: Mapping[str, list[float]], inputs: dict[str, Any], *, c
 
 
 def last_whole_checkpoint(folder: str | Path | None) -> str | None:
-    """Find the newest `checkpoint-*` in a folder whose manifest shows that it is whole; `None` if there is none.
-
-    Newer ones that are not whole are skipped, with a warning.
-    """
+    """Find the newest whole `checkpoint-*` of a folder, with a warning for skipped ones; `None` if there is none."""
     found = [
         path for path in Path(folder or ".").glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()
     ]
@@ -69,29 +66,58 @@ def last_whole_checkpoint(folder: str | Path | None) -> str | None:
 
 
 def _incomplete(checkpoint: Path) -> str | None:
-    """Return the reason why a checkpoint is not whole, or `None` if it is.
+    """Return why a checkpoint is not whole, or `None`.
 
-    A checkpoint of an earlier version has a report but no manifest. It is accepted: it was written whole, but nothing
-    shows whether it has changed since.
+    A report without a manifest, of an earlier version, is whole.
     """
     written = (checkpoint / MANIFEST).exists() or (checkpoint / PACKING_REPORT).exists()
     return damage(checkpoint) if written else f"no {PACKING_REPORT}"
 
 
-def require_undamaged(checkpoint: str | Path) -> None:
-    """Refuse a checkpoint whose files differ from its manifest; accept one without a manifest.
+def resuming_message(checkpoint: str | Path) -> str:
+    """Say from which checkpoint and optimizer step a run resumes."""
+    path = Path(checkpoint) / TRAINER_STATE_NAME
+    try:
+        step = int(json.loads(path.read_text(encoding="utf-8"))["global_step"])
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidConfig(f"{path} cannot be read: {error!r}.", do="Resume from another checkpoint.") from error
+    return f"resuming from {Path(checkpoint).name} at step {step}"
 
-    Raises:
-        [`InvalidConfig`]: with the file.
+
+def checkpoint_to_resume(asked: str | bool | None, folder: str | Path | None, *, whole: bool = True) -> str | None:
+    """Return the folder of the checkpoint that `resume_from_checkpoint` asks for, or `None` if it asks for none.
+
+    `True`, `"true"` and `"last"` mean the last whole checkpoint in `folder`. With `whole=False`, for a trainer whose
+    checkpoints do not record that they are whole, they mean the last one.
     """
-    folder = Path(checkpoint)
-    wrong = damage(folder)
+    word = str(asked or "").lower()
+    if word in ("", "false", "none"):
+        return None
+    if word in ("true", "last"):
+        found = (None if whole else get_last_checkpoint(str(folder))) or last_whole_checkpoint(folder)
+        if found is None:
+            partial = sorted(Path(folder or ".").glob("checkpoint-*"))
+            raise InvalidConfig(
+                f"no whole checkpoint to resume from in {folder}.",
+                why=[f"{path.name} has {_incomplete(path)}" for path in partial] or ["it holds none"],
+                do="Train without resume_from_checkpoint, or name a checkpoint's folder.",
+            )
+        return found
+    checkpoint = Path(str(asked))
+    if not (checkpoint / TRAINER_STATE_NAME).is_file():
+        raise InvalidConfig(
+            f"resume_from_checkpoint={asked}: that is no checkpoint.",
+            why=[f"the folder has no {TRAINER_STATE_NAME}" if checkpoint.is_dir() else "no such folder"],
+            do=f"Name the folder of a checkpoint, or pass 'last' for the last whole one in {folder}.",
+        )
+    wrong = damage(checkpoint)
     if wrong is not None:
         raise InvalidConfig(
-            f"the checkpoint {folder} is damaged: it has {wrong}.",
+            f"the checkpoint {checkpoint} is damaged: it has {wrong}.",
             why=[f"{MANIFEST} lists the files as they were written"],
             do="Resume from another one: resume_from_checkpoint='last' takes the newest that is whole.",
         )
+    return str(asked)
 
 
 def tell_left_out(checkpoint: str | Path) -> None:
@@ -104,29 +130,11 @@ def tell_left_out(checkpoint: str | Path) -> None:
         logger.warning("trl-packfa: %s does not hold %s: the resumed run starts with new ones.", folder, lacks)
 
 
-def require_whole_checkpoint(folder: str | Path | None) -> str:
-    """Return [`last_whole_checkpoint`], which must exist.
-
-    Raises:
-        [`InvalidConfig`]: with the checkpoints that are not whole.
-    """
-    found = last_whole_checkpoint(folder)
-    if found is None:
-        partial = sorted(Path(folder or ".").glob("checkpoint-*"))
-        raise InvalidConfig(
-            f"no whole checkpoint to resume from in {folder}.",
-            why=[f"{path.name} has {_incomplete(path)}" for path in partial] or ["it holds none"],
-            do="Train without resume_from_checkpoint, or name a checkpoint's folder.",
-        )
-    return found
-
-
 @contextmanager
 def whole_checkpoint(folder: Path, trainer: Any) -> Iterator[None]:
-    """Mark a checkpoint as whole after the `with` block has written it; until then it is not whole.
+    """Mark a checkpoint as whole, by report and manifest, after the `with` block has written every rank's part.
 
-    Report (the trainer's `save_reports`) and manifest mark it as whole. They are written once every rank has written
-    its part. Only then are older checkpoints deleted.
+    Only then are older checkpoints deleted.
 
     Raises:
         [`CheckpointNotWritten`]: for example if the disk is full. The parts of a new checkpoint are deleted.
@@ -136,7 +144,8 @@ def whole_checkpoint(folder: Path, trainer: Any) -> Iterator[None]:
         with _marked_whole(folder, trainer):
             yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        if not is_full_disk(error):
+        full = any(words in str(error).lower() for words in _FULL)
+        if not full and getattr(error, "errno", None) not in _FULL_NUMBERS:
             raise
         free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
         # With several ranks, others may still be writing. Then the parts stay, without a manifest.
@@ -154,11 +163,6 @@ def whole_checkpoint(folder: Path, trainer: Any) -> Iterator[None]:
 # Words in errors of torch's and safetensors' writers when the operating system accepts no more bytes.
 _FULL = ("no space left", "disk quota exceeded", "file too large", "file write failed", "unexpected pos")
 _FULL_NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def is_full_disk(error: BaseException) -> bool:
-    """Tell whether an error means that no more bytes can be written."""
-    return getattr(error, "errno", None) in _FULL_NUMBERS or any(words in str(error).lower() for words in _FULL)
 
 
 @contextmanager
@@ -192,11 +196,7 @@ def write_progress(folder: str | Path, progress: dict[str, Any]) -> None:
 
 
 def read_progress(folder: str | Path) -> dict[str, Any]:
-    """Read the file of [`write_progress`]; return an empty dict for a checkpoint of another trainer.
-
-    Raises:
-        [`InvalidConfig`]: if it cannot be read.
-    """
+    """Read the file of [`write_progress`]; return an empty dict for a checkpoint of another trainer."""
     path = Path(folder) / _PROGRESS
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -210,8 +210,8 @@ def read_progress(folder: str | Path) -> dict[str, Any]:
 def write_stream_state(folder: str | Path, args: CommonConfig, state: dict[str, Any]) -> None:
     """Write the position of this rank's stream.
 
-    Nothing is written with loader workers, because they have read ahead, or if JSON cannot hold the documents. Then a
-    resumed run reads the stream from its beginning.
+    Nothing is written if loader workers have read ahead, or JSON cannot hold the documents. Then a resumed run reads
+    the stream from its beginning.
     """
     if args.dataloader_num_workers or not state:
         return
@@ -261,3 +261,76 @@ def write_reports(
         contents[PACKING_REPORT]["plan"] = dict(plan)
     for name, content in contents.items():
         write_json(Path(folder) / name, content)
+
+
+MANIFEST = "packing_manifest.json"
+# Files up to this size, in bytes, are compared by their contents too. The digest of a larger file takes seconds.
+_DIGESTED = 2**30
+# Bytes that are read at a time.
+_CHUNK = 2**22
+# A resumed run does not read it, and a user may edit it.
+_LEFT_OUT = ".md"
+_PARTIAL = ".partial"
+
+
+def write_manifest(folder: Path) -> None:
+    """Write the size and digest of every file of a checkpoint, once all ranks have written their files."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST]
+    found = {
+        str(path.relative_to(folder)): _described(path) for path in files if path.suffix not in (_LEFT_OUT, _PARTIAL)
+    }
+    write_json(folder / MANIFEST, {"files": found})
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file completely or not at all. A run that is killed meanwhile leaves the old file, or none."""
+    # In the same folder, because `os.replace` is atomic only within one file system.
+    partial = path.with_name(path.name + _PARTIAL)
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def damage(folder: Path) -> str | None:
+    """Describe the first file of a checkpoint that is not as in its manifest; `None` if all are, or without one."""
+    path = folder / MANIFEST
+    if not path.exists():
+        return None
+    try:
+        files = json.loads(path.read_text(encoding="utf-8"))["files"].items()
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        return f"a {MANIFEST} that cannot be read: {error!r}"
+    for name, written in files:
+        file = folder / name
+        if not file.is_file():
+            return f"no {name}"
+        if (size := file.stat().st_size) != written["bytes"]:
+            return f"{size:,} of the {written['bytes']:,} bytes of {name}"
+        if "sha256" in written and _digest(file) != written["sha256"]:
+            return f"other contents in {name} than were written"
+    return None
+
+
+def left_out(folder: Path) -> str | None:
+    """Describe state that a checkpoint lacks and the Trainer would silently start anew; `None` if it holds all."""
+    names = [path.name for path in folder.iterdir()]
+    # DeepSpeed keeps optimizer and schedule together, in a folder by step.
+    by_engine = any(name.startswith("global_step") for name in names)
+    stem = OPTIMIZER_NAME.split(".")[0]  # `optimizer.pt`, `optimizer.bin`, or folders `optimizer_0` of FSDP
+    if not by_engine and not (SCHEDULER_NAME in names and any(name.startswith(stem) for name in names)):
+        return f"optimizer and schedule ({OPTIMIZER_NAME}, {SCHEDULER_NAME})"
+    if not any(name.startswith("rng_state") for name in names):
+        return "the states of the random generators (rng_state.pth)"
+    return None
+
+
+def _described(path: Path) -> dict[str, Any]:
+    size = path.stat().st_size
+    return {"bytes": size, "sha256": _digest(path)} if size <= _DIGESTED else {"bytes": size}
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     class _Base(ModelConfig, TrainingArguments):
         """The base class for type checkers only: every trainer's config also is TRL's, with these fields.
 
-        At run time `CommonConfig` must not inherit from `TrainingArguments`. Its dataclass would then bring that
-        class's defaults, which win over those of TRL's config.
+        At run time `TrainingArguments` as a base would bring defaults that win over those of TRL's config.
         """
 
         max_length: int | None
@@ -44,11 +43,9 @@ class CommonConfig(_Base):
     It comes before TRL's own config in the base classes of a trainer's config.
     """
 
-    # The code that loads models reads it. `PackedSFTConfig` makes it a field, because it can switch packing off.
+    # `PackedSFTConfig` makes these fields: it can switch packing off, share rows, and expand turns.
     packing = True
-    # The number of processes that share a row. `PackedSFTConfig` makes it a field.
     sequence_parallel = 1
-    # Whether each assistant turn is an example of its own, another field of `PackedSFTConfig`.
     expand_turns = False
 
     check_packing: bool = field(
@@ -76,10 +73,7 @@ class CommonConfig(_Base):
             "CUDA if it is installed, in chunks on a CPU. `False` runs the model's own code."
         },
     )
-    use_peft: bool = field(
-        default=True,
-        metadata={"help": "Train a LoRA adapter. `False` trains all parameters."},
-    )
+    use_peft: bool = field(default=True, metadata={"help": "Train a LoRA adapter. `False` trains all parameters."})
     lora_target_modules: list[str] | None = field(
         default_factory=lambda: ["all-linear"],
         metadata={"help": "LoRA target modules. Default: all linear layers except the LM head."},
@@ -110,6 +104,7 @@ class CommonConfig(_Base):
         trl_configs: Any = (base for base in type(self).__mro__ if base.__module__.startswith("trl."))
         next(base for base in trl_configs if base is not ModelConfig).__post_init__(self)
         _settle_loading(self)
+        _require_trainable(self)
 
     @classmethod
     def fields_of(cls, args: TrainingArguments) -> dict[str, Any]:
@@ -134,13 +129,15 @@ class CommonConfig(_Base):
         names = ("fused_lora", "fused_kernels", "share_prefixes")
         return {"backend": self.attention_backend, **{name: getattr(self, name) for name in names}}
 
+    @property
+    def card_settings(self) -> dict[str, Any]:
+        """The fields that a model card shows."""
+        names = ("packing_strategy", "max_length", "overflow", "loss_weighting")
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+
 
 def _settle_precision(args: Any) -> None:
-    """Switch `bf16` off on a machine without an accelerator, if the user has not chosen a precision.
-
-    Raises:
-        [`InvalidConfig`]: on an accelerator without bfloat16.
-    """
+    """Switch `bf16` off on a machine without an accelerator, if the user has not chosen a precision."""
     if args.bf16 is not None or args.fp16 or args.use_cpu:
         return
     if is_torch_bf16_gpu_available() or is_torch_xla_available():
@@ -169,11 +166,7 @@ def _settle_loading(args: Any) -> None:
 
 
 def require_recutting(args: CommonConfig) -> None:
-    """Refuse arguments that contradict how `packing_strategy` cuts steps.
-
-    Raises:
-        [`InvalidConfig`]: for a token budget that has no effect, and for a sampler that cuts steps itself.
-    """
+    """Refuse arguments that contradict how `packing_strategy` cuts steps."""
     budget = args.max_tokens_per_microbatch
     if budget is not None and not args.strategy.recuts_steps:
         raise InvalidConfig(
@@ -198,12 +191,8 @@ _LEAST = {
 }
 
 
-def require_trainable(args: Any) -> None:
-    """Refuse numbers that are too small, and contradictions between adapters and quantization.
-
-    Raises:
-        [`InvalidConfig`]: with their names.
-    """
+def _require_trainable(args: Any) -> None:
+    """Refuse numbers that are too small, and contradictions between adapters and quantization."""
     for name, least in _LEAST.items():
         if getattr(args, name) < least:
             raise InvalidConfig(f"{name}={getattr(args, name)}: it must be {least} or more.", do="Raise it.")

@@ -1,14 +1,16 @@
 """Functions that read lengths and labels from `datasets` for the packers, and cut documents to the packers' spans.
 
-They expect tokenized datasets with a column `input_ids` and, optionally, `labels` and `seq_lengths`.
+They expect tokenized datasets with a column `input_ids` and, optionally, `labels` and `seq_lengths`. Rows whose
+documents share prefixes are split where they hold too many tokens.
 
 Shape letters: S documents.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +21,7 @@ from datasets import Dataset, IterableDataset
 
 from ...collator import LOSSES, ROW_LENGTHS, SAVED
 from ...errors import InvalidConfig, InvalidDataset
+from ...layout.prefix_tree import PrefixTree
 from ...packing import WRAP, PackingReport, Spans, TrainedTokens, nothing_trains, plan_overflow
 
 logger = logging.getLogger(__name__)
@@ -59,20 +62,15 @@ def read_lengths(dataset: Dataset, column: str = "input_ids") -> np.ndarray:
     saved = [table[SAVED].to_numpy() for table in tables(dataset, SAVED)] if shares else []
     counted = dataset.select_columns([column]).with_format("arrow")
     # `datasets` caches the result by the fingerprint of the dataset's contents.
-    counted = counted.map(
-        _count, batched=True, batch_size=10_000, remove_columns=[column], fn_kwargs={"column": column},
-        desc="Counting tokens",
-    )  # fmt: skip
+    options: dict[str, Any] = {"batched": True, "batch_size": 10_000, "remove_columns": [column]}
+    counted = counted.map(_count, fn_kwargs={"column": column}, desc="Counting tokens", **options)
     parts = [table["length"].to_numpy() for table in tables(counted, "length")]
     lengths = np.concatenate([np.zeros(0, dtype=np.int64), *parts])
     return lengths - np.concatenate(saved) if saved else lengths
 
 
 def longest_document(dataset: AnyDataset) -> tuple[int, str] | None:
-    """Return the tokens of the longest document in rows that may be split ([`SAVED`]), and a description of it.
-
-    `None` for a stream, and for a dataset whose rows stay whole.
-    """
+    """Return tokens and description of the longest document in rows that may be split; `None` for other datasets."""
     if isinstance(dataset, IterableDataset) or SAVED not in dataset.column_names:
         return None
     longest = max(int(_flat(table[ROW_LENGTHS]).max()) for table in tables(dataset, ROW_LENGTHS))
@@ -116,8 +114,7 @@ def _flat(column: pa.ChunkedArray) -> np.ndarray:
 
 
 def without_our_columns(dataset: AnyDataset) -> AnyDataset:
-    """Drop a user's columns whose names have a meaning here. `ROW_LENGTHS` stays in a tokenized dataset, where users
-    may bring it."""
+    """Drop a user's columns whose names have a meaning here. `ROW_LENGTHS` stays in a tokenized dataset."""
     columns = dataset.column_names or list(next(iter(dataset), {}))
     ours = {LOSSES, SAVED} if "input_ids" in columns else {LOSSES, SAVED, ROW_LENGTHS}
     found = [name for name in columns if name in ours]
@@ -169,12 +166,8 @@ def cut_dataset(
         # A split document is selected once for each part, so that row i of the result is span i.
         dataset = dataset.select(spans.document)
     if cut:
-        dataset = dataset.map(
-            _slice,
-            with_indices=True,
-            fn_kwargs={"starts": spans.start, "stops": spans.stop},
-            desc=f"Cutting {name} dataset to max_length ({overflow})",
-        )
+        options: dict[str, Any] = {"fn_kwargs": {"starts": spans.start, "stops": spans.stop}, "with_indices": True}
+        dataset = dataset.map(_slice, desc=f"Cutting {name} dataset to max_length ({overflow})", **options)
     return dataset, report
 
 
@@ -190,12 +183,9 @@ def cut_stream(
 
     Each document gets a column `LOSSES`: the numbers of documents truncated, split and dropped, and of tokens lost.
     """
-    options: dict[str, Any] = (
-        {"max_length": None, "overflow": "truncate"}
-        if overflow == WRAP
-        else {"max_length": max_length, "overflow": overflow}
-    )
-    options["as_padded"] = as_padded
+    if overflow == WRAP:
+        max_length, overflow = None, "truncate"
+    options = {"max_length": max_length, "overflow": overflow, "as_padded": as_padded}
     # A stream may not know its columns before its first example. All are removed, because the result has other rows.
     columns = list(next(iter(dataset), {}))
     return dataset.map(cut_some, batched=True, batch_size=_CUT_TOGETHER, remove_columns=columns, fn_kwargs=options)
@@ -235,15 +225,7 @@ def _parts(column: list[list[int]], spans: Spans) -> list[list[int]]:
 
 
 def hold_out(dataset: Any, size: float, *, seed: int) -> tuple[Dataset, Dataset]:
-    """Split a dataset into training and evaluation documents.
-
-    `size` is the share of the evaluated documents if below 1, else their number. With `seed`, a resumed run and every
-    rank draw the same documents.
-
-    Raises:
-        [`InvalidDataset`]: for a stream.
-        [`InvalidConfig`]: for a size that leaves one of them empty.
-    """
+    """Split documents off for evaluation, a share (below 1) or a number, the same on every rank and when resumed."""
     if not isinstance(dataset, Dataset):
         raise InvalidDataset(
             f"test_split_size={size} cannot split a stream.", do="Name an existing split with dataset_test_split."
@@ -263,3 +245,51 @@ def tell_counts(report: PackingReport, name: str) -> None:
     # Users who show only warnings must learn of dropped tokens.
     level = logging.WARNING if report.tokens_lost else logging.INFO
     get_logger(COUNTS).log(level, "trl-packfa: %s: %s", name, counts)
+
+
+def split_tree(documents: Sequence[Sequence[int]], limit: int | None) -> list[tuple[list[int], PrefixTree]]:
+    """Split documents that share prefixes into rows of neighbours with at most `limit` computed tokens.
+
+    A document that is longer by itself is a row of its own. Returns for each row the numbers of its documents, and
+    their tree: the prefixes that they need.
+    """
+    arrays = [np.asarray(document) for document in documents]
+    whole = PrefixTree.of(arrays)
+    if limit is None or whole.num_tokens <= limit:
+        return [(list(range(len(arrays))), whole)]
+    rows: list[tuple[list[int], PrefixTree]] = []
+    for i in range(len(arrays)):
+        if rows:
+            together = [*rows[-1][0], i]
+            tree = PrefixTree.of([arrays[j] for j in together])
+            if tree.num_tokens <= limit:
+                rows[-1] = together, tree
+                continue
+        rows.append(([i], PrefixTree.of([arrays[i]])))
+    return rows
+
+
+def split_example(example: dict[str, Any], budget: int) -> list[dict[str, Any]]:
+    """Split an example of several documents ([`SAVED`]) that has more computed tokens than a micro-batch may have."""
+    if SAVED not in example or count_computed(example) <= budget:
+        return [example]
+    stops = list(itertools.accumulate(example[ROW_LENGTHS], initial=0))
+    documents = {
+        column: [example[column][start:stop] for start, stop in itertools.pairwise(stops)]
+        for column in ("input_ids", "labels")
+    }
+    parts = []
+    for numbers, tree in split_tree(documents["input_ids"], budget):
+        joined = {
+            column: list(itertools.chain.from_iterable(values[i] for i in numbers))
+            for column, values in documents.items()
+        }
+        parts.append({**example, **joined, **tree_columns(tree, [example[ROW_LENGTHS][i] for i in numbers])})
+    for part in parts[1:]:
+        part.pop(LOSSES, None)  # the counts of a stream's losses, which the first part keeps
+    return parts
+
+
+def tree_columns(tree: PrefixTree, lengths: list[int]) -> dict[str, Any]:
+    """Return the columns that describe a row of documents: their lengths, and the tokens that are not computed."""
+    return {ROW_LENGTHS: lengths, SAVED: tree.saved}

@@ -1,7 +1,4 @@
-"""Operations that training a model needs per token, and the operations per second of a device.
-
-The module uses no trainer and no data.
-"""
+"""Operations that training a model needs per token, and the operations per second of a device."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ from trl import get_peft_config
 from ...runtime.zero3 import is_partitioned, whole_shape, whole_size
 from .config import CommonConfig
 
-_COPIED_BYTES = 2**28
 # Calls between two events of a GPU. A single short call takes less time than its launch.
 _CALLS_PER_EVENT = 10
 
@@ -31,16 +27,11 @@ class ModelFlops:
     A weight needs 2 operations in the forward, 2 for the gradient of its input, and 2 more for its own gradient if it
     trains. Attention needs 4 times its width per layer and visible token, and twice that in the backward. A token sees
     half of its document on average.
-
-    Args:
-        body (`float`): per token, for all matrix products except the LM head's.
-        head (`float`): per trained token, for the LM head.
-        attention (`float`): per token and per token of its document.
     """
 
-    body: float
-    head: float
-    attention: float
+    body: float  # per token, for all matrix products except the LM head's
+    head: float  # per trained token, for the LM head
+    attention: float  # per token and per token of its document
 
     @classmethod
     def planned(cls, config: PreTrainedConfig, args: CommonConfig) -> ModelFlops:
@@ -61,8 +52,16 @@ class ModelFlops:
             if isinstance(m, nn.Linear)
         }
         # The head is counted separately, because it scores trained positions only.
-        of_head = linear.pop(head, None) or _head_flops(head)
-        body = sum(linear.values()) + _expert_flops(model, text)
+        of_head = linear.pop(head, None)
+        if of_head is None:  # no `nn.Linear`: one product with its matrix
+            weight = getattr(head, "weight", None)
+            of_head = _flops_per_weight(weight) * whole_size(weight) if isinstance(weight, torch.Tensor) else 0
+        body = sum(linear.values())
+        # Experts are stacked in one parameter. Mixtral's config has `num_local_experts`, Qwen's has `num_experts`.
+        experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
+        stacked = sum(_flops_per_weight(p) * whole_size(p) for p in model.parameters() if len(whole_shape(p)) == 3)
+        if experts and stacked:
+            body += stacked * text.num_experts_per_tok / experts
         # Forward: scores and values, 2 operations per multiplication, half of the document: 2 * 2 * width / 2. The
         # backward needs twice as many.
         return cls(body, of_head, 3 * 2 * heads * head_dim * text.num_hidden_layers)
@@ -70,9 +69,7 @@ class ModelFlops:
     def per_token(self, *, seen: float, trained: float = 1.0) -> float:
         """Return the operations for one true token.
 
-        Args:
-            seen (`float`): the length of a token's document, as a mean over tokens.
-            trained (`float`): share of the tokens that the LM head scores.
+        `seen` is the length of a token's document, as a mean over tokens; `trained` the share that the LM head scores.
         """
         return self.body + self.head * trained + self.attention * seen
 
@@ -82,25 +79,8 @@ def _flops_per_weight(weight: torch.Tensor) -> int:
     return 6 if weight.requires_grad else 4
 
 
-def _head_flops(head: nn.Module | None) -> float:
-    """Return the operations of an LM head that is no `nn.Linear`: one product with its matrix."""
-    weight = getattr(head, "weight", None)
-    return _flops_per_weight(weight) * whole_size(weight) if isinstance(weight, torch.Tensor) else 0
-
-
-def _expert_flops(model: nn.Module, text: Any) -> float:
-    """Return a token's operations for expert weights that are stacked in one parameter."""
-    # Mixtral's config has `num_local_experts`, Qwen's has `num_experts`.
-    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
-    stacked = sum(_flops_per_weight(p) * whole_size(p) for p in model.parameters() if len(whole_shape(p)) == 3)
-    return stacked * text.num_experts_per_tok / experts if experts and stacked else 0
-
-
 def attention_heads(text: Any) -> tuple[int, int]:
-    """Return number and width of a text config's query heads; 0 heads for a model without attention.
-
-    If layers differ (Gemma 4), the result is their rounded mean.
-    """
+    """Return number and width of a text config's query heads, rounded means if layers differ; 0 without attention."""
     try:
         heads, head_dim = getattr(text, "num_attention_heads", 0) or 0, getattr(text, "head_dim", None)
     except RuntimeError:  # transformers' `AmbiguousGlobalPerLayerAttributeError`
@@ -148,13 +128,6 @@ def matmul_flops(
     return 2 * rows * inner * columns / best_seconds(lambda: a @ b, device, seconds)
 
 
-def bandwidth(device: torch.device) -> float:
-    """Measure the bytes per second that memory reads and writes in a large copy."""
-    source = torch.empty(_COPIED_BYTES // 4, device=device).normal_(generator=torch.Generator(device).manual_seed(0))
-    target = torch.empty_like(source)
-    return 2 * _COPIED_BYTES / best_seconds(lambda: target.copy_(source), device, 0.5)
-
-
 def best_seconds(act: Callable[[], Any], device: torch.device, seconds: float) -> float:
     """Call `act` for some seconds, at least three times, and return the seconds of the fastest call."""
     times: list[float] = []
@@ -176,7 +149,7 @@ def _on_host(act: Callable[[], Any], device: torch.device) -> tuple[float, int]:
 
 
 def _on_gpu(act: Callable[[], Any]) -> tuple[float, int]:
-    """Measure the seconds of several calls by the device's own clock. The host's would include launches and waits."""
+    """Measure several calls by the device's own clock. The host's would include launches and waits."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     for _ in range(_CALLS_PER_EVENT):

@@ -1,4 +1,4 @@
-"""Loading of models and datasets by name or path, with errors that say what to change."""
+"""Loading of models and datasets by name or path, and merging of adapters, with errors that say what to change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import transformers
 from datasets import DatasetDict, IterableDatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from ...errors import InvalidDataset, UnsupportedModel
+from ...errors import InvalidConfig, InvalidDataset, UnsupportedModel
 
 # Ends of the names of classes with a head that is no LM head.
 _HEADS = (
@@ -42,22 +42,28 @@ def load_dataset_dict(
     Raises:
         [`InvalidDataset`]: if a file's type is not known, or if there is no dataset of this name.
     """
-    path = Path(name)
+    path, source, options = Path(name), name, {"name": config}
     if path.is_file():
         suffix = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
         if suffix not in _BUILDERS:
             raise InvalidDataset(
                 f"cannot tell the format of {name}.", do=f"Use one of {sorted(_BUILDERS)}, with or without .gz."
             )
-        return _loaded(name, _BUILDERS[suffix], data_files=name, streaming=streaming)
-    return _loaded(name, name, name=config, streaming=streaming)
+        source, options = _BUILDERS[suffix], {"data_files": name}
+    try:
+        return load_dataset(source, streaming=streaming, **options)  # type: ignore[return-value]  # no split is asked
+    except StopIteration as error:  # raised for an empty file
+        raise InvalidDataset(f"the dataset '{name}' is empty.", do="Check the file.") from error
+    except (OSError, ValueError, DatasetGenerationError) as error:
+        raise InvalidDataset(
+            f"cannot load the dataset '{name}'.",
+            why=missing_path(name) or [str(error.__cause__ or error)],
+            do="Check the name, or the path and the contents of the file.",
+        ) from error
 
 
 def missing_path(name: str) -> list[str]:
-    """Say that no file or folder has this name, and suggest a similar one.
-
-    The result is empty if the path exists, or if the name can only be a name on the Hub.
-    """
+    """Say that no file or folder has this name, and name a similar one; return `[]` if it may be on the Hub."""
     path = Path(name).expanduser()
     if path.exists():
         return []
@@ -72,27 +78,9 @@ def missing_path(name: str) -> list[str]:
     return [f"there is no such {'file' if is_file else 'folder'}{meant}"]
 
 
-def _loaded(shown: str, *args: Any, **options: Any) -> Any:
-    """Call `datasets.load_dataset`, and turn its errors into [`InvalidDataset`]."""
-    try:
-        return load_dataset(*args, **options)
-    except StopIteration as error:  # raised for an empty file
-        raise InvalidDataset(f"the dataset '{shown}' is empty.", do="Check the file.") from error
-    except (OSError, ValueError, DatasetGenerationError) as error:
-        raise InvalidDataset(
-            f"cannot load the dataset '{shown}'.",
-            why=missing_path(shown) or [str(error.__cause__ or error)],
-            do="Check the name, or the path and the contents of the file.",
-        ) from error
-
-
 @contextmanager
 def telling_of_model(name: str) -> Iterator[None]:
-    """Turn transformers' errors about a model that cannot be loaded into one message.
-
-    Raises:
-        [`UnsupportedModel`]: if there is no such model, or this transformers does not know its type.
-    """
+    """Turn transformers' errors about a model that cannot be loaded into one message."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -105,11 +93,7 @@ def telling_of_model(name: str) -> Iterator[None]:
 
 
 def load_for_check(name: str, *, dtype: str, adapter: str | None) -> nn.Module:
-    """Load a causal LM, a classifier or an encoder by name or path, optionally with a PEFT adapter.
-
-    Raises:
-        [`UnsupportedModel`]: if there is no such model.
-    """
+    """Load a causal LM, a classifier or an encoder by name or path, optionally with a PEFT adapter."""
     with telling_of_model(name):
         config = AutoConfig.from_pretrained(name)
     saved, cls = next(iter(config.architectures or ()), ""), AutoModelForCausalLM
@@ -135,3 +119,61 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError):  # transformers raises these for a folder that holds only weights
         return None
+
+
+def merge_adapter(
+    adapter: str, output: str | Path, *, base: str | None = None, dtype: str = "auto"
+) -> tuple[Any, PreTrainedTokenizerBase | None]:
+    """Merge an adapter into its base model and save model and tokenizer into a folder, new or empty.
+
+    The base is loaded again, unquantized. A QLoRA adapter was trained on the base's weights rounded to 4 bits. So the
+    merged model differs from the trained one by that rounding, and is nearer to the original base.
+
+    `base` is its name or path, if it has moved since the adapter was saved. `dtype` is that of the merged weights;
+    `"auto"` is the dtype that the base was saved in. Returns the merged `PreTrainedModel`, and its tokenizer if the
+    adapter or the base has one.
+    """
+    output = Path(output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise InvalidConfig(f"{output} is not empty.", do="Name a new folder.")
+    named = _adapter_config(adapter).base_model_name_or_path
+    base = base or named
+    merged = _adapted(adapter, base, named, dtype).merge_and_unload()
+    # The one that was saved with the adapter, else the base's.
+    found = (load_tokenizer(name) for name in (adapter, base) if name is not None)
+    tokenizer = next((tokenizer for tokenizer in found if tokenizer is not None), None)
+    merged.save_pretrained(output)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(output)
+    return merged, tokenizer
+
+
+def _adapter_config(adapter: str) -> Any:
+    try:
+        config: Any = PeftConfig.from_pretrained(adapter)
+    except (ValueError, OSError) as error:
+        raise UnsupportedModel(
+            f"there is no adapter in '{adapter}'.",
+            why=[str(error)],
+            do="Name the output_dir of a run with use_peft=True. A full fine-tune has no adapter to merge.",
+        ) from error
+    if config.is_prompt_learning:
+        raise InvalidConfig(
+            f"{config.peft_type.value} has no weights to merge: it adds tokens.",
+            do="Use it together with its base: peft.AutoPeftModelForCausalLM loads both.",
+        )
+    return config
+
+
+def _adapted(adapter: str, base: str | None, named: str | None, dtype: str) -> PeftModel:
+    """Load the base, as the adapter names it or another one, with the adapter on it; PEFT resizes embeddings."""
+    if base is not None and base != named:
+        with telling_of_model(base):
+            model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+        return PeftModel.from_pretrained(model, adapter)
+    try:
+        return AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise UnsupportedModel(
+            f"cannot load the base '{named}' of the adapter '{adapter}'.", why=[str(error)], do="Name it with --base."
+        ) from error

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import Sampler
 
 from ...errors import InvalidDataset
+from .collating import CountedBatch
 from .dataset import tables
 from .model_loading import named
 
@@ -38,11 +39,7 @@ _SHOWN = 60
 
 
 class NumberedRows(TorchDataset):
-    """A dataset whose examples say which row they are. `name` is the dataset's in messages.
-
-    Raises:
-        [`InvalidDataset`]: when an example is read, with the row and the column that cannot be.
-    """
+    """A dataset whose examples say which row they are. `name` is the dataset's in messages."""
 
     def __init__(self, dataset: Dataset, name: str) -> None:
         self.dataset, self.name = dataset, name
@@ -89,11 +86,7 @@ class NamingCollator:
         self.collator, self.requires_images = collator, requires_images
 
     def __call__(self, examples: Sequence[Example]) -> Any:
-        """Collate with the wrapped collator.
-
-        Raises:
-            [`InvalidDataset`]: with the row that has no image, or that the processor rejects.
-        """
+        """Collate with the wrapped collator."""
         for example in examples:
             self._require_image(example)
         try:
@@ -173,13 +166,7 @@ def without_image_in_parts(row: str, column: str) -> InvalidDataset:
 
 
 def look_at_images(dataset: Any, *, name: str, requires_images: bool = False) -> None:
-    """Refuse rows whose image is missing, and tell of rows without images. Images are not read.
-
-    A stream is not looked at: [`NamingCollator`] finds its rows as they come.
-
-    Raises:
-        [`InvalidDataset`]: with the first such row.
-    """
+    """Refuse rows whose image is missing, and tell of rows without images. Images and streams are not read."""
     if not isinstance(dataset, Dataset):
         return
     for column in COLUMNS:
@@ -227,13 +214,7 @@ class NamesRows(Base):
     data_collator: Any
 
     def name_rows(self, *, own_collator: bool) -> None:
-        """Look at the images of the datasets, and let the collator name rows, unless it is the user's own.
-
-        Call it once TRL's trainer is built.
-
-        Raises:
-            [`InvalidDataset`]: for rows whose image is missing, or without images where weights are sharded.
-        """
+        """Look at the images of the datasets, and let the collator name rows, unless it is the user's own."""
         in_parts = self.is_fsdp_enabled or getattr(self.args.deepspeed_plugin, "zero_stage", 0) == 3
         for name, dataset in named(self.train_dataset, self.eval_dataset):
             look_at_images(dataset, name=name, requires_images=in_parts)
@@ -243,6 +224,10 @@ class NamesRows(Base):
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         kept = super()._remove_unused_columns(dataset, description)
         return NumberedRows(kept, (description or "given").lower()) if self._is_vision_dataset else kept
+
+    def _prepare_input(self, data: Any) -> Any:
+        # The loader moves only the batches that it makes. The batches of a re-cut step are made between two steps.
+        return super()._prepare_input(data.to(self.args.device) if isinstance(data, CountedBatch) else data)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         # Samplers read lengths from the columns of the dataset itself.

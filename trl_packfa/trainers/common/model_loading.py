@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import transformers
+from accelerate.logging import get_logger
 from datasets import DatasetDict, IterableDatasetDict
-from peft import PeftConfig, PeftModel
+from peft import PeftModel
 from torch import nn
-from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel, TrainingArguments
 from trl import get_peft_config, get_quantization_config
 
 from ...adapters import refuse_quantization
@@ -23,7 +23,7 @@ from .config import CommonConfig
 from .dataset import AnyDataset
 from .hub import telling_of_model
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 EvalDataset = AnyDataset | DatasetDict | IterableDatasetDict | dict[str, AnyDataset]
 
@@ -51,11 +51,7 @@ def named(train: AnyDataset | None, evaluation: EvalDataset | None) -> list[tupl
 
 
 def model_type(name: str, args: CommonConfig) -> str:
-    """Read the `config.model_type` of a model by name, without its weights.
-
-    Raises:
-        [`UnsupportedModel`]: if there is no such model.
-    """
+    """Read the `config.model_type` of a model by name, without its weights."""
     revision = _given_init_kwargs(args).get("revision", args.model_revision)
     with telling_of_model(name):
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
@@ -78,32 +74,21 @@ def quantization_of(kind: str, args: CommonConfig) -> BitsAndBytesConfig | None:
         return None
     config = get_quantization_config(args)
     if args.packing and args.load_in_8bit and config is not None:
-        _keep_tokens_apart(config)
+        logger.warning(
+            "trl-packfa: load_in_8bit=True loads with llm_int8_threshold=0.0, not bitsandbytes' %s, because outliers "
+            "of one document would change the numbers of others. Columns with outliers are in 8 bits too, which costs "
+            "accuracy on models that have some; load_in_4bit=True has no such columns.",
+            config.llm_int8_threshold,
+        )
+        config.llm_int8_threshold = 0.0
     if config is not None and (read := READ_DIRECTLY.get(kind)):
         config.llm_int8_skip_modules = ["lm_head", *read]
     return config
 
 
-def _keep_tokens_apart(config: BitsAndBytesConfig) -> None:
-    """Set the outlier threshold of LLM.int8 to 0, because an outlier of one document changes the others' numbers."""
-    logger.warning(
-        "trl-packfa: load_in_8bit=True loads with llm_int8_threshold=0.0, not bitsandbytes' %s, because outliers of "
-        "one document would change the numbers of others. Columns with outliers are in 8 bits too, which costs "
-        "accuracy on models that have some; load_in_4bit=True has no such columns.",
-        config.llm_int8_threshold,
-    )
-    config.llm_int8_threshold = 0.0
-
-
 @contextmanager
 def telling_of_targets(model: Any, args: Any) -> Iterator[None]:
-    """Turn PEFT's errors about the default adapter into errors that name the field to change.
-
-    They are about targets that match no layer, and dropout on the weights of experts.
-
-    Raises:
-        [`InvalidConfig`]: with the field.
-    """
+    """Turn PEFT's errors about the default adapter's targets and dropout into errors that name the field to change."""
     try:
         yield
     except ValueError as error:
@@ -124,10 +109,7 @@ def telling_of_targets(model: Any, args: Any) -> Iterator[None]:
 
 
 def _linear_layers(model: Any, args: Any) -> list[str]:
-    """List the last name parts of a model's linear layers, without the LM head.
-
-    A model given by name is built without weights; if that is not possible, the list is empty.
-    """
+    """List the last name parts of a model's linear layers, without the LM head; `[]` if it cannot be built."""
     if (model := _built(model, args)) is None:
         return []
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -174,15 +156,22 @@ def _decoder_name(model: Any, args: CommonConfig) -> str | None:
 
 
 def load_as_asked(
-    model: str | PreTrainedModel | PeftModel, args: CommonConfig, *, quantization: Any, adapter: PeftConfig | None
-) -> tuple[Any, PeftConfig | None]:
-    """Return the quantization and the adapter for TRL to load the model with, and set `args.model_init_kwargs`.
+    model: str | PreTrainedModel | PeftModel,
+    args: CommonConfig,
+    given: Mapping[str, Any],
+    *,
+    asked: TrainingArguments | None,
+    task: str | None = None,
+) -> dict[str, Any]:
+    """Return `quantization_config` and `peft_config` for TRL to load the model with, and set `args.model_init_kwargs`.
 
-    A model given by name is loaded as the arguments say; the user's own `quantization` and `adapter` win over them.
+    A model given by name is loaded as the arguments say. The user's own quantization and adapter in `given`, the
+    trainer's arguments, win over them. `asked` is the config that the user passed, `task` the adapter's task type.
 
     Raises:
         [`UnsupportedModel`]: for a quantization that lets documents of a batch change each other's numbers.
     """
+    quantization, adapter = given.get("quantization_config"), given.get("peft_config")
     kind = model_type(model, args) if isinstance(model, str) else None
     if kind is not None:
         args.model_init_kwargs, quantization = init_kwargs(args), quantization or quantization_of(kind, args)
@@ -192,4 +181,20 @@ def load_as_asked(
             refuse_quantization(quantization or args.model_init_kwargs.get("quantization_config"))
     if adapter is None and not isinstance(model, PeftModel):
         adapter = default_adapter(kind or inspect.model_type(model), args, model)  # type: ignore[arg-type]
-    return quantization, adapter
+        if adapter is not None:
+            if task is not None:
+                adapter.task_type = task
+            _tell_adapter(asked, args, adapter)
+    return {"quantization_config": quantization, "peft_config": adapter}
+
+
+def _tell_adapter(asked: TrainingArguments | None, settled: TrainingArguments, adapter: Any) -> None:
+    """Log that a run trains an adapter by default, and how to turn it off, unless the user passed a config of ours."""
+    if isinstance(asked, type(settled)):
+        return
+    given = "no config" if asked is None else f"a plain {type(asked).__name__}"
+    logger.warning(
+        "trl-packfa: with %s, %s adds a LoRA adapter (r=%s) and trains that alone. %s(use_peft=False) trains all "
+        "parameters.",
+        given, type(settled).__name__.replace("Config", "Trainer"), adapter.r, type(settled).__name__,
+    )  # fmt: skip

@@ -51,10 +51,7 @@ class TrainerChoice(ColumnChoice):
 
 
 def asked_trainer(argv: list[str]) -> str:
-    """Read the trainer's name from the flags or the YAML file, before the parser is built.
-
-    A wrong name gives `sft` here; the parser refuses it later.
-    """
+    """Read the trainer's name from the flags or the YAML file, before the parser is built; `sft` for a wrong name."""
     names = TrainerChoice.__dataclass_fields__["trainer"].metadata["choices"]
     asked = _value_of(_FLAG, argv)
     config = _value_of("--config", argv)

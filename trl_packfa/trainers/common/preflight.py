@@ -1,42 +1,41 @@
-"""Checks before model and data are loaded: folder, checkpoint, reporting packages, tokenizer, attention, Hub."""
+"""Checks before model and data are loaded: folder, checkpoint, reporting packages, tokenizer, attention, Hub.
+
+Chat templates are tried, too: TRL passes tools and tool calls to the template and does not check whether they appear
+in the text. A template that ignores tool calls renders an assistant's call as an empty turn.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from datasets import Dataset, IterableDataset
 from huggingface_hub import HfApi
 from transformers import AutoProcessor
 from transformers.integrations import integration_utils
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import is_flash_attn_2_available
+from trl import is_conversational, maybe_convert_to_chatml
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
 from ...errors import InvalidConfig, MissingPackage
-from .chat_templates import holds_conversations
-from .checkpoint_files import require_undamaged, require_whole_checkpoint
 from .config import CommonConfig
 from .hub import missing_path
+from .model_loading import named
 
-# Values of `resume_from_checkpoint` besides a folder, in upper or lower case.
-_LAST, _NONE = ("true", "last"), ("", "false", "none")
 # Names of integrations in transformers' `is_NAME_available` functions, where they differ from `report_to`'s.
 _LOOKED_FOR_AS = {"azure_ml": "azureml", "comet_ml": "comet", "flyte": "flytekit"}
 
 
 def require_output_dir(folder: str | Path | None) -> None:
-    """Make the folder that a run writes into, and require that it is writable.
-
-    Raises:
-        [`InvalidConfig`]: if it cannot be made, is a file or cannot be written to.
-    """
+    """Make the folder that a run writes into, and require that it is writable."""
     try:
         Path(folder or ".").mkdir(parents=True, exist_ok=True)
         # Test by writing, because permissions say little on network file systems, and nothing to root.
@@ -51,46 +50,6 @@ def require_output_dir(folder: str | Path | None) -> None:
         ) from error
 
 
-def checkpoint_to_resume(asked: str | bool | None, folder: str | Path | None, *, whole: bool = True) -> str | None:
-    """Return the folder of the checkpoint that `resume_from_checkpoint` asks for, or `None` if it asks for none.
-
-    `True`, `"true"` and `"last"` mean the last whole checkpoint in `folder`. With `whole=False`, for a trainer whose
-    checkpoints do not record that they are whole, they mean the last one.
-
-    Raises:
-        [`InvalidConfig`]: if there is no such checkpoint, or its files have changed since they were written.
-    """
-    word = str(asked or "").lower()
-    if word in _NONE:
-        return None
-    if word in _LAST:
-        last = None if whole else get_last_checkpoint(str(folder))
-        return last or require_whole_checkpoint(folder)
-    if not (Path(str(asked)) / TRAINER_STATE_NAME).is_file():
-        there = "no such folder" if not Path(str(asked)).is_dir() else f"the folder has no {TRAINER_STATE_NAME}"
-        raise InvalidConfig(
-            f"resume_from_checkpoint={asked}: that is no checkpoint.",
-            why=[there],
-            do=f"Name the folder of a checkpoint, or pass 'last' for the last whole one in {folder}.",
-        )
-    require_undamaged(str(asked))
-    return str(asked)
-
-
-def resuming_message(checkpoint: str | Path) -> str:
-    """Say from which checkpoint and optimizer step a run resumes.
-
-    Raises:
-        [`InvalidConfig`]: if the checkpoint's state cannot be read.
-    """
-    path = Path(checkpoint) / TRAINER_STATE_NAME
-    try:
-        step = int(json.loads(path.read_text(encoding="utf-8"))["global_step"])
-    except (OSError, ValueError, KeyError) as error:
-        raise InvalidConfig(f"{path} cannot be read: {error!r}.", do="Resume from another checkpoint.") from error
-    return f"resuming from {Path(checkpoint).name} at step {step}"
-
-
 def from_zero_message(folder: str | Path | None) -> str:
     """Say that a run starts from zero though its folder has checkpoints; return `""` if it has none."""
     found = get_last_checkpoint(str(folder)) if Path(folder or ".").is_dir() else None
@@ -103,12 +62,7 @@ def from_zero_message(folder: str | Path | None) -> str:
 
 
 def require_reporters(args: CommonConfig) -> None:
-    """Require the packages that `report_to` names.
-
-    Raises:
-        [`InvalidConfig`]: if transformers knows no such integration.
-        [`MissingPackage`]: if one is not installed, or not set up.
-    """
+    """Require the packages that `report_to` names."""
     known = integration_utils.INTEGRATION_TO_CALLBACK
     for name in args.report_to or []:
         if name not in known:
@@ -124,11 +78,7 @@ def require_reporters(args: CommonConfig) -> None:
 
 
 def load_tokenizer(name: str, args: CommonConfig, *, otherwise: str = "") -> Any:
-    """Load the tokenizer or processor of a model, as TRL loads it; `otherwise` ends the advice of the error.
-
-    Raises:
-        [`InvalidConfig`]: if there is none.
-    """
+    """Load the tokenizer or processor of a model, as TRL loads it; `otherwise` ends the advice of the error."""
     try:
         return AutoProcessor.from_pretrained(
             name, revision=args.model_revision, trust_remote_code=args.trust_remote_code
@@ -145,15 +95,7 @@ def load_tokenizer(name: str, args: CommonConfig, *, otherwise: str = "") -> Any
 def require_tokenizer(
     model: Any, args: Any, *, processing_class: Any, datasets: Iterable[tuple[str, Any]], makes_text: bool = True
 ) -> None:
-    """Load the tokenizer of a model given by name, and require the chat template that the datasets need.
-
-    `processing_class` is the user's own, `datasets` are names and datasets. `makes_text` is `False` if the user's
-    function, not the chat template, turns conversations into text.
-
-    Raises:
-        [`InvalidConfig`]: if there is no tokenizer, no chat template for conversations, or a template that does not
-            mark the tokens that `assistant_only_loss` trains.
-    """
+    """Load the tokenizer of a model given by name, and require the chat template that the datasets need."""
     if processing_class is None:
         if not isinstance(model, str):
             return  # TRL finds the tokenizer's name in the model
@@ -174,12 +116,17 @@ def require_tokenizer(
             )
 
 
-def require_attention(args: Any) -> None:
-    """Require the package of the attention that `attn_implementation` names.
+def require_run(given: dict[str, Any], args: Any, *, makes_text: bool = True) -> None:
+    """Require reporters, attention package and tokenizer of a run. `makes_text`: chat templates make the text."""
+    require_reporters(args)
+    require_attention(args)
+    datasets = named(given.get("train_dataset"), given.get("eval_dataset"))
+    tokenizer = given.get("processing_class")
+    require_tokenizer(given["model"], args, processing_class=tokenizer, datasets=datasets, makes_text=makes_text)
 
-    Raises:
-        [`MissingPackage`]: if flash-attn is not installed, or finds no GPU.
-    """
+
+def require_attention(args: Any) -> None:
+    """Require the package of the attention that `attn_implementation` names."""
     asked = getattr(args, "attn_implementation", None)
     if asked != "flash_attention_2" or is_flash_attn_2_available():
         return
@@ -191,11 +138,7 @@ def require_attention(args: Any) -> None:
 
 
 def require_hub(args: Any) -> None:
-    """Require a login at the Hub if `push_to_hub` is on.
-
-    Raises:
-        [`InvalidConfig`]: if the Hub cannot be reached or does not accept the token.
-    """
+    """Require a login at the Hub if `push_to_hub` is on."""
     if not args.push_to_hub:
         return
     try:
@@ -209,11 +152,7 @@ def require_hub(args: Any) -> None:
 
 
 def require_markable(tokenizer: Any) -> None:
-    """Require a chat template that marks the assistant's tokens, or that TRL can mark.
-
-    Raises:
-        [`InvalidConfig`]: with the names of the templates that TRL can mark.
-    """
+    """Require a chat template that marks the assistant's tokens, or that TRL can mark."""
     template = getattr(tokenizer, "chat_template", None)
     if template is not None:
         if has_generation_markers(template):
@@ -252,3 +191,73 @@ def _with_template(tokenizer: Any, args: Any) -> Any:
     tokenizer = copy.copy(tokenizer)
     tokenizer.chat_template = path.read_text(encoding="utf-8")
     return tokenizer
+
+
+# Number of examples to render: spread over a dataset, or the first ones of a stream.
+_LOOKED_AT, _LOOKED_AT_OF_STREAM = 200, 16
+
+
+def left_out_by_template(
+    dataset: Dataset | IterableDataset, processing_class: Any, chat_template: str | None = None
+) -> list[str]:
+    """Describe content that the template ignores, with the share of examples, each rendered with and without it."""
+    looked_at = 0
+    left_out = {"tools": 0, "tool calls": 0}
+    for example in _some(dataset):
+        looked_at += 1
+        for name, ignored in _ignored(example, processing_class, chat_template).items():
+            left_out[name] += ignored
+    lost = {"tools": "the tools that it may call", "tool calls": "the assistant's calls and has empty turns instead"}
+    return [
+        f"the chat template ignores {name}: in {count / looked_at:.0%} of the examples ({count} of {looked_at} looked "
+        f"at) the trained text lacks {lost[name]}. Use the model's own template, or chat_template_path."
+        for name, count in left_out.items()
+        if count
+    ]
+
+
+def holds_conversations(dataset: Dataset | IterableDataset) -> bool:
+    """Tell whether a dataset's first example has messages, which need a chat template."""
+    if not isinstance(dataset, Dataset | IterableDataset):
+        return False
+    example = maybe_convert_to_chatml(dict(next(iter(dataset), {})))
+    if "input_ids" in example or [] in example.values():  # TRL would fail on an empty list of messages
+        return False
+    return is_conversational(example)
+
+
+def _some(dataset: Dataset | IterableDataset) -> Iterator[dict[str, Any]]:
+    if isinstance(dataset, IterableDataset):
+        yield from dataset.take(_LOOKED_AT_OF_STREAM)
+        return
+    number = min(_LOOKED_AT, len(dataset))
+    for index in np.linspace(0, len(dataset) - 1, num=number, dtype=int):
+        yield dataset[int(index)]
+
+
+def _ignored(example: dict[str, Any], processing_class: Any, chat_template: str | None) -> dict[str, bool]:
+    """Tell, for tools and for tool calls, whether the example has them and its text is the same without them."""
+    example = maybe_convert_to_chatml(dict(example))
+    if "input_ids" in example or not is_conversational(example):
+        return {}
+    messages = example["messages"] if "messages" in example else [*example["prompt"], *example["completion"]]
+    tools, calls = example.get("tools"), any(message.get("tool_calls") for message in messages)
+    if not tools and not calls:
+        return {}
+    silent = [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
+    options = {"chat_template": chat_template, **(example.get("chat_template_kwargs") or {}), "tokenize": False}
+    try:
+        # Tools with different schemas fit no Arrow type, so datasets store them as JSON.
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        whole = processing_class.apply_chat_template(messages, tools=tools, **options)
+    except Exception:  # a template can raise anything; TRL will raise it soon, with the example
+        return {}
+    found = {}
+    for name, has, other in (("tools", tools, (messages, None)), ("tool calls", calls, (silent, tools))):
+        try:
+            found[name] = (
+                bool(has) and processing_class.apply_chat_template(other[0], tools=other[1], **options) == whole
+            )
+        except Exception:  # a template that fails without the content does not ignore it
+            found[name] = False
+    return found

@@ -36,8 +36,7 @@ def identity(
 ) -> dict[str, str]:
     """Hash the vocabulary and the tokenized documents (every length, some contents and labels; not for streams).
 
-    `columns` hold token ids; a pair has several. The column `labels` may be missing. `trained` is the number of tokens
-    that have a label, if it is known.
+    `columns` hold token ids; a pair has several. `trained` is the number of tokens that have a label, if it is known.
     """
     found = {"version": __version__, "tokenizer": _vocabulary_hash(tokenizer)}
     if isinstance(train_dataset, Dataset) and set(columns) <= set(train_dataset.column_names) and len(train_dataset):
@@ -59,11 +58,7 @@ def identity(
 
 
 def require_same_run(before: dict[str, Any], now: dict[str, str]) -> None:
-    """Require that a checkpoint's run had this run's data; warn if it had another version of this package.
-
-    Raises:
-        [`InvalidConfig`]: if documents, labels or vocabulary differ, because the epoch could not be continued.
-    """
+    """Require that a checkpoint's run had this run's data; warn if it had another version of this package."""
     why = [
         f"{_NAMES[name]} then: {before[name]}; now: {now[name]}"
         for name in _NAMES
@@ -85,26 +80,20 @@ def require_same_run(before: dict[str, Any], now: dict[str, str]) -> None:
 
 
 def adapter_of(model: Any) -> dict[str, Any]:
-    """Return the fields of an adapter's config that decide its weights and their effect, in JSON types.
-
-    The result is empty for a model without an adapter.
-    """
+    """Return the fields of an adapter's config that decide its weights and effect, in JSON types; `{}` without one."""
     configs = getattr(model, "peft_config", None)  # PEFT's models have it, also if they are wrapped
     if not isinstance(configs, dict) or not configs:
         return {}
     active = getattr(model, "active_adapter", None)  # a name, or a function on models of other tuners
     config = configs[active if isinstance(active, str) and active in configs else next(iter(configs))]
-    fields = {name: _plain(value) for name, value in config.to_dict().items() if _counts(name)}
+    # Initialization has no effect after the start.
+    counted = [n for n in config.to_dict() if not n.startswith("init") and not n.endswith("_config")]
+    fields = {name: _plain(config.to_dict()[name]) for name in counted if name not in _NO_PART}
     # The modules that PEFT has found, because "all-linear" and a list of names may mean the same modules.
     tuner = getattr(model, "base_model", model)
     fields["modules"] = _plain(set(getattr(tuner, "targeted_module_names", None) or ()))
     # Leave empty fields out, because another version of PEFT may have other unused fields.
     return {name: value for name, value in sorted(fields.items()) if value}
-
-
-def _counts(field: str) -> bool:
-    """Tell whether to compare a field of an adapter's config. Initialization fields have no effect after the start."""
-    return field not in _NO_PART and not field.startswith("init") and not field.endswith("_config")
 
 
 def _plain(value: Any) -> Any:
@@ -118,13 +107,7 @@ def _plain(value: Any) -> Any:
 
 
 def require_same_adapter(before: dict[str, Any], model: Any) -> None:
-    """Require that a checkpoint's adapter is the adapter of this run.
-
-    PEFT would load matching weights and silently start the others anew.
-
-    Raises:
-        [`InvalidConfig`]: with the fields that differ.
-    """
+    """Require a checkpoint's adapter to be this run's: PEFT would silently start weights that do not match anew."""
     if "adapter" not in before:  # written by another trainer or an earlier version
         return
     then, now = before["adapter"], adapter_of(model)

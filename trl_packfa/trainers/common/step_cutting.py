@@ -3,13 +3,17 @@
 The data loader yields the padded run's examples in its order, but uncollated. Then the examples of one step are re-cut
 and collated. The Trainer gets one slot per padded micro-batch, so its bookkeeping (steps, epochs, schedule, resuming)
 is the padded run's. The last slot of a step holds all its micro-batches; the other slots are idle.
+
+A loss or noise that depends on a whole padded micro-batch needs [`Origins`]: where each example comes from.
+
+Shape letters: T tokens (B * L), G padded micro-batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,13 +25,12 @@ from datasets import IterableDataset
 
 from ...errors import InvalidConfig
 from ...layout import PackedLayout
+from ...layout.from_call import layout_of
 from ...packing import imbalance
 from .batching import FREE, KEPT, TOGETHER, deal
 from .config import CommonConfig
-from .dataset import count_computed, longest_document, read_lengths
+from .dataset import count_computed, longest_document, read_lengths, split_example
 from .flops import quadratic_weight
-from .padded_batch_map import ORIGINS, origins_of_steps
-from .trees import split_example
 
 logger = get_logger(__name__)
 
@@ -69,7 +72,7 @@ class StepCutter:
 
     The default of the token budget `max_tokens_per_microbatch` is the size of the padded run's largest micro-batch.
     The dataset is tokenized and cut to `max_length`. The accelerator gathers the examples of all ranks. `cut` is how
-    it may cut; see [`how_to_cut`].
+    it may cut, and `why` the reason of a restriction; see [`how_to_cut`].
 
     Raises:
         [`InvalidConfig`]: if the dataset is a stream and its documents have no length limit; or if a document, or a
@@ -77,9 +80,12 @@ class StepCutter:
     """
 
     def __init__(
-        self, args: CommonConfig, *, train_dataset: Any, model: Any, accelerator: Accelerator, cut: str = FREE
+        self, args: CommonConfig, *, train_dataset: Any, model: Any, accelerator: Accelerator, cut: str, why: str
     ) -> None:
         self.args, self.accelerator, self.how = args, accelerator, cut
+        if cut != FREE:
+            kept = "run at the same time" if cut == TOGETHER else "stay one micro-batch"
+            logger.info("trl-packfa: the examples of a padded micro-batch %s: %s.", kept, why)
         lengths, which = _longest(train_dataset, args)
         longest = int(lengths.max())
         if args.max_tokens_per_microbatch is not None:
@@ -100,7 +106,10 @@ class StepCutter:
         """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
         rank, world_size = self.args.data_parallel_rank, self.args.data_parallel_size
         examples, groups = of_all_ranks(batches, self.accelerator, shared_by=self.args.sequence_parallel)
-        examples, groups = self._split(examples, groups)
+        if self.how != KEPT:  # examples of several documents may be larger than the budget; parts keep their group
+            parts = [split_example(example, self.budget) for example in examples]
+            examples = [part for of_one in parts for part in of_one]
+            groups = np.repeat(groups, [len(of_one) for of_one in parts])
         lengths = np.array([count_computed(example) for example in examples], dtype=np.int64)
         dealt = deal(
             lengths, groups, cut=self.how, budget=self.budget, world_size=world_size, quadratic=self.quadratic
@@ -118,23 +127,13 @@ class StepCutter:
         last = Slot(micro_batches, imbalance=imbalance(dealt, lengths, self.quadratic))
         return [Slot([]) for _ in batches[:-1]] + [last]
 
-    def _split(
-        self, examples: Sequence[dict[str, Any]], groups: np.ndarray
-    ) -> tuple[list[dict[str, Any]], np.ndarray]:
-        """Split examples of several documents that are larger than the budget; each part keeps its group."""
-        if self.how == KEPT:
-            return list(examples), groups
-        parts = [split_example(example, self.budget) for example in examples]
-        return [part for of_one in parts for part in of_one], np.repeat(groups, [len(of_one) for of_one in parts])
-
 
 def of_all_ranks(
     batches: Sequence[Documents], accelerator: Accelerator, *, shared_by: int = 1
 ) -> tuple[tuple[dict[str, Any], ...], np.ndarray]:
     """Gather the examples of a step from all ranks, rank by rank, and the number of each one's padded micro-batch.
 
-    With them every rank makes the same plan. Sending token ids costs little compared with computing a step. Groups of
-    `shared_by` ranks have the same examples; the first rank of a group sends them.
+    With them every rank makes the same plan. Groups of `shared_by` ranks have the same examples; the first rank sends.
     """
     rank, world_size = accelerator.process_index // shared_by, accelerator.num_processes // shared_by
     sends = accelerator.process_index % shared_by == 0
@@ -145,19 +144,22 @@ def of_all_ranks(
     return examples, np.array(numbers)
 
 
-def require_aligned(slot: Slot, accelerator: Accelerator, accumulation: int) -> None:
-    """Refuse to run a slot if the Trainer's optimizer step does not follow the last slot of the cut step.
+def run_slot(trainer: Any, slot: Slot, model: Any, run: Callable[[dict[str, Any]], torch.Tensor]) -> torch.Tensor:
+    """Run the micro-batches of a slot and return the sum of their losses; an idle slot returns zero.
 
-    Otherwise there would be an optimizer step without gradients, or gradients that no optimizer step uses. The Trainer
-    sets the accelerator's `sync_gradients` if an optimizer step follows the slot that is about to run.
+    `model` is the wrapped one. Only the last micro-batch of a step reduces gradients over ranks.
 
     Raises:
-        [`InvalidConfig`]: if `gradient_accumulation_steps` was changed, to `accumulation`, at a step where the
-            Trainer's count does not allow it.
+        [`InvalidConfig`]: if `gradient_accumulation_steps` was changed at a step where the Trainer's count does not
+            allow it. Otherwise there would be an optimizer step without gradients, or gradients that no optimizer step
+            uses.
     """
+    accelerator = trainer.accelerator
+    # The Trainer sets `sync_gradients` if an optimizer step follows the slot that is about to run.
     if bool(slot.micro_batches) != accelerator.sync_gradients:
         raise InvalidConfig(
-            f"gradient_accumulation_steps was changed to {accumulation} while training, in the middle of a step.",
+            f"gradient_accumulation_steps was changed to {trainer.args.gradient_accumulation_steps} while training, "
+            "in the middle of a step.",
             why=[
                 "the Trainer makes an optimizer step when its count of micro-batches is a multiple of it, but the "
                 "examples of this step were cut together"
@@ -165,6 +167,23 @@ def require_aligned(slot: Slot, accelerator: Accelerator, accumulation: int) -> 
             do="Change it when the number of micro-batches so far is a multiple of the new value, or before train(). "
             "packing_strategy='minibatch' allows a change at any step.",
         )
+    loss = torch.zeros((), device=trainer.args.device)
+    for i, micro_batch in enumerate(slot.micro_batches):
+        is_last = i + 1 == len(slot.micro_batches)
+        # The Trainer has set it for the whole slot. accelerate clips and steps only if it is on.
+        accelerator.gradient_state._set_sync_gradients(is_last)
+        # DDP reduces in each backward outside of `no_sync`. So it reduces once per step, not once per micro-batch.
+        # DeepSpeed's engine itself reduces and steps at the end of a step.
+        waits = not is_last and not trainer.is_deepspeed_enabled
+        with accelerator.no_sync(model) if waits else nullcontext():
+            loss += run(micro_batch)
+    return loss
+
+
+def log_cut(trainer: Any, slot: Slot) -> None:
+    """Add the number of micro-batches of a step and their imbalance to TRL's metrics."""
+    trainer._metrics["train"]["micro_batches"].append(len(slot.micro_batches))
+    trainer._metrics["train"]["imbalance"].append(slot.imbalance)
 
 
 def count_every_rank(accelerator: Accelerator) -> None:
@@ -175,20 +194,6 @@ def count_every_rank(accelerator: Accelerator) -> None:
     loader = accelerator.gradient_state.active_dataloader
     if loader is not None:
         loader.remainder = 0
-
-
-def in_turn(slot: Slot, *, accelerator: Accelerator, model: Any, syncs_itself: bool) -> Iterator[dict[str, Any]]:
-    """Yield the micro-batches of a step. Run each before the next: only the last reduces gradients over ranks.
-
-    `model` is the wrapped one. `syncs_itself`: the engine itself reduces and steps at the end of a step (DeepSpeed).
-    """
-    for i, micro_batch in enumerate(slot.micro_batches):
-        is_last = i + 1 == len(slot.micro_batches)
-        # The Trainer has set it for the whole slot. accelerate clips and steps only if it is on.
-        accelerator.gradient_state._set_sync_gradients(is_last)
-        # DDP reduces in each backward outside of `no_sync`. So it reduces once per step, not once per micro-batch.
-        with nullcontext() if is_last or syncs_itself else accelerator.no_sync(model):
-            yield micro_batch
 
 
 def how_to_cut(
@@ -220,11 +225,7 @@ def how_to_cut(
 
 
 def keep_padded(args: CommonConfig, why: str) -> None:
-    """Log why steps are not re-cut.
-
-    Raises:
-        [`InvalidConfig`]: if the user set a token budget, which has no effect then.
-    """
+    """Log why steps are not re-cut; refuse a token budget, which has no effect then."""
     if args.max_tokens_per_microbatch is not None:
         raise InvalidConfig(
             f"max_tokens_per_microbatch={args.max_tokens_per_microbatch} has no effect: padded micro-batches stay as "
@@ -236,11 +237,7 @@ def keep_padded(args: CommonConfig, why: str) -> None:
 
 
 def require_budget(budget: int, longest: int, which: str) -> None:
-    """Require that no document is longer than the user's token budget of a micro-batch.
-
-    Raises:
-        [`InvalidConfig`]: with the longest document.
-    """
+    """Require that no document is longer than the user's token budget of a micro-batch."""
     if longest > budget:
         raise InvalidConfig(
             f"max_tokens_per_microbatch={budget} is smaller than {which}.",
@@ -250,11 +247,7 @@ def require_budget(budget: int, longest: int, which: str) -> None:
 
 
 def require_whole(budget: int, lengths: np.ndarray, batch_size: int) -> None:
-    """Require that a padded micro-batch fits the user's token budget, whichever examples share it.
-
-    Raises:
-        [`InvalidConfig`]: with the tokens of the largest possible one.
-    """
+    """Require that a padded micro-batch fits the user's token budget, whichever examples share it."""
     largest = int(np.sort(lengths)[-batch_size:].sum())
     if largest > budget:
         raise InvalidConfig(
@@ -278,10 +271,7 @@ def _untrue(micro_batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _longest(train_dataset: Any, args: CommonConfig) -> tuple[np.ndarray, str]:
-    """Return the tokens of each document, and a description of the longest one.
-
-    For a stream, they are as many documents as a padded micro-batch has, each of the largest allowed length.
-    """
+    """Return the tokens of each document, for a stream the largest allowed, and a description of the longest."""
     if not isinstance(train_dataset, IterableDataset):
         lengths = read_lengths(train_dataset)
         return lengths, f"document {int(lengths.argmax())}, which has {int(lengths.max())} tokens"
@@ -291,11 +281,7 @@ def _longest(train_dataset: Any, args: CommonConfig) -> tuple[np.ndarray, str]:
 
 
 def longest_of_stream(args: CommonConfig) -> int:
-    """Return the largest number of tokens that a document of a stream may have.
-
-    Raises:
-        [`InvalidConfig`]: if there is no limit.
-    """
+    """Return the largest number of tokens that a document of a stream may have."""
     longest = args.max_length or args.max_tokens_per_microbatch
     if longest is None:
         raise InvalidConfig(
@@ -304,3 +290,69 @@ def longest_of_stream(args: CommonConfig) -> int:
             do="Set max_length or max_tokens_per_microbatch, or use packing_strategy='minibatch'.",
         )
     return longest
+
+
+# The key of a micro-batch's `Origins`. It is removed before the model is called.
+ORIGINS = "trl_packfa_origins"
+
+
+@dataclass(frozen=True)
+class Origins:
+    """The padded micro-batches of a packed micro-batch's examples."""
+
+    sizes: tuple[int, ...]  # tokens of each example, in the order of the rows; tokens after them are padding
+    groups: tuple[int, ...]  # the number of each example's padded micro-batch, below G
+    tokens: tuple[int, ...]  # true tokens of each of the G padded micro-batches, on all ranks together
+    longest: tuple[int, ...]  # tokens of each padded micro-batch's longest example
+    # Factor for the sum of G losses, with which the mean over a step's micro-batches and ranks is the mean over its
+    # padded micro-batches.
+    share: float = 1.0
+    shared: bool = False  # whether other ranks may hold examples of the same padded micro-batches at the same time
+
+    @classmethod
+    def of_whole(cls, inputs: Mapping[str, Any]) -> Origins:
+        """Make the origins of a packed batch that holds the examples of exactly one padded micro-batch."""
+        layout = inputs.get("packed_layout") or layout_of(dict(inputs))
+        if layout is None:  # a user's collator may send a single document without boundaries
+            sizes: tuple[int, ...] = (inputs["input_ids"].numel(),)
+        else:
+            sizes = layout.lengths[:-1] if layout.padding else layout.lengths
+        return cls(sizes, (0,) * len(sizes), (sum(sizes),), (max(sizes, default=0),))
+
+    def spread(self, values: Sequence[float], count: int, device: torch.device, *, padding: float) -> torch.Tensor:
+        """Repeat a value of each example for each of its tokens, `(T,)`. T is `count`."""
+        # For example sizes (2, 1), values (7, 9) and 4 tokens give [7, 7, 9, padding].
+        sizes = torch.tensor([*self.sizes, count - sum(self.sizes)])
+        return torch.repeat_interleave(torch.tensor([*values, padding]), sizes, output_size=count).to(device)
+
+
+def origins_of_steps(
+    dealt: Sequence[Sequence[Sequence[int]]], lengths: np.ndarray, groups: np.ndarray, *, rank: int
+) -> list[Origins]:
+    """Return the origins of a rank's micro-batches.
+
+    `dealt` holds, for each rank, the examples of each of its micro-batches; `lengths` and `groups` are the tokens of
+    each example and the number of its padded micro-batch.
+    """
+    _, numbers = np.unique(groups, return_inverse=True)
+    tokens, longest = np.bincount(numbers, weights=lengths).astype(np.int64), np.zeros(numbers.max() + 1, np.int64)
+    np.maximum.at(longest, numbers, lengths)
+    # Example: 8 padded micro-batches run in 2 rounds on 2 ranks. TRL averages over rounds and ranks, so it divides by
+    # 4 instead of 8. Then the share is 4 / 8.
+    share = len(dealt[0]) * len(dealt) / len(tokens)
+    found = []
+    for index, part in enumerate(dealt[rank]):
+        # Number the padded micro-batches that any rank runs now from 0. If they are 5 and 9, examples of 9, 5, 9 get
+        # the numbers 1, 0, 1.
+        here = np.unique(numbers[[example for other in dealt for example in other[index]]])
+        found.append(
+            Origins(
+                sizes=tuple(lengths[part].tolist()),
+                groups=tuple(np.searchsorted(here, numbers[part]).tolist()),
+                tokens=tuple(tokens[here].tolist()),
+                longest=tuple(longest[here].tolist()),
+                share=share,
+                shared=len(dealt) > 1,
+            )
+        )
+    return found

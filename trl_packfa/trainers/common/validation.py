@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,19 +18,18 @@ from ...attention import AttentionRequest, get_backend
 from ...errors import InvalidConfig, InvalidDataset, NoBackend
 from ...patches.measured import results
 from ...patches.registry import get_patch_for_type
-from ...patching.inspect import model_config, model_type
+from ...patching import inspect
+from ...patching.apply import find_state
 from .config import CommonConfig
-from .parallelism import refuse_parallelism
+from .image_rows import image_columns
+from .model_loading import model_type, named
+from .parallelism import asked_parallelism, refuse_parallelism
 
 logger = get_logger(__name__)
 
 
 def refuse_untrainable(model: Any, peft_config: PeftConfig | None) -> None:
-    """Refuse models and adapters that cannot be trained at all, packed or not.
-
-    Raises:
-        [`InvalidConfig`]: for an adapter on the LM head, and for offloaded weights.
-    """
+    """Refuse models and adapters that cannot be trained at all, packed or not."""
     targets = getattr(peft_config, "target_modules", None) or ()
     if "lm_head" in ([targets] if isinstance(targets, str) else targets):
         raise InvalidConfig(
@@ -45,12 +46,7 @@ def refuse_untrainable(model: Any, peft_config: PeftConfig | None) -> None:
 
 
 def refuse_adapters_and_backend(args: CommonConfig, peft_config: PeftConfig | None) -> None:
-    """Refuse an adapter that mixes documents, and a named attention backend that cannot run here.
-
-    Raises:
-        [`UnsupportedModel`]: for the adapter.
-        [`NoBackend`]: for the backend.
-    """
+    """Refuse an adapter that mixes documents, and a named attention backend that cannot run here."""
     refuse_adapter(peft_config)
     if args.attention_backend == "auto":
         return
@@ -67,20 +63,13 @@ def refuse_adapters_and_backend(args: CommonConfig, peft_config: PeftConfig | No
 
 
 def refuse_model(model: str | PreTrainedModel | PeftModel, args: CommonConfig) -> None:
-    """Refuse a model, or a model type, that no patch supports or that contradicts the arguments.
-
-    A type that has not been measured passes here; [`patch`] checks it.
-
-    Raises:
-        [`UnsupportedModel`]: with the nearest names; also for an adapter or a quantization that mixes documents.
-        [`InvalidConfig`]: if the arguments ask to quantize a model that is already loaded.
-    """
-    name = model if isinstance(model, str) else model_type(model)
+    """Refuse a model or type that no patch supports, or that contradicts the arguments. [`patch`] checks new types."""
+    name = model if isinstance(model, str) else inspect.model_type(model)
     if name in results() and results()[name]["verdict"] != "exact":
         get_patch_for_type(name)  # raises with the reason
     if isinstance(model, str):
         return
-    native = getattr(model_config(model), "distributed_config", None)
+    native = getattr(inspect.model_config(model), "distributed_config", None)
     refuse_parallelism({name: getattr(native, name, None) or 1 for name in ("tp_size", "ep_size", "pp_size")})
     quantized = getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
     if (args.load_in_4bit or args.load_in_8bit) and not quantized:
@@ -97,14 +86,7 @@ _STATE_LIKE_WEIGHTS = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FU
 
 
 def refuse_precision(model: torch.nn.Module, args: CommonConfig, *, scales_losses: bool, own_optimizer: bool) -> None:
-    """Refuse trained float16 weights where training them fails; warn if `fp16` has no effect.
-
-    The model has its adapter. `scales_losses`: the loss is scaled for float16, as on an accelerator. `own_optimizer`:
-    the user passes an optimizer.
-
-    Raises:
-        [`InvalidConfig`]: if torch would refuse their gradients in the first step, or AdamW's state cannot hold them.
-    """
+    """Refuse trained float16 weights where training them fails; warn if `fp16` has no effect."""
     if args.fp16 and args.device.type == "cpu":
         logger.warning("trl-packfa: fp16=True has no effect on a CPU: accelerate computes in the weights' own dtype.")
     halves = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype is torch.float16]
@@ -126,14 +108,91 @@ def refuse_precision(model: torch.nn.Module, args: CommonConfig, *, scales_losse
 
 
 def refuse_data(dataset: Dataset | IterableDataset, *, name: str) -> None:
-    """Refuse a dataset that is transformed on the fly.
-
-    Raises:
-        [`InvalidDataset`]: with the reason.
-    """
+    """Refuse a dataset that is transformed on the fly."""
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise InvalidDataset(
             f"the {name} dataset is transformed on the fly (set_transform or with_transform).",
             why=["packing plans with lengths before training, and a resumed run must see the same documents"],
             do="Use dataset.map(...), which is computed once, or reset_format().",
+        )
+
+
+def runs_by_document(model: Any) -> bool:
+    """Tell whether the backbone of a patched model runs document by document."""
+    state = find_state(model)
+    return state is not None and state.patch.rebatch
+
+
+def refuse_liger(args: Any, name: str) -> None:
+    """Refuse Liger kernels and losses, which compute every position of a padded batch. `name` is the trainer's."""
+    liger = [field for field in ("use_liger_kernel", "use_liger_loss") if getattr(args, field, False)]
+    if liger:
+        raise InvalidConfig(
+            f"{name} with {liger[0]}=True cannot run without its pads.",
+            why=["Liger replaces the model's forwards by its own, which were not measured without pads"],
+            do=f"Set {liger[0]}=False. TRL deprecates it and has a fused LM head of its own.",
+        )
+
+
+def require_columns(dataset: Dataset, *, name: str, trainer: str, formats: Sequence[Sequence[str]]) -> None:
+    """Require the columns of one of the formats that TRL's trainer takes, unless the dataset is tokenized."""
+    there = dataset.column_names
+    if any(column.endswith("_ids") for column in there) or any(set(columns) <= set(there) for columns in formats):
+        return
+    wanted = ", or ".join(" and ".join(repr(column) for column in columns) for columns in formats)
+    if "completion" in there:
+        other = "For 'prompt' and 'completion' use SFT: PackedSFTTrainer, or --trainer sft."
+    else:
+        other = "Rename the columns, or make them: --columns 'NAME=TEMPLATE' on the command line."
+    raise InvalidDataset(
+        f"the {name} dataset has columns {sorted(there)}; {trainer} cannot train on them.",
+        why=[f"wanted: {wanted}"],
+        do=other,
+    )
+
+
+def refuse_before_loading(trainer: str, given: dict[str, Any], args: Any, *, takes_images: bool) -> None:
+    """Refuse arguments, data and models that cannot train without padding, before data and weights are loaded."""
+    model, adapter, train = given["model"], given.get("peft_config"), given.get("train_dataset")
+    if isinstance(train, Dataset) and not len(train):
+        raise InvalidDataset("the train dataset is empty.", do="Check the split, filters and file names.")
+    if not isinstance(train, (Dataset, IterableDataset)):
+        raise InvalidDataset(
+            f"{trainer} takes a `Dataset` or a stream, but train_dataset is {type(train).__name__}.",
+            do="Load it with datasets.load_dataset, or make one: Dataset.from_list(rows).",
+        )
+    if isinstance(train, IterableDataset):
+        _refuse_policy(args, "a stream", "its pairs are not known before they are read, so TRL cuts or drops them")
+    for name, dataset in named(train, given.get("eval_dataset")):
+        refuse_data(dataset, name=name)
+        if columns := image_columns(dataset):
+            if not takes_images:
+                raise InvalidDataset(
+                    f"the {name} dataset has a column '{columns[0]}', and {trainer} takes no images.",
+                    why=["TRL's own trainer takes none: it would tokenize the text alone"],
+                    do="Drop the column to train on the text alone. PackedDPOTrainer and PackedKTOTrainer take "
+                    "images.",
+                )
+            _refuse_policy(args, "images", "their tokens exist only after collation, where TRL cuts them")
+    if getattr(args.accelerator_config, "dispatch_batches", None):
+        raise InvalidConfig(
+            "accelerator_config.dispatch_batches=True cannot carry the pairs of a step.",
+            why=["accelerate would concatenate and cut the batches of several ranks"],
+            do="Leave dispatch_batches unset.",
+        )
+    refuse_adapters_and_backend(args, adapter)
+    refuse_parallelism(asked_parallelism(args))
+    refuse_model(model_type(model, args) if isinstance(model, str) else model, args)
+
+
+def _refuse_policy(args: Any, what: str, why: str) -> None:
+    """Refuse an overflow policy other than TRL's where TRL itself cuts or drops long pairs."""
+    default = next((f.default for f in fields(args) if f.name == "overflow"), None)
+    if default is not None and args.overflow != default:
+        raise InvalidConfig(
+            f"overflow='{args.overflow}' with {what}.",
+            why=[why],
+            do=f"Drop overflow (the default is '{default}'), or load the whole dataset."
+            if what == "a stream"
+            else f"Drop overflow (the default is '{default}').",
         )

@@ -1,7 +1,4 @@
-"""GRPO and RLOO for the command line: TRL's trainers, with configs like the packed trainers' and without padding.
-
-Generation, rewards, losses, steps and checkpoints are TRL's.
-"""
+"""GRPO and RLOO for the command line: TRL's trainers, with configs like the packed trainers' and without padding."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from datasets import Dataset
@@ -17,10 +15,11 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl import rewards as trl_rewards
 
 from ...errors import InvalidConfig, InvalidDataset
-from ..common.config import CommonConfig, require_trainable
+from ..common.config import CommonConfig
 from ..common.model_loading import load_as_asked, named, telling_of_targets
+from ..common.preflight import require_run
+from ..common.validation import refuse_before_loading, refuse_liger, require_columns
 from .padding_free import padding_free
-from .refusals import refuse_before_loading, refuse_liger, require_columns, require_run
 
 
 @dataclass
@@ -30,7 +29,6 @@ class OnlineConfig(CommonConfig):
     def __post_init__(self) -> None:
         refuse_liger(self, type(self).__name__)
         super().__post_init__()
-        require_trainable(self)
 
 
 @dataclass
@@ -43,16 +41,6 @@ class PaddingFreeRLOOConfig(OnlineConfig, RLOOConfig):
     """All fields of TRL's `RLOOConfig` and `ModelConfig`, with LoRA on."""
 
 
-def grpo(model: str, **given: Any) -> Any:
-    """Build TRL's `GRPOTrainer` from its own arguments, without padding."""
-    return _without_pads(GRPOTrainer, model, **given)
-
-
-def rloo(model: str, **given: Any) -> Any:
-    """Build TRL's `RLOOTrainer` from its own arguments, without padding."""
-    return _without_pads(RLOOTrainer, model, **given)
-
-
 def _without_pads(trainer: Any, model: str, *, args: Any, **given: Any) -> Any:
     for name, dataset in named(given.get("train_dataset"), given.get("eval_dataset")):
         if not isinstance(dataset, Dataset):
@@ -63,18 +51,18 @@ def _without_pads(trainer: Any, model: str, *, args: Any, **given: Any) -> Any:
         require_columns(dataset, name=name, trainer=trainer.__name__, formats=(("prompt",),))
     refuse_before_loading(trainer.__name__, {"model": model, **given}, args, takes_images=True)
     require_run({"model": model, **given}, args)
-    quantization, adapter = load_as_asked(model, args, quantization=None, adapter=None)
+    given |= load_as_asked(model, args, given, asked=args)
     with telling_of_targets(model, args):
-        built = trainer(model, args=args, quantization_config=quantization, peft_config=adapter, **given)
+        built = trainer(model, args=args, **given)
     return padding_free(built, check_first_batch=args.check_packing, **args.patch_options)
 
 
-def reward_options(script_args: Any) -> dict[str, Any]:
-    """Return the trainer's `reward_funcs`: the functions and the reward model that TRL's script arguments name.
+# TRL's trainers without padding. They take TRL's own arguments.
+grpo, rloo = partial(_without_pads, GRPOTrainer), partial(_without_pads, RLOOTrainer)
 
-    Raises:
-        [`InvalidConfig`]: if there is no reward, or one cannot be imported.
-    """
+
+def reward_options(script_args: Any) -> dict[str, Any]:
+    """Return the trainer's `reward_funcs`: the functions and the reward model that TRL's script arguments name."""
     rewards: list[Any] = [script_args.reward_model_name_or_path] if script_args.reward_model_name_or_path else []
     rewards += [_reward(name) for name in script_args.reward_funcs or ()]
     if not rewards:

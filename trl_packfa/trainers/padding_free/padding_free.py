@@ -14,7 +14,7 @@ from ...api import patch
 from ...errors import InvalidConfig, PackingError, UnsupportedModel
 from ...patching.apply import all_or_none, find_state
 from ...patching.inspect import inner_model
-from .refusals import refuse_liger
+from ..common.validation import refuse_liger
 from .run import POLICY, PaddingFreeRun
 
 logger = logging.getLogger(__name__)
@@ -84,10 +84,7 @@ def run_without_pads(
 ) -> PaddingFreeRun:
     """Patch a trainer's models and attach a [`PaddingFreeRun`] to it, or update the attached one.
 
-    `options` are keyword arguments of [`patch`].
-
-    Raises:
-        [`InvalidConfig`], [`UnsupportedModel`], [`ContaminationError`]: about models, as in [`padding_free`].
+    `options` are keyword arguments of [`patch`]. See [`padding_free`] for what is refused.
     """
     models, run = models_of(trainer), attached_run(trainer)
     if leave_padded is None:
@@ -117,10 +114,7 @@ def run_without_pads(
 
 
 def models_of(trainer: Any) -> dict[str, nn.Module]:
-    """Find every transformers model that a trainer holds, bare or PEFT's, by the attribute that holds it, each once.
-
-    A model in a list, such as GRPO's `reward_funcs`, has the name `name[i]`.
-    """
+    """Find a trainer's transformers models, each once, by the attribute that holds it (`name[i]` in a list)."""
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
     for name, module in _held(trainer):
@@ -151,11 +145,7 @@ def attached_run(trainer: Any) -> PaddingFreeRun | None:
 
 
 def _patch_all(trainer: Any, models: dict[str, nn.Module], **options: Any) -> None:
-    """Patch all models; if one is refused, undo the others.
-
-    Raises:
-        [`PackingError`]: of the refused model, with its name.
-    """
+    """Patch all models; if one is refused, undo the others."""
     with all_or_none(models.values()):
         for name, model in models.items():
             try:
@@ -195,11 +185,7 @@ def _tell_of_metrics(trainer: Any) -> None:
 
 
 def _require_trainer(trainer: Any) -> None:
-    """Refuse a trainer that cannot be made padding-free by patching its models.
-
-    Raises:
-        [`InvalidConfig`]: with the reason.
-    """
+    """Refuse a trainer that cannot be made padding-free by patching its models."""
     if not isinstance(trainer, Trainer) or not isinstance(trainer.model, nn.Module):
         raise InvalidConfig(
             f"padding_free takes a trainer with a model, got {type(trainer).__name__}.",
@@ -218,11 +204,7 @@ def _require_trainer(trainer: Any) -> None:
 
 
 def _require_images(trainer: Any, model: nn.Module) -> None:
-    """Refuse a model that cannot run the images of its trainer without padding.
-
-    Raises:
-        [`UnsupportedModel`]: with the reason.
-    """
+    """Refuse a model that cannot run the images of its trainer without padding."""
     state = find_state(model)
     if state is None or state.takes_images or not _has_images(trainer):
         return

@@ -18,7 +18,7 @@ from ...layout.padded_rows import PaddedRows
 from ...patching.apply import PatchState, find_state
 from ...patching.inspect import inner_model
 from ...runtime.zero3 import is_partitioned
-from .collating import CountingCollator
+from ..common.collating import CountingCollator
 
 logger = logging.getLogger(__name__)
 
@@ -27,22 +27,14 @@ POLICY = "model"
 
 
 class Counts(NamedTuple):
-    """Counts of the models' work.
-
-    Attributes:
-        seconds (`float`): time.
-        trained (`float`): true tokens that the policy has trained.
-        tokens (`float`), pads (`float`): true tokens, and padding that was not computed, of all models.
-        documents (`float`): documents that the policy has trained.
-        shared (`float`): true tokens that were computed in another row.
-    """
+    """Counts of the models' work."""
 
     seconds: float = 0.0
-    trained: float = 0
-    tokens: float = 0
-    pads: float = 0
-    documents: float = 0
-    shared: float = 0
+    trained: float = 0  # true tokens that the policy has trained
+    tokens: float = 0  # true tokens of all models
+    pads: float = 0  # padding of all models, which was not computed
+    documents: float = 0  # that the policy has trained
+    shared: float = 0  # true tokens that were computed in another row
 
     def plus(self, counts: Counts, *, minus: Counts) -> Counts:
         """Return these counts plus `counts`, minus `minus`."""
@@ -52,11 +44,8 @@ class Counts(NamedTuple):
 class PaddingFreeRun(TrainerCallback):
     """The callback of a trainer without padding: it counts rows, checks the first batch, and adds logs.
 
-    Attributes:
-        models (`dict[str, nn.Module]`): models that run without padding, by the attribute that holds them.
-        left_padded (`tuple[str, ...]`): attributes whose models stay padded.
-        check_first_batch, shares (`bool`): whether the first batch is compared, and whether rows share prefixes.
-        first_calls (`dict[str, PaddedBatchProof]`): result of the first batch's comparison for each model.
+    `models` run without padding, by the attribute that holds them; those in `left_padded` stay padded. `first_calls`
+    are the results of the first batch's comparison for each model. With `shares`, rows share prefixes.
     """
 
     def __init__(
@@ -103,11 +92,7 @@ class PaddingFreeRun(TrainerCallback):
             trainer.data_collator = CountingCollator(own, share_prefixes=self.shares)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Require that all models are still patched, prepare the comparison of the first batch, and start the clock.
-
-        Raises:
-            [`UnsupportedModel`]: if a model is no longer patched.
-        """
+        """Require that all models are still patched, prepare the check of the first batch, and start the clock."""
         for name, model in self.models.items():
             patched = find_state(model)
             if patched is None or patched.unpadding is None:
@@ -204,7 +189,11 @@ class _Watching:
         unpadding, called = self.state.unpadding, f"{type(self.run.trainer).__name__}.{self.name}"
         assert unpadding is not None
         unpadding.watch = None  # because the model is called again below
-        if self.name not in self.run.first_calls and _is_whole(self.model, self.state):
+        # A backbone cannot run again inside its own call with sharded weights, which are gathered once per call, nor
+        # with activated LoRA, which finds its invocation tokens outside of the backbone.
+        sharded = any(hasattr(p, "device_mesh") for p in inner_model(self.model).parameters())
+        once = sharded or is_partitioned(self.model) or self.state.invocations
+        if self.name not in self.run.first_calls and not once:
             self._compare(forward, call, rows).require_exact(called)
         # With return_dict=False the outputs are a tuple with the hidden states first.
         last = outputs[0] if isinstance(outputs, tuple) else outputs.last_hidden_state
@@ -227,13 +216,3 @@ class _Watching:
             self.name, first.difference, first.allowed, rows.num_pads, rows.num_pads + rows.num_tokens,
         )  # fmt: skip
         return first
-
-
-def _is_whole(model: nn.Module, state: PatchState) -> bool:
-    """Tell whether a backbone can run again inside its own call.
-
-    It cannot with sharded weights, which are gathered once per call, nor with activated LoRA, which finds its
-    invocation tokens outside of the backbone.
-    """
-    sharded = any(hasattr(p, "device_mesh") for p in inner_model(model).parameters())
-    return not (sharded or is_partitioned(model) or state.invocations)

@@ -1,25 +1,29 @@
-"""Re-cutting of an optimizer step's pairs into fewer, fuller micro-batches of about equal cost on every rank.
+"""Cutting of pairs: to `max_length`, with every dropped token counted, and of a step's pairs into micro-batches.
 
-A pair is never split. Each micro-batch weights its pairs as the padded run does: a micro-batch's loss is a mean over
-pairs, and the step's loss is a mean over padded micro-batches and ranks.
+A step's pairs are re-cut into fewer, fuller micro-batches of about equal cost on every rank. A pair is never split.
+Each micro-batch weights its pairs as the padded run does: a micro-batch's loss is a mean over pairs, and the step's
+loss is a mean over padded micro-batches and ranks. With images each rank re-cuts its own pairs.
 
-Shape letters: P pairs of a step, R rows of each pair.
+Shape letters: P pairs (or single examples, for a trainer of those), R rows of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from accelerate import Accelerator
 from datasets import Dataset
 
-from ...errors import InvalidConfig
+from ...errors import InvalidConfig, InvalidDataset
 from ...packing import PackingReport, imbalance, recut_over_ranks
+from ..common.dataset import read_lengths
 from ..common.flops import quadratic_weight
+from ..common.image_examples import OwnCutter
+from ..common.image_rows import Example
 from ..common.step_cutting import Documents, Slot, of_all_ranks
-from .overflow import Rows, row_lengths
 
 # Memory of a padding position as a share of a token's. The position costs one hidden state of zeros when outputs are
 # padded again. A token costs a hidden state in every layer, and one layer's activations.
@@ -29,26 +33,18 @@ _LESS = 0.8
 
 
 class Part(NamedTuple):
-    """A micro-batch of a re-cut step.
+    """A micro-batch of a re-cut step."""
 
-    Attributes:
-        pairs (`tuple[int, ...]`): the numbers of its pairs in the step, in its order.
-        weight (`float`): weight of its mean loss, relative to a padded micro-batch's; 0 if the rank has no pairs left.
-    """
-
-    pairs: tuple[int, ...]
-    weight: float
+    pairs: tuple[int, ...]  # the numbers of its pairs in the step, in its order
+    weight: float  # of its mean loss, relative to a padded micro-batch's; 0 if the rank has no pairs left
 
 
 class PairSlot(Slot):
     """A stand-in for the last padded micro-batch of a step, with the whole re-cut step.
 
-    Attributes:
-        parts (`list[Part]`): the pairs and the weight of each micro-batch.
-        padded (`list[list[int]]`): the pairs of each padded micro-batch of this rank.
-        examples (`Sequence`): the step's pairs, of all ranks; with images those of this rank, processed.
-        lengths (`np.ndarray`): tokens of their rows, shape `(P, R)`.
-        widths (`np.ndarray`): length of a pair's rows in the padded run, shape `(P,)`.
+    `parts` are its micro-batches, `padded` the pairs of each padded micro-batch of this rank. `examples` are the
+    step's pairs, of all ranks; with images those of this rank, processed. `lengths` are the tokens of their rows, `(P,
+    R)`, `widths` the length of a pair's rows in the padded run, `(P,)`.
     """
 
     def __init__(
@@ -70,14 +66,8 @@ class PairCutter:
     """A cutter of a step's pairs into micro-batches of about equal cost, the same number of them on every rank.
 
     The default of the token budget `max_tokens_per_microbatch` is the size of the padded run's largest micro-batch.
-    The dataset is tokenized and cut to `max_length`. The accelerator gathers the pairs of all ranks.
-
-    Attributes:
-        tokens (`np.ndarray`): tokens of each pair of the dataset.
-        budget (`int`): token budget of a micro-batch.
-
-    Raises:
-        [`InvalidConfig`]: if a pair is longer than the budget.
+    The dataset is tokenized and cut to `max_length`. The accelerator gathers the pairs of all ranks. A pair that is
+    longer than the user's budget is refused.
     """
 
     gathers = True  # a pair may run on another rank than in the padded run
@@ -86,7 +76,7 @@ class PairCutter:
         self.rows, self.accelerator = rows, accelerator
         self.multiple: int = args.pad_to_multiple_of or 1
         lengths = row_lengths(train_dataset, rows)
-        self.tokens = lengths.sum(axis=1)
+        self.tokens = lengths.sum(axis=1)  # of each pair
         self.asked: int | None = args.max_tokens_per_microbatch
         if self.asked is not None:
             _require_budget(self.asked, self.tokens)
@@ -182,3 +172,119 @@ def _require_budget(budget: int, tokens: np.ndarray) -> None:
             why=["a pair is never split, because its loss needs both answers"],
             do=f"Raise it to {tokens[longest]} or more, or lower max_length.",
         )
+
+
+class ImagePairCutter(OwnCutter):
+    """A cutter of a step's pairs with images, or of answers with images, into micro-batches of about equal cost."""
+
+    def cut(self, batches: Sequence[Documents], collate: Callable[[list[Example]], Any]) -> list[Slot]:
+        """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
+        cut = self.cut_own(batches, by_size=True)
+        in_padded, merge = np.bincount(cut.padded), self.collator(collate)
+        # A rank with fewer pairs than the others have micro-batches runs one untrained.
+        parts = [Part((cut.shortest,), 0.0)] * (cut.count - len(cut.parts))
+        # All pairs of a micro-batch come from padded micro-batches of the same size.
+        parts += [Part(tuple(part), len(part) / int(in_padded[cut.padded[part[0]]])) for part in cut.parts]
+        widths = np.array([example.width for example in cut.examples])
+        last = PairSlot(
+            [merge([cut.examples[i] for i in part.pairs]) for part in parts],
+            cut.imbalance,
+            parts=parts,
+            padded=[np.flatnonzero(cut.padded == group).tolist() for group in range(len(batches))],
+            examples=cut.examples,
+            lengths=np.stack([example.lengths for example in cut.examples]),
+            widths=np.array([widths[cut.padded == group].max() for group in cut.padded]),
+        )
+        return [*(Slot([]) for _ in batches[:-1]), last]
+
+
+# A trainer's rows of a pair. Each row is a tuple of columns whose token ids make it: a prompt, if there is one, then
+# the answer.
+Rows = tuple[tuple[str, ...], ...]
+
+
+def row_lengths(dataset: Dataset, rows: Rows) -> np.ndarray:
+    """Count the tokens of every row of every pair of a tokenized dataset, int64, shape `(P, R)`."""
+    lengths = _column_lengths(dataset, rows)
+    return np.stack([np.sum([lengths[column] for column in row], axis=0) for row in rows], axis=1)
+
+
+def _column_lengths(dataset: Dataset, rows: Rows) -> dict[str, np.ndarray]:
+    return {column: read_lengths(dataset, column) for column in dict.fromkeys(c for row in rows for c in row)}
+
+
+@dataclass(frozen=True)
+class PairReport(PackingReport):
+    """The packing report of pairs or single examples, which have `rows_each` rows. Its documents are their rows."""
+
+    rows_each: int = 1
+
+    def lines(self) -> list[tuple[str, str]]:
+        """List label and value of each count: pairs first, then their rows."""
+        row = "row" if self.rows_each > 1 else "example"
+        counts = [(label.replace("document", row), n) for label, n in super().lines() if label != "rows each"]
+        return [("pairs", f"{self.documents // self.rows_each:,}"), *counts] if self.rows_each > 1 else counts
+
+
+def plan_pairs(
+    dataset: Dataset, rows: Rows, *, max_length: int | None, policy: str, name: str
+) -> tuple[np.ndarray, PairReport]:
+    """Return the int64 indices of the pairs to train on, and the report, which also counts the others.
+
+    The dataset is tokenized and not cut. Policy `"truncate"`: answers are cut, and pairs whose prompt fills a row are
+    dropped, as in TRL. `"drop"`: pairs with a row that is too long are dropped. `"error"`: they are refused.
+
+    Raises:
+        [`InvalidDataset`]: with policy `"error"`, with the first pair that is too long; also if no pair is left.
+    """
+    columns = _column_lengths(dataset, rows)
+    answer = np.stack([columns[row[-1]] for row in rows], axis=1)
+    prompt = np.stack([columns[row[0]] if len(row) > 1 else np.zeros_like(answer[:, 0]) for row in rows], axis=1)
+    lengths = prompt + answer
+    limit = int(lengths.max(initial=1)) if max_length is None else max_length
+    too_long = lengths > limit
+    if policy == "error" and too_long.any():
+        first = int(np.flatnonzero(too_long.any(axis=1))[0])
+        raise InvalidDataset(
+            f"{name} example {first} has a row of {lengths[first].max()} tokens, max_length is {limit} "
+            "(overflow='error').",
+            why=[f"{int(too_long.any(axis=1).sum())} of {len(lengths)} examples are too long"],
+            do="Raise max_length, or choose another overflow.",
+        )
+    # If the prompt leaves no room for an answer, there is nothing to train.
+    unfit = too_long.any(axis=1) if policy == "drop" else (prompt >= limit).any(axis=1)
+    kept = np.flatnonzero(~unfit)
+    if not len(kept):
+        raise InvalidDataset(
+            f"no {name} example fits: {len(lengths)} examples, max_length={max_length}, overflow='{policy}'.",
+            do="Raise max_length, or use shorter examples.",
+        )
+    rest = np.minimum(lengths[kept], limit)
+    dropped = int(unfit.sum()) * lengths.shape[1]
+    report = PairReport(
+        rows_each=lengths.shape[1],
+        documents=lengths.size,
+        tokens=int(lengths.sum()),
+        too_long=int(too_long.sum()),
+        truncated=int(too_long[kept].sum()),
+        split=0,
+        dropped_too_long=dropped if policy == "drop" else 0,
+        dropped_untrained=0 if policy == "drop" else dropped,
+        tokens_lost=int(lengths.sum() - rest.sum()),
+        packed_documents=rest.size,
+        packed_tokens=int(rest.sum()),
+        trained_tokens=int((rest - prompt[kept]).sum()),
+    )
+    return kept, report
+
+
+def cut_answers(dataset: Dataset, rows: Rows, *, max_length: int, also: Sequence[str] = (), name: str) -> Dataset:
+    """Cut the answers, those in `also` too, so that a row has at most `max_length` tokens, as TRL's collators do."""
+    answers = [*(row[-1] for row in rows), *also]
+    prompt = next((row[0] for row in rows if len(row) > 1), None)
+
+    def cut(example: dict[str, Any]) -> dict[str, Any]:
+        room = max_length - (len(example[prompt]) if prompt is not None else 0)
+        return {answer: example[answer][:room] for answer in answers}
+
+    return dataset.map(cut, desc=f"Cutting {name} dataset to max_length")

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from trl import DPOConfig, DPOTrainer
 
-from .config import PreferenceConfig
-from .trainer import PackedPreference
+from .trainer import PackedPreference, PreferenceConfig
 
 # TRL 1.16's loss types in which each pair has a loss of its own ...
 _BY_PAIR = {

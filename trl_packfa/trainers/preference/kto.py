@@ -9,8 +9,7 @@ from typing import Any
 from datasets import Dataset
 from trl import KTOConfig, KTOTrainer
 
-from .config import PreferenceConfig
-from .trainer import PackedPreference
+from .trainer import PackedPreference, PreferenceConfig
 
 _OTHER_ANSWER = "KL_completion_ids"
 # The keys of a batch that are the text's, or TRL's own.
@@ -21,11 +20,7 @@ _NOT_OF_IMAGES = {"input_ids", "attention_mask", "completion_mask", "label", "re
 class PackedKTOConfig(PreferenceConfig, KTOConfig):
     """Arguments of [`PackedKTOTrainer`]: all fields of TRL's `KTOConfig` and `ModelConfig`, and eight of our own.
 
-    Ours are those of [`PackedDPOConfig`].
-
-    > [!NOTE]
-    > These fields have other defaults than TRL's: `use_peft=True`, `lora_target_modules=["all-linear"]` and `dtype`.
-    > The default `dtype` is `"bfloat16"` for a quantized model trained in bf16, and `"float32"` otherwise.
+    Ours, and the fields with another default than TRL's, are those of [`PackedDPOConfig`].
     """
 
 
@@ -44,16 +39,9 @@ class PackedKTOTrainer(PackedPreference, KTOTrainer):
     trainer.train()
     ```
 
-    All arguments are TRL's; see [`PackedDPOTrainer`]. With `loss_type="kto"` the padded run's micro-batches are kept:
-    each has one KL estimate, made from its own mismatched rows, and the loss of its examples depends on it.
-    `"apo_zero_unpaired"` estimates no KL, so its steps are re-cut.
-
-    Attributes:
-        packing_reports (`dict[str, PackingReport]`): by dataset name, rows and tokens in, out and lost.
-        cut_reason (`str`): the reason why steps are not re-cut; empty if they are.
-
-    Raises:
-        [`PackingError`]: at construction, if arguments, models or data cannot be trained without padding.
+    All arguments are TRL's; attributes and errors are those of [`PackedDPOTrainer`]. With `loss_type="kto"` the padded
+    run's micro-batches are kept: each has one KL estimate, made from its own mismatched rows, and the loss of its
+    examples depends on it. `"apo_zero_unpaired"` estimates no KL, so its steps are re-cut.
     """
 
     _tag_names = ["trl", "kto", "trl-packfa"]

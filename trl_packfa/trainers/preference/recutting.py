@@ -1,13 +1,21 @@
-"""`RecutSteps`: run a step's pairs in other micro-batches than the padded run, and log the padded run's metrics."""
+"""`RecutSteps`: run a step's pairs in other micro-batches than the padded run, and log the padded run's metrics.
+
+TRL averages some metrics over the tokens of a micro-batch and then over micro-batches. For a re-cut step these
+averages would differ. So TRL's own loss runs once more on the padded micro-batches, with the recorded outputs of the
+model ([`Recorder`], [`Replay`]), and logs the padded run's metrics.
+
+Shape letters: B rows of a batch, L row length, n tokens of a row.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,18 +25,10 @@ from torch.utils.data import DataLoader
 from ...errors import ContaminationError
 from ...layout.padded_rows import rows_of, tell_rows
 from ...packing import PackingReport
-from ..common.run_context import collating_with
-from ..common.step_cutting import Slot, in_turn, require_aligned
-from ..padding_free.collating import CountedBatch
-from .cutting import PairCutter, PairSlot, Part
-from .image_cutting import ImagePairCutter
-from .overflow import Rows
-from .replaying import Recorder, Replay, RowOutputs
-
-if TYPE_CHECKING:
-    from transformers import Trainer as Base
-else:
-    Base = object
+from ..common.image_rows import Base
+from ..common.packed_run import collating_with
+from ..common.step_cutting import Slot, log_cut, run_slot
+from .cutting import ImagePairCutter, PairCutter, PairSlot, Part, Rows
 
 # The key of a micro-batch's `Part`. It is removed before the micro-batch runs.
 _PART = "trl_packfa_part"
@@ -56,17 +56,6 @@ class _Alone:
         return getattr(self._accelerator, name)
 
 
-@contextmanager
-def _alone(trainer: Any) -> Iterator[None]:
-    """Let `trainer.accelerator` gather from this rank only inside a `with` block."""
-    own = trainer.accelerator
-    trainer.accelerator = _Alone(own)
-    try:
-        yield
-    finally:
-        trainer.accelerator = own
-
-
 class RecutSteps(Base):
     """A base class that re-cuts a TRL trainer's steps if it has a cutter. The loss must be a mean over pairs.
 
@@ -81,9 +70,10 @@ class RecutSteps(Base):
     # The Trainer declares these types more loosely, or TRL's trainers assign them without a declaration.
     args: Any
     model: Any
+    accelerator: Any
     data_collator: Any
     neftune_noise_alpha: float | None
-    precompute_ref_logps: bool
+    precompute_ref_logps: bool = False
     _metrics: Any
     _total_train_tokens: int
     packing_reports: dict[str, PackingReport]
@@ -121,23 +111,21 @@ class RecutSteps(Base):
         """Run TRL's training step; for a slot with a whole optimizer step, run it once per micro-batch."""
         if not isinstance(inputs, Slot):
             return super().training_step(model, inputs, num_items_in_batch)
-        require_aligned(inputs, self.accelerator, self.args.gradient_accumulation_steps)
-        loss = torch.zeros((), device=self.args.device)  # an idle slot returns this zero
-        if not isinstance(inputs, PairSlot):
-            return loss
-        self._computed, syncs_itself = {}, self.is_deepspeed_enabled
-        for micro_batch in in_turn(inputs, accelerator=self.accelerator, model=model, syncs_itself=syncs_itself):
+        self._computed = {}
+
+        def run(micro_batch: dict[str, Any]) -> torch.Tensor:
+            assert isinstance(inputs, PairSlot), "idle slots have no micro-batches"
             self._running = inputs, micro_batch.pop(_PART)
             try:
-                loss += super().training_step(model, micro_batch, num_items_in_batch)
+                return trl_step(model, micro_batch, num_items_in_batch)
             finally:
                 self._running = None
-        self._log_as_padded(inputs, loss)
-        return loss
 
-    def _prepare_input(self, data: Any) -> Any:
-        # The loader moves only the batches that it makes. The batches of a re-cut step are made here.
-        return super()._prepare_input(data.to(self.args.device) if isinstance(data, CountedBatch) else data)
+        trl_step = super().training_step
+        loss = run_slot(self, inputs, model, run)
+        if isinstance(inputs, PairSlot):
+            self._log_as_padded(inputs, loss)
+        return loss
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -152,15 +140,8 @@ class RecutSteps(Base):
             mask = inputs["attention_mask"]
             tell_rows(mask, replace(rows_of(mask), widths=tuple(widths.tolist()), memo={}))
         recorder, inputs = Recorder(model), {**inputs, **self._references(inputs)}
-        metrics, tokens = self._metrics, self._total_train_tokens
-        # Discard the metrics that TRL records here. They are computed later, on the padded run's micro-batches.
-        # `_alone` avoids gathering, because ranks have different numbers of pairs here.
-        self._metrics = {mode: defaultdict(list) for mode in metrics}
-        try:
-            with _alone(self), self._knowing_references():
-                loss = by_trl(recorder, inputs, False, num_items_in_batch)
-        finally:
-            self._metrics, self._total_train_tokens = metrics, tokens
+        with self._uncounted(), self._knowing_references():
+            loss = by_trl(recorder, inputs, False, num_items_in_batch)
         if part.weight:  # otherwise another rank trains these pairs
             self._keep(recorder, inputs, slot, part)
         return loss * part.weight
@@ -168,7 +149,7 @@ class RecutSteps(Base):
     def _references(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Compute the reference's log-probabilities as TRL's precomputed ones: `(n,)` for each row of n pairs."""
         trl: Any = self
-        if not self._reference_keys or trl.precompute_ref_logps:
+        if not self._reference_keys or self.precompute_ref_logps:
             return {}
         found = trl.compute_ref_log_probs(self._reference_model(inputs), inputs)
         return dict(zip(self._reference_keys, found, strict=False))
@@ -179,11 +160,19 @@ class RecutSteps(Base):
         return trl.ref_model or trl.model
 
     @contextmanager
-    def _knowing_references(self) -> Iterator[None]:
-        """Let TRL read the reference's log-probabilities from the batch inside a `with` block."""
-        if not self._reference_keys:
+    def _uncounted(self) -> Iterator[None]:
+        """Discard what TRL's loss counts inside a `with` block: it is counted later, on padded micro-batches."""
+        own = self.accelerator, self._metrics, self._total_train_tokens
+        self.accelerator = _Alone(self.accelerator)  # ranks have different numbers of pairs here
+        self._metrics = {mode: defaultdict(list) for mode in self._metrics}
+        try:
             yield
-            return
+        finally:
+            self.accelerator, self._metrics, self._total_train_tokens = own
+
+    @contextmanager
+    def _knowing_references(self) -> Iterator[None]:
+        """Let TRL read the reference's log-probabilities, if it has any, from the batch inside a `with` block."""
         before, self.precompute_ref_logps = self.precompute_ref_logps, True
         try:
             yield
@@ -201,11 +190,7 @@ class RecutSteps(Base):
             self._computed[pair] = of_pair
 
     def _log_as_padded(self, slot: PairSlot, loss: torch.Tensor) -> None:
-        """Compute TRL's metrics on the padded run's micro-batches. The first time, compare their loss with `loss`.
-
-        Raises:
-            [`ContaminationError`]: if the two losses differ.
-        """
+        """Compute TRL's metrics on the padded run's micro-batches. The first time, compare their loss with `loss`."""
         by_trl: Callable[..., torch.Tensor] = super().compute_loss  # type: ignore[assignment]  # no outputs are asked
         computed, as_padded = self._computed_on_all_ranks(), torch.zeros_like(loss)
         assert self._cutter is not None
@@ -223,8 +208,7 @@ class RecutSteps(Base):
                 batch |= dict(zip(self._reference_keys, chunks, strict=True))
             with torch.no_grad(), self.compute_loss_context_manager(), self._knowing_references():
                 as_padded += by_trl(Replay(rows, loss.device), batch) / len(slot.padded)
-        self._metrics["train"]["micro_batches"].append(len(slot.micro_batches))
-        self._metrics["train"]["imbalance"].append(slot.imbalance)
+        log_cut(self, slot)
         if not self._has_compared:
             self._has_compared = True
             self._require_same_loss(loss, as_padded)
@@ -251,3 +235,58 @@ class RecutSteps(Base):
                 why=["this loss is not a mean over pairs, so re-cut steps would train another loss"],
                 do="Train with packing_strategy='minibatch', and please report it.",
             )
+
+
+# Outputs of TRL's fused LM head for each token `(B, L - 1)`, and of a classifier for each row `(B, 1)`.
+_BY_TOKEN = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
+_BY_ROW = ("logits",)
+
+RowOutputs = dict[str, torch.Tensor]
+
+
+class Recorder:
+    """A wrapper of a model that keeps the outputs of the last call. The model's attributes can be read here too."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.outputs: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward and keep its outputs."""
+        self.outputs = self.model(*args, **kwargs)
+        return self.outputs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def rows(self, lengths: Sequence[int]) -> list[RowOutputs]:
+        """Return the outputs of each row of `lengths` tokens, detached from the graph and without padding."""
+        kept: list[RowOutputs] = []
+        for i, length in enumerate(lengths):
+            by_row = {name: value[i].detach().clone() for name, value in self._found(_BY_ROW)}
+            by_token = {name: value[i, : length - 1].detach().clone() for name, value in self._found(_BY_TOKEN)}
+            kept.append({**by_row, **by_token})
+        return kept
+
+    def _found(self, names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
+        # The outputs of a fused head have no logits, and those of a classifier nothing per token.
+        values = [(name, getattr(self.outputs, name, None)) for name in names]
+        return [(name, value) for name, value in values if isinstance(value, torch.Tensor)]
+
+
+class Replay:
+    """A stand-in for a model that returns the recorded outputs of the next batch's rows, in its order."""
+
+    def __init__(self, rows: list[RowOutputs], device: torch.device) -> None:
+        self.rows, self.device = rows, device
+
+    def __call__(self, input_ids: torch.Tensor, **_: Any) -> SimpleNamespace:
+        """Return outputs for `input_ids` `(B, L)`, padded with zeros on the right."""
+        width = input_ids.shape[1] - 1
+        answer: dict[str, Any] = {}
+        for name, first in self.rows[0].items():
+            size = first.shape if name in _BY_ROW else (width,)
+            answer[name] = first.new_zeros((len(self.rows), *size), device=self.device)
+            for i, row in enumerate(self.rows):
+                answer[name][i, : len(row[name])] = row[name]
+        return SimpleNamespace(**answer)

@@ -7,19 +7,15 @@ from dataclasses import dataclass, field
 from trl import RewardConfig, RewardTrainer
 
 from ...errors import InvalidConfig
-from .config import PreferenceConfig
-from .trainer import PackedPreference
+from .trainer import PackedPreference, PreferenceConfig
 
 
 @dataclass
 class PackedRewardConfig(PreferenceConfig, RewardConfig):
     """Arguments of [`PackedRewardTrainer`]: all fields of TRL's `RewardConfig` and `ModelConfig`, and eight of ours.
 
-    Ours are those of [`PackedDPOConfig`]. `overflow` is `"drop"`, as in TRL, or `"error"`.
-
-    > [!NOTE]
-    > These fields have other defaults than TRL's: `use_peft=True`, `lora_target_modules=["all-linear"]` and `dtype`.
-    > The default `dtype` is `"bfloat16"` for a quantized model trained in bf16, and `"float32"` otherwise.
+    Ours, and the fields with another default than TRL's, are those of [`PackedDPOConfig`]. `overflow` is `"drop"`, as
+    in TRL, or `"error"`.
     """
 
     overflow: str = field(
@@ -56,15 +52,8 @@ class PackedRewardTrainer(PackedPreference, RewardTrainer):
     trainer.train()
     ```
 
-    All arguments are TRL's; see [`PackedDPOTrainer`]. The config's adapter has the task type of a classifier: the new
-    head is trained in full.
-
-    Attributes:
-        packing_reports (`dict[str, PackingReport]`): by dataset name, rows and tokens in, out and lost.
-        cut_reason (`str`): the reason why steps are not re-cut; empty if they are.
-
-    Raises:
-        [`PackingError`]: at construction, if arguments, models or data cannot be trained without padding.
+    All arguments are TRL's; attributes and errors are those of [`PackedDPOTrainer`]. The config's adapter has the task
+    type of a classifier: the new head is trained in full.
     """
 
     _tag_names = ["trl", "reward-trainer", "trl-packfa"]

@@ -8,47 +8,44 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from datasets import Dataset
+from transformers import TrainingArguments
 
 from ...api import unpatch
-from ...errors import ContaminationError, InvalidConfig, NoBackend, PackingError, UnsupportedModel
-from ...packing import PackingReport
-from ...patching import inspect as models
-from ...patching.apply import find_state
-from ..common.checkpoint_files import write_reports
+from ...errors import InvalidConfig, PackingError
+from ...packing import MINIBATCH, STEP, Strategy
+from ...versions import installed_version
+from ..common.config import CommonConfig, require_recutting
 from ..common.dataset import tell_counts
-from ..common.distributed import require_same_documents
-from ..common.fallback import AsGiven, tell_adapter, tell_padded
-from ..common.image_cutting import why_images_stay
+from ..common.image_examples import why_images_stay
 from ..common.image_rows import NamesRows
-from ..common.model_card import add_section, card_section, name_base
 from ..common.model_loading import load_as_asked, named, output_dir, telling_of_targets
+from ..common.packed_run import PackedRun
+from ..common.parallelism import require_same_documents
+from ..common.preflight import require_run
 from ..common.resuming import identity
-from ..common.run_context import alone_in_folder, go_on, whole
 from ..common.step_cutting import keep_padded
-from ..common.validation import refuse_precision, refuse_untrainable
+from ..common.validation import (
+    refuse_before_loading,
+    refuse_liger,
+    refuse_precision,
+    refuse_untrainable,
+    require_columns,
+    runs_by_document,
+)
 from ..padding_free.padding_free import STATE, attached_run, run_without_pads
-from ..padding_free.refusals import refuse_before_loading, require_columns, require_run
-from .config import PreferenceConfig
-from .cutting import PairCutter
-from .image_cutting import ImagePairCutter
-from .overflow import cut_answers, plan_pairs
+from .cutting import ImagePairCutter, PairCutter, cut_answers, plan_pairs
 from .recutting import RecutSteps
 
 
-class PackedPreference(NamesRows, RecutSteps):
-    """Base class of the packed preference trainers. It comes before TRL's trainer in their base classes.
-
-    Attributes:
-        packing_reports (`dict[str, PackingReport]`): by dataset name, rows and tokens in, out and lost.
-        cut_reason (`str`): the reason why steps are not re-cut; empty if they are.
-    """
+class PackedPreference(PackedRun, NamesRows, RecutSteps):
+    """Base class of the packed preference trainers. It comes before TRL's trainer in their base classes."""
 
     # Set by each trainer: its config class, the task type of its adapter, and the label column of its dataset.
     _config: ClassVar[type[PreferenceConfig]]
@@ -65,35 +62,24 @@ class PackedPreference(NamesRows, RecutSteps):
     _packs = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = _bound(super().__init__, args, kwargs)
+        given = dict(inspect.signature(super().__init__).bind(*args, **kwargs).arguments)
         refuse_untrainable(given["model"], given.get("peft_config"))
-        self.packing_reports: dict[str, PackingReport] = {}
-        self.cut_reason = ""
-        as_given = AsGiven(given["model"])  # before an adapter wraps it
+        self.packing_reports, self.cut_reason = {}, ""
         settled, refusal = self._settle(given)
-        if settled is not None:
-            try:
-                self._construct(dict(given), settled)
-                return
-            except (UnsupportedModel, ContaminationError, NoBackend, InvalidConfig) as late:
-                if self._asks_to_pack(given.get("args")):
-                    raise
-                self._undo()
-                given["model"], refusal = as_given.restore(vars(self).get("model")), late
-        assert refusal is not None
-        tell_padded(refusal, f"{self._name()}Trainer")
-        self._construct_padded(given)
+        self._pack_or_pad(
+            given["model"],
+            refusal,
+            is_asked=self._asks_to_pack(given.get("args")),
+            pack=lambda: self._construct(dict(given), settled),
+            pad=lambda model: self._construct_padded({**given, "model": model}),
+        )
 
     def _asks_to_pack(self, asked: Any) -> bool:
         """Tell whether the user asked for a run without padding, by the config's class or `padding_free=True`."""
         return isinstance(asked, self._config) or bool(getattr(asked, "padding_free", False))
 
     def _settle(self, given: dict[str, Any]) -> tuple[Any, PackingError | None]:
-        """Return the config to train with; or `None` and the error because of which a plain config trains padded.
-
-        Raises:
-            [`PackingError`]: if the user asked for a run without padding and it is not possible.
-        """
+        """Return the config to train with; or `None` and the error because of which a plain config trains padded."""
         model, asked = given["model"], given.get("args")
         config: Any = self._config
         for name, dataset in named(given.get("train_dataset"), given.get("eval_dataset")):
@@ -111,29 +97,18 @@ class PackedPreference(NamesRows, RecutSteps):
 
     def _construct(self, given: dict[str, Any], settled: Any) -> None:
         """Run TRL's `__init__` with the model that the config describes, then patch the trainer's models."""
-        quantization, adapter = load_as_asked(
-            given["model"],
-            settled,
-            quantization=given.get("quantization_config"),
-            adapter=given.get("peft_config"),
-        )
-        if adapter is not None and given.get("peft_config") is None:
-            adapter.task_type = self._task
-            tell_adapter(given.get("args"), settled, adapter)
-        given |= {"args": settled, "quantization_config": quantization, "peft_config": adapter}
+        given |= load_as_asked(given["model"], settled, given, asked=given.get("args"), task=self._task)
+        given["args"] = settled
         with telling_of_targets(given["model"], settled):
             super().__init__(**given)
-        refuse_precision(
-            self.model,
-            settled,
-            scales_losses=self.accelerator.scaler is not None,
-            own_optimizer=self.optimizer is not None,
-        )
+        scales_losses, own_optimizer = self.accelerator.scaler is not None, self.optimizer is not None
+        refuse_precision(self.model, settled, scales_losses=scales_losses, own_optimizer=own_optimizer)
+        own_collator = given.get("data_collator") is not None
         if self._is_vision_dataset:
-            self.name_rows(own_collator=given.get("data_collator") is not None)
+            self.name_rows(own_collator=own_collator)
         self._run_without_pads()
         if settled.strategy.recuts_steps:
-            self._choose_cut(own_collator=given.get("data_collator") is not None)
+            self._choose_cut(own_collator=own_collator)
 
     def _construct_padded(self, given: dict[str, Any]) -> None:
         """Run TRL's `__init__` with the user's arguments, for padded training."""
@@ -159,38 +134,28 @@ class PackedPreference(NamesRows, RecutSteps):
         run_without_pads(self, check_first_batch=self.args.check_packing, **self.args.patch_options)
 
     def _choose_cut(self, *, own_collator: bool) -> None:
-        """Prepare to re-cut steps if the loss is a mean over pairs; otherwise log the reason in `cut_reason`.
-
-        Raises:
-            [`InvalidConfig`]: if steps are not re-cut and the user set a token budget.
-        """
-        own_loss = type(self).compute_loss is not PackedPreference.compute_loss
+        """Prepare to re-cut steps if the loss is a mean over pairs; otherwise log the reason in `cut_reason`."""
         if not isinstance(self.train_dataset, Dataset):
             self.cut_reason = "the pairs of a stream are not known before they are read"
         elif own_collator:
             self.cut_reason = "data_collator makes the batches, and they may depend on which pairs are together"
-        elif own_loss:
+        elif type(self).compute_loss is not PackedPreference.compute_loss:
             self.cut_reason = f"compute_loss of {type(self).__name__} is not TRL's"
         elif getattr(self, "aux_loss_enabled", False):
             self.cut_reason = "the routers' auxiliary loss is computed over each padded micro-batch"
         elif self._is_vision_dataset and (why := why_images_stay(self.model, self.neftune_noise_alpha)):
             self.cut_reason = why
-        elif self.neftune_noise_alpha is not None and _runs_by_document(self.model):
+        elif self.neftune_noise_alpha is not None and runs_by_document(self.model):
             self.cut_reason = "NEFTune's noise depends on the padded row, but the backbone runs document by document"
         else:
             self.cut_reason = self._why_not_cut()
         if self.cut_reason:
             keep_padded(self.args, self.cut_reason)
         elif self._is_vision_dataset:
-            self._cutter = ImagePairCutter(
-                self.args, rows=len(self._rows), model=self.model, accelerator=self.accelerator,
-                pad_token_id=self._tokenizer.pad_token_id,
-            )  # fmt: skip
+            self._cutter = ImagePairCutter(self, rows=len(self._rows))
         else:
-            self._cutter = PairCutter(
-                self.args, rows=self._rows, train_dataset=self.train_dataset, model=self.model,
-                accelerator=self.accelerator,
-            )  # fmt: skip
+            options = {"train_dataset": self.train_dataset, "model": self.model, "accelerator": self.accelerator}
+            self._cutter = PairCutter(self.args, rows=self._rows, **options)
             require_same_documents(self.accelerator, self._cutter.tokens)
 
     def _why_not_cut(self) -> str:
@@ -235,52 +200,91 @@ class PackedPreference(NamesRows, RecutSteps):
 
     # Runs and checkpoints --------------------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as TRL does; `True`, `"true"` and `"last"` resume from the last whole checkpoint.
-
-        Raises:
-            [`UnsupportedModel`]: if a model of the trainer is no longer patched.
-            [`InvalidConfig`]: if there is no such checkpoint, or it is from a run on other data.
-        """
-        checkpoint = go_on(self, resume_from_checkpoint, identity=(lambda: self._identity) if self._packs else None)
-        with alone_in_folder(self.args):
-            return super().train(checkpoint, *args, **kwargs)
-
     @cached_property
     def _identity(self) -> dict[str, str]:
         columns = sorted({column for row in self._rows for column in row})
         return identity(self.train_dataset, self.processing_class, columns=columns, labels=self._label)
 
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Save TRL's checkpoint, mark it whole once every rank has written its part, then delete older ones."""
-        with whole(self, trial, lambda: self._identity):
-            super()._save_checkpoint(model, trial)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write TRL's model card, with a section on training without padding and its proof."""
-        card: Any = super().create_model_card  # type: ignore[misc]  # of TRL's trainers
-        card(*args, **kwargs)
+    def _proof_as_text(self) -> str:
         run = attached_run(self)
-        if run is None or not self.is_world_process_zero():
-            return
-        name_base(self.args.output_dir, models.model_config(self.model)._name_or_path)
-        settings = (
-            f'`packing_strategy="{self.args.packing_strategy}"`, `max_length={self.args.max_length}`, '
-            f'`overflow="{self.args.overflow}"`'
-        )
-        add_section(self.args.output_dir, card_section(settings, self.packing_reports, run.said))
-
-    def save_reports(self, folder: str | Path) -> None:
-        """Write `packing_report.json` into a folder."""
-        write_reports(folder, self.packing_reports, None)
+        return "" if run is None else run.said
 
 
-def _runs_by_document(model: Any) -> bool:
-    state = find_state(model)
-    return state is not None and state.patch.rebatch
+logger = logging.getLogger(__name__)
+
+# Strategies by `packing_strategy`. Those that fill rows over the whole dataset are missing, because their steps would
+# differ from the padded run's.
+_STRATEGIES = {strategy.name: strategy for strategy in (STEP, MINIBATCH)}
 
 
-def _bound(construct: Callable[..., None], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Map the arguments of TRL's trainer to their names."""
-    bound = inspect.signature(construct).bind(*args, **kwargs)
-    return dict(bound.arguments)
+@dataclass
+class PreferenceConfig(CommonConfig):
+    """Fields of a packed preference trainer's config, in addition to those of TRL's config and `ModelConfig`."""
+
+    packing_strategy: str = field(
+        default=STEP.name,
+        metadata={
+            "help": "`'step'`: each optimizer step has the pairs of the padded run. If the loss is a mean over pairs, "
+            "they are re-cut into as few and as equal micro-batches as the token budget allows; a pair is never "
+            "split. `'minibatch'`: each micro-batch has the pairs of the padded run's micro-batch.",
+            "choices": list(_STRATEGIES),
+        },
+    )
+    max_tokens_per_microbatch: int | None = field(
+        default=None,
+        metadata={
+            "help": "Token budget of a micro-batch under `packing_strategy='step'`. Both answers of a pair count, "
+            "with their prompts. Default: the size of the padded run's largest micro-batch."
+        },
+    )
+    overflow: str = field(
+        default="truncate",
+        metadata={
+            "help": "What happens to pairs with a row longer than `max_length`: `'truncate'`, `'drop'`, or `'error'`. "
+            "`'truncate'` is TRL's: it cuts the end of the answer, and drops a pair whose prompt leaves no room for "
+            "an answer. The report counts them.",
+            "choices": ["truncate", "drop", "error"],
+        },
+    )
+
+    def __post_init__(self) -> None:
+        refuse_liger(self, type(self).__name__)
+        super().__post_init__()
+        self._settle_packing()
+
+    def _settle_packing(self) -> None:
+        args: Any = self
+        choices = {f.name: f.metadata.get("choices") for f in fields(self)}
+        for name in ("packing_strategy", "overflow"):
+            if getattr(self, name) not in choices[name]:
+                raise InvalidConfig(
+                    f"{name}='{getattr(self, name)}' is not supported by {type(self).__name__}.",
+                    why=["splitting an answer would invalidate its preference label"]
+                    if self.overflow == "split"
+                    else [],
+                    do=f"Choose one of {choices[name]}.",
+                )
+        if getattr(args, "truncation_mode", "keep_start") != "keep_start" and args.max_length is not None:
+            raise InvalidConfig(
+                f"truncation_mode='{args.truncation_mode}' with packing: answers are cut at their end only.",
+                why=["TRL has deprecated truncation_mode"],
+                do="Drop it, or cut the data yourself.",
+            )
+        if getattr(args, "padding_free", False):
+            trl = installed_version("trl")
+            logger.warning(
+                "trl-packfa: padding_free=True trains without padding here; TRL %s's own trainer would warn and pad.",
+                trl,
+            )
+            args.padding_free = False  # otherwise TRL's trainer would warn that it ignores the field
+        require_recutting(self)
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that `packing_strategy` names."""
+        return _STRATEGIES[self.packing_strategy]
+
+    @classmethod
+    def from_args(cls, args: TrainingArguments, **changes: Any) -> Any:
+        """Convert TRL's or transformers' arguments to a config of this class; return one of this class unchanged."""
+        return args if isinstance(args, cls) else cls(**{**cls.fields_of(args), **changes})

@@ -1,7 +1,4 @@
-"""`PackedSFTConfig`: TRL's `SFTConfig` and `ModelConfig` in one class, with a few fields of our own.
-
-TRL's fields keep their names and their meaning. The class docstring lists the fields with another default than TRL's.
-"""
+"""`PackedSFTConfig`: TRL's `SFTConfig` and `ModelConfig` in one class, with a few fields of our own."""
 
 from __future__ import annotations
 
@@ -12,19 +9,10 @@ from transformers import TrainingArguments
 from trl import SFTConfig
 
 from ...errors import InvalidConfig, VersionTooOld
-from ...packing import (
-    BFD,
-    OVERFLOW_POLICIES,
-    PADDED,
-    STEP,
-    STRATEGIES,
-    WRAPPED,
-    Strategy,
-    require_policy,
-)
+from ...packing import BFD, OVERFLOW_POLICIES, PADDED, STEP, STRATEGIES, WRAPPED, Strategy, require_policy
 from ...versions import installed_version
-from ..common.config import CommonConfig, require_recutting, require_trainable
-from ..common.sampler import TAKES_BATCHES
+from ..common.batching import TAKES_BATCHES
+from ..common.config import CommonConfig, require_recutting
 
 LOSS_WEIGHTINGS = ("token", "example")
 
@@ -98,8 +86,7 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
         },
     )
     loss_by: str | None = field(
-        default=None,
-        metadata={"help": "Column with the source of each example. The loss of each source is logged."},
+        default=None, metadata={"help": "Column with the source of each example. The loss of each source is logged."}
     )
     sequence_parallel: int = field(
         default=1,
@@ -123,7 +110,6 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
         self._require_weighting()
         self._settle_turns()
         self._settle_packing()
-        require_trainable(self)
         if self.sequence_parallel < 1 or (self.sequence_parallel > 1 and not self.packing):
             raise InvalidConfig(
                 f"sequence_parallel={self.sequence_parallel} with packing={self.packing}: only packed rows can be "
@@ -148,8 +134,7 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
             self.packing_strategy = STEP.name
         if self.packing_strategy not in STRATEGIES:
             raise InvalidConfig(
-                f"packing_strategy='{self.packing_strategy}' does not exist.",
-                do=f"Choose one of {list(STRATEGIES)}.",
+                f"packing_strategy='{self.packing_strategy}' does not exist.", do=f"Choose one of {list(STRATEGIES)}."
             )
         # `bfd_split` is `bfd` with a policy in its name.
         if self.strategy.overflow in OVERFLOW_POLICIES:
@@ -255,12 +240,6 @@ class PackedSFTConfig(CommonConfig, SFTConfig):
     def strategy(self) -> Strategy:
         """The strategy that `packing_strategy` names; `PADDED` with `packing=False`."""
         return STRATEGIES[self.packing_strategy] if self.packing and self.packing_strategy else PADDED
-
-    @property
-    def card_settings(self) -> dict[str, Any]:
-        """The fields that a model card shows."""
-        names = ("packing_strategy", "max_length", "overflow", "loss_weighting")
-        return {name: getattr(self, name) for name in names}
 
     @classmethod
     def from_args(cls, args: TrainingArguments, **changes: Any) -> PackedSFTConfig:

@@ -24,14 +24,13 @@ from ...layout import PackedLayout
 from ...layout.from_call import layout_of
 from ...packing import PackedBatchSampler, PackingReport
 from ...patching.inspect import known_ids, known_labels
-from ..common.batching import Batching
+from ..common.batching import Batching, RankAwareSampler
 from ..common.checkpoint_files import read_stream_state, write_stream_state
 from ..common.dataset import cut_dataset, cut_stream, read_lengths, take_apart, tell_counts
-from ..common.dataset_checks import require_known
 from ..common.flops import quadratic_weight
 from ..common.model_loading import AnyDataset
-from ..common.sampler import RankAwareSampler
 from .config import PackedSFTConfig
+from .raw_dataset import require_known
 from .streaming import PackedStream, resumes_by_state, stream_loader
 from .turns import TurnExpander, join
 
@@ -45,19 +44,14 @@ class PackedData:
     """The datasets of a run, and the batches that are made of them.
 
     With `packs_eval` evaluation batches are packed too. They are padded for metrics, which need logits per example.
-
-    Attributes:
-        reports (`dict[str, PackingReport]`): by dataset name, documents and tokens in, out and lost.
-        sampler ([`PackedBatchSampler`] or `None`): sampler of rows that are filled over the whole dataset; `None`
-            before the loader has made it.
-        columns (`list[str]`): columns that the collator reads in addition to TRL's.
-        padding_collator (`Callable` or `None`): a copy of TRL's own collator, once the model is known.
+    `padding_collator` is a copy of TRL's own collator, once the model is known.
     """
 
     def __init__(self, args: PackedSFTConfig, *, packs_eval: bool) -> None:
         self.args, self.packs_eval = args, packs_eval
-        self.reports: dict[str, PackingReport] = {}
-        self.sampler: PackedBatchSampler | None = None
+        self.reports: dict[str, PackingReport] = {}  # by dataset name
+        self.sampler: PackedBatchSampler | None = None  # of filled rows, once the loader has made it
+        # Columns that the collator reads in addition to TRL's.
         self.columns = [LOSSES, SAVED, *([args.loss_by] if args.loss_by else [])]
         # Tokenized datasets by name, kept until `meet` has checked their tokens against the model.
         self._uncut: dict[str, Any] = {}
@@ -66,7 +60,7 @@ class PackedData:
         self.padding_collator: Any = None
 
     def prepare(self, tokenize: Callable[[PackedSFTConfig], AnyDataset], *, name: str) -> AnyDataset:
-        """Tokenize a dataset with TRL, then cut its documents to fit, and count every dropped token.
+        """Cut the documents of a dataset to fit, and count every dropped token.
 
         `tokenize` is TRL's preparation, which also labels. It is called with arguments under which it cuts nothing.
         `name` is `"train"`, or the name of an evaluation dataset.
@@ -123,12 +117,8 @@ class PackedData:
     def meet(self, model: Any, *, pad_token_id: int, padding_collator: Any, collator: Any) -> Any:
         """Check the datasets' tokens against the model, measure its cost of attention, and return the collator.
 
-        These steps wait for the model, because TRL builds it after the datasets. Rows are rounded up to
-        `pad_to_multiple_of` with `pad_token_id`. `padding_collator`, TRL's own, is for evaluation batches that are not
-        packed. `collator` is the user's own packing collator, if there is one.
-
-        Raises:
-            [`InvalidDataset`]: with the document that has a token which the model does not have.
+        These steps wait for the model, because TRL builds it after the datasets. `padding_collator`, TRL's own, is for
+        evaluation batches that are not packed. `collator` is the user's own packing collator, if there is one.
         """
         for name, dataset in self._uncut.items():
             require_known(dataset, name=name, ids=known_ids(model), labels=known_labels(model))
@@ -152,21 +142,20 @@ class PackedData:
         """The settings that decide how documents become micro-batches."""
         return Batching.of(self.args, quadratic=self._quadratic)
 
-    def row_sampler(self, dataset: Any) -> PackedBatchSampler:
+    def row_sampler(self, dataset: Any) -> Any:
         """Build this rank's sampler of rows that are filled over the dataset, and keep it in `sampler`."""
         rank = self.args.data_parallel_rank
         self.sampler = self.batching.row_sampler(read_lengths(dataset), rank=rank, kind=RankAwareSampler)
         return self.sampler
 
     def evaluation_collator(self, collator: Any, *, asked: Any, evaluation: Any) -> Any:
-        """Return the collator of evaluation batches, which hold the padded run's examples.
+        """Return the collator of evaluation batches: packed, unless metrics need their logits or it is a stream.
 
-        They are packed, unless metrics need their logits or the dataset is a stream. For a stream the Trainer counts
-        rows, and a packed batch has only one, so it would weight the losses wrongly.
+        For a stream the Trainer counts rows, and a packed batch has only one, so it would weight the losses wrongly.
         """
         dataset = evaluation if asked is None else evaluation[asked] if isinstance(asked, str) else asked
         streamed = isinstance(dataset, IterableDataset)
-        return collator if self.packs_eval and not streamed else self.padding_collator
+        return collator if not self.args.packing or (self.packs_eval and not streamed) else self.padding_collator
 
     def stream_loader(self, dataset: Any, collator: Callable[[list[Any]], Any], *, resumed_from: Any) -> DataLoader:
         """Build the loader of a stream, at the position of the checkpoint `resumed_from` if it is given."""
@@ -192,11 +181,7 @@ class PackedData:
             write_stream_state(folder, self.args, self._stream.state_dict())
 
     def preview(self, dataset: Any, collator: Any, tokenizer: PreTrainedTokenizerBase) -> str:
-        """Show a packed batch of the first documents as text; see [`PackedSFTTrainer.preview_batch`].
-
-        Raises:
-            [`InvalidConfig`]: with `packing=False`.
-        """
+        """Show a packed batch of the first documents as text; see [`PackedSFTTrainer.preview_batch`]."""
         if not self.args.packing:
             raise InvalidConfig("packing=False: there is no packed batch.", do="Look at get_train_dataloader().")
         # Copy a stream, because reading it would move its position.
@@ -231,9 +216,9 @@ def _runs(ids: torch.Tensor, labels: torch.Tensor, tokenizer: Any) -> Iterator[s
 def copies_without_waiting(args: PackedSFTConfig) -> bool:
     """Tell whether a run copies its batches from page-locked memory. DeepSpeed moves them itself.
 
-    For a copy from ordinary memory, the host waits until the device has finished all earlier work, in every
-    micro-batch. A copy from page-locked memory is queued after that work. Data loaders use page-locked memory; `send`
-    does for batches that are made between two steps, as by `packing_strategy="step"`.
+    For a copy from ordinary memory, the host waits until the device has finished all earlier work. A copy from
+    page-locked memory is queued after it. Data loaders use it; `send` does for batches that are made between two
+    steps.
     """
     return args.packing and args.device.type == "cuda" and args.dataloader_pin_memory and args.deepspeed is None
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...packing import MINIBATCH, PADDED, PackedBatchSampler, Strategy, document_cost
+from ...packing import MINIBATCH, PADDED, Strategy, document_cost
 from ..common.batching import FREE, Batching
 from .config import PackedSFTConfig
 
@@ -74,7 +74,9 @@ def plan_epoch(lengths: np.ndarray, batching: Batching) -> EpochPlan:
     documents, tokens = len(lengths), int(lengths.sum())
     if batching.strategy.fills_rows:
         sampler = batching.row_sampler(lengths)
-        rounds = _of_rows(sampler, batching)
+        planned, ranks = sampler.rounds(), range(batching.world_size)
+        shares = [[sampler.lengths[sampler.share(row, rank)] for rank in ranks] for row in _sample(planned)]
+        rounds = _measured(shares, batching, of=len(planned))
         slots, rows, fill = rounds.of, float(sampler.num_rows), sampler.fill
     else:
         drawn = batching.draw(lengths)
@@ -130,13 +132,6 @@ def _recut(drawn: np.ndarray, lengths: np.ndarray, batching: Batching) -> _Round
     return _measured(micro_batches, batching, of=len(micro_batches) * len(starts) / max(len(sampled), 1))
 
 
-def _of_rows(sampler: PackedBatchSampler, batching: Batching) -> _Rounds:
-    """Measure rows that are filled over the whole dataset."""
-    rounds, ranks = sampler.rounds(), range(batching.world_size)
-    micro_batches = [[sampler.lengths[sampler.share(round_, rank)] for rank in ranks] for round_ in _sample(rounds)]
-    return _measured(micro_batches, batching, of=len(rounds))
-
-
 def _measured(micro_batches: list[list[np.ndarray]], batching: Batching, *, of: float) -> _Rounds:
     """Measure rounds of micro-batches. `micro_batches` has, per round and rank, the lengths of the documents."""
     shape = (len(micro_batches), batching.world_size)
@@ -159,11 +154,7 @@ def _ratio(part: float, whole: float) -> float:
 def summarize_plan(
     args: PackedSFTConfig, lengths: np.ndarray, *, quadratic: float, cut: str = FREE
 ) -> dict[str, float]:
-    """Return, by name, the figures of an epoch that a user needs before the first step.
-
-    `lengths` are the tokens of the documents after cutting, `quadratic` is the cost of attention, and `cut` is how
-    `step` may cut.
-    """
+    """Return, by name, the figures of an epoch that a user needs before the first step, from lengths after the cut."""
     batching = Batching.of(args, quadratic=quadratic, cut=cut)
     epoch = plan_epoch(lengths, batching)
     plan = {"steps_per_epoch": float(epoch.steps), "examples_per_step": epoch.examples_per_step}

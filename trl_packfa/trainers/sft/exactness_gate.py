@@ -1,7 +1,4 @@
-"""The exactness check before the first step: on the model as it will train, then on the first batch.
-
-It uses the run's config and processes. The caller passes model, collator and documents.
-"""
+"""The exactness check before the first step: on the model as it will train, then on the first batch."""
 
 from __future__ import annotations
 
@@ -29,10 +26,8 @@ from ...exactness import (
 from ...patching.apply import find_state
 from ...runtime.compile import uncompiled
 from ...terminal.progress import proving
-from ..common.distributed import agree, from_main_rank
-from ..common.padded_batch_map import ORIGINS
-from ..common.sharded_rows import row_group
-from ..common.step_cutting import Slot
+from ..common.parallelism import agree, from_main_rank, row_group
+from ..common.step_cutting import ORIGINS, Slot
 from .config import PackedSFTConfig
 
 logger = get_logger(__name__)
@@ -42,13 +37,7 @@ _KNOWN_TOKENS = 2048
 
 
 class ExactnessGate:
-    """The check that lets a run start only if packing is exact on its model, on every rank.
-
-    With `check_packing=False` the first batch is not checked.
-
-    Attributes:
-        report (`ExactnessReport` or `None`): the proof, once there is one.
-    """
+    """The check that lets a run start only if packing is exact on its model, on every rank."""
 
     def __init__(self, args: PackedSFTConfig, accelerator: Accelerator) -> None:
         self.args, self.accelerator = args, accelerator
@@ -68,15 +57,17 @@ class ExactnessGate:
     ) -> ExactnessReport:
         """Run the check on every rank, and keep the report.
 
-        `engine` runs the model if its weights are sharded; otherwise it is the model. `collator` makes the run's
-        packed rows. The check takes tokens from the run's `documents`, which the model has; if they are a stream, from
-        the tokenizer. The proof of the `checkpoint` to resume from is reused if nothing has changed that a proof
-        depends on.
-
-        Raises:
-            [`ContaminationError`]: if packing is not exact on this model. If it fails on one rank, all ranks raise.
+        `engine` runs the model if its weights are sharded (`None` before DeepSpeed has made it); otherwise it is the
+        model. `collator` makes the run's packed rows. The check takes tokens from the run's `documents`, or from the
+        tokenizer if they are a stream. The proof of the `checkpoint` to resume from is reused if nothing has changed
+        that it depends on.
         """
-        args = self.args
+        if engine is None:
+            raise UnsupportedModel(
+                "DeepSpeed ZeRO-3 has not wrapped the model yet.",
+                why=["its weights are sharded, and only DeepSpeed's engine can gather them where they are used"],
+                do="Call train(), which runs the check on the engine before the first step.",
+            )
         self.switch_checkpointing(model)
         identity = self._identity(model, collator)
         if checkpoint is not None:
@@ -86,12 +77,20 @@ class ExactnessGate:
                 self.report = saved
                 return saved
         proven = self._proven_by_patch(model, collator) if engine is model else None
-        if self._everywhere(proven is not None):
+        # All ranks must make the same calls.
+        everywhere: Any = self.accelerator.gather(torch.tensor([proven is not None], device=self.accelerator.device))
+        if not everywhere.all():
+            proven = self._check(engine, collator, documents, tokenizer)
+            logger.info("trl-packfa: %s in %.1f s", proven, proven.seconds)
+        else:
             assert proven is not None
             logger.info("trl-packfa: %s; proven when the model was patched", proven)
-            self.report = self._with_sharded_rows(replace(proven, identity=identity), engine, collator, documents)
-            return self.report
+        self.report = self._with_sharded_rows(replace(proven, identity=identity), engine, collator, documents)
+        return self.report
 
+    def _check(
+        self, engine: Any, collator: Any, documents: Any, tokenizer: PreTrainedTokenizerBase
+    ) -> ExactnessReport:
         def proof(progress: Callable[[str, float], None]) -> ExactnessReport:
             # Under FSDP2 the model is compiled by now. Compiling graphs for the check would take minutes, and training
             # would not use them.
@@ -101,27 +100,20 @@ class ExactnessGate:
                     collator=collator,
                     documents=_first_documents(documents),
                     processing_class=tokenizer,
-                    seed=args.seed,
+                    seed=self.args.seed,
                     progress=progress,
                 )
             report.require_exact()
             return report
 
-        shown = self.accelerator.is_main_process and not args.disable_tqdm
+        shown = self.accelerator.is_main_process and not self.args.disable_tqdm
         with proving("proving on this model that no document sees another", shown=shown) as progress:
-            found = agree(self.accelerator, lambda: proof(progress))
-        logger.info("trl-packfa: %s in %.1f s", found, found.seconds)
-        self.report = self._with_sharded_rows(replace(found, identity=identity), engine, collator, documents)
-        return self.report
+            return agree(self.accelerator, lambda: proof(progress))
 
     def _with_sharded_rows(
         self, report: ExactnessReport, engine: Any, collator: Any, documents: Any
     ) -> ExactnessReport:
-        """Return the report with the check of rows that processes share; unchanged if none do.
-
-        Raises:
-            [`ContaminationError`]: on every rank, if such a row differs from the same row on one process.
-        """
+        """Return the report with the check of rows that processes share; unchanged if none do."""
         group = self._group
         if group is None:
             return report
@@ -155,11 +147,6 @@ class ExactnessGate:
             same = state.report.identity == proof_identity(model)
         return state.report if same and not collator.pad_to_multiple_of else None
 
-    def _everywhere(self, found: bool) -> bool:
-        """Tell whether `found` holds on every rank, because all ranks must make the same calls."""
-        everywhere: Any = self.accelerator.gather(torch.tensor([found], device=self.accelerator.device))
-        return bool(everywhere.all())
-
     def _identity(self, model: Any, collator: Any) -> str:
         """Hash everything that the proof depends on."""
         args = self.args
@@ -176,14 +163,7 @@ class ExactnessGate:
     def prove_first_batch(
         self, model: Any, inputs: dict[str, Any], prepare: Callable[[dict[str, Any]], dict[str, Any]]
     ) -> None:
-        """Compare the first packed batch, before it trains, with its documents run alone. Later batches pass.
-
-        `model` is the wrapped one, `inputs` a micro-batch or the slot of a step; `prepare` moves a batch to the
-        device.
-
-        Raises:
-            [`ContaminationError`]: on every rank, if they differ on one.
-        """
+        """Compare the first packed batch, before it trains, with its documents run alone. Later batches pass."""
         if self._has_proven_batch or not self.args.check_packing:
             return
         batches = inputs.micro_batches if isinstance(inputs, Slot) else [inputs]
@@ -194,33 +174,19 @@ class ExactnessGate:
         names = (LOSSES, ORIGINS, SOURCES)
         # The trainer removes these before it calls the model.
         batch = {name: value for name, value in batches[0].items() if name not in names}
-        proof = agree(self.accelerator, lambda: _exact_batch(model, prepare(batch), self._group))
+
+        def exact() -> Any:
+            found = check_batch(model, prepare(batch), self._group)
+            if found is not None:
+                found.require_exact()
+            return found
+
+        proof = agree(self.accelerator, exact)
         if proof is not None and self.report is not None:
             head = proof.head and {"head": proof.head.difference, "head_allowed": proof.head.allowed}
             self.report = replace(
                 self.report, first_batch=proof.difference, first_batch_allowed=proof.allowed, **(head or {})
             )
-
-
-def _exact_batch(model: Any, batch: dict[str, Any], group: Any) -> Any:
-    proof = check_batch(model, batch, group)
-    if proof is not None:
-        proof.require_exact()
-    return proof
-
-
-def require_engine(engine: Any) -> None:
-    """Require DeepSpeed's engine, because under ZeRO-3 only the engine can run the model.
-
-    Raises:
-        [`UnsupportedModel`]: if there is no engine yet; `train` builds it.
-    """
-    if engine is None:
-        raise UnsupportedModel(
-            "DeepSpeed ZeRO-3 has not wrapped the model yet.",
-            why=["its weights are sharded, and only DeepSpeed's engine can gather them where they are used"],
-            do="Call train(), which runs the check on the engine before the first step.",
-        )
 
 
 def _first_documents(dataset: Any) -> list[Any] | None:

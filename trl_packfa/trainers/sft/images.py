@@ -1,38 +1,48 @@
 """Training on images: the model computes padded micro-batches without their pads, and steps are re-cut.
 
 A processor makes the tokens of an image while it collates. So rows cannot be filled before, and the text decoder
-removes the pads after images and text are merged.
+removes the pads after images and text are merged. Each rank re-cuts its own examples of a step: sizes are gathered
+over ranks, images never.
+
+Shape letters: B rows, L row length, n tokens of a row.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
+import torch
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 from trl import SFTTrainer
 
-from ...errors import InvalidConfig
+from ...errors import ContaminationError, InvalidConfig
+from ...exactness import quiet
+from ...exactness.compare import FLOORS, NOISE_FACTOR, relative_difference
+from ...exactness.rounding import last_places_off
+from ...exactness.subject import compute_dtype
 from ...packing import MINIBATCH, STEP, PackingReport
+from ...patching.apply import find_state
 from ..common.batching import FREE
-from ..common.distributed import agree
-from ..common.image_cutting import why_images_stay
-from ..common.image_examples import OneByOne
-from ..common.image_rows import NamesRows, image_columns
-from ..common.run_context import collating_with
-from ..common.step_cutting import how_to_cut, keep_padded
-from ..padding_free.collating import CountedBatch
+from ..common.image_examples import OwnCutter, why_images_stay
+from ..common.image_rows import Example, NamesRows, image_columns
+from ..common.packed_run import collating_with
+from ..common.parallelism import agree
+from ..common.step_cutting import Documents, Slot, how_to_cut, keep_padded
 from ..padding_free.padding_free import run_without_pads
 from .config import PackedSFTConfig
-from .image_proof import ExampleProof, compare_example
-from .image_steps import ROW_WEIGHTS, ImageCutter
-from .loss_weighting import WeightedModel
+from .loss_terms import WeightedModel
 
 logger = get_logger(__name__)
+
+# The key of a micro-batch's weights of rows, `(B,)`. It is removed before the model is called.
+ROW_WEIGHTS = "trl_packfa_row_weights"
 
 
 def image_column(datasets: Iterable[tuple[str, Dataset | IterableDataset]]) -> str | None:
@@ -47,24 +57,14 @@ def without_packing(
 ) -> tuple[PackedSFTConfig, str] | None:
     """Return the config of a run on images that computes no pads, and its strategy, `"step"` or `"minibatch"`.
 
-    The result is `None` if the user asked for TRL's padded run.
-
-    Raises:
-        [`InvalidConfig`]: if the user asked for a strategy that fills rows, or for what rows of images do not have.
+    The result is `None` if the user asked for TRL's padded run. What rows of images do not have is refused.
     """
     if args is None:
         return PackedSFTConfig(output_dir, packing=False), STEP.name
     packed = args if isinstance(args, PackedSFTConfig) else None
     if packed is not None and not packed.packing:
         return None
-    strategy = packed.strategy if packed is not None else None
-    if packed is not None and packed.sequence_parallel > 1:
-        raise InvalidConfig(
-            f"sequence_parallel={packed.sequence_parallel}, but the dataset has images in its column '{column}'.",
-            why=["such batches run padded rows without their pads, and only packed rows can be shared"],
-            do="Drop sequence_parallel, or the column to train on the text alone.",
-        )
-    if (strategy is not None and strategy.fills_rows) or (packed is None and getattr(args, "packing", False)):
+    if packed.strategy.fills_rows if packed is not None else getattr(args, "packing", False):
         raise InvalidConfig(
             f"rows cannot be filled before training: the dataset has images in its column '{column}'.",
             why=["a processor makes their tokens during collation, so the length of an example is not known before"],
@@ -84,7 +84,13 @@ def without_packing(
 
 
 def _refuse_without_effect(args: PackedSFTConfig, column: str) -> None:
-    """Refuse arguments about documents, which exist only after collation."""
+    """Refuse arguments about packed rows and documents, which exist only after collation."""
+    if args.sequence_parallel > 1:
+        raise InvalidConfig(
+            f"sequence_parallel={args.sequence_parallel}, but the dataset has images in its column '{column}'.",
+            why=["such batches run padded rows without their pads, and only packed rows can be shared"],
+            do="Drop sequence_parallel, or the column to train on the text alone.",
+        )
     if args.overflow != "truncate":
         raise InvalidConfig(
             f"overflow='{args.overflow}' has no effect on images (column '{column}').",
@@ -115,39 +121,16 @@ class TrainsOnImages(NamesRows, SFTTrainer):
     _recut_is_proven = False
 
     def run_images_without_pads(self, strategy: str, *, own_collator: bool) -> None:
-        """Make a trainer that was built without packing compute no pads, see [`padding_free`], and re-cut steps.
-
-        `strategy` is `"step"` or `"minibatch"`. `own_collator`: the user's own collator makes the batches.
-
-        Raises:
-            [`UnsupportedModel`], [`ContaminationError`]: if its model is not exact without pads.
-            [`InvalidConfig`]: if steps cannot be re-cut, and the user set a token budget.
-            [`InvalidDataset`]: for rows whose image is missing.
-        """
+        """Make a trainer that was built without packing compute no pads, see [`padding_free`], and re-cut steps."""
         args: PackedSFTConfig = self.args
         self.name_rows(own_collator=own_collator)
         run_without_pads(self, check_first_batch=args.check_packing, **args.patch_options)
-        if strategy == STEP.name:
-            self._choose_image_cutter(own_collator=own_collator)
-
-    def _choose_image_cutter(self, *, own_collator: bool) -> None:
-        """Prepare to re-cut steps if the loss stays the padded run's; otherwise log the reason.
-
-        Raises:
-            [`InvalidConfig`]: if steps are not re-cut, and the user set a token budget.
-        """
-        args: PackedSFTConfig = self.args
-        why = self._why_images_stay(own_collator=own_collator)
-        if not why:
-            self._cutter = ImageCutter(
-                args,
-                model=self.model,
-                accelerator=self.accelerator,
-                pad_token_id=self._tokenizer.pad_token_id,
-                counts_tokens=self.model_accepts_loss_kwargs,
-            )
-        else:
+        if strategy != STEP.name:
+            return
+        if why := self._why_images_stay(own_collator=own_collator):
             keep_padded(args, why)
+        else:
+            self._cutter = ImageCutter(self)
 
     def _why_images_stay(self, *, own_collator: bool) -> str:
         """Return the reason why re-cut steps would train another loss; `""` if there is none."""
@@ -168,21 +151,17 @@ class TrainsOnImages(NamesRows, SFTTrainer):
     @property
     def seen_images(self) -> dict[str, PackingReport]:
         """The report of the examples that have trained, by dataset name; empty unless steps on images are re-cut."""
-        return {"train": self._cutter.own.report} if isinstance(self._cutter, ImageCutter) else {}
+        return self._cutter.reports if isinstance(self._cutter, ImageCutter) else {}
 
     def get_train_dataloader(self) -> DataLoader:
         """Return the training loader. If steps on images are re-cut, its workers process each example alone."""
         if not isinstance(self._cutter, ImageCutter):
             return super().get_train_dataloader()
-        with collating_with(self, OneByOne(self.data_collator.collator, self._cutter.own.weights)):
+        with collating_with(self, self._cutter.loading(self.data_collator)):
             return super().get_train_dataloader()
 
     def prove_recut_images(self, model: Any) -> None:
-        """Compare an example of the first re-cut step with the example alone, unless `check_packing` is off.
-
-        Raises:
-            [`ContaminationError`]: on every rank, if they differ on one.
-        """
+        """Compare an example of the first re-cut step with the example alone, unless `check_packing` is off."""
         cutter = self._cutter
         if not isinstance(cutter, ImageCutter) or cutter.sample is None:
             return
@@ -191,17 +170,11 @@ class TrainsOnImages(NamesRows, SFTTrainer):
             return
         self._recut_is_proven = True
 
-        def compare() -> ExampleProof:
+        def compare() -> None:
             with self.compute_loss_context_manager():
-                found = compare_example(model, together, alone, self._prepare_inputs)
-            found.require_exact()
-            return found
+                _require_same_losses(model, together, alone, self._prepare_inputs)
 
-        found = agree(self.accelerator, compare)
-        logger.info(
-            "trl-packfa: an example's losses differ by %.1e between the first re-cut micro-batch of %d and alone "
-            "(allowed %.1e).", found.difference, found.rows, found.allowed,
-        )  # fmt: skip
+        agree(self.accelerator, compare)
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -211,6 +184,90 @@ class TrainsOnImages(NamesRows, SFTTrainer):
         called: Any = model if weights is None else WeightedModel(model, weights[:, None])
         return super().compute_loss(called, inputs, return_outputs, num_items_in_batch)
 
-    def _prepare_input(self, data: Any) -> Any:
-        # The loader moves only the batches that it makes. The batches of a re-cut step are made here.
-        return super()._prepare_input(data.to(self.args.device) if isinstance(data, CountedBatch) else data)
+
+class ImageCutter(OwnCutter):
+    """A cutter of a step's examples into micro-batches of about equal cost, the same number of them on every rank.
+
+    Losses may be divided by the tokens of the step. If not, the padded run's loss is a mean over each padded
+    micro-batch, and rows get weights ([`ROW_WEIGHTS`]) with which the step's loss is the same.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer)
+        self.counts_tokens: bool = trainer.model_accepts_loss_kwargs
+        self.free_budget = self.asked  # without one: that of the last step
+        # The largest micro-batch of the last step, and the batch of its last example.
+        self.sample: tuple[dict[str, Any], dict[str, Any]] | None = None
+
+    def cut(self, batches: Sequence[Documents], collate: Callable[[list[Example]], Any]) -> list[Slot]:
+        """Re-cut a step; return one slot per padded micro-batch. The last slot holds the step, the others are idle."""
+        cut, merge = self.cut_own(batches), self.collator(collate)
+        self.free_budget = cut.budget
+        # A rank with fewer examples than the others have micro-batches runs an untrained one, to take part in their
+        # collectives.
+        idle = merge([cut.examples[cut.shortest]])
+        idle["labels"] = torch.full_like(idle["labels"], -100)
+        first = cut.count - len(cut.parts)
+        micro_batches = [*[idle] * first, *(merge([cut.examples[i] for i in part]) for part in cut.parts)]
+        largest = max(range(len(cut.parts)), key=lambda i: len(cut.parts[i]))
+        self.sample = dict(micro_batches[first + largest]), cut.examples[cut.parts[largest][-1]].batch
+        if not self.counts_tokens:
+            trained = np.array([example.trained for example in cut.examples])
+            weights = _row_weights(trained, cut.padded, cut.parts, cut.count)
+            for micro_batch, of_rows in zip(micro_batches[first:], weights, strict=True):
+                micro_batch[ROW_WEIGHTS] = of_rows
+        last = Slot(micro_batches, cut.imbalance, untrained=cut.untrained)
+        return [Slot([]) for _ in batches[:-1]] + [last]
+
+
+def _row_weights(trained: np.ndarray, padded: np.ndarray, parts: list[list[int]], count: int) -> list[torch.Tensor]:
+    """Return, for each micro-batch, the weights of its rows with which the mean of its losses is as padded.
+
+    The padded run's loss is the mean over its micro-batches of the mean over their trained tokens. Ours is the mean
+    over `count` micro-batches, untrained ones included, of the weighted mean over theirs. `padded` is the number of
+    each example's padded micro-batch.
+    """
+    # Example: padded micro-batches with 3 and 9 trained tokens run as one with 12. A token of the first weighs
+    # 12 / 3 / 2, so that its share of the sum, divided by 12, is 1 / 3 / 2.
+    in_padded = np.maximum(np.bincount(padded, weights=trained), 1)
+    share = count / len(in_padded)
+    return [torch.tensor(trained[part].sum() * share / in_padded[padded[part]], dtype=torch.float32) for part in parts]
+
+
+@torch.no_grad()
+def _require_same_losses(
+    model: Any, together: dict[str, Any], alone: dict[str, Any], prepare: Callable[[Any], Any]
+) -> None:
+    """Require that the last example of a micro-batch has the losses in it that it has alone, without dropout.
+
+    `model`, wrapped or not, has TRL's fused LM head. In `alone`, tokens begin in the first column. `prepare` moves a
+    batch to the device. The decoder's rows are checked apart ([`compare_padded_batch`]). This check runs the whole
+    model, so it also finds a vision tower that mixes the images of a micro-batch, and merged images that belong to
+    another example.
+    """
+    state = find_state(model)
+    counted = vars(state.unpadding).copy() if state is not None and state.unpadding is not None else {}
+
+    def losses(batch: dict[str, Any], *, off: bool = False) -> torch.Tensor:
+        with last_places_off(model) if off else nullcontext():
+            return model(**prepare(dict(batch)), use_cache=False, fused_lm_head=True).log_probs[-1]
+
+    with quiet(model, training=True):
+        found, own, rounded = losses(together), losses(alone), losses(alone, off=True)
+    if state is not None and state.unpadding is not None:  # these calls do not count in the logs
+        vars(state.unpadding).update(counted)
+    # All tokens together are one vector `(1, n)`: the loss of a single token may be near 0.
+    found, own, rounded = (values[: len(own)][None] for values in (found, own, rounded))
+    allowed = max(NOISE_FACTOR * relative_difference(rounded, own), FLOORS[compute_dtype(model, own.dtype)])
+    difference, rows = relative_difference(found, own), len(together["input_ids"])
+    if not difference <= allowed:
+        raise ContaminationError(
+            f"the first re-cut micro-batch is not exact: the losses of one of its {rows} examples differ by "
+            f"{difference:.2e} from those of the example alone (allowed {allowed:.2e}).",
+            why=["the model, or its processor, lets the images of a micro-batch have an effect on each other"],
+            do="Train with packing_strategy='minibatch', which keeps the padded run's micro-batches, and report it.",
+        )
+    logger.info(
+        "trl-packfa: an example's losses differ by %.1e between the first re-cut micro-batch of %d and alone "
+        "(allowed %.1e).", difference, rows, allowed,
+    )  # fmt: skip

@@ -36,21 +36,18 @@ _CHUNK = 256
 
 
 def ensure_own_loss(model: Any, *, seed: int) -> TrainedHead | OwnHead | None:
-    """Give a model the cheapest head whose log-probabilities agree with its own logits, within rounding.
+    """Give a model the cheapest head whose log-probabilities agree with its own on a few tokens, within rounding.
 
-    The model is a causal LM with TRL's fused LM head, bare or wrapped, not yet patched. The log-probabilities are
-    compared on a few random tokens. The choices, in order: a head that scores trained positions only (not on CUDA and
-    XPU, where TRL's Triton kernel does); a head with two products instead of three (only there, for a frozen head);
-    TRL's fused head; the model's own logits.
-
-    Returns:
-        The head, or `None` for TRL's.
-
-    Raises:
-        [`UnsupportedModel`]: if the model itself does not run with its dtypes and autocast's.
+    The model is a causal LM with TRL's fused LM head, bare or wrapped, not yet patched. The choices, in order: a head
+    that scores trained positions only (not on CUDA and XPU, where TRL's Triton kernel does); a head with two products
+    instead of three (only there, for a frozen head); TRL's fused head, for which `None` is returned; the model's own
+    logits. A model that itself does not run with its dtypes and autocast's is refused.
     """
     inner: Any = inner_model(model)
-    by_trl, allowed = inner.forward, _allowed(model)
+    by_trl = inner.forward
+    whole = next(p.dtype for p in model.parameters() if p.is_floating_point()) in (torch.float32, torch.float64)
+    autocasts = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled()
+    allowed = _ALLOWED if whole and not autocasts else _ALLOWED_HALF
     kind = _cheapest(model)
     if kind is not None:
         inner.forward = head = kind(inner, by_trl)
@@ -69,10 +66,8 @@ def ensure_own_loss(model: Any, *, seed: int) -> TrainedHead | OwnHead | None:
     why = "it raises" if difference is None else f"log-probabilities are off by {difference:.3f}"
     logger.warning(
         "trl-packfa: TRL's fused LM head does not compute the loss of %s (%s): "
-        "the model's own logits are used, which takes more memory.",
-        type(inner).__name__,
-        why,
-    )
+        "the model's own logits are used, which takes more memory.", type(inner).__name__, why,
+    )  # fmt: skip
     return own
 
 
@@ -87,11 +82,7 @@ def _cheapest(model: Any) -> type[TrainedHead] | None:
 
 
 class LossHead:
-    """The LM head of a run. It is chosen once, and measures metrics only in logged steps.
-
-    Attributes:
-        module (`TrainedHead`, `OwnHead` or `None`): the result of [`ensure_own_loss`]; `None` for TRL's head.
-    """
+    """The LM head of a run, [`ensure_own_loss`]'s. It is chosen once, and measures metrics only in logged steps."""
 
     def __init__(self, args: PackedSFTConfig, accelerator: Accelerator) -> None:
         self.args, self.accelerator = args, accelerator
@@ -107,10 +98,7 @@ class LossHead:
         self._is_chosen = True
 
     def measures(self, state: TrainerState, *, is_training: bool) -> bool:
-        """Tell whether to measure entropy and accuracy of the next batch, and set the head so.
-
-        While training, only logged steps need them, and each costs a pass over the logits.
-        """
+        """Set and return whether the next batch measures entropy and accuracy: logged steps, as it costs a pass."""
         if not isinstance(self.module, TrainedHead):
             return True
         # The number of the step that runs now. The Trainer counts it only when it is done.
@@ -169,15 +157,6 @@ def _difference(model: Any, seed: int) -> float | None:
         logits = model(input_ids=ids, **options).logits
     own = torch.log_softmax(logits[:, :-1].float(), dim=-1).gather(-1, ids[:, 1:, None])[..., 0]
     return float((fused.float() - own).abs().max())
-
-
-def _allowed(model: Any) -> float:
-    exact = next(p.dtype for p in model.parameters() if p.is_floating_point()) in (torch.float32, torch.float64)
-    return (
-        _ALLOWED
-        if exact and not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled()
-        else _ALLOWED_HALF
-    )
 
 
 class OwnHead(Head):

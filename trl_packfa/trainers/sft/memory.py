@@ -1,4 +1,4 @@
-"""Estimate of the memory that one GPU needs for training, from the model's shape, with a formula for each term.
+"""Estimate of the memory that one GPU needs for training, from the model's shape, and advice on what would fit.
 
 CUDA's own context (about half a gigabyte), fragmentation, and sharding by DeepSpeed or FSDP are left out.
 """
@@ -7,10 +7,23 @@ from __future__ import annotations
 
 import copy
 from dataclasses import asdict, dataclass
+from typing import Any
 
+import torch
+from accelerate.logging import get_logger
+from datasets import IterableDataset
+from peft import get_peft_model
+from trl import get_peft_config
+
+from ...kernels.liger import liger_kernels
 from ...kernels.lm_head.frozen import positions_per_tile
+from ...patching.inspect import inner_model
+from ...patching.router_loss import balances_experts
+from ..common.batching import FREE, Batching
+from ..common.dataset import read_lengths
+from ..common.flops import attention_heads, quadratic_weight
+from ..common.step_cutting import how_to_cut
 from .config import PackedSFTConfig
-from .model_shape import ModelShape
 
 # Bytes that CUDA takes for itself, and the factor that fragmentation adds to an estimate.
 RESERVED, SLACK = 1e9, 1.15
@@ -99,8 +112,8 @@ def without_checkpointing(args: PackedSFTConfig) -> PackedSFTConfig:
 def layer_bytes(shape: ModelShape, activation: int, *, fused_mlp: bool = False, fused_norms: bool = False) -> int:
     """Return the bytes that autograd keeps of one layer for one token, counted on Llama's layer.
 
-    They are norms in fp32, the inputs of every product, and the tensors that attention and the gated product need.
-    Liger's norms keep only their input. MLPs with fused LoRA keep only gate and up.
+    They are norms in fp32 (Liger's keep only their input), the inputs of every product, and the tensors that attention
+    and the gated product need. MLPs with fused LoRA keep only gate and up.
     """
     wide = 4 * shape.hidden + 2 * shape.query + 2 * shape.key_value + (2 if fused_mlp else 4) * shape.feed_forward
     return (0 if fused_norms else 8 * shape.hidden) + activation * wide
@@ -147,3 +160,154 @@ def _state(optimizer: str) -> tuple[float, int | None]:
     name = optimizer.removeprefix("OptimizerNames.").lower()
     kept = next((state for known, state in _STATES.items() if known in name), _STATES["adam"])
     return (kept[0], 1) if "8bit" in name else kept
+
+
+logger = get_logger(__name__)
+
+# Frozen weights of fewer bytes are not mentioned.
+_FEW_BYTES = 100e6
+
+
+def tell_what_fits(model: Any, args: PackedSFTConfig, dataset: Any, *, cut: str = FREE) -> None:
+    """Log what a run on these cut documents could save. `cut` is how `step` may cut."""
+    if (line := frozen_in_float32(model, args)) is not None:
+        logger.info("trl-packfa: %s", line)
+    has = memory_of(args.device)
+    if has is None or dataset is None or isinstance(dataset, IterableDataset):
+        return
+    tokens = Batching.of(args, cut=cut).micro_batch_tokens(read_lengths(dataset))
+    if (line := checkpointing_can_be_off(model, args, tokens, has)) is not None:
+        logger.info("trl-packfa: %s", line)
+
+
+def memory_of(device: torch.device) -> int | None:
+    """Return the memory of a GPU in bytes, or `None` for other devices."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def frozen_in_float32(model: Any, args: PackedSFTConfig) -> str | None:
+    """Describe the cost of frozen float32 weights under `bf16`; return `None` if there are few or none."""
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.dtype is torch.float32]
+    size = sum(p.numel() * p.element_size() for p in frozen)
+    if not args.bf16 or size < _FEW_BYTES:
+        return None
+    return (
+        f"the frozen weights are float32 (TRL's default), {size / 1e9:.1f} GB that every pass casts to bfloat16: "
+        f"dtype='bfloat16' saves the casts and {size / 2e9:.1f} GB."
+    )
+
+
+def checkpointing_can_be_off(model: Any, args: PackedSFTConfig, tokens: int, has: float) -> str | None:
+    """Say that `has` bytes suffice without activation checkpointing; `None` if not, or if that is not known."""
+    shared = bool(args.deepspeed) or bool(args.fsdp)
+    if not args.gradient_checkpointing or shared:
+        return None
+    try:
+        shape = shape_as_loaded(model)
+    except (AttributeError, RuntimeError, TypeError) as error:  # the config has no widths, or one for each layer
+        logger.debug("trl-packfa: no estimate of memory: %s", error)
+        return None
+    fused_norms = args.fused_kernels and liger_kernels() is not None
+    memory = estimate(shape, without_checkpointing(args), tokens, fused_norms=fused_norms)
+    if memory.needed > has:
+        return None
+    return (
+        f"gradient checkpointing can be off: est. {memory.needed / 1e9:.1f} GB of {has / 1e9:.1f} GB at "
+        f"{tokens:,} tokens. gradient_checkpointing=False computes {operations(bool(shape.lora_rank))}."
+    )
+
+
+def operations(frozen: bool) -> str:
+    """Describe the operations that training saves without activation checkpointing, which repeats the forward."""
+    return "4 operations a weight and token instead of 6" if frozen else "6 operations a weight and token instead of 8"
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The numbers of a model that decide its memory and cost. Parameters are counted; widths are in elements.
+
+    `quantizable` counts the weights of linear layers except the LM head, and `largest` those of the largest layer.
+    `feed_forward` is the width that a token passes in one layer (all its experts together). `quadratic` is the cost of
+    attention between two tokens, relative to the other cost of one token. `cut` is how `step` may cut.
+    """
+
+    model_type: str
+    parameters: int
+    quantizable: int
+    largest: int
+    trainable: int
+    head: int
+    layers: int
+    hidden: int
+    feed_forward: int
+    query: int
+    key_value: int
+    lora_rank: int
+    quadratic: float
+    dtype_bytes: int
+    cut: str = FREE
+
+
+def shape_of(model: Any, args: PackedSFTConfig) -> ModelShape:
+    """Measure a bare causal LM, with or without loaded weights, and the adapter that the arguments ask for."""
+    head = model.get_output_embeddings()
+    linear = [m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    parameters, text = model.num_parameters(), model.config.get_text_config()
+    adapter = get_peft_config(args)
+    dtype = (getattr(text, "dtype", None) or "float32") if args.dtype in ("auto", None) else args.dtype
+    if adapter is not None:
+        model = get_peft_model(model, adapter, low_cpu_mem_usage=True)
+    return ModelShape(
+        parameters=parameters,
+        quantizable=sum(linear),
+        largest=max(linear, default=0),
+        trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        lora_rank=adapter.r if adapter is not None else 0,  # type: ignore[attr-defined]  # TRL's is a LoraConfig
+        dtype_bytes=4 if "32" in str(dtype) else 2,
+        cut=how_to_cut(args, balances_experts=balances_experts(text, args.router_aux_loss_coef))[0],
+        **_widths(model, text, head),
+    )
+
+
+def shape_as_loaded(model: Any) -> ModelShape:
+    """Measure a loaded causal LM as it is; `parameters` is the bytes of its frozen weights over `dtype_bytes`."""
+    inner, head = inner_model(model), inner_model(model).get_output_embeddings()
+    size = model.get_input_embeddings().weight.element_size()
+    linear = [
+        module.in_features * module.out_features
+        for module in model.modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
+    ]
+    adapted = next((c.r for c in getattr(model, "peft_config", {}).values() if getattr(c, "r", 0)), 0)
+    kept = [p for p in model.parameters() if not (adapted and p.requires_grad)]
+    return ModelShape(
+        parameters=sum(p.numel() * p.element_size() for p in kept) // size,
+        quantizable=0,
+        largest=max(linear, default=0),
+        trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        lora_rank=adapted,
+        dtype_bytes=size,
+        **_widths(model, inner.config.get_text_config(), head),
+    )
+
+
+def _widths(model: Any, text: Any, head: Any) -> dict[str, Any]:
+    heads, head_dim = attention_heads(text)
+    return {
+        "model_type": model.config.model_type,
+        "head": head.weight.shape[0],
+        "layers": text.num_hidden_layers,
+        "hidden": text.hidden_size,
+        "feed_forward": _feed_forward(text),
+        "query": heads * head_dim,
+        "key_value": (getattr(text, "num_key_value_heads", None) or heads) * head_dim,
+        "quadratic": quadratic_weight(model),
+    }
+
+
+def _feed_forward(text: Any) -> int:
+    """Return the feed-forward width that a token passes, of all its experts together; 4 hidden sizes if unknown."""
+    width = getattr(text, "intermediate_size", None) or getattr(text, "ffn_dim", None) or 4 * text.hidden_size
+    width = max(width) if isinstance(width, (list, tuple)) else width
+    experts = getattr(text, "num_experts_per_tok", None) or 0
+    return experts * (getattr(text, "moe_intermediate_size", None) or width) if experts else width

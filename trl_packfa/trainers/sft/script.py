@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,40 +17,32 @@ from ...exactness import ExactnessReport
 from ...plotting import LOSS_CURVE, save_loss_curve
 from ...terminal import print_table
 from ...terminal.progress import RichProgressCallback, a_line_per_thing, packing_table, plan_table
-from ..common.columns import make_columns
+from ..common.checkpoint_files import checkpoint_to_resume, resuming_message
 from ..common.dataset import COUNTS, hold_out
 from ..common.hub import load_dataset_dict
 from ..common.parsing import TrainerChoice, make_parser, parse
 from ..common.preflight import (
-    checkpoint_to_resume,
     from_zero_message,
     require_attention,
     require_hub,
     require_output_dir,
     require_reporters,
     require_tokenizer,
-    resuming_message,
 )
 from .config import PackedSFTConfig
+from .raw_dataset import make_columns
 from .trainer import PackedSFTTrainer
 
 
 class Kind(NamedTuple):
-    """A trainer that `train` can run, and the dataclasses that define its flags.
+    """A trainer that `train` can run, and the dataclasses that define its flags."""
 
-    Attributes:
-        trainer: the trainer class, or a function that is called like one.
-        config: the trainer's config class.
-        script: the script arguments of TRL's own script for this trainer.
-        options: returns more keyword arguments for the trainer, made from the script arguments.
-        writes_whole: whether its checkpoints record that they are complete.
-    """
-
-    trainer: Any
+    trainer: Any  # the class, or a function that is called like one
     config: Any
-    script: Any = ScriptArguments
+    script: Any = ScriptArguments  # those of TRL's own script for this trainer
+    # Returns more keyword arguments for the trainer, made from the script arguments.
     options: Callable[[Any], dict[str, Any]] = lambda _: {}
-    writes_whole: bool = True
+    writes_whole: bool = True  # whether its checkpoints record that they are complete
 
 
 SFT = Kind(PackedSFTTrainer, PackedSFTConfig)
@@ -71,15 +62,19 @@ def train_parser(kind: Kind = SFT, **options: Any) -> TrlParser:
 def train(argv: list[str], kind: Kind = SFT) -> int:
     """Parse flags and `--config FILE.yaml`, train, and save model and reports to `output_dir`. Return exit code 0."""
     choice, script_args, args, mixture = parse(_classes(kind), argv, prog="trl-packfa train")
-    if choice.preview:
-        _require_preview(kind.trainer)
+    if choice.preview and not hasattr(kind.trainer, "preview_batch"):
+        raise InvalidConfig("--preview shows packed documents, which only --trainer sft has.", do="Drop --preview.")
     args.resume_from_checkpoint = _ask_first(args, kind)
     told = args.process_index == 0 and not args.disable_tqdm
     if told:
         data = script_args.dataset_name or "the datasets"
         print(f"loading {args.model_name_or_path}, tokenizing {data} ...", flush=True)
-    with _without_counts() if told else nullcontext():
+    counts = logging.getLogger(COUNTS)
+    counts.disabled = told  # a table will show them
+    try:
         trainer = build_trainer(script_args, args, mixture, kind, columns=choice.columns)
+    finally:
+        counts.disabled = False
     shown = trainer.is_world_process_zero() and not args.disable_tqdm
     if shown:
         progress = RichProgressCallback.attach(trainer, "training")
@@ -115,29 +110,17 @@ def train(argv: list[str], kind: Kind = SFT) -> int:
     return 0
 
 
-@contextmanager
-def _without_counts() -> Iterator[None]:
-    """Silence the log of packing's counts inside a `with` block, because a table will show them."""
-    counts = logging.getLogger(COUNTS)
-    level = counts.level
-    counts.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        counts.setLevel(level)
-
-
 def _ask_first(args: Any, kind: Kind) -> str | None:
-    """Refuse problems that would stop the run only after minutes, before data and weights are loaded.
-
-    Returns:
-        The checkpoint to resume from, or `None`.
-    """
+    """Refuse problems that would stop the run only after minutes; return the checkpoint to resume from, or `None`."""
     model = _require_model(args)
     require_output_dir(args.output_dir)
     require_reporters(args)
     require_attention(args)
-    _require_steps(args)
+    if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0):  # it would save an untrained model
+        raise InvalidConfig(
+            f"max_steps={args.max_steps}, num_train_epochs={args.num_train_epochs}: nothing would be trained.",
+            do="Raise num_train_epochs, or set max_steps.",
+        )
     checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, args.output_dir, whole=kind.writes_whole)
     if getattr(args, "assistant_only_loss", False):
         require_tokenizer(model, args, processing_class=None, datasets=())
@@ -146,15 +129,6 @@ def _ask_first(args: Any, kind: Kind) -> str | None:
     if said and args.process_index == 0:
         print(said)
     return checkpoint
-
-
-def _require_steps(args: Any) -> None:
-    """Refuse a run of no steps, which would save an untrained model."""
-    if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0):
-        raise InvalidConfig(
-            f"max_steps={args.max_steps}, num_train_epochs={args.num_train_epochs}: nothing would be trained.",
-            do="Raise num_train_epochs, or set max_steps.",
-        )
 
 
 def _how_to_go_on(args: Any) -> str:
@@ -169,11 +143,7 @@ def _how_to_go_on(args: Any) -> str:
 
 
 def _push(trainer: Any, dataset_name: str | None) -> None:
-    """Push the trained model to the Hub.
-
-    Raises:
-        [`InvalidConfig`]: if it cannot be pushed; the message names the folder that holds the model.
-    """
+    """Push the trained model to the Hub."""
     try:
         trainer.push_to_hub(dataset_name=dataset_name)
     except Exception as error:  # any network error: the training is done, and must not look lost
@@ -183,16 +153,6 @@ def _push(trainer: Any, dataset_name: str | None) -> None:
             why=[str(error).split("\n", 1)[0]],
             do=f"Push it with `hf upload {trainer.hub_model_id} {folder}`.",
         ) from error
-
-
-def _require_preview(trainer: Any) -> None:
-    """Refuse `--preview` for a trainer that packs no documents.
-
-    Raises:
-        [`InvalidConfig`]: with the name of the trainer that does.
-    """
-    if not hasattr(trainer, "preview_batch"):
-        raise InvalidConfig("--preview shows packed documents, which only --trainer sft has.", do="Drop --preview.")
 
 
 def _require_model(args: PackedSFTConfig) -> str:

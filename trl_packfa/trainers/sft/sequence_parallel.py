@@ -15,7 +15,7 @@ from trl import SFTTrainer
 
 from ...runtime.memory import peak_memory
 from ...runtime.sequence_parallel import ShardedRowModel
-from ..common.sharded_rows import row_group
+from ..common.parallelism import row_group
 from .config import PackedSFTConfig
 
 

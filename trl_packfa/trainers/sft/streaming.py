@@ -39,19 +39,10 @@ class PackedStream(TorchIterableDataset):
     documents are not packed into rows, a rank reads its own shards only, as accelerate deals them. Loader workers
     share the shards.
 
-    Args:
-        source (`datasets.IterableDataset`):
-            Tokenized, cut documents with `input_ids` and `labels`.
-        batch_size (`int`):
-            Documents, or rows, of a micro-batch (`per_device_train_batch_size`).
-        capacity (`int`, *optional*):
-            Tokens of a row. Without it, micro-batches have documents in the stream's order.
-        wrapped (`bool`, *optional*, defaults to `False`):
-            Fill rows with documents in the stream's order, cut where a row is full, instead of by best fit.
-        rank (`int`), world_size (`int`), seed (`int`), quadratic (`float`):
-            See [`~packing.PackedBatchSampler`].
-        window (`int`, *optional*, defaults to `STREAM_WINDOW`):
-            Documents in the buffer of best fit.
+    `source` has tokenized, cut documents; `batch_size` of them, or of rows, are a micro-batch. Rows have `capacity`
+    tokens; without it, micro-batches have documents in the stream's order. `wrapped` fills rows with documents in that
+    order, cut where a row is full, instead of by best fit, which has `window` documents in its buffer. See
+    [`~packing.PackedBatchSampler`] for `rank`, `world_size`, `seed` and `quadratic`.
     """
 
     def __init__(
@@ -112,26 +103,20 @@ class PackedStream(TorchIterableDataset):
                 yield document
             # A whole pass had no document, so later ones would have none either.
             if not found:
-                return self._refuse_nothing()
+                if get_worker_info() is not None:
+                    return
+                raise InvalidDataset(
+                    "the training stream has no document to train on.",
+                    why=["each was empty, dropped by overflow='drop', or had no label within max_length"],
+                    do="Check the stream's filters, max_length, completion_only_loss and assistant_only_loss.",
+                )
             self._pass, found = self._pass + 1, False
             self.source.set_epoch(self._pass)
-
-    def _refuse_nothing(self) -> None:
-        if get_worker_info() is None:
-            raise InvalidDataset(
-                "the training stream has no document to train on.",
-                why=["each was empty, dropped by overflow='drop', or had no label within max_length"],
-                do="Check the stream's filters, max_length, completion_only_loss and assistant_only_loss.",
-            )
 
     def _rounds(
         self, documents: Iterator[Document], carry: list[Any], window: int
     ) -> tuple[list[list[MicroBatch]], list[Any]]:
-        """Make the next micro-batches of all ranks, round by round.
-
-        Returns:
-            The rounds, and the documents that wait for the next window, each with how often it has waited.
-        """
+        """Return the next rounds of all ranks, and the documents that wait, with how often each has waited."""
         if self.capacity is None:
             batches = [list(islice(documents, self.batch_size)) for _ in range(self.world_size)]
             # The source is endless, so the last rank's micro-batch is empty only if this worker has no shard.
@@ -165,10 +150,7 @@ class PackedStream(TorchIterableDataset):
         return dict(self._state)
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Let the next iteration continue from `state`.
-
-        It first yields one placeholder for each micro-batch that was already yielded; the Trainer skips them.
-        """
+        """Let the next iteration continue from `state`, after a placeholder for each micro-batch that was yielded."""
         self._start = dict(state) if state else None
 
 
@@ -176,7 +158,7 @@ def _with_own_epoch(source: IterableDataset) -> IterableDataset:
     """Copy a stream and give the copy an epoch of its own.
 
     `datasets` keeps the epoch in memory that all loader workers share. If one worker moved it on, another would start
-    its shards anew. Then some documents were left out and others seen twice, by chance.
+    its shards anew: documents were left out or seen twice, by chance.
     """
     source = copy.copy(source)
     if isinstance(getattr(source, "_epoch", None), torch.Tensor):
@@ -242,8 +224,7 @@ def stream_loader(stream: PackedStream, collator: Callable[[MicroBatch], Any], a
 def resumes_by_state(source: IterableDataset) -> bool:
     """Tell whether a stream can resume from its own state, which does not hold the contents of a shuffle buffer.
 
-    `datasets` does not say which streams have such a buffer, so the parts of the stream are inspected. A stream whose
-    parts cannot be seen counts as shuffled.
+    `datasets` does not say which streams have one, so the parts of the stream are inspected; an unseen part counts.
     """
     parts = [getattr(source, "_ex_iterable", None)]
     while parts:

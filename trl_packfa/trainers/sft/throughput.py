@@ -1,12 +1,19 @@
-"""Speed of a run: true tokens per second, and model FLOPs utilization (MFU)."""
+"""A run as it goes: its speed and model FLOPs utilization (MFU), its losses, and advice when memory runs out.
+
+Nothing here waits for the device outside of logging steps.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
+from ...errors import NonFiniteLoss, is_out_of_memory
 from ...patching.unpadding import Unpadding
 from ...runtime.datasheet import datasheet_flops
 from ..common.flops import ModelFlops, compute_dtype, matmul_flops
@@ -15,6 +22,9 @@ from .config import PackedSFTConfig
 # Seconds for measuring the device's peak, once per run.
 _MEASURING = 0.05
 
+# Documents, and tokens of each, that a refused loss shows; and micro-batches without a log that are remembered.
+_SHOWN = 8
+_REMEMBERED = 1024
 # Rows of the measured product, like the tokens of a full micro-batch. A GPU needs more rows than a CPU to be busy.
 _ROWS, _ROWS_ON_GPU = 2048, 8192
 
@@ -23,10 +33,7 @@ class SpeedMeter:
     """A counter of the tokens that one rank trains between two logs. Only `read` waits for the device.
 
     The model is not wrapped by an engine. MFU is a share of the peak speed, see [`peak_flops`]; each of `world_size`
-    ranks has its own device.
-
-    Attributes:
-        sharing ([`Unpadding`] or `None`): counts the tokens that a model with shared prefixes does not compute.
+    ranks has its own device. `sharing` counts the tokens that a model with shared prefixes does not compute.
     """
 
     def __init__(self, model: Any, args: PackedSFTConfig, *, world_size: int) -> None:
@@ -110,11 +117,7 @@ class SpeedMeter:
 
 
 def peak_flops(config: Any, args: PackedSFTConfig, *, seconds: float = 0.5) -> float:
-    """Return the peak operations per second; the logged MFU is a share of it.
-
-    It is `peak_tflops` if set, else the device's data sheet, else the speed of the model's largest matrix product,
-    measured here.
-    """
+    """Return the peak operations per second: `peak_tflops`, the data sheet's, or measured on the model's product."""
     known = known_peak(args)
     if known is not None:
         return known
@@ -131,3 +134,84 @@ def known_peak(args: PackedSFTConfig) -> float | None:
     if args.peak_tflops is not None:
         return args.peak_tflops * 1e12
     return datasheet_flops(args.device, compute_dtype(args))
+
+
+@contextmanager
+def memory_advice(args: PackedSFTConfig, inputs: dict[str, Any], *, budget: int | None) -> Iterator[None]:
+    """Add advice to an out-of-memory error in a `with` block: the argument to lower, and its new value."""
+    try:
+        yield
+    # torch's error on accelerators is a subclass of RuntimeError, and its CPU allocator raises a plain RuntimeError.
+    except (MemoryError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            error.add_note(_advice(args, inputs, budget))
+        raise
+
+
+def _advice(args: PackedSFTConfig, inputs: dict[str, Any], budget: int | None) -> str:
+    tokens, layout, mask = inputs["input_ids"].numel(), inputs.get("packed_layout"), inputs.get("attention_mask")
+    longest = tokens if layout is None else layout.max_seqlen
+    if layout is None and mask is not None:  # padded rows
+        tokens, longest = int(mask.sum()), int(mask.sum(-1).max())
+    held = f"trl-packfa: out of memory with a micro-batch of {tokens} tokens (longest document {longest})."
+    # Advise half as many tokens, but not fewer than the longest document, which cannot be cut.
+    if budget is not None and tokens > longest:
+        # Without a layout the batch has images, and the budget counts their patches as well.
+        lower = budget // 2 if layout is None else max(longest, tokens // 2)
+        return f"{held} Lower max_tokens_per_microbatch from {budget} to {lower}: each step keeps the same examples."
+    batch = args.per_device_train_batch_size
+    if batch > 1 and tokens > longest:
+        accumulation = args.gradient_accumulation_steps
+        return (
+            f"{held} Lower per_device_train_batch_size from {batch} to {batch // 2} and raise "
+            f"gradient_accumulation_steps from {accumulation} to {math.ceil(accumulation * batch / (batch // 2))}."
+        )
+    more = "" if args.gradient_checkpointing else ", or set gradient_checkpointing=True"
+    return f"{held} The micro-batch is one document: lower max_length to {longest // 2}{more}."
+
+
+class LossWatch:
+    """A record of the micro-batches since the last log: their losses, on the device, and their token ids."""
+
+    def __init__(self) -> None:
+        self.losses: list[torch.Tensor] = []
+        self.where: list[tuple[int, dict[str, Any]]] = []
+
+    def add(self, step: int, inputs: dict[str, Any], loss: torch.Tensor) -> None:
+        """Remember a micro-batch of this step. Its token ids, which are small, stay in memory until the next log."""
+        self.losses.append(loss.detach())
+        self.where.append((step, {name: inputs.get(name) for name in ("input_ids", "packed_layout")}))
+
+    @property
+    def is_full(self) -> bool:
+        """`True` after many micro-batches without a log. Runs that rarely log must not collect losses without end."""
+        return len(self.losses) >= _REMEMBERED
+
+    def require_finite(self, tokenizer: Any) -> None:
+        """Require that all remembered losses are finite, then forget them. The host waits for the losses here."""
+        losses, where = self.losses, self.where
+        self.losses, self.where = [], []
+        if not losses:
+            return
+        # Check all at once, with one wait for the device. A wait per micro-batch would slow every step.
+        bad = (~torch.isfinite(torch.stack(losses))).nonzero().flatten()
+        if not len(bad):
+            return
+        first = int(bad[0])
+        step, inputs = where[first]
+        raise NonFiniteLoss(
+            f"the loss is {float(losses[first])} at step {step} (transformers would log the mean of the others).",
+            why=_documents(inputs, tokenizer),
+            do="Look at these documents. Lower the learning rate or max_grad_norm, or train in bfloat16, not float16.",
+        )
+
+
+def _documents(inputs: dict[str, Any], tokenizer: Any) -> list[str]:
+    """Describe each document of a micro-batch by its length and first tokens."""
+    layout, ids = inputs["packed_layout"], inputs["input_ids"]
+    documents = list(layout.split(ids)) if layout is not None else list(ids)
+    lines = [
+        f"document of {len(document)} tokens: {tokenizer.decode(document[:_SHOWN].tolist())!r} ..."
+        for document in documents[:_SHOWN]
+    ]
+    return lines + ([f"and {len(documents) - _SHOWN} more"] if len(documents) > _SHOWN else [])

@@ -3,17 +3,19 @@
 The class only overrides TRL's hooks: tokenizing, losses, metrics, checkpoints and distribution stay TRL's. Each hook
 calls the part that does the work:
 
-    construction, validation   settle arguments and refuse invalid ones before data or weights are read
-    PackedData                 cuts datasets and counts every dropped token; makes samplers, loaders, collators
-    StepCutter                 cuts the documents of an optimizer step into micro-batches
-    LossHead, PaddedTerms      compute the loss as the padded run does; SourceLosses reports it by source
-    ExactnessGate              runs the exactness check before the first step
-    SpeedMeter, LossWatch      measure tokens per second; refuse a loss that is NaN or infinite
+    construction            settles arguments and refuses invalid ones before data or weights are read
+    PackedRun               builds the trainer or the padded one, resumes, saves whole checkpoints and cards
+    PackedData              cuts datasets and counts every dropped token; makes samplers, loaders, collators
+    StepCutter              cuts the documents of an optimizer step into micro-batches
+    LossHead, PaddedTerms   compute the loss as the padded run does; SourceLosses reports it by source
+    ExactnessGate           runs the exactness check before the first step
+    SpeedMeter, LossWatch   measure tokens per second; refuse a loss that is NaN or infinite
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -31,55 +33,45 @@ from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
 )
 
 from ...api import patch
 from ...collator import SOURCES
-from ...errors import ContaminationError, InvalidConfig, NoBackend, UnsupportedModel
 from ...exactness import ExactnessReport
 from ...packing import PackedBatchSampler, PackingReport
 from ...patching import inspect
 from ...patching.apply import unpadding_of
 from ...patching.describe import describe
-from ..common.batching import FREE, TOGETHER
-from ..common.chat_templates import left_out_by_template
-from ..common.checkpoint_files import count_batch, write_reports
-from ..common.compiling import compile_by_layer, graphs_for_every_layer
+from ..common.checkpoint_files import count_batch
 from ..common.dataset import read_lengths, without_our_columns
-from ..common.distributed import TrainBeginCallback, require_same_documents
-from ..common.fallback import AsGiven, tell_adapter, tell_padded
 from ..common.flops import quadratic_weight
-from ..common.guards import LossWatch, memory_advice
-from ..common.liger import already_applied, apply_liger
-from ..common.model_card import add_section, name_base, packing_section
 from ..common.model_loading import AnyDataset, EvalDataset, load_as_asked, output_dir, telling_of_targets
-from ..common.parallelism import refuse_uneven_calls
+from ..common.packed_run import PackedRun, collating_with
+from ..common.parallelism import refuse_short_rows, require_same_documents, share_rows
+from ..common.preflight import left_out_by_template
 from ..common.resuming import identity
-from ..common.run_context import alone_in_folder, collating_with, go_on, whole
-from ..common.sampler import EpochCallback
-from ..common.sharded_rows import refuse_short_rows, require_shareable, share_rows
-from ..common.step_cutting import Documents, Slot, StepCutter, count_every_rank, how_to_cut, in_turn, require_aligned
+from ..common.step_cutting import Documents, Slot, StepCutter, count_every_rank, how_to_cut, log_cut, run_slot
 from ..common.validation import refuse_precision
 from .config import PackedSFTConfig
-from .construction import asks_for_packing, padded, settle_arguments
+from .construction import asks_for_packing, padded, refuse_once_patched, settle_arguments
 from .dataloading import PackedData, copies_without_waiting, send
 from .epoch_plan import summarize_plan
-from .exactness_gate import ExactnessGate, require_engine
+from .exactness_gate import ExactnessGate
 from .images import TrainsOnImages
 from .lm_head import LossHead, OwnHead, drop_unmeasured
-from .loss_weighting import SourceLosses, WeightedModel, as_example_labels, example_weights
-from .padded_terms import PaddedTerms
+from .loss_terms import PaddedTerms, SourceLosses, WeightedModel, as_example_labels, example_weights
+from .memory import tell_what_fits
+from .model_code import apply_liger, changed_already, compile_by_layer
 from .raw_dataset import usable
 from .sequence_parallel import ShardedRowsTrainer
-from .throughput import SpeedMeter
-from .validation import refuse_loss_function, refuse_noise, refuse_sources
-from .what_fits import tell_what_fits
+from .throughput import LossWatch, SpeedMeter, memory_advice
 
 logger = get_logger(__name__)
 
 
-class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
+class PackedSFTTrainer(PackedRun, TrainsOnImages, ShardedRowsTrainer):
     """TRL's `SFTTrainer` with packing. It takes the same arguments; training matches padded training.
 
     ```python
@@ -131,55 +123,33 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         peft_config: PeftConfig | None = None,
         formatting_func: Callable[[dict], str] | None = None,
     ) -> None:
-        as_given = AsGiven(model)  # before an adapter wraps it
-        given: dict[str, Any] = {
-            "data_collator": data_collator, "train_dataset": train_dataset, "eval_dataset": eval_dataset,
-            "processing_class": processing_class, "compute_loss_func": compute_loss_func,
-            "compute_metrics": compute_metrics, "callbacks": callbacks, "optimizers": optimizers,
-            "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs, "quantization_config": quantization_config,
-            "preprocess_logits_for_metrics": preprocess_logits_for_metrics, "peft_config": peft_config,
-            "formatting_func": formatting_func,
-        }  # fmt: skip
+        given = locals().copy()  # the other arguments, by name
+        del given["self"], given["model"], given["args"]
         settled, refusal, on_images = settle_arguments(model, args, given)
         given["train_dataset"], given["eval_dataset"] = usable(
             train_dataset, eval_dataset, args=settled, formatted=formatting_func is not None
         )
-        if refusal is None:
-            try:
-                self._construct(model, settled, asked=args, **given)
-                if on_images is not None:
-                    self.run_images_without_pads(on_images, own_collator=data_collator is not None)
-                return
-            except (UnsupportedModel, ContaminationError, NoBackend, InvalidConfig) as late:
-                if asks_for_packing(args):
-                    raise
-                directory = output_dir(model)
-                model, settled, refusal = as_given.restore(vars(self).get("model")), padded(args, directory), late
-        tell_padded(refusal)
-        self._construct(model, settled, asked=args, **given)
+
+        def pack() -> None:
+            self._construct(model, settled, asked=args, **given)
+            if on_images is not None:
+                self.run_images_without_pads(on_images, own_collator=data_collator is not None)
+
+        def pad(model: Any) -> None:
+            self._construct(model, padded(args, output_dir(model)), asked=args, **given)
+
+        self._pack_or_pad(model, refusal, is_asked=asks_for_packing(args), pack=pack, pad=pad)
 
     def _construct(
-        self,
-        model: Any,
-        args: PackedSFTConfig,
-        *,
-        asked: TrainingArguments | None,
-        data_collator: Any,
-        **options: Any,
+        self, model: Any, args: PackedSFTConfig, *, asked: TrainingArguments | None, data_collator: Any, **options: Any
     ) -> None:
         """Run TRL's `__init__` with the model loaded and adapted as the arguments say, then set packing up."""
-        own_adapter = options["peft_config"] is None
-        options["quantization_config"], options["peft_config"] = load_as_asked(
-            model, args, quantization=options["quantization_config"], adapter=options["peft_config"]
-        )
-        tell_adapter(asked, args, options["peft_config"] if own_adapter else None)
+        options |= load_as_asked(model, args, options, asked=asked)
         share_rows(args)
         packs_eval = args.eval_packing is not False and options["compute_metrics"] is None
         self._data = PackedData(args, packs_eval=packs_eval)
         self._cutter: StepCutter | None = None
         self._terms: PaddedTerms | None = None
-        self._resumed_from: str | None = None
-        self.packing_plan: dict[str, float] = {}
         with telling_of_targets(model, args):
             super().__init__(model=model, args=args, data_collator=None if args.packing else data_collator, **options)
         self._gate = ExactnessGate(self.args, self.accelerator)
@@ -199,12 +169,8 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
             padding_collator=self.data_collator,
             collator=data_collator,
         )
-        refuse_precision(
-            model,
-            args,
-            scales_losses=self.accelerator.scaler is not None,
-            own_optimizer=self.optimizer is not None or self.optimizer_cls_and_kwargs is not None,
-        )
+        own_optimizer = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
+        refuse_precision(model, args, scales_losses=self.accelerator.scaler is not None, own_optimizer=own_optimizer)
         if not self.is_zero3_enabled:  # under ZeRO-3 only the engine runs the model, and `train` builds it
             self._head.choose(model)
         apply_liger(model, args)  # before the patch: later the Trainer would replace the patch's forwards by Liger's
@@ -212,44 +178,28 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         with self.accelerator.autocast():  # if `patch` has to check the model, its check is the run's proof
             patch(model, unpad=args.share_prefixes, **args.patch_options)  # prefixes are proven with padded rows
         self._speed.sharing = unpadding_of(model)
-        compile_by_layer(model, args, self.accelerator, whole=self.is_zero3_enabled)
+        if not self.is_zero3_enabled:  # there accelerate compiles the whole model
+            compile_by_layer(model, args, self.accelerator)
         self._terms = PaddedTerms(args, self.accelerator, model, balances_experts=self.aux_loss_enabled)
         if self.aux_loss_enabled and not self.is_zero3_enabled:
             self.aux_loss_enabled = self._terms.find_routers(has_own_head=isinstance(self._head.module, OwnHead))
             inspect.model_config(model).get_text_config().output_router_logits = self.aux_loss_enabled
-        text = inspect.model_config(model).get_text_config()
-        if self.compute_loss_func is not None:
-            refuse_loss_function(self.compute_loss_func, vocabulary=text.vocab_size, device=args.device)
-        if self.neftune_noise_alpha is not None:
-            refuse_noise(model)
-        require_shareable(model, args)
-        if self.is_proven_wrapped:
-            refuse_uneven_calls(model, getattr(self.accelerator.state, "fsdp_plugin", None))
-        refuse_sources(args, self.train_dataset)
-        cut = self._how_to_cut()
-        if args.strategy.recuts_steps:
-            self._cutter = StepCutter(
-                args, train_dataset=self.train_dataset, model=model, accelerator=self.accelerator, cut=cut
-            )
-        self.packing_plan = self._plan(cut)
-        tell_what_fits(model, args, self.train_dataset, cut=cut)
-        self.add_callback(EpochCallback(lambda: self._data.sampler))
-        self.add_callback(TrainBeginCallback(self._require_proof, self._add_noise))  # by then the model is wrapped
-        logger.info("trl-packfa: patched\n%s", describe(model))
-
-    def _how_to_cut(self) -> str:
-        """Choose how `step` cuts so that the loss stays the padded run's, and log the reason of a restriction."""
+        refuse_once_patched(self)
         cut, why = how_to_cut(
-            self.args,
+            args,
             balances_experts=self.aux_loss_enabled,
             counts_tokens=self.model_accepts_loss_kwargs,
             own_loss=self.compute_loss_func is not None,
-            world_size=self.args.data_parallel_size,
+            world_size=args.data_parallel_size,
         )
-        if self.args.strategy.recuts_steps and cut != FREE:
-            kept = "run at the same time" if cut == TOGETHER else "stay one micro-batch"
-            logger.info("trl-packfa: the examples of a padded micro-batch %s: %s.", kept, why)
-        return cut
+        if args.strategy.recuts_steps:
+            self._cutter = StepCutter(
+                args, train_dataset=self.train_dataset, model=model, accelerator=self.accelerator, cut=cut, why=why
+            )
+        self.packing_plan = self._plan(cut)
+        tell_what_fits(model, args, self.train_dataset, cut=cut)
+        self.add_callback(_RunCallback(self))
+        logger.info("trl-packfa: patched\n%s", describe(model))
 
     def _plan(self, cut: str) -> dict[str, float]:
         """Plan an epoch and log its numbers; return an empty dict for a stream, whose length is not known."""
@@ -304,8 +254,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         if not self.args.strategy.fills_rows:
             return super()._get_train_sampler(train_dataset)
-        rows: Any = self._data.row_sampler(self.train_dataset if train_dataset is None else train_dataset)
-        return rows
+        return self._data.row_sampler(self.train_dataset if train_dataset is None else train_dataset)
 
     def get_train_dataloader(self) -> DataLoader:
         """Return the training loader. Under `step` it yields the padded run's examples, collated after the cut."""
@@ -320,8 +269,6 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Return the evaluation loader. Batches hold the padded run's examples, packed unless metrics need logits."""
-        if not self.args.packing:
-            return super().get_eval_dataloader(eval_dataset)
         collator = self._data.evaluation_collator(self.data_collator, asked=eval_dataset, evaluation=self.eval_dataset)
         with collating_with(self, collator):
             return super().get_eval_dataloader(eval_dataset)
@@ -329,7 +276,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """Return the prediction loader. Predictions are never packed."""
         # They need one row of logits per example.
-        with collating_with(self, self._data.padding_collator if self.args.packing else self.data_collator):
+        with collating_with(self, self._data.padding_collator or self.data_collator):
             return super().get_test_dataloader(test_dataset)
 
     def preview_batch(self) -> str:
@@ -376,17 +323,12 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         self._speed.start(self._total_train_tokens)
         if not isinstance(inputs, Slot):
             return self._run_micro_batch(model, inputs, num_items_in_batch)
-        require_aligned(inputs, self.accelerator, self.args.gradient_accumulation_steps)
-        loss = torch.zeros((), device=self.args.device)  # an idle slot returns this zero
         self.current_gradient_accumulation_steps = len(inputs.micro_batches)  # TRL divides the auxiliary loss by it
-        syncs_itself = self.is_deepspeed_enabled
         self._total_train_tokens -= inputs.untrained  # TRL will add them
         self.prove_recut_images(model)
-        for micro_batch in in_turn(inputs, accelerator=self.accelerator, model=model, syncs_itself=syncs_itself):
-            loss += self._run_micro_batch(model, micro_batch, num_items_in_batch)
+        loss = run_slot(self, inputs, model, lambda batch: self._run_micro_batch(model, batch, num_items_in_batch))
         if inputs.micro_batches:
-            self._metrics["train"]["micro_batches"].append(len(inputs.micro_batches))
-            self._metrics["train"]["imbalance"].append(inputs.imbalance)
+            log_cut(self, inputs)
         return loss
 
     def _prepare_input(self, data: Any) -> Any:
@@ -454,7 +396,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Run TRL's `evaluate`. Its time does not count in the logged training speed."""
-        with self._speed.paused(), already_applied(self.args), graphs_for_every_layer(self.model, self.args):
+        with self._speed.paused(), changed_already(self.model, self.args):
             return super().evaluate(*args, **kwargs)
 
     # Proof -----------------------------------------------------------------------------------------------------------
@@ -486,8 +428,6 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
             [`ContaminationError`]: if packing is not exact on this model. If it fails on one rank, all ranks raise.
             [`UnsupportedModel`]: under DeepSpeed ZeRO-3 before training has begun.
         """
-        if self.is_zero3_enabled:
-            require_engine(self.deepspeed)
         return self._gate.prove(
             self.model,
             engine=self.deepspeed if self.is_zero3_enabled else self.model,
@@ -505,19 +445,16 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
 
     # Runs and checkpoints --------------------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Check packing, then train as TRL does; `True`, `"true"` and `"last"` resume from the last whole checkpoint.
-
-        Raises:
-            [`ContaminationError`]: if packing is not exact on this model.
-            [`InvalidConfig`]: if there is no whole checkpoint to resume from, or the named folder is no checkpoint.
-        """
-        named = (lambda: self._identity) if self.args.packing else None
-        resume_from_checkpoint = self._resumed_from = go_on(self, resume_from_checkpoint, identity=named)
+    @contextmanager
+    def _before_training(self) -> Iterator[None]:
         if not self.is_proven_wrapped:  # otherwise the callback does it once the model is wrapped
             self._require_proof()
-        with alone_in_folder(self.args), already_applied(self.args), graphs_for_every_layer(self.model, self.args):
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+        with changed_already(self.model, self.args):
+            yield
+
+    @property
+    def _packs(self) -> bool:
+        return self.args.packing
 
     @cached_property
     def _identity(self) -> dict[str, str]:
@@ -525,21 +462,25 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         return identity(self.train_dataset, self._tokenizer, trained=report and report.trained_tokens)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Save TRL's checkpoint, mark it whole once every rank has written its part, then delete older ones."""
-        with self._speed.paused(), whole(self, trial, lambda: self._identity) as folder:
+        with self._speed.paused():
             super()._save_checkpoint(model, trial)
-            self._data.save_state(folder)
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write TRL's model card, with a section on packing and its proof."""
-        super().create_model_card(*args, **kwargs)
-        if self.is_world_process_zero():
-            name_base(self.args.output_dir, inspect.model_config(self.model)._name_or_path)
-        if self.args.packing and self.is_world_process_zero():
-            add_section(
-                self.args.output_dir, packing_section(self.args.card_settings, self.packing_reports, self.exactness)
-            )
+    def _save_state(self, folder: Path) -> None:
+        self._data.save_state(folder)
 
-    def save_reports(self, folder: str | Path) -> None:
-        """Write `packing_report.json` and, once proven, `exactness_report.json` into a folder."""
-        write_reports(folder, self.packing_reports, self.exactness, plan=self.packing_plan)
+
+class _RunCallback(TrainerCallback):
+    """A callback that runs a packed trainer's own steps before the first step and in each epoch."""
+
+    def __init__(self, trainer: PackedSFTTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Require the proof and set the noise. By now the Trainer has wrapped the model and loaded its checkpoint."""
+        self.trainer._require_proof()
+        self.trainer._add_noise()
+
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+        """Set the sampler's epoch, which accelerate 1.15 does not do for a wrapped batch sampler."""
+        if (sampler := self.trainer.packing_sampler) is not None:
+            sampler.set_epoch(int(state.epoch or 0))  # a resumed run restores it

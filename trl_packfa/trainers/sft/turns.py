@@ -24,8 +24,7 @@ from ...collator import LOSSES, ROW_LENGTHS, SAVED
 from ...errors import InvalidDataset
 from ...layout.prefix_tree import common_length
 from ...packing import PackingReport
-from ..common.dataset import AnyDataset, cut_some
-from ..common.trees import split_tree, tree_columns
+from ..common.dataset import AnyDataset, cut_some, split_tree, tree_columns
 
 # Column with the number of an example's conversation, until its examples are one row.
 CONVERSATION = "trl_packfa_conversation"
@@ -48,12 +47,7 @@ class TurnExpander:
         self.tokenizer, self.chat_template, self.keep = tokenizer, chat_template, keep
 
     def expand(self, dataset: Dataset, *, name: str, num_proc: int | None) -> Dataset:
-        """Make an example of each assistant turn: `input_ids`, and `labels` on this turn alone.
-
-        Raises:
-            [`InvalidDataset`]: naming the conversation, if it has no assistant turn, or if the template renders the
-                history of a turn in another way once the turn is there.
-        """
+        """Make an example of each assistant turn: `input_ids`, and `labels` on this turn alone."""
         require_conversations(dataset, name=name)
         return dataset.map(
             self._examples, batched=True, with_indices=True, remove_columns=dataset.column_names, num_proc=num_proc,
@@ -131,11 +125,7 @@ class TurnExpander:
 
 
 def require_conversations(dataset: AnyDataset, *, name: str) -> None:
-    """Refuse a dataset whose first example has no `messages`.
-
-    Raises:
-        [`InvalidDataset`]: with its columns.
-    """
+    """Refuse a dataset whose first example has no `messages`."""
     example = maybe_convert_to_chatml(dict(next(iter(dataset))))
     if "input_ids" in example or "messages" not in example or not is_conversational(example):
         raise InvalidDataset(

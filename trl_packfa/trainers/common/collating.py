@@ -24,12 +24,8 @@ class CountedBatch(dict):
 
     As a dict it holds the batch's own values only. It keeps the rows through loader workers, pinned memory and `to` a
     device. Batches that others make from its values (accelerate's `dispatch_batches`, a user's own dict) lose them;
-    then the masks are read again.
-
-    Attributes:
-        rows (`dict[str, PaddedRows]`): rows by the name of their mask.
-        compared (`dict[str, PaddedRows]`): rows by the name of the token ids that were compared; [`SharedRows`] where
-            some rows share a prefix.
+    then the masks are read again. `rows` are named like their mask, `compared` like the token ids that were compared:
+    they are [`SharedRows`] where some rows share a prefix.
     """
 
     def __init__(
@@ -64,7 +60,7 @@ class CountingCollator:
     collator: Callable[..., Any]
     share_prefixes: bool
 
-    def __init__(self, collator: Callable[..., Any], *, share_prefixes: bool = False) -> None:
+    def __init__(self, collator: Callable[..., Any], share_prefixes: bool = False) -> None:
         vars(self).update(collator=collator, share_prefixes=share_prefixes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -79,19 +75,18 @@ class CountingCollator:
                     rows[name] = rows_of(value)
                 except InvalidLayout:  # the model's call will refuse this mask
                     continue
-        return CountedBatch(batch, rows, self._compared(batch, rows) if self.share_prefixes else {}) if rows else batch
-
-    def _compared(self, batch: dict[str, Any], rows: dict[str, PaddedRows]) -> dict[str, PaddedRows]:
-        """Compare the rows of each mask's token ids; return rows by the ids' name, [`SharedRows`] where some share."""
-        named = {name.removesuffix(_MASK) + _IDS: found for name, found in rows.items()}
-        return {name: share(found, batch[name]) or found for name, found in named.items() if name in batch}
+        compared = {}
+        if self.share_prefixes:
+            named = {name.removesuffix(_MASK) + _IDS: found for name, found in rows.items()}
+            compared = {name: share(found, batch[name]) or found for name, found in named.items() if name in batch}
+        return CountedBatch(batch, rows, compared) if rows else batch
 
     @property
     def __class__(self) -> Any:
         return type(self.collator)
 
     def __reduce__(self) -> Any:
-        return _counting, (self.collator, self.share_prefixes)
+        return CountingCollator, (self.collator, self.share_prefixes)
 
     def __getattr__(self, name: str) -> Any:
         if name == "collator":  # not set yet, for example while it is unpickled
@@ -103,7 +98,3 @@ class CountingCollator:
             vars(self)[name] = value
         else:
             setattr(self.collator, name, value)
-
-
-def _counting(collator: Callable[..., Any], share_prefixes: bool) -> CountingCollator:
-    return CountingCollator(collator, share_prefixes=share_prefixes)

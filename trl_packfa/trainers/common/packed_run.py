@@ -1,0 +1,278 @@
+"""`PackedRun`: what the packed trainers do alike around TRL's trainer.
+
+It builds the trainer, or the padded one in its place, resumes, writes whole checkpoints, reports and model cards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from filelock import FileLock, Timeout
+from peft import PeftModel
+from torch import nn
+
+from ...api import unpatch
+from ...errors import ContaminationError, InvalidConfig, NoBackend, PackingError, UnsupportedModel
+from ...exactness import ExactnessReport
+from ...packing import PackingReport
+from ...patching import inspect
+from ...versions import MINIMUM_VERSIONS, installed_version
+from .checkpoint_files import (
+    checkpoint_to_resume,
+    read_progress,
+    resuming_message,
+    tell_left_out,
+    whole_checkpoint,
+    write_progress,
+    write_reports,
+)
+from .image_rows import Base
+from .parallelism import from_main_rank
+from .resuming import adapter_of, require_same_adapter, require_same_run
+
+logger = get_logger(__name__)
+
+# With an underscore, because transformers leaves such files out when it uploads the folder.
+LOCK = "_training.lock"
+
+
+class PackedRun(Base):
+    """A base class of the packed trainers. It comes before TRL's trainer in their base classes."""
+
+    # The Trainer declares these types more loosely, or TRL's trainers assign them without a declaration.
+    args: Any
+    model: Any
+    _total_train_tokens: int
+
+    packing_reports: dict[str, PackingReport]
+    packing_plan: Mapping[str, float] = {}
+    exactness: ExactnessReport | None = None
+    _resumed_from: str | None = None
+
+    # Set by each trainer: whether the run is packed, and its `identity`.
+    _packs: Any
+    _identity: Any
+
+    def _pack_or_pad(
+        self,
+        model: Any,
+        refusal: PackingError | None,
+        *,
+        is_asked: bool,
+        pack: Callable[[], None],
+        pad: Callable[[Any], None],
+    ) -> None:
+        """Build the packed trainer; if that is refused and the user did not ask for packing, build the padded one.
+
+        `pack` and `pad` run TRL's `__init__`; `pad` gets the model as the caller gave it. `refusal` is an error from
+        before construction.
+
+        After a refusal TRL's `__init__` runs again: some models are found out only once they are built with the
+        default adapter, which the padded trainer does not have. On it depend the reference model that TRL builds, the
+        hooks that it puts on embeddings, and how DDP wraps the model, so the built trainer cannot go on as it is.
+        """
+        trained = [(p, p.requires_grad) for p in model.parameters()] if isinstance(model, nn.Module) else []
+        if refusal is None:
+            try:
+                return pack()
+            except (UnsupportedModel, ContaminationError, NoBackend, InvalidConfig) as late:
+                if is_asked:
+                    raise
+                refusal = late
+                self._undo()
+                built = vars(self).get("model")
+                if isinstance(model, nn.Module) and isinstance(built, PeftModel) and built is not model:
+                    built.unload()
+                for parameter, trains in trained:
+                    parameter.requires_grad_(trains)
+        why = f" ({'; '.join(refusal.why)})" if refusal.why else ""
+        padded = next(cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith("trl."))
+        logger.warning(
+            "trl-packfa: %s%s. Training as %s would: padded, without a default adapter.",
+            refusal.what.removesuffix("."), why, padded,
+        )  # fmt: skip
+        pad(model)
+
+    def _undo(self) -> None:
+        """Remove the patches of a construction that was refused late."""
+        if (model := vars(self).get("model")) is not None:
+            unpatch(model)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as TRL does; `True`, `"true"` and `"last"` resume from the last whole checkpoint.
+
+        Raises:
+            [`UnsupportedModel`], [`ContaminationError`]: if a model is not exact, or no longer patched.
+            [`InvalidConfig`]: if there is no whole checkpoint to resume from, if the named folder is no checkpoint or
+                its files have changed, or if it is from a run on other data or labels, or with another adapter.
+        """
+        self._resumed_from = self._checkpoint_to_resume(resume_from_checkpoint)
+        saves = self.args.should_save and self.args.save_strategy != "no"  # otherwise no file can be damaged
+        with self._before_training(), only_run_in(self.args.output_dir) if saves else nullcontext():
+            return super().train(self._resumed_from, *args, **kwargs)
+
+    def _checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
+        """Return the checkpoint to resume from, or `None` to start anew; set the token count to the checkpoint's."""
+        checkpoint = from_main_rank(self.accelerator, lambda: checkpoint_to_resume(asked, self.args.output_dir))
+        if checkpoint is None:
+            return None
+        logger.info("trl-packfa: %s", resuming_message(checkpoint))
+        if self.is_world_process_zero():
+            tell_left_out(checkpoint)
+        progress = read_progress(checkpoint)
+        require_same_adapter(progress, self.model)
+        if self._packs and not self.args.ignore_data_skip:
+            require_same_run(progress, self._identity)
+        # Otherwise TRL would count from 0 again.
+        self._total_train_tokens = progress.get("num_tokens", 0)
+        return checkpoint
+
+    def _before_training(self) -> AbstractContextManager[Any]:
+        """Return the context in which TRL trains."""
+        return nullcontext()
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """Save TRL's checkpoint, mark it whole once every rank has written its part, then delete older ones.
+
+        The model card, the run's progress and its [`identity`] are added.
+        """
+        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        with whole_checkpoint(folder, self):
+            super()._save_checkpoint(model, trial)
+            self._save_state(folder)
+            if self.args.should_save:
+                card, empty = Path(self.args.output_dir) / "README.md", folder / "README.md"
+                if card.exists() and empty.exists():  # the template that PEFT writes next to an adapter
+                    empty.write_text(card.read_text(encoding="utf-8"), encoding="utf-8")
+                progress = {"num_tokens": self._total_train_tokens, "adapter": adapter_of(self.model)}
+                write_progress(folder, {**progress, **self._identity})
+
+    def _save_state(self, folder: Path) -> None:
+        """Write a rank's own state into a checkpoint."""
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write TRL's model card, with a section on packing and its proof."""
+        card: Any = super().create_model_card
+        card(*args, **kwargs)
+        if self.is_world_process_zero():
+            name_base(self.args.output_dir, inspect.model_config(self.model)._name_or_path)
+            if self._packs:
+                reports, settings = self.packing_reports, self.args.card_settings
+                section = packing_section(settings, reports, self.exactness, said=self._proof_as_text())
+                add_section(self.args.output_dir, section)
+
+    def _proof_as_text(self) -> str:
+        """Return the card's sentence on the proof, for a run without a report."""
+        return ""
+
+    def save_reports(self, folder: str | Path) -> None:
+        """Write `packing_report.json` and, once proven, `exactness_report.json` into a folder."""
+        write_reports(folder, self.packing_reports, self.exactness, plan=self.packing_plan)
+
+
+@contextmanager
+def only_run_in(folder: str | Path) -> Iterator[None]:
+    """Lock a folder inside a `with` block, so that no other process trains into it."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        lock = FileLock(Path(folder) / LOCK, timeout=0)
+        lock.acquire()
+    except Timeout as error:
+        raise InvalidConfig(
+            f"another run is training into {folder}.",
+            why=["both would write, and remove, the same checkpoints"],
+            do="Give this run another output_dir, or end the other one.",
+        ) from error
+    except OSError as error:
+        raise InvalidConfig(
+            f"output_dir {folder} cannot be written to: {error.strerror or error}.",
+            do="Name a folder that can be written to, or pass save_strategy='no'.",
+        ) from error
+    try:
+        yield
+    finally:
+        (Path(folder) / LOCK).unlink(missing_ok=True)  # before the release, so that no other process holds it yet
+        lock.release()
+
+
+@contextmanager
+def collating_with(trainer: Any, collator: Any) -> Iterator[None]:
+    """Let a trainer's loader collate with this collator inside a `with` block."""
+    own, trainer.data_collator = trainer.data_collator, collator  # TRL's loaders read this attribute
+    try:
+        yield
+    finally:
+        trainer.data_collator = own
+
+
+_HEADING = "## Packing\n"
+# The heading that follows the training procedure in TRL's template.
+_BEFORE = "\n## Citations"
+
+
+def packing_section(
+    settings: Mapping[str, object],
+    reports: Mapping[str, PackingReport],
+    exactness: ExactnessReport | None,
+    *,
+    said: str = "",
+) -> str:
+    """Write the section in Markdown: settings, counts of the data, the proof, and versions.
+
+    It also says if nothing was checked. `said` is the proof of a run that has no report.
+    """
+    shown = {name: f'"{value}"' if isinstance(value, str) else value for name, value in settings.items()}
+    told = ", ".join(f"`{name}={value}`" for name, value in shown.items())
+    installed = {name: installed_version(name) for name in ("trl-packfa", *MINIMUM_VERSIONS)}
+    versions = exactness.versions if exactness is not None else installed
+    lines = [
+        _HEADING,
+        f"Trained with [trl-packfa](https://arxiv.org/abs/2407.09105): {told}.",
+        "",
+        *(f"- Data, {name}: " + ", ".join(f"{label} {value}" for label, value in report.lines()) + "."
+          for name, report in reports.items()),
+        f"- Exactness: {said or _proof(exactness)}",
+        "- Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items() if version) + ".",
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def name_base(folder: str | Path | None, base: str) -> None:
+    """Replace the names that TRL wrote as None into the card: of a local base, and of a run that is not pushed."""
+    path = Path(folder or ".") / "README.md"
+    text = path.read_text(encoding="utf-8")
+    local = f"`{Path(base).name}`, a local folder" if base else "a model without a name"
+    named = text.replace("[None](https://huggingface.co/None)", local).replace(
+        'model="None"', f'model="{Path(folder or ".").name}"'
+    )
+    if named != text:
+        path.write_text(named, encoding="utf-8")
+
+
+def add_section(folder: str | Path | None, section: str) -> None:
+    """Insert the section into TRL's model card in a folder, before the citations; replace an existing one."""
+    path = Path(folder or ".") / "README.md"
+    text = path.read_text(encoding="utf-8")
+    if _HEADING in text:
+        before, rest = text.split(_HEADING, 1)
+        text = before.rstrip("\n") + "\n" + rest[rest.index(_BEFORE) :] if _BEFORE in rest else before
+    at = text.find(_BEFORE)
+    before, after = (text, "") if at < 0 else (text[:at], text[at:])
+    path.write_text(f"{before.rstrip()}\n\n{section}{after}", encoding="utf-8")
+
+
+def _proof(exactness: ExactnessReport | None) -> str:
+    if exactness is None:
+        return "not checked before training (`check_packing=False`)."
+    gradients = "" if exactness.gradients is None else f", gradients {exactness.gradients:.1e}"
+    return (
+        f"verdict `{exactness.verdict}` before the first step (isolation {exactness.isolation:.1e}, parity "
+        f"{exactness.parity:.1e}{gradients}; without boundaries {exactness.control:.1e}); model type "
+        f"`{exactness.model_type}`, level `{exactness.level}`, attention backend `{exactness.backend}`, "
+        f"{exactness.dtype}, {exactness.training}, seed {exactness.seed}."
+    )
