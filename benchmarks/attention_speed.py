@@ -19,21 +19,24 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from transformers import AttentionInterface, LlamaConfig
 from transformers.masking_utils import create_causal_mask
 
 from trl_packfa import PackedLayout
 from trl_packfa.attention import BACKENDS, AttentionArguments, AttentionRequest, get_backend
+from trl_packfa.bench.environment import HEAP
 from trl_packfa.bench.memory import PeakMemory
-from trl_packfa.bench.mixes import MIXES, document_lengths, draw_lengths
-from trl_packfa.bench.process import HEAP
+from trl_packfa.bench.mixes import MIXES, draw_lengths
 from trl_packfa.cli.output import add_json, print_rows
 from trl_packfa.runtime.datasheet import datasheet_flops
 from trl_packfa.trainers.common.flops import bandwidth, matmul_flops
 
 TRANSFORMERS, TRANSFORMERS_FLEX = "transformers-sdpa", "transformers-flex"
 _WARM_UP, _SECONDS = 2, 1.0
+# The most documents that are drawn for a row.
+_DRAWN = 20_000
 # Bytes of the dense path per pair of query and key: the mask as bool and as float, and temporary results.
 _DENSE_BYTES = 12
 Row = dict[str, Any]
@@ -100,6 +103,15 @@ def bench_attention(
             floor = statistics.median(_floor(lengths, heads, floors) for lengths in drawn)
             rows += [_row(mix, count, side, runs.get(side, []), skipped[side], floor) for side in skipped]
     return rows
+
+
+def document_lengths(mix: str, tokens: int, *, seed: int) -> list[int]:
+    """Return lengths from a mix that add up to `tokens`; the last length is cut."""
+    lengths = draw_lengths(mix, min(tokens, _DRAWN), seed=seed)
+    before = np.cumsum(lengths) - lengths
+    kept = lengths[before < tokens]
+    kept[-1] = min(int(kept[-1]), tokens - int(before[len(kept) - 1]))
+    return [*kept.tolist(), *([tokens - int(kept.sum())] if kept.sum() < tokens else [])]
 
 
 def _row(mix: str, tokens: int, side: str, runs: list[dict[str, Any]], reason: str, floor: float) -> Row:

@@ -18,7 +18,7 @@ from ..trainers.common.dataset import read_lengths
 from ..trainers.common.model_loading import init_kwargs, model_type, quantization_of
 from ..trainers.sft.config import PackedSFTConfig
 from ..trainers.sft.trainer import PackedSFTTrainer
-from .upstream import require_implementation, upstream_attention
+from .upstream import IMPLEMENTATIONS, upstream_attention
 
 
 class Kind(NamedTuple):
@@ -151,8 +151,11 @@ def _sides(text: str, backends: list[str], allowed: list[str], trainer: str) -> 
     for backend in chosen:
         if backend != "auto" and kind.ours:
             get_backend(backend)
-        elif backend != "auto":
-            require_implementation(backend, text=text)
+        elif backend != "auto" and backend not in IMPLEMENTATIONS and "/" not in backend:
+            raise InvalidConfig(
+                f"'{text}': TRL's own trainer has no attention '{backend}'.",
+                do=f"Name one of transformers': {', '.join(IMPLEMENTATIONS)}.",
+            )
     size = {"row": int(match["row"]) if match["row"] else None, "rows": int(match["rows"]) if match["rows"] else None}
     return [
         Side(match["strategy"], **size, backend=b, allowed=match["strategy"] in allowed, trainer=trainer)
