@@ -33,13 +33,7 @@ def calls(monkeypatch):
 
 
 def run(model, *, context=nullcontext, **options):
-    """Logits of the packed documents, and all gradients."""
-    patch(unpatch(model), **options)
-    model.zero_grad()
-    with context():
-        logits = model(**tiny.batch(tiny.documents())).logits
-    logits.sin().sum().backward()
-    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return tiny.logits_and_gradients(patch(unpatch(model), **options), context=context)
 
 
 # Norms, layers that rotate, gated products of two layers; Phi rotates half a head, its norms and MLPs are others.

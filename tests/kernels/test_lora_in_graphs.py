@@ -11,7 +11,6 @@ import torch
 from selection import exhaustive, in_full
 from test_fused_lora import adapted, by_peft, oracle
 from tolerance import assert_float32, assert_low_precision, assert_recomputed
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from trl_packfa import patch, unpatch
 from trl_packfa.bench.tracing import compiled_graphs
@@ -40,14 +39,10 @@ def calls(monkeypatch):
 def run(model, *, whole, context=nullcontext, backend="aot_eager"):
     """Logits of the packed documents, and the gradients of the adapters, compiled."""
     patch(unpatch(model))
-    model.zero_grad()
-    if not whole:
-        compile_layers(model, backend=backend)
-    with context():
-        forward = torch.compile(model, backend=backend) if whole else model
-        logits = forward(**tiny.batch(tiny.documents())).logits
-    logits.sin().sum().backward()
-    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    if whole:
+        return tiny.logits_and_gradients(model, forward=torch.compile(model, backend=backend), context=context)
+    compile_layers(model, backend=backend)
+    return tiny.logits_and_gradients(model, context=context)
 
 
 @pytest.mark.parametrize("whole", [False, *exhaustive(True)], ids=["by layer", "whole"])
@@ -133,11 +128,7 @@ def test_what_is_not_fused_runs_pefts_own_forward(change, calls):
 
 @pytest.mark.slow
 def test_4_bit_weights_run_pefts_own_forward(tmp_path, calls):
-    pytest.importorskip("bitsandbytes")
-    tiny.model("llama", layers=2).save_pretrained(tmp_path)
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
-    base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantization, dtype=torch.float32)
-    model = adapted(base=base)
+    model = adapted(base=tiny.quantized(tmp_path))
     (expected, expected_grads), (logits, grads) = by_peft(model), run(model, whole=False)
     assert not any(calls.values())
     assert_recomputed(logits, expected)
