@@ -17,19 +17,11 @@ from trl_packfa.bench.compare import Result
 from trl_packfa.bench.counting import StepCounter
 from trl_packfa.bench.data import facts, random_documents, read_documents, save_documents
 from trl_packfa.bench.mixes import every_length
-from trl_packfa.bench.presets import save_preset
 from trl_packfa.bench.process import SideProcess
 from trl_packfa.bench.sides import KINDS, Side, build_trainer, parse_sides
 from trl_packfa.bench.worker import FINISH, STEP, TRACE, SideFailed, leaks, run
 from trl_packfa.cli.main import main
 from trl_packfa.errors import InvalidConfig, InvalidDataset
-
-
-@pytest.fixture(scope="module")
-def preset(tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("preset"))
-    save_preset("tiny", path, dtype="float32")
-    return path
 
 
 def built(name, preset, **options):
