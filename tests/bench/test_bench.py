@@ -31,8 +31,8 @@ def built(name, preset, **options):
     side = parse_sides(name)[0]
     args = training.arguments(PackedSFTConfig, f"{preset}-out", max_length=64, **options)
     documents = random_documents(LENGTHS, vocab_size=512, seed=0)
-    tokenizer = AutoTokenizer.from_pretrained(preset)
-    return build_trainer(side, args, model=preset, tokenizer=tokenizer, train=documents, evaluation=None), side
+    data = {"train_dataset": documents, "processing_class": AutoTokenizer.from_pretrained(preset)}
+    return build_trainer(side, args, preset, data), side
 
 
 # Sides ------------------------------------------------------------------------------------------------------------

@@ -68,8 +68,8 @@ def test_on_a_cpu_it_is_the_models_own(preset):
 def test_a_side_attends_with_what_it_names(name, expected, preset, tmp_path):
     side, args = parse_sides(name)[0], arguments(PackedSFTConfig, tmp_path, max_length=64, max_steps=1)
     documents = random_documents(LENGTHS, vocab_size=512, seed=0)
-    tokenizer = AutoTokenizer.from_pretrained(preset)
-    trainer = build_trainer(side, args, model=preset, tokenizer=tokenizer, train=documents, evaluation=None)
+    data = {"train_dataset": documents, "processing_class": AutoTokenizer.from_pretrained(preset)}
+    trainer = build_trainer(side, args, preset, data)
     trainer.train()
     assert attention_of(trainer) == expected
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -81,24 +82,18 @@ class Pacer(TrainerCallback):
 def run(spec: dict[str, Any], channel: Connection) -> None:
     """Build the side, train on command, evaluate, and send the final figures."""
     setup, side, folder = read_arguments(spec["argv"]), Side(**spec["side"]), Path(spec["folder"])
-    if side.trainer == "sft":
-        build = build_trainer
-    else:
-        from .preference import build_preference_trainer as build  # TRL's other trainers take seconds to import
+    build: Callable[..., Any] = build_trainer
+    if side.trainer != "sft":
+        from .preference import build_preference_trainer  # TRL's other trainers take seconds to import
 
-    train: Any = load_from_disk(str(folder / "train"))
-    evaluation: Any = load_from_disk(str(folder / "eval")) if (folder / "eval").exists() else None
+        build = build_preference_trainer
+    data = {
+        "train_dataset": load_from_disk(str(folder / "train")),
+        "eval_dataset": load_from_disk(str(folder / "eval")) if (folder / "eval").exists() else None,
+        "processing_class": AutoTokenizer.from_pretrained(setup.bench.tokenizer or spec["model"]),
+    }
     steps = {} if setup.args.max_steps < 0 else {"max_steps": setup.args.max_steps + setup.bench.untimed_steps + 1}
-    trainer = build(
-        side,
-        setup.args,
-        model=spec["model"],
-        tokenizer=AutoTokenizer.from_pretrained(setup.bench.tokenizer or spec["model"]),
-        train=train,
-        evaluation=evaluation,
-        output_dir=str(folder / "output"),
-        **steps,
-    )
+    trainer = build(side, setup.args, spec["model"], data, output_dir=str(folder / "output"), **steps)
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
     memory = PeakMemory()
@@ -110,7 +105,7 @@ def run(spec: dict[str, Any], channel: Connection) -> None:
     peak = memory.peak()
     while not pacer.finished and channel.recv() != FINISH:
         channel.send(None)
-    loss = trainer.evaluate()["eval_loss"] if evaluation is not None and side.kind.trains else None
+    loss = trainer.evaluate()["eval_loss"] if data["eval_dataset"] is not None and side.kind.trains else None
     figures = {"peak_bytes": peak, "bytes_before": memory.before, "life_peak_bytes": memory.life, "eval_loss": loss}
     channel.send({**figures, "attention": attention_of(trainer) if side.kind.trains else None})
 

@@ -77,11 +77,12 @@ def _strategies(plan: Plan) -> Rows:
     rows = []
     for name, outcome in plan.outcomes.items():
         epoch = outcome.epoch()
+        examples = epoch.examples_per_step
         rows.append(
             [
                 _mark(plan, name),
                 f"{epoch.steps:,}",
-                _short(epoch.examples_per_step),
+                f"{examples:,.0f}" if examples >= 100 or examples == int(examples) else f"{examples:.1f}",
                 f"{epoch.micro_batches / epoch.steps:.1f}",
                 f"{epoch.tokens_per_micro_batch:,.0f}",
                 f"{epoch.rows:,.0f}",
@@ -133,10 +134,6 @@ def _memory(plan: Plan) -> Rows:
 
 def _mark(plan: Plan, name: str) -> str:
     return f"{name} *" if name == plan.chosen.strategy.name else name
-
-
-def _short(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 or number == int(number) else f"{number:.1f}"
 
 
 def _histogram(lengths: np.ndarray, max_length: int | None) -> Sequence[str]:
