@@ -31,10 +31,11 @@ from trl_packfa.bench.memory import PeakMemory
 from trl_packfa.bench.mixes import MIXES, draw_lengths
 from trl_packfa.cli.output import add_json, print_rows
 from trl_packfa.runtime.datasheet import datasheet_flops
-from trl_packfa.trainers.common.flops import bandwidth, matmul_flops
+from trl_packfa.trainers.common.flops import best_seconds, matmul_flops
 
 TRANSFORMERS, TRANSFORMERS_FLEX = "transformers-sdpa", "transformers-flex"
 _WARM_UP, _SECONDS = 2, 1.0
+_COPIED_BYTES = 2**28
 # The most documents that are drawn for a row.
 _DRAWN = 20_000
 # Bytes of the dense path per pair of query and key: the mask as bool and as float, and temporary results.
@@ -89,7 +90,7 @@ def bench_attention(
     device = torch.device(_device())
     # Known GPUs: take the peak of the data sheet, because a product of this size does not fill a GPU.
     peak = datasheet_flops(device, _dtype()) or matmul_flops(2048, 2048, 2048, dtype=_dtype(), device=device)
-    floors = Floors(peak, bandwidth(device))
+    floors = Floors(peak, _bandwidth(device))
     rows = []
     for mix in mixes:
         for count in tokens:
@@ -103,6 +104,13 @@ def bench_attention(
             floor = statistics.median(_floor(lengths, heads, floors) for lengths in drawn)
             rows += [_row(mix, count, side, runs.get(side, []), skipped[side], floor) for side in skipped]
     return rows
+
+
+def _bandwidth(device: torch.device) -> float:
+    """Measure the bytes per second that memory reads and writes in a large copy."""
+    source = torch.randn(_COPIED_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * _COPIED_BYTES / best_seconds(lambda: target.copy_(source), device, 0.5)
 
 
 def document_lengths(mix: str, tokens: int, *, seed: int) -> list[int]:

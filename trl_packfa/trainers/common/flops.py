@@ -19,7 +19,6 @@ from trl import get_peft_config
 from ...runtime.zero3 import is_partitioned, whole_shape, whole_size
 from .config import CommonConfig
 
-_COPIED_BYTES = 2**28
 # Calls between two events of a GPU. A single short call takes less time than its launch.
 _CALLS_PER_EVENT = 10
 
@@ -146,13 +145,6 @@ def matmul_flops(
     a = torch.randn(rows, inner, device=device, dtype=dtype, generator=generator)
     b = torch.randn(inner, columns, device=device, dtype=dtype, generator=generator)
     return 2 * rows * inner * columns / best_seconds(lambda: a @ b, device, seconds)
-
-
-def bandwidth(device: torch.device) -> float:
-    """Measure the bytes per second that memory reads and writes in a large copy."""
-    source = torch.empty(_COPIED_BYTES // 4, device=device).normal_(generator=torch.Generator(device).manual_seed(0))
-    target = torch.empty_like(source)
-    return 2 * _COPIED_BYTES / best_seconds(lambda: target.copy_(source), device, 0.5)
 
 
 def best_seconds(act: Callable[[], Any], device: torch.device, seconds: float) -> float:
