@@ -13,6 +13,8 @@ from . import worker
 from .environment import HEAP
 
 _LAST_LINES = 5
+# Seconds in which a process may end by itself.
+_PATIENCE = 10.0
 
 
 class SideProcess:
@@ -55,10 +57,11 @@ class SideProcess:
         return answer
 
     def close(self) -> None:
-        """End the process in any state."""
+        """End the process in any state. One that waits for a command ends by itself, and cleans up."""
+        self._channel.close()
+        self._process.join(_PATIENCE)
         self._process.kill()
         self._process.join()
-        self._channel.close()
 
     def _epitaph(self) -> str:
         """Return the reason why a process ended without an answer."""
