@@ -15,8 +15,6 @@ import torch
 from torch import nn
 
 from trl_packfa import unpatch
-from trl_packfa.bench import worker
-from trl_packfa.bench.process import SideProcess
 from trl_packfa.bench.sides import KINDS, Kind
 from trl_packfa.cli.main import main
 from trl_packfa.errors import InvalidConfig
@@ -210,17 +208,9 @@ class ProductsOnly:
         return room.view(copies, columns, rows).mT if flip else room.view(shape)
 
 
-def add_strategies() -> None:
-    """Add the bounds to the strategies of the benchmark and of its worker processes."""
-    KINDS.update(
-        {"bfd-bound": Kind(BFD, micro_batch=ProductsOnly), "step-bound": Kind(STEP, micro_batch=ProductsOnly)}
-    )
-    SideProcess.worker = (__file__, "--worker")
-
-
+# The worker processes of the benchmark import this file under the second name.
+if __name__ in ("__main__", "__mp_main__"):
+    bounds = {"bfd-bound": BFD, "step-bound": STEP}
+    KINDS.update({name: Kind(strategy, micro_batch=ProductsOnly) for name, strategy in bounds.items()})
 if __name__ == "__main__":
-    add_strategies()
-    if sys.argv[1:2] == ["--worker"]:
-        worker.main(sys.argv[2])
-    else:
-        sys.exit(main(["bench", *sys.argv[1:]]))
+    sys.exit(main(["bench", *sys.argv[1:]]))

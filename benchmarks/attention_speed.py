@@ -19,21 +19,25 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from transformers import AttentionInterface, LlamaConfig
 from transformers.masking_utils import create_causal_mask
 
 from trl_packfa import PackedLayout
 from trl_packfa.attention import BACKENDS, AttentionArguments, AttentionRequest, get_backend
+from trl_packfa.bench.environment import HEAP
 from trl_packfa.bench.memory import PeakMemory
-from trl_packfa.bench.mixes import MIXES, document_lengths, draw_lengths
-from trl_packfa.bench.process import HEAP
+from trl_packfa.bench.mixes import MIXES, draw_lengths
 from trl_packfa.cli.output import add_json, print_rows
 from trl_packfa.runtime.datasheet import datasheet_flops
 from trl_packfa.trainers.common.flops import best_seconds, matmul_flops
 
 TRANSFORMERS, TRANSFORMERS_FLEX = "transformers-sdpa", "transformers-flex"
 _WARM_UP, _SECONDS = 2, 1.0
+_COPIED_BYTES = 2**28
+# The most documents that are drawn for a row.
+_DRAWN = 20_000
 # Bytes of the dense path per pair of query and key: the mask as bool and as float, and temporary results.
 _DENSE_BYTES = 12
 _COPIED_BYTES = 2**28
@@ -57,13 +61,6 @@ class Floors(NamedTuple):
 
     flops: float
     bytes: float
-
-
-def _bandwidth(device: torch.device) -> float:
-    """Measure the bytes per second that memory reads and writes in a large copy."""
-    source = torch.empty(_COPIED_BYTES // 4, device=device).normal_(generator=torch.Generator(device).manual_seed(0))
-    target = torch.empty_like(source)
-    return 2 * _COPIED_BYTES / best_seconds(lambda: target.copy_(source), device, 0.5)
 
 
 def bench_attention(
@@ -108,6 +105,22 @@ def bench_attention(
             floor = statistics.median(_floor(lengths, heads, floors) for lengths in drawn)
             rows += [_row(mix, count, side, runs.get(side, []), skipped[side], floor) for side in skipped]
     return rows
+
+
+def _bandwidth(device: torch.device) -> float:
+    """Measure the bytes per second that memory reads and writes in a large copy."""
+    source = torch.randn(_COPIED_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * _COPIED_BYTES / best_seconds(lambda: target.copy_(source), device, 0.5)
+
+
+def document_lengths(mix: str, tokens: int, *, seed: int) -> list[int]:
+    """Return lengths from a mix that add up to `tokens`; the last length is cut."""
+    lengths = draw_lengths(mix, min(tokens, _DRAWN), seed=seed)
+    before = np.cumsum(lengths) - lengths
+    kept = lengths[before < tokens]
+    kept[-1] = min(int(kept[-1]), tokens - int(before[len(kept) - 1]))
+    return [*kept.tolist(), *([tokens - int(kept.sum())] if kept.sum() < tokens else [])]
 
 
 def _row(mix: str, tokens: int, side: str, runs: list[dict[str, Any]], reason: str, floor: float) -> Row:

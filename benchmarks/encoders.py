@@ -23,10 +23,12 @@ import time
 import tiny
 import torch
 from datasets import load_dataset
+from padded import padded
 from tiny_models.encoders import EMBEDDINGS, small_encoder
 from transformers import AutoTokenizer, logging
 
 import trl_packfa
+from trl_packfa.runtime.memory import resident_peak
 
 _BASE = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
@@ -54,18 +56,10 @@ def lengths(count, args):
     return drawn.clamp(4, args.longest - 12).int().tolist()
 
 
-def padded_batch(rows):
-    """Pad random token ids of these lengths on the right."""
-    ids, mask = (torch.zeros(len(rows), max(rows), dtype=torch.long) for _ in range(2))
-    for i, length in enumerate(rows):
-        ids[i, :length], mask[i, :length] = torch.randint(3, 97, (length,)), 1
-    return {"input_ids": ids, "attention_mask": mask}
-
-
 def training_step(args, shape):
     """Return a function that makes a side's training step, and the step's true tokens."""
     rows = lengths(args.rows, args)
-    batch = padded_batch(rows)
+    batch = padded([torch.randint(3, 97, (length,)) for length in rows], extra=0)
 
     def side(free):
         model = encoder(shape, "SequenceClassification", max_position_embeddings=max(512, args.longest)).train()
@@ -145,12 +139,6 @@ def timed(run):
     return time.perf_counter() - started
 
 
-def peak_of_this_process():
-    """Return the peak memory in MB. Linux counts the parent's in `ru_maxrss` of a child."""
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) // 1024 for line in status if line.startswith("VmHWM"))
-
-
 def peak(kind, shape, side, argv):
     """Return the peak memory in MB of a process that runs one side once."""
     command = [sys.executable, __file__, *argv, "--one-side", kind, shape, side]
@@ -162,11 +150,11 @@ def compare(kind, shape, args, argv):
     # First, while this process holds no model: a padded ModernBERT-base on FLAN-like lengths takes 13 GB.
     memory = " | ".join(f"{peak(kind, shape, name, argv):,} MB" for name in ("padded", "free"))
     side, tokens, computed = RUNS[kind](args, shape)
-    padded, free = side(False), side(True)
+    with_pads, free = side(False), side(True)
     if kind == "step":
-        for warm_up in (padded, free):
+        for warm_up in (with_pads, free):
             warm_up()
-    times = [(timed(padded), timed(free)) for _ in range(args.repeats)]
+    times = [(timed(with_pads), timed(free)) for _ in range(args.repeats)]
     speeds = " | ".join(f"{tokens / statistics.median(each):,.0f}" for each in zip(*times, strict=True))
     ratios = [a / b for a, b in times]
     middle = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
@@ -192,7 +180,7 @@ def main():
     if args.one_side:
         kind, shape, side = args.one_side
         RUNS[kind](args, shape)[0](side == "free")()
-        print(peak_of_this_process())
+        print(resident_peak() // 2**20)
         return
     print(f"{torch.get_num_threads()} threads")
     print("| run | computed by true tokens | padded, tokens/s | without pads | times as fast | peak memory, padded "

@@ -51,17 +51,10 @@ def bench_check(argv: list[str]) -> list[dict[str, Any]]:
         folder = Path(name)
         model = model_path(setup, folder)
         save_documents(setup, documents, model, folder)
-        train: Any = load_from_disk(str(folder / "train"))
-        trainer: Any = build_trainer(
-            Side("step"),
-            setup.args,
-            model=model,
-            tokenizer=AutoTokenizer.from_pretrained(setup.bench.tokenizer or model),
-            train=train,
-            evaluation=None,
-            output_dir=str(folder / "output"),
-            max_steps=_STEPS,
-        )
+        tokenizer = AutoTokenizer.from_pretrained(setup.bench.tokenizer or model)
+        data = {"train_dataset": load_from_disk(str(folder / "train")), "processing_class": tokenizer}
+        run = {"output_dir": str(folder / "output"), "max_steps": _STEPS}
+        trainer: Any = build_trainer(Side("step"), setup.args, model, data, **run)
         seconds = trainer.prove().seconds
         clock = _Clock()
         trainer.remove_callback(PrinterCallback)  # only the table is printed

@@ -114,6 +114,16 @@ def lengths_file(tmp_path_factory):
     return str(path)
 
 
+@pytest.fixture(scope="session")
+def preset(tmp_path_factory):
+    """Save the benchmark's smallest model."""
+    from trl_packfa.bench.presets import save_preset
+
+    path = str(tmp_path_factory.mktemp("preset"))
+    save_preset("tiny", path, dtype="float32")
+    return path
+
+
 @pytest.fixture
 def saved(tmp_path):
     """Save a folder with a config and a tokenizer but no weights, and a dataset file."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from support_matrix import parse_arguments, run_types
+from support_matrix import run_types
 from tiny_models.composites import ImageBatch, composite_types, image_batch, small_composite
 
 from trl_packfa import patch
@@ -178,8 +178,8 @@ def _show(name: str, result: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure every type and write the results."""
-    args = parse_arguments("build, patch and compare every type with images or sounds", COMPOSITES)
-    run_types(args.output, composite_types(), measure_type, jobs=args.jobs, only=args.only, seen=_show)
+    what = "build, patch and compare every type with images or sounds"
+    run_types(what, COMPOSITES, composite_types(), measure_type, _show)
 
 
 if __name__ == "__main__":

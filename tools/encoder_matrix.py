@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from composite_matrix import differences, reason_of, rows_that_see_each_other
-from support_matrix import parse_arguments, run_types
+from support_matrix import run_types
 from tiny_models.encoders import encoder_types, heads_of, small_encoder
 
 from trl_packfa import patch
@@ -195,8 +195,8 @@ def _show(name: str, result: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure every type and write the results."""
-    args = parse_arguments("build, patch and compare every encoder type with each of its heads", ENCODERS)
-    run_types(args.output, encoder_types(), measure_type, jobs=args.jobs, only=args.only, seen=_show)
+    what = "build, patch and compare every encoder type with each of its heads"
+    run_types(what, ENCODERS, encoder_types(), measure_type, _show)
 
 
 if __name__ == "__main__":

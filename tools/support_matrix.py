@@ -228,26 +228,21 @@ def write(path: Path, contents: Mapping[str, Any]) -> None:
 
 
 def run_types(
-    path: Path,
-    names: Iterable[str],
-    measure: Callable[[str], dict[str, Any]],
-    *,
-    jobs: int,
-    only: Iterable[str],
-    seen: Callable[[str, dict[str, Any]], None],
+    description: str, path: Path, names: Iterable[str], measure: Callable[[str], Any], seen: Callable[[str, Any], None]
 ) -> None:
-    """Measure every type, or only some, under the installed transformers, and write the results to `path`.
+    """Measure every type, or those of the command line, under the installed transformers, and write the results.
 
     The file is written after each type, as a run takes minutes.
     """
-    versions = {package: installed_version(package) for package in _VERSIONS}
-    types = dict(json.loads(path.read_text(encoding="utf-8"))["types"]) if only else {}
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=quietly) as pool:
-        names = list(only or names)
+    args = parse_arguments(description, path)
+    versions = {package: installed_version(package) for package in _VERSIONS} | {"trl-packfa": __version__}
+    types = dict(json.loads(args.output.read_text(encoding="utf-8"))["types"]) if args.only else {}
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn"), initializer=quietly) as pool:
+        names = list(args.only or names)
         for name, result in zip(names, pool.map(measure, names), strict=True):
             types[name] = result
             seen(name, result)
-            write(path, {"versions": {**versions, "trl-packfa": __version__}, "types": dict(sorted(types.items()))})
+            write(args.output, {"versions": versions, "types": dict(sorted(types.items()))})
 
 
 def parse_arguments(description: str, output: Path) -> argparse.Namespace:

@@ -24,8 +24,11 @@ from transformers.integrations.liger import apply_liger_kernel
 from transformers.utils import is_liger_kernel_available
 from trl.trainer.utils import add_fused_lm_head
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from attention_speed import document_lengths
+
 from trl_packfa import PackedLayout, patch
-from trl_packfa.bench.mixes import document_lengths
 from trl_packfa.bench.presets import preset_config
 from trl_packfa.layout.call_context import packed_call
 from trl_packfa.trainers.common.flops import best_seconds

@@ -60,7 +60,27 @@ def run(attend, tensors, case, upstream):
     query, key, value, sinks = tensors
     out = attend(query, key, value, {**case, "scaling": 0.3, "sinks": sinks if case.get("sinks") else None})
     leaves = [query, key, value] + [sinks] * bool(case.get("sinks"))
-    return out, torch.autograd.grad(out, leaves, upstream.to(out.dtype))
+    return [out, *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
+
+
+def run_ways(ways, num_tokens, case, dtype=torch.float32):
+    """For the output and each gradient, what every way of attending has for it."""
+    tensors, upstream = inputs(num_tokens, dtype=dtype), torch.randn(num_tokens, 4, 16, device=DEVICE)
+    return zip(*(run(way, tensors, case, upstream) for way in ways), strict=True)
+
+
+def assert_right(attend, by_oracle, num_tokens, case):
+    """Forward and backward, tier 3."""
+    for actual, expected in run_ways((attend, by_oracle), num_tokens, case):
+        assert_float32(actual, expected)
+
+
+def assert_as_precise(attend, eager, by_oracle, num_tokens, case, dtype):
+    """Forward and backward, tier 4."""
+    factors = (FORWARD_FACTOR, *[GRADIENT_FACTOR] * 4)
+    triples = run_ways((attend, eager, by_oracle), num_tokens, case, dtype)
+    for triple, factor in zip(triples, factors, strict=False):
+        assert_low_precision(*triple, factor=factor)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -69,13 +89,7 @@ def test_float32_against_the_oracle(name, case):
     backend = backend_for(name, torch.float32, case)
     for lengths, rows in LAYOUTS.values():
         layout = PackedLayout.from_lengths(lengths, rows=rows, device=DEVICE)
-        tensors = inputs(layout.num_tokens)
-        upstream = torch.randn(layout.num_tokens, 4, 16, device=DEVICE)
-        out, grads = run(packed(backend, layout), tensors, case, upstream)
-        expected, expected_grads = run(by_oracle(lengths), tensors, case, upstream)
-        assert_float32(out, expected)
-        for grad, expected_grad in zip(grads, expected_grads, strict=True):
-            assert_float32(grad, expected_grad)
+        assert_right(packed(backend, layout), by_oracle(lengths), layout.num_tokens, case)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -86,22 +100,10 @@ def test_low_precision_against_eager_attention(name, case, dtype):
 
 
 def assert_as_precise_as_eager_attention(backend, case, dtype):
-    """Forward and backward, tier 4."""
     lengths = LAYOUTS["mixed"][0]
     layout = PackedLayout.from_lengths(lengths, device=DEVICE)
-    tensors, upstream = inputs(layout.num_tokens, dtype=dtype), torch.randn(layout.num_tokens, 4, 16, device=DEVICE)
-    results = [
-        run(attend, tensors, case, upstream)
-        for attend in (
-            packed(backend, layout),
-            packed(get_backend("reference"), layout),
-            by_oracle(lengths),
-        )
-    ]
-    (out, grads), (eager, eager_grads), (exact, exact_grads) = results
-    assert_low_precision(out, eager, exact, factor=FORWARD_FACTOR)
-    for triple in zip(grads, eager_grads, exact_grads, strict=True):
-        assert_low_precision(*triple, factor=GRADIENT_FACTOR)
+    ours, eager = (packed(which, layout) for which in (backend, get_backend("reference")))
+    assert_as_precise(ours, eager, by_oracle(lengths), layout.num_tokens, case, dtype)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -123,10 +125,9 @@ def test_isolation_is_exact_to_the_bit(name, case, dtype):
     ]
     others = torch.ones(layout.num_tokens, dtype=torch.bool)
     others[changed_document] = False
-    (out, grads), (out_after, grads_after) = results
-    assert torch.equal(out[others], out_after[others])
-    for grad, grad_after in zip(grads[:3], grads_after[:3], strict=True):
-        assert torch.equal(grad[others], grad_after[others])
+    # Sinks, which come last, get a gradient of every document.
+    assert all(torch.equal(x[others], y[others]) for x, y in zip(*(found[:4] for found in results), strict=True))
+    out, out_after = (found[0] for found in results)
     assert not torch.equal(out[~others], out_after[~others]), "the change must be one"
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from dense import dense_mask
 from pretended import pretend
-from test_attention import CASES, DEVICE, NAMES, inputs
-from test_segments import run
-from tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, assert_float32, assert_low_precision, differs
+from test_attention import CASES, DEVICE, NAMES, assert_as_precise, assert_right, inputs
+from test_block_mask import as_matrix, blocks_of
+from tolerance import differs
 from torch.nn.attention.flex_attention import create_mask
 
 from trl_packfa.attention import AttentionArguments, AttentionRequest, BackendChoice, get_backend
@@ -80,11 +80,8 @@ def skip_if_refused(name, dtype, case):
 def test_documents_against_the_oracle(name, case):
     skip_if_refused(name, torch.float32, case)
     for lengths in LENGTHS.values():
-        tensors, upstream = inputs(sum(lengths)), torch.randn(sum(lengths), 4, 16, device=DEVICE)
-        found = run(whole(name, lengths), None, tensors, case, upstream)
         oracle = masked(both_ways(lengths, case.get("sliding_window")))
-        for actual, expected in zip(found, run(oracle, None, tensors, case, upstream), strict=True):
-            assert_float32(actual, expected)
+        assert_right(whole(name, lengths), oracle, sum(lengths), case)
 
 
 BLOCK_CASES = [(case, False) for name, case in CASES.items() if name != "window of one"]
@@ -95,12 +92,8 @@ BLOCK_CASES += [(case, True) for case in CASES.values() if "sliding_window" not 
 @pytest.mark.parametrize("name", NAMES)
 def test_blocks_against_the_oracle(name, case, joined):
     skip_if_refused(name, torch.float32, case)
-    layout = blocks_layout(joined)
-    tensors, upstream = inputs(layout.num_tokens), torch.randn(layout.num_tokens, 4, 16, device=DEVICE)
-    found = run(by_blocks(name, joined), layout, tensors, case, upstream)
-    oracle = masked(dense_mask(layout, case.get("sliding_window")))
-    for actual, expected in zip(found, run(oracle, layout, tensors, case, upstream), strict=True):
-        assert_float32(actual, expected)
+    oracle = masked(dense_mask(blocks_layout(joined), case.get("sliding_window")))
+    assert_right(by_blocks(name, joined), oracle, sum(DOCUMENTS), case)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -116,11 +109,7 @@ def assert_as_precise_as_reference(name, case, dtype):
     window = case.get("sliding_window")
     for ours, mask in ((lambda name: whole(name, DOCUMENTS), both_ways(DOCUMENTS, window)),
                        (by_blocks, dense_mask(blocks_layout(), window))):  # fmt: skip
-        tensors, upstream = inputs(sum(DOCUMENTS), dtype=dtype), torch.randn(sum(DOCUMENTS), 4, 16, device=DEVICE)
-        ways = (ours(name), ours("reference"), masked(mask))
-        triples = zip(*(run(way, None, tensors, case, upstream) for way in ways), strict=True)
-        for triple, factor in zip(triples, (FORWARD_FACTOR, *[GRADIENT_FACTOR] * 4), strict=False):
-            assert_low_precision(*triple, factor=factor)
+        assert_as_precise(ours(name), ours("reference"), masked(mask), sum(DOCUMENTS), case, dtype)
 
 
 @pytest.mark.parametrize("backend", ["varlen", "flash"])
@@ -156,16 +145,11 @@ def test_flex_lists_the_blocks_of_keys_apart():
 
 def assert_lists(mask, dense):
     """Every block with a visible pair is listed, and only those."""
-    side, (queries, keys) = block_masks.BLOCK, dense.shape
-    padded = torch.zeros(-(-queries // side) * side, -(-keys // side) * side, dtype=torch.bool)
-    padded[:queries, :keys] = dense
-    expected = padded.view(padded.shape[0] // side, side, -1, side).any(3).any(1)
-    listed = torch.zeros_like(expected)
-    for numbers, indices in ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)):
-        for row, (count, index) in enumerate(zip(numbers[0, 0].tolist(), indices[0, 0], strict=True)):
-            assert not listed[row, index[:count].long()].any(), "a block is listed twice"
-            listed[row, index[:count].long()] = True
-    assert torch.equal(listed, expected)
+    expected = blocks_of(dense, block_masks.BLOCK) > 0
+    partial = as_matrix(mask.kv_num_blocks, mask.kv_indices, expected.shape)
+    whole = as_matrix(mask.full_kv_num_blocks, mask.full_kv_indices, expected.shape)
+    assert not (partial & whole).any(), "a block is listed twice"
+    assert torch.equal(partial | whole, expected)
 
 
 def test_negative_controls_are_seen():

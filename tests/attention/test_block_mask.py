@@ -20,16 +20,16 @@ LENGTHS = {
 
 
 def blocks_of(mask, side):
-    """A `(T, T)` mask as `(R, R)` counts of its true pairs in each block."""
-    size = -(-len(mask) // side) * side
-    padded = torch.zeros(size, size, dtype=torch.int64)
-    padded[: len(mask), : len(mask)] = mask
-    return padded.view(size // side, side, size // side, side).sum(dim=(1, 3))
+    """The counts of a mask's true pairs in each block of queries and keys."""
+    rows, columns = (-(-tokens // side) for tokens in mask.shape)
+    padded = torch.zeros(rows * side, columns * side, dtype=torch.int64)
+    padded[: mask.shape[0], : mask.shape[1]] = mask
+    return padded.view(rows, side, columns, side).sum(dim=(1, 3))
 
 
-def as_matrix(numbers, indices):
-    """Listed blocks as a `(R, R)` mask."""
-    listed = torch.zeros(indices.shape[-2:], dtype=torch.bool)
+def as_matrix(numbers, indices, shape):
+    """Listed blocks as a mask of this shape."""
+    listed = torch.zeros(shape, dtype=torch.bool)
     for row, (count, index) in enumerate(zip(numbers[0, 0].tolist(), indices[0, 0], strict=True)):
         assert len(set(index[:count].tolist())) == count, "a block is listed twice"
         listed[row, index[:count].long()] = True
@@ -44,16 +44,14 @@ def test_blocks_are_those_of_the_pairs(lengths, window):
     dense = dense_mask(layout, window)
     assert torch.equal(create_mask(mask.mask_mod, 1, 1, tokens, tokens, device="cpu")[0, 0], dense)
     counts = blocks_of(dense, module.BLOCK)
-    partial, whole = (
-        as_matrix(mask.kv_num_blocks, mask.kv_indices),
-        as_matrix(mask.full_kv_num_blocks, mask.full_kv_indices),
-    )
+    partial = as_matrix(mask.kv_num_blocks, mask.kv_indices, counts.shape)
+    whole = as_matrix(mask.full_kv_num_blocks, mask.full_kv_indices, counts.shape)
     assert torch.equal(whole, counts == module.BLOCK**2)
     assert torch.equal(partial | whole, counts > 0)
     assert not (partial & whole).any()
     for ours, transposed in ((partial, (mask.q_num_blocks, mask.q_indices)),
                              (whole, (mask.full_q_num_blocks, mask.full_q_indices))):  # fmt: skip
-        assert torch.equal(as_matrix(*transposed), ours.T)
+        assert torch.equal(as_matrix(*transposed, counts.T.shape), ours.T)
 
 
 def largest(make):

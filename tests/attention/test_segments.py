@@ -5,8 +5,9 @@ import pytest
 import torch
 from dense import dense_mask
 from pretended import pretend
-from test_attention import CASES, DEVICE, NAMES, backend_for, inputs
-from tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, assert_float32, assert_low_precision, differs
+from test_attention import CASES, DEVICE, NAMES, assert_as_precise, assert_right, backend_for, inputs, run
+from test_block_mask import as_matrix, blocks_of
+from tolerance import assert_float32, differs
 from torch.nn.attention.flex_attention import create_mask
 
 from trl_packfa.attention import AttentionArguments, BackendChoice, get_backend, linear_bias
@@ -24,14 +25,6 @@ LAYOUTS = {
 def shared_layout(name):
     lengths, documents = LAYOUTS[name]
     return PackedLayout.from_lengths(lengths, documents=documents, device=DEVICE)
-
-
-def run(attend, layout, tensors, case, upstream):
-    """Output and the gradients of query, key, value and, if there are any, sinks."""
-    query, key, value, sinks = tensors
-    out = attend(query, key, value, {**case, "scaling": 0.3, "sinks": sinks if case.get("sinks") else None})
-    leaves = [query, key, value] + [sinks] * bool(case.get("sinks"))
-    return [out, *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
 
 
 def ours(name, layout):
@@ -56,11 +49,7 @@ def by_oracle(layout):
 def test_float32_against_the_oracle(name, case):
     backend_for(name, torch.float32, case)
     for layout in map(shared_layout, LAYOUTS):
-        tensors = inputs(layout.num_tokens)
-        upstream = torch.randn(layout.num_tokens, 4, 16, device=DEVICE)
-        found = run(ours(name, layout), layout, tensors, case, upstream)
-        for actual, expected in zip(found, run(by_oracle(layout), layout, tensors, case, upstream), strict=True):
-            assert_float32(actual, expected)
+        assert_right(ours(name, layout), by_oracle(layout), layout.num_tokens, case)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -73,12 +62,8 @@ def test_low_precision_against_eager_attention(name, case, dtype):
 
 def assert_as_precise_as_eager_attention(name, case, dtype, layout_name="a tree"):
     layout = shared_layout(layout_name)
-    tensors, upstream = inputs(layout.num_tokens, dtype=dtype), torch.randn(layout.num_tokens, 4, 16, device=DEVICE)
     ways = (ours(name, layout), ours("reference", layout), by_oracle(layout))
-    factors = (FORWARD_FACTOR, *[GRADIENT_FACTOR] * 4)
-    triples = zip(*(run(way, layout, tensors, case, upstream) for way in ways), strict=True)
-    for triple, factor in zip(triples, factors, strict=False):
-        assert_low_precision(*triple, factor=factor)
+    assert_as_precise(*ways, layout.num_tokens, case, dtype)
 
 
 @pytest.mark.parametrize("backend", ["varlen", "flash"])
@@ -100,8 +85,7 @@ def test_branches_do_not_see_each_other_to_the_bit(name):
     for tensor in after[:3]:
         tensor[40:49] = torch.randn_like(tensor[40:49])
     outs = [
-        run(ours(name, layout), layout, [t.requires_grad_() for t in tensors], {}, upstream)
-        for tensors in (before, after)
+        run(ours(name, layout), [t.requires_grad_() for t in tensors], {}, upstream) for tensors in (before, after)
     ]
     others = torch.cat([torch.arange(40), torch.arange(49, 70)])
     assert torch.equal(outs[0][0][others], outs[1][0][others])
@@ -161,24 +145,13 @@ def test_blocks_of_keys_apart_hold_every_pair(lengths, window):
         seen[own[:, None], attention.key_gather.index[place]] = dense[own[:, None], place]
         assert dense[own].sum() == dense[own[:, None], place].sum(), "keys of another segment"
     assert torch.equal(seen, dense_mask(layout, window))
-    blocks = (-(-queries // side), -(-keys // side))
-    counts = torch.zeros(blocks[0] * side, blocks[1] * side, dtype=torch.long)
-    counts[:queries, :keys] = dense
-    counts = counts.view(blocks[0], side, blocks[1], side).sum(dim=(1, 3))
-    partial = _listed(mask.kv_num_blocks, mask.kv_indices, blocks)
-    whole = _listed(mask.full_kv_num_blocks, mask.full_kv_indices, blocks)
+    counts = blocks_of(dense, side)
+    partial = as_matrix(mask.kv_num_blocks, mask.kv_indices, counts.shape)
+    whole = as_matrix(mask.full_kv_num_blocks, mask.full_kv_indices, counts.shape)
     assert not (partial & whole).any() and (counts[whole] == side**2).all()
     assert (partial | whole)[counts > 0].all()
     if window is None:  # under one, blocks between two segments' keys may be looked at in vain
         assert torch.equal(partial | whole, counts > 0)
-
-
-def _listed(numbers, indices, blocks):
-    listed = torch.zeros(blocks, dtype=torch.bool)
-    for row, (count, index) in enumerate(zip(numbers[0, 0].tolist(), indices[0, 0], strict=True)):
-        assert len(set(index[:count].tolist())) == count, "a block is listed twice"
-        listed[row, index[:count].long()] = True
-    return listed
 
 
 def test_what_is_copied_is_linear_in_the_documents():

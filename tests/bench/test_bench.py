@@ -1,6 +1,7 @@
 """The benchmark: that it counts truly, refuses what is not comparable, and concludes no more than the steps allow."""
 
 import json
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,21 +16,12 @@ from trl_packfa.bench.arguments import read_arguments
 from trl_packfa.bench.compare import Result
 from trl_packfa.bench.counting import StepCounter
 from trl_packfa.bench.data import facts, random_documents, read_documents, save_documents
-from trl_packfa.bench.leaks import leaks
 from trl_packfa.bench.mixes import every_length
-from trl_packfa.bench.presets import save_preset
-from trl_packfa.bench.process import SideFailed, SideProcess
+from trl_packfa.bench.process import SideProcess
 from trl_packfa.bench.sides import KINDS, Side, build_trainer, parse_sides
-from trl_packfa.bench.worker import FINISH, STEP, TRACE, run
+from trl_packfa.bench.worker import FINISH, STEP, TRACE, SideFailed, leaks, run
 from trl_packfa.cli.main import main
 from trl_packfa.errors import InvalidConfig, InvalidDataset
-
-
-@pytest.fixture(scope="module")
-def preset(tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("preset"))
-    save_preset("tiny", path, dtype="float32")
-    return path
 
 
 def built(name, preset, **options):
@@ -39,8 +31,8 @@ def built(name, preset, **options):
     side = parse_sides(name)[0]
     args = training.arguments(PackedSFTConfig, f"{preset}-out", max_length=64, **options)
     documents = random_documents(LENGTHS, vocab_size=512, seed=0)
-    tokenizer = AutoTokenizer.from_pretrained(preset)
-    return build_trainer(side, args, model=preset, tokenizer=tokenizer, train=documents, evaluation=None), side
+    data = {"train_dataset": documents, "processing_class": AutoTokenizer.from_pretrained(preset)}
+    return build_trainer(side, args, preset, data), side
 
 
 # Sides ------------------------------------------------------------------------------------------------------------
@@ -216,28 +208,40 @@ def test_data_that_ends_before_the_clock_runs_is_a_failure(preset):
 # Processes --------------------------------------------------------------------------------------------------------
 
 
-def test_a_process_that_dies_leaves_its_reason(tmp_path):
-    side = SideProcess({"argv": [], "side": {}, "folder": "", "model": ""}, tmp_path, 0)
-    side._process.kill()
-    with pytest.raises(SideFailed, match="killed by the system, most likely for its memory"):
-        side.ready()
-    side.close()
+def side_process(tmp_path):
+    """A process whose arguments are refused."""
+    return closing(SideProcess({"argv": [], "side": {}, "folder": "", "model": ""}, tmp_path / "side.log"))
+
+
+def test_a_process_that_is_killed_leaves_its_reason(tmp_path):
+    with side_process(tmp_path) as side:
+        side._process.kill()
+        with pytest.raises(SideFailed, match="killed by the system, most likely for its memory"):
+            side.answer()
+
+
+def test_a_process_that_ends_leaves_its_error_and_its_log(tmp_path):
+    with side_process(tmp_path) as side:
+        with pytest.raises(SideFailed, match=r"^InvalidConfig: no model"):
+            side.answer()
+        with pytest.raises(SideFailed, match=r"died with exit code 1: .*no model"):
+            side.ask(STEP)
 
 
 class Commands:
     """The channel of a worker, whose commands are known; each but the last has to be answered."""
 
     def __init__(self, *commands):
-        self.left, self.events, self.open = list(commands), [], False
+        self.left, self.answers, self.open = list(commands), [], False
 
-    def receive(self):
+    def recv(self):
         assert not self.open, "a command was taken and never answered"
         self.open = True
         return self.left.pop(0)
 
-    def send(self, event, **facts):
+    def send(self, answer):
         self.open = False
-        self.events.append(event)
+        self.answers.append(answer)
 
 
 def test_every_command_is_answered_when_the_epoch_is_over(preset, lengths_file, tmp_path):
@@ -249,7 +253,8 @@ def test_every_command_is_answered_when_the_epoch_is_over(preset, lengths_file, 
     spec = {"argv": argv, "side": asdict(Side("padding")), "folder": str(tmp_path), "model": preset}
     channel = Commands(STEP, STEP, STEP, TRACE, FINISH)
     run(spec, channel)
-    assert channel.events == ["ready", "step", "step", "ended", "ended", "done"]
+    ready, one, two, *none, done = channel.answers
+    assert "leaks" in ready and "loss" in one.keys() & two.keys() and none == [None, None] and "eval_loss" in done
 
 
 @pytest.mark.slow

@@ -1,19 +1,19 @@
 """What the benchmark concludes of the steps it timed, and what it refuses to."""
 
 import dataclasses
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from trl_packfa import PackedSFTConfig
-from trl_packfa.bench import plot
 from trl_packfa.bench.compare import Result, compare, require_equal_work
 from trl_packfa.bench.data import facts, random_documents
 from trl_packfa.bench.memory import PeakMemory
 from trl_packfa.bench.run import Peak
 from trl_packfa.bench.sides import parse_sides
-from trl_packfa.bench.table import remarks, speed_rows
+from trl_packfa.bench.table import remarks, save_plot, speed_rows
 from trl_packfa.cli.main import main
 from trl_packfa.errors import InvalidConfig
 
@@ -101,7 +101,7 @@ def test_a_plot_marks_what_the_table_marks_as_no_conclusion(tmp_path):
     drawn = {}
     for name, other in (("clear", clear), ("unclear", result(seconds=(0.5, 0.5)))):
         with matplotlib.rc_context({"svg.fonttype": "none"}):
-            plot.save_plot(rows([base, other]), str(tmp_path / f"{name}.svg"))
+            save_plot(rows([base, other]), str(tmp_path / f"{name}.svg"))
         drawn[name] = (tmp_path / f"{name}.svg").read_text()
     assert "x ?</text>" in drawn["unclear"] and "hatched: no conclusion" in drawn["unclear"]
     assert "x ?</text>" not in drawn["clear"] and "no conclusion" not in drawn["clear"]
@@ -110,11 +110,13 @@ def test_a_plot_marks_what_the_table_marks_as_no_conclusion(tmp_path):
 
 def test_plot_is_written_or_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
-    plot.save_plot(rows([result("padding"), result()]), str(tmp_path / "bench.png"))
+    save_plot(rows([result("padding"), result()]), str(tmp_path / "bench.png"))
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["bench", "--model", "tiny", "--lengths", "x.json", "--plot", "x.png"]) == 1
-    assert "a plot needs matplotlib.\npip install 'trl-packfa[plots]'" in capsys.readouterr().err
+    assert (
+        "--plot needs matplotlib, which is not installed.\npip install 'trl-packfa[plots]'" in capsys.readouterr().err
+    )
 
 
 def test_the_peak_is_the_best_of_a_run(monkeypatch):

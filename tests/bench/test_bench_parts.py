@@ -7,14 +7,22 @@ import attention_speed
 import proof_beside_step
 import pytest
 import torch
-from attention_speed import TRANSFORMERS, Heads, attend_with, attention_bytes, attention_flops, bench_attention
+from attention_speed import (
+    TRANSFORMERS,
+    Heads,
+    attend_with,
+    attention_bytes,
+    attention_flops,
+    bench_attention,
+    document_lengths,
+)
 from planning_speed import bench_pack
 from tolerance import assert_float32
 
 from trl_packfa import PackedLayout
 from trl_packfa.bench import presets
 from trl_packfa.bench.arguments import read_arguments
-from trl_packfa.bench.mixes import document_lengths, draw_lengths
+from trl_packfa.bench.mixes import draw_lengths
 from trl_packfa.bench.presets import PRESETS, preset_config
 from trl_packfa.bench.run import model_path
 from trl_packfa.errors import InvalidConfig, PackingError

@@ -12,19 +12,11 @@ from transformers import modeling_flash_attention_utils as flash_utils
 from trl_packfa import PackedSFTConfig
 from trl_packfa.bench import upstream
 from trl_packfa.bench.data import random_documents
-from trl_packfa.bench.presets import save_preset
 from trl_packfa.bench.sides import build_trainer, parse_sides, upstream_kwargs
 from trl_packfa.bench.table import heading, remarks, training_rows
 from trl_packfa.bench.upstream import Attention, attention_of, upstream_attention
 
 STAND_IN = str(Path(__file__).parents[2] / "benchmarks" / "gpu" / "stand_in")
-
-
-@pytest.fixture(scope="module")
-def preset(tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("preset"))
-    save_preset("tiny", path, dtype="float32")
-    return path
 
 
 @pytest.fixture
@@ -76,8 +68,8 @@ def test_on_a_cpu_it_is_the_models_own(preset):
 def test_a_side_attends_with_what_it_names(name, expected, preset, tmp_path):
     side, args = parse_sides(name)[0], arguments(PackedSFTConfig, tmp_path, max_length=64, max_steps=1)
     documents = random_documents(LENGTHS, vocab_size=512, seed=0)
-    tokenizer = AutoTokenizer.from_pretrained(preset)
-    trainer = build_trainer(side, args, model=preset, tokenizer=tokenizer, train=documents, evaluation=None)
+    data = {"train_dataset": documents, "processing_class": AutoTokenizer.from_pretrained(preset)}
+    trainer = build_trainer(side, args, preset, data)
     trainer.train()
     assert attention_of(trainer) == expected
 

@@ -19,7 +19,7 @@ from trl_packfa.cli import OWN_PARSERS
 from trl_packfa.cli.main import main
 from trl_packfa.errors import ContaminationError, InvalidConfig
 from trl_packfa.patches import measured
-from trl_packfa.terminal.quiet import quiet
+from trl_packfa.terminal.progress import quiet
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import re
 import pytest
 import tiny
 import vision
-from training import FORMATS
+from training import FORMATS, built_trainers
 
 from trl_packfa.cli import OWN_PARSERS
 from trl_packfa.cli.main import main
@@ -168,9 +168,7 @@ def test_the_suggested_columns_train(folder, monkeypatch, capsys):
     assert train("alpaca") == 1
     words = re.findall(r"'([^']*=[^']*)'", capsys.readouterr().err)
     assert words == [r"prompt={instruction}\n{input}\n", "completion={output}"]
-    trainers = []
-    build = script.build_trainer
-    monkeypatch.setattr(script, "build_trainer", lambda *a, **k: trainers.append(build(*a, **k)) or trainers[-1])
+    trainers = built_trainers(monkeypatch)
     assert train("alpaca", "--columns", *words, "--check_packing", "false", "--preview", "true") == 0
     decoded = [trainers[0]._tokenizer.decode(ids) for ids in trainers[0].train_dataset["input_ids"]]
     assert [text.split() for text in decoded[:2]] == ["5 6 8 9 </s>".split(), "5 6 7 8 9 </s>".split()]
@@ -209,9 +207,7 @@ def test_interrupted_it_says_how_to_go_on_and_begun_again_what_is_there(folder, 
 def test_a_share_of_one_file_is_evaluated(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     held_out = ["--test_split_size", "0.25", "--eval_strategy", "steps", "--eval_steps", "1", "--max_steps", "2"]
-    trainers = []
-    build = script.build_trainer
-    monkeypatch.setattr(script, "build_trainer", lambda *a, **k: trainers.append(build(*a, **k)) or trainers[-1])
+    trainers = built_trainers(monkeypatch)
     for _ in range(2):
         assert train("text", *held_out, "--output_dir", str(tmp_path), "--check_packing", "false") == 0
     assert re.search(r"step 2/2  eval loss \d", capsys.readouterr().out)
@@ -226,9 +222,7 @@ def test_a_share_of_one_file_is_evaluated(folder, tmp_path, monkeypatch, capsys)
 @pytest.mark.parametrize("trainer", ["grpo", "rloo"])
 def test_against_a_reward_by_its_dotted_name(trainer, folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(folder)
-    trainers = []
-    build = script.build_trainer
-    monkeypatch.setattr(script, "build_trainer", lambda *a, **k: trainers.append(build(*a, **k)) or trainers[-1])
+    trainers = built_trainers(monkeypatch)
     argv = [*GRPO, "--reward_funcs", "rewards.brevity", "--max_completion_length", "4", "--output_dir", str(tmp_path)]
     argv += ["--trainer", trainer, "--save_strategy", "steps", "--save_steps", "1"]
     assert train("answers", *argv) == 0

@@ -9,8 +9,8 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from tiny_models import small_model
 from tolerance import assert_float32, assert_low_precision, assert_recomputed, assert_trajectory, differs
-from training import FORMATS, arguments, losses, packed_trainer
-from trl import SFTConfig, SFTTrainer
+from training import FORMATS, arguments, losses, packed_trainer, padded_trainer
+from trl import SFTConfig
 
 from trl_packfa import PackedLayout, patch, unpatch
 from trl_packfa.errors import PackingError, UnsupportedModel
@@ -101,18 +101,8 @@ def test_in_bfloat16(autocast):
         assert_low_precision(packed(patch(model), docs), eager, oracle, factor=2.0)
 
 
-def test_in_four_bits():
-    pytest.importorskip("bitsandbytes")
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
-    base = tiny.model(layers=2)
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        base.save_pretrained(folder)
-        base = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization, dtype=torch.float32)
-    model, docs = adapted(base).train(), documents()
+def test_in_four_bits(tmp_path):
+    model, docs = adapted(tiny.quantized(tmp_path)).train(), documents()
     expected = gradients(model, alone, docs)
     for name, gradient in gradients(patch(model), packed, docs).items():
         assert_recomputed(gradient, expected[name])
@@ -141,13 +131,8 @@ def test_several_rows_and_padding():
     length = max(map(len, rows))
     missing = [length - len(row) for row in rows]
     ids = torch.stack([torch.cat([row, row.new_zeros(n)]) for row, n in zip(rows, missing, strict=True)])
-    lengths = [
-        *LENGTHS[:3],
-        *([missing[0]] if missing[0] else []),
-        *LENGTHS[3:],
-        *([missing[1]] if missing[1] else []),
-    ]
-    layout = PackedLayout.from_lengths(lengths, rows=2)
+    lengths = [*LENGTHS[:3], missing[0], *LENGTHS[3:], missing[1]]
+    layout = PackedLayout.from_lengths([n for n in lengths if n], rows=2)
     logits = model(input_ids=ids, position_ids=layout.position_ids(), packed_layout=layout).logits
     found = torch.cat([logits[row, : len(rows[row])] for row in range(2)])
     assert_float32(found, expected.double())
@@ -157,10 +142,8 @@ def test_trl_s_keys_and_positions_alone_do_as_well():
     model, docs = patch(adapted()), documents()
     expected = packed(model, docs)
     batch = tiny.batch(docs)
-    for names in (
-        ("position_ids",),
-        ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
-    ):
+    trls = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    for names in (["position_ids"], ["position_ids", *trls]):
         assert torch.equal(model(input_ids=batch["input_ids"], **{n: batch[n] for n in names}).logits[0], expected)
 
 
@@ -258,12 +241,6 @@ def test_trains_as_trl_does_padded(checkpointing):
     ours = packed_trainer(arguments(**options), train_dataset=data, peft_config=peft_config())
     ours.train()
     assert ours.exactness is not None and ours.exactness.verdict == "exact"
-    theirs = SFTTrainer(
-        tiny.model(layers=2),
-        arguments(SFTConfig, **options),
-        train_dataset=data,
-        processing_class=tiny.tokenizer(),
-        peft_config=peft_config(),
-    )
+    theirs = padded_trainer(arguments(SFTConfig, **options), train_dataset=data, peft_config=peft_config())
     theirs.train()
     assert_trajectory(losses(ours), losses(theirs))

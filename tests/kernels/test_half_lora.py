@@ -8,8 +8,7 @@ import pytest
 import tiny
 import torch
 from test_fused_lora import adapted, assert_like_peft, by_peft, oracle, run
-from tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, assert_low_precision
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, assert_low_precision, assert_no_worse
 
 from trl_packfa import PackedLayout, check, patch
 from trl_packfa.kernels.lora import projections
@@ -19,14 +18,16 @@ from trl_packfa.layout.call_context import packed_call
 
 def assert_half_precision(model, **options):
     """Tier 4 against PEFT's forward in the same dtypes."""
-    exact, exact_grads = oracle(model)
-    (eager, eager_grads), (logits, grads) = run(model, fused=False, **options), run(model, fused=True, **options)
-    assert logits.dtype == eager.dtype and not torch.equal(logits, eager)
-    assert_low_precision(logits, eager, exact, factor=FORWARD_FACTOR)
-    assert grads.keys() == eager_grads.keys()
-    for name, grad in grads.items():
-        assert grad.dtype == eager_grads[name].dtype
-        assert_low_precision(grad, eager_grads[name], exact_grads[name], factor=GRADIENT_FACTOR)
+    eager, found = run(model, fused=False, **options), run(model, fused=True, **options)
+    assert found[0].dtype == eager[0].dtype and not torch.equal(found[0], eager[0])
+    assert_no_worse(found, eager, oracle(model))
+    assert all(gradient.dtype == eager[1][name].dtype for name, gradient in found[1].items())
+
+
+def layer_of(model, part):
+    """A module of the first layer, and how many features it takes."""
+    layer = model.base_model.model.model.layers[0].get_submodule(part)
+    return layer, layer.in_features if hasattr(layer, "in_features") else layer.down_proj.out_features
 
 
 @pytest.fixture(params=[False, True], ids=["emulated", "native"])
@@ -57,8 +58,7 @@ def test_autocast(half_products, dtype, architecture):
 def test_a_backward_under_autocast_is_the_backward_outside_of_it(half_products, dtype, part):
     """CPUs that emulate half precision multiply in float32, which autocast would cast for some products only."""
     model = patch(adapted())
-    layer = model.base_model.model.model.layers[0].get_submodule(part)
-    width = layer.in_features if hasattr(layer, "in_features") else layer.down_proj.out_features
+    layer, width = layer_of(model, part)
     x = torch.randn(1, 18, width)
 
     def gradients(*, inside):
@@ -115,10 +115,7 @@ def test_float16_holds_no_float32_factors(half_products):
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_nf4_weights(tmp_path, half_products, compute):
-    pytest.importorskip("bitsandbytes")
-    tiny.model(layers=2, intermediate_size=128).save_pretrained(tmp_path)
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
-    base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantization, dtype=torch.float32)
+    base = tiny.quantized(tmp_path, tiny.NF4 | {"bnb_4bit_compute_dtype": compute})
     model = adapted(base=base)
     if compute == "float32":
         assert_like_peft(model, truth=by_peft)
@@ -143,13 +140,8 @@ def off(found, expected):
 @pytest.mark.parametrize("part", ["self_attn.o_proj", "mlp"])
 def test_a_young_update_is_not_rounded_away_over_4_bit_weights(tmp_path, half_products, part):
     """A QLoRA run learned less for it: PEFT adds it to bitsandbytes' product in float32. The control is `rounded`."""
-    pytest.importorskip("bitsandbytes")
-    tiny.model(layers=2, intermediate_size=128).save_pretrained(tmp_path)
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bfloat16")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantization, dtype=torch.float32)
-    model = patch(adapted(base=base))
-    layer = model.base_model.model.model.layers[0].get_submodule(part)
-    width = layer.in_features if hasattr(layer, "in_features") else layer.down_proj.out_features
+    model = patch(adapted(base=tiny.quantized(tmp_path, tiny.NF4 | {"bnb_4bit_compute_dtype": "bfloat16"})))
+    layer, width = layer_of(model, part)
     factors = [parameter for name, parameter in layer.named_parameters() if "lora_B" in name]
     young = [1e-4 * torch.randn(factor.shape, generator=torch.Generator().manual_seed(0)) for factor in factors]
     x = torch.randn(1, 18, width, generator=torch.Generator().manual_seed(1))

@@ -12,7 +12,7 @@ import tiny
 import torch
 from pretended_liger import pretend_liger
 from test_fused_lora import adapted
-from tolerance import assert_low_precision, assert_recomputed, differs
+from tolerance import assert_gradients, assert_no_worse, assert_recomputed, differs
 from torch import nn
 from training import arguments, packed_trainer
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
@@ -32,13 +32,7 @@ def calls(monkeypatch):
 
 
 def run(model, *, context=nullcontext, **options):
-    """Logits of the packed documents, and all gradients."""
-    patch(unpatch(model), **options)
-    model.zero_grad()
-    with context():
-        logits = model(**tiny.batch(tiny.documents())).logits
-    logits.sin().sum().backward()
-    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return tiny.logits_and_gradients(patch(unpatch(model), **options), context=context)
 
 
 # Norms, layers that rotate, gated products of two layers; Phi rotates half a head, its norms and MLPs are others.
@@ -56,9 +50,7 @@ def test_results_are_the_models_own(architecture, lora, calls):
     counted = (calls["rms_norm"], calls["rope"], calls["swiglu_backward"])
     assert counted == COUNTS[architecture]
     assert_recomputed(logits, expected)
-    assert grads.keys() == expected_grads.keys()
-    for name, grad in grads.items():
-        assert_recomputed(grad, expected_grads[name])
+    assert_gradients(grads, expected_grads)
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "full"])
@@ -66,14 +58,11 @@ def test_results_are_the_models_own(architecture, lora, calls):
 def test_bfloat16_is_no_further_from_the_truth(autocast, lora, calls):
     context = partial(torch.autocast, "cpu", torch.bfloat16) if autocast else nullcontext
     model = adapted() if lora else tiny.model(layers=2).train()
-    exact, exact_grads = run(copy.deepcopy(model).double(), fused_kernels=False)
+    exact = run(copy.deepcopy(model).double(), fused_kernels=False)
     model = model if autocast else model.to(torch.bfloat16)
-    expected, expected_grads = run(model, fused_kernels=False, context=context)
-    logits, grads = run(model, context=context)
+    expected, found = run(model, fused_kernels=False, context=context), run(model, context=context)
     assert calls["rms_norm"] == 5 and calls["rope"] == 2 and calls["swiglu_backward"] == 2
-    assert_low_precision(logits, expected, exact, factor=2.0)
-    for name, grad in grads.items():
-        assert_low_precision(grad, expected_grads[name], exact_grads[name], factor=3.0)
+    assert_no_worse(found, expected, exact)
 
 
 @pytest.mark.parametrize("lora_dropout", [0.0, 1e-9], ids=["fused", "PEFT's own"])
@@ -85,8 +74,7 @@ def test_gradient_checkpointing(reentrant, lora_dropout, calls):
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     grads = run(model)[1]
     assert calls["rms_norm"] == 2 * 4 + 1 and calls["rope"] == 2 * 2, "each layer twice"
-    for name, grad in grads.items():
-        assert_recomputed(grad, expected[name])
+    assert_gradients(grads, expected)
 
 
 @pytest.mark.parametrize("model", [adapted, partial(tiny.model, layers=2)], ids=["LoRA", "full"])

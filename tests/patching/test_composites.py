@@ -92,6 +92,14 @@ def run(model, inputs):
     return outputs.loss.detach(), outputs.logits.detach()[inputs["attention_mask"].bool()], gradients
 
 
+def assert_same(found, expected):
+    for actual, stock in zip(found[:2], expected[:2], strict=True):
+        assert_float32(actual, stock.double())
+    assert found[2].keys() == expected[2].keys()
+    for key, gradient in expected[2].items():
+        assert (found[2][key] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1e-3), key
+
+
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_batches_with_images_run_without_their_pads(name, left):
@@ -100,14 +108,10 @@ def test_batches_with_images_run_without_their_pads(name, left):
     model = patch(copy.deepcopy(stock), unpad=True)
     state = find_state(model)
     before = state.unpadding.calls
-    loss, logits, gradients = run(stock, inputs)
-    found = run(model, inputs)
+    expected, found = run(stock, inputs), run(model, inputs)
     assert state.takes_images and state.unpadding.calls == before + 1
-    assert_float32(found[0], loss.double())
-    assert_float32(found[1], logits.double())
-    assert gradients.keys() == found[2].keys() and any("vis" in key for key in gradients)
-    for key, gradient in gradients.items():
-        assert (found[2][key] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1e-3), key
+    assert_same(found, expected)
+    assert any("vis" in key for key in found[2])
     assert check(model).is_exact and "computed without padding" in describe(model)
 
 
@@ -115,10 +119,7 @@ def test_three_rows_with_positions_of_three_kinds():
     """Their positions are `(3, 3, L)`: the first axis holds kinds, not rows."""
     stock = build("qwen3_vl")
     inputs = batch(stock, rows=ROWS[:3])
-    loss, logits, _ = run(stock, inputs)
-    found = run(patch(copy.deepcopy(stock), unpad=True), inputs)
-    assert_float32(found[0], loss.double())
-    assert_float32(found[1], logits.double())
+    assert_same(run(patch(copy.deepcopy(stock), unpad=True), inputs), run(stock, inputs))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -130,10 +131,7 @@ def test_checkpointing_changes_nothing(name, reentrant):
     model = patch(copy.deepcopy(stock), unpad=True)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    found = run(model, inputs)
-    assert_float32(found[0], expected[0].double())
-    for key, gradient in expected[2].items():
-        assert (found[2][key] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1e-3), key
+    assert_same(run(model, inputs), expected)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -155,19 +153,15 @@ def test_cross_attention_to_images_runs_on_padded_rows(left, reentrant):
     """Mllama: each row attends to its own images. The control gives every row those of the next."""
     stock = small_composite("mllama")
     inputs = image_batch(stock, left=left).inputs
-    loss, logits, gradients = run(stock, inputs)
+    expected = run(stock, inputs)
     model = patch(copy.deepcopy(stock), unpad=True)
     if reentrant is not None:
         model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.enable_input_require_grads()
-    found = run(model, inputs)
+    assert_same(run(model, inputs), expected)
     assert find_state(model).unpadding.calls > 0
-    assert_float32(found[0], loss.double())
-    assert_float32(found[1], logits.double())
-    for key, gradient in gradients.items():
-        assert (found[2][key] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1e-3), key
     others = {key: inputs[key].roll(1, 0) for key in ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")}
-    assert differs(run(model, {**inputs, **others})[1], logits)
+    assert differs(run(model, {**inputs, **others})[1], expected[1])
 
 
 @pytest.mark.parametrize("left", [False, True])
@@ -189,15 +183,13 @@ def test_a_text_decoder_with_vision_in_its_name_gets_the_marks_of_its_images(lef
 def test_batches_with_sounds_run_without_their_pads(name):
     stock = small_composite(name)
     inputs = image_batch(stock).inputs
-    _, logits, gradients = run(stock, inputs)
+    expected = run(stock, inputs)
     model = patch(copy.deepcopy(stock), unpad=True)
     found = run(model, inputs)
-    assert find_state(model).unpadding.calls > 0 and any("audio" in key for key in gradients)
-    assert_float32(found[1], logits.double())
-    for key, gradient in gradients.items():
-        assert (found[2][key] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1e-3), key
+    assert find_state(model).unpadding.calls > 0 and any("audio" in key for key in found[2])
+    assert_same(found, expected)
     others = {**inputs, "input_features": inputs["input_features"].roll(1, 0)}
-    assert differs(run(model, others)[1], logits)
+    assert differs(run(model, others)[1], expected[1])
 
 
 def test_the_first_batch_is_compared_with_its_rows_and_their_images():

@@ -121,35 +121,33 @@ def test_reports_of_names_with_slashes_stay_inside(tmp_path):
     assert not (tmp_path.parent.parent / "escaped").exists()
 
 
-def test_entry_points_are_named_before_their_code_runs(monkeypatch, caplog):
+@pytest.fixture
+def install(monkeypatch):
+    """Install a package with a patch for a type, for the length of a test; `load` is called when its code runs."""
+
+    def install(model_type, load=lambda: None):
+        class Foreign(EntryPoint):
+            def load(self):
+                load()
+                return Patch(model_types=(model_type,), origin="foreign_package")
+
+        entry_point = Foreign(name="foreign", value="foreign_package:PATCH", group=registry.ENTRY_POINT_GROUP)
+        monkeypatch.setattr(registry, "entry_points", lambda group: [entry_point])
+        registry._table.cache_clear()
+
+    yield install
+    registry._table.cache_clear()
+
+
+def test_entry_points_are_named_before_their_code_runs(install, caplog):
     seen = []
-
-    class Foreign(EntryPoint):
-        def load(self):
-            seen.extend(record.getMessage() for record in caplog.records)
-            return Patch(model_types=("foreign",), origin="foreign_package")
-
-    entry_point = Foreign(name="foreign", value="foreign_package:PATCH", group=registry.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [entry_point])
-    registry._table.cache_clear()
-    try:
-        with caplog.at_level(logging.INFO, logger="trl_packfa"):
-            assert registry.registered_patches()["foreign"].origin == "foreign_package"
-        assert any("foreign_package:PATCH" in line for line in seen), "named only after its code had run"
-    finally:
-        registry._table.cache_clear()
+    install("foreign", load=lambda: seen.extend(record.getMessage() for record in caplog.records))
+    with caplog.at_level(logging.INFO, logger="trl_packfa"):
+        assert registry.registered_patches()["foreign"].origin == "foreign_package"
+    assert any("foreign_package:PATCH" in line for line in seen), "named only after its code had run"
 
 
-def test_an_entry_point_may_not_replace_a_patch_that_was_measured(monkeypatch):
-    class Foreign(EntryPoint):
-        def load(self):
-            return Patch(model_types=("llama",), origin="foreign_package")
-
-    entry_point = Foreign(name="foreign", value="foreign_package:PATCH", group=registry.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [entry_point])
-    registry._table.cache_clear()
-    try:
-        with pytest.raises(InvalidConfig, match=r"one from trl_packfa.*\n  - one from foreign_package"):
-            registry.registered_patches()
-    finally:
-        registry._table.cache_clear()
+def test_an_entry_point_may_not_replace_a_patch_that_was_measured(install):
+    install("llama")
+    with pytest.raises(InvalidConfig, match=r"one from trl_packfa.*\n  - one from foreign_package"):
+        registry.registered_patches()

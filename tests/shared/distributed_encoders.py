@@ -1,32 +1,29 @@
-"""Train an embedding model on two processes, with and without padding: `torchrun FILE FOLDER OUT`."""
-
-import json
-import sys
+"""Script of `test_distributed_encoders.py` under torchrun: an embedding model is trained with and without padding."""
 
 import tiny
 import torch
 from datasets import Dataset
+from launches import run_scenarios
 from sentence_transformers import (
     SentenceTransformer,
     SentenceTransformerTrainer,
     SentenceTransformerTrainingArguments,
 )
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
-from torch import distributed
 
 import trl_packfa
 
 
-def run(folder, out, free):
+def run(folder, *, model, free):
     """Return the logged losses and gradient norms."""
     torch.manual_seed(0)
-    model = SentenceTransformer(folder, device="cpu")
+    model = SentenceTransformer(model, device="cpu")
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     columns = {name: tiny.texts(column) for column, name in enumerate(("anchor", "positive"))}
     args = SentenceTransformerTrainingArguments(
-        f"{out}.{free}", per_device_train_batch_size=8, max_steps=4, logging_steps=1, optim="sgd", use_cpu=True,
+        folder, per_device_train_batch_size=8, max_steps=4, logging_steps=1, optim="sgd", use_cpu=True,
         report_to="none", disable_tqdm=True, save_strategy="no", ddp_find_unused_parameters=True,
     )  # fmt: skip
     # Every rank sees the texts of both as negatives.
@@ -39,9 +36,4 @@ def run(folder, out, free):
 
 
 if __name__ == "__main__":
-    folder, out = sys.argv[1:]
-    logs = [run(folder, out, free) for free in (False, True)]
-    if not distributed.get_rank():
-        with open(out, "w") as file:
-            json.dump(logs, file)
-    distributed.destroy_process_group()
+    run_scenarios(run)

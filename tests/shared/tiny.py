@@ -1,9 +1,11 @@
 """Small random models of real config classes, a tokenizer, and packed batches."""
 
+from contextlib import nullcontext
+
 import torch
 from tiny_models import small_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerFast
 
 from trl_packfa import DataCollatorForPacking, PackedLayout
 
@@ -73,6 +75,31 @@ def model(architecture="llama", *, seed=0, layers=None, **config):
             std = 1.0 if "embed" in name else 1.5 / parameter.shape[1] ** 0.5
             torch.nn.init.normal_(parameter, std=std)
     return built.eval()
+
+
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float32"}
+
+
+def quantized(folder, quantization=NF4, **sizes):
+    """Save a model and load it quantized; skip without bitsandbytes. The sizes divide into NF4's blocks of 64."""
+    import pytest  # benchmarks use this file, too
+
+    pytest.importorskip("bitsandbytes")
+    model(layers=2, **{"intermediate_size": 128, **sizes}).save_pretrained(folder)
+    config = BitsAndBytesConfig(**quantization)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+
+
+def logits_and_gradients(model, *, forward=None, context=nullcontext):
+    """Return the logits of the packed documents, and the gradients of the sum of their sines.
+
+    `forward` runs the model, if it is not called itself.
+    """
+    model.zero_grad()
+    with context():
+        logits = (forward or model)(**batch(documents())).logits
+    logits.sin().sum().backward()
+    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def documents(lengths=LENGTHS, *, seed=0):

@@ -45,6 +45,21 @@ def assert_low_precision(actual, eager, oracle, *, factor):
     assert ours <= factor * theirs + _ABSOLUTE, f"error {ours:.2e}, eager attention's {theirs:.2e}, factor {factor}"
 
 
+def assert_no_worse(found, eager, oracle):
+    """Assert tier 4 for outputs and the gradients of named parameters, as pairs."""
+    assert_low_precision(found[0], eager[0], oracle[0], factor=FORWARD_FACTOR)
+    assert found[1].keys() == eager[1].keys() == oracle[1].keys()
+    for name, gradient in found[1].items():
+        assert_low_precision(gradient, eager[1][name], oracle[1][name], factor=GRADIENT_FACTOR)
+
+
+def assert_gradients(found, expected):
+    """Assert tier 3 for the gradients of named parameters."""
+    assert found.keys() == expected.keys() and found
+    for name, gradient in found.items():
+        assert_recomputed(gradient, expected[name])
+
+
 def assert_trajectory(actual, expected, *, allowed=TRAJECTORY):
     """Assert tier 5: the worst step and the mean drift of the losses."""
     differences = torch.tensor(actual, dtype=torch.float64) - torch.tensor(expected, dtype=torch.float64)

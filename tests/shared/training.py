@@ -9,6 +9,7 @@ from peft import LoraConfig
 from trl import SFTTrainer
 
 from trl_packfa import PackedSFTConfig, PackedSFTTrainer
+from trl_packfa.trainers.sft import script
 
 # `TRAIN_ON=cuda` runs the tests' trainers on a GPU: stage `trainers` of benchmarks/gpu/run.py.
 ON_CPU = os.environ.get("TRAIN_ON", "cpu") == "cpu"
@@ -77,6 +78,13 @@ def logs_of(trainer):
 
 def losses(trainer):
     return [entry["loss"] for entry in logs_of(trainer)]
+
+
+def built_trainers(monkeypatch):
+    """Return a list that will hold every trainer that `trl-packfa train` builds."""
+    built, build = [], script.build_trainer
+    monkeypatch.setattr(script, "build_trainer", lambda *a, **k: built.append(build(*a, **k)) or built[-1])
+    return built
 
 
 def batches_of(trainer):

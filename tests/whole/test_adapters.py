@@ -15,7 +15,6 @@ from selection import exhaustive
 from tiny_models import small_model
 from tolerance import FORWARD_FACTOR, assert_float32, assert_low_precision
 from training import arguments, packed_trainer
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from trl_packfa import describe, patch, registered_patches, unpatch
 from trl_packfa.errors import UnsupportedModel
@@ -63,11 +62,7 @@ def test_adapters_switch_merge_and_unload_under_the_patch():
 
 
 def nf4_model(tmp_path):
-    pytest.importorskip("bitsandbytes")
-    tiny.model(layers=2, intermediate_size=128, attention_bias=False).save_pretrained(tmp_path)
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="float32")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantization, dtype=torch.float32)
-    return get_peft_model(model, copy.deepcopy(LORA))
+    return get_peft_model(tiny.quantized(tmp_path, attention_bias=False), copy.deepcopy(LORA))
 
 
 def gradients(model, docs):

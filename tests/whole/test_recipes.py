@@ -12,7 +12,7 @@ import torch
 import vision
 import yaml
 from tiny_models import small_model
-from training import FORMATS, rows
+from training import FORMATS, built_trainers, rows
 from transformers import AutoConfig
 
 from trl_packfa.bench.arguments import read_arguments
@@ -117,13 +117,7 @@ def test_every_recipe_trains_two_steps(recipe, tmp_path, monkeypatch):
     quantized = config.get("load_in_4bit")
     if quantized:
         pytest.importorskip("bitsandbytes")
-    trainers = []
-    from trl_packfa.trainers.sft import script as launch
-
-    build = launch.build_trainer
-    monkeypatch.setattr(
-        launch, "build_trainer", lambda *given, **more: trainers.append(build(*given, **more)) or trainers[-1]
-    )
+    trainers = built_trainers(monkeypatch)
     model = save_model(config["model_name_or_path"], tmp_path / "model")
     data = save_data(config["dataset_name"], tmp_path / "data")
     out = str(tmp_path / "out")

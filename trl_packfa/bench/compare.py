@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,6 +14,7 @@ from ..errors import InvalidConfig
 from .arguments import Setup
 from .data import Facts
 from .sides import Side
+from .worker import SideFailed
 
 # With fewer timed steps, the variation between steps is unknown.
 FEWEST_STEPS = 5
@@ -66,17 +69,22 @@ class Result:
         if self.is_over and not self.steps:
             self.failure = f"the data lasts for {len(self.warm_up)} steps, none of them timed; raise num_train_epochs"
 
-    def traced(self, event: dict[str, Any]) -> None:
-        """Record the summary of the profiler."""
-        self.trace = event
-
-    def ended(self, event: dict[str, Any]) -> None:
-        """Record memory and validation loss."""
-        self.end = event
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Record the reason if the side fails inside a `with` block, so that the other sides go on."""
+        try:
+            yield
+        except SideFailed as error:
+            self.failure = str(error)
 
     def total(self, name: str) -> float:
         """Return the sum of a figure over the timed steps."""
         return sum(step[name] for step in self.steps)
+
+    @property
+    def rate(self) -> float:
+        """True tokens per second."""
+        return self.total("tokens") / self.total("seconds")
 
     def to_dict(self, data: Facts, *, flops: float, peak: float, base: Result) -> dict[str, Any]:
         """Return all figures of a side, or only the reason if the side failed."""
@@ -86,10 +94,13 @@ class Result:
             return {**row, "failed": self.failure}
         seconds = [step["seconds"] for step in self.steps]
         quarters = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
-        rate = self.total("tokens") / self.total("seconds")
-        row |= {
-            "tokens_per_second": rate,
-            "examples_per_second": rate / self._tokens_per_example(data),
+        # A side that cuts documents counts parts of them: take their mean length in the data.
+        cut = self.side.kind.strategy.wraps or not self.total("documents")
+        tokens_per_example = data.mean_length if cut else self.total("tokens") / self.total("documents")
+        return {
+            **row,
+            "tokens_per_second": self.rate,
+            "examples_per_second": self.rate / tokens_per_example,
             "seconds_per_step": statistics.median(seconds),
             "seconds_per_step_quartiles": [quarters[0], quarters[2]],
             "cpu_seconds_per_step": statistics.median(step["cpu_seconds"] for step in self.steps),
@@ -105,7 +116,7 @@ class Result:
             "first_loss": (self.warm_up or self.steps)[0]["loss"],
             "final_loss": self.steps[-1]["loss"],
             "validation_loss": self.end["eval_loss"],
-            "mfu": flops * rate / peak if flops else None,
+            "mfu": flops * self.rate / peak if flops else None,
             "recompiles": int(self.total("compiled")),
             "host_syncs_per_step": self.trace.get("host_syncs"),
             "aten_calls_per_step": self.trace.get("aten_calls"),
@@ -116,12 +127,6 @@ class Result:
             "operations": self.trace.get("operations", []),
             "steps": self.steps,
         }
-        return row
-
-    def _tokens_per_example(self, data: Facts) -> float:
-        """Return the tokens per document as the side counted them, or the mean of the data if it cuts documents."""
-        cut = self.side.kind.strategy.wraps or not self.total("documents")
-        return data.mean_length if cut else self.total("tokens") / self.total("documents")
 
 
 @dataclass(frozen=True)
@@ -147,19 +152,21 @@ def compare(side: Result, base: Result) -> Ratio:
         return Ratio(None, None, None, f"no ratio: {who.side.name} failed")
     if side is base:
         return Ratio(1.0, 1.0, 1.0)
-    value = _rate(side.steps) / _rate(base.steps)
     low, high = _interval(side.steps, base.steps)
-    busy = _share_of_machine(side) < BUSY or _share_of_machine(base) < BUSY
-    return Ratio(value, low, high, _verdict(len(side.steps), len(base.steps), low, high, busy=busy))
+    steps = min(len(side.steps), len(base.steps))
+    verdict = ""
+    if _had_no_core(side) or _had_no_core(base):
+        verdict = "the machine was busy with other work: a side had less than one core; free it and measure again"
+    elif steps < FEWEST_STEPS:
+        verdict = f"too short to conclude: {steps} timed steps; raise --max_steps to {FEWEST_STEPS} or more"
+    elif low <= 1.0 <= high:
+        verdict = f"no difference shown: {low:.2f} to {high:.2f} holds 1; raise --max_steps, or free the machine"
+    return Ratio(side.rate / base.rate, low, high, verdict)
 
 
-def _share_of_machine(side: Result) -> float:
-    """Return CPU time divided by wall time; 1 for a GPU side, since its host may wait even on a free machine."""
-    return 1.0 if "cuda" in side.facts["equal"]["device"] else side.total("cpu_seconds") / side.total("seconds")
-
-
-def _rate(steps: list[dict[str, Any]]) -> float:
-    return sum(step["tokens"] for step in steps) / sum(step["seconds"] for step in steps)
+def _had_no_core(side: Result) -> bool:
+    """Tell whether a side shared the machine; never for a GPU side, whose host may wait even on a free machine."""
+    return "cuda" not in side.facts["equal"]["device"] and side.total("cpu_seconds") < BUSY * side.total("seconds")
 
 
 def _interval(mine: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tuple[float, float]:
@@ -178,17 +185,6 @@ def _interval(mine: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> tuple
     return float(np.percentile(ratios, tail)), float(np.percentile(ratios, 100 - tail))
 
 
-def _verdict(mine: int, theirs: int, low: float, high: float, *, busy: bool) -> str:
-    steps = min(mine, theirs)
-    if busy:
-        return "the machine was busy with other work: a side had less than one core; free it and measure again"
-    if steps < FEWEST_STEPS:
-        return f"too short to conclude: {steps} timed steps; raise --max_steps to {FEWEST_STEPS} or more"
-    if low <= 1.0 <= high:
-        return f"no difference shown: {low:.2f} to {high:.2f} holds 1; raise --max_steps, or free the machine"
-    return ""
-
-
 def require_equal_work(results: list[Result]) -> None:
     """Refuse to compare sides that did different work.
 
@@ -200,8 +196,7 @@ def require_equal_work(results: list[Result]) -> None:
         first = whole[0]
         mine, theirs = result.facts["equal"], first.facts["equal"]
         why = [f"{name}: {theirs[name]} and {mine[name]}" for name in theirs if theirs[name] != mine[name]]
-        why += _other_examples(first, result)
-        if why:
+        if why := [*why, *_other_examples(first, result)]:
             raise InvalidConfig(
                 f"{first.side.name} and {result.side.name} did not do the same work.",
                 why=why,

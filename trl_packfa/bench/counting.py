@@ -24,6 +24,7 @@ class Work(NamedTuple):
         micro_batches (`int`): micro-batches, each one forward.
         largest (`int`): tokens of the largest micro-batch, pads included.
         fingerprint (`int`): equal for equal tokens in any order.
+        loss (`float`): sum of the micro-batches' losses.
     """
 
     tokens: int
@@ -32,26 +33,37 @@ class Work(NamedTuple):
     micro_batches: int
     largest: int
     fingerprint: int
+    loss: float = 0.0
 
 
 class StepCounter:
-    """Counter of the batches that a trainer's `get_batch_samples` returns; it counts outside the timed part."""
+    """Counter of the batches and losses of a trainer's steps; it counts outside the timed part.
+
+    Losses are those that `training_step` returns. To log each step would be unfair: some trainers compute entropy and
+    accuracy only in the steps that they log.
+    """
 
     def __init__(self, trainer: Any) -> None:
-        self._inner = trainer.get_batch_samples
-        self._heard: list[dict[str, Any]] = []
-        trainer.get_batch_samples = self._listen
+        self._batches: list[dict[str, Any]] = []
+        self._losses: list[torch.Tensor] = []
+        get_batch_samples, training_step = trainer.get_batch_samples, trainer.training_step
 
-    def _listen(self, *args: Any, **kwargs: Any) -> Any:
-        batches, number = self._inner(*args, **kwargs)
-        # A re-cut step holds its micro-batches. They are copied because the trainer removes entries from its batches.
-        self._heard = [copy(part) for batch in batches for part in getattr(batch, "micro_batches", [batch])]
-        return batches, number
+        def samples(*args: Any, **kwargs: Any) -> Any:
+            batches, number = get_batch_samples(*args, **kwargs)
+            # A re-cut step holds its micro-batches. Copies, because the trainer removes entries from its batches.
+            self._batches = [copy(part) for batch in batches for part in getattr(batch, "micro_batches", [batch])]
+            self._losses = []
+            return batches, number
+
+        def step(*args: Any, **kwargs: Any) -> torch.Tensor:
+            self._losses.append(training_step(*args, **kwargs))
+            return self._losses[-1]
+
+        trainer.get_batch_samples, trainer.training_step = samples, step
 
     def take(self) -> Work:
-        """Return the counts of the last recorded step and forget it."""
-        counted = [_count(batch) for batch in self._heard]
-        self._heard = []
+        """Return the counts of the last step."""
+        counted = [_count(batch) for batch in self._batches]
         return Work(
             tokens=sum(part.tokens for part in counted),
             computed=sum(part.computed for part in counted),
@@ -59,6 +71,7 @@ class StepCounter:
             micro_batches=len(counted),
             largest=max((part.computed for part in counted), default=0),
             fingerprint=sum(part.fingerprint for part in counted) % _MODULUS,
+            loss=sum(float(loss) for loss in self._losses),
         )
 
 

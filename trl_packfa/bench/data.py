@@ -50,17 +50,16 @@ class Facts(NamedTuple):
 
 def facts(dataset: Dataset, trainer: str = "sft") -> Facts:
     """Return the figures of a tokenized dataset."""
-    lengths = read_lengths(dataset) if trainer == "sft" else _row_lengths(dataset, trainer)
+    if trainer == "sft":
+        lengths, trained = read_lengths(dataset), count_trained(dataset)
+    else:
+        from .preference import row_lengths  # TRL's other trainers take seconds to import
+
+        lengths = row_lengths(dataset, trainer)
+        trained = lengths.sum()
     total = int(lengths.sum())
     seen = float((lengths.astype(np.float64) ** 2).sum() / total)
-    trained = count_trained(dataset) / total if trainer == "sft" else 1.0
-    return Facts(len(lengths), total, int(lengths.max()), float(lengths.mean()), seen, trained)
-
-
-def _row_lengths(dataset: Dataset, trainer: str) -> np.ndarray:
-    from .preference import row_lengths  # TRL's other trainers take seconds to import
-
-    return row_lengths(dataset, trainer)
+    return Facts(len(lengths), total, int(lengths.max()), float(lengths.mean()), seen, float(trained / total))
 
 
 def random_documents(lengths: list[int], *, vocab_size: int, seed: int) -> Dataset:
@@ -124,11 +123,11 @@ def _vocab_size(model: str) -> int:
 
 def _random_parts(setup: Setup, lengths: list[int], model: str) -> tuple[dict[str, Dataset], dict[str, PackingReport]]:
     documents = random_documents(lengths, vocab_size=_vocab_size(model), seed=setup.args.seed)
-    cut = {
-        name: cut_dataset(part, name=name, max_length=setup.args.max_length, overflow=setup.args.overflow)
-        for name, part in _hold_out(documents, setup).items()
-    }
-    return {name: part for name, (part, _) in cut.items()}, {name: report for name, (_, report) in cut.items()}
+    parts, reports = _hold_out(documents, setup), {}
+    for name, part in parts.items():
+        limits = {"max_length": setup.args.max_length, "overflow": setup.args.overflow}
+        parts[name], reports[name] = cut_dataset(part, name=name, **limits)
+    return parts, reports
 
 
 def _tokenized_parts(

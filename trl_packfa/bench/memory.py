@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -9,13 +10,10 @@ import torch
 from ..runtime.memory import resident_peak
 
 
-def reset_resident_peak() -> bool:
-    """Restart the count of the peak; return `False` if the system cannot do so."""
-    try:
+def reset_resident_peak() -> None:
+    """Restart the count of the peak if the system can do so."""
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
 
 
 class PeakMemory:

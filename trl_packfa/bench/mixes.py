@@ -44,12 +44,3 @@ def draw_lengths(mix: str, count: int, *, seed: int) -> np.ndarray:
     if not mix.endswith(".json"):
         raise InvalidConfig(f"there is no mix of lengths '{mix}'.", do=f"Pass {', '.join(MIXES)}, or a .json file.")
     return rng.choice(read_length_list(mix), count)
-
-
-def document_lengths(mix: str, tokens: int, *, seed: int) -> list[int]:
-    """Return lengths from a mix that add up to `tokens`; the last length is cut."""
-    lengths = draw_lengths(mix, min(tokens, _DRAWN), seed=seed)
-    before = np.cumsum(lengths) - lengths
-    kept = lengths[before < tokens]
-    kept[-1] = min(int(kept[-1]), tokens - int(before[len(kept) - 1]))
-    return [*kept.tolist(), *([tokens - int(kept.sum())] if kept.sum() < tokens else [])]

@@ -180,16 +180,9 @@ def random_pairs(lengths: list[int], trainer: str, *, vocab_size: int, first: in
 
 
 def build_preference_trainer(
-    side: Side,
-    args: PackedSFTConfig,
-    *,
-    model: str,
-    tokenizer: PreTrainedTokenizerBase,
-    train: Dataset,
-    evaluation: Dataset | None,
-    **overrides: Any,
+    side: Side, args: PackedSFTConfig, model: str, data: dict[str, Any], **overrides: Any
 ) -> Any:
-    """Build the trainer of a side, on pairs that are already tokenized and cut.
+    """Build the trainer of a side, as [`build_trainer`] does; the datasets hold pairs.
 
     Raises:
         [`InvalidConfig`]: for `use_liger_kernel`, which these trainers cannot use here.
@@ -216,9 +209,7 @@ def build_preference_trainer(
     made = as_prepared(wanted.packed if packs else wanted.trainer)(
         model,
         args=(wanted.packed_config if packs else wanted.config)(**{**given, **overrides, **options}),
-        train_dataset=train,
-        eval_dataset=evaluation,
-        processing_class=tokenizer,
+        **data,
         quantization_config=quantization_of(model_type(model, args), args),
         peft_config=adapter,
     )

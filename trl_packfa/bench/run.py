@@ -22,8 +22,7 @@ from .compare import Result, require_equal_work
 from .data import Facts, facts, read_documents, save_documents
 from .environment import environment
 from .presets import PRESETS, save_preset_apart
-from .process import SideFailed, SideProcess
-from .sides import Side
+from .process import SideProcess
 from .worker import FINISH, STEP, TRACE
 
 Tell = Callable[[str], None]
@@ -88,7 +87,12 @@ class Peak:
 
     def __init__(self, config: PreTrainedConfig, args: PackedSFTConfig) -> None:
         self._config, self._args = config, args
-        self.source = _source_of_peak(args)
+        if args.peak_tflops is not None:
+            self.source = "peak_tflops"
+        elif known_peak(args) is not None:
+            self.source = f"data sheet of {torch.cuda.get_device_name(args.device)}"
+        else:
+            self.source = "measured here"
         self.best = self._rate()
 
     def measure(self) -> None:
@@ -101,12 +105,6 @@ class Peak:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # give the memory of the product back to the sides
         return rate
-
-
-def _source_of_peak(args: PackedSFTConfig) -> str:
-    if args.peak_tflops is not None:
-        return "peak_tflops"
-    return "measured here" if known_peak(args) is None else f"data sheet of {torch.cuda.get_device_name(args.device)}"
 
 
 def model_path(setup: Setup, folder: Path, tell: Tell = lambda text: None) -> str:
@@ -126,39 +124,28 @@ def model_path(setup: Setup, folder: Path, tell: Tell = lambda text: None) -> st
 def _measure(results: list[Result], setup: Setup, spec: dict[str, Any], folder: Path, peak: Peak, tell: Tell) -> None:
     """Build all sides one after the other, then step them in turn until each has finished its steps."""
     with ExitStack() as stack:
-        processes: dict[Side, SideProcess] = {}
+        sides: list[tuple[Result, SideProcess]] = []
         for result in results:
             tell(f"{result.side.name}: building")
             began = time.perf_counter()
-            side = SideProcess({**spec, "side": asdict(result.side)}, folder, len(processes))
-            processes[result.side] = stack.enter_context(closing(side))
-            _guarded(result, lambda r=result, s=side: r.built(s.ready()))
+            process = SideProcess({**spec, "side": asdict(result.side)}, folder / f"side{len(sides)}.log")
+            sides.append((result, stack.enter_context(closing(process))))
+            with result.failing():
+                result.built(process.answer())
             tell(f"{result.side.name}: {result.failure or f'built in {time.perf_counter() - began:.0f} s'}")
             if result.failure:
-                side.close()
-        _take_turns(results, processes, setup, peak, tell)
-        for result in results:
-            if not result.failure:
-                _guarded(result, lambda r=result: r.traced(processes[r.side].ask(TRACE) or {}))
-                _guarded(result, lambda r=result: r.ended(processes[r.side].ask(FINISH) or {}))
-
-
-def _take_turns(
-    results: list[Result], processes: dict[Side, SideProcess], setup: Setup, peak: Peak, tell: Tell
-) -> None:
-    rounds = 0
-    while any(result.is_running for result in results):
-        for result in results:
-            if result.is_running:
-                _guarded(result, lambda r=result: r.stepped(processes[r.side].ask(STEP), setup))
-        rounds += 1
-        peak.measure()
-        tell(f"step {rounds}: " + ", ".join(f"{r.side.name} {r.last_seconds:.2f} s" for r in results if not r.failure))
-
-
-def _guarded(result: Result, act: Callable[[], None]) -> None:
-    """Run an action of a side; record the reason if it fails, so that the other sides go on."""
-    try:
-        act()
-    except SideFailed as error:
-        result.failure = str(error)
+                process.close()
+        rounds = 0
+        while any(result.is_running for result in results):
+            for result, process in sides:
+                with result.failing():
+                    if result.is_running:
+                        result.stepped(process.ask(STEP), setup)
+            rounds += 1
+            peak.measure()
+            seconds = [f"{r.side.name} {r.last_seconds:.2f} s" for r in results if not r.failure]
+            tell(f"step {rounds}: {', '.join(seconds)}")
+        for result, process in sides:
+            with result.failing():
+                if not result.failure:
+                    result.trace, result.end = process.ask(TRACE) or {}, process.ask(FINISH) or {}

@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer, get_peft_config
 
 from ..attention import get_backend
@@ -18,7 +17,7 @@ from ..trainers.common.dataset import read_lengths
 from ..trainers.common.model_loading import init_kwargs, model_type, quantization_of
 from ..trainers.sft.config import PackedSFTConfig
 from ..trainers.sft.trainer import PackedSFTTrainer
-from .upstream import require_implementation, upstream_attention
+from .upstream import IMPLEMENTATIONS, upstream_attention
 
 
 class Kind(NamedTuple):
@@ -151,8 +150,11 @@ def _sides(text: str, backends: list[str], allowed: list[str], trainer: str) -> 
     for backend in chosen:
         if backend != "auto" and kind.ours:
             get_backend(backend)
-        elif backend != "auto":
-            require_implementation(backend, text=text)
+        elif backend != "auto" and backend not in IMPLEMENTATIONS and "/" not in backend:
+            raise InvalidConfig(
+                f"'{text}': TRL's own trainer has no attention '{backend}'.",
+                do=f"Name one of transformers': {', '.join(IMPLEMENTATIONS)}.",
+            )
     size = {"row": int(match["row"]) if match["row"] else None, "rows": int(match["rows"]) if match["rows"] else None}
     return [
         Side(match["strategy"], **size, backend=b, allowed=match["strategy"] in allowed, trainer=trainer)
@@ -160,23 +162,16 @@ def _sides(text: str, backends: list[str], allowed: list[str], trainer: str) -> 
     ]
 
 
-def build_trainer(
-    side: Side,
-    args: PackedSFTConfig,
-    *,
-    model: str,
-    tokenizer: PreTrainedTokenizerBase,
-    train: Dataset,
-    evaluation: Dataset | None,
-    **overrides: Any,
-) -> SFTTrainer:
-    """Build the trainer of a side, on documents that are already tokenized and cut.
+def build_trainer(side: Side, args: PackedSFTConfig, model: str, data: dict[str, Any], **overrides: Any) -> SFTTrainer:
+    """Build the trainer of a side.
+
+    `data` holds its arguments `train_dataset`, `eval_dataset` (documents that are already tokenized and cut) and
+    `processing_class`.
 
     Raises:
         [`InvalidConfig`]: if its rows are too short for the longest document.
     """
-    data = {"train_dataset": train, "eval_dataset": evaluation, "processing_class": tokenizer}
-    options = {**side.kind.options, **overrides, **_row_options(side, args, train)}
+    options = {**side.kind.options, **overrides, **_row_options(side, args, data["train_dataset"])}
     # The documents have labels and are cut already, so options that would do this again are off.
     options |= {"assistant_only_loss": False, "completion_only_loss": None}
     options |= {"eval_strategy": "no", "load_best_model_at_end": False, "push_to_hub": False}

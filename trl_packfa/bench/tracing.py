@@ -20,32 +20,24 @@ def compiled_graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-class Trace:
-    """Profile of one step by torch's profiler."""
+def start_trace() -> profile:
+    """Start torch's profiler and return it."""
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    trace = profile(activities=kinds, acc_events=True)
+    trace.start()
+    return trace
 
-    def __init__(self) -> None:
-        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-        self._profile = profile(activities=kinds, acc_events=True)
 
-    def start(self) -> Trace:
-        """Start the profiler and return the trace."""
-        self._profile.start()
-        return self
-
-    def stop(self) -> None:
-        """Stop the profiler."""
-        self._profile.stop()
-
-    def summary(self) -> dict[str, Any]:
-        """Return host waits and aten calls of the step, and its operations by their own time in milliseconds."""
-        events: Any = self._profile.key_averages()
-        counts = {event.key: event.count for event in events}
-        waits = _CUDA_WAITS if torch.cuda.is_available() else WAITS
-        on_device = any(getattr(event, "self_device_time_total", 0) for event in events)
-        field = "self_device_time_total" if on_device else "self_cpu_time_total"
-        by_time = sorted(events, key=lambda event: -getattr(event, field))[:_LISTED]
-        return {
-            "host_syncs": sum(counts.get(name, 0) for name in waits),
-            "aten_calls": sum(count for name, count in counts.items() if name.startswith("aten::")),
-            "operations": [[e.key, e.count, round(getattr(e, field) / 1000, 2)] for e in by_time],
-        }
+def summary(trace: profile) -> dict[str, Any]:
+    """Return host waits and aten calls of the traced step, and its operations by their own time in milliseconds."""
+    events: Any = trace.key_averages()
+    counts = {event.key: event.count for event in events}
+    waits = _CUDA_WAITS if torch.cuda.is_available() else WAITS
+    on_device = any(getattr(event, "self_device_time_total", 0) for event in events)
+    field = "self_device_time_total" if on_device else "self_cpu_time_total"
+    by_time = sorted(events, key=lambda event: -getattr(event, field))[:_LISTED]
+    return {
+        "host_syncs": sum(counts.get(name, 0) for name in waits),
+        "aten_calls": sum(count for name, count in counts.items() if name.startswith("aten::")),
+        "operations": [[e.key, e.count, round(getattr(e, field) / 1000, 2)] for e in by_time],
+    }

@@ -11,7 +11,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import is_flash_attn_2_available
 
-from ..errors import InvalidConfig
 from ..patching.apply import find_state
 from ..runtime.autocast import HALF
 from ..trainers.common.flops import compute_dtype
@@ -33,19 +32,6 @@ class Attention(NamedTuple):
 
     name: str | None
     remark: str = ""
-
-
-def require_implementation(name: str, *, text: str) -> None:
-    """Refuse an attention that transformers does not have.
-
-    Raises:
-        [`InvalidConfig`]: for an unknown name or one of our own backends, with the strategy `text` that has it.
-    """
-    if name not in IMPLEMENTATIONS and "/" not in name:
-        raise InvalidConfig(
-            f"'{text}': TRL's own trainer has no attention '{name}'.",
-            do=f"Name one of transformers': {', '.join(IMPLEMENTATIONS)}.",
-        )
 
 
 def upstream_attention(model: str, args: PackedSFTConfig, *, named: str = "auto") -> Attention:

@@ -1,81 +1,50 @@
-"""Worker process of one side: it builds the trainer, then runs one optimizer step per command.
+"""Worker process of one side: it builds the trainer, then answers each command, such as one optimizer step.
 
-Commands arrive on stdin, events leave as JSON lines on the original stdout. The output of libraries goes to stderr.
-Run it as `python -m trl_packfa.bench.worker SPEC.json`.
+An answer is a dictionary of figures, `None` if the command finds no step to run, or a [`SideFailed`].
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from datasets import load_from_disk
+from torch.profiler import profile
 from transformers import AutoTokenizer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from ..exactness.probe import vocabulary_of
 from .arguments import read_arguments
 from .counting import StepCounter
-from .leaks import leaks
+from .environment import ALLOCATOR
 from .memory import PeakMemory
 from .sides import Side, build_trainer
-from .tracing import Trace, compiled_graphs
+from .tracing import compiled_graphs, start_trace, summary
 from .upstream import attention_of, upstream_attention
 
 STEP, TRACE, FINISH = "step", "trace", "finish"
+# Lengths in tokens of two documents. A change of the first must not change the logits of the second.
+_LENGTHS = (7, 9)
+# Threshold in standard deviations of the logits: rounding stays below it, a leak is far above.
+_MOVED = 1e-2
 
 
-class Channel:
-    """Connection to the measuring process: commands on stdin, events on the original stdout."""
-
-    def __init__(self) -> None:
-        self._out: TextIO = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)
-
-    def send(self, event: str, **facts: Any) -> None:
-        """Send one event as a JSON line."""
-        self._out.write(json.dumps({"event": event, **facts}) + "\n")
-        self._out.flush()
-
-    def receive(self) -> str:
-        """Wait for a command; return `FINISH` if stdin is closed."""
-        return sys.stdin.readline().strip() or FINISH
-
-
-class StepLoss:
-    """Sum of the losses that a trainer's `training_step` returns, so that a step's loss is known without logging.
-
-    Logging each step would be unfair: some trainers compute entropy and accuracy only in the steps that they log.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._inner, self._losses = trainer.training_step, []
-        trainer.training_step = self._listen
-
-    def _listen(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = self._inner(*args, **kwargs)
-        self._losses.append(loss)
-        return loss
-
-    def take(self) -> float:
-        """Return the loss of the last step and forget it."""
-        total = sum(float(loss) for loss in self._losses)
-        self._losses = []
-        return total
+class SideFailed(Exception):
+    """Error for a side that cannot be measured; its message is the reason."""
 
 
 class Pacer(TrainerCallback):
     """Callback that pauses the training between two steps until the next command."""
 
-    def __init__(self, channel: Channel, counter: StepCounter, loss: StepLoss, memory: PeakMemory) -> None:
-        self.channel, self.counter, self.loss, self.memory = channel, counter, loss, memory
+    def __init__(self, channel: Connection, counter: StepCounter, memory: PeakMemory) -> None:
+        self.channel, self.counter, self.memory = channel, counter, memory
         self.started, self.cpu_started, self.graphs, self.finished = 0.0, 0.0, 0, False
-        self.trace: Trace | None = None
+        self.trace: profile | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Reset the peak memory, because the model is built, patched and proven; then wait for a command."""
@@ -88,67 +57,57 @@ class Pacer(TrainerCallback):
             return
         _synchronize()
         seconds, cpu_seconds = time.perf_counter() - self.started, time.process_time() - self.cpu_started
-        loss = self.loss.take()
+        work = self.counter.take()._asdict()
         if self.trace is not None:
             self.trace.stop()
-            self.channel.send("trace", **self.trace.summary())
+            self.channel.send(summary(self.trace))
             self.trace = None
         else:
-            work = self.counter.take()._asdict()
             graphs = compiled_graphs() - self.graphs
-            self.channel.send("step", seconds=seconds, cpu_seconds=cpu_seconds, loss=loss, compiled=graphs, **work)
+            self.channel.send({"seconds": seconds, "cpu_seconds": cpu_seconds, "compiled": graphs, **work})
         if state.global_step < state.max_steps:  # after the last step, no step could answer a command
             self._wait(control)
 
     def _wait(self, control: Any) -> None:
-        command = self.channel.receive()
+        command = self.channel.recv()
         if command == FINISH:
             control.should_training_stop = self.finished = True
         if command == TRACE:
-            self.trace = Trace().start()
+            self.trace = start_trace()
         self.graphs = compiled_graphs()
         _synchronize()
         self.started, self.cpu_started = time.perf_counter(), time.process_time()
 
 
-def run(spec: dict[str, Any], channel: Channel) -> None:
+def run(spec: dict[str, Any], channel: Connection) -> None:
     """Build the side, train on command, evaluate, and send the final figures."""
     setup, side, folder = read_arguments(spec["argv"]), Side(**spec["side"]), Path(spec["folder"])
-    train: Any = load_from_disk(str(folder / "train"))
-    evaluation: Any = load_from_disk(str(folder / "eval")) if (folder / "eval").exists() else None
+    build: Callable[..., Any] = build_trainer
+    if side.trainer != "sft":
+        from .preference import build_preference_trainer  # TRL's other trainers take seconds to import
+
+        build = build_preference_trainer
+    data = {
+        "train_dataset": load_from_disk(str(folder / "train")),
+        "eval_dataset": load_from_disk(str(folder / "eval")) if (folder / "eval").exists() else None,
+        "processing_class": AutoTokenizer.from_pretrained(setup.bench.tokenizer or spec["model"]),
+    }
     steps = {} if setup.args.max_steps < 0 else {"max_steps": setup.args.max_steps + setup.bench.untimed_steps + 1}
-    trainer = _builder(side)(
-        side,
-        setup.args,
-        model=spec["model"],
-        tokenizer=AutoTokenizer.from_pretrained(setup.bench.tokenizer or spec["model"]),
-        train=train,
-        evaluation=evaluation,
-        output_dir=str(folder / "output"),
-        **steps,
-    )
+    trainer = build(side, setup.args, spec["model"], data, output_dir=str(folder / "output"), **steps)
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
     memory = PeakMemory()
     remark = "" if side.kind.ours else upstream_attention(spec["model"], setup.args, named=side.backend).remark
-    channel.send("ready", **_facts(trainer, side), remark=remark)
-    pacer = Pacer(channel, StepCounter(trainer), StepLoss(trainer), memory)
+    channel.send({**_facts(trainer, side), "remark": remark})
+    pacer = Pacer(channel, StepCounter(trainer), memory)
     trainer.add_callback(pacer)
     trainer.train()
     peak = memory.peak()
-    while not pacer.finished and channel.receive() != FINISH:
-        channel.send("ended")
-    loss = trainer.evaluate()["eval_loss"] if evaluation is not None and side.kind.trains else None
+    while not pacer.finished and channel.recv() != FINISH:
+        channel.send(None)
+    loss = trainer.evaluate()["eval_loss"] if data["eval_dataset"] is not None and side.kind.trains else None
     figures = {"peak_bytes": peak, "bytes_before": memory.before, "life_peak_bytes": memory.life, "eval_loss": loss}
-    channel.send("done", **figures, attention=attention_of(trainer) if side.kind.trains else None)
-
-
-def _builder(side: Side) -> Callable[..., Any]:
-    if side.trainer == "sft":
-        return build_trainer
-    from .preference import build_preference_trainer  # TRL's other trainers take seconds to import
-
-    return build_preference_trainer
+    channel.send({**figures, "attention": attention_of(trainer) if side.kind.trains else None})
 
 
 def _facts(trainer: Any, side: Side) -> dict[str, Any]:
@@ -157,8 +116,6 @@ def _facts(trainer: Any, side: Side) -> dict[str, Any]:
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     batches = len(trainer.get_train_dataloader())
-    # Rows of the other trainers are one document each, and `padding_free` has its own proof.
-    leaking = side.trainer == "sft" and leaks(trainer, side)
     equal = {
         "device": str(trainer.args.device),
         "weights": sorted({str(p.dtype) for p in parameters}),
@@ -172,19 +129,42 @@ def _facts(trainer: Any, side: Side) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "allocator": {name: os.environ.get(name, "") for name in ALLOCATOR},
     }
-    steps = -(-batches // trainer.args.gradient_accumulation_steps)
-    return {"equal": equal, "steps_per_epoch": steps, "leaks": leaking}
+    return {
+        "equal": equal,
+        "steps_per_epoch": -(-batches // trainer.args.gradient_accumulation_steps),
+        # Rows of the other trainers are one document each, and `padding_free` has its own proof.
+        "leaks": side.trainer == "sft" and leaks(trainer, side),
+    }
 
 
-# Environment variables that change memory allocation and so speed.
-ALLOCATOR = (
-    "MALLOC_MMAP_THRESHOLD_",
-    "MALLOC_TRIM_THRESHOLD_",
-    "MALLOC_ARENA_MAX",
-    "LD_PRELOAD",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_ALLOC_CONF",
-)
+def leaks(trainer: Any, side: Side) -> bool:
+    """Replace a document and tell whether the logits of its neighbour change; with one row each they never do."""
+    generator = torch.Generator().manual_seed(0)
+    draw = [torch.randint(1, vocabulary_of(trainer.model), (n,), generator=generator).tolist() for n in _LENGTHS * 2]
+    was_training = trainer.model.training
+    # Use training mode with equal dropout: some quantized weights can no longer be trained after evaluation mode.
+    trainer.model.train()
+    try:
+        with torch.no_grad(), trainer.accelerator.autocast(), torch.random.fork_rng():
+            first, changed = (_logits(trainer, side, [draw[i], draw[1]]) for i in (0, 2))
+    finally:
+        trainer.model.train(was_training)
+    return bool((first - changed).abs().max() > _MOVED * first.std())
+
+
+def _logits(trainer: Any, side: Side, documents: list[list[int]]) -> torch.Tensor:
+    """Return the logits of the second document, from the batch that the side's collator makes of both."""
+    joined = [token for document in documents for token in document]
+    if side.kind.strategy.fills_rows and not side.kind.ours:
+        lengths = {} if side.kind.strategy.wraps else {"seq_lengths": [len(document) for document in documents]}
+        examples = [{"input_ids": joined, "labels": joined, **lengths}]
+    else:
+        examples = [{"input_ids": document, "labels": document} for document in documents]
+    batch = trainer._prepare_inputs(trainer.data_collator(examples))
+    torch.manual_seed(0)
+    batch.pop("labels")
+    logits = trainer.model(**batch, use_cache=False).logits
+    return (logits[1] if logits.shape[0] == 2 else logits[0])[-_LENGTHS[1] :].float()
 
 
 def _synchronize() -> None:
@@ -192,16 +172,13 @@ def _synchronize() -> None:
         torch.accelerator.synchronize()
 
 
-def main(path: str) -> None:
-    """Run a side; send an event for an error too."""
-    channel = Channel()
-    spec = json.loads(Path(path).read_text(encoding="utf-8"))
+def main(spec: dict[str, Any], channel: Connection, log: Path) -> None:
+    """Run a side; an error is an answer, too. All output of libraries goes to the file `log`."""
+    with log.open("w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
     try:
         run(spec, channel)
     except Exception as error:
-        channel.send("failed", reason=f"{type(error).__name__}: {error}")
+        channel.send(SideFailed(f"{type(error).__name__}: {error}"))
         raise
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

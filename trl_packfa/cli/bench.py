@@ -21,13 +21,15 @@ def run(argv: list[str]) -> int:
     """Run the benchmark with these flags and return the exit code: 0 done, 1 if a side failed."""
     require_versions()
     from ..bench.arguments import read_arguments
-    from ..bench.plot import require_matplotlib, save_plot
     from ..bench.run import run_bench
-    from ..terminal.quiet import quiet
+    from ..bench.table import heading, remarks, save_plot, speed_rows, training_rows
+    from ..plotting import require_matplotlib
+    from ..terminal import print_table
+    from ..terminal.progress import quiet
 
     wanted = read_arguments(argv).bench
     if wanted.plot:
-        require_matplotlib()
+        require_matplotlib("--plot")  # before anything is measured
 
     def keep(report: dict[str, Any]) -> None:
         if wanted.output:
@@ -37,22 +39,15 @@ def run(argv: list[str]) -> int:
         # Written after each side too, so that a run that is cut off keeps the sides before.
         report = run_bench(argv, tell=lambda text: print(text, file=sys.stderr, flush=True), seen=keep)
         keep(report)
-    show(report, operations=wanted.profile)
-    if wanted.plot:
-        save_plot(report, wanted.plot)
-    return int(any("failed" in side for side in report["sides"]))
-
-
-def show(report: dict[str, Any], *, operations: bool = False) -> None:
-    """Print the tables and remarks of a report."""
-    from ..bench.table import heading, operation_rows, remarks, speed_rows, training_rows
-    from ..terminal import print_table
-
     print(heading(report))
     print_table(speed_rows(report))
     print_table(training_rows(report))
     for line in remarks(report):
         print(f"! {line}")
-    for side in report["sides"] if operations else []:
+    for side in report["sides"] if wanted.profile else []:
         print(f"{side['side']}, one step:")
-        print_table(operation_rows(side))
+        operations = side.get("operations", [])
+        print_table([{"operation": name, "calls": calls, "own ms": ms} for name, calls, ms in operations])
+    if wanted.plot:
+        save_plot(report, wanted.plot)
+    return int(any("failed" in side for side in report["sides"]))

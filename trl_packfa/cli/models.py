@@ -52,14 +52,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _adapters(kinds: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     """Return one row for each kind: the differences of packed logits and gradients, and the reason of a refusal."""
+    off = ("logits", "gradients")
     return [
-        {
-            "kind": kind,
-            "verdict": row["verdict"],
-            "logits": number(row.get("logits")),
-            "gradients": number(row.get("gradients")),
-            "why": row.get("why", ""),
-        }
+        {"kind": kind, **_cells(row, "verdict"), **{name: number(row.get(name)) for name in off}, **_cells(row, "why")}
         for kind, row in kinds.items()
     ]
 
@@ -69,19 +64,18 @@ def number(value: float | None) -> str:
     return "does not run" if value is None else f"{value:.1e}"
 
 
+def _cells(result: Mapping[str, Any], *columns: str) -> Row:
+    return {column: str(result.get(column, "")) for column in columns}
+
+
 def _composites(types: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     """Return one row for each type: the result without pads, and how far it is from the padded run."""
     return [
         {
             "model_type": name,
-            "verdict": result["verdict"],
-            "level": result.get("level", ""),
-            "decoder": result.get("decoder", ""),
+            **_cells(result, "verdict", "level", "decoder"),
             "both directions": "yes" if result.get("blocks") else "",
-            "images": result.get("images", ""),
-            "logits": str(result.get("logits", "")),
-            "gradients": str(result.get("gradients", "")),
-            "why": result.get("why", ""),
+            **_cells(result, "images", "logits", "gradients", "why"),
         }
         for name, result in types.items()
     ]
@@ -89,14 +83,9 @@ def _composites(types: Mapping[str, Mapping[str, Any]]) -> list[Row]:
 
 def _encoders(types: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[Row]:
     """Return one row for each type and head: the level, and how far padded batches without pads are from padded."""
+    columns = ("verdict", "level", "left pads", "outputs", "gradients", "control", "why")
     return [
-        {
-            "model_type": name,
-            "head": HEADS[head],
-            "verdict": result["verdict"],
-            **{key: str(result.get(key, "")) for key in ("level", "left pads", "outputs", "gradients", "control")},
-            "why": result.get("why", ""),
-        }
+        {"model_type": name, "head": HEADS[head], **_cells(result, *columns)}
         for name, heads in types.items()
         for head, result in heads.items()
     ]
@@ -109,27 +98,18 @@ def _causal_lms(types: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     """
     from ..patches.registry import registered_patches
 
-    lines = [
-        {
-            "model_type": name,
-            "unpatched": result.get("unpatched", ""),
-            "verdict": result["verdict"],
-            "CPU": result.get("level", ""),
-            "CUDA": result.get("level", ""),
-            "CUDA with kernels": _WITH_KERNELS.get(result.get("level", ""), result.get("level", "")),
-            "why": result["why"],
-        }
-        for name, result in types.items()
-    ]
+    lines = []
+    for name, result in types.items():
+        level = result.get("level", "")
+        fast = "native where proven, else module" if level == "module" else level
+        levels = {"CPU": level, "CUDA": level, "CUDA with kernels": fast}
+        lines.append({"model_type": name, **_cells(result, "unpatched", "verdict"), **levels, "why": result["why"]})
     others = {name: patch for name, patch in registered_patches().items() if patch.origin != "trl_packfa"}
     lines += [
         {**dict.fromkeys(lines[0], ""), "model_type": name, "CPU": patch.level, "why": f"patch from {patch.origin}"}
         for name, patch in others.items()
     ]
     return lines
-
-
-_WITH_KERNELS = {"module": "native where proven, else module"}
 
 
 def _measured(versions: Mapping[str, str]) -> str:

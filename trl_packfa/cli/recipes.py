@@ -26,7 +26,10 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print every recipe with its first comment line."""
-    rows = [{"recipe": name, "what": _summary(path)} for name, path in sorted(_all().items())]
+    rows = []
+    for name, path in sorted(_all().items()):
+        first_line = path.read_text(encoding="utf-8").splitlines()[0]
+        rows.append({"recipe": name, "what": first_line.strip('#" ')})
     return print_rows(rows, as_json=args.json)
 
 
@@ -62,7 +65,3 @@ def _all() -> dict[str, Path]:
     """Return every recipe of the package, keyed by its path inside the recipes folder."""
     found = [path for path in _FOLDER.rglob("*") if path.suffix in _KINDS and not path.name.startswith("__")]
     return {path.relative_to(_FOLDER).as_posix(): path for path in found}
-
-
-def _summary(path: Path) -> str:
-    return path.read_text(encoding="utf-8").splitlines()[0].strip('#" ')

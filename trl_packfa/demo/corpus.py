@@ -20,12 +20,12 @@ _DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 def docstring_dataset() -> DatasetDict:
     """Return shuffled prompt-completion pairs, split into `train` and `test`."""
-    pairs = [_pair(*found) for found in _docstrings(Path(sysconfig.get_path("stdlib")))]
+    pairs = list(_pairs(Path(sysconfig.get_path("stdlib"))))
     return Dataset.from_list(pairs).shuffle(seed=0).train_test_split(test_size=0.05, seed=0)
 
 
-def _docstrings(root: Path) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (kind, qualified name, module, docstring) of every documented definition below `root`, each text once."""
+def _pairs(root: Path) -> Iterator[dict[str, str]]:
+    """Yield a question about every documented definition below `root` and its docstring, each text once."""
     seen: set[str] = set()
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
@@ -34,10 +34,12 @@ def _docstrings(root: Path) -> Iterator[tuple[str, str, str, str]]:
             for kind, name, text in _in_file(path):
                 if text not in seen:
                     seen.add(text)
-                    yield kind, name, module, text
+                    question = f"What does the {kind} {name} of Python's module {module} do?\n"
+                    yield {"prompt": question, "completion": text}
 
 
 def _in_file(path: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield (kind, qualified name, docstring) of every documented definition."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError, ValueError):  # some templates and test data are not valid Python
@@ -53,7 +55,3 @@ def _in_node(node: ast.AST, prefix: str) -> Iterator[tuple[str, str, str]]:
             if text:
                 yield ("class" if isinstance(child, ast.ClassDef) else "function"), name, text
             yield from _in_node(child, f"{name}.")
-
-
-def _pair(kind: str, name: str, module: str, text: str) -> dict[str, str]:
-    return {"prompt": f"What does the {kind} {name} of Python's module {module} do?\n", "completion": text}

@@ -68,8 +68,10 @@ def compare(
 def _outcome(
     tokens: Tokens, args: PackedSFTConfig, ranks: Sequence[int], strategy: Strategy, options: dict[str, Any]
 ) -> Outcome:
+    # If the chosen strategy has its own policy, the user did not choose `overflow`: compare with TRL's truncation.
+    policy = strategy.overflow or (args.overflow if args.strategy.overflow is None else "truncate")
     spans, report = plan_overflow(
-        *tokens, max_length=args.max_length, policy=policy_of(strategy, args), as_padded=not strategy.fills_rows
+        *tokens, max_length=args.max_length, policy=policy, as_padded=not strategy.fills_rows
     )
     lengths = spans.stop - spans.start
     if strategy.recuts_steps and args.max_tokens_per_microbatch is not None:
@@ -82,18 +84,6 @@ def _outcome(
         n: Batching.of(args, strategy=strategy, world_size=n // args.sequence_parallel, **options) for n in ranks
     }
     return Outcome(strategy, report, lengths, {n: plan_epoch(lengths, b) for n, b in batchings.items()})
-
-
-def policy_of(strategy: Strategy, args: PackedSFTConfig) -> str:
-    """Return the `overflow` policy of a strategy for documents that are too long; TRL's padded run truncates them."""
-    # If the chosen strategy has its own policy, the user did not choose `overflow`: compare with truncation.
-    return strategy.overflow or (args.overflow if args.strategy.overflow is None else "truncate")
-
-
-def speed_up(outcome: Outcome, padded: Outcome, world_size: int) -> float:
-    """Return the true tokens per unit of cost, divided by the padded run's; ranks wait for the slowest in both."""
-    ours, theirs = outcome.epochs[world_size], padded.epochs[world_size]
-    return (ours.tokens / ours.cost) / (theirs.tokens / theirs.cost) if ours.cost and theirs.cost else 1.0
 
 
 def total_steps(epoch: EpochPlan, args: PackedSFTConfig) -> int:

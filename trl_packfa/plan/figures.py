@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..packing import MINIBATCH, PADDED, STEP, Strategy
+from ..packing import MINIBATCH, PADDED, STEP
 from ..plotting import draw_row, require_matplotlib
 from ..trainers.common.batching import FREE, Batching
+from .compare import Outcome
 from .report import Plan
 
 if TYPE_CHECKING:
@@ -50,11 +51,9 @@ def figures(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "How long ranks wait for each other: 1 means no waiting.", _svg(_waiting(plan))
         if plan.memory:
             yield "Memory of one GPU at the largest micro-batch, an estimate.", _svg(_memory(plan))
-        packing = _packing(plan)
-        yield (
-            f"One packed micro-batch of '{packing}', drawn from your documents: which token may attend to which.",
-            _svg(_row(plan)),
-        )
+        packing = plan.chosen if plan.chosen.strategy.packs else plan.outcomes[STEP.name]
+        what = f"One packed micro-batch of '{packing.strategy}', drawn from your documents"
+        yield f"{what}: which token may attend to which.", _svg(_row(plan, packing))
 
 
 def _svg(figure: Figure) -> str:
@@ -66,10 +65,10 @@ def _svg(figure: Figure) -> str:
     return re.sub(r' (?:width|height)="[^"]*pt"', "", svg, count=2)
 
 
-def _axes(width: float = 5.6, height: float = 3.2) -> tuple[Figure, Any]:
+def _axes(height: float = 3.2) -> tuple[Figure, Any]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(5.6, height), layout="constrained")
     return figure, figure.add_subplot()
 
 
@@ -157,20 +156,14 @@ def _memory(plan: Plan) -> Figure:
     return figure
 
 
-def _row(plan: Plan) -> Figure:
-    figure, axes = _axes(5.6, 5.0)
-    draw_row(axes, [(int(tokens), False) for tokens in row_of(plan)])
+def _row(plan: Plan, outcome: Outcome) -> Figure:
+    figure, axes = _axes(height=5.0)
+    draw_row(axes, [(int(tokens), False) for tokens in _first_micro_batch(plan, outcome)])
     return figure
 
 
-def _packing(plan: Plan) -> Strategy:
-    """Return the chosen strategy; `step` for a padded run."""
-    return plan.chosen.strategy if plan.chosen.strategy.packs else STEP
-
-
-def row_of(plan: Plan) -> list[int]:
-    """Return the document lengths of one packed micro-batch of the chosen strategy (`step` for a padded run)."""
-    outcome = plan.outcomes[_packing(plan).name]
+def _first_micro_batch(plan: Plan, outcome: Outcome) -> list[int]:
+    """Return the document lengths of one packed micro-batch."""
     q, cut = (plan.shape.quadratic, plan.shape.cut) if plan.shape else (0.0, FREE)
     batching = Batching.of(plan.args, strategy=outcome.strategy, world_size=outcome.epoch().world_size,
                            quadratic=q, cut=cut)  # fmt: skip

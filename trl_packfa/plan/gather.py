@@ -147,8 +147,8 @@ def _read_images(name: str, dataset: Dataset, processor: Any, args: PackedSFTCon
     longer = int((sizes > args.max_length).sum()) if args.max_length is not None else 0
     cut = f"{longer:,} of the processed rows are longer than max_length={args.max_length}: a cut through an image is "
     remarks = [remark, *([f"{cut}refused. Set max_length=None."] if longer else [])]
-    tokens = Tokens(np.resize(sizes, len(dataset)), TrainedTokens.every(int(np.resize(sizes, len(dataset)).sum())))
-    return Source(name, tokens, tuple(remarks), on_images=True)
+    every = np.resize(sizes, len(dataset))
+    return Source(name, Tokens(every, TrainedTokens.every(int(every.sum()))), tuple(remarks), on_images=True)
 
 
 def _prepared(dataset: Dataset, tokenizer: Any, args: PackedSFTConfig) -> _Tokenized:
@@ -169,12 +169,8 @@ def _tokenizing(dataset: Dataset, tokenizer: Any, args: PackedSFTConfig) -> _Tok
     args = copy.copy(args)
     args.packing, args.packing_strategy, args.padding_free, args.max_length = False, "bfd", False, None
     args.model_init_kwargs, args.gradient_checkpointing = None, False
-    return _Tokenizing(_few_weights(), args=args, train_dataset=dataset, processing_class=tokenizer)
-
-
-def _few_weights() -> LlamaForCausalLM:
     config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
-    return LlamaForCausalLM(config)
+    return _Tokenizing(LlamaForCausalLM(config), args=args, train_dataset=dataset, processing_class=tokenizer)
 
 
 class _Tokenized(Exception):

@@ -10,7 +10,7 @@ import numpy as np
 from ..packing import PADDED
 from ..trainers.sft.config import PackedSFTConfig
 from ..trainers.sft.memory import FORMULA, Memory, ModelShape
-from .compare import Outcome, speed_up, total_steps
+from .compare import Outcome, total_steps
 from .gather import Source
 
 _PERCENTILES = (50, 90, 99)
@@ -59,8 +59,10 @@ class Plan:
         return f"{BASIS} ({q})."
 
     def speed_up(self, outcome: Outcome, world_size: int | None = None) -> float:
-        """Return the predicted speed-up of an outcome over the padded run."""
-        return speed_up(outcome, self.padded, world_size or self.world_size)
+        """Return the true tokens per unit of cost, divided by the padded run's; ranks wait for the slowest in both."""
+        world_size = world_size or self.world_size
+        ours, theirs = outcome.epochs[world_size], self.padded.epochs[world_size]
+        return (ours.tokens / ours.cost) / (theirs.tokens / theirs.cost) if ours.cost and theirs.cost else 1.0
 
     def lengths(self) -> dict[str, float]:
         """Return mean, percentiles and maximum of the document lengths in tokens, before anything is cut."""
@@ -100,8 +102,8 @@ class Plan:
                 "speed_up": self.speed_up(outcome, ranks),
             }
             epochs[str(ranks)] = {**asdict(epoch), **derived}
-        memory = _bytes(self.memory.get(outcome.strategy.name))
-        return {"cut": outcome.report.to_dict(), "ranks": epochs, "memory_bytes": memory}
+        memory = self.memory.get(outcome.strategy.name)
+        return {"cut": outcome.report.to_dict(), "ranks": epochs, "memory_bytes": _bytes(memory)}
 
 
 def _bytes(memory: Memory | None) -> dict[str, float] | None:

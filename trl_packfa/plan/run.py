@@ -57,7 +57,8 @@ def plan(argv: list[str]) -> int:
     ranks = _ranks(wanted.ranks, args.sequence_parallel)
     if wanted.html:
         require_matplotlib("--html")  # fail before tokenizing, which can take minutes
-        _require_writable(wanted.html)
+        if not Path(wanted.html).resolve().parent.is_dir() or Path(wanted.html).is_dir():
+            raise InvalidConfig(f"cannot write to {wanted.html}.", do="Name a file in a folder that exists.")
     shape = read_shape(args) if args.model_name_or_path else None
     source = _source(script, args, mixture, wanted)
     made = make_plan(source, args, ranks, shape)
@@ -149,8 +150,3 @@ def _ranks(text: str, shared_by: int) -> list[int]:
             f"--ranks {text} is not a list of GPU counts.", do="Write for example --ranks 1,2,8."
         ) from error
     return [n for n in ranks if n % shared_by == 0] or [shared_by]
-
-
-def _require_writable(path: str) -> None:
-    if not Path(path).resolve().parent.is_dir() or Path(path).is_dir():
-        raise InvalidConfig(f"cannot write to {path}.", do="Name a file in a folder that exists.")

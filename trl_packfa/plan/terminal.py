@@ -77,11 +77,12 @@ def _strategies(plan: Plan) -> Rows:
     rows = []
     for name, outcome in plan.outcomes.items():
         epoch = outcome.epoch()
+        examples = epoch.examples_per_step
         rows.append(
             [
                 _mark(plan, name),
                 f"{epoch.steps:,}",
-                _short(epoch.examples_per_step),
+                f"{examples:,.0f}" if examples >= 100 or examples == int(examples) else f"{examples:.1f}",
                 f"{epoch.micro_batches / epoch.steps:.1f}",
                 f"{epoch.tokens_per_micro_batch:,.0f}",
                 f"{epoch.rows:,.0f}",
@@ -135,20 +136,11 @@ def _mark(plan: Plan, name: str) -> str:
     return f"{name} *" if name == plan.chosen.strategy.name else name
 
 
-def _short(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 or number == int(number) else f"{number:.1f}"
-
-
-def histogram_bins(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Count documents by length; return the counts and the bin edges in tokens, evenly spaced on a log scale."""
-    low, high = max(int(lengths.min()), 1), int(lengths.max()) + 1
-    edges = np.unique(np.geomspace(low, high, _BINS + 1).round().astype(int))
-    counts, edges = np.histogram(lengths, bins=edges if len(edges) > 1 else np.array([low, high]))
-    return counts, edges
-
-
 def _histogram(lengths: np.ndarray, max_length: int | None) -> Sequence[str]:
-    counts, edges = histogram_bins(lengths)
+    """Return a line for each bin of lengths; bins are evenly spaced on a log scale."""
+    shortest, longest = max(int(lengths.min()), 1), int(lengths.max()) + 1
+    edges = np.unique(np.geomspace(shortest, longest, _BINS + 1).round().astype(int))
+    counts, edges = np.histogram(lengths, bins=edges if len(edges) > 1 else np.array([shortest, longest]))
     lines, most = [], max(int(counts.max()), 1)
     for count, low, high in zip(counts, edges[:-1], edges[1:], strict=True):
         beyond = "  longer than max_length" if max_length is not None and low > max_length else ""

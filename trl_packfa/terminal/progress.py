@@ -1,11 +1,13 @@
-"""Progress of a training run on the terminal: one bar with the logged loss and true tokens per second."""
+"""Output of a run: one bar with the logged loss and true tokens per second, tables, and silence of the libraries."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -17,13 +19,12 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Table
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import has_length
 from transformers.utils import logging as transformers_logging
@@ -84,6 +85,23 @@ def without_bars() -> Iterator[None]:
             enable_progress_bar()
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Show errors only and no bars; restore every level afterwards, because the process may have other work to log."""
+    own = logging.getLogger("trl_packfa")
+    level, verbosity = own.level, transformers_logging.get_verbosity()
+    own.setLevel(logging.ERROR)
+    transformers_logging.set_verbosity_error()
+    try:
+        with without_bars(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning)
+            warnings.filterwarnings("ignore", category=UserWarning, module="torch")
+            yield
+    finally:
+        own.setLevel(level)
+        transformers_logging.set_verbosity(verbosity)
+
+
 class RichProgressCallback(TrainerCallback):
     """Callback that shows `title`, steps, loss, fill, tokens per second, and evaluations with their loss.
 
@@ -92,8 +110,8 @@ class RichProgressCallback(TrainerCallback):
 
     def __init__(self, title: str, console: Console | None = None) -> None:
         self.title, self.console = title, console or Console()
+        # The bar of a run, on the main process only.
         self.progress: Progress | None = None
-        self.task: TaskID | None = None
         self.shown, self.evaluated = "", 0
         self.began: tuple[float, int] = (0.0, 0)
         # Step and loss of every evaluation, by name of the dataset.
@@ -110,9 +128,7 @@ class RichProgressCallback(TrainerCallback):
         trainer.add_callback(callback)
         return callback
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Open the bar on the main process."""
         self.shown, self.evaluated, self.eval_losses = "", 0, {}
         self.began = (time.perf_counter(), state.global_step)
@@ -129,74 +145,51 @@ class RichProgressCallback(TrainerCallback):
             TextColumn("to go"),
         ]
         self.progress = Progress(*columns, console=self.console)
-        self.task = self.progress.add_task(self.title, total=state.max_steps, completed=state.global_step, shown="")
+        self.progress.add_task(self.title, total=state.max_steps, completed=state.global_step, shown="")
         if self.console.is_terminal:
             self.progress.start()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Advance the bar by one optimizer step; log the last step, whatever `logging_steps` says."""
         if args.logging_strategy == "steps" and state.global_step >= state.max_steps:
             control.should_log = True
-        if self.progress is not None and self.task is not None:
-            self.progress.update(self.task, completed=state.global_step)
+        self._update(completed=state.global_step)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Show the logged values."""
         if self.progress is None or not logs or "loss" not in logs:
             return
         self.shown = "  ".join(_described(logs, _IN_BAR))
-        self._show(self.shown)
-        line = [f"{self.title}  step {state.global_step}/{state.max_steps}", *_described(logs, _IN_LINE)]
+        self._update(shown=self.shown)
+        line = _described(logs, _IN_LINE)
         if not self.console.is_terminal:
             line.append(self._times(state))  # on a terminal, the bar shows them
-        self._say("  ".join(line))
+        self._say(state, *line)
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Show the number of evaluated batches."""
         self.evaluated += 1
         loader = kwargs.get("eval_dataloader")
         of = f"/{len(loader)}" if isinstance(loader, Sized) and has_length(loader) else ""  # type: ignore[arg-type]
-        self._show(f"evaluating {self.evaluated}{of}", at_once=self.console.is_terminal)
+        self._update(shown=f"evaluating {self.evaluated}{of}", refresh=self.console.is_terminal)
 
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_evaluate(self, args: Any, state: TrainerState, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         """Print the loss of an evaluation with its step."""
         self.evaluated = 0
-        self._show(self.shown)
+        self._update(shown=self.shown)
         for key, loss in (metrics or {}).items():
             if self.progress is None or not (found := _EVAL_LOSS.fullmatch(key)):
                 continue
             name = found["name"] or ""
             self.eval_losses.setdefault(name, []).append((state.global_step, loss))
-            self._say(f"{self.title}  step {state.global_step}/{state.max_steps}  {_titled(name)} {loss:.3f}")
+            self._say(state, f"{_titled(name)} {loss:.3f}")
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Print the first and the last evaluation loss if there are several, then close the bar."""
-        if self.progress is None:
-            return
         for name, losses in self.eval_losses.items():
             if len(losses) > 1:
                 (first, before), (last, after) = losses[0], losses[-1]
-                self._say(f"{_titled(name)}: {before:.3f} at step {first}, {after:.3f} at step {last}")
+                self._print(f"{_titled(name)}: {before:.3f} at step {first}, {after:.3f} at step {last}")
         self.close()
 
     def close(self) -> None:
@@ -205,9 +198,9 @@ class RichProgressCallback(TrainerCallback):
             self.progress.stop()
         self.progress = None
 
-    def _show(self, text: str, *, at_once: bool = False) -> None:
-        if self.progress is not None and self.task is not None:
-            self.progress.update(self.task, shown=text, refresh=at_once)
+    def _update(self, **fields: Any) -> None:
+        if self.progress is not None:
+            self.progress.update(self.progress.task_ids[0], **fields)
 
     def _times(self, state: TrainerState) -> str:
         """Return the elapsed time and the time left at that pace; steps before a resumption do not count."""
@@ -215,7 +208,11 @@ class RichProgressCallback(TrainerCallback):
         left = elapsed / max(done, 1) * (state.max_steps - state.global_step)
         return f"{timedelta(seconds=round(elapsed))} elapsed, {timedelta(seconds=round(left))} to go"
 
-    def _say(self, line: str) -> None:
+    def _say(self, state: TrainerState, *parts: str) -> None:
+        """Print a line that begins with the step."""
+        self._print("  ".join([f"{self.title}  step {state.global_step}/{state.max_steps}", *parts]))
+
+    def _print(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
