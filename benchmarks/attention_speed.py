@@ -40,7 +40,6 @@ _COPIED_BYTES = 2**28
 _DRAWN = 20_000
 # Bytes of the dense path per pair of query and key: the mask as bool and as float, and temporary results.
 _DENSE_BYTES = 12
-_COPIED_BYTES = 2**28
 Row = dict[str, Any]
 Attend = Callable[..., torch.Tensor]
 
