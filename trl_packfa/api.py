@@ -24,7 +24,15 @@ from .kernels.lora import adapted_layers
 from .patches.base import Patch
 from .patches.measured import fingerprint, known_sources, measured_transformers, results
 from .patching.apply import PatchOptions, PatchState, all_or_none, apply_patch, find_state, undo_patch
-from .patching.inspect import attends_both_ways, get_patch, inner_model, model_type, runnable, text_decoder
+from .patching.inspect import (
+    attends_both_ways,
+    get_decoder_patch,
+    get_patch,
+    inner_model,
+    model_type,
+    runnable,
+    text_decoder,
+)
 from .versions import installed_version, newer_than_tested, tell_of_newer_versions
 
 logger = logging.getLogger(__name__)
@@ -93,6 +101,7 @@ def patch(
             do="Pass unpad=True as well.",
         )
     target = runnable(model)
+    name = model_type(target)
     refuse_adapters(target)
     refuse_quantized(target)
     kinds, state = adapter_kinds(target), find_state(target)
@@ -106,7 +115,7 @@ def patch(
     with all_or_none([target]):
         # An older patch has other options or lacks a new adapter. It is undone completely, so that edits never add up.
         undo_patch(target)
-        state = _apply_first_exact(target, options)
+        state = _apply_first_exact(target, name, options)
         state.adapter_kinds = kinds
         if unpad and state.unpadding_report is None:
             _require_unpadded(target, state)
@@ -149,7 +158,7 @@ def _list_candidates(model: nn.Module, name: str, *, unpad: bool) -> tuple[list[
         # The decoder gets the merged embeddings of images and text. So a padded batch with images can run without its
         # pads if the decoder alone is patched.
         failed = f"trl-packfa: only text runs without its pads in {name}: %s"
-        found.append(_Candidate(_patch_of_decoder(decoder), code, on_failure=failed))
+        found.append(_Candidate(get_decoder_patch(decoder), code, on_failure=failed))
     # Padded batches of an encoder run without pads in its stack of layers, or with few pads in groups of rows.
     stack, groups = Patch(model_types=(name,), encoder=True), Patch(model_types=(name,), by_length=True)
     if inner_model(model).config.is_encoder_decoder:
@@ -186,18 +195,8 @@ def _list_candidates(model: nn.Module, name: str, *, unpad: bool) -> tuple[list[
     return found, None
 
 
-def _patch_of_decoder(decoder: nn.Module) -> Patch:
-    """Return the patch for the text decoder of a model with images or sounds."""
-    try:
-        found = get_patch(decoder)
-    except UnsupportedModel:
-        found = Patch(model_types=(model_type(decoder),))
-    return replace(found, backbone=type(decoder).__name__)
-
-
-def _apply_first_exact(model: nn.Module, options: PatchOptions) -> PatchState:
-    """Patch a model with the first candidate that is trusted, or that the check finds exact on this model."""
-    name = model_type(model)
+def _apply_first_exact(model: nn.Module, name: str, options: PatchOptions) -> PatchState:
+    """Patch a model of this type with the first candidate that is trusted, or that the check finds exact on it."""
     candidates, refusal = _list_candidates(model, name, unpad=options.unpad)
     tried = []
     for candidate in candidates:

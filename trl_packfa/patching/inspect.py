@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from textwrap import dedent
 from typing import Any, NamedTuple, TypeVar
@@ -140,6 +141,15 @@ def get_patch(model: nn.Module) -> Patch:
         assert patch.otherwise is not None, "a patch sets both or none"
         patch = patch.otherwise
     return patch
+
+
+def get_decoder_patch(decoder: nn.Module) -> Patch:
+    """Return the patch for the text decoder of a model with images or sounds."""
+    try:
+        found = get_patch(decoder)
+    except UnsupportedModel:
+        found = Patch(model_types=(model_type(decoder),))
+    return replace(found, backbone=type(decoder).__name__)
 
 
 def known_ids(model: Any) -> int:
