@@ -140,7 +140,7 @@ def weights_read_directly(model_type):
 
 
 def test_layers_that_mamba_kernels_read_are_known():
-    """The table in sources.py against transformers' own code."""
+    """`READ_DIRECTLY` against transformers' own code."""
     hybrids = [name for name in registered_patches() if importlib.util.find_spec(f"transformers.models.{name}")]
     found = {name: weights_read_directly(name) for name in hybrids if "mamba" in mixers_of(name).lower()}
     assert {name: set(read) for name, read in READ_DIRECTLY.items()} == {n: read for n, read in found.items() if read}
