@@ -18,6 +18,7 @@ from ..patching.apply import PatchState, find_state
 from ..patching.inspect import find_backbone, max_positions, model_type
 from ..patching.named_models import MEASURED, NAME, named_state, runs_by_name, switched_on, trust
 from ..runtime.compile import runs_compiled, uncompiled
+from ..runtime.memory import return_freed_memory
 from ..runtime.random_states import devices_of, random_states
 from ..runtime.zero3 import gradients_taken, whole_size
 from ..versions import MINIMUM_VERSIONS, installed_version
@@ -132,6 +133,7 @@ def _check(
             # If both modes give the same bits, the second measurement would only repeat the first.
             if draws or whole.anywhere(largest(trained, _run(short)) != 0):
                 measured.append(_measure(whole, kinds, short, long, skipped, mode="evaluation"))
+    return_freed_memory()
     # A mode that fails decides the verdict.
     report = next((report for report in measured if not report.is_exact), measured[0])
     if not report.has_power:

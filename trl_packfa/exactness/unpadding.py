@@ -26,6 +26,7 @@ from ..layout.prefix_tree import SHORTEST
 from ..patching.apply import PatchState, find_state
 from ..patching.inspect import find_backbone, inner_model, known_ids, max_positions
 from ..runtime.compile import uncompiled
+from ..runtime.memory import return_freed_memory
 from ..runtime.zero3 import gradients_taken
 from .compare import relative_difference
 from .depth import layers_to_skip, skipping
@@ -94,6 +95,7 @@ def check_unpadding(
                 report["sharing"] = _measure_sharing(kinds, state, known, seed)
     finally:
         vars(state.unpadding).update(counted)
+    return_freed_memory()
     return UnpaddingReport(**report, seconds=round(time.perf_counter() - started, 3))
 
 

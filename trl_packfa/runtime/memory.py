@@ -1,7 +1,8 @@
-"""Peak memory of this process, on its device."""
+"""Memory of this process: its peak, and memory that it no longer needs."""
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from pathlib import Path
 
@@ -25,3 +26,15 @@ def peak_memory(device: torch.device) -> float:
     """Return the peak bytes on a device: those that torch has allocated there, or resident bytes on a CPU."""
     # torch has a module of this name for each kind of accelerator.
     return float(resident_peak() if device.type == "cpu" else getattr(torch, device.type).max_memory_allocated(device))
+
+
+def return_freed_memory() -> None:
+    """Return memory that was freed to the system, where the C library can.
+
+    glibc keeps small freed pieces, and later large tensors get new memory beside them. Without this, a process that
+    checked an encoder of 90 MB kept 150 MB more.
+    """
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
+        if trim is not None:
+            trim(0)
