@@ -1,7 +1,7 @@
 """Compare other ways to run the same documents with a reference: every layer forwards, every parameter backwards.
 
-One function, [`compare`], serves packed rows against documents alone (`parity.py`), rows without pads against padded
-rows (`unpadding.py`), and shared prefixes against separate rows (there, too). The limits come from rounding.
+One function, [`compare`], serves packed rows against documents alone (`parity.py`), and rows without pads against
+padded rows and shared prefixes against separate rows (`unpadding.py`). The limits come from rounding.
 
 Each layer gets the inputs that it had in the reference, so that a difference shows in the layer that makes it. The
 reference adds its gradients (sign 1), a candidate subtracts its own (-1). The difference remains in `.grad`, and no
