@@ -29,10 +29,10 @@ def peak_memory(device: torch.device) -> float:
 
 
 def return_freed_memory() -> None:
-    """Return memory that was freed to the system, where the C library can.
+    """Return freed memory to the system, where the C library can.
 
-    glibc keeps small freed pieces, and later large tensors get new memory beside them. Without this, a process that
-    checked an encoder of 90 MB kept 150 MB more.
+    glibc keeps small pieces that were freed, and large tensors get new memory beside them. Without this, a process
+    that checked an encoder of 90 MB kept 150 MB more.
     """
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
