@@ -8,7 +8,7 @@ export MALLOC_TRIM_THRESHOLD_ := 68719476736
 # Python compiles a module when it is first imported; most modules of the packages never are.
 export PIP_COMPILE := 0
 
-.PHONY: help demo test test-all test-exhaustive test-versions lint docs gpu-kit
+.PHONY: help demo test test-all test-exhaustive test-versions links lint docs gpu-kit
 
 help:
 	@echo "make demo       a packed, proven QLoRA fine-tune on a CPU, in two to three minutes"
@@ -36,12 +36,17 @@ test-exhaustive: $(VENV)/installed
 test-versions:
 	$(PYTHON) tools/try_versions.py oldest newest
 
-lint: $(VENV)/installed
+# Type checkers, editors and mkdocs do not read the mapping of pyproject.toml: links show them both folders.
+links:
+	ln -sfn ../patches trl_packfa/patches
+	ln -sfn ../recipes trl_packfa/recipes
+
+lint: $(VENV)/installed links
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-docs: $(VENV)/installed
+docs: $(VENV)/installed links
 	$(BIN)/pip install -q -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 

@@ -131,6 +131,14 @@ def environment(site: Path) -> dict[str, str]:
     return {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TOKENIZERS_PARALLELISM": "false", **os.environ, **ours}
 
 
+def link_mapped_folders() -> None:
+    """Link `patches` and `recipes` into the package: this machine runs the checkout without installing it."""
+    for name in ("patches", "recipes"):
+        link = ROOT / "trl_packfa" / name
+        if not link.exists():
+            link.symlink_to(ROOT / name)
+
+
 def unpack(wheels: Path, site: Path) -> None:
     """Unpack the carried wheels into `site`, once for every kit."""
     carried, done = sorted(wheels.glob("*.whl")), site / "unpacked.txt"
@@ -179,6 +187,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"there is no stage or step '{given.stage}'")
     site = Path(tempfile.gettempdir()) / "trl-packfa-gpu-site"
     unpack(ROOT / ".gpu", site)
+    link_mapped_folders()
     codes = []
     for step in wanted:
         left = given.limit - (time.monotonic() - began)

@@ -13,7 +13,7 @@ from tiny_models import small_model
 from training import arguments, losses, packed_trainer
 
 from trl_packfa import api, patch
-from trl_packfa.exactness import proof_identity, reusable_proof
+from trl_packfa.exactness import proof_identity, reusable_proof, reuse
 from trl_packfa.exactness.reuse import code_digest
 from trl_packfa.trainers.sft import exactness_gate as proving
 
@@ -96,18 +96,21 @@ def test_what_an_identity_is_made_of(monkeypatch):
     assert len({same, *found}) == len(found) + 1
 
 
-def test_code_behind_a_link_counts(tmp_path):
-    """In a clone `trl_packfa/patches` is a link: a proof of another patch must not be taken again."""
+def test_code_of_the_package_and_of_the_patches_counts(tmp_path, monkeypatch):
+    """In a clone `patches` lies beside the package: a proof of another patch must not be taken again."""
+    read = []
+    monkeypatch.setattr(reuse, "code_digest", lambda *roots: read.extend(roots))
+    reuse._own_code.__wrapped__()
+    assert [(root / name).is_file() for root, name in zip(read, ("api.py", "llama.py"), strict=True)] == [True, True]
     package, patches = tmp_path / "package", tmp_path / "patches"
     package.mkdir()
     patches.mkdir()
     (package / "api.py").write_text("a = 1")
     (patches / "llama.py").write_text("b = 1")
-    (package / "patches").symlink_to(patches)
-    before = code_digest(package)
-    assert code_digest(package) == before
+    before = code_digest(package, patches)
+    assert code_digest(package, patches) == before
     (patches / "llama.py").write_text("b = 2")
-    assert code_digest(package) != before
+    assert code_digest(package, patches) != before
 
 
 def test_a_report_that_is_not_exact_or_not_whole_is_none(tmp_path):

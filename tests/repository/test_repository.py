@@ -2,7 +2,9 @@
 
 import ast
 import re
+import subprocess
 from graphlib import CycleError, TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -87,7 +89,17 @@ def test_explicit_package_list_is_the_tree():
     expected = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
     assert set(config["packages"]) == expected | {"trl_packfa.patches", "trl_packfa.recipes"}
     for name in ("patches", "recipes"):
-        assert (PACKAGE / name).is_symlink() and (PACKAGE / name).resolve() == ROOT / name
+        module = import_module(f"trl_packfa.{name}")
+        assert module.__file__ is not None and Path(module.__file__).resolve() == ROOT / name / "__init__.py"
+
+
+def test_no_links_are_committed():
+    """Git on Windows and some zip tools make text files of them."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(["git", "ls-files", "--stage"], cwd=ROOT, capture_output=True, text=True, check=True)
+    modes = {line.split()[0] for line in listed.stdout.splitlines()}
+    assert "100644" in modes and "120000" not in modes
 
 
 def test_every_patch_file_is_listed():

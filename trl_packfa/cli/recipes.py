@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from .. import recipes
 from ..errors import InvalidConfig
 from .output import add_json, print_rows
 
-_FOLDER = Path(__file__).parent.parent / "recipes"
+_FOLDER = Path(recipes.__file__).parent
 _KINDS = (".yaml", ".py", ".md")
 
 

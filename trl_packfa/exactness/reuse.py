@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import patches
 from ..patches.measured import fingerprint
 from ..patching.apply import find_state
 from ..patching.inspect import inner_model, model_config, own_config
@@ -104,15 +105,13 @@ def _forward(module: nn.Module) -> str:
 
 @cache
 def _own_code() -> str:
-    return code_digest(Path(__file__).parent.parent)
+    # In a clone, `patches` is no subfolder of the package.
+    return code_digest(Path(__file__).parent.parent, Path(patches.__file__).parent)
 
 
-def code_digest(root: Path) -> str:
-    """Return a hash of every Python file in a folder, also behind links to folders, as `patches` is one in a clone."""
-    # `**` of `Path.glob` does not follow links, `os.walk` can.
-    folders = os.walk(root, followlinks=True)
-    files = sorted(Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py"))
+def code_digest(*roots: Path) -> str:
+    """Return a hash of every Python file in these folders."""
     digest = hashlib.sha256()
-    for path in files:
+    for path in sorted(path for root in roots for path in root.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
