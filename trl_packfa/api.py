@@ -20,10 +20,17 @@ from .adapters import adapter_kinds, refuse_adapters, refuse_quantized, unmeasur
 from .errors import TRAIN_PADDED, ContaminationError, InvalidConfig, UnsupportedModel, first_line, is_out_of_memory
 from .exactness import check, check_unpadding, proof_identity
 from .kernels.lm_head.chunked import undo_head
-from .kernels.lora import adapted_layers
 from .patches.base import Patch
 from .patches.measured import fingerprint, known_sources, measured_transformers, results
-from .patching.apply import PatchOptions, PatchState, all_or_none, apply_patch, find_state, undo_patch
+from .patching.apply import (
+    PatchOptions,
+    PatchState,
+    all_or_none,
+    apply_patch,
+    find_state,
+    is_patched_with,
+    undo_patch,
+)
 from .patching.inspect import (
     attends_both_ways,
     get_decoder_patch,
@@ -104,13 +111,8 @@ def patch(
     name = model_type(target)
     refuse_adapters(target)
     refuse_quantized(target)
-    kinds, state = adapter_kinds(target), find_state(target)
-    if (
-        state is not None
-        and state.options == options
-        and state.adapter_kinds == kinds
-        and not _has_new_lora(state, target)
-    ):
+    kinds = adapter_kinds(target)
+    if is_patched_with(target, options, kinds):
         return model
     with all_or_none([target]):
         # An older patch has other options or lacks a new adapter. It is undone completely, so that edits never add up.
@@ -122,12 +124,6 @@ def patch(
     if state.unpadding is not None and state.unpadding.sharing is not None:
         state.unpadding.sharing.tell_of_refusal(target)
     return model
-
-
-def _has_new_lora(state: PatchState, model: nn.Module) -> bool:
-    """Tell whether LoRA layers were added after the patch. `add_adapter` replaces a linear layer under its name."""
-    known = {id(layer) for layer in state.adapted}
-    return state.options.fused_lora and any(id(layer) not in known for layer in adapted_layers(model))
 
 
 class _Candidate(NamedTuple):
@@ -278,7 +274,7 @@ def _require_unpadded(model: nn.Module, state: PatchState) -> None:
     assert state.unpadding is not None
     state.unpadding.takes_left = report.takes_left
     if report.pads_seen:
-        logger.warning("trl-packfa: %s: %s", type(inner_model(model)).__name__, report)
+        logger.warning("trl-packfa: %s: %s", type(model).__name__, report)
 
 
 def _require_weights(model: nn.Module) -> None:

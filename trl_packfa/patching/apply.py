@@ -43,6 +43,15 @@ def unpadding_of(model: nn.Module) -> Unpadding | None:
     return None if state is None else state.unpadding
 
 
+def is_patched_with(model: nn.Module, options: PatchOptions, adapter_kinds: tuple[str, ...]) -> bool:
+    """Tell whether a model is patched with these options, and with the adapters and LoRA layers that it has now."""
+    state = find_state(model)
+    if state is None or state.options != options or state.adapter_kinds != adapter_kinds:
+        return False
+    known = {id(layer) for layer in state.adapted}  # `add_adapter` replaces a linear layer under its name
+    return not options.fused_lora or all(id(layer) in known for layer in adapted_layers(model))
+
+
 def apply_patch(model: nn.Module, patch: Patch, options: PatchOptions | None = None) -> PatchState:
     """Patch this model instance in place, and return what was done. Every edit is prepared before any is made.
 

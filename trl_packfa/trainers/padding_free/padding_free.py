@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -16,8 +15,6 @@ from ...patching.apply import all_or_none, find_state
 from ...patching.inspect import inner_model
 from ..common.validation import refuse_liger
 from .run import POLICY, PaddingFreeRun
-
-logger = logging.getLogger(__name__)
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
@@ -108,7 +105,6 @@ def run_without_pads(
         return run
     run = PaddingFreeRun(trainer, models, leave_padded, check_first_batch=check_first_batch, shares=shares)
     setattr(trainer, STATE, run)
-    _tell_of_metrics(trainer)
     run.attach()
     return run
 
@@ -163,25 +159,6 @@ def _patch_all(trainer: Any, models: dict[str, nn.Module], **options: Any) -> No
                 state = find_state(model)
                 assert state is not None and state.unpadding is not None, "patched with unpad=True"
                 state.unpadding.generates = False
-
-
-# Metrics that TRL averages over all positions of a padded batch, padding included. None of them is a loss.
-_OVER_PADS = {
-    "ORPOTrainer": ("logits/chosen", "logits/rejected"),
-    "CPOTrainer": ("logits/chosen", "logits/rejected"),
-    "OnlineDPOTrainer": ("objective/kl", "objective/entropy", "objective/non_score_reward", "objective/rlhf_reward"),
-}
-
-
-def _tell_of_metrics(trainer: Any) -> None:
-    for cls in type(trainer).__mro__:
-        if metrics := _OVER_PADS.get(cls.__name__):
-            logger.warning(
-                "trl-packfa: %s averages %s over padding too, where nothing is computed now. These metrics will "
-                "differ from the padded run's; losses and gradients will not.",
-                cls.__name__,
-                ", ".join(metrics),
-            )
 
 
 def _require_trainer(trainer: Any) -> None:

@@ -24,6 +24,12 @@ logger = logging.getLogger(__name__)
 
 # The attribute of a trainer that holds the trained model.
 POLICY = "model"
+# Metrics that TRL averages over all positions of a padded batch, padding included. None of them is a loss.
+_OVER_PADS = {
+    "ORPOTrainer": ("logits/chosen", "logits/rejected"),
+    "CPOTrainer": ("logits/chosen", "logits/rejected"),
+    "OnlineDPOTrainer": ("objective/kl", "objective/entropy", "objective/non_score_reward", "objective/rlhf_reward"),
+}
 
 
 class Counts(NamedTuple):
@@ -67,7 +73,15 @@ class PaddingFreeRun(TrainerCallback):
         self._step = 0
 
     def attach(self) -> None:
-        """Attach the run to its trainer: collator, log and callback."""
+        """Attach the run to its trainer: collator, log and callback. Warn of metrics that count padding."""
+        for cls in type(self.trainer).__mro__:
+            if metrics := _OVER_PADS.get(cls.__name__):
+                logger.warning(
+                    "trl-packfa: %s averages %s over padding too, where nothing is computed now. These metrics will "
+                    "differ from the padded run's; losses and gradients will not.",
+                    cls.__name__,
+                    ", ".join(metrics),
+                )
         self._count_rows()
         self.trainer.log = _Logging(self.trainer.log, self)
         self.trainer.add_callback(self)
