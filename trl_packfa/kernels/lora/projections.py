@@ -56,6 +56,11 @@ class Projection:
         return dequantize_4bit(self.weight.view(-1, 1), self.quant_state).to(dtype)
 
 
+def factors_of(projections: Sequence[Projection]) -> list[torch.Tensor | None]:
+    """List `lora_A` and `lora_B` of each projection in turn."""
+    return [factor for p in projections for factor in (p.lora_A, p.lora_B)]
+
+
 def kind_of(module: nn.Module) -> str:
     """Return the name of a module's class, with its Python module."""
     return f"{type(module).__module__}.{type(module).__qualname__}"
