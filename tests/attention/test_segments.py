@@ -4,6 +4,7 @@ import oracle
 import pytest
 import torch
 from dense import dense_mask
+from operations import OperationCounter
 from pretended import pretend
 from test_attention import CASES, DEVICE, NAMES, assert_as_precise, assert_right, backend_for, inputs, run
 from test_block_mask import blocks_of, listed
@@ -155,8 +156,6 @@ def test_blocks_of_keys_apart_hold_every_pair(lengths, window):
 
 def test_what_is_copied_is_linear_in_the_documents():
     """No mask of pairs: the largest tensor is as long as the documents together."""
-    from operations import OperationCounter
-
     layout = PackedLayout.from_lengths([900, 50, 60], documents=[(0, 1), (0, 2)])
     query, key, value, _ = inputs(layout.num_tokens)
     with OperationCounter() as counter:

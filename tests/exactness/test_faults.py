@@ -11,7 +11,7 @@ from tiny_models import small_model
 from trl_packfa import DataCollatorForPacking, PackedLayout, check, patch
 from trl_packfa.attention import get_backend
 from trl_packfa.errors import ContaminationError
-from trl_packfa.layout.call_context import PackedCall, find_layout
+from trl_packfa.layout.call_context import PackedCall, find_layout, packed_call
 from trl_packfa.patching.apply import find_state
 from trl_packfa.runtime.override import override_in
 
@@ -167,8 +167,6 @@ def test_a_state_carried_over_by_one_token_is_caught_and_named(model_type):
     call = override.__call__
 
     def carried(*args, **kwargs):
-        from trl_packfa.layout.call_context import packed_call
-
         layout = find_layout((), {})
         if layout is None or layout.rows > 1:
             return call(*args, **kwargs)

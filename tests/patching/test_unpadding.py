@@ -15,6 +15,8 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from trl_packfa import describe, patch, patched, unpatch
 from trl_packfa.errors import ContaminationError, InvalidLayout, PackingError, UnsupportedModel
+from trl_packfa.layout import PackedLayout
+from trl_packfa.layout.padded_rows import PaddedRows
 from trl_packfa.patching.apply import find_state
 
 # A type of every level: rewritten attention, transformers' interface, recurrent state, document by document.
@@ -68,8 +70,6 @@ def test_negative_control_without_boundaries_rows_see_each_other(monkeypatch):
     model, batch = tiny.model(), padded(tiny.documents())
     expected, _ = oracle.alone(model, tiny.documents())
     patch(model, unpad=True)
-    from trl_packfa.layout.padded_rows import PackedLayout, PaddedRows
-
     monkeypatch.setattr(PaddedRows, "layout", lambda rows, device: PackedLayout.from_lengths([rows.num_tokens]))
     logits = rows(model(**batch).logits, batch["attention_mask"])
     assert differs(logits[2], expected[2])

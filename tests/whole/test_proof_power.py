@@ -12,7 +12,7 @@ from selection import exhaustive, in_turn
 from tiny_models import small_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from trl_packfa import PackedLayout, check, patch
+from trl_packfa import PackedLayout, api, check, patch
 from trl_packfa.errors import ContaminationError
 from trl_packfa.exactness.documents import LONG, LONG_ROWS, SHORT, draw_documents, losses, replacements
 from trl_packfa.exactness.documents import SHAPES as ARRANGEMENTS
@@ -279,8 +279,6 @@ def test_documents_are_cut_out_of_what_the_model_knows():
 def test_a_check_that_does_not_end_leaves_no_patch(interruption, monkeypatch):
     """An unknown model is patched by what the check finds exact: interrupted, nothing was found."""
     from test_trust import unknown_model
-
-    from trl_packfa import api
 
     def interrupted(model):
         raise interruption
