@@ -24,15 +24,12 @@ Block: TypeAlias = tuple[int, int]
 class Blocks(NamedTuple):
     """The blocks of a packed row, for layers without a sliding window and for layers with one.
 
-    Gemma 4 has blocks in its sliding layers only, Gemma 3 in all layers.
-
-    Attributes:
-        full (`tuple[tuple[int, int], ...]`), sliding (`tuple[tuple[int, int], ...]`): the blocks, in order.
-        joined (`bool`): whether the blocks of one document see each other, as all images of a row do in Molmo 2.
+    Gemma 4 has blocks in its sliding layers only, Gemma 3 in all layers. Both tuples are in order.
     """
 
     full: tuple[Block, ...]
     sliding: tuple[Block, ...]
+    # Whether the blocks of one document see each other, as all images of a row do in Molmo 2.
     joined: bool = False
 
     def of_window(self, sliding_window: int | None) -> tuple[Block, ...]:

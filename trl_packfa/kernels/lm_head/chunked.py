@@ -55,16 +55,12 @@ class ScoringHead(Head):
 
     The replaced forward runs all other calls. It also runs if the head is sharded or quantized, or if experts' losses
     need router logits.
-
-    Attributes:
-        backbone (`str`): the attribute of the causal LM that holds its backbone.
-        names (`tuple[str, ...]`): names of the scores in TRL's output.
     """
 
     _scores: Callable[
         ..., Any
     ]  # hidden states `(P, D)`, weight, bias and labels `(P,)` to a score `(P,)` for each name
-    backbone = "base_model"
+    backbone = "base_model"  # the attribute of the causal LM that holds it
     names: tuple[str, ...] = ("log_probs", "entropy", "is_top1")
 
     @around_graphs
@@ -118,11 +114,7 @@ class ScoringHead(Head):
 
 
 class TrainedHead(ScoringHead):
-    """A [`ScoringHead`] that multiplies with the head once.
-
-    Attributes:
-        measures (`bool`): whether entropy and accuracy are computed; if not, they are zeros.
-    """
+    """A [`ScoringHead`] that multiplies with the head once. Without `measures`, entropy and accuracy are zeros."""
 
     def __init__(self, module: PreTrainedModel, original: Callable[..., Any]) -> None:
         super().__init__(module, original)

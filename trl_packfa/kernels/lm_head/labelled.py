@@ -49,14 +49,7 @@ def trl_options(module: nn.Module) -> dict[str, Any] | None:
 
 
 class LabelledHead(ScoringHead):
-    """A [`ScoringHead`] with TRL's scores. The replaced forward also runs on devices with Triton.
-
-    Args:
-        module (`torch.nn.Module`):
-            The causal LM with TRL's forward.
-        options (`dict[str, Any]`):
-            The result of [`trl_options`].
-    """
+    """A [`ScoringHead`] with the scores of TRL's head, which has these [`trl_options`] and runs if there is Triton."""
 
     names = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 

@@ -49,11 +49,7 @@ class AdaptedLinearOverride(ActivatedLoraOverride):
 class GatedMLPOverride(Override):
     """A gated MLP with LoRA layers, computed as one function.
 
-    Args:
-        module (`torch.nn.Module`):
-            The MLP.
-        by_liger (`bool`):
-            Whether Liger's kernels compute the activation and the product with it, if they can.
+    `by_liger` lets Liger's kernels compute the activation and the product with it, if they can.
     """
 
     def __init__(self, module: nn.Module, *, by_liger: bool) -> None:
