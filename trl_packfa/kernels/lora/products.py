@@ -130,12 +130,8 @@ def gated_mlp(
 ) -> torch.Tensor:
     """Compute `down(activation(gate(x)) * up(x))`. Save gate and up; the backward computes everything else again.
 
-    Args:
-        x_TD (`torch.Tensor`): input, `(T, D)`.
-        projections (`Sequence[Projection]`): gate, up, down.
-        activation (`Callable`): activation of the gate.
-        by_liger (`bool`): whether Liger computes the activation (SiLU) and the product with it.
-        dtype, dtype_out (`torch.dtype`): dtype of the products, and dtype of their results.
+    `projections` are gate, up and down. `by_liger` lets Liger compute the activation (SiLU) and the product with it.
+    Products are in `dtype`, and their results in `dtype_out`.
     """
     keeps, kept = torch.is_grad_enabled(), None
     adapters = factors_of(projections)
