@@ -104,6 +104,12 @@ def remembered_proofs(request, monkeypatch):
         remember(monkeypatch.setattr)
 
 
+@pytest.fixture(scope="module")
+def folder(request, tmp_path_factory):
+    """Make a folder for a file's launches of several processes."""
+    return tmp_path_factory.mktemp(request.path.stem)
+
+
 @pytest.fixture(scope="session")
 def lengths_file(tmp_path_factory):
     """Write a file of document lengths for `--lengths`."""

@@ -16,7 +16,9 @@ from trl_packfa.attention import (
     get_backend,
     refusals,
     resolve,
+    varlen,
 )
+from trl_packfa.attention.flash import require_indexable
 from trl_packfa.errors import NoBackend
 from trl_packfa.runtime.length_groups import group_by_length
 
@@ -99,8 +101,6 @@ def test_an_unknown_backend_is_refused_with_the_names():
 
 
 def test_flash_index_overflow_is_refused_before_the_kernel_runs():
-    from trl_packfa.attention.flash import require_indexable
-
     layout = PackedLayout.from_lengths([1] * 70_000)
     query = torch.empty(70_000, 32, 8, device="meta", requires_grad=True)
     with pytest.raises(NoBackend, match=r"70000 tokens in 70000 documents(.|\n)*less than 2\^31"):
@@ -110,8 +110,6 @@ def test_flash_index_overflow_is_refused_before_the_kernel_runs():
 @pytest.mark.parametrize("backend", ["flash", "varlen"])
 def test_kernel_arguments(backend, monkeypatch):
     """The kernels themselves need a GPU; that they are called with the right arguments does not."""
-    from trl_packfa.attention import flash, varlen
-
     calls = {}
 
     def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,

@@ -1,11 +1,12 @@
 """Every backend without causality: whole documents, and blocks inside causal documents."""
 
+import oracle
 import pytest
 import torch
 from dense import dense_mask
 from pretended import pretend
 from test_attention import CASES, DEVICE, NAMES, assert_as_precise, assert_right, inputs
-from test_block_mask import as_matrix, blocks_of
+from test_block_mask import blocks_of, listed
 from tolerance import differs
 from torch.nn.attention.flex_attention import create_mask
 
@@ -30,15 +31,8 @@ def masked(mask):
     """Attention in float64 by a dense mask `(T, T)`."""
 
     def attend(query, key, value, options):
-        query, key, value = query.double(), *(x.double().repeat_interleave(2, dim=1) for x in (key, value))
-        scores = torch.einsum("qnh,knh->nqk", query, key) * options["scaling"]
-        if options.get("softcap") is not None:
-            scores = options["softcap"] * torch.tanh(scores / options["softcap"])
-        scores = scores.masked_fill(~mask, float("-inf"))
-        if options.get("sinks") is not None:
-            sinks = options["sinks"].double()[:, None, None].expand(-1, len(query), 1)
-            scores = torch.cat([scores, sinks], dim=2)
-        return torch.einsum("nqk,knh->qnh", torch.softmax(scores, dim=2)[..., : len(key)], value)
+        options = {name: value for name, value in options.items() if name != "sliding_window"}
+        return oracle.masked_attention(query, key, value, mask, **options)
 
     return attend
 
@@ -80,8 +74,8 @@ def skip_if_refused(name, dtype, case):
 def test_documents_against_the_oracle(name, case):
     skip_if_refused(name, torch.float32, case)
     for lengths in LENGTHS.values():
-        oracle = masked(both_ways(lengths, case.get("sliding_window")))
-        assert_right(whole(name, lengths), oracle, sum(lengths), case)
+        expected = masked(both_ways(lengths, case.get("sliding_window")))
+        assert_right(whole(name, lengths), expected, sum(lengths), case)
 
 
 BLOCK_CASES = [(case, False) for name, case in CASES.items() if name != "window of one"]
@@ -92,8 +86,8 @@ BLOCK_CASES += [(case, True) for case in CASES.values() if "sliding_window" not 
 @pytest.mark.parametrize("name", NAMES)
 def test_blocks_against_the_oracle(name, case, joined):
     skip_if_refused(name, torch.float32, case)
-    oracle = masked(dense_mask(blocks_layout(joined), case.get("sliding_window")))
-    assert_right(by_blocks(name, joined), oracle, sum(DOCUMENTS), case)
+    expected = masked(dense_mask(blocks_layout(joined), case.get("sliding_window")))
+    assert_right(by_blocks(name, joined), expected, sum(DOCUMENTS), case)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -146,9 +140,7 @@ def test_flex_lists_the_blocks_of_keys_apart():
 def assert_lists(mask, dense):
     """Every block with a visible pair is listed, and only those."""
     expected = blocks_of(dense, block_masks.BLOCK) > 0
-    partial = as_matrix(mask.kv_num_blocks, mask.kv_indices, expected.shape)
-    whole = as_matrix(mask.full_kv_num_blocks, mask.full_kv_indices, expected.shape)
-    assert not (partial & whole).any(), "a block is listed twice"
+    partial, whole = listed(mask, expected.shape)
     assert torch.equal(partial | whole, expected)
 
 

@@ -36,6 +36,14 @@ def as_matrix(numbers, indices, shape):
     return listed
 
 
+def listed(mask, shape):
+    """Return the blocks that are listed as partial and as whole, as masks of this shape."""
+    partial = as_matrix(mask.kv_num_blocks, mask.kv_indices, shape)
+    whole = as_matrix(mask.full_kv_num_blocks, mask.full_kv_indices, shape)
+    assert not (partial & whole).any(), "a block is listed twice"
+    return partial, whole
+
+
 @pytest.mark.parametrize("window", [None, 1, 64, 130, 400])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_blocks_are_those_of_the_pairs(lengths, window):
@@ -44,11 +52,9 @@ def test_blocks_are_those_of_the_pairs(lengths, window):
     dense = dense_mask(layout, window)
     assert torch.equal(create_mask(mask.mask_mod, 1, 1, tokens, tokens, device="cpu")[0, 0], dense)
     counts = blocks_of(dense, module.BLOCK)
-    partial = as_matrix(mask.kv_num_blocks, mask.kv_indices, counts.shape)
-    whole = as_matrix(mask.full_kv_num_blocks, mask.full_kv_indices, counts.shape)
+    partial, whole = listed(mask, counts.shape)
     assert torch.equal(whole, counts == module.BLOCK**2)
     assert torch.equal(partial | whole, counts > 0)
-    assert not (partial & whole).any()
     for ours, transposed in ((partial, (mask.q_num_blocks, mask.q_indices)),
                              (whole, (mask.full_q_num_blocks, mask.full_q_indices))):  # fmt: skip
         assert torch.equal(as_matrix(*transposed, counts.T.shape), ours.T)

@@ -37,8 +37,10 @@ def with_gradients(attend, query, key, value, grad, layout, arguments):
     return out.detach(), *(leaf.grad for leaf in leaves)
 
 
-def assert_shared(monkeypatch, size, heads, key_value_heads, arguments, *, layout_of=None, backend="reference"):
-    attend, layout = BackendChoice(backend).attend, PackedLayout.from_lengths(LENGTHS)
+def assert_shared(
+    monkeypatch, size, heads, key_value_heads, arguments, *, documents=None, layout_of=None, backend="reference"
+):
+    attend, layout = BackendChoice(backend).attend, PackedLayout.from_lengths(LENGTHS, documents=documents)
     given = tensors(heads, key_value_heads)
     expected = with_gradients(attend, *given, layout, arguments)
 
@@ -70,16 +72,8 @@ def test_key_value_heads_are_dealt_or_repeated(monkeypatch, size, heads, key_val
 
 def test_documents_may_share_a_prefix(monkeypatch):
     """5 tokens that two documents begin with."""
-    layout = PackedLayout.from_lengths(LENGTHS, documents=[(0, 1), (0, 2), (3,), (4,)])
-    attend, given, arguments = BackendChoice("reference").attend, tensors(4, 2), AttentionArguments(scaling=1.0)
-    expected = with_gradients(attend, *given, layout, arguments)
-
-    def work(shard):
-        return with_gradients(attend, *map(shard.local, given), replace(layout, shard=shard), arguments)
-
-    ranks = Ranks(2).run(monkeypatch, work)
-    for place, whole in enumerate(expected):
-        assert_recomputed(torch.cat([rank[place] for rank in ranks]), whole)
+    documents = [(0, 1), (0, 2), (3,), (4,)]
+    assert_shared(monkeypatch, 2, 4, 2, AttentionArguments(scaling=1.0), documents=documents)
 
 
 def test_the_layout_of_the_own_part_is_wrong(monkeypatch):

@@ -23,6 +23,7 @@ from trl_packfa.attention import (
 from trl_packfa.attention import flex as flex_module
 from trl_packfa.attention import sdpa as sdpa_module
 from trl_packfa.errors import NoBackend
+from trl_packfa.runtime import hub_kernel
 
 LENGTHS = (5, 70, 1, 30, 28)
 CUDA, BF16 = torch.device("cuda", 0), torch.bfloat16
@@ -277,8 +278,6 @@ def test_a_deterministic_run_asks_flash_attn_for_it(monkeypatch):
 
 def test_the_hub_is_asked_only_by_who_names_the_backend(packages, monkeypatch):
     """G19. It downloads and runs other people's code."""
-    from trl_packfa.runtime import hub_kernel
-
     asked = []
 
     def hub():

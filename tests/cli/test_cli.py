@@ -9,6 +9,7 @@ import sys
 import pytest
 import tiny
 import torch
+from tiny_models.encoders import small_encoder
 from training import arguments, packed_trainer
 from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
@@ -306,8 +307,6 @@ def test_backends_are_asked_about_the_model_that_is_described(capsys):
 
 @pytest.mark.parametrize("head", ["Embeddings", "SequenceClassification"])
 def test_check_of_an_encoder_compares_padded_batches(head, tmp_path, capsys):
-    from tiny_models.encoders import small_encoder
-
     small_encoder("bert", head).save_pretrained(tmp_path)
     assert main(["check", str(tmp_path)]) == 0
     printed = capsys.readouterr().out

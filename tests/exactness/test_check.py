@@ -11,9 +11,11 @@ from selection import exhaustive
 from trl_packfa import check, patch
 from trl_packfa.attention.sdpa import SdpaBackend
 from trl_packfa.errors import ContaminationError, UnsupportedModel
-from trl_packfa.exactness import engine, subject
+from trl_packfa.exactness import check_unpadding, engine, subject
 from trl_packfa.exactness.compare import largest, share
 from trl_packfa.exactness.probe import Probe
+from trl_packfa.patching.apply import PatchOptions, apply_patch
+from trl_packfa.patching.inspect import get_patch
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *exhaustive(torch.float32)], ids=["bf16", "fp32"])
@@ -160,10 +162,6 @@ def test_report_is_json_and_reads_well():
 
 @pytest.mark.parametrize(("excess", "draws"), [(2.0, 5), (10.0, 1), (0.5, 1)])
 def test_rounding_is_drawn_again_before_a_model_is_blamed_for_a_difference_near_its_limit(excess, draws, monkeypatch):
-    from trl_packfa.exactness import check_unpadding, engine
-    from trl_packfa.patching.apply import PatchOptions, apply_patch
-    from trl_packfa.patching.inspect import get_patch
-
     judged, noises = engine._judged, []
 
     def at_first(*measured):

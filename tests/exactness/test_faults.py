@@ -5,24 +5,17 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
+from faults import HalvesGradients, wrap
 from tiny_models import small_model
 
 from trl_packfa import DataCollatorForPacking, PackedLayout, check, patch
 from trl_packfa.attention import get_backend
 from trl_packfa.errors import ContaminationError
-from trl_packfa.layout.call_context import PackedCall, find_layout
+from trl_packfa.layout.call_context import PackedCall, find_layout, packed_call
 from trl_packfa.patching.apply import find_state
 from trl_packfa.runtime.override import override_in
 
 LAYER = "model.layers.2.self_attn"
-
-
-def wrap(model, name, fault):
-    """Put `fault(override, args, kwargs)` in the place of one module's patched forward."""
-    module = model.get_submodule(name)
-    override = vars(module)["forward"]
-    module.forward = lambda *args, **kwargs: fault(override, args, kwargs)
-    return model
 
 
 def with_layout(change):
@@ -78,16 +71,9 @@ def rope_not_restarted(model):
     return wrap(model, LAYER, fault)
 
 
-def dropout_left_on(model):
-    module = model.get_submodule(LAYER)
-    override = vars(module)["forward"]
-
-    def forward(*args, **kwargs):
-        attended, weights = override(*args, **kwargs)
-        return torch.dropout(attended, 0.1, train=True), weights
-
-    module.forward = forward
-    return model
+def dropout_left_on(override, args, kwargs):
+    attended, weights = override(*args, **kwargs)
+    return torch.dropout(attended, 0.1, train=True), weights
 
 
 def shifted(lengths):
@@ -106,7 +92,7 @@ FAULTS = {
     "another scale": (backend_with(lambda a: replace(a, scaling=a.scaling * 1.01)), "differs", LAYER),
     "swapped documents": (lambda m: wrap(m, LAYER, swapped_documents), "leak", LAYER),
     "rope not restarted": (rope_not_restarted, "differs", LAYER),
-    "dropout left on": (dropout_left_on, "leak", LAYER),
+    "dropout left on": (lambda m: wrap(m, LAYER, dropout_left_on), "leak", LAYER),
 }
 
 
@@ -149,18 +135,9 @@ def test_a_missing_boundary_label_is_caught_and_named():
 
 
 def test_a_wrong_backward_is_caught_although_every_logit_is_right():
-    class Halved(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad / 2
-
     def halves(override, args, kwargs):
         attended, weights = override(*args, **kwargs)
-        return (attended if find_layout((), kwargs) is None else Halved.apply(attended)), weights
+        return (attended if find_layout((), kwargs) is None else HalvesGradients.apply(attended)), weights
 
     report = check(wrap(patch(tiny.model()), LAYER, halves))
     assert (report.verdict, report.has_parity, report.has_gradients) == ("differs", True, False)
@@ -190,8 +167,6 @@ def test_a_state_carried_over_by_one_token_is_caught_and_named(model_type):
     call = override.__call__
 
     def carried(*args, **kwargs):
-        from trl_packfa.layout.call_context import packed_call
-
         layout = find_layout((), {})
         if layout is None or layout.rows > 1:
             return call(*args, **kwargs)

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import tiny
 import torch
+from faults import wrap
 from selection import in_full
 from training import arguments, losses, packed_trainer
 from transformers import TrainerCallback
@@ -21,16 +22,14 @@ class BreakAfterTheCheck(TrainerCallback):
     """Lets documents see the first one, once the check of its own documents is over."""
 
     def __init__(self, model):
-        self.module = model.get_submodule(LAYER)
+        self.model = model
 
     def on_step_begin(self, args, state, control, **kwargs):
-        override = vars(self.module)["forward"]
-
-        def forward(*args, **kwargs):
+        def leaks(override, args, kwargs):
             attended, weights = override(*args, **kwargs)
             return (attended if find_layout((), kwargs) is None else attended + attended[:, :1]), weights
 
-        self.module.forward = forward
+        wrap(self.model, LAYER, leaks)
 
 
 @pytest.mark.parametrize("options", [{}, {"bf16": True}, {"packing_strategy": "bfd"}], ids=["fp32", "bf16", "bfd"])

@@ -6,6 +6,7 @@ import torch
 from tiny_models import small_model
 
 from trl_packfa import check, describe, patch
+from trl_packfa.attention import dispatch
 from trl_packfa.errors import ContaminationError
 from trl_packfa.exactness import check_unpadding
 from trl_packfa.layout import PackedLayout
@@ -77,8 +78,6 @@ def test_gradients_that_are_not_added_are_found(monkeypatch):
 
 
 def test_attention_that_loses_the_beginning_is_found(monkeypatch):
-    from trl_packfa.attention import dispatch
-
     model = shared(tiny.model(layers=2))
     own = dispatch.BackendChoice.attend
     monkeypatch.setattr(dispatch.BackendChoice, "attend", _without_prefix(own))

@@ -13,7 +13,8 @@ from trl_packfa.errors import UnsupportedModel
 from trl_packfa.exactness import check_unpadding, depth
 from trl_packfa.exactness.padded_runs import PaddedProbe
 from trl_packfa.layout.padded_rows import PaddedRows
-from trl_packfa.patching.apply import PatchOptions, find_state
+from trl_packfa.patching.apply import PatchOptions, apply_patch, find_state
+from trl_packfa.patching.inspect import get_patch
 from trl_packfa.patching.rotary import RotaryOverride
 
 
@@ -67,9 +68,22 @@ def test_faults_are_found(fault, large, monkeypatch):
     assert packing.verdict == "differs" and "padded batches without their pads" in packing._reasons()[0]
 
 
+def scale_gradient(model, layer, factor, monkeypatch):
+    """Scale the gradient of one weight in the runs without pads."""
+    run, is_unpadded = PaddedProbe.run, [False]
+
+    def told(self, *args, unpad, **kwargs):
+        is_unpadded[0] = unpad
+        return run(self, *args, unpad=unpad, **kwargs)
+
+    monkeypatch.setattr(PaddedProbe, "run", told)
+    weight = model.model.layers[layer].mlp.down_proj.weight
+    weight.register_hook(lambda gradient: gradient * factor if is_unpadded[0] else gradient)
+
+
 def test_a_large_model_on_a_cpu_runs_left_pads_through_one_layer_of_each_kind(monkeypatch):
     """Rows padded on the right run through all layers, so a wrong gradient of any layer is found."""
-    model, calls, is_unpadded = patch(tiny.model(layers=4), unpad=True), [0, 0, 0, 0], [False]
+    model, calls = patch(tiny.model(layers=4), unpad=True), [0, 0, 0, 0]
     forward = type(model.model.layers[0].self_attn).__call__
 
     def counted(self, *args, **kwargs):
@@ -84,29 +98,14 @@ def test_a_large_model_on_a_cpu_runs_left_pads_through_one_layer_of_each_kind(mo
     calls[:] = [0, 0, 0, 0]
     assert check_unpadding(model).verdict == "exact"
     assert calls[1] == calls[2] == calls[3] < 0.8 * calls[0]
-    run = PaddedProbe.run
-
-    def told(self, *args, unpad, **kwargs):
-        is_unpadded[0] = unpad
-        return run(self, *args, unpad=unpad, **kwargs)
-
-    monkeypatch.setattr(PaddedProbe, "run", told)
-    weight = model.model.layers[2].mlp.down_proj.weight
-    weight.register_hook(lambda gradient: gradient * 0.5 if is_unpadded[0] else gradient)
+    scale_gradient(model, 2, 0.5, monkeypatch)
     report = check_unpadding(model)
     assert report.verdict == "differs" and report.first_gradient == "model.layers.2.mlp.down_proj.weight"
 
 
 def test_a_gradient_that_is_nan_without_pads_alone_is_not_exact(monkeypatch):
-    model, run, is_unpadded = patch(tiny.model(), unpad=True), PaddedProbe.run, [False]
-
-    def told(self, *args, unpad, **kwargs):
-        is_unpadded[0] = unpad
-        return run(self, *args, unpad=unpad, **kwargs)
-
-    monkeypatch.setattr(PaddedProbe, "run", told)
-    weight = model.model.layers[1].mlp.down_proj.weight
-    weight.register_hook(lambda gradient: gradient * float("nan") if is_unpadded[0] else gradient)
+    model = patch(tiny.model(), unpad=True)
+    scale_gradient(model, 1, float("nan"), monkeypatch)
     report = check_unpadding(model)
     assert report.verdict != "exact", str(report)
 
@@ -116,9 +115,6 @@ def test_a_model_without_power_is_said_to_have_none():
     for name, parameter in model.named_parameters():
         if "o_proj" in name:
             torch.nn.init.zeros_(parameter)
-    from trl_packfa.patching.apply import apply_patch
-    from trl_packfa.patching.inspect import get_patch
-
     apply_patch(model, get_patch(model), PatchOptions(unpad=True))
     assert check_unpadding(model).verdict == "no power"
 

@@ -3,14 +3,19 @@
 from types import SimpleNamespace
 
 import pytest
-import tiny
 import torch
-from test_head import batch, model_without_labels
-from tolerance import assert_float32, assert_low_precision, assert_recomputed, assert_trajectory, differs
+from test_head import assert_scores, batch, model_without_labels, with_heads
+from tolerance import (
+    assert_float32,
+    assert_gradients,
+    assert_low_precision,
+    assert_recomputed,
+    assert_trajectory,
+    differs,
+)
 from torch.utils.flop_counter import FlopCounterMode
 from training import arguments, lora_config, losses, packed_trainer
 from trl.kernels import ChunkedLogProbFunction, chunked_logprob
-from trl.trainer.utils import add_fused_lm_head
 
 from trl_packfa.kernels.lm_head import frozen
 from trl_packfa.kernels.lm_head.chunked import Transform
@@ -103,32 +108,20 @@ def test_what_nobody_asks_for_is_not_computed(gradients, monkeypatch):
     assert ("slope" in asked) == gradients
 
 
-def with_heads(architecture="llama", *, trains=False):
-    models = [tiny.model(architecture, layers=1) for _ in range(2)]
-    for model in models:
-        add_fused_lm_head(model, outputs=("entropy", "is_top1"))
-        model.get_output_embeddings().requires_grad_(trains)
-    models[1].forward = FrozenHead(models[1], models[1].forward)
-    return models
-
-
 @pytest.mark.parametrize("architecture", ["llama", "granite", "phi"])
 def test_a_models_loss_is_trls(architecture):
-    trl, ours = with_heads(architecture)
+    trl, ours = with_heads(architecture, kind=FrozenHead, trains=False)
     expected, actual = (model(**batch(), fused_lm_head=True) for model in (trl, ours))
-    assert torch.equal(actual.label_mask, expected.label_mask) and torch.equal(actual.is_top1, expected.is_top1)
-    for name in ("loss", "log_probs", "entropy"):
-        assert_float32(getattr(actual, name).detach(), getattr(expected, name).detach().double())
+    assert_scores(actual, expected)
     for model, output in ((trl, expected), (ours, actual)):
         output.loss.backward()
         model.grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    for name, grad in ours.grads.items():
-        assert_recomputed(grad, trl.grads[name])
+    assert_gradients(ours.grads, trl.grads)
     assert differs(actual.log_probs, model_without_labels(ours).log_probs)
 
 
 def test_a_head_that_trains_is_trls():
-    trl, ours = with_heads(trains=True)
+    trl, ours = with_heads(kind=FrozenHead)
     expected, actual = (model(**batch(), fused_lm_head=True).loss for model in (trl, ours))
     assert torch.equal(actual, expected)
     actual.backward()
@@ -141,7 +134,7 @@ def test_it_is_chosen_by_measuring(trains, monkeypatch):
     kinds = []
     monkeypatch.setattr(lm_head, "can_be_frozen", lambda weight: True)
     for wrong in (False, True):
-        model = with_heads("granite", trains=trains)[0]
+        model, _ = with_heads("granite", kind=FrozenHead, trains=trains)
         if wrong:
             monkeypatch.setattr("trl_packfa.kernels.lm_head.chunked.Transform.of", lambda config: Transform(3.0))
         with monkeypatch.context() as context:

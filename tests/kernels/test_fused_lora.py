@@ -2,10 +2,12 @@
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import tiny
 import torch
+from operations import kept_bytes
 from peft import LoraConfig, PeftModel, get_peft_model
 from tolerance import assert_float32, assert_gradients, differs
 from training import arguments, packed_trainer
@@ -243,21 +245,8 @@ def test_compiled_models_run():
 
 
 def saved_bytes(model, fused):
-    """Of activations that the backward keeps, each storage once."""
     patch(unpatch(model), fused_lora=fused)
-    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    found = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            found[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        logits = model(**tiny.batch(tiny.documents())).logits
-    logits.sum().backward()
-    return sum(found.values())
+    return kept_bytes(model, partial(model, **tiny.batch(tiny.documents())))
 
 
 def test_fewer_activations_are_kept():

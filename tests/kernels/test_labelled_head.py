@@ -4,8 +4,9 @@ import pytest
 import tiny
 import torch
 from padded import padded
+from test_head import assert_scores
 from tiny_models import small_model
-from tolerance import assert_float32, assert_recomputed
+from tolerance import assert_float32, assert_gradients
 from torch.utils.flop_counter import FlopCounterMode
 from trl.trainer.utils import add_fused_lm_head
 
@@ -38,11 +39,8 @@ def test_scores_are_trls(model_type, options):
     expected, expected_grads = run(model)
     patch(model, unpad=True)
     actual, grads = run(model)
-    for name in ("loss", "log_probs", "entropy", "log_sum_sq_probs", "mean_logits"):
-        assert_float32(getattr(actual, name).detach(), getattr(expected, name).detach().double())
-    assert torch.equal(actual.is_top1, expected.is_top1) and torch.equal(actual.label_mask, expected.label_mask)
-    for name, grad in grads.items():
-        assert_recomputed(grad, expected_grads[name].double())
+    assert_scores(actual, expected, names=("loss", "log_probs", "entropy", "log_sum_sq_probs", "mean_logits"))
+    assert_gradients(grads, expected_grads)
     other, _ = run(model, num_items_in_batch=7)
     assert_float32(other.loss, -actual.log_probs.sum().double() / 7)
     unpatch(model)

@@ -28,6 +28,8 @@ def positions(*values, dtype=torch.long):
 LEFT_TRUNCATED = positions(5, 6, 7, 8, 0, 1, 2, 3, 4, 5)
 CONTRADICTIONS = {
     "wrong total": ({"cu_seq_lens_q": offsets(0, 4, 11)}, "describe 11 tokens, the batch has 1 x 10"),
+    "wrong total in int64": ({"cu_seq_lens_q": offsets(0, 4, 9, dtype=torch.int64)}, "describe 9 tokens"),
+    "layout of another batch": ({"packed_layout": PackedLayout.from_lengths([4, 5])}, "describe 9 tokens, the batch"),
     "decreasing": ({"cu_seq_lens_q": offsets(0, 6, 4, 10)}, "must not decrease"),
     "not from 0": ({"cu_seq_lens_q": offsets(1, 4, 10)}, "start at 0"),
     "empty": ({"cu_seq_lens_q": offsets()}, "start at 0"),
@@ -73,6 +75,10 @@ CONTRADICTIONS = {
     "no layout": ({"packed_layout": [4, 6]}, "packed_layout is a list"),
     "mask of another batch": ({**FLASH, "attention_mask": IDS[:, :9]}, "not all ones, one for each token"),
     "mask with holes": ({**FLASH, "attention_mask": IDS.index_fill(1, torch.tensor(3), 0)}, "not all ones"),
+    "layout with a pad": (
+        {"packed_layout": LAYOUT, "attention_mask": IDS.index_fill(1, torch.tensor(9), 0)},
+        "not all ones",
+    ),
     "restarts under padding": (
         {"position_ids": NATURAL, "attention_mask": IDS.index_fill(1, torch.tensor(9), 0)},
         "restart at token 4 of row 0 under an attention_mask with zeros",

@@ -41,25 +41,6 @@ def test_boundaries_may_be_finer_than_positions():
     assert layout_of(call).lengths == (4, 6)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ({"packed_layout": PackedLayout.from_lengths([4, 5])}, "describe 9 tokens, the batch has 1 x 10"),
-        ({"cu_seq_lens_q": torch.tensor([0, 4, 9])}, "describe 9 tokens"),
-        ({"cu_seq_lens_q": torch.tensor([0, 6, 4, 10])}, "must not decrease"),
-        ({"cu_seq_lens_q": torch.tensor([0, 4, 10]), "cu_seq_lens_k": torch.tensor([0, 5, 10])}, "differ"),
-        (
-            {"cu_seq_lens_q": torch.tensor([0, 5, 10]), "position_ids": LAYOUT.position_ids()},
-            "disagree: positions restart at token 4",
-        ),
-        ({"packed_layout": LAYOUT, "attention_mask": torch.tensor([[1] * 9 + [0]])}, "not all ones"),
-    ],
-)
-def test_contradictions_are_refused(call, message):
-    with pytest.raises(InvalidLayout, match=message):
-        layout_of({"input_ids": IDS, **call})
-
-
 def test_a_document_may_not_cross_rows():
     with pytest.raises(InvalidLayout, match="crosses the end of a row"):
         layout_of({"input_ids": IDS.view(2, 5), "cu_seq_lens_q": LAYOUT.cu_seqlens})

@@ -13,6 +13,8 @@ from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration, Qwen3VL
 from trl_packfa import check, describe, patch
 from trl_packfa.errors import PackingError
 from trl_packfa.exactness.first_padded_batch import compare_padded_batch
+from trl_packfa.layout import PackedLayout
+from trl_packfa.layout.padded_rows import PaddedRows
 from trl_packfa.patching.apply import find_state
 
 IMAGE = tiny.VOCAB - 1
@@ -136,9 +138,6 @@ def test_checkpointing_changes_nothing(name, reentrant):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_negative_control_rows_that_see_each_other(name, monkeypatch):
-    from trl_packfa.layout import PackedLayout
-    from trl_packfa.layout.padded_rows import PaddedRows
-
     stock = build(name)
     inputs = batch(stock)
     _, logits, _ = run(stock, inputs)

@@ -10,12 +10,11 @@ from tiny_models import small_model
 import trl_packfa
 from trl_packfa import Patch, describe, patch, register_patch, registered_patches
 from trl_packfa.errors import InvalidConfig, NoBackend, UnsupportedModel
+from trl_packfa.patches import registry
 
 
 @pytest.fixture
 def fresh_registry():
-    from trl_packfa.patches import registry
-
     registry._table.cache_clear()
     yield
     registry._table.cache_clear()
@@ -111,8 +110,6 @@ def test_describe_tells_level_windows_and_backend():
 
 def test_a_type_taken_off_its_list_is_tried_like_an_unknown_one(monkeypatch):
     """That it was measured says which level it needs, not that there is none: only refused types are refused."""
-    from trl_packfa.patches import registry
-
     table = {name: patch for name, patch in registered_patches().items() if name != "smollm3"}
     monkeypatch.setattr(registry, "_table", lambda: table)
     model = patch(small_model("smollm3", num_hidden_layers=1))

@@ -10,9 +10,9 @@ from padded import padded, rows
 from peft import LoraConfig, get_peft_model
 from pretended import pretend
 from selection import exhaustive, in_full
-from test_unpadding import counted, run
+from test_unpadding import compare_adapters, counted, run
 from tiny_models import small_model
-from tolerance import assert_float32, assert_low_precision, assert_recomputed, differs
+from tolerance import assert_float32, assert_gradients, assert_low_precision, assert_recomputed, differs
 from transformers import AutoModelForSequenceClassification
 
 from trl_packfa import describe, patch, patched, unpatch
@@ -55,9 +55,7 @@ def compare(model, batch, **options):
     logits, grads = run(model, batch, **options)
     real = batch["attention_mask"].bool()
     assert_float32(logits[real], expected[real].double())
-    assert grads.keys() == expected_grads.keys()
-    for name, grad in grads.items():
-        assert_recomputed(grad, expected_grads[name].double())
+    assert_gradients(grads, expected_grads)
     return counted(model)
 
 
@@ -114,30 +112,7 @@ def test_negative_control_branches_that_see_each_other(monkeypatch):
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize("order", ["adapter first", "patch first"])
 def test_adapters_and_gradient_checkpointing(order, reentrant):
-    def adapted(model):
-        torch.manual_seed(0)
-        return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
-
-    batch = padded(documents(), "left")
-    expected, expected_grads = run(adapted(tiny.model(layers=2)).train(), batch)
-    made = tiny.model(layers=2)
-    if order == "adapter first":
-        made = patch(adapted(made), unpad=True, share_prefixes=True)
-    else:
-        made = patch(adapted(patch(made, unpad=True, share_prefixes=True)), unpad=True, share_prefixes=True)
-    if reentrant is not None:
-        made.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        made.enable_input_require_grads()
-    logits, grads = run(made.train(), batch)
-    real = batch["attention_mask"].bool()
-    assert counted(made).shared == SHARED
-    assert_float32(logits[real], expected[real].double())
-    for name, grad in grads.items():
-        assert_recomputed(grad, expected_grads[name].double())
-    with made.disable_adapter():
-        reference = made(**batch).logits[real]
-    with unpatch(made).disable_adapter():
-        assert_float32(reference, made(**batch).logits[real].double())
+    assert compare_adapters(order, reentrant, documents(), share_prefixes=True).shared == SHARED
 
 
 def test_the_routers_loss_counts_a_shared_token_in_each_row():

@@ -8,9 +8,12 @@ from tolerance import assert_float32
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trl_packfa import PackedLayout, Patch, check, describe, patch, registered_patches, unpatch
+from trl_packfa import PackedLayout, Patch, api, check, describe, patch, registered_patches, unpatch
 from trl_packfa.errors import ContaminationError, UnsupportedModel
+from trl_packfa.layout.call_context import packed_call
+from trl_packfa.patches import registry
 from trl_packfa.patches.measured import fingerprint, known_sources, measured_transformers, results
+from trl_packfa.patching.mixers import MixerOverride
 
 LENGTHS = (13, 1, 29, 7)
 
@@ -109,15 +112,11 @@ def test_changed_code_is_checked_and_refused_if_it_leaks(monkeypatch):
 
 
 def test_known_code_is_not_checked_again(monkeypatch):
-    from trl_packfa import api
-
     monkeypatch.setattr(api, "check", lambda model: pytest.fail("checked"))
     patch(tiny.model())
 
 
 def test_changed_code_that_is_exact_is_patched(monkeypatch):
-    from trl_packfa import api
-
     checked = []
     monkeypatch.setattr(api, "fingerprint", lambda model: "another transformers")
     monkeypatch.setattr(api, "check", lambda model: checked.append(model) or check(model))
@@ -126,8 +125,6 @@ def test_changed_code_that_is_exact_is_patched(monkeypatch):
 
 
 def test_what_cannot_be_checked_is_not_trusted(monkeypatch):
-    from trl_packfa import api
-
     monkeypatch.setattr(api, "fingerprint", lambda model: "another transformers")
     with torch.device("meta"):
         model = LlamaForCausalLM(tiny.model().config)
@@ -181,8 +178,6 @@ def test_the_models_own_attention_implementation_does_not_matter(model_type, imp
 
 
 def test_every_registered_type_was_found_exact_with_the_level_it_has():
-    from trl_packfa.patches.measured import results
-
     served = {name: result["level"] for name, result in results().items() if result["verdict"] == "exact"}
     patches = {name: patch for name, patch in registered_patches().items() if name in results()}
     assert served == {name: patch.level for name, patch in patches.items()}
@@ -220,9 +215,6 @@ class Guarded(Decay):
 
 @pytest.mark.parametrize(("mixer", "native"), [(Decay, True), (Forgetful, False), (Guarded, False)])
 def test_own_kernels_are_used_only_where_they_provably_honour_boundaries(mixer, native):
-    from trl_packfa.layout.call_context import packed_call
-    from trl_packfa.patching.mixers import MixerOverride
-
     torch.manual_seed(0)
     module, layout, known = mixer(), PackedLayout.from_lengths([5, 1, 9]), {}
     x = torch.randn(1, 15, 4)
@@ -259,8 +251,6 @@ def test_a_real_mixer_uses_an_installed_kernel_that_honours_boundaries(monkeypat
 
 
 def test_patch_of_a_third_party_is_checked_before_it_is_trusted(monkeypatch):
-    from trl_packfa.patches import registry
-
     wrong = Patch(model_types=("never_heard_of",), rebatch=True, origin="somebody")
     monkeypatch.setitem(registry._table(), "never_heard_of", wrong)
     assert "patch from somebody" in describe(patch(unknown_model()))

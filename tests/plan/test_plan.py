@@ -1,11 +1,13 @@
 """`trl-packfa plan`: figures against brute force and against the trainers that really run."""
 
 import re
+from functools import partial
 
 import numpy as np
 import pytest
 import tiny
 import torch
+from operations import kept_bytes
 from plans import UNEVEN, made
 from tolerance import assert_estimate
 from training import FORMATS, arguments, packed_trainer
@@ -201,17 +203,7 @@ def test_a_layer_keeps_what_is_estimated(tmp_path, saved):
     kept = {}
     for layers in (1, 3):
         model, tokens = tiny.model(layers=layers, attention_bias=False, **sizes).train(), 64
-        storages = {}
-        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-        def note(tensor, storages=storages):
-            storages[tensor.untyped_storage().data_ptr()] = (tensor, tensor.untyped_storage().nbytes())
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            loss = model.model(input_ids=torch.arange(tokens)[None] % 90).last_hidden_state.sum()
-        kept[layers] = sum(size for pointer, (_, size) in storages.items() if pointer not in weights)
-        del loss
+        kept[layers] = kept_bytes(model, partial(model.model, input_ids=torch.arange(tokens)[None] % 90))
     model.config.save_pretrained(tmp_path / "wide")
     shape = read_shape(arguments(out=tmp_path, model_name_or_path=str(tmp_path / "wide")))
     assert_estimate(layer_bytes(shape, 4), (kept[3] - kept[1]) / 2 / tokens)

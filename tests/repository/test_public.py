@@ -13,6 +13,7 @@ from trl import ModelConfig, SFTConfig, SFTTrainer
 
 import trl_packfa
 from trl_packfa import PackedSFTConfig, PackedSFTTrainer
+from trl_packfa.cli import COMMANDS as modules
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [path for folder in ("trl_packfa", "patches", "recipes") for path in (ROOT / folder).rglob("*.py")]
@@ -81,8 +82,6 @@ def test_fields_of_the_config_are_frozen():
 
 
 def test_commands_are_frozen():
-    from trl_packfa.cli import COMMANDS as modules
-
     assert [module.__name__.split(".")[-1] for module in modules] == COMMANDS
 
 

@@ -1,6 +1,7 @@
 """Rules of the house, kept by tests: which way imports point, what is public, what README says."""
 
 import ast
+import json
 import re
 import subprocess
 from graphlib import CycleError, TopologicalSorter
@@ -10,10 +11,18 @@ from pathlib import Path
 import pytest
 import tomllib
 import yaml
+from support_matrix import require_known
+from support_tables import adapter_table, composite_table, encoder_table, model_table, on_page
+from tiny_models import all_types
+from tiny_models.encoders import encoder_types
 
 import trl_packfa
 from trl_packfa.attention import BACKENDS
+from trl_packfa.cli.train import kind_of
 from trl_packfa.errors import PackingError
+from trl_packfa.patches import PATCHES
+from trl_packfa.patches.measured import composites, encoders, results
+from trl_packfa.trainers.sft.script import train_parser
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trl_packfa"
@@ -103,8 +112,6 @@ def test_no_links_are_committed():
 
 
 def test_every_patch_file_is_listed():
-    from trl_packfa.patches import PATCHES
-
     files = {p.stem for p in (ROOT / "patches").glob("*.py")} - {"__init__", "base", "registry", "measured"}
     assert len(PATCHES) == len(files)
 
@@ -171,10 +178,6 @@ def table(title):
 
 
 def test_a_page_holds_the_generated_table_of_models():
-    from support_tables import model_table, on_page
-
-    from trl_packfa.patches.measured import results
-
     page = (ROOT / "docs" / "models.md").read_text()
     assert on_page("models", page) == model_table(results())
     exact = [result for result in results().values() if result["verdict"] == "exact"]
@@ -186,10 +189,6 @@ def test_a_page_holds_the_generated_table_of_models():
 
 
 def test_a_page_holds_the_generated_table_of_types_with_images():
-    from support_tables import composite_table, on_page
-
-    from trl_packfa.patches.measured import composites
-
     types = composites()["types"]
     page = (ROOT / "docs" / "models.md").read_text()
     assert on_page("images", page) == composite_table(types)
@@ -200,11 +199,6 @@ def test_a_page_holds_the_generated_table_of_types_with_images():
 
 
 def test_a_page_holds_the_generated_table_of_encoders():
-    from support_tables import encoder_table, on_page
-    from tiny_models.encoders import encoder_types
-
-    from trl_packfa.patches.measured import encoders
-
     types = encoders()["types"]
     page = (ROOT / "docs" / "encoders.md").read_text()
     assert on_page("encoders", page) == encoder_table(types) and set(types) == set(encoder_types())
@@ -216,8 +210,6 @@ def test_a_page_holds_the_generated_table_of_encoders():
 
 
 def test_a_page_holds_the_generated_table_of_adapters():
-    from support_tables import adapter_table, on_page
-
     from trl_packfa.adapters import table
 
     page = (ROOT / "docs" / "models.md").read_text()
@@ -225,8 +217,6 @@ def test_a_page_holds_the_generated_table_of_adapters():
 
 
 def test_a_page_holds_the_generated_table_of_trainers():
-    import json
-
     from padding_free import RESULTS, markdown
 
     page = (ROOT / "benchmarks" / "README.md").read_text()
@@ -235,19 +225,12 @@ def test_a_page_holds_the_generated_table_of_trainers():
 
 
 def test_none_that_is_exact_without_a_patch_drops_below_the_interface():
-    from trl_packfa.patches.measured import results
-
     exact_today = {name: result for name, result in results().items() if result.get("unpatched") == "exact"}
     assert len(exact_today) == 115
     assert {result["level"] for result in exact_today.values()} <= {"attention", "interface"}
 
 
 def test_the_results_know_every_type_of_the_installed_transformers():
-    from support_matrix import require_known
-    from tiny_models import all_types
-
-    from trl_packfa.patches.measured import results
-
     require_known(results(), all_types())
     with pytest.raises(PackingError, match=r"1 causal-LM types that models\.json does not know: brand_new"):
         require_known(results(), [*all_types(), "brand_new"])
@@ -266,8 +249,6 @@ def test_a_page_lists_the_backends():
 
 
 def test_readmes_picture_shows_the_measured_figures(tmp_path):
-    import json
-
     from draw_table2 import draw, figures
 
     report = json.loads((ROOT / "benchmarks" / "results" / "table2.json").read_text())
@@ -321,9 +302,6 @@ def test_makefile_and_readme_run_the_same_lines():
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_recipe_goes_through_the_real_parser(recipe, tmp_path):
-    from trl_packfa.cli.train import kind_of
-    from trl_packfa.trainers.sft.script import train_parser
-
     argv = ["--config", str(recipe), "--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false"]
     _, script, args, _ = train_parser(kind_of(argv)).parse_args_and_config(args=argv)
     written = yaml.safe_load(recipe.read_text())

@@ -13,7 +13,9 @@ from training import arguments, packed_trainer
 
 from trl_packfa import Patch
 from trl_packfa.errors import InvalidConfig
+from trl_packfa.packing import PackingReport
 from trl_packfa.patches import registry
+from trl_packfa.trainers.common.checkpoint_files import write_reports
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(
@@ -112,9 +114,6 @@ def test_reports_are_plain_json_inside_their_folder(tmp_path):
 
 def test_reports_of_names_with_slashes_stay_inside(tmp_path):
     """A dataset's name is a key of the report, never a path."""
-    from trl_packfa.packing import PackingReport
-    from trl_packfa.trainers.common.checkpoint_files import write_reports
-
     report = PackingReport(*([0] * len(PackingReport.__dataclass_fields__)))
     write_reports(tmp_path, {"../../escaped": report}, None)
     assert [path.name for path in tmp_path.iterdir()] == ["packing_report.json"]

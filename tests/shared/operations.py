@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -65,6 +66,22 @@ class OperationCounter(TorchDispatchMode):
             "host_syncs": self.syncs,
             "recompiles": self.compiled,
         }
+
+
+def kept_bytes(model: torch.nn.Module, forward: Callable[[], Any]) -> int:
+    """Return the bytes of activations that the backward of `forward()` keeps, each storage once."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}  # the tensors themselves, so that none leaves its address to another
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        result = forward()
+    found = sum(tensor.untyped_storage().nbytes() for pointer, tensor in kept.items() if pointer not in weights)
+    del result  # which holds the graph
+    return found
 
 
 def _storage(tensor: torch.Tensor) -> int:

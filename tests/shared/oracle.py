@@ -32,20 +32,25 @@ def attention(query, key, value, lengths, *, scaling, sliding_window=None, softc
 def attention_of_documents(query, key, value, lengths, *, scaling, sliding_window=None, softcap=None, sinks=None):
     """Compute causal attention in float64 with one matrix per document, for documents of thousands of tokens."""
     outputs = []
-    group = query.shape[1] // key.shape[1]
-    for q, k, v in zip(*(x.double().split(list(lengths)) for x in (query, key, value)), strict=True):
-        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        scores = torch.einsum("qnh,knh->nqk", q, k) * scaling
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
+    for q, k, v in zip(*(x.split(list(lengths)) for x in (query, key, value)), strict=True):
         places = torch.arange(len(q), device=q.device)
         distance = places[:, None] - places[None]
-        hidden = distance < 0 if sliding_window is None else (distance < 0) | (distance >= sliding_window)
-        scores = scores.masked_fill(hidden, float("-inf"))
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(q), 1)], dim=2)
-        outputs.append(torch.einsum("nqk,knh->qnh", torch.softmax(scores, dim=2)[..., : len(q)], v))
+        seen = (distance >= 0) & (distance < (sliding_window or len(q)))
+        outputs.append(masked_attention(q, k, v, seen, scaling=scaling, softcap=softcap, sinks=sinks))
     return torch.cat(outputs)
+
+
+def masked_attention(query, key, value, mask, *, scaling, softcap=None, sinks=None):
+    """Compute attention in float64 with one matrix; `mask` `(T, T)` tells which keys a query sees."""
+    group = query.shape[1] // key.shape[1]
+    query, key, value = query.double(), *(x.double().repeat_interleave(group, dim=1) for x in (key, value))
+    scores = torch.einsum("qnh,knh->nqk", query, key) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(query), 1)], dim=2)
+    return torch.einsum("nqk,knh->qnh", torch.softmax(scores, dim=2)[..., : len(key)], value)
 
 
 def nll(logits, ids):

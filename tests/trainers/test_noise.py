@@ -3,8 +3,11 @@
 from contextlib import nullcontext
 
 import pytest
+import tiny
 import torch
+from padded import padded
 from selection import in_full
+from tiny_models import small_model
 from trl_trainers import PACKED, build, build_packed, train
 
 import trl_packfa
@@ -78,16 +81,12 @@ def test_negative_control_widths_of_the_recut_micro_batch_are_others(tmp_path, m
 
 
 def test_where_a_backbone_runs_by_document_steps_stay_as_padded(tmp_path):
-    from tiny_models import small_model
-
     options = {"model": small_model("roformer"), "max_length": 32, **NOISY}
     assert "NEFTune's noise depends on the padded row" in build_packed("dpo", tmp_path, **options).cut_reason
     assert build_packed("dpo", tmp_path, **{**options, "neftune_noise_alpha": None}).cut_reason == ""
 
 
 def test_the_hook_is_transformers_own_again(tmp_path):
-    import tiny
-    from padded import padded
     from transformers.integrations.neftune import activate_neftune, neftune_post_forward_hook
 
     model = trl_packfa.patch(tiny.model(layers=1), unpad=True).train()

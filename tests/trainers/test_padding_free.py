@@ -11,6 +11,7 @@ from datasets import Dataset
 from padded import padded
 from selection import exhaustive, in_full
 from tolerance import TRAJECTORY
+from training import packed_trainer
 from trl_trainers import (
     EXPERIMENTAL,
     STABLE,
@@ -259,8 +260,6 @@ def test_bad_input_is_refused(tmp_path):
     trainer._is_vision_dataset = True
     with pytest.raises(UnsupportedModel, match="the trainer trains on images"):
         trl_packfa.padding_free(trainer)
-    from training import packed_trainer
-
     with pytest.raises(InvalidConfig, match="PackedSFTTrainer packs its batches already"):
         trl_packfa.padding_free(packed_trainer())
 

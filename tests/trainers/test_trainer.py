@@ -103,7 +103,7 @@ def test_unpatch_gives_back_the_model_that_trl_made(tmp_path):
     assert isinstance(given, Head)
     trainer.train()
     unpatch(trainer.model)
-    assert vars(model)["forward"] == given.forward
+    assert vars(model)["forward"] == given.original
     assert not any("forward" in vars(module) for module in model.modules() if module is not model)
 
 

@@ -1,10 +1,12 @@
 """What a run is told that it could save: estimates in a line, nothing changed."""
 
 import logging
+from functools import partial
 
 import pytest
 import tiny
 import torch
+from operations import kept_bytes
 from peft import get_peft_model
 from tiny_models import small_model
 from tolerance import assert_estimate
@@ -72,16 +74,7 @@ def test_a_layer_with_fused_lora_keeps_what_is_estimated():
     for layers in (1, 3):
         model = tiny.model(layers=layers, attention_bias=False, **sizes)
         model = patch(get_peft_model(model, lora_config()).train())
-        storages, weights = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-        def note(tensor, storages=storages):
-            storages[tensor.untyped_storage().data_ptr()] = (tensor, tensor.untyped_storage().nbytes())
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            loss = model(**tiny.batch([torch.arange(tokens) % 90])).logits.sum()
-        kept[layers] = sum(size for pointer, (_, size) in storages.items() if pointer not in weights)
-        del loss
+        kept[layers] = kept_bytes(model, partial(model, **tiny.batch([torch.arange(tokens) % 90])))
     shape = shape_as_loaded(model)
     measured = (kept[3] - kept[1]) / 2 / tokens
     assert_estimate(layer_bytes(shape, 4, fused_mlp=True, fused_norms=True), measured)

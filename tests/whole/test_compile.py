@@ -15,7 +15,7 @@ from peft import get_peft_model
 from pretended import on_any_device, pretend
 from selection import exhaustive
 from tiny_models import small_model
-from tolerance import assert_float32, assert_recomputed, assert_trajectory, differs
+from tolerance import assert_float32, assert_gradients, assert_recomputed, assert_trajectory, differs
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from training import arguments, dataset, lora_config, losses, packed_trainer
 from transformers import TrainerCallback
@@ -139,9 +139,7 @@ def same_as_eager(model, batches=BATCHES, *, backend="aot_eager"):
             logits_and_gradients(f, model, batch) for f in (model, compiled)
         )
         assert_recomputed(actual, expected)
-        assert compiled_grads.keys() == grads.keys()
-        for name, grad in grads.items():
-            assert_recomputed(compiled_grads[name], grad)
+        assert_gradients(compiled_grads, grads)
 
 
 def logits_and_gradients(forward, model, batch):

@@ -19,14 +19,13 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
+def two(folder):
     """Return the logs of TRL's trainer and of ours, for each run."""
     scenarios = {
         f"{name}, {which}": {**options, "packed": which == "packed"}
         for name, options in RUNS.items()
         for which in ("padded", "packed")
     }
-    folder = tmp_path_factory.mktemp("distributed")
     return launch_whole("distributed_preference.py", folder, scenarios)
 
 

@@ -10,7 +10,7 @@ import tiny
 import yaml
 from snippets import DATASETS, run_shortened
 from tiny_models import small_model
-from training import rows
+from training import lora_config, rows
 
 from trl_packfa.cli.main import main
 from trl_packfa.patches import registry
@@ -83,7 +83,6 @@ def workplace(tmp_path, monkeypatch):
 
 def save_adapter(folder):
     from peft import get_peft_model
-    from training import lora_config
     from transformers import AutoModelForCausalLM
 
     get_peft_model(AutoModelForCausalLM.from_pretrained("NAME_OR_PATH"), lora_config()).save_pretrained(folder)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import small_model
 from tolerance import assert_trajectory, assert_weights, differs
-from training import arguments, dataset, losses, packed_trainer
+from training import arguments, dataset, lora_config, losses, packed_trainer
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl import SFTConfig, SFTTrainer
 
@@ -109,8 +109,6 @@ def test_negative_control_the_loss_of_what_runs_together_is_another(tmp_path, mo
 
 def test_lora_trains_experts_as_padded(tmp_path):
     """TRL's loss of a PEFT model, gradient checkpointing, bfloat16 autocast against its padded self."""
-    from training import lora_config
-
     options = {**PLAIN, "gradient_accumulation_steps": 3, "gradient_checkpointing": True, "router_aux_loss_coef": 1.0}
     common = {"train_dataset": dataset(), "processing_class": tiny.tokenizer()}
     padded = SFTTrainer(small_model("qwen3_moe", num_hidden_layers=2), arguments(SFTConfig, tmp_path, **options),

@@ -20,9 +20,9 @@ COUNT = int(os.environ.get("KILL_POINTS", "4"))
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
+def outcomes(folder):
     """In a process of its own, which forks: this one may have threads."""
-    command = [sys.executable, str(SCRIPT), str(tmp_path_factory.mktemp("kills")), str(COUNT)]
+    command = [sys.executable, str(SCRIPT), str(folder), str(COUNT)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600 + 60 * COUNT)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -7,11 +7,12 @@ from itertools import combinations, permutations
 import pytest
 import tiny
 import torch
+from faults import HalvesGradients, wrap
 from selection import exhaustive, in_turn
 from tiny_models import small_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from trl_packfa import PackedLayout, check, patch
+from trl_packfa import PackedLayout, api, check, patch
 from trl_packfa.errors import ContaminationError
 from trl_packfa.exactness.documents import LONG, LONG_ROWS, SHORT, draw_documents, losses, replacements
 from trl_packfa.exactness.documents import SHAPES as ARRANGEMENTS
@@ -31,11 +32,8 @@ def with_dtype(model, dtype):
 
 def faulty(change):
     """A small Llama, in one layer of which `change(output (B * L, D), layout)` is what attention gives."""
-    model = patch(tiny.model(layers=2))
-    module = model.get_submodule(LAYER)
-    override = vars(module)["forward"]
 
-    def forward(*args, **kwargs):
+    def fault(override, args, kwargs):
         attended, weights = override(*args, **kwargs)
         layout = find_layout((), kwargs)
         if layout is None:
@@ -43,8 +41,7 @@ def faulty(change):
         flat = attended.flatten(0, 1)
         return change(flat, layout).to(flat.dtype).view_as(attended), weights
 
-    module.forward = forward
-    return model
+    return wrap(patch(tiny.model(layers=2)), LAYER, fault)
 
 
 def by_document(change):
@@ -105,18 +102,6 @@ def from_position(flat, layout, first=700):
                       for row in flat.view(layout.rows, layout.row_length, -1) for part in (1, 0)])  # fmt: skip
 
 
-class HalvesGradients(torch.autograd.Function):
-    """Right forwards, half the gradient backwards."""
-
-    @staticmethod
-    def forward(ctx, flat):
-        return flat.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad / 2
-
-
 def backward_if(wanted):
     return lambda flat, layout: HalvesGradients.apply(flat) if wanted(layout) else flat
 
@@ -175,19 +160,17 @@ def test_every_fault_is_seen(fault, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rotation_that_ends_at_position_64_is_seen(dtype):
     model, context = with_dtype(patch(tiny.model(layers=2)), dtype)
-    module, rotary = model.get_submodule(LAYER), model.model.rotary_emb
-    override = vars(module)["forward"]
+    rotary = model.model.rotary_emb
 
-    def forward(*args, **kwargs):
+    def fault(override, args, kwargs):
         layout = find_layout((), kwargs)
         if layout is not None:
             hidden, positions = args[0] if args else kwargs["hidden_states"], layout.position_ids().clamp(max=63)
             kwargs = {**kwargs, "position_embeddings": type(rotary).forward(rotary, hidden, positions)}
         return override(*args, **kwargs)
 
-    module.forward = forward
     with context:
-        report = check(model)
+        report = check(wrap(model, LAYER, fault))
     assert report.verdict == "differs" and report.first_difference.startswith(LAYER), str(report)
 
 
@@ -296,8 +279,6 @@ def test_documents_are_cut_out_of_what_the_model_knows():
 def test_a_check_that_does_not_end_leaves_no_patch(interruption, monkeypatch):
     """An unknown model is patched by what the check finds exact: interrupted, nothing was found."""
     from test_trust import unknown_model
-
-    from trl_packfa import api
 
     def interrupted(model):
         raise interruption

@@ -11,12 +11,15 @@ import tiny
 import torch
 import vision
 import yaml
+from snippets import run_shortened
 from tiny_models import small_model
 from training import FORMATS, built_trainers, rows
 from transformers import AutoConfig
 
 from trl_packfa.bench.arguments import read_arguments
 from trl_packfa.cli.main import main
+from trl_packfa.cli.train import kind_of
+from trl_packfa.trainers.sft.script import train_parser
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 YAMLS = sorted(RECIPES.glob("*.yaml"))
@@ -153,9 +156,6 @@ def test_every_recipe_says_what_it_is_and_how_to_run_it(recipe):
 
 
 def known_arguments(trainer):
-    from trl_packfa.cli.train import kind_of
-    from trl_packfa.trainers.sft.script import train_parser
-
     return {action.dest for action in train_parser(kind_of(["--trainer", trainer]))._actions}
 
 
@@ -211,8 +211,6 @@ def test_a_misspelled_launch_file_is_refused_by_accelerate(tmp_path):
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_every_script_runs(script, tmp_path, monkeypatch, capsys):
     """As written, but for the Hub names and the time that it takes."""
-    from snippets import run_shortened
-
     if "load_in_4bit" in script.read_text():
         pytest.importorskip("bitsandbytes")
     if "sentence_transformers" in script.read_text():

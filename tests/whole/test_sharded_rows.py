@@ -48,11 +48,6 @@ def shared(scenarios, processes=2):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("sharded_rows")
-
-
-@pytest.fixture(scope="module")
 def one(folder):
     """The same runs in this process."""
     scenarios = {**RUNS, **MORE, "full": FULL, "resume": RESUMED}

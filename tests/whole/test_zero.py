@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 from launches import launch_whole
 from selection import IN_FULL, LAUNCHES, chosen
-from test_distributed import LONG, SCRIPT, alone, assert_same
+from test_distributed import LONG, SCRIPT, alone, assert_refused_by_all, assert_same
 from tolerance import assert_trajectory
 
 pytestmark = [
@@ -49,11 +49,6 @@ FAULTS = chosen(FAULTS, "shared, gradients")
 def same_run(name):
     """Return the name of the run of one process that has the same losses: "step, full" of "step, full, ZeRO-2"."""
     return ", ".join(name.split(", ")[:2])
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("zero3")
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +118,4 @@ def test_evaluation_needs_no_training_before(one, two):
 @pytest.mark.parametrize(("name", "found"), [("leak", "leak: "), ("gradients", "gradient")])
 def test_all_ranks_refuse_what_one_rank_finds(two, name, found):
     """The negative controls: on rank 1, documents that see each other, and gradients that packing changes."""
-    messages = two[name]
-    assert messages[0] == messages[1]
-    assert "rank 1 of 2: packing is not exact on this model" in messages[0] and found in messages[0]
-    assert messages[0].endswith("at step 0")
+    assert_refused_by_all(two[name], found)

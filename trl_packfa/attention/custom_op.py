@@ -55,7 +55,7 @@ def attend_in_graph(
     return torch.ops.trl_packfa.attend(
         *cast_to_autocast_dtype(query, key, value),
         call.sinks,
-        layout.queries.sizes.offsets,
+        layout.queries.sizes[0],
         backend.name,
         call.scaling,
         call.sliding_window,
@@ -64,9 +64,8 @@ def attend_in_graph(
 
 
 def _traced(layout: PackedLayout, tokens: torch.Tensor) -> Any:
-    sizes = layout.sizes
-    longest, documents = sizes.longest.shape[0] - 1, sizes.offsets.shape[0] - 1
-    return _TracedLayout(layout.cu_seqlens, longest, tokens.shape[0], documents)
+    offsets, longest = layout.sizes
+    return _TracedLayout(layout.cu_seqlens, longest.shape[0] - 1, tokens.shape[0], offsets.shape[0] - 1)
 
 
 @outside_of_graphs

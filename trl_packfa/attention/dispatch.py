@@ -63,16 +63,11 @@ class BackendChoice:
         with a bias, or is longer than the sliding window; if a row cannot be shared by so many processes.
         """
         if layout.shard is not None:
-            return self._attend_sharded(query, key, value, layout, arguments)
+            return attend_sharded(self.attend, query, key, value, layout, arguments)
         out = self._attend_causally((query, key, value), layout, arguments)
         if layout.blocks is None or layout.block_attention(arguments.sliding_window) is None:
             return out
         return self._attend_to_blocks(out, (query, key, value), layout, arguments)
-
-    # Outside of graphs, as they cannot hold the exchange between processes.
-    @outside_of_graphs
-    def _attend_sharded(self, *call: Any) -> torch.Tensor:
-        return attend_sharded(self.attend, *call)
 
     # Outside of graphs, as the blocks are those of this batch.
     @outside_of_graphs

@@ -20,15 +20,15 @@ from torch import distributed
 from ..errors import PackingError
 from ..layout import PackedLayout
 from ..layout.shard import RowShard
+from ..runtime.compile import outside_of_graphs
 from .base import AttentionArguments
 
 Attend: TypeAlias = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, PackedLayout, AttentionArguments], torch.Tensor
 ]
 
-Move: TypeAlias = Callable[[torch.Tensor, RowShard], torch.Tensor]
 
-
+@outside_of_graphs  # they cannot hold the exchange between processes
 def attend_sharded(
     attend: Attend,
     query: torch.Tensor,
@@ -57,37 +57,36 @@ def attend_sharded(
     repeats = math.lcm(key.shape[1], shard.size) // key.shape[1]
     if repeats > 1:
         key, value = (heads.repeat_interleave(repeats, dim=1) for heads in (key, value))
-    query, key, value = (_Exchange.apply(heads, shard, _to_heads, _to_tokens) for heads in (query, key, value))
-    return _Exchange.apply(attend(query, key, value, layout.whole, arguments), shard, _to_tokens, _to_heads)
-
-
-class _Exchange(torch.autograd.Function):
-    """Autograd function of an exchange between `(t, N * h, H)` and `(T, h, H)`; its backward is the exchange back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, shard: RowShard, there: Move, back: Move) -> torch.Tensor:
-        ctx.shard, ctx.back = shard, back
-        return there(x, shard)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return ctx.back(grad, ctx.shard), None, None, None
+    query, key, value = (_to_heads(tokens, shard) for tokens in (query, key, value))
+    return _to_tokens(attend(query, key, value, layout.whole, arguments), shard)
 
 
 def _to_heads(tokens: torch.Tensor, shard: RowShard) -> torch.Tensor:
     # (t, N * h, H) is sent as N parts of h heads; part i received has the tokens of process i.
     parts = tokens.unflatten(1, (shard.size, -1)).transpose(0, 1)
-    return _exchanged(parts, shard).flatten(0, 1)
+    return _Exchange.apply(parts, shard).flatten(0, 1)  # type: ignore[union-attr]
 
 
 def _to_tokens(heads: torch.Tensor, shard: RowShard) -> torch.Tensor:
     # (T, h, H) is sent as N parts of t tokens; part i received has the heads of process i.
     parts = heads.unflatten(0, (shard.size, -1))
-    return _exchanged(parts, shard).transpose(0, 1).flatten(1, 2)
+    return _Exchange.apply(parts, shard).transpose(0, 1).flatten(1, 2)  # type: ignore[union-attr]
+
+
+class _Exchange(torch.autograd.Function):
+    """Autograd function that sends part i of `(N, ...)` to process i; its backward sends the gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, shard: RowShard) -> torch.Tensor:
+        ctx.shard = shard
+        return _exchanged(parts, shard)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _exchanged(grad, ctx.shard), None
 
 
 def _exchanged(parts: torch.Tensor, shard: RowShard) -> torch.Tensor:
-    """Send part i of `(N, ...)` to process i, and return the parts that the processes sent to this one."""
     sent = parts.contiguous()
     received = torch.empty_like(sent)
     # As bytes: numbers are moved, not computed with, and gloo knows few dtypes.

@@ -45,21 +45,13 @@ _SILU = (nn.SiLU, SiLUActivation)
 
 
 class LigerKernels(NamedTuple):
-    """The functions of `liger_kernel.ops` on this machine.
-
-    Attributes:
-        version (`str`): version of the package.
-        rms_norm (`type[Function]`): RMSNorm of `(..., D)`.
-        rope (`type[Function]`): rotation of queries and keys `(B, heads, L, H)`, which overwrites them.
-        swiglu_forward (`Callable`): maps `(gate, up)`, `(T, I)` each, to both and `silu(gate) * up`.
-        swiglu_backward (`Callable`): maps `(gate, up, gradient)` to the gradients and overwrites `gate` and `up`.
-    """
+    """The functions of `liger_kernel.ops` on this machine."""
 
     version: str
-    rms_norm: type[Function]
-    rope: type[Function]
-    swiglu_forward: Callable[..., Any]
-    swiglu_backward: Callable[..., Any]
+    rms_norm: type[Function]  # of `(..., D)`
+    rope: type[Function]  # rotates queries and keys `(B, heads, L, H)`, and overwrites them
+    swiglu_forward: Callable[..., Any]  # `(gate, up)`, `(T, I)` each, to both and `silu(gate) * up`
+    swiglu_backward: Callable[..., Any]  # `(gate, up, gradient)` to the gradients; overwrites `gate` and `up`
 
 
 def liger_kernels() -> LigerKernels | None:

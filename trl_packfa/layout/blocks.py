@@ -24,15 +24,12 @@ Block: TypeAlias = tuple[int, int]
 class Blocks(NamedTuple):
     """The blocks of a packed row, for layers without a sliding window and for layers with one.
 
-    Gemma 4 has blocks in its sliding layers only, Gemma 3 in all layers.
-
-    Attributes:
-        full (`tuple[tuple[int, int], ...]`), sliding (`tuple[tuple[int, int], ...]`): the blocks, in order.
-        joined (`bool`): whether the blocks of one document see each other, as all images of a row do in Molmo 2.
+    Gemma 4 has blocks in its sliding layers only, Gemma 3 in all layers. Both tuples are in order.
     """
 
     full: tuple[Block, ...]
     sliding: tuple[Block, ...]
+    # Whether the blocks of one document see each other, as all images of a row do in Molmo 2.
     joined: bool = False
 
     def of_window(self, sliding_window: int | None) -> tuple[Block, ...]:
@@ -58,39 +55,23 @@ class Blocks(NamedTuple):
         return self.sliding
 
 
-class BlockPlan(NamedTuple):
-    """The copies that make queries and keys of a call for the blocks of a row.
+def plan_blocks(
+    blocks: Sequence[Block], lengths: Sequence[int], device: torch.device | str = "cpu", *, joined: bool = False
+) -> tuple[TokenGather, TokenGather, tuple[int, ...], tuple[int, ...]]:
+    """Plan the call for these blocks in a row of documents of these `lengths` (tokens).
+
+    Return the copies that make its queries, the tokens of the blocks, and its keys: for each block the tokens from its
+    document's beginning to the block's end. Then return the number of both, for each block. If `joined`, the blocks of
+    one document see each other: the keys are also the tokens of the document's later blocks. Raise [`InvalidLayout`]
+    if a block is empty or crosses the end of its document.
 
     The example has documents of 6 and 3 tokens; tokens 2 and 3 are a block:
 
     ```python
-    >>> plan = plan_blocks([(2, 4)], [6, 3])
-    >>> plan.queries.index, plan.keys.index
-    (tensor([2, 3]), tensor([0, 1, 2, 3]))
-    >>> plan.query_lengths, plan.key_lengths
-    ((2,), (4,))
+    >>> queries, keys, *lengths = plan_blocks([(2, 4)], [6, 3])
+    >>> queries.index, keys.index, lengths
+    (tensor([2, 3]), tensor([0, 1, 2, 3]), [(2,), (4,)])
     ```
-
-    Attributes:
-        queries ([`TokenGather`]): the tokens of the blocks.
-        keys ([`TokenGather`]): for each block the tokens from its document's beginning to the block's end, and the
-            tokens of the document's later blocks if the blocks are joined.
-        query_lengths (`tuple[int, ...]`), key_lengths (`tuple[int, ...]`): number of both, for each block.
-    """
-
-    queries: TokenGather
-    keys: TokenGather
-    query_lengths: tuple[int, ...]
-    key_lengths: tuple[int, ...]
-
-
-def plan_blocks(
-    blocks: Sequence[Block], lengths: Sequence[int], device: torch.device | str = "cpu", *, joined: bool = False
-) -> BlockPlan:
-    """Plan the call for these blocks in a row of documents of these `lengths` (tokens).
-
-    If `joined`, the blocks of one document see each other. Raise [`InvalidLayout`] if a block is empty or crosses the
-    end of its document.
     """
     # For each block the intervals of its keys.
     spans: list[list[Block]] = []
@@ -106,7 +87,7 @@ def plan_blocks(
         start += length
     if waiting:
         raise _not_inside(waiting[0], lengths)
-    return BlockPlan(
+    return (
         TokenGather.of_spans(blocks, start, device),
         TokenGather.of_spans([span for keys in spans for span in keys], start, device),
         tuple(stop - first for first, stop in blocks),

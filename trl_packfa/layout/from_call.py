@@ -139,32 +139,27 @@ def _require_fit(layout: Any, shape: tuple[int, int]) -> PackedLayout:
 def _from_position_ids(call: dict[str, Any], shape: tuple[int, int]) -> PackedLayout | None:
     """Make a layout from `position_ids` alone; `None` for padding or one document in each row."""
     position_ids, mask = call.get("position_ids"), call.get("attention_mask")
-    if position_ids is None or not shape[1]:
-        return None
-    host = host_positions(position_ids, shape)
+    host = None if position_ids is None or not shape[1] else host_positions(position_ids, shape)
     if host is None:
         return None
-    starts = torch.ones(shape, dtype=torch.bool)
-    # For positions [0, 1, 2, 0, 1] the tokens 0 and 3 begin a document: starts [1, 0, 0, 1, 0].
-    starts[:, 1:] = host[:, 1:] != host[:, :-1] + 1
+    layout = PackedLayout.from_position_ids(host)
     # One document in each row has no boundary, and positions may begin anywhere, as when `generate()` continues.
-    if int(starts.sum()) == shape[0]:
+    if layout.num_documents == shape[0]:
         return None
     if mask is not None and not is_ones(mask):
         refuse_restarts_under_padding(host, mask)
         return None
     # Tokenizers return a mask without zeros for a single text. It hides nothing, so positions decide.
-    layout = PackedLayout.from_position_ids(host)
-    _require_common_start(host, starts)
-    return layout.to(position_ids.device)
+    _require_common_start(host, layout.cu_seqlens[:-1].long())
+    return layout.to(call["position_ids"].device)
 
 
 def _require_common_start(host: torch.Tensor, starts: torch.Tensor) -> None:
     """Refuse documents that begin at different positions: transformers' two rules disagree about their boundaries."""
-    first = host[starts]
+    first = host.flatten()[starts]
     odd = (first != first[0]).nonzero().flatten()
     if len(odd):
-        row, column = starts.nonzero()[odd[0]].tolist()
+        row, column = divmod(int(starts[odd[0]]), host.shape[1])
         raise InvalidLayout(
             f"position_ids alone do not tell where documents begin: row {row} holds position {int(host[row, column])} "
             f"at token {column}, the first document begins at {int(first[0])}.",

@@ -20,7 +20,6 @@ import torch
 
 from ..errors import InvalidLayout
 from .blocks import Blocks, plan_blocks
-from .offsets import LayoutSizes, offsets_of
 from .prefix_tree import PrefixTree
 from .shard import RowShard
 from .shared_prefix import TokenGather, require_prefixes, visible_segments
@@ -190,7 +189,7 @@ class PackedLayout:
                 why=["kernels take offsets as int32"],
             )
         numbered = None if documents is None else tuple(map(tuple, documents))
-        return cls(offsets_of(lengths).to(device), lengths, rows, padding, numbered)
+        return cls(_offsets(lengths).to(device), lengths, rows, padding, numbered)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: torch.Tensor, *, rows: int = 1) -> PackedLayout:
@@ -285,11 +284,9 @@ class PackedLayout:
         key, blocks = ("blocks", sliding_window), () if self.blocks is None else self.blocks.of_window(sliding_window)
         if blocks and key not in self.memo:
             device, joined = self.cu_seqlens.device, self.blocks is not None and self.blocks.joined
-            plan = plan_blocks(blocks, self.lengths, device, joined=joined)
-            queries, keys = (
-                PackedLayout.from_lengths(n, device=device) for n in (plan.query_lengths, plan.key_lengths)
-            )
-            self.memo[key] = plan.queries, AttentionLayout(queries, keys, causal=False, key_gather=plan.keys)
+            gather, key_gather, *lengths = plan_blocks(blocks, self.lengths, device, joined=joined)
+            queries, keys = (PackedLayout.from_lengths(n, device=device) for n in lengths)
+            self.memo[key] = gather, AttentionLayout(queries, keys, causal=False, key_gather=key_gather)
         return self.memo.get(key)
 
     def with_blocks(self, blocks: Blocks) -> PackedLayout:
@@ -325,9 +322,13 @@ class PackedLayout:
         return whole / sum(n**2 / 2 if n == m else n * m for n, m in pairs)
 
     @cached_property  # every layer reads it
-    def sizes(self) -> LayoutSizes:
-        """The sizes of this layout that a compiled graph may read."""
-        return LayoutSizes(offsets_of(self.lengths), torch.empty(max(self.lengths) + 1, 0))
+    def sizes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Offsets `(S + 1,)`, int32, and a tensor `(max_seqlen + 1, 0)`: lengths as sizes on the host, for graphs.
+
+        torch.compile recompiles for every new Python int, but sizes of tensors may be dynamic. It also makes separate
+        graphs for sizes 0 and 1, so each size here is a length plus one.
+        """
+        return _offsets(self.lengths), torch.empty(max(self.lengths) + 1, 0)
 
     @cached_property  # every call reads it
     def graph_tensors(self) -> tuple[torch.Tensor, ...]:
@@ -384,3 +385,10 @@ class PackedLayout:
         `to(device, non_blocking=True)` then does not make the host wait. torch's data loaders call this method.
         """
         return replace(self, cu_seqlens=self.cu_seqlens.pin_memory(), memo={})
+
+
+def _offsets(lengths: tuple[int, ...]) -> torch.Tensor:
+    """Return the start of each segment and the end of the last one, int32, shape `(S + 1,)`."""
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    torch.cumsum(torch.tensor(lengths, dtype=torch.int32), dim=0, out=offsets[1:])
+    return offsets

@@ -52,19 +52,13 @@ class PaddedRows:
     tensor([[0, 1, 1, 1, 0],
             [1, 1, 1, 1, 1]])
     ```
-
-    Args:
-        shape (`tuple[int, int]`):
-            Shape of the batch, `(B, L)`.
-        starts (`tuple[int, ...]`), lengths (`tuple[int, ...]`):
-            First column and number of tokens of each row, on the host. A row of only pads has a length of 0.
-        widths (`tuple[int, ...]`, *optional*):
-            Length of each row in the padded run, if the step was re-cut. In any other batch it is L.
     """
 
-    shape: tuple[int, int]
+    shape: tuple[int, int]  # of the batch, `(B, L)`
+    # First column and number of tokens of each row, on the host. A row of only pads has a length of 0.
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
+    # Length of each row in the padded run, if the step was re-cut. In any other batch it is L.
     widths: tuple[int, ...] | None = None
     # Index and layout for each device. Calls under `torch.inference_mode()` have their own: autograd does not accept
     # tensors that were made there.

@@ -23,16 +23,10 @@ class PrefixTree(NamedTuple):
     >>> tree.segments, tree.documents, tree.num_tokens, tree.saved
     ((3, 1, 2), ((0, 1), (0, 2)), 6, 3)
     ```
-
-    Args:
-        segments (`tuple[int, ...]`):
-            Lengths of the segments in tokens.
-        documents (`tuple[tuple[int, ...], ...]`):
-            The segment numbers of each document, see [`PackedLayout`].
     """
 
-    segments: tuple[int, ...]
-    documents: tuple[tuple[int, ...], ...]
+    segments: tuple[int, ...]  # lengths in tokens
+    documents: tuple[tuple[int, ...], ...]  # segment numbers, see [`PackedLayout`]
 
     @classmethod
     def of(cls, documents: Sequence[np.ndarray], *, shortest: int = SHORTEST) -> PrefixTree:

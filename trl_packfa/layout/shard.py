@@ -15,18 +15,11 @@ from ..errors import InvalidConfig
 
 @dataclass(frozen=True, eq=False)
 class RowShard:
-    """One of N equal parts of a row's tokens: rank r of the group holds tokens `r * T / N` to `(r + 1) * T / N`.
+    """One of N equal parts of a row's tokens: rank r of the group holds tokens `r * T / N` to `(r + 1) * T / N`."""
 
-    Args:
-        rank (`int`), size (`int`):
-            This process's number in its group, and the number of processes N.
-        group (`torch.distributed.ProcessGroup`, *optional*):
-            The processes that share the row. Without it nothing can be exchanged.
-    """
-
-    rank: int
-    size: int
-    group: distributed.ProcessGroup | None = None
+    rank: int  # this process's number in its group
+    size: int  # the number of processes N
+    group: distributed.ProcessGroup | None = None  # without it nothing can be exchanged
 
     @classmethod
     def of(cls, group: distributed.ProcessGroup | distributed.DeviceMesh) -> RowShard:

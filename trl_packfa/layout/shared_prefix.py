@@ -44,23 +44,14 @@ class TokenGather:
     >>> gather.first, gather.again
     ((Span(start=0, place=0, length=5), Span(start=5, place=8, length=1)), (Span(start=0, place=5, length=3),))
     ```
-
-    Args:
-        index (`torch.Tensor`):
-            Index in the row of each copy, int64, `(P,)`.
-        first_index (`torch.Tensor`):
-            Index among the copies of the first copy of each token, int64, `(T,)`.
-        first (`tuple[Span, ...]`), again (`tuple[Span, ...]`):
-            The first copy of each token, and all further copies, as spans of neighbouring tokens.
-        num_tokens (`int`):
-            Number of the row's tokens, T.
     """
 
-    index: torch.Tensor
-    first_index: torch.Tensor
+    index: torch.Tensor  # of each copy in the row, int64, `(P,)`
+    first_index: torch.Tensor  # of the first copy of each token among the copies, int64, `(T,)`
+    # The first copy of each token, and all further copies, as spans of neighbouring tokens.
     first: tuple[Span, ...]
     again: tuple[Span, ...]
-    num_tokens: int
+    num_tokens: int  # of the row, T
 
     @classmethod
     def of_segments(

@@ -32,13 +32,9 @@ class SharedRows(PaddedRows):
     >>> shared.take(torch.tensor([[5, 6, 7, 8, 0], [5, 6, 7, 9, 9]]))
     tensor([[5, 6, 7, 8, 9, 9]])
     ```
-
-    Args:
-        segments (`tuple[int, ...]`), documents (`tuple[tuple[int, ...], ...]`):
-            Lengths of the segments, and the segments of each document, see [`PackedLayout`]; there is a document for
-            each row that has tokens.
     """
 
+    # As in [`PackedLayout`]; there is a document for each row that has tokens.
     segments: tuple[int, ...] = ()
     documents: tuple[tuple[int, ...], ...] = ()
 

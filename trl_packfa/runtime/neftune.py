@@ -23,16 +23,12 @@ from .compile import outside_of_graphs
 
 
 class EmbeddingNoise:
-    """Forward hook of the embedding that replaces transformers' own hook while a packed run trains.
-
-    Attributes:
-        alpha (`float`): `neftune_noise_alpha`.
-        lengths (`torch.Tensor` or `None`): for each token of the next call the length of its padded row, `(B, L)`, or
-            one length for all tokens; `None` for a batch that is not packed.
-    """
+    """Forward hook of the embedding that replaces transformers' own hook while a packed run trains."""
 
     def __init__(self, alpha: float) -> None:
-        self.alpha = alpha
+        self.alpha = alpha  # `neftune_noise_alpha`
+        # For each token of the next call the length of its padded row, `(B, L)`, or one length for all tokens; `None`
+        # for a batch that is not packed.
         self.lengths: torch.Tensor | None = None
 
     @outside_of_graphs

@@ -50,9 +50,7 @@ class Override:
 class NamedOverride(Override):
     """An override that reads its call's arguments by name.
 
-    Attributes:
-        names (`tuple[str, ...]`): names of the parameters of the class's forward.
-        takes_any (`bool`): whether that forward takes further keywords.
+    `names` are those of the parameters of the class's forward. It takes further keywords if `takes_any`.
     """
 
     def __init__(self, module: nn.Module, original: Callable[..., Any] | None = None) -> None:

@@ -11,8 +11,7 @@ Shape letters: B rows, L row length, T packed tokens (B * L), G documents of a g
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -67,10 +66,11 @@ def _take_apart(
     groups, place = _groups(layout, tensors[0].device)
     calls = []
     for index_GM in groups:
-        mask = _CausalMask(index_GM.shape[1], sliding_window, dtype, index_GM.device)
+        longest = index_GM.shape[1]
+        # Its size is quadratic in their length, so it is made only if a call has an empty mask to replace.
+        mask = cache(partial(_causal_mask, longest, sliding_window, dtype, index_GM.device))
         positional = tuple(_take(value, index_GM, layout, mask) for value in args)
         named = {name: _take(value, index_GM, layout, mask) for name, value in kwargs.items()}
-        longest = index_GM.shape[1]
         named |= {name: kwargs[name][:longest, :longest] for name in _DISTANCES if kwargs.get(name) is not None}
         calls.append((positional, named))
     return calls, [tuple(index.shape) for index in groups], place
@@ -111,35 +111,20 @@ def _groups(layout: PackedLayout, device: torch.device) -> tuple[list[torch.Tens
     return layout.memo["groups", device]
 
 
-@dataclass(frozen=True)
-class _CausalMask:
-    """The causal mask that is added to the scores of a group's documents.
-
-    Its size is quadratic in their length, so it is made only if a call has an empty mask to replace.
-    """
-
-    length: int
-    sliding_window: int | None
-    dtype: torch.dtype
-    device: torch.device
-
-    @cached_property
-    def tensor(self) -> torch.Tensor:
-        """The mask, of shape `(length, length)`."""
-        # The dtype's lowest number, not -inf, as in transformers' own masks.
-        shape, lowest = (self.length, self.length), torch.finfo(self.dtype).min
-        hidden = torch.full(shape, lowest, dtype=self.dtype, device=self.device)
-        window = self.sliding_window
-        # With a window of 2, `tril(-2)` hides keys 0 and 1 from query 3, so it sees keys 2 and 3.
-        return hidden.triu(1) if window is None else hidden.triu(1) + hidden.tril(-window)
+def _causal_mask(length: int, sliding_window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Make the mask `(length, length)` that is added to the scores of a group's documents."""
+    # The dtype's lowest number, not -inf, as in transformers' own masks.
+    hidden = torch.full((length, length), torch.finfo(dtype).min, dtype=dtype, device=device)
+    # With a window of 2, `tril(-2)` hides keys 0 and 1 from query 3, so it sees keys 2 and 3.
+    return hidden.triu(1) if sliding_window is None else hidden.triu(1) + hidden.tril(-sliding_window)
 
 
-def _take(value: Any, index_GM: torch.Tensor, layout: PackedLayout, mask: _CausalMask) -> Any:
+def _take(value: Any, index_GM: torch.Tensor, layout: PackedLayout, mask: Callable[[], torch.Tensor]) -> Any:
     """Return a group's part of an argument."""
     if isinstance(value, (tuple, list)):
         return type(value)(_take(item, index_GM, layout, mask) for item in value)
     if is_empty_mask(value):
-        mask_MM = mask.tensor
+        mask_MM = mask()
         return mask_MM.expand(index_GM.shape[0], *(1,) * (value.dim() - 3), *mask_MM.shape)
     if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] != layout.row_length:
         return value

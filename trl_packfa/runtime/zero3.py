@@ -47,14 +47,9 @@ def is_engine(model: nn.Module) -> bool:
 class GradientParts:
     """Collector of gradients that keeps this rank's part of each: every `world`th element.
 
-    All ranks make the same gradients here, so the parts need not be added up over ranks. Whole gradients may not fit
-    into memory.
-
-    Args:
-        parameters (`Sequence[torch.nn.Parameter]`):
-            Those whose gradients are taken, and removed from `.grad`.
-        shard ([`RowShard`], *optional*):
-            The ranks that share a row. Their gradients differ, and the mean over them is taken.
+    All ranks make the same gradients here, so the parts need not be added up over ranks. Gradients of ranks that share
+    a row (`shard`) differ, and their mean is taken. Whole gradients may not fit into memory: they are removed from
+    `.grad`.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], shard: RowShard | None = None) -> None:

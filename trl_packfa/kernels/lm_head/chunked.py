@@ -11,16 +11,18 @@ Shape letters: B rows, L row length, P trained positions, D model dim, V vocabul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...runtime.autocast import HALF, autocast_dtype, outside_autocast
 from ...runtime.compile import around_graphs, outside_of_graphs
-from ...runtime.override import forward_signature
+from ...runtime.override import Override, forward_signature
 from ...runtime.zero3 import is_in_parts
 
 if TYPE_CHECKING:
@@ -33,11 +35,11 @@ _TILE, _TILE_IN_HALF = 16 * 1024**2, 4 * 1024**2
 _FEWEST = 128
 
 
-class Head:
-    """A forward of a causal LM with TRL's fused head that replaces another `forward` and keeps it."""
+class Head(Override):
+    """A forward of a causal LM with TRL's fused head."""
 
-    def __init__(self, module: PreTrainedModel, forward: Callable[..., Any]) -> None:
-        self.module, self.forward = module, forward
+    def __init__(self, module: nn.Module, original: Callable[..., Any] | None = None) -> None:
+        super().__init__(module, original)
         self.__signature__ = forward_signature(module)
 
 
@@ -45,52 +47,57 @@ def undo_head(module: Any) -> None:
     """Restore the forward that a causal LM had before it got a [`Head`]."""
     head = vars(module).get("forward")
     if isinstance(head, Head):
-        module.forward = head.forward
+        module.forward = head.original
 
 
-class TrainedHead(Head):
-    """A forward of a causal LM that scores trained positions only in calls with `fused_lm_head=True`.
+class ScoringHead(Head):
+    """A forward of a causal LM that scores labelled positions only in calls with `fused_lm_head=True`.
 
-    Args:
-        module (`PreTrainedModel`):
-            The causal LM, with TRL's fused head.
-        forward (`Callable`):
-            Its forward, which runs all other calls. It also runs if the head is sharded or quantized, or if experts'
-            losses need router logits.
-
-    Attributes:
-        measures (`bool`): whether entropy and accuracy are computed; if not, they are zeros.
+    The replaced forward runs all other calls. It also runs if the head is sharded or quantized, or if experts' losses
+    need router logits.
     """
 
-    def __init__(self, module: PreTrainedModel, forward: Callable[..., Any]) -> None:
-        super().__init__(module, forward)
-        self.transform, self.measures = Transform.of(module.config), True
+    _scores: Callable[
+        ..., Any
+    ]  # hidden states `(P, D)`, weight, bias and labels `(P,)` to a score `(P,)` for each name
+    backbone = "base_model"  # the attribute of the causal LM that holds it
+    names: tuple[str, ...] = ("log_probs", "entropy", "is_top1")
 
     @around_graphs
     def __call__(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         """Run the forward. With `fused_lm_head`, return TRL's output type."""
         if not fused_lm_head:
-            return self.forward(*args, **kwargs)
+            return self.call_original(*args, **kwargs)
         if not self._serves(kwargs):
-            return self.forward(*args, fused_lm_head=True, **kwargs)
+            return self.call_original(*args, fused_lm_head=True, **kwargs)
         labels = (kwargs.pop("labels", None), kwargs.pop("shift_labels", None))
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         kwargs["use_cache"] = False
-        hidden_BLD = self.module.base_model(*args, **kwargs).last_hidden_state
-        return self._score(hidden_BLD, labels, num_items_in_batch)
+        with self._autocast():
+            hidden_BLD = getattr(self.module, self.backbone)(*args, **kwargs).last_hidden_state
+            return self._score(hidden_BLD, labels, num_items_in_batch)
 
     @outside_of_graphs
     def _serves(self, kwargs: dict[str, Any]) -> bool:
-        head: Any = self.module.get_output_embeddings()
-        return can_be_scored(self.module, kwargs) and self._is_for(head.weight, getattr(head, "bias", None))
+        module: Any = self.module
+        head = module.get_output_embeddings()
+        weight: Any = getattr(head, "weight", None)
+        if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
+            return False
+        sharded = isinstance(weight, DTensor) or is_in_parts(weight)
+        by_config = getattr(module.config.get_text_config(), "output_router_logits", False)
+        if sharded or kwargs.get("output_router_logits", by_config):
+            return False
+        return self._is_for(weight, getattr(head, "bias", None))
 
     def _is_for(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-        return lacks_triton(weight)
+        """Tell whether TRL has no Triton kernel for a head on this device."""
+        return weight.device.type not in ("cuda", "xpu")
 
-    def _scores(self, *inputs: Any) -> Any:
-        return TrainedLogProbs.apply(*inputs)
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
-    # The number of trained positions differs in every batch, so this runs outside of graphs.
+    # The number of labelled positions differs in every batch, so this runs outside of graphs.
     @outside_of_graphs
     def _score(
         self,
@@ -98,28 +105,23 @@ class TrainedHead(Head):
         labels: tuple[torch.Tensor | None, torch.Tensor | None],
         num_items_in_batch: torch.Tensor | int | None,
     ) -> FusedCausalLMOutput:
-        head: Any = self.module.get_output_embeddings()
+        module: Any = self.module
+        head = module.get_output_embeddings()
         hidden_BLD, labels_BL = (tensor.to(head.weight.device) for tensor in aligned(hidden_BLD, *labels))
         mask = labels_BL != -100
-        inputs = (hidden_BLD[mask], head.weight, head.bias, labels_BL[mask])
-        scores = self._scores(*inputs, self.transform, self.measures)
-        return scored(mask, scores, num_items_in_batch)
+        scores = self._scores(hidden_BLD[mask], head.weight, head.bias, labels_BL[mask])
+        return scored(mask, scores, num_items_in_batch, names=self.names)
 
 
-def can_be_scored(module: Any, kwargs: dict[str, Any]) -> bool:
-    """Tell whether a call's trained positions can be scored here: the causal LM's head is neither sharded nor
-    quantized, and no experts' losses need router logits."""
-    weight: Any = getattr(module.get_output_embeddings(), "weight", None)
-    by_config = getattr(module.config.get_text_config(), "output_router_logits", False)
-    if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
-        return False
-    sharded = isinstance(weight, DTensor) or is_in_parts(weight)
-    return not (sharded or kwargs.get("output_router_logits", by_config))
+class TrainedHead(ScoringHead):
+    """A [`ScoringHead`] that multiplies with the head once. Without `measures`, entropy and accuracy are zeros."""
 
+    def __init__(self, module: PreTrainedModel, original: Callable[..., Any]) -> None:
+        super().__init__(module, original)
+        self.transform, self.measures = Transform.of(module.config), True
 
-def lacks_triton(weight: torch.Tensor) -> bool:
-    """Tell whether TRL has no Triton kernel for a head on this device."""
-    return weight.device.type not in ("cuda", "xpu")
+    def _scores(self, *inputs: Any) -> Any:
+        return TrainedLogProbs.apply(*inputs, self.transform, self.measures)
 
 
 def aligned(
@@ -281,10 +283,8 @@ class Chunks:
 class Chunk:
     """The scores of one chunk of logits `(n, V)` with targets `(n, 1)`. It overwrites float32 logits.
 
-    A pass over a chunk costs 2 to 8 % of its product with a head of 512 features, so there are few passes.
-
-    Attributes:
-        log_prob, entropy, is_top1 (`torch.Tensor`): `(n,)`, the last two if `measures`.
+    These are `log_prob`, and if `measures` `entropy` and `is_top1`, `(n,)` each. A pass over a chunk costs 2 to 8 % of
+    its product with a head of 512 features, so there are few passes.
     """
 
     def __init__(

@@ -77,13 +77,10 @@ def positions_per_tile(words: int) -> int:
 
 
 class FrozenHead(TrainedHead):
-    """A forward of a causal LM that computes `fused_lm_head=True` with a frozen head on CUDA in two products.
-
-    TRL's head runs if the head trains, is sharded or quantized, or if experts' losses need router logits.
-    """
+    """A [`TrainedHead`] for a frozen head on CUDA, in two products. The replaced forward runs if the head trains."""
 
     def _scores(self, *inputs: Any) -> Any:
-        return FrozenLogProbs.apply(*inputs)
+        return FrozenLogProbs.apply(*inputs, self.transform, self.measures)
 
     def _is_for(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
         trains = weight.requires_grad or (bias is not None and bias.requires_grad)

@@ -42,11 +42,7 @@ def decide(module: nn.Module) -> Projection | None:
 class Decision:
     """The decision that a layer can be fused, with its projection and the objects that the decision depends on.
 
-    Args:
-        module (`torch.nn.Module`): a layer for which [`unsupported_reason`] returns `None`.
-
-    Attributes:
-        projection ([`Projection`]): the weights and options of the layer.
+    [`unsupported_reason`] must be `None` for the layer.
     """
 
     def __init__(self, module: nn.Module) -> None:

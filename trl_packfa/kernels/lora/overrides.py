@@ -25,7 +25,7 @@ from .activated import ActivatedLoraOverride, Invocations, activated_layers
 from .decisions import decide
 from .in_graphs import project_in_graph
 from .products import ProjectTogether, gated_mlp
-from .projections import Projection, compute_dtype, is_adapted, output_dtype, read, unsupported_reason
+from .projections import Projection, compute_dtype, factors_of, is_adapted, output_dtype, read, unsupported_reason
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
 # Hooks that torch calls for every module. torch 2.6 has no function that returns them.
@@ -49,11 +49,7 @@ class AdaptedLinearOverride(ActivatedLoraOverride):
 class GatedMLPOverride(Override):
     """A gated MLP with LoRA layers, computed as one function.
 
-    Args:
-        module (`torch.nn.Module`):
-            The MLP.
-        by_liger (`bool`):
-            Whether Liger's kernels compute the activation and the product with it, if they can.
+    `by_liger` lets Liger's kernels compute the activation and the product with it, if they can.
     """
 
     def __init__(self, module: nn.Module, *, by_liger: bool) -> None:
@@ -174,12 +170,8 @@ def _project(modules: Sequence[nn.Module], x: torch.Tensor) -> tuple[torch.Tenso
         return tuple(part.view(*x.shape[:-1], -1) for part in parts)
     outs = [output_dtype(x, projection) for projection in projections]
     with torch.autocast(x.device.type, enabled=False):
-        results = ProjectTogether.apply(x.flatten(0, -2), projections, dtype, outs, *_adapters(projections))
+        results = ProjectTogether.apply(x.flatten(0, -2), projections, dtype, outs, *factors_of(projections))
     return tuple(result.view(*x.shape[:-1], -1) for result in results)
-
-
-def _adapters(projections: Sequence[Projection]) -> list[torch.Tensor | None]:
-    return [factor for projection in projections for factor in (projection.lora_A, projection.lora_B)]
 
 
 def _can_be_repeated(activation: nn.Module) -> bool:

@@ -18,41 +18,11 @@ from torch.autograd.function import once_differentiable
 from ...runtime.autocast import outside_autocast
 from ..liger import DTYPES, is_last_backward, swiglu, swiglu_gradients, takes
 from .layers import Layers, chunk_size, chunks
-from .projections import Projection
+from .projections import Projection, factors_of
 
 # Arguments of [`_GatedMLP`] between its input and its adapters.
 _OPTIONS = 7
 Activation = Callable[[torch.Tensor], torch.Tensor]
-
-
-class _Gated:
-    """`activation(gate) * up` of a chunk of tokens `(T, I)`, and its gradients."""
-
-    def __init__(self, activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> None:
-        self.gate, self.up = gate.detach().requires_grad_(), up
-        with torch.enable_grad():
-            self.active = activation(self.gate)
-        self.product = self.active.detach() * up
-
-    def gradients(self, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the gradients of gate and up from the gradient of the product, which is overwritten."""
-        (grad_gate,) = torch.autograd.grad(self.active, self.gate, self.up * grad)
-        return grad_gate, grad.mul_(self.active.detach())
-
-
-class _GatedByLiger:
-    """`silu(gate) * up` of a chunk of tokens `(T, I)` by Liger, and its gradients, in one pass over memory each.
-
-    `overwrites` allows to overwrite gate and up.
-    """
-
-    def __init__(self, gate: torch.Tensor, up: torch.Tensor, *, overwrites: bool) -> None:
-        self.gate, self.up, self.overwrites = gate, up, overwrites
-        self.product = swiglu(gate, up)
-
-    def gradients(self, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the gradients of gate and up from the gradient of the product."""
-        return swiglu_gradients(self.gate, self.up, grad, overwrites=self.overwrites)
 
 
 def project_forward(
@@ -160,15 +130,11 @@ def gated_mlp(
 ) -> torch.Tensor:
     """Compute `down(activation(gate(x)) * up(x))`. Save gate and up; the backward computes everything else again.
 
-    Args:
-        x_TD (`torch.Tensor`): input, `(T, D)`.
-        projections (`Sequence[Projection]`): gate, up, down.
-        activation (`Callable`): activation of the gate.
-        by_liger (`bool`): whether Liger computes the activation (SiLU) and the product with it.
-        dtype, dtype_out (`torch.dtype`): dtype of the products, and dtype of their results.
+    `projections` are gate, up and down. `by_liger` lets Liger compute the activation (SiLU) and the product with it.
+    Products are in `dtype`, and their results in `dtype_out`.
     """
     keeps, kept = torch.is_grad_enabled(), None
-    adapters = [factor for p in projections for factor in (p.lora_A, p.lora_B)]
+    adapters = factors_of(projections)
     # A narrower `dtype_out` would round gate and up when they are saved, but the forward multiplies them unrounded.
     if keeps and (dtype_out == dtype or dtype_out.itemsize > dtype.itemsize):
         keepers: list[Any] = []
@@ -236,11 +202,17 @@ class _GatedMLP(Function):
         overwrites = gate_TI.dtype != ctx.dtype or is_last_backward()  # a cast is a copy
         for x, gate, up, grad, out in chunks(x_TD, gate_TI, up_TI, grad_TD, grad_x, size=ctx.size):
             gate, up = gate.to(ctx.dtype), up.to(ctx.dtype)
-            gated: Any = (
-                _GatedByLiger(gate, up, overwrites=overwrites) if ctx.by_liger else _Gated(ctx.activation, gate, up)
-            )
             grad_h = torch.empty_like(up)
-            outer.backward(gated.product, [grad], grad_h)
-            inner.backward(x, gated.gradients(grad_h), out if ctx.input_trains else None)
+            if ctx.by_liger:
+                outer.backward(swiglu(gate, up), [grad], grad_h)
+                gradients = swiglu_gradients(gate, up, grad_h, overwrites=overwrites)
+            else:
+                gate = gate.detach().requires_grad_()
+                with torch.enable_grad():
+                    active = ctx.activation(gate)
+                outer.backward(active.detach() * up, [grad], grad_h)
+                (grad_gate,) = torch.autograd.grad(active, gate, up * grad_h)
+                gradients = grad_gate, grad_h.mul_(active.detach())
+            inner.backward(x, gradients, out if ctx.input_trains else None)
         grad_adapters = [*inner.adapter_gradients(), *outer.adapter_gradients()]
         return grad_x if ctx.input_trains else None, *(None,) * _OPTIONS, *grad_adapters

@@ -22,25 +22,15 @@ _PLAIN, _NF4 = "torch.nn.modules.linear.Linear", "bitsandbytes.nn.modules.Linear
 
 @dataclass(frozen=True)
 class Projection:
-    """A frozen linear layer and its low-rank update in one call.
+    """A frozen linear layer and its low-rank update in one call."""
 
-    Attributes:
-        weight (`torch.Tensor`): `(O, D)`, or bitsandbytes' packed 4-bit form of it.
-        bias (`torch.Tensor` or `None`): `(O,)`.
-        quant_state (`Any`): bitsandbytes' quantization state of a packed weight, else `None`.
-        lora_A (`torch.Tensor` or `None`): `(R, D)`; `None` for a layer without an adapter.
-        lora_B (`torch.Tensor` or `None`): `(O, R)`.
-        scaling (`float`): factor of the update.
-        computes_in (`torch.dtype`): the dtype of the base product.
-    """
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    quant_state: Any
-    lora_A: torch.Tensor | None
-    lora_B: torch.Tensor | None
-    scaling: float
-    computes_in: torch.dtype
+    weight: torch.Tensor  # `(O, D)`, or bitsandbytes' packed 4-bit form of it
+    bias: torch.Tensor | None  # `(O,)`
+    quant_state: Any  # bitsandbytes' quantization state of a packed weight, else `None`
+    lora_A: torch.Tensor | None  # `(R, D)`; `None` for a layer without an adapter
+    lora_B: torch.Tensor | None  # `(O, R)`
+    scaling: float  # factor of the update
+    computes_in: torch.dtype  # of the base product
 
     @property
     def features(self) -> int:
@@ -54,6 +44,11 @@ class Projection:
         from bitsandbytes.functional import dequantize_4bit  # optional package, which made this layer
 
         return dequantize_4bit(self.weight.view(-1, 1), self.quant_state).to(dtype)
+
+
+def factors_of(projections: Sequence[Projection]) -> list[torch.Tensor | None]:
+    """List `lora_A` and `lora_B` of each projection in turn."""
+    return [factor for p in projections for factor in (p.lora_A, p.lora_B)]
 
 
 def kind_of(module: nn.Module) -> str:

@@ -174,8 +174,8 @@ class OwnHead(Head):
         """Run the forward. Return TRL's output type with `fused_lm_head`, otherwise the model's own."""
         if not fused_lm_head:
             given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
-            return self.forward(*args, **{k: v for k, v in given.items() if v is not None}, **kwargs)
-        output = self.forward(*args, **kwargs)
+            return self.call_original(*args, **{k: v for k, v in given.items() if v is not None}, **kwargs)
+        output = self.call_original(*args, **kwargs)
         logits, aux_loss = output.logits, getattr(output, "aux_loss", None)
         if aux_loss is None and kwargs.get("output_router_logits"):
             aux_loss = logits.new_zeros(())  # TRL asked for it, but this architecture balances no experts (Llama-4)
