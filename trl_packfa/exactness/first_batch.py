@@ -8,7 +8,6 @@ Shape letters: B rows, L row length, n tokens of a document.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -100,7 +99,8 @@ def check_batch(
         # i is token i.
         pieces = layout.split(nn.functional.pad(packed, (1, 0)))
         alone = [_alone(model, batch, layout, i, most) for i in chosen]
-        rounded = [_alone(model, batch, layout, i, most, off=True) for i in chosen[:_ROUNDED]]
+        with last_places_off(model):
+            rounded = [_alone(model, batch, layout, i, most) for i in chosen[:_ROUNDED]]
     # Repeated documents only keep ranks in step. They come last, and would outweigh the others in the median.
     chosen = list(dict.fromkeys(chosen))
     alone, rounded = alone[: len(chosen)], rounded[: len(chosen)]
@@ -120,9 +120,7 @@ def _choose(trained: Sequence[int]) -> list[int]:
     return [*chosen, *[training[0]] * _DOCUMENTS][:_DOCUMENTS]
 
 
-def _alone(
-    model: nn.Module, batch: Mapping[str, Any], layout: PackedLayout, document: int, most: int, *, off: bool = False
-) -> torch.Tensor:
+def _alone(model: nn.Module, batch: Mapping[str, Any], layout: PackedLayout, document: int, most: int) -> torch.Tensor:
     """Return the log-probabilities `(n - 1,)` of the labels of a document, or of its first `most` tokens, alone."""
     start = sum(layout.lengths[:document])
     stop = start + min(layout.lengths[document], most)
@@ -133,8 +131,7 @@ def _alone(
     }
     # Without positions the model counts them from 0, as in padded training.
     call = {name: value for name, value in call.items() if name not in (*BOUNDARIES, "position_ids")}
-    with last_places_off(model) if off else nullcontext():
-        return log_probs_of(model, call, model)[0]
+    return log_probs_of(model, call, model)[0]
 
 
 def log_probs_of(model: nn.Module, call: Mapping[str, Any], called: Callable[..., Any]) -> torch.Tensor:

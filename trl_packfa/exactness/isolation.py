@@ -17,11 +17,11 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from .compare import FLOORS, differences, largest, relative_difference, relative_logits, share, worst
-from .documents import alternating, losses, replacements
+from .documents import Documents, alternating, losses, replacements
 from .engine import LOGITS, STATES, Differences
 from .following import Trace
 from .parity import run_packed
-from .probe import Arrangement, Outputs, Probe
+from .probe import Arrangement, Probe
 from .subject import Subject, rounding_dtype
 
 # Two runs between which a document changed are repeated this many times.
@@ -75,19 +75,18 @@ def measure_isolation(
     regrouping = _Regrouping(subject, probe, arrangement, noise) if subject.regroups else None
     worst_moved, regrouped, unsteady, leaked, worst_runs = 0.0, 0.0, 0.0, None, (runs[0], runs[-1])
 
-    def run(number: int) -> Outputs:
+    def run(number: int) -> tuple[Documents, Documents | None]:
         tokens = probe.replaced(documents, runs[number])
         if not backward:
             with torch.no_grad():
-                return probe.packed(arrangement, tokens)
+                return [*probe.packed(arrangement, tokens).states.values()], None
         with subject.frozen(), probe.embedded() as embedded:
-            outputs = probe.packed(arrangement, tokens)
-            probe.backward(outputs, documents, [documents[i] for i in trained[number]], scale=subject.loss_scale)
-        states, logits = ([tensor.detach() for tensor in tensors] for tensors in (outputs.states, outputs.logits))
-        return Outputs(states, logits, arrangement.gradients(embedded))
+            found = probe.packed(arrangement, tokens)
+            probe.backward(found, [documents[i] for i in trained[number]], scale=subject.loss_scale)
+        return [states.detach() for states in found.states.values()], arrangement.gradients(embedded)
 
     for number, which in enumerate(runs):
-        states, _, gradients = run(number)
+        states, gradients = run(number)
         # These documents ran before with the same tokens, while others were replaced. They must give the same bits.
         stay = [i for i in everything if (i, which[i]) in met]
         off = [(share(largest([states[i]], [met[i, which[i]][0]]), scale), met[i, which[i]][1]) for i in stay]
@@ -126,7 +125,7 @@ def _repeated(
     pairs: Sequence[tuple[tuple[torch.Tensor, int], torch.Tensor]],
     places: Sequence[int],
     number: int,
-    run: Callable[[int], Outputs],
+    run: Callable[[int], tuple[Documents, Documents | None]],
 ) -> tuple[float, float]:
     """Repeat two runs; return how far documents move between them beyond what repeats differ, and what repeats differ.
 
@@ -135,7 +134,7 @@ def _repeated(
     """
     # All ranks take part in every run, so they repeat the same ones.
     numbers = sorted({since for (_, since), _ in pairs} | {number})
-    again = {i: [[state.detach() for state in run(i).states] for _ in range(_REPEATS)] for i in numbers}
+    again = {i: [run(i)[0] for _ in range(_REPEATS)] for i in numbers}
     moved, varied, dtype = 0.0, 0.0, rounding_dtype(subject.model, pairs[0][1].dtype)
     for place, ((before, since), now) in zip(places, pairs, strict=True):
         both = ((before, since), (now, number))
@@ -169,7 +168,7 @@ class _Regrouping:
         before = {i: self.met[i, replaced] for i, replaced in numbered if (i, replaced) in self.met}
         handed = {i: trace for i, (_, _, trace) in before.items()}
         tokens = self.probe.replaced(documents, which)
-        run = run_packed(self.subject, self.probe, self.arrangement, handed, tokens=tokens)
+        run = run_packed(self.subject, self.probe, self.arrangement, None, handed, tokens=tokens)
         for i, replaced in numbered:
             self.met.setdefault((i, replaced), (run.states[i], run.logits.get(i), run.traces[i]))
         if not before:
@@ -203,7 +202,7 @@ def measure_control(probe: Probe, *, told: Sequence[str] = ()) -> float:
         for replaced in ((False,) * len(which), which)
     )
     stay = [i for i, replaced in enumerate(which) if not replaced]
-    scale = float(torch.cat([logits.float() for logits in before]).std())
+    scale = float(torch.cat([logits.float() for logits in before.values()]).std())
     return share(largest((after[i] for i in stay), (before[i] for i in stay)), scale)
 
 

@@ -230,11 +230,7 @@ def _measure(
         first_gradient=None if gradient is None or gradient.excess <= 1 else gradient.where,
         loss=short.loss_difference(),
         control=measure_control(short),
-        is_finite=all(
-            bool(values.isfinite().all())
-            for found in (few.reference, many.reference)
-            for values in (*found.states.values(), *found.logits.values())
-        ),
+        is_finite=all(bool(values.isfinite().all()) for found in (few, many) for values in found.reference.tensors),
         first_leak=leak,
         mode=mode,
     )
@@ -254,8 +250,7 @@ def _draws_random_numbers(subject: Subject, probe: Probe) -> bool:
 @torch.no_grad()
 def _run(probe: Probe) -> Documents:
     """Return the LM head's input for the packed documents, and some of their logits."""
-    outputs = probe.packed(probe.row)
-    return [*outputs.states, *outputs.logits]
+    return probe.packed(probe.row).tensors
 
 
 def _training(model: nn.Module) -> str:

@@ -19,9 +19,8 @@ from ..patching.apply import PatchState
 from ..patching.inspect import find_backbone, forward_takes, inner_model, max_positions
 from .compare import relative_difference
 from .documents import Documents
-from .engine import Run
 from .following import Following, Trace
-from .probe import device_of
+from .probe import Run, device_of
 from .scoring import Scorer, is_multiple_choice
 from .subject import Subject
 
@@ -138,11 +137,11 @@ class PaddedProbe:
         self,
         call: dict[str, Any],
         rows: PaddedRows,
+        sign: float | None = None,
+        handed: Mapping[int, Trace] | None = None,
         *,
         unpad: bool,
         shared: bool = False,
-        handed: Mapping[int, Trace] | None = None,
-        sign: float | None = None,
     ) -> Run:
         """Run the documents in one call, with or without its pads; with `sign` add their gradients.
 
@@ -164,14 +163,14 @@ class PaddedProbe:
         with nullcontext() if shared else self.unpadding.unshared() if unpad else self.unpadding.off():
             return self._run(call, rows.shape, padded, following, sign)
 
-    def alone(self, *, sign: float | None = None, handed: Mapping[int, Trace] | None = None) -> Run:
+    def alone(self, sign: float | None, handed: Mapping[int, Trace]) -> Run:
         """Run each document by itself, with the options of [`PaddedProbe.run`]."""
         found = Run({}, {}, {}, {})
         for i, tokens in enumerate(self.tokens):
             own = {name: types[i] for name, types in self.types.items()}
             call = {name: value[None].to(self.device) for name, value in {"input_ids": tokens, **own}.items()}
             shape, places = (1, len(tokens)), [torch.arange(len(tokens))]
-            following = Following(places, shape, [(handed or {}).get(i)])
+            following = Following(places, shape, [handed.get(i)])
             found.add(self._run(call, shape, places, following, sign, first=i))
         return found
 

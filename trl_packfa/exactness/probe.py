@@ -19,25 +19,48 @@ from ..layout.from_call import layout_of
 from ..patching.named_models import AS_SDPA, switched_on
 from ..runtime.zero3 import whole_shape
 from .documents import Documents
+from .following import Trace
 from .scoring import Scorer
 
 Collator: TypeAlias = Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
 Rows: TypeAlias = tuple[tuple[int, ...], ...]
 
 
-class Outputs(NamedTuple):
-    """Results of a run for each document.
+class Run(NamedTuple):
+    """Results of one run for each document, by number.
 
     Attributes:
-        states (`list[torch.Tensor]`): the LM head's input, `(n, D)`.
-        logits (`list[torch.Tensor]`): logits of the scored positions, `(k, V)`; `k` is 0 if none are scored.
-        inputs (`list[torch.Tensor]` or `None`):
-            Gradients `(n, D)` of its embeddings after a backward; `None` if the model embeds otherwise.
+        states (`dict[int, torch.Tensor]`): the LM head's input `(n, D)`; empty if the model has no such head.
+        logits (`dict[int, torch.Tensor]`):
+            Logits `(k, V)` of the scored positions. Without an LM head the model's result, `(n, V)` or `(1, V)`.
+        inputs (`dict[int, torch.Tensor]`): gradients of the embeddings, `(n, D)`, if they were taken.
+        traces (`dict[int, Trace]`): tensors at the layers.
     """
 
-    states: Documents
-    logits: Documents
-    inputs: Documents | None = None
+    states: dict[int, torch.Tensor]
+    logits: dict[int, torch.Tensor]
+    inputs: dict[int, torch.Tensor]
+    traces: dict[int, Trace]
+
+    def add(self, other: Run) -> None:
+        """Add the results of other documents."""
+        for own, others in zip(self, other, strict=True):
+            own.update(others)
+
+    @property
+    def outputs(self) -> dict[int, torch.Tensor]:
+        """The LM head's input, or the result of a model without such a head."""
+        return self.states or self.logits
+
+    @property
+    def tensors(self) -> Documents:
+        """The tensors in `logits` and `states`."""
+        return [*self.logits.values(), *self.states.values()]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the logits, or of the LM head's input if there are no logits."""
+        return self.tensors[0].dtype
 
 
 class Probe:
@@ -84,7 +107,7 @@ class Probe:
 
     def packed(
         self, arrangement: Arrangement, tokens: Documents | None = None, *, told: Sequence[str] | None = None
-    ) -> Outputs:
+    ) -> Run:
         """Run the arrangement's documents, or `tokens` in their places; `told` names the only arguments to keep."""
         tokens = [self.tokens[i] for i in arrangement.documents] if tokens is None else tokens
         if arrangement is self.row:
@@ -107,36 +130,32 @@ class Probe:
         scored = [self._scored(len(ids)) for ids in tokens]
         places = torch.cat([place[own] for place, own in zip(arrangement.places, scored, strict=True)])
         found = self._score(batch, arrangement.shape, places)
-        return Outputs(arrangement.split(found.states), list(found.logits.split([len(own) for own in scored])))
+        logits = zip(arrangement.documents, found.logits.split([len(own) for own in scored]), strict=True)
+        states = dict(zip(arrangement.documents, arrangement.split(found.states), strict=True))
+        return Run(states, {document: own for document, own in logits if len(own)}, {}, {})
 
-    def alone(self, document: int) -> Outputs:
+    def alone(self, document: int) -> Run:
         """Run one document by itself."""
         ids = self.tokens[document][None].to(self.device)
         # A model that runs by name gets a mask, which may hold windows that its attention ignores.
         with switched_on(AS_SDPA):
             found = self._score({"input_ids": ids}, (1, ids.shape[1]), self._scored(ids.shape[1]))
-        return Outputs([found.states[0]], [found.logits])
+        return Run({document: found.states[0]}, {document: found.logits} if len(found.logits) else {}, {}, {})
 
     def _scored(self, length: int) -> torch.Tensor:
         """Return the positions of a document that are scored: its middle and its last, or none."""
         return torch.tensor([length // 2, length - 1][-min(length, 2) :] if self.scored else [], dtype=torch.long)
 
-    def backward(
-        self, outputs: Outputs, documents: Sequence[int], losses: Sequence[int], *, scale: float, head: bool = False
-    ) -> None:
-        """Add `scale` times the gradient of a fixed random weighting of the states, and with `head` of the logits,
-        too.
-
-        Only the documents in `losses` count.
+    def backward(self, run: Run, losses: Sequence[int], *, scale: float, head: bool = False) -> None:
+        """Add `scale` times the gradient of a fixed random weighting of the states of the documents in `losses`, and
+        with `head` of their logits.
         """
         terms = []
-        for document, states_nD, logits_kV in zip(documents, outputs.states, outputs.logits, strict=True):
-            if document not in losses:
-                continue
+        for document in losses:
             # Each document has its own seed, so it gets the same weights alone, packed, and among others.
             generator = torch.Generator().manual_seed(self.seed + 1 + document)
-            for values in (states_nD, logits_kV) if head else (states_nD,):
-                if len(values) == 0 or not values.requires_grad:
+            for values in (run.states[document], run.logits.get(document) if head else None):
+                if values is None or not values.requires_grad:
                     continue
                 by_feature = torch.randn(values.shape[-1], generator=generator) / values.shape[-1] ** 0.5
                 # Each token gets its own weight: a sum of equal terms stops growing in half precision.

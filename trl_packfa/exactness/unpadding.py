@@ -14,7 +14,8 @@ Shape letters: B rows, L row length, T true tokens, n tokens of a document, V vo
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,8 +32,7 @@ from ..runtime.zero3 import gradients_taken
 from .compare import relative_difference
 from .depth import layers_to_skip, skipping
 from .documents import draw_documents, known_tokens
-from .engine import Comparison, Run, compare
-from .following import Trace
+from .engine import Comparison, compare
 from .padded_runs import PaddedProbe, apart
 from .products import fast_half_products
 from .quiet import quiet
@@ -124,12 +124,7 @@ def _measure(
     found = max(sides, key=lambda side: side.excess)
     # The model's own padded rows may be wrong: state may run through pads, or frequencies depend on the longest row.
     if subject.anywhere(not found.excess <= 1):
-        alone = compare(
-            subject,
-            lambda sign, handed: probe.alone(sign=sign, handed=handed),
-            [lambda sign, handed: probe.run(call, rows, unpad=True, sign=sign, handed=handed)],
-            rounding=lambda sign, handed: probe.alone(sign=sign, handed=handed),
-        )
+        alone = compare(subject, probe.alone, [partial(probe.run, call, rows, unpad=True)])
         if alone.excess <= 1:
             against, seen, found = "alone", found.forward.difference, alone
     plain = probe.run(call, rows, unpad=True)
@@ -155,16 +150,8 @@ def _compare_side(probe: PaddedProbe, *, left: bool, positions: bool = True) -> 
     reference = dict(call)
     if left and positions and probe.positions:
         reference["position_ids"] = rows.position_ids(probe.device)
-
-    def padded(sign: float | None, handed: Mapping[int, Trace]) -> Run:
-        return probe.run(reference, rows, unpad=False, sign=sign, handed=handed)
-
-    return compare(
-        probe.subject,
-        padded,
-        [lambda sign, handed: probe.run(call, rows, unpad=True, sign=sign, handed=handed)],
-        rounding=padded,
-    )
+    padded, without = partial(probe.run, reference, rows, unpad=False), partial(probe.run, call, rows, unpad=True)
+    return compare(probe.subject, padded, [without])
 
 
 def _measure_sharing(subject: Subject, state: PatchState, known: torch.Tensor, seed: int) -> SharingReport | None:
@@ -184,17 +171,9 @@ def _measure_sharing(subject: Subject, state: PatchState, known: torch.Tensor, s
     probe = PaddedProbe(subject, state, [*(torch.cat([prefix, ids]) for ids in rest), other], seed)
     rows = probe.rows(left=False)
     call = probe.batch(rows)
-
-    def separate(sign: float | None, handed: Mapping[int, Trace]) -> Run:
-        return probe.run(call, rows, unpad=True, sign=sign, handed=handed)
-
-    found = compare(
-        subject,
-        separate,
-        [lambda sign, handed: probe.run(call, rows, unpad=True, shared=True, sign=sign, handed=handed)],
-        rounding=separate,
-    )
-    alone, first = probe.run(call, rows, unpad=True), rest[0]
+    separate = partial(probe.run, call, rows, unpad=True)
+    found = compare(subject, separate, [partial(separate, shared=True)])
+    alone, first = separate(), rest[0]
     # The control: one document of prefix, first and last branch, in which the last branch sees the first.
     tokens = torch.cat([prefix, first, rest[-1]])[None].to(probe.device)
     own = torch.cat([torch.arange(len(prefix)), torch.arange(len(prefix) + len(first), tokens.shape[1])])
