@@ -121,16 +121,10 @@ class PaddedProbe:
 
     def batch(self, rows: PaddedRows, *, masked: bool = True) -> dict[str, Any]:
         """Return the padded batch, as a collator makes it."""
-        ids = torch.full(rows.shape, self.pad)
-        mask = torch.zeros(rows.shape, dtype=torch.long)
-        for i, (start, tokens) in enumerate(zip(rows.starts, self.tokens, strict=True)):
-            ids[i, start : start + len(tokens)] = tokens
-            mask[i, start : start + len(tokens)] = 1
-        made = {"input_ids": ids, "attention_mask": mask if masked else mask * 0 + 1}
-        for name, types in self.types.items():
-            made[name] = torch.zeros_like(ids)
-            for i, (start, own) in enumerate(zip(rows.starts, types, strict=True)):
-                made[name][i, start : start + len(own)] = own
+        mask = rows.put_back(torch.ones(1, rows.num_tokens, dtype=torch.long))
+        ids = rows.put_back(torch.cat(self.tokens)[None]).masked_fill(mask == 0, self.pad)
+        made = {"input_ids": ids, "attention_mask": mask if masked else torch.ones_like(mask)}
+        made |= {name: rows.put_back(torch.cat(types)[None]) for name, types in self.types.items()}
         return {name: value.to(self.device) for name, value in made.items()}
 
     def run(
@@ -147,10 +141,7 @@ class PaddedProbe:
 
         With `shared` rows compute common prefixes once. `handed` replaces the inputs of layers.
         """
-        padded = [
-            torch.arange(start, start + length) + row * rows.shape[1]
-            for row, (start, length) in enumerate(zip(rows.starts, rows.lengths, strict=True))
-        ]
+        padded = list(rows.index(torch.device("cpu")).split(list(rows.lengths)))
         # For lengths (2, 1) in rows of 3, padded on the left, the places are [1, 2] and [5]; without pads [0, 1] and
         # [2].
         places, shape = padded, rows.shape

@@ -72,29 +72,25 @@ def check_unpadding(
     if isinstance(model, DistributedDataParallel):
         model = model.module
     started = time.perf_counter()
-    # Its counters tell the user what training saved, so the check's own calls must not count. They are restored.
-    counted = vars(state.unpadding).copy()
     known = known_tokens(documents, None, known_ids(inner_model(model)))
-    try:
-        with (
-            gradients_taken(model) as parts,
-            torch.enable_grad(),
-            quiet(model, training=True),
-            uncompiled(model),
-            fast_half_products(model),
-        ):
-            subject, most = Subject(model, state, parts, None), max_positions(find_backbone(model, state.patch))
-            lengths = [min(length, most or length) for length in _LENGTHS]
-            tokens, _ = draw_documents(lengths, known, known_ids(inner_model(model)), seed)
-            state.unpadding.takes_left = True
-            probe = PaddedProbe(subject, state, tokens, seed)
-            skipped = layers_to_skip(model, state, subject.parts.layers, probe.run_once)
-            kinds = Subject(model, state, parts, None, skipped) if skipped else subject
-            report = _measure(probe, PaddedProbe(kinds, state, tokens, seed), skipped, state.patch.encoder)
-            with skipping(skipped):
-                report["sharing"] = _measure_sharing(kinds, state, known, seed)
-    finally:
-        vars(state.unpadding).update(counted)
+    with (
+        state.unpadding.restored(),  # its counters tell the user what training saved: these calls must not count
+        gradients_taken(model) as parts,
+        torch.enable_grad(),
+        quiet(model, training=True),
+        uncompiled(model),
+        fast_half_products(model),
+    ):
+        subject, most = Subject(model, state, parts, None), max_positions(find_backbone(model, state.patch))
+        lengths = [min(length, most or length) for length in _LENGTHS]
+        tokens, _ = draw_documents(lengths, known, known_ids(inner_model(model)), seed)
+        state.unpadding.takes_left = True
+        probe = PaddedProbe(subject, state, tokens, seed)
+        skipped = layers_to_skip(model, state, subject.parts.layers, probe.run_once)
+        kinds = Subject(model, state, parts, None, skipped) if skipped else subject
+        report = _measure(probe, PaddedProbe(kinds, state, tokens, seed), skipped, state.patch.encoder)
+        with skipping(skipped):
+            report["sharing"] = _measure_sharing(kinds, state, known, seed)
     return_freed_memory()
     return UnpaddingReport(**report, seconds=round(time.perf_counter() - started, 3))
 

@@ -90,7 +90,9 @@ class StackOverride(_EncoderOverride):
         rows, taken, packed = self._taken(call, name, masks)
         with in_call(packed):
             outputs = self.call_original(**taken)
-        return outputs if rows is None else self._put_back(outputs, {**call, name: masks.handed()}, rows)
+        if rows is None:
+            return outputs
+        return self.unpadding.put_back(self.call_original, {**call, name: masks.handed()}, rows, outputs)
 
     @outside_of_graphs
     def find_masks(self, call: dict[str, Any]) -> tuple[str, HandedMasks | None]:
@@ -114,12 +116,6 @@ class StackOverride(_EncoderOverride):
         taken = {key: _take(value, rows) for key, value in call.items()}
         taken[name] = empty_mask(packed, states.device)
         return rows, taken | ({KEYWORD: packed} if self.takes_any else {}), packed
-
-    @outside_of_graphs
-    def _put_back(self, outputs: Any, call: dict[str, Any], rows: PaddedRows) -> Any:
-        outputs = rows.put_back_outputs(outputs)
-        self.unpadding.note(self.call_original, call, rows, outputs)
-        return outputs
 
 
 def _take(value: Any, rows: PaddedRows) -> Any:

@@ -167,13 +167,7 @@ class BackboneOverride(_PackedForward):
         unpadding: Any = self.unpadding
         with noise_of_padded_rows(self.module, unpadding.noise, rows, call["attention_mask"].device):
             outputs = self.run_packed(taken, layout, rows if unpadding.runs_by_row else None)
-        return self._put_back(outputs, call, rows)
-
-    @outside_of_graphs
-    def _put_back(self, outputs: Any, call: dict[str, Any], rows: PaddedRows) -> Any:
-        outputs = rows.put_back_outputs(outputs)
-        self.unpadding.note(self.call_original, call, rows, outputs)  # type: ignore[union-attr]
-        return outputs
+        return unpadding.put_back(self.call_original, call, rows, outputs)
 
     @outside_of_graphs
     def _taken(self, call: dict[str, Any], rows: PaddedRows) -> tuple[dict[str, Any], PackedLayout]:

@@ -241,6 +241,13 @@ class Unpadding:
         if self.watch is not None:
             self.watch(forward, call, rows, outputs)
 
+    @outside_of_graphs
+    def put_back(self, forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows, outputs: Any) -> Any:
+        """Return the outputs of a call that ran without its pads in the padded batch's shape, after [`note`]."""
+        outputs = rows.put_back_outputs(outputs)
+        self.note(forward, call, rows, outputs)
+        return outputs
+
     def off(self) -> AbstractContextManager[None]:
         """Make padded calls run with their pads, inside a `with` block."""
         return self._set(is_on=False)
@@ -248,6 +255,10 @@ class Unpadding:
     def unshared(self) -> AbstractContextManager[None]:
         """Make rows share no prefixes, inside a `with` block."""
         return self._set(sharing=None)
+
+    def restored(self) -> AbstractContextManager[None]:
+        """Restore all counters and settings after a `with` block."""
+        return self._set(**vars(self))
 
     @contextmanager
     def _set(self, **values: Any) -> Iterator[None]:
