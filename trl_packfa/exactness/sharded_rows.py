@@ -21,7 +21,7 @@ from ..patching.inspect import find_backbone, max_positions
 from ..runtime.compile import uncompiled
 from ..runtime.sequence_parallel import ShardedRowModel
 from ..runtime.zero3 import gradients_taken
-from .compare import NOISE_FACTOR, nan_as_inf, relative_gradients, worst_gradient
+from .compare import NOISE_FACTOR, Finding, nan_as_inf, relative_gradients, worst_gradient
 from .documents import draw_documents, known_tokens
 from .first_batch import FLOOR, log_probs_of
 from .probe import Collator, device_of, on_device, vocabulary_of
@@ -122,15 +122,11 @@ def check_sharded_row(
         with last_places_off(model):
             rounding = _rms(run(1.0) - as_it_is)
         noise, dtype = relative_gradients(subject.norms(), norms), rounding_dtype(model)
-    worst = worst_gradient(subject.dimensions, changed, noise, dtype) if sum(norms) else None
-    return ShardedRowProof(
-        apart,
-        max(NOISE_FACTOR * rounding, FLOOR[dtype]),
-        0.0 if worst is None else worst.difference,
-        0.0 if worst is None else worst.allowed,
-        "no parameter" if worst is None else worst.where,
-        shard.size,
-    )
+    worst = Finding("no parameter", 0.0, 0.0, 0.0)
+    if sum(norms):
+        worst = worst_gradient(subject.dimensions, changed, noise, dtype)
+    allowed = max(NOISE_FACTOR * rounding, FLOOR[dtype])
+    return ShardedRowProof(apart, allowed, worst.difference, worst.allowed, worst.where, shard.size)
 
 
 def _rms(difference: torch.Tensor) -> float:

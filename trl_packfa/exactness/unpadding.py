@@ -74,7 +74,7 @@ def check_unpadding(
     started = time.perf_counter()
     known = known_tokens(documents, None, known_ids(inner_model(model)))
     with (
-        state.unpadding.restored(),  # its counters tell the user what training saved: these calls must not count
+        state.unpadding.setting(**vars(state.unpadding)),  # its counters are for the user: these calls must not count
         gradients_taken(model) as parts,
         torch.enable_grad(),
         quiet(model, training=True),
@@ -173,7 +173,7 @@ def _measure_sharing(subject: Subject, state: PatchState, known: torch.Tensor, s
     # The control: one document of prefix, first and last branch, in which the last branch sees the first.
     tokens = torch.cat([prefix, first, rest[-1]])[None].to(probe.device)
     own = torch.cat([torch.arange(len(prefix)), torch.arange(len(prefix) + len(first), tokens.shape[1])])
-    with torch.no_grad(), state.unpadding.unshared():
+    with torch.no_grad(), state.unpadding.setting(sharing=None):
         states, _ = probe.score({"input_ids": tokens}, (1, tokens.shape[1]), own[-1:])
         (seeing,) = probe.documents_of(states, [own], tokens.shape)
     return SharingReport(**found.measured(), control=relative_difference(seeing, alone.outputs[len(rest) - 1]))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -255,12 +255,13 @@ def register_name() -> None:
         if getattr(interface().get(NAME), "__module__", __name__) == __name__:
             interface.register(NAME, ours)
     require_registered()
-    if not _WATCHED:
-        _WATCHED.append(register_module_module_registration_hook(refuse_at_load))
+    _watch_models()
 
 
-# The hook that sees each model as it is built. There is only one, however often the name is registered.
-_WATCHED: list[Any] = []
+@cache  # there is only one hook, however often the name is registered
+def _watch_models() -> None:
+    """Let [`refuse_at_load`] see each model as it is built."""
+    register_module_module_registration_hook(refuse_at_load)
 
 
 def require_registered() -> None:

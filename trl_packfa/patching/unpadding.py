@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -248,20 +248,9 @@ class Unpadding:
         self.note(forward, call, rows, outputs)
         return outputs
 
-    def off(self) -> AbstractContextManager[None]:
-        """Make padded calls run with their pads, inside a `with` block."""
-        return self._set(is_on=False)
-
-    def unshared(self) -> AbstractContextManager[None]:
-        """Make rows share no prefixes, inside a `with` block."""
-        return self._set(sharing=None)
-
-    def restored(self) -> AbstractContextManager[None]:
-        """Restore all counters and settings after a `with` block."""
-        return self._set(**vars(self))
-
     @contextmanager
-    def _set(self, **values: Any) -> Iterator[None]:
+    def setting(self, **values: Any) -> Iterator[None]:
+        """Give attributes these values inside a `with` block, and their own values afterwards."""
         before = {name: getattr(self, name) for name in values}
         vars(self).update(values)
         try:
