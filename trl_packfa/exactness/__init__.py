@@ -11,7 +11,6 @@ first training batch, and `head` compares the LM head there. `sharded_rows` comp
 with the same row on one.
 """
 
-from .first_batch import BatchProof as BatchProof
 from .first_batch import check_batch as check_batch
 from .measure import check as check
 from .probe import vocabulary_of as vocabulary_of
@@ -22,4 +21,3 @@ from .reuse import reusable_proof as reusable_proof
 from .sharded_rows import ShardedRowProof as ShardedRowProof
 from .sharded_rows import check_sharded_row as check_sharded_row
 from .unpadding import check_unpadding as check_unpadding
-from .unpadding_report import UnpaddingReport as UnpaddingReport

@@ -11,6 +11,7 @@ is larger than the changes between repeated runs, and those must be no larger th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import combinations
 from typing import NamedTuple, TypeAlias
 
@@ -209,9 +210,8 @@ def measure_control(probe: Probe, *, told: Sequence[str] = ()) -> float:
 @torch.no_grad()
 def first_leak(probe: Probe, leak: Isolation) -> str | None:
     """Return the first module whose output for an unchanged document moves between the two runs of the leak."""
-    before, after = (
-        probe.outputs_packed(leak.where, probe.replaced(leak.where.documents, replaced)) for replaced in leak.which
-    )
+    tokens = (probe.replaced(leak.where.documents, replaced) for replaced in leak.which)
+    before, after = (probe.outputs_in(leak.where, partial(probe.packed, leak.where, own)) for own in tokens)
     stay = [i for i, (one, other) in enumerate(zip(*leak.which, strict=True)) if one == other]
     moved = (
         name

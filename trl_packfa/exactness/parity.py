@@ -65,8 +65,7 @@ def _run_alone(subject: Subject, probe: Probe, sign: float | None, handed: Mappi
     """Run every document by itself and add its gradients; the layers get their own inputs."""
     found = Run({}, {}, {}, {})
     for document in range(len(probe.lengths)):
-        arrangement = Arrangement.of_rows(probe.lengths, ((document,),), torch.device("cpu"))
-        found.add(_run(subject, probe, arrangement, partial(probe.alone, document), sign, {}))
+        found.add(_run(subject, probe, probe.arranged(((document,),)), partial(probe.alone, document), sign, {}))
         subject.note_gain()
     return found
 
@@ -97,10 +96,10 @@ def _run(
 def first_difference(probe: Probe, arrangement: Arrangement, allowed: float) -> str | None:
     """Return the first module whose packed output for a document differs from that of the document alone."""
     # No inputs are replaced here, so differences grow from layer to layer, and the first shows where they begin.
-    packed = probe.outputs_packed(arrangement)
-    alone = [probe.outputs_alone(i) for i in arrangement.documents]
+    packed = probe.outputs_in(arrangement, partial(probe.packed, arrangement))
+    alone = [probe.outputs_in(probe.arranged(((i,),)), partial(probe.alone, i)) for i in arrangement.documents]
     for name, outputs in packed.items():
-        own = [document[name] for document in alone if name in document]
+        own = [document[name][0] for document in alone if name in document]
         same = len(own) == len(outputs) and all(a.shape == b.shape for a, b in zip(own, outputs, strict=True))
         if same and any(not relative_difference(a, b) <= allowed for a, b in zip(outputs, own, strict=True)):
             return name

@@ -199,23 +199,15 @@ class Probe:
         with self.model.get_input_embeddings().register_forward_hook(hook):  # type: ignore[operator, union-attr]
             yield outputs
 
-    def outputs_packed(self, arrangement: Arrangement, tokens: Documents | None = None) -> dict[str, Documents]:
-        """Return every module's per-token output, by document, in the order in which modules finish."""
-        found = self._outputs(lambda: self.packed(arrangement, tokens), arrangement.shape)
-        return {name: arrangement.split(output) for name, output in found}
-
-    def outputs_alone(self, document: int) -> dict[str, torch.Tensor]:
-        """Return every module's per-token output for one document by itself, in the order in which modules finish."""
-        shape = (1, self.lengths[document])
-        return {name: output[0] for name, output in self._outputs(lambda: self.alone(document), shape)}
-
-    def _outputs(self, run: Callable[[], object], shape: tuple[int, int]) -> list[tuple[str, torch.Tensor]]:
-        seen: list[tuple[str, torch.Tensor]] = []
+    def outputs_in(self, arrangement: Arrangement, run: Callable[[], object]) -> dict[str, Documents]:
+        """Return every module's per-token output in a run, by document, in the order in which modules finish."""
+        seen: dict[str, Documents] = {}
 
         def watch(name: str, module: nn.Module, args: Any, output: Any) -> None:
             output = output[0] if isinstance(output, tuple) else output
-            if isinstance(output, torch.Tensor) and output.shape[:2] == shape and output.is_floating_point():
-                seen.append((name, output.detach()))
+            is_per_token = isinstance(output, torch.Tensor) and output.shape[:2] == arrangement.shape
+            if is_per_token and output.is_floating_point():
+                seen[name] = arrangement.split(output.detach())
 
         with ExitStack() as hooks:
             for name, module in self.model.named_modules():
