@@ -7,7 +7,7 @@ boundaries removed, the same measurement must show a leak, or it proves nothing.
 `documents` draws the documents, `probe` runs them, `scoring` runs the LM head, and `following` gives layers the same
 input. `rounding` makes the noise, and `engine` compares. `parity` and `unpadding` say what is compared, `isolation`
 measures leaks, and `report` gives the verdict. `first_batch` and `first_padded_batch` repeat the comparison on the
-first training batch, and `head` compares the LM head there. `sharded_rows` compares a row that several processes share
+first training batch, with the LM head that trains. `sharded_rows` compares a row that several processes share
 with the same row on one.
 """
 
