@@ -53,7 +53,6 @@ class Isolation(NamedTuple):
 
 
 def measure_isolation(
-    subject: Subject,
     probe: Probe,
     arrangement: Arrangement,
     noise: Differences,
@@ -67,13 +66,13 @@ def measure_isolation(
     `noise` is the rounding of every layer, `scale` the standard deviation of the LM head's input. Without `pairs` only
     documents at an even place are told apart from those at an odd one, not every two.
     """
-    documents = arrangement.documents
+    subject, documents = probe.subject, arrangement.documents
     everything = range(len(documents))
     runs = replacements(len(documents)) if pairs else alternating(len(documents))
     trained = losses(len(documents), len(runs)) if backward else [[]] * len(runs)
     # The first output of each document, and of its replacement, with the number of that run.
     met: dict[tuple[int, bool], tuple[torch.Tensor, int]] = {}
-    regrouping = _Regrouping(subject, probe, arrangement, noise) if subject.regroups else None
+    regrouping = _Regrouping(probe, arrangement, noise) if subject.regroups else None
     worst_moved, regrouped, unsteady, leaked, worst_runs = 0.0, 0.0, 0.0, None, (runs[0], runs[-1])
 
     def run(number: int) -> tuple[Documents, Documents | None]:
@@ -157,8 +156,8 @@ class _Regrouping:
     experts, must give the same bits again. The layer's output may differ by rounding.
     """
 
-    def __init__(self, subject: Subject, probe: Probe, arrangement: Arrangement, noise: Differences) -> None:
-        self.subject, self.probe, self.arrangement, self.noise = subject, probe, arrangement, noise
+    def __init__(self, probe: Probe, arrangement: Arrangement, noise: Differences) -> None:
+        self.subject, self.probe, self.arrangement, self.noise = probe.subject, probe, arrangement, noise
         self.met: dict[tuple[int, bool], tuple[torch.Tensor, torch.Tensor | None, Trace]] = {}
 
     @torch.no_grad()
@@ -169,7 +168,7 @@ class _Regrouping:
         before = {i: self.met[i, replaced] for i, replaced in numbered if (i, replaced) in self.met}
         handed = {i: trace for i, (_, _, trace) in before.items()}
         tokens = self.probe.replaced(documents, which)
-        run = run_packed(self.subject, self.probe, self.arrangement, None, handed, tokens=tokens)
+        run = run_packed(self.probe, self.arrangement, None, handed, tokens=tokens)
         for i, replaced in numbered:
             self.met.setdefault((i, replaced), (run.states[i], run.logits.get(i), run.traces[i]))
         if not before:

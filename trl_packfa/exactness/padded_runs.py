@@ -19,9 +19,9 @@ from ..patching.inspect import find_backbone, forward_takes, inner_model, max_po
 from .compare import relative_difference
 from .documents import Documents
 from .following import Following, Trace
-from .probe import Run, device_of
+from .probe import Run
 from .scoring import Scorer, is_multiple_choice
-from .subject import Subject
+from .subject import Subject, device_of
 
 # Columns of pads that even the longest row has.
 _EXTRA = 3

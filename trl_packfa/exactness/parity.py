@@ -16,25 +16,21 @@ from .documents import Documents
 from .engine import Comparison, compare
 from .following import Following, Trace
 from .probe import Arrangement, Probe, Run
-from .subject import Subject
 
 
-def measure_parity(
-    subject: Subject, probe: Probe, trained: Sequence[Arrangement], others: Iterable[Arrangement] = ()
-) -> Comparison:
+def measure_parity(probe: Probe, trained: Sequence[Arrangement], others: Iterable[Arrangement] = ()) -> Comparison:
     """Compare the documents in some arrangements with the documents alone.
 
     Those in `trained` hold all documents, and the gradient of every parameter is compared. In the others only the
     gradients of the embeddings are compared. `Comparison.where` counts both, in this order.
     """
-
     return compare(
-        subject,
-        partial(_run_alone, subject, probe),
-        [partial(run_packed, subject, probe, arrangement) for arrangement in trained],
+        probe.subject,
+        partial(_run_alone, probe),
+        [partial(run_packed, probe, arrangement) for arrangement in trained],
         # Packed, not alone: that needs two runs instead of one for each document, and rounding is of equal size.
-        rounding=partial(run_packed, subject, probe, trained[-1]),
-        others=[partial(run_packed, subject, probe, arrangement, frozen=True) for arrangement in others],
+        rounding=partial(run_packed, probe, trained[-1]),
+        others=[partial(run_packed, probe, arrangement, frozen=True) for arrangement in others],
         names=(
             f"each of {len(probe.lengths)} documents alone",
             "the same documents packed",
@@ -44,7 +40,6 @@ def measure_parity(
 
 
 def run_packed(
-    subject: Subject,
     probe: Probe,
     arrangement: Arrangement,
     sign: float | None,
@@ -57,28 +52,27 @@ def run_packed(
 
     If `frozen`, only the embeddings get gradients.
     """
-    with subject.frozen() if frozen else nullcontext():
-        return _run(subject, probe, arrangement, lambda: probe.packed(arrangement, tokens), sign, handed)
+    with probe.subject.frozen() if frozen else nullcontext():
+        return _run(probe, arrangement, lambda: probe.packed(arrangement, tokens), sign, handed)
 
 
-def _run_alone(subject: Subject, probe: Probe, sign: float | None, handed: Mapping[int, Trace]) -> Run:
+def _run_alone(probe: Probe, sign: float | None, handed: Mapping[int, Trace]) -> Run:
     """Run every document by itself and add its gradients; the layers get their own inputs."""
     found = Run({}, {}, {}, {})
     for document in range(len(probe.lengths)):
-        found.add(_run(subject, probe, probe.arranged(((document,),)), partial(probe.alone, document), sign, {}))
-        subject.note_gain()
+        found.add(_run(probe, probe.arranged(((document,),)), partial(probe.alone, document), sign, {}))
+        probe.subject.note_gain()
     return found
 
 
 def _run(
-    subject: Subject,
     probe: Probe,
     arrangement: Arrangement,
     call: Callable[[], Run],
     sign: float | None,
     handed: Mapping[int, Trace],
 ) -> Run:
-    documents = arrangement.documents
+    subject, documents = probe.subject, arrangement.documents
     following = Following(arrangement.places, arrangement.shape, [handed.get(i) for i in documents])
     leaves = nullcontext([]) if subject.whole or sign is None else probe.embedded()
     # No graph is built if no gradients are taken: PEFT's activated LoRA allows one forward for each backward.

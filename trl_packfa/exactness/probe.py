@@ -21,6 +21,7 @@ from ..runtime.zero3 import whole_shape
 from .documents import Documents
 from .following import Trace
 from .scoring import Scorer
+from .subject import Subject, device_of
 
 Collator: TypeAlias = Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
 Rows: TypeAlias = tuple[tuple[int, ...], ...]
@@ -64,7 +65,7 @@ class Run(NamedTuple):
 
 
 class Probe:
-    """A few documents, a replacement for each, and the ways to run them.
+    """A few documents, a replacement for each, and the ways to run them through a model.
 
     The `collator` makes the batch of `row`, in which all documents are packed. `tokens` and `others` are the ids
     `(n,)` of each document and of its replacement, and `seed` is for the random weights of a loss. If `scored`, the LM
@@ -74,7 +75,7 @@ class Probe:
 
     def __init__(
         self,
-        model: nn.Module,
+        subject: Subject,
         collator: Collator,
         tokens: Documents,
         others: Documents,
@@ -82,8 +83,9 @@ class Probe:
         *,
         scored: bool = True,
     ) -> None:
-        self.model, self.collator, self.seed, self.scored = model, collator, seed, scored
-        self.device, self._score = device_of(model), Scorer(model)
+        self.subject, self.model = subject, subject.model
+        self.collator, self.seed, self.scored = collator, seed, scored
+        self.device, self._score = device_of(self.model), Scorer(self.model)
         self.tokens, self.others = tokens, others
         self.lengths = tuple(map(len, tokens))
         # The collator may add padding, which is one more document.
@@ -270,11 +272,6 @@ class Arrangement:
         if len(embedded) != 1 or embedded[0].shape[:2] != self.shape or embedded[0].grad is None:
             return None
         return self.split(embedded[0].grad)
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the model's first loaded weights; offloaded weights are on none until they are used."""
-    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 
 
 def on_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:

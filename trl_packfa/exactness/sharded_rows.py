@@ -24,11 +24,11 @@ from ..runtime.zero3 import gradients_taken
 from .compare import NOISE_FACTOR, Finding, nan_as_inf, relative_gradients, worst_gradient
 from .documents import draw_documents, known_tokens
 from .first_batch import FLOOR, log_probs_of
-from .probe import Collator, device_of, on_device, vocabulary_of
+from .probe import Collator, on_device, vocabulary_of
 from .products import fast_half_products
 from .quiet import quiet
 from .rounding import last_places_off
-from .subject import Subject, rounding_dtype
+from .subject import Subject, device_of, rounding_dtype
 
 # Lengths of the documents in the row: some end inside a part, some are longer than a part, one is a single token.
 LENGTHS = (150, 24, 1, 66, 37, 5, 130)

@@ -88,19 +88,17 @@ def check_unpadding(
         probe = PaddedProbe(subject, state, tokens, seed)
         skipped = layers_to_skip(model, state, subject.parts.layers, probe.run_once)
         kinds = Subject(model, state, parts, None, skipped) if skipped else subject
-        report = _measure(probe, PaddedProbe(kinds, state, tokens, seed), skipped, state.patch.encoder)
+        report = _measure(probe, PaddedProbe(kinds, state, tokens, seed), state.patch.encoder)
         with skipping(skipped):
             report["sharing"] = _measure_sharing(kinds, state, known, seed)
     return_freed_memory()
     return UnpaddingReport(**report, seconds=round(time.perf_counter() - started, 3))
 
 
-def _measure(
-    probe: PaddedProbe, kinds: PaddedProbe, skipped: dict[str, tuple[nn.Module, bool]], may_read_first_column: bool
-) -> dict[str, Any]:
+def _measure(probe: PaddedProbe, kinds: PaddedProbe, may_read_first_column: bool) -> dict[str, Any]:
     """Measure rows padded on the right in the whole model, and rows padded on the left in one layer of each kind."""
     subject = probe.subject
-    with skipping(skipped):
+    with skipping(kinds.subject.skipped):
         left = _compare_side(kinds, left=True)
         if left.excess > 1 and probe.positions:  # let the model make its own positions: some begin at 2
             left = _compare_side(kinds, left=True, positions=False)
