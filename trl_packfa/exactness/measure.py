@@ -119,10 +119,11 @@ def _check(
     known = known_tokens(documents, processing_class, vocabulary_of(model))
     measured: list[ExactnessReport] = []
     with gradients_taken(model) as gradient_parts, torch.enable_grad():
-        whole, drawn = Subject(model, state, gradient_parts, progress), _draw(model, state, known, seed)
-        short = _short_probe(whole, collator, drawn, seed)
+        drawn = _draw(model, state, known, seed)
         # Training mode first: some models run other kernels there, and only there activation checkpointing is on.
         with quiet(model, training=True), fast_half_products(model):
+            whole = Subject(model, state, gradient_parts, progress)
+            short = _short_probe(whole, collator, drawn, seed)
             draws = _draws_random_numbers(short)
             skipped = layers_to_skip(model, state, whole.parts.layers, lambda: short.alone(0))
             kinds = Subject(model, state, gradient_parts, progress, skipped)
