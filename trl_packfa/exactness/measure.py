@@ -89,7 +89,7 @@ def _told_in_part(model: nn.Module, state: PatchState, collator: Collator, repor
     """Check that each way to send boundaries by itself reaches the attention of a model that runs by name."""
     documents = _draw(model, state, torch.empty(0, dtype=torch.long), report.seed)
     with quiet(model):
-        probe = _short_probe(Subject(model, state, None, None), collator, documents, report.seed)
+        probe = _short_probe(Subject(model, state, None), collator, documents, report.seed)
         for told in (("position_ids",), ("cu_seq_lens_q", "cu_seq_lens_k")):
             try:
                 moved = measure_control(probe, told=told)
@@ -125,7 +125,7 @@ def _check(
             whole = Subject(model, state, gradient_parts, progress)
             short = _short_probe(whole, collator, drawn, seed)
             draws = _draws_random_numbers(short)
-            skipped = layers_to_skip(model, state, whole.parts.layers, lambda: short.alone(0))
+            skipped = layers_to_skip(whole, lambda: short.alone(0))
             kinds = Subject(model, state, gradient_parts, progress, skipped)
             long = Probe(kinds, collator, *drawn, seed, scored=False)
             if not draws:

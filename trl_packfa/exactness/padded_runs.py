@@ -14,7 +14,6 @@ import torch
 from ..errors import TRAIN_PADDED, PackingError, UnsupportedModel, first_line, is_out_of_memory
 from ..layout.padded_rows import PaddedRows, rows_of_lengths
 from ..layout.shared_rows import share
-from ..patching.apply import PatchState
 from ..patching.inspect import find_backbone, forward_takes, inner_model, max_positions
 from .compare import relative_difference
 from .documents import Documents
@@ -37,8 +36,9 @@ _PATTERNS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 class PaddedProbe:
     """A few padded rows of these documents, and the ways to run them."""
 
-    def __init__(self, subject: Subject, state: PatchState, tokens: Documents, seed: int) -> None:
+    def __init__(self, subject: Subject, tokens: Documents, seed: int) -> None:
         self.subject, self.model, self.tokens, self.seed = subject, subject.model, tokens, seed
+        state = subject.state
         assert state.unpadding is not None
         self.unpadding, self.device = state.unpadding, device_of(subject.model)
         inner = inner_model(self.model)

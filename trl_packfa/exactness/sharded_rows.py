@@ -101,7 +101,7 @@ def check_sharded_row(
         fast_half_products(model),
         torch.enable_grad(),
     ):
-        subject = Subject(model, state, gradient_parts, None)
+        subject = Subject(model, state, gradient_parts)
 
         def run(sign: float, called: Callable[..., Any] = model) -> torch.Tensor:
             found = log_probs_of(model, batch, called)

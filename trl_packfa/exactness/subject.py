@@ -39,6 +39,7 @@ class Subject:
     whole model, with its embeddings and LM head.
 
     Attributes:
+        state ([`PatchState`]): how the model is patched.
         skipped (`dict`): these layers, for [`~depth.skipping`].
         whole (`bool`): whether all layers, the embeddings and the LM head are measured.
         trained (`list[torch.nn.Parameter]`): the parameters that train.
@@ -54,10 +55,10 @@ class Subject:
         model: nn.Module,
         state: PatchState,
         gradient_parts: GradientParts | None,
-        progress: Callable[[str, float], None] | None,
+        progress: Callable[[str, float], None] | None = None,
         skipped: dict[str, tuple[nn.Module, bool]] | None = None,
     ) -> None:
-        self.model, self.gradient_parts = model, gradient_parts
+        self.model, self.state, self.gradient_parts = model, state, gradient_parts
         self.whole, self.skipped = skipped is None, skipped or {}
         self.parts = find_parts(model, state).without(self.skipped)
         out = {id(p) for name in self.skipped for p in model.get_submodule(name).parameters()}

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import UnsupportedModel
 from ..layout.prefix_tree import SHORTEST
-from ..patching.apply import PatchState, find_state
+from ..patching.apply import find_state
 from ..patching.inspect import find_backbone, inner_model, known_ids, max_positions
 from ..runtime.compile import uncompiled
 from ..runtime.memory import return_freed_memory
@@ -81,21 +81,21 @@ def check_unpadding(
         uncompiled(model),
         fast_half_products(model),
     ):
-        subject, most = Subject(model, state, parts, None), max_positions(find_backbone(model, state.patch))
+        subject, most = Subject(model, state, parts), max_positions(find_backbone(model, state.patch))
         lengths = [min(length, most or length) for length in _LENGTHS]
         tokens, _ = draw_documents(lengths, known, known_ids(inner_model(model)), seed)
         state.unpadding.takes_left = True
-        probe = PaddedProbe(subject, state, tokens, seed)
-        skipped = layers_to_skip(model, state, subject.parts.layers, probe.run_once)
-        kinds = Subject(model, state, parts, None, skipped) if skipped else subject
-        report = _measure(probe, PaddedProbe(kinds, state, tokens, seed), state.patch.encoder)
+        probe = PaddedProbe(subject, tokens, seed)
+        skipped = layers_to_skip(subject, probe.run_once)
+        kinds = Subject(model, state, parts, skipped=skipped) if skipped else subject
+        report = _measure(probe, PaddedProbe(kinds, tokens, seed))
         with skipping(skipped):
-            report["sharing"] = _measure_sharing(kinds, state, known, seed)
+            report["sharing"] = _measure_sharing(kinds, known, seed)
     return_freed_memory()
     return UnpaddingReport(**report, seconds=round(time.perf_counter() - started, 3))
 
 
-def _measure(probe: PaddedProbe, kinds: PaddedProbe, may_read_first_column: bool) -> dict[str, Any]:
+def _measure(probe: PaddedProbe, kinds: PaddedProbe) -> dict[str, Any]:
     """Measure rows padded on the right in the whole model, and rows padded on the left in one layer of each kind."""
     subject = probe.subject
     with skipping(kinds.subject.skipped):
@@ -110,7 +110,7 @@ def _measure(probe: PaddedProbe, kinds: PaddedProbe, may_read_first_column: bool
             do="Train it padded, or pack it: trl_packfa.patch(model) without unpad.",
         )
     # Pooling that reads the first column reads a pad in rows padded on the left.
-    takes_left = not may_read_first_column or subject.anywhere(sides[0].excess > 1 or sides[1].excess <= 1)
+    takes_left = not subject.state.patch.encoder or subject.anywhere(sides[0].excess > 1 or sides[1].excess <= 1)
     sides = sides if takes_left else sides[:1]
     rows = probe.rows(left=takes_left)
     call = probe.batch(rows)
@@ -148,12 +148,13 @@ def _compare_side(probe: PaddedProbe, *, left: bool, positions: bool = True) -> 
     return compare(probe.subject, padded, [without])
 
 
-def _measure_sharing(subject: Subject, state: PatchState, known: torch.Tensor, seed: int) -> SharingReport | None:
+def _measure_sharing(subject: Subject, known: torch.Tensor, seed: int) -> SharingReport | None:
     """Compare rows that share their prefix with the same rows run separately; `None` if no rows are shared.
 
     Both run without pads, which was compared before. The control is a run in which one branch sees another. The
     documents are drawn from `known`, token ids that the model knows.
     """
+    state = subject.state
     assert state.unpadding is not None
     most = max_positions(find_backbone(subject.model, state.patch))
     sharing, room = state.unpadding.sharing, None if most is None else (most - _PREFIX) // 2
@@ -162,7 +163,7 @@ def _measure_sharing(subject: Subject, state: PatchState, known: torch.Tensor, s
     branches = [min(length, room or length) for length in _BRANCHES]
     lengths = [_PREFIX, *branches, _OTHER]
     (prefix, *rest, other), _ = draw_documents(lengths, known, known_ids(inner_model(subject.model)), seed)
-    probe = PaddedProbe(subject, state, [*(torch.cat([prefix, ids]) for ids in rest), other], seed)
+    probe = PaddedProbe(subject, [*(torch.cat([prefix, ids]) for ids in rest), other], seed)
     rows = probe.rows(left=False)
     call = probe.batch(rows)
     separate = partial(probe.run, call, rows, unpad=True)
