@@ -53,13 +53,7 @@ class Isolation(NamedTuple):
 
 
 def measure_isolation(
-    probe: Probe,
-    arrangement: Arrangement,
-    noise: Differences,
-    scale: float,
-    *,
-    backward: bool,
-    pairs: bool = True,
+    probe: Probe, arrangement: Arrangement, noise: Differences, scale: float, *, backward: bool, pairs: bool = True
 ) -> Isolation:
     """Measure isolation of the documents in one arrangement, with gradients if `backward`.
 

@@ -66,11 +66,7 @@ def _run_alone(probe: Probe, sign: float | None, handed: Mapping[int, Trace]) ->
 
 
 def _run(
-    probe: Probe,
-    arrangement: Arrangement,
-    call: Callable[[], Run],
-    sign: float | None,
-    handed: Mapping[int, Trace],
+    probe: Probe, arrangement: Arrangement, call: Callable[[], Run], sign: float | None, handed: Mapping[int, Trace]
 ) -> Run:
     subject, documents = probe.subject, arrangement.documents
     following = Following(arrangement.places, arrangement.shape, [handed.get(i) for i in documents])

@@ -149,8 +149,9 @@ class Probe:
         return torch.tensor([length // 2, length - 1][-min(length, 2) :] if self.scored else [], dtype=torch.long)
 
     def backward(self, run: Run, losses: Sequence[int], *, scale: float, head: bool = False) -> None:
-        """Add `scale` times the gradient of a fixed random weighting of the states of the documents in `losses`, and
-        with `head` of their logits.
+        """Add `scale` times the gradient of a fixed random weighting of the states, and with `head` of the logits.
+
+        Only the documents in `losses` count.
         """
         terms = []
         for document in losses:
