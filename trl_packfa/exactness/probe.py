@@ -45,8 +45,10 @@ class Run(NamedTuple):
 
     def add(self, other: Run) -> None:
         """Add the results of other documents."""
-        for own, others in zip(self, other, strict=True):
-            own.update(others)
+        self.states.update(other.states)
+        self.logits.update(other.logits)
+        self.inputs.update(other.inputs)
+        self.traces.update(other.traces)
 
     @property
     def outputs(self) -> dict[int, torch.Tensor]:
