@@ -60,6 +60,14 @@ def test_the_model_is_checked_as_it_will_train():
     assert with_recomputation > len(runs), "checkpointed layers run again in the backward pass"
 
 
+def test_gradients_are_left_as_they_were():
+    model = patch(tiny.model(layers=1))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    check(model)
+    assert all(bool((p.grad == 1).all()) for p in model.parameters())
+
+
 def test_gradients_are_not_measured_where_nothing_trains():
     model = patch(tiny.model().requires_grad_(False))
     report = check(model)

@@ -17,7 +17,7 @@ import trl_packfa.register  # noqa: F401
 from trl_packfa import PackedLayout
 from trl_packfa.errors import PackingError, UnsupportedModel
 from trl_packfa.patches.registry import find_patch_for_type
-from trl_packfa.patching.named_models import _is_served
+from trl_packfa.patching.named_models import _why_not_served
 
 LAYOUT = PackedLayout.from_lengths(LENGTHS)
 POSITIONS = {"position_ids": LAYOUT.position_ids()}
@@ -32,7 +32,7 @@ def is_served(model):
     """A composite is refused while it is made, for what itself does around its text model."""
     names = {model.config.model_type, model.config.get_text_config().model_type}
     found = {name: find_patch_for_type(name) for name in names}
-    served = [_is_served(patch, name) for name, patch in found.items() if patch is not None]
+    served = [_why_not_served(patch, name) is None for name, patch in found.items() if patch is not None]
     return bool(served) and all(served)
 
 

@@ -7,11 +7,10 @@ boundaries removed, the same measurement must show a leak, or it proves nothing.
 `documents` draws the documents, `probe` runs them, `scoring` runs the LM head, and `following` gives layers the same
 input. `rounding` makes the noise, and `engine` compares. `parity` and `unpadding` say what is compared, `isolation`
 measures leaks, and `report` gives the verdict. `first_batch` and `first_padded_batch` repeat the comparison on the
-first training batch, and `head` compares the LM head there. `sharded_rows` compares a row that several processes share
+first training batch, with the LM head that trains. `sharded_rows` compares a row that several processes share
 with the same row on one.
 """
 
-from .first_batch import BatchProof as BatchProof
 from .first_batch import check_batch as check_batch
 from .measure import check as check
 from .probe import vocabulary_of as vocabulary_of
@@ -22,4 +21,3 @@ from .reuse import reusable_proof as reusable_proof
 from .sharded_rows import ShardedRowProof as ShardedRowProof
 from .sharded_rows import check_sharded_row as check_sharded_row
 from .unpadding import check_unpadding as check_unpadding
-from .unpadding_report import UnpaddingReport as UnpaddingReport

@@ -71,14 +71,7 @@ def relative_logits(actual: torch.Tensor, expected: torch.Tensor, *, typical: bo
 def differences(
     actual: Mapping[int, Trace], expected: Mapping[int, Trace], *, typical: bool = False
 ) -> dict[tuple[Key, int], float]:
-    """Return the relative difference of each tensor that both runs have traced, by key and document.
-
-    Args:
-        actual (`Mapping[int, Trace]`), expected (`Mapping[int, Trace]`):
-            Tensors at the layers, one trace for each document by number.
-        typical (`bool`, *optional*, defaults to `False`):
-            Take the median token of a document, not the root mean square over its tokens.
-    """
+    """Return the [`relative_difference`] of each tensor that both runs have traced, by key and number of document."""
     return {
         (key, document): relative_difference(value, expected[document][key], typical=typical)
         for document, trace in actual.items()
@@ -97,10 +90,10 @@ def worst(
     findings = []
     for (key, document), difference in found.items():
         own = max(noise.get((key, document), 0.0), usual)
-        findings.append((document, Finding(key.module, difference, max(NOISE_FACTOR * own, FLOORS[dtype]), own)))
+        findings.append(Finding(key.module, difference, max(NOISE_FACTOR * own, FLOORS[dtype]), own))
     # `not ... <= 1`, because NaN is neither above nor below 1, and must count as too large.
-    beyond = [finding for _, finding in findings if not finding.excess <= 1]
-    return max((f for _, f in findings), key=lambda f: f.excess), beyond[0].where if beyond else None
+    first = next((finding.where for finding in findings if not finding.excess <= 1), None)
+    return max(findings, key=lambda finding: finding.excess), first
 
 
 def relative_gradients(found: Sequence[float], norms: Sequence[float]) -> list[float]:

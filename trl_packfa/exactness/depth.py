@@ -18,6 +18,7 @@ from torch import nn
 from ..patching.apply import PatchState
 from ..runtime.override import forwards_set
 from ..runtime.zero3 import is_partitioned, whole_size
+from .subject import Subject
 
 # Layers with this many parameters run all arrangements, about ten thousand tokens, in a few seconds on one core.
 CHEAP = 4_000_000
@@ -25,19 +26,17 @@ _PLAIN = (int, float, str, bool, type(None), torch.dtype)
 
 
 @torch.no_grad()
-def layers_to_skip(
-    model: nn.Module, state: PatchState, layers: dict[str, nn.Module], run: Callable[[], object]
-) -> dict[str, tuple[nn.Module, bool]]:
+def layers_to_skip(subject: Subject, run: Callable[[], object]) -> dict[str, tuple[nn.Module, bool]]:
     """Return the layers that repeat the kind of another one, by name, each with whether it returns a tuple.
 
-    The result is empty if the model is cheap to run, or its layers cannot be left out. `layers` are its decoder layers
-    by name, in order; `run` runs the model once.
+    The result is empty if the model is cheap to run, or its layers cannot be left out. `run` runs the model once.
     """
+    model, layers = subject.model, subject.parts.layers
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
     size = sum(whole_size(parameter) for layer in layers.values() for parameter in layer.parameters())
     if not on_cpu or size <= CHEAP or is_partitioned(model):
         return {}
-    kinds, first = _kinds(layers, state), set()
+    kinds, first = _kinds(layers, subject.state), set()
     repeated = {name for name, kind in kinds.items() if kind in first or first.add(kind)}
     returned = _returned({name: layers[name] for name in repeated}, run)
     skipped = {name: (layers[name], returned[name]) for name in repeated if name in returned}

@@ -16,8 +16,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
-
 from .compare import (
     Finding,
     differences,
@@ -29,6 +27,7 @@ from .compare import (
     worst_inputs,
 )
 from .following import Key, Trace
+from .probe import Run
 from .rounding import last_places_off
 from .subject import Subject, rounding_dtype
 
@@ -39,42 +38,6 @@ _NEAR, _MORE_DRAWS = 3.0, 3
 # false alarms that it is for were off by 0.7 and 1.7 times this rounding, half a gradient in bfloat16 by 4.3 times.
 _REFERENCE_SHARE = 1 / 3
 STATES, LOGITS = Key("states", "the LM head's input", 0), Key("logits", "the LM head", 0)
-
-
-class Run(NamedTuple):
-    """Results of one run for each document, by number.
-
-    Attributes:
-        states (`dict[int, torch.Tensor]`): the LM head's input `(n, D)`; empty if the model has no such head.
-        logits (`dict[int, torch.Tensor]`):
-            Logits `(k, V)` of the scored positions. Without an LM head the model's result, `(n, V)` or `(1, V)`.
-        inputs (`dict[int, torch.Tensor]`): gradients of the embeddings, `(n, D)`, if they were taken.
-        traces (`dict[int, Trace]`): tensors at the layers.
-    """
-
-    states: dict[int, torch.Tensor]
-    logits: dict[int, torch.Tensor]
-    inputs: dict[int, torch.Tensor]
-    traces: dict[int, Trace]
-
-    def add(self, other: Run) -> None:
-        """Add the results of other documents."""
-        self.states.update(other.states)
-        self.logits.update(other.logits)
-        self.inputs.update(other.inputs)
-        self.traces.update(other.traces)
-
-    @property
-    def outputs(self) -> dict[int, torch.Tensor]:
-        """The LM head's input, or the result of a model without such a head."""
-        return self.states or self.logits
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the logits, or of the LM head's input if there are no logits."""
-        return next(values.dtype for found in (self.logits, self.states) for values in found.values())
-
-
 # Runs all documents. It gets the sign with which their gradients are added, `None` for no gradients, and the inputs
 # that each document's layers get.
 Way: TypeAlias = "Callable[[float | None, Mapping[int, Trace]], Run]"
@@ -122,7 +85,7 @@ def compare(
     reference: Way,
     candidates: Sequence[Way],
     *,
-    rounding: Way,
+    rounding: Way | None = None,
     others: Sequence[Way] = (),
     names: tuple[str, str, str] = ("the reference", "the candidate", "other candidates"),
 ) -> Comparison:
@@ -130,13 +93,14 @@ def compare(
 
     The reference is right by definition. Candidates run all documents, and the gradient of every parameter is
     compared; `others` run some documents, in which parameters get no gradients. Rounding is measured in a way of its
-    own: run as it is, and with every value off by up to a last place. `names` of the three are for the progress bar.
+    own (by default the reference): run as it is, and with every value off by up to a last place. `names` of the three
+    are for the progress bar.
 
     An example, a small SmolLM3 in float32: the worst layer of a packed document is 4.0e-7 from the same document
     alone. Allowed are four times what rounding changes there, at least 1e-4.
     """
     while True:
-        found = _compare(subject, reference, candidates, rounding, others, names)
+        found = _compare(subject, reference, candidates, rounding or reference, others, names)
         overflows = found.gradients is not None and not math.isfinite(found.gradients.difference)
         if not subject.anywhere(overflows) or not subject.scale_down():
             return found

@@ -1,18 +1,25 @@
-"""Compare the first training batch, packed, with its documents alone.
+"""Compare the first training batch, packed, with its documents alone, and the LM head that trains with the model's.
 
-It uses the training's own data, collator, template, adapter and kernel. The check before used documents of its own.
+It uses the training's own data, collator, template, adapter and kernel. The check before used documents of its own,
+and took gradients from the head's input on. So the code that scores labels in training, ours or TRL's, is measured
+here, on all hidden states and labels of the batch. A head treats every token by itself, so log-probability and
+gradient of a few positions are compared. If the head's weights train, their gradient is compared, too: it is a sum
+over all positions.
 
-Shape letters: B rows, L row length, n tokens of a document.
+Shape letters: B rows, L row length, n tokens of a document, P trained positions, D model dim, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import distributed, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ContaminationError
 from ..layout import PackedLayout
@@ -22,22 +29,53 @@ from ..patching import router_loss
 from ..patching.inspect import inner_model
 from ..patching.rotary import depends_on_length
 from ..runtime.compile import uncompiled
+from ..runtime.override import forwards_set
 from ..runtime.per_document import BOUNDARIES
 from ..runtime.sequence_parallel import ShardedRowModel, shard_batch
-from .compare import NOISE_FACTOR, nan_as_inf
-from .head import HeadProof, check_head, outputs_of
+from ..runtime.zero3 import is_engine, is_in_parts
+from .compare import GRADIENT_FLOORS, NOISE_FACTOR, nan_as_inf, relative_difference
 from .products import fast_half_products
 from .quiet import quiet
 from .rounding import last_places_off
+from .scoring import Scorer
 from .subject import rounding_dtype
 
 # Every rank compares the same number of documents: ranks that hold parts of a model run its forwards together.
 # Rounding is measured on the first few documents.
 _DOCUMENTS, _ROUNDED = 8, 3
+# Number of positions at which the head is compared, and number of positions whose logits are in memory at a time.
+_SAMPLES, _CHUNK = 16, 64
 # A document with fewer trained tokens has no meaningful median.
 _FEW = 8
 # Smaller differences of log-probabilities, in nats, do not matter: two last places of a logit of eight.
 FLOOR = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 1.6e-2, torch.bfloat16: 1.25e-1}
+
+
+class HeadProof(NamedTuple):
+    """Difference between the LM head that trains and the model's own logits.
+
+    Attributes:
+        difference (`float`), allowed (`float`): relative, of the worst quantity.
+        what (`str`): name of this quantity.
+        positions (`int`): number of trained positions.
+    """
+
+    difference: float
+    allowed: float
+    what: str
+    positions: int
+
+    def require_exact(self) -> None:
+        """Raise [`ContaminationError`] with the numbers if the head computes another loss."""
+        if self.difference <= self.allowed:
+            return
+        raise ContaminationError(
+            f"the LM head that trains is not exact on the first training batch: {self.what} of {self.positions} "
+            f"trained positions is off by {self.difference:.2e} (allowed {self.allowed:.2e}).",
+            why=["the head scores trained positions with its own forward and backward; they differ from the model's "
+                 "own logits with torch's cross-entropy"],
+            do="Please report it. check_packing=False trains without this proof.",
+        )  # fmt: skip
 
 
 class BatchProof(NamedTuple):
@@ -77,7 +115,7 @@ def check_batch(
     """Compare a packed training batch with some of its documents, each alone; `None` if it trains no token.
 
     It runs the batch forward once, eight of its documents alone, and three of these with random rounding. The LM head
-    runs forward and backward ([`~head.check_head`]). The patched `model` must accept `fused_lm_head=True`. If the
+    runs forward and backward ([`_check_head`]). The patched `model` must accept `fused_lm_head=True`. If the
     processes of a `group` share the row, each runs as many tokens alone as it holds of it.
     """
     layout = batch.get("packed_layout") or layout_of(dict(batch))
@@ -92,15 +130,16 @@ def check_batch(
     batch = {name: value for name, value in batch.items() if name != "loss"}
     called: Any = model if group is None else ShardedRowModel(model, group)
     with quiet(model, training=True), uncompiled(model), fast_half_products(model):
-        with outputs_of(inner_model(model).base_model) as outputs:
+        with _outputs_of(inner_model(model).base_model) as outputs:
             packed = log_probs_of(model, batch, called)
         part = batch if group is None else shard_batch(batch, group)
-        head = check_head(model, part, outputs[0]) if outputs else None
+        head = _check_head(model, part, outputs[0]) if outputs else None
         # TRL's log-probabilities `(B, L - 1)` begin with the second token. One column is added in front, so that place
         # i is token i.
         pieces = layout.split(nn.functional.pad(packed, (1, 0)))
         alone = [_alone(model, batch, layout, i, most) for i in chosen]
-        rounded = [_alone(model, batch, layout, i, most, off=True) for i in chosen[:_ROUNDED]]
+        with last_places_off(model):
+            rounded = [_alone(model, batch, layout, i, most) for i in chosen[:_ROUNDED]]
     # Repeated documents only keep ranks in step. They come last, and would outweigh the others in the median.
     chosen = list(dict.fromkeys(chosen))
     alone, rounded = alone[: len(chosen)], rounded[: len(chosen)]
@@ -120,9 +159,7 @@ def _choose(trained: Sequence[int]) -> list[int]:
     return [*chosen, *[training[0]] * _DOCUMENTS][:_DOCUMENTS]
 
 
-def _alone(
-    model: nn.Module, batch: Mapping[str, Any], layout: PackedLayout, document: int, most: int, *, off: bool = False
-) -> torch.Tensor:
+def _alone(model: nn.Module, batch: Mapping[str, Any], layout: PackedLayout, document: int, most: int) -> torch.Tensor:
     """Return the log-probabilities `(n - 1,)` of the labels of a document, or of its first `most` tokens, alone."""
     start = sum(layout.lengths[:document])
     stop = start + min(layout.lengths[document], most)
@@ -133,8 +170,7 @@ def _alone(
     }
     # Without positions the model counts them from 0, as in padded training.
     call = {name: value for name, value in call.items() if name not in (*BOUNDARIES, "position_ids")}
-    with last_places_off(model) if off else nullcontext():
-        return log_probs_of(model, call, model)[0]
+    return log_probs_of(model, call, model)[0]
 
 
 def log_probs_of(model: nn.Module, call: Mapping[str, Any], called: Callable[..., Any]) -> torch.Tensor:
@@ -165,3 +201,94 @@ def _worst(
         allowed = max(NOISE_FACTOR * max(rounding, usual), floor)
         proofs.append(BatchProof(nan_as_inf(middle), allowed, tokens))
     return max(proofs, key=lambda proof: proof.difference / proof.allowed)
+
+
+def _check_head(model: nn.Module, batch: Mapping[str, Any], outputs: Any) -> HeadProof | None:
+    """Compare the head that trains with the model's own logits.
+
+    It returns `None` if they cannot be compared: the head's weights are split over ranks, or it is not a module. The
+    model must accept `fused_lm_head=True`. `outputs` are the backbone's for this packed batch.
+    """
+    if isinstance(model, DistributedDataParallel) or is_engine(model):
+        # Their forward prepares for one backward over all parameters, which is that of the training step.
+        model = cast(nn.Module, model.module)
+    inner = inner_model(model)
+    scorer, states = Scorer(model), getattr(outputs, "last_hidden_state", None)
+    weights = [] if scorer.head is None else list(scorer.head.parameters())
+    if inner.base_model is inner or states is None or not weights:
+        return None
+    # FSDP2's weights are whole tensors between a forward and the next one, so its modules are asked, too.
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    if sharded or any(isinstance(weight, DTensor) or is_in_parts(weight) for weight in weights):
+        return None
+    labels = batch.get("shift_labels")  # at the token that predicts them
+    if labels is None:
+        labels = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    trained = (labels.flatten() != -100).nonzero()[:, 0]
+    if not len(trained):
+        return None
+    options = {**router_loss.without(inner.config.get_text_config()), "use_cache": False}
+    leaf = states.detach().requires_grad_(True)
+    params = [leaf, *(weight for weight in weights if weight.requires_grad)]
+
+    def given(*args: Any, **kwargs: Any) -> Any:
+        return type(outputs)(**{**outputs, "last_hidden_state": leaf})
+
+    assert scorer.head is not None
+    with torch.enable_grad(), forwards_set([(inner.base_model, given)]), _outputs_of(scorer.head) as outcome:
+        found = model(**batch, fused_lm_head=True, **options)
+        by_head = _gradients(found.loss, params)
+        samples = trained[torch.linspace(0, len(trained) - 1, _SAMPLES, device=trained.device).long().unique()]
+        # The gradient of the weights is a sum over all positions. If they do not train, a few positions are enough.
+        parts = trained.split(_CHUNK) if len(params) > 1 else [samples]
+        call = {name: value for name, value in batch.items() if name not in ("labels", "shift_labels")}
+        expected: list[torch.Tensor] = [torch.zeros_like(param, dtype=torch.float32) for param in params]
+        log_probs = torch.empty(labels.numel(), device=labels.device)
+        for part in parts:
+            logits = scorer(call, (labels.shape[0], labels.shape[1]), part).logits
+            if scorer.head is None:
+                return None
+            own = torch.log_softmax(logits.float(), -1).gather(-1, labels.flatten()[part, None])[:, 0]
+            for total, gradient in zip(expected, _gradients(-own.sum() / len(trained), params), strict=True):
+                total += gradient
+            log_probs[part] = own.detach()
+    scored = nn.functional.pad(found.log_probs.detach(), (0, labels.shape[1] - found.log_probs.shape[1])).flatten()
+    at_samples = [gradient.flatten(0, 1)[samples] for gradient in (by_head[0], expected[0])]
+    differences = {
+        "the gradient of the hidden states": relative_difference(*at_samples),
+        "the gradient of its weights": max(
+            (_off(one, other) for one, other in zip(by_head[1:], expected[1:], strict=True)), default=0.0
+        ),
+        "the log-probability": _off(scored[samples], log_probs[samples]),
+        "the loss": nan_as_inf(
+            abs(float(found.loss) + float(scored[trained].mean())) / max(abs(float(found.loss)), 1.0)
+        ),
+    }
+    what = max(differences, key=lambda name: differences[name])
+    # Under autocast accelerate's wrapper casts the model's outputs, so the dtype is read from the head's output.
+    allowed = GRADIENT_FLOORS[rounding_dtype(model, outcome[-1].dtype)]
+    return HeadProof(differences[what], allowed, what, len(trained))
+
+
+@contextmanager
+def _outputs_of(module: nn.Module) -> Iterator[list[Any]]:
+    """Keep the last output of a module in a `with` block."""
+    outputs: list[Any] = []
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        outputs[:] = [output]
+
+    with module.register_forward_hook(keep):
+        yield outputs
+
+
+def _gradients(loss: torch.Tensor, params: list[torch.Tensor]) -> list[torch.Tensor]:
+    # `torch.autograd.grad` adds nothing to a parameter's `.grad` and calls no hook of a wrapper.
+    with torch.autocast(loss.device.type, enabled=False):
+        return [gradient.float() for gradient in torch.autograd.grad(loss, params)]
+
+
+def _off(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the norm of the difference, relative; infinite if a value is not finite."""
+    difference = (actual.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30)
+    return nan_as_inf(float(difference))

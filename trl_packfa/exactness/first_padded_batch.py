@@ -9,7 +9,6 @@ Shape letters: B rows, L row length, n tokens of a row, D model dim.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,6 @@ from .quiet import quiet
 from .rounding import last_places_off
 from .subject import compute_dtype
 
-_ROWS = 4
 # Smallest number of tokens that have a typical token.
 _FEW = 8
 
@@ -88,8 +86,9 @@ def compare_padded_batch(
     chosen = _choose(rows)
     with quiet(backbone, training=True):
         together = backbone(**call).last_hidden_state
-        alone = [_alone(backbone, forward, call, rows, i) for i in chosen]
-        rounded = [_alone(backbone, forward, call, rows, i, off=True) for i in chosen]
+        alone = [_alone(forward, call, rows, i) for i in chosen]
+        with last_places_off(backbone):
+            rounded = [_alone(forward, call, rows, i) for i in chosen]
     floor, found = FLOORS[compute_dtype(backbone, together.dtype)], []
     for i, own, off in zip(chosen, alone, rounded, strict=True):
         start, length = rows.starts[i], rows.lengths[i]
@@ -106,21 +105,12 @@ def _choose(rows: PaddedRows) -> list[int]:
     """Choose the first, last, longest and shortest row: four on every rank, because ranks run forwards together."""
     real = [i for i, length in enumerate(rows.lengths) if length]
     by_length = sorted(real, key=lambda i: rows.lengths[i])
-    return [real[0], real[-1], by_length[-1], by_length[0]][:_ROWS]
+    return [real[0], real[-1], by_length[-1], by_length[0]]
 
 
-def _alone(
-    backbone: nn.Module,
-    forward: Callable[..., Any],
-    call: dict[str, Any],
-    rows: PaddedRows,
-    row: int,
-    *,
-    off: bool = False,
-) -> torch.Tensor:
+def _alone(forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows, row: int) -> torch.Tensor:
     """Run one row alone; return its hidden states `(n, D)`."""
     own = {**rows.row_of_call(call, row), **cross_attention.row_of_call(call, rows, row)}
     if (masks := handed_masks(call.get("attention_mask"))) is not None:
         own["attention_mask"] = masks.of_row(rows, row)
-    with last_places_off(backbone) if off else nullcontext():
-        return forward(**own).last_hidden_state[0]
+    return forward(**own).last_hidden_state[0]

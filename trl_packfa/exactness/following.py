@@ -99,18 +99,15 @@ class Following:
     Args:
         places (`Sequence[torch.Tensor]`), shape (`tuple[int, int]`):
             For each document the numbers `(n,)` of its tokens among the `B * L` of the call, and `(B, L)`.
-        handed (`Sequence[Trace | None]`, *optional*):
+        handed (`Sequence[Trace | None]`):
             For each document the inputs that replace those of its layers and routers, `None` to replace none.
 
     Attributes:
         traces (`list[Trace]`): for each document the layers' own inputs, and the outputs of mixers and routers.
     """
 
-    def __init__(
-        self, places: Sequence[torch.Tensor], shape: tuple[int, int], handed: Sequence[Trace | None] | None = None
-    ) -> None:
-        self.places, self.shape = places, shape
-        self.handed = handed or [None] * len(places)
+    def __init__(self, places: Sequence[torch.Tensor], shape: tuple[int, int], handed: Sequence[Trace | None]) -> None:
+        self.places, self.shape, self.handed = places, shape, handed
         self.traces: list[Trace] = [{} for _ in places]
         self._calls: Counter[tuple[str, str]] = Counter()
 

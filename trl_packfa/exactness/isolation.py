@@ -11,17 +11,18 @@ is larger than the changes between repeated runs, and those must be no larger th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import combinations
 from typing import NamedTuple, TypeAlias
 
 import torch
 
 from .compare import FLOORS, differences, largest, relative_difference, relative_logits, share, worst
-from .documents import alternating, losses, replacements
+from .documents import Documents, alternating, losses, replacements
 from .engine import LOGITS, STATES, Differences
 from .following import Trace
 from .parity import run_packed
-from .probe import Arrangement, Outputs, Probe
+from .probe import Arrangement, Probe
 from .subject import Subject, rounding_dtype
 
 # Two runs between which a document changed are repeated this many times.
@@ -52,42 +53,34 @@ class Isolation(NamedTuple):
 
 
 def measure_isolation(
-    subject: Subject,
-    probe: Probe,
-    arrangement: Arrangement,
-    noise: Differences,
-    scale: float,
-    *,
-    backward: bool,
-    pairs: bool = True,
+    probe: Probe, arrangement: Arrangement, noise: Differences, scale: float, *, backward: bool, pairs: bool = True
 ) -> Isolation:
     """Measure isolation of the documents in one arrangement, with gradients if `backward`.
 
     `noise` is the rounding of every layer, `scale` the standard deviation of the LM head's input. Without `pairs` only
     documents at an even place are told apart from those at an odd one, not every two.
     """
-    documents = arrangement.documents
+    subject, documents = probe.subject, arrangement.documents
     everything = range(len(documents))
     runs = replacements(len(documents)) if pairs else alternating(len(documents))
     trained = losses(len(documents), len(runs)) if backward else [[]] * len(runs)
     # The first output of each document, and of its replacement, with the number of that run.
     met: dict[tuple[int, bool], tuple[torch.Tensor, int]] = {}
-    regrouping = _Regrouping(subject, probe, arrangement, noise) if subject.regroups else None
+    regrouping = _Regrouping(probe, arrangement, noise) if subject.regroups else None
     worst_moved, regrouped, unsteady, leaked, worst_runs = 0.0, 0.0, 0.0, None, (runs[0], runs[-1])
 
-    def run(number: int) -> Outputs:
+    def run(number: int) -> tuple[Documents, Documents | None]:
         tokens = probe.replaced(documents, runs[number])
         if not backward:
             with torch.no_grad():
-                return probe.packed(arrangement, tokens)
+                return [*probe.packed(arrangement, tokens).states.values()], None
         with subject.frozen(), probe.embedded() as embedded:
-            outputs = probe.packed(arrangement, tokens)
-            probe.backward(outputs, documents, [documents[i] for i in trained[number]], scale=subject.loss_scale)
-        states, logits = ([tensor.detach() for tensor in tensors] for tensors in (outputs.states, outputs.logits))
-        return Outputs(states, logits, arrangement.gradients(embedded))
+            found = probe.packed(arrangement, tokens)
+            probe.backward(found, [documents[i] for i in trained[number]], scale=subject.loss_scale)
+        return [states.detach() for states in found.states.values()], arrangement.gradients(embedded)
 
     for number, which in enumerate(runs):
-        states, _, gradients = run(number)
+        states, gradients = run(number)
         # These documents ran before with the same tokens, while others were replaced. They must give the same bits.
         stay = [i for i in everything if (i, which[i]) in met]
         off = [(share(largest([states[i]], [met[i, which[i]][0]]), scale), met[i, which[i]][1]) for i in stay]
@@ -126,7 +119,7 @@ def _repeated(
     pairs: Sequence[tuple[tuple[torch.Tensor, int], torch.Tensor]],
     places: Sequence[int],
     number: int,
-    run: Callable[[int], Outputs],
+    run: Callable[[int], tuple[Documents, Documents | None]],
 ) -> tuple[float, float]:
     """Repeat two runs; return how far documents move between them beyond what repeats differ, and what repeats differ.
 
@@ -135,7 +128,7 @@ def _repeated(
     """
     # All ranks take part in every run, so they repeat the same ones.
     numbers = sorted({since for (_, since), _ in pairs} | {number})
-    again = {i: [[state.detach() for state in run(i).states] for _ in range(_REPEATS)] for i in numbers}
+    again = {i: [run(i)[0] for _ in range(_REPEATS)] for i in numbers}
     moved, varied, dtype = 0.0, 0.0, rounding_dtype(subject.model, pairs[0][1].dtype)
     for place, ((before, since), now) in zip(places, pairs, strict=True):
         both = ((before, since), (now, number))
@@ -157,8 +150,8 @@ class _Regrouping:
     experts, must give the same bits again. The layer's output may differ by rounding.
     """
 
-    def __init__(self, subject: Subject, probe: Probe, arrangement: Arrangement, noise: Differences) -> None:
-        self.subject, self.probe, self.arrangement, self.noise = subject, probe, arrangement, noise
+    def __init__(self, probe: Probe, arrangement: Arrangement, noise: Differences) -> None:
+        self.subject, self.probe, self.arrangement, self.noise = probe.subject, probe, arrangement, noise
         self.met: dict[tuple[int, bool], tuple[torch.Tensor, torch.Tensor | None, Trace]] = {}
 
     @torch.no_grad()
@@ -169,7 +162,7 @@ class _Regrouping:
         before = {i: self.met[i, replaced] for i, replaced in numbered if (i, replaced) in self.met}
         handed = {i: trace for i, (_, _, trace) in before.items()}
         tokens = self.probe.replaced(documents, which)
-        run = run_packed(self.subject, self.probe, self.arrangement, handed, tokens=tokens)
+        run = run_packed(self.probe, self.arrangement, None, handed, tokens=tokens)
         for i, replaced in numbered:
             self.met.setdefault((i, replaced), (run.states[i], run.logits.get(i), run.traces[i]))
         if not before:
@@ -203,16 +196,15 @@ def measure_control(probe: Probe, *, told: Sequence[str] = ()) -> float:
         for replaced in ((False,) * len(which), which)
     )
     stay = [i for i, replaced in enumerate(which) if not replaced]
-    scale = float(torch.cat([logits.float() for logits in before]).std())
+    scale = float(torch.cat([logits.float() for logits in before.values()]).std())
     return share(largest((after[i] for i in stay), (before[i] for i in stay)), scale)
 
 
 @torch.no_grad()
 def first_leak(probe: Probe, leak: Isolation) -> str | None:
     """Return the first module whose output for an unchanged document moves between the two runs of the leak."""
-    before, after = (
-        probe.outputs_packed(leak.where, probe.replaced(leak.where.documents, replaced)) for replaced in leak.which
-    )
+    tokens = (probe.replaced(leak.where.documents, replaced) for replaced in leak.which)
+    before, after = (probe.outputs_in(leak.where, partial(probe.packed, leak.where, own)) for own in tokens)
     stay = [i for i, (one, other) in enumerate(zip(*leak.which, strict=True)) if one == other]
     moved = (
         name

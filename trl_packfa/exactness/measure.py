@@ -27,11 +27,11 @@ from .depth import layers_to_skip, skipping
 from .documents import LONG_ROWS, SEVERAL_ROWS, SHAPES, SHORT, Documents, draw_documents, known_tokens, long_lengths
 from .isolation import first_leak, measure_control, measure_isolation
 from .parity import first_difference, measure_parity
-from .probe import Collator, Probe, device_of, vocabulary_of
+from .probe import Collator, Probe, vocabulary_of
 from .products import fast_half_products
 from .quiet import quiet
 from .report import ExactnessReport
-from .subject import Subject, compute_dtype, rounding_dtype
+from .subject import Subject, compute_dtype, device_of, rounding_dtype
 from .unpadding import check_unpadding
 
 
@@ -87,19 +87,19 @@ def check(
 
 def _told_in_part(model: nn.Module, state: PatchState, collator: Collator, report: ExactnessReport) -> ExactnessReport:
     """Check that each way to send boundaries by itself reaches the attention of a model that runs by name."""
-    probe, _ = _probes(model, state, collator, torch.empty(0, dtype=torch.long), report.seed)
-    for told in (("position_ids",), ("cu_seq_lens_q", "cu_seq_lens_k")):
-        with quiet(model):
+    documents = _draw(model, state, torch.empty(0, dtype=torch.long), report.seed)
+    with quiet(model):
+        probe = _short_probe(Subject(model, state, None), collator, documents, report.seed)
+        for told in (("position_ids",), ("cu_seq_lens_q", "cu_seq_lens_k")):
             try:
                 moved = measure_control(probe, told=told)
             except PackingError:
                 if told == ("position_ids",):
                     raise
                 continue  # a model whose positions must restart refuses these: they are not ignored
-            whole = measure_control(probe)
-        # If the boundaries are ignored, documents move as much as without them; else only by rounding.
-        if not moved < 0.1 * whole:
-            return replace(report, isolation=moved, first_leak=f"the attention, which {told[0]} do not reach")
+            # If the boundaries are ignored, documents move as much as without them; else only by rounding.
+            if not moved < 0.1 * measure_control(probe):
+                return replace(report, isolation=moved, first_leak=f"the attention, which {told[0]} do not reach")
     return report
 
 
@@ -119,20 +119,22 @@ def _check(
     known = known_tokens(documents, processing_class, vocabulary_of(model))
     measured: list[ExactnessReport] = []
     with gradients_taken(model) as gradient_parts, torch.enable_grad():
-        short, long = _probes(model, state, collator, known, seed)
-        whole = Subject(model, state, gradient_parts, progress)
+        drawn = _draw(model, state, known, seed)
         # Training mode first: some models run other kernels there, and only there activation checkpointing is on.
         with quiet(model, training=True), fast_half_products(model):
-            draws = _draws_random_numbers(whole, short)
-            skipped = layers_to_skip(model, state, whole.parts.layers, lambda: short.alone(0))
+            whole = Subject(model, state, gradient_parts, progress)
+            short = _short_probe(whole, collator, drawn, seed)
+            draws = _draws_random_numbers(short)
+            skipped = layers_to_skip(whole, lambda: short.alone(0))
             kinds = Subject(model, state, gradient_parts, progress, skipped)
+            long = Probe(kinds, collator, *drawn, seed, scored=False)
             if not draws:
                 trained = _run(short)
-                measured.append(_measure(whole, kinds, short, long, skipped, mode="training"))
+                measured.append(_measure(short, long, mode="training"))
         with quiet(model), fast_half_products(model):
             # If both modes give the same bits, the second measurement would only repeat the first.
             if draws or whole.anywhere(largest(trained, _run(short)) != 0):
-                measured.append(_measure(whole, kinds, short, long, skipped, mode="evaluation"))
+                measured.append(_measure(short, long, mode="evaluation"))
     return_freed_memory()
     # A mode that fails decides the verdict.
     report = next((report for report in measured if not report.is_exact), measured[0])
@@ -155,15 +157,16 @@ def _check(
     )
 
 
-def _probes(
-    model: nn.Module, state: PatchState, collator: Collator, known: torch.Tensor, seed: int
-) -> tuple[Probe, Probe]:
-    """Return a probe with a few documents for the whole model, and one with many documents for every arrangement."""
+def _draw(model: nn.Module, state: PatchState, known: torch.Tensor, seed: int) -> tuple[Documents, Documents]:
+    """Return the documents for every arrangement, and a replacement for each."""
     vocabulary, most = vocabulary_of(model), max_positions(find_backbone(model, state.patch))
     lengths = long_lengths(state.windows, most, tiled=_has_tiles(device_of(model)))
-    tokens, others = draw_documents(lengths, known, vocabulary, seed)
-    few, their_others = ([documents[i] for i in SHORT] for documents in (tokens, others))
-    return Probe(model, collator, few, their_others, seed), Probe(model, collator, tokens, others, seed, scored=False)
+    return draw_documents(lengths, known, vocabulary, seed)
+
+
+def _short_probe(subject: Subject, collator: Collator, drawn: tuple[Documents, Documents], seed: int) -> Probe:
+    """Return a probe with a few of the drawn documents, for the whole model."""
+    return Probe(subject, collator, *([documents[i] for i in SHORT] for documents in drawn), seed=seed)
 
 
 def _has_tiles(device: torch.device) -> bool:
@@ -171,20 +174,19 @@ def _has_tiles(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _measure(
-    whole: Subject, kinds: Subject, short: Probe, long: Probe, skipped: dict[str, Any], *, mode: str
-) -> ExactnessReport:
+def _measure(short: Probe, long: Probe, *, mode: str) -> ExactnessReport:
     """Measure a model in one mode: few documents through all layers, many through one layer of each kind."""
+    whole, kinds = short.subject, long.subject
     shapes = [long.arranged(rows) for rows in SHAPES.values()]
     trained = [long.row, long.arranged(LONG_ROWS)]
     with uncompiled(whole.model):  # compiled graphs would not call the hooks on the layers
-        few = measure_parity(whole, short, [short.row])
-        with skipping(skipped):
-            many = measure_parity(kinds, long, trained, shapes)
+        few = measure_parity(short, [short.row])
+        with skipping(kinds.skipped):
+            many = measure_parity(long, trained, shapes)
     scale = float(torch.cat([states.float() for states in few.reference.states.values()]).std())
     whole.begin("whether documents see each other", 0.1)
-    isolations = [(measure_isolation(whole, short, short.row, few.noise, scale, backward=True), short, {})]
-    with skipping(skipped):
+    isolations = [(measure_isolation(short, short.row, few.noise, scale, backward=True), short)]
+    with skipping(kinds.skipped):
         # Gradients of one row were measured above, those of several rows are measured here. For the other arrangements
         # they were compared with the gradients of the documents alone. With experts, other tokens change how sums are
         # rounded, and each run needs a second one to explain this. So most arrangements are only compared, not
@@ -193,23 +195,23 @@ def _measure(
         rows = long.arranged(SHAPES[SEVERAL_ROWS])
         for shape in (*neighbours, rows, long.row):
             pairs, backward = shape in (rows, long.row), shape is rows
-            found = measure_isolation(kinds, long, shape, many.noise, scale, backward=backward, pairs=pairs)
-            isolations.append((found, long, skipped))
-    leaking, leaky, left_out = max(isolations, key=lambda item: item[0].forward)
+            found = measure_isolation(long, shape, many.noise, scale, backward=backward, pairs=pairs)
+            isolations.append((found, long))
+    leaking, leaky = max(isolations, key=lambda item: item[0].forward)
     forward = max(few.forward, many.forward, key=lambda finding: finding.excess)
     gradients = [found.gradients for found in (few, many) if found.gradients is not None]
     gradient = max(gradients, key=lambda finding: finding.excess, default=None)
-    leaked = [found.gradients for found, *_ in isolations if found.gradients is not None]
+    leaked = [found.gradients for found, _ in isolations if found.gradients is not None]
     first = None
-    for parity, probe, tried, out in ((few, short, [short.row], {}), (many, long, [*trained, *shapes], skipped)):
+    for parity, probe, tried in ((few, short, [short.row]), (many, long, [*trained, *shapes])):
         # Ranks that hold parts of the model must all run the same forwards, whatever each of them has found.
         if whole.anywhere(not parity.forward.excess <= 1):
-            with skipping(out):
+            with skipping(probe.subject.skipped):
                 first = first_difference(probe, tried[parity.where], parity.forward.allowed) or parity.first
             break
     leak = None
     if whole.anywhere(leaking.forward > 0):
-        with skipping(left_out):
+        with skipping(leaky.subject.skipped):
             leak = first_leak(leaky, leaking)
     dtype, rounding = (find(whole.model, few.reference.dtype) for find in (compute_dtype, rounding_dtype))
     return ExactnessReport(
@@ -217,8 +219,8 @@ def _measure(
         lengths=long.lengths,
         layers=f"{len(kinds.parts.layers)} of {len(whole.parts.layers)}",
         isolation=leaking.forward,
-        regrouped=max(found.regrouped for found, *_ in isolations),
-        unsteady=max(found.unsteady for found, *_ in isolations),
+        regrouped=max(found.regrouped for found, _ in isolations),
+        unsteady=max(found.unsteady for found, _ in isolations),
         input_gradients=max(leaked, default=None),
         parity=forward.difference,
         threshold=forward.allowed,
@@ -230,32 +232,27 @@ def _measure(
         first_gradient=None if gradient is None or gradient.excess <= 1 else gradient.where,
         loss=short.loss_difference(),
         control=measure_control(short),
-        is_finite=all(
-            bool(values.isfinite().all())
-            for found in (few.reference, many.reference)
-            for values in (*found.states.values(), *found.logits.values())
-        ),
+        is_finite=all(bool(values.isfinite().all()) for found in (few, many) for values in found.reference.tensors),
         first_leak=leak,
         mode=mode,
     )
 
 
 @torch.no_grad()
-def _draws_random_numbers(subject: Subject, probe: Probe) -> bool:
+def _draws_random_numbers(probe: Probe) -> bool:
     """Tell whether running a document alone draws random numbers; some models do so for their gradients only."""
     # Two packed runs of such a model differ without any leak, so it is measured in evaluation mode.
-    devices = devices_of(subject.model)
+    devices = devices_of(probe.model)
     before = random_states(devices)
     probe.alone(0)
     after = random_states(devices)
-    return subject.anywhere(any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)))
+    return probe.subject.anywhere(any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)))
 
 
 @torch.no_grad()
 def _run(probe: Probe) -> Documents:
     """Return the LM head's input for the packed documents, and some of their logits."""
-    outputs = probe.packed(probe.row)
-    return [*outputs.states, *outputs.logits]
+    return probe.packed(probe.row).tensors
 
 
 def _training(model: nn.Module) -> str:

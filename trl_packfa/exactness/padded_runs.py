@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,15 +14,13 @@ import torch
 from ..errors import TRAIN_PADDED, PackingError, UnsupportedModel, first_line, is_out_of_memory
 from ..layout.padded_rows import PaddedRows, rows_of_lengths
 from ..layout.shared_rows import share
-from ..patching.apply import PatchState
 from ..patching.inspect import find_backbone, forward_takes, inner_model, max_positions
 from .compare import relative_difference
 from .documents import Documents
-from .engine import Run
 from .following import Following, Trace
-from .probe import device_of
+from .probe import Run
 from .scoring import Scorer, is_multiple_choice
-from .subject import Subject
+from .subject import Subject, device_of
 
 # Columns of pads that even the longest row has.
 _EXTRA = 3
@@ -39,8 +36,9 @@ _PATTERNS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 class PaddedProbe:
     """A few padded rows of these documents, and the ways to run them."""
 
-    def __init__(self, subject: Subject, state: PatchState, tokens: Documents, seed: int) -> None:
+    def __init__(self, subject: Subject, tokens: Documents, seed: int) -> None:
         self.subject, self.model, self.tokens, self.seed = subject, subject.model, tokens, seed
+        state = subject.state
         assert state.unpadding is not None
         self.unpadding, self.device = state.unpadding, device_of(subject.model)
         inner = inner_model(self.model)
@@ -74,7 +72,7 @@ class PaddedProbe:
         for name in (None, *names):
             call = {"input_ids": ids} if name is None else {"input_ids": ids, name: torch.zeros_like(ids)}
             try:
-                with self.unpadding.off():
+                with self.unpadding.setting(is_on=False):
                     batch = {key: value[None].to(self.device) for key, value in call.items()}
                     self.score(batch, (1, len(ids)), torch.tensor([0]))
             except Exception as error:  # the model's own code may raise anything
@@ -94,7 +92,7 @@ class PaddedProbe:
     def run_once(self) -> None:
         """Run the padded rows as without a patch."""
         rows = self.rows(left=False)
-        with self.unpadding.off():
+        with self.unpadding.setting(is_on=False):
             self.score(self.batch(rows), rows.shape, torch.tensor([0]))
 
     def _types_with_blocks(self, names: list[str]) -> dict[str, list[torch.Tensor]]:
@@ -122,36 +120,27 @@ class PaddedProbe:
 
     def batch(self, rows: PaddedRows, *, masked: bool = True) -> dict[str, Any]:
         """Return the padded batch, as a collator makes it."""
-        ids = torch.full(rows.shape, self.pad)
-        mask = torch.zeros(rows.shape, dtype=torch.long)
-        for i, (start, tokens) in enumerate(zip(rows.starts, self.tokens, strict=True)):
-            ids[i, start : start + len(tokens)] = tokens
-            mask[i, start : start + len(tokens)] = 1
-        made = {"input_ids": ids, "attention_mask": mask if masked else mask * 0 + 1}
-        for name, types in self.types.items():
-            made[name] = torch.zeros_like(ids)
-            for i, (start, own) in enumerate(zip(rows.starts, types, strict=True)):
-                made[name][i, start : start + len(own)] = own
+        mask = rows.put_back(torch.ones(1, rows.num_tokens, dtype=torch.long))
+        ids = rows.put_back(torch.cat(self.tokens)[None]).masked_fill(mask == 0, self.pad)
+        made = {"input_ids": ids, "attention_mask": mask if masked else torch.ones_like(mask)}
+        made |= {name: rows.put_back(torch.cat(types)[None]) for name, types in self.types.items()}
         return {name: value.to(self.device) for name, value in made.items()}
 
     def run(
         self,
         call: dict[str, Any],
         rows: PaddedRows,
+        sign: float | None = None,
+        handed: Mapping[int, Trace] | None = None,
         *,
         unpad: bool,
         shared: bool = False,
-        handed: Mapping[int, Trace] | None = None,
-        sign: float | None = None,
     ) -> Run:
         """Run the documents in one call, with or without its pads; with `sign` add their gradients.
 
         With `shared` rows compute common prefixes once. `handed` replaces the inputs of layers.
         """
-        padded = [
-            torch.arange(start, start + length) + row * rows.shape[1]
-            for row, (start, length) in enumerate(zip(rows.starts, rows.lengths, strict=True))
-        ]
+        padded = list(rows.index(torch.device("cpu")).split(list(rows.lengths)))
         # For lengths (2, 1) in rows of 3, padded on the left, the places are [1, 2] and [5]; without pads [0, 1] and
         # [2].
         places, shape = padded, rows.shape
@@ -161,17 +150,17 @@ class PaddedProbe:
             index = torch.arange(rows.num_tokens) if gather is None else gather.index
             places, shape = list(index.split(list(rows.lengths))), (1, (known or rows).num_packed)
         following = Following(places, shape, [(handed or {}).get(i) for i in range(len(places))])
-        with nullcontext() if shared else self.unpadding.unshared() if unpad else self.unpadding.off():
+        with self.unpadding.setting(is_on=unpad, sharing=self.unpadding.sharing if shared else None):
             return self._run(call, rows.shape, padded, following, sign)
 
-    def alone(self, *, sign: float | None = None, handed: Mapping[int, Trace] | None = None) -> Run:
+    def alone(self, sign: float | None, handed: Mapping[int, Trace]) -> Run:
         """Run each document by itself, with the options of [`PaddedProbe.run`]."""
         found = Run({}, {}, {}, {})
         for i, tokens in enumerate(self.tokens):
             own = {name: types[i] for name, types in self.types.items()}
             call = {name: value[None].to(self.device) for name, value in {"input_ids": tokens, **own}.items()}
             shape, places = (1, len(tokens)), [torch.arange(len(tokens))]
-            following = Following(places, shape, [(handed or {}).get(i)])
+            following = Following(places, shape, [handed.get(i)])
             found.add(self._run(call, shape, places, following, sign, first=i))
         return found
 

@@ -19,29 +19,55 @@ from ..layout.from_call import layout_of
 from ..patching.named_models import AS_SDPA, switched_on
 from ..runtime.zero3 import whole_shape
 from .documents import Documents
+from .following import Trace
 from .scoring import Scorer
+from .subject import Subject, device_of
 
 Collator: TypeAlias = Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
 Rows: TypeAlias = tuple[tuple[int, ...], ...]
 
 
-class Outputs(NamedTuple):
-    """Results of a run for each document.
+class Run(NamedTuple):
+    """Results of one run for each document, by number.
 
     Attributes:
-        states (`list[torch.Tensor]`): the LM head's input, `(n, D)`.
-        logits (`list[torch.Tensor]`): logits of the scored positions, `(k, V)`; `k` is 0 if none are scored.
-        inputs (`list[torch.Tensor]` or `None`):
-            Gradients `(n, D)` of its embeddings after a backward; `None` if the model embeds otherwise.
+        states (`dict[int, torch.Tensor]`): the LM head's input `(n, D)`; empty if the model has no such head.
+        logits (`dict[int, torch.Tensor]`):
+            Logits `(k, V)` of the scored positions. Without an LM head the model's result, `(n, V)` or `(1, V)`.
+        inputs (`dict[int, torch.Tensor]`): gradients of the embeddings, `(n, D)`, if they were taken.
+        traces (`dict[int, Trace]`): tensors at the layers.
     """
 
-    states: Documents
-    logits: Documents
-    inputs: Documents | None = None
+    states: dict[int, torch.Tensor]
+    logits: dict[int, torch.Tensor]
+    inputs: dict[int, torch.Tensor]
+    traces: dict[int, Trace]
+
+    def add(self, other: Run) -> None:
+        """Add the results of other documents."""
+        self.states.update(other.states)
+        self.logits.update(other.logits)
+        self.inputs.update(other.inputs)
+        self.traces.update(other.traces)
+
+    @property
+    def outputs(self) -> dict[int, torch.Tensor]:
+        """The LM head's input, or the result of a model without such a head."""
+        return self.states or self.logits
+
+    @property
+    def tensors(self) -> Documents:
+        """The tensors in `logits` and `states`."""
+        return [*self.logits.values(), *self.states.values()]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the logits, or of the LM head's input if there are no logits."""
+        return self.tensors[0].dtype
 
 
 class Probe:
-    """A few documents, a replacement for each, and the ways to run them.
+    """A few documents, a replacement for each, and the ways to run them through a model.
 
     The `collator` makes the batch of `row`, in which all documents are packed. `tokens` and `others` are the ids
     `(n,)` of each document and of its replacement, and `seed` is for the random weights of a loss. If `scored`, the LM
@@ -51,7 +77,7 @@ class Probe:
 
     def __init__(
         self,
-        model: nn.Module,
+        subject: Subject,
         collator: Collator,
         tokens: Documents,
         others: Documents,
@@ -59,8 +85,9 @@ class Probe:
         *,
         scored: bool = True,
     ) -> None:
-        self.model, self.collator, self.seed, self.scored = model, collator, seed, scored
-        self.device, self._score = device_of(model), Scorer(model)
+        self.subject, self.model = subject, subject.model
+        self.collator, self.seed, self.scored = collator, seed, scored
+        self.device, self._score = device_of(self.model), Scorer(self.model)
         self.tokens, self.others = tokens, others
         self.lengths = tuple(map(len, tokens))
         # The collator may add padding, which is one more document.
@@ -84,7 +111,7 @@ class Probe:
 
     def packed(
         self, arrangement: Arrangement, tokens: Documents | None = None, *, told: Sequence[str] | None = None
-    ) -> Outputs:
+    ) -> Run:
         """Run the arrangement's documents, or `tokens` in their places; `told` names the only arguments to keep."""
         tokens = [self.tokens[i] for i in arrangement.documents] if tokens is None else tokens
         if arrangement is self.row:
@@ -107,36 +134,33 @@ class Probe:
         scored = [self._scored(len(ids)) for ids in tokens]
         places = torch.cat([place[own] for place, own in zip(arrangement.places, scored, strict=True)])
         found = self._score(batch, arrangement.shape, places)
-        return Outputs(arrangement.split(found.states), list(found.logits.split([len(own) for own in scored])))
+        logits = zip(arrangement.documents, found.logits.split([len(own) for own in scored]), strict=True)
+        states = dict(zip(arrangement.documents, arrangement.split(found.states), strict=True))
+        return Run(states, {document: own for document, own in logits if len(own)}, {}, {})
 
-    def alone(self, document: int) -> Outputs:
+    def alone(self, document: int) -> Run:
         """Run one document by itself."""
         ids = self.tokens[document][None].to(self.device)
         # A model that runs by name gets a mask, which may hold windows that its attention ignores.
         with switched_on(AS_SDPA):
             found = self._score({"input_ids": ids}, (1, ids.shape[1]), self._scored(ids.shape[1]))
-        return Outputs([found.states[0]], [found.logits])
+        return Run({document: found.states[0]}, {document: found.logits} if len(found.logits) else {}, {}, {})
 
     def _scored(self, length: int) -> torch.Tensor:
         """Return the positions of a document that are scored: its middle and its last, or none."""
         return torch.tensor([length // 2, length - 1][-min(length, 2) :] if self.scored else [], dtype=torch.long)
 
-    def backward(
-        self, outputs: Outputs, documents: Sequence[int], losses: Sequence[int], *, scale: float, head: bool = False
-    ) -> None:
-        """Add `scale` times the gradient of a fixed random weighting of the states, and with `head` of the logits,
-        too.
+    def backward(self, run: Run, losses: Sequence[int], *, scale: float, head: bool = False) -> None:
+        """Add `scale` times the gradient of a fixed random weighting of the states, and with `head` of the logits.
 
         Only the documents in `losses` count.
         """
         terms = []
-        for document, states_nD, logits_kV in zip(documents, outputs.states, outputs.logits, strict=True):
-            if document not in losses:
-                continue
+        for document in losses:
             # Each document has its own seed, so it gets the same weights alone, packed, and among others.
             generator = torch.Generator().manual_seed(self.seed + 1 + document)
-            for values in (states_nD, logits_kV) if head else (states_nD,):
-                if len(values) == 0 or not values.requires_grad:
+            for values in (run.states[document], run.logits.get(document) if head else None):
+                if values is None or not values.requires_grad:
                     continue
                 by_feature = torch.randn(values.shape[-1], generator=generator) / values.shape[-1] ** 0.5
                 # Each token gets its own weight: a sum of equal terms stops growing in half precision.
@@ -180,23 +204,15 @@ class Probe:
         with self.model.get_input_embeddings().register_forward_hook(hook):  # type: ignore[operator, union-attr]
             yield outputs
 
-    def outputs_packed(self, arrangement: Arrangement, tokens: Documents | None = None) -> dict[str, Documents]:
-        """Return every module's per-token output, by document, in the order in which modules finish."""
-        found = self._outputs(lambda: self.packed(arrangement, tokens), arrangement.shape)
-        return {name: arrangement.split(output) for name, output in found}
-
-    def outputs_alone(self, document: int) -> dict[str, torch.Tensor]:
-        """Return every module's per-token output for one document by itself, in the order in which modules finish."""
-        shape = (1, self.lengths[document])
-        return {name: output[0] for name, output in self._outputs(lambda: self.alone(document), shape)}
-
-    def _outputs(self, run: Callable[[], object], shape: tuple[int, int]) -> list[tuple[str, torch.Tensor]]:
-        seen: list[tuple[str, torch.Tensor]] = []
+    def outputs_in(self, arrangement: Arrangement, run: Callable[[], object]) -> dict[str, Documents]:
+        """Return every module's per-token output in a run, by document, in the order in which modules finish."""
+        seen: dict[str, Documents] = {}
 
         def watch(name: str, module: nn.Module, args: Any, output: Any) -> None:
             output = output[0] if isinstance(output, tuple) else output
-            if isinstance(output, torch.Tensor) and output.shape[:2] == shape and output.is_floating_point():
-                seen.append((name, output.detach()))
+            is_per_token = isinstance(output, torch.Tensor) and output.shape[:2] == arrangement.shape
+            if is_per_token and output.is_floating_point():
+                seen[name] = arrangement.split(output.detach())
 
         with ExitStack() as hooks:
             for name, module in self.model.named_modules():
@@ -259,11 +275,6 @@ class Arrangement:
         if len(embedded) != 1 or embedded[0].shape[:2] != self.shape or embedded[0].grad is None:
             return None
         return self.split(embedded[0].grad)
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the model's first loaded weights; offloaded weights are on none until they are used."""
-    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 
 
 def on_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from ..patching.apply import find_state
 from ..patching.inspect import inner_model, model_config, own_config
 from ..runtime.override import override_in
 from ..versions import MINIMUM_VERSIONS, installed_version
-from .probe import device_of
 from .report import ExactnessReport
+from .subject import device_of
 
 _PACKAGES = ("trl-packfa", *MINIMUM_VERSIONS, "bitsandbytes", "flash-attn", "liger-kernel", "kernels", "deepspeed")
 # Environment variables that also choose kernels.

@@ -21,14 +21,14 @@ from ..patching.inspect import find_backbone, max_positions
 from ..runtime.compile import uncompiled
 from ..runtime.sequence_parallel import ShardedRowModel
 from ..runtime.zero3 import gradients_taken
-from .compare import NOISE_FACTOR, nan_as_inf, relative_gradients, worst_gradient
+from .compare import NOISE_FACTOR, Finding, nan_as_inf, relative_gradients, worst_gradient
 from .documents import draw_documents, known_tokens
 from .first_batch import FLOOR, log_probs_of
-from .probe import Collator, device_of, on_device, vocabulary_of
+from .probe import Collator, on_device, vocabulary_of
 from .products import fast_half_products
 from .quiet import quiet
 from .rounding import last_places_off
-from .subject import Subject, rounding_dtype
+from .subject import Subject, device_of, rounding_dtype
 
 # Lengths of the documents in the row: some end inside a part, some are longer than a part, one is a single token.
 LENGTHS = (150, 24, 1, 66, 37, 5, 130)
@@ -101,7 +101,7 @@ def check_sharded_row(
         fast_half_products(model),
         torch.enable_grad(),
     ):
-        subject = Subject(model, state, gradient_parts, None)
+        subject = Subject(model, state, gradient_parts)
 
         def run(sign: float, called: Callable[..., Any] = model) -> torch.Tensor:
             found = log_probs_of(model, batch, called)
@@ -122,15 +122,11 @@ def check_sharded_row(
         with last_places_off(model):
             rounding = _rms(run(1.0) - as_it_is)
         noise, dtype = relative_gradients(subject.norms(), norms), rounding_dtype(model)
-    worst = worst_gradient(subject.dimensions, changed, noise, dtype) if sum(norms) else None
-    return ShardedRowProof(
-        apart,
-        max(NOISE_FACTOR * rounding, FLOOR[dtype]),
-        0.0 if worst is None else worst.difference,
-        0.0 if worst is None else worst.allowed,
-        "no parameter" if worst is None else worst.where,
-        shard.size,
-    )
+    worst = Finding("no parameter", 0.0, 0.0, 0.0)
+    if sum(norms):
+        worst = worst_gradient(subject.dimensions, changed, noise, dtype)
+    allowed = max(NOISE_FACTOR * rounding, FLOOR[dtype])
+    return ShardedRowProof(apart, allowed, worst.difference, worst.allowed, worst.where, shard.size)
 
 
 def _rms(difference: torch.Tensor) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,6 @@ from ..runtime.autocast import multiplies_in_tf32
 from ..runtime.zero3 import GradientParts, is_partitioned, whole_shape, whole_size
 from .compare import nan_as_inf
 from .following import find_parts
-from .probe import device_of
 
 # Types without experts that group tokens by content: BLT makes patches, padded to the largest number of a document.
 _REGROUPING = ("blt",)
@@ -40,6 +39,8 @@ class Subject:
     whole model, with its embeddings and LM head.
 
     Attributes:
+        state ([`PatchState`]): how the model is patched.
+        skipped (`dict`): these layers, for [`~depth.skipping`].
         whole (`bool`): whether all layers, the embeddings and the LM head are measured.
         trained (`list[torch.nn.Parameter]`): the parameters that train.
         dimensions (`dict[str, int]`): number of dimensions of each of them, by name.
@@ -54,12 +55,13 @@ class Subject:
         model: nn.Module,
         state: PatchState,
         gradient_parts: GradientParts | None,
-        progress: Callable[[str, float], None] | None,
-        skipped: Mapping[str, Any] | None = None,
+        progress: Callable[[str, float], None] | None = None,
+        skipped: dict[str, tuple[nn.Module, bool]] | None = None,
     ) -> None:
-        self.model, self.gradient_parts, self.whole = model, gradient_parts, skipped is None
-        self.parts = find_parts(model, state).without(skipped or ())
-        out = {id(p) for name in skipped or () for p in model.get_submodule(name).parameters()}
+        self.model, self.state, self.gradient_parts = model, state, gradient_parts
+        self.whole, self.skipped = skipped is None, skipped or {}
+        self.parts = find_parts(model, state).without(self.skipped)
+        out = {id(p) for name in self.skipped for p in model.get_submodule(name).parameters()}
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) not in out}
         self.trained = list(trained.values())
         self.loss_scale = 1.0
@@ -163,6 +165,11 @@ def _norm(gradient: torch.Tensor) -> float:
         return float(norm.full_tensor())
     # Part by part: in half precision, new memory for all of a large gradient in float32 costs more than the norm.
     return float(torch.stack([part.float().norm() for part in gradient.reshape(-1).split(_NORM_PART)]).norm())
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the model's first loaded weights; offloaded weights are on none until they are used."""
+    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 
 
 def compute_dtype(model: nn.Module, logits: torch.dtype = torch.float32) -> torch.dtype:

@@ -14,7 +14,8 @@ Shape letters: B rows, L row length, T true tokens, n tokens of a document, V vo
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import UnsupportedModel
 from ..layout.prefix_tree import SHORTEST
-from ..patching.apply import PatchState, find_state
+from ..patching.apply import find_state
 from ..patching.inspect import find_backbone, inner_model, known_ids, max_positions
 from ..runtime.compile import uncompiled
 from ..runtime.memory import return_freed_memory
@@ -31,8 +32,7 @@ from ..runtime.zero3 import gradients_taken
 from .compare import relative_difference
 from .depth import layers_to_skip, skipping
 from .documents import draw_documents, known_tokens
-from .engine import Comparison, Run, compare
-from .following import Trace
+from .engine import Comparison, compare
 from .padded_runs import PaddedProbe, apart
 from .products import fast_half_products
 from .quiet import quiet
@@ -72,39 +72,33 @@ def check_unpadding(
     if isinstance(model, DistributedDataParallel):
         model = model.module
     started = time.perf_counter()
-    # Its counters tell the user what training saved, so the check's own calls must not count. They are restored.
-    counted = vars(state.unpadding).copy()
     known = known_tokens(documents, None, known_ids(inner_model(model)))
-    try:
-        with (
-            gradients_taken(model) as parts,
-            torch.enable_grad(),
-            quiet(model, training=True),
-            uncompiled(model),
-            fast_half_products(model),
-        ):
-            subject, most = Subject(model, state, parts, None), max_positions(find_backbone(model, state.patch))
-            lengths = [min(length, most or length) for length in _LENGTHS]
-            tokens, _ = draw_documents(lengths, known, known_ids(inner_model(model)), seed)
-            state.unpadding.takes_left = True
-            probe = PaddedProbe(subject, state, tokens, seed)
-            skipped = layers_to_skip(model, state, subject.parts.layers, probe.run_once)
-            kinds = Subject(model, state, parts, None, skipped) if skipped else subject
-            report = _measure(probe, PaddedProbe(kinds, state, tokens, seed), skipped, state.patch.encoder)
-            with skipping(skipped):
-                report["sharing"] = _measure_sharing(kinds, state, known, seed)
-    finally:
-        vars(state.unpadding).update(counted)
+    with (
+        state.unpadding.setting(**vars(state.unpadding)),  # its counters are for the user: these calls must not count
+        gradients_taken(model) as parts,
+        torch.enable_grad(),
+        quiet(model, training=True),
+        uncompiled(model),
+        fast_half_products(model),
+    ):
+        subject, most = Subject(model, state, parts), max_positions(find_backbone(model, state.patch))
+        lengths = [min(length, most or length) for length in _LENGTHS]
+        tokens, _ = draw_documents(lengths, known, known_ids(inner_model(model)), seed)
+        state.unpadding.takes_left = True
+        probe = PaddedProbe(subject, tokens, seed)
+        skipped = layers_to_skip(subject, probe.run_once)
+        kinds = Subject(model, state, parts, skipped=skipped) if skipped else subject
+        report = _measure(probe, PaddedProbe(kinds, tokens, seed))
+        with skipping(skipped):
+            report["sharing"] = _measure_sharing(kinds, known, seed)
     return_freed_memory()
     return UnpaddingReport(**report, seconds=round(time.perf_counter() - started, 3))
 
 
-def _measure(
-    probe: PaddedProbe, kinds: PaddedProbe, skipped: dict[str, tuple[nn.Module, bool]], may_read_first_column: bool
-) -> dict[str, Any]:
+def _measure(probe: PaddedProbe, kinds: PaddedProbe) -> dict[str, Any]:
     """Measure rows padded on the right in the whole model, and rows padded on the left in one layer of each kind."""
     subject = probe.subject
-    with skipping(skipped):
+    with skipping(kinds.subject.skipped):
         left = _compare_side(kinds, left=True)
         if left.excess > 1 and probe.positions:  # let the model make its own positions: some begin at 2
             left = _compare_side(kinds, left=True, positions=False)
@@ -116,7 +110,7 @@ def _measure(
             do="Train it padded, or pack it: trl_packfa.patch(model) without unpad.",
         )
     # Pooling that reads the first column reads a pad in rows padded on the left.
-    takes_left = not may_read_first_column or subject.anywhere(sides[0].excess > 1 or sides[1].excess <= 1)
+    takes_left = not subject.state.patch.encoder or subject.anywhere(sides[0].excess > 1 or sides[1].excess <= 1)
     sides = sides if takes_left else sides[:1]
     rows = probe.rows(left=takes_left)
     call = probe.batch(rows)
@@ -124,12 +118,7 @@ def _measure(
     found = max(sides, key=lambda side: side.excess)
     # The model's own padded rows may be wrong: state may run through pads, or frequencies depend on the longest row.
     if subject.anywhere(not found.excess <= 1):
-        alone = compare(
-            subject,
-            lambda sign, handed: probe.alone(sign=sign, handed=handed),
-            [lambda sign, handed: probe.run(call, rows, unpad=True, sign=sign, handed=handed)],
-            rounding=lambda sign, handed: probe.alone(sign=sign, handed=handed),
-        )
+        alone = compare(subject, probe.alone, [partial(probe.run, call, rows, unpad=True)])
         if alone.excess <= 1:
             against, seen, found = "alone", found.forward.difference, alone
     plain = probe.run(call, rows, unpad=True)
@@ -155,24 +144,17 @@ def _compare_side(probe: PaddedProbe, *, left: bool, positions: bool = True) -> 
     reference = dict(call)
     if left and positions and probe.positions:
         reference["position_ids"] = rows.position_ids(probe.device)
-
-    def padded(sign: float | None, handed: Mapping[int, Trace]) -> Run:
-        return probe.run(reference, rows, unpad=False, sign=sign, handed=handed)
-
-    return compare(
-        probe.subject,
-        padded,
-        [lambda sign, handed: probe.run(call, rows, unpad=True, sign=sign, handed=handed)],
-        rounding=padded,
-    )
+    padded, without = partial(probe.run, reference, rows, unpad=False), partial(probe.run, call, rows, unpad=True)
+    return compare(probe.subject, padded, [without])
 
 
-def _measure_sharing(subject: Subject, state: PatchState, known: torch.Tensor, seed: int) -> SharingReport | None:
+def _measure_sharing(subject: Subject, known: torch.Tensor, seed: int) -> SharingReport | None:
     """Compare rows that share their prefix with the same rows run separately; `None` if no rows are shared.
 
     Both run without pads, which was compared before. The control is a run in which one branch sees another. The
     documents are drawn from `known`, token ids that the model knows.
     """
+    state = subject.state
     assert state.unpadding is not None
     most = max_positions(find_backbone(subject.model, state.patch))
     sharing, room = state.unpadding.sharing, None if most is None else (most - _PREFIX) // 2
@@ -181,24 +163,16 @@ def _measure_sharing(subject: Subject, state: PatchState, known: torch.Tensor, s
     branches = [min(length, room or length) for length in _BRANCHES]
     lengths = [_PREFIX, *branches, _OTHER]
     (prefix, *rest, other), _ = draw_documents(lengths, known, known_ids(inner_model(subject.model)), seed)
-    probe = PaddedProbe(subject, state, [*(torch.cat([prefix, ids]) for ids in rest), other], seed)
+    probe = PaddedProbe(subject, [*(torch.cat([prefix, ids]) for ids in rest), other], seed)
     rows = probe.rows(left=False)
     call = probe.batch(rows)
-
-    def separate(sign: float | None, handed: Mapping[int, Trace]) -> Run:
-        return probe.run(call, rows, unpad=True, sign=sign, handed=handed)
-
-    found = compare(
-        subject,
-        separate,
-        [lambda sign, handed: probe.run(call, rows, unpad=True, shared=True, sign=sign, handed=handed)],
-        rounding=separate,
-    )
-    alone, first = probe.run(call, rows, unpad=True), rest[0]
+    separate = partial(probe.run, call, rows, unpad=True)
+    found = compare(subject, separate, [partial(separate, shared=True)])
+    alone, first = separate(), rest[0]
     # The control: one document of prefix, first and last branch, in which the last branch sees the first.
     tokens = torch.cat([prefix, first, rest[-1]])[None].to(probe.device)
     own = torch.cat([torch.arange(len(prefix)), torch.arange(len(prefix) + len(first), tokens.shape[1])])
-    with torch.no_grad(), state.unpadding.unshared():
+    with torch.no_grad(), state.unpadding.setting(sharing=None):
         states, _ = probe.score({"input_ids": tokens}, (1, tokens.shape[1]), own[-1:])
         (seeing,) = probe.documents_of(states, [own], tokens.shape)
     return SharingReport(**found.measured(), control=relative_difference(seeing, alone.outputs[len(rest) - 1]))

@@ -41,24 +41,26 @@ class _EncoderOverride(NamedOverride):
         super().__init__(module, original)
         self.unpadding = unpadding
 
+    @outside_of_graphs
+    def read_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call by name; raise [`PackingError`] for packed rows and cross-attention."""
+        call = self.named(args, kwargs)
+        layout = layout_of(call)
+        if (current_call().layout if layout is None else layout) is not None:
+            refuse_packed(self.module)
+        if call.get("encoder_hidden_states") is not None:
+            raise PackingError(
+                "cross-attention cannot run without pads: each row attends to its own encoder states.",
+                do="Patch the model with unpad=False.",
+            )
+        call.pop("packed_layout", None)
+        return call
+
     def asks_for_layers(self, call: Mapping[str, Any]) -> bool:
         """Tell whether a call or the config asks for the results of each layer."""
         config: Any = getattr(self.module, "config", None)
         return any(
             call.get(name) or (call.get(name) is None and getattr(config, name, None)) for name in _OF_EACH_LAYER
-        )
-
-
-@outside_of_graphs
-def _refuse_packed(module: nn.Module, call: dict[str, Any]) -> None:
-    """Raise [`PackingError`] for packed rows and cross-attention."""
-    layout = layout_of(call)
-    if (current_call().layout if layout is None else layout) is not None:
-        refuse_packed(module)
-    if call.get("encoder_hidden_states") is not None:
-        raise PackingError(
-            "cross-attention cannot run without pads: each row attends to its own encoder states.",
-            do="Patch the model with unpad=False.",
         )
 
 
@@ -68,13 +70,11 @@ class EncoderOverride(_EncoderOverride):
     @around_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the encoder's forward."""
-        call = self.named(args, kwargs)
-        _refuse_packed(self.module, call)
-        kwargs.pop("packed_layout", None)
+        call = self.read_call(args, kwargs)
         if not self.unpadding.is_on or self.asks_for_layers(call):
-            return self.call_original(*args, **kwargs)
+            return self.call_original(**call)
         with packed_call(None, notes_masks=True):
-            return self.call_original(*args, **kwargs)
+            return self.call_original(**call)
 
 
 class StackOverride(_EncoderOverride):
@@ -90,7 +90,9 @@ class StackOverride(_EncoderOverride):
         rows, taken, packed = self._taken(call, name, masks)
         with in_call(packed):
             outputs = self.call_original(**taken)
-        return outputs if rows is None else self._put_back(outputs, {**call, name: masks.handed()}, rows)
+        if rows is None:
+            return outputs
+        return self.unpadding.put_back(self.call_original, {**call, name: masks.handed()}, rows, outputs)
 
     @outside_of_graphs
     def find_masks(self, call: dict[str, Any]) -> tuple[str, HandedMasks | None]:
@@ -115,12 +117,6 @@ class StackOverride(_EncoderOverride):
         taken[name] = empty_mask(packed, states.device)
         return rows, taken | ({KEYWORD: packed} if self.takes_any else {}), packed
 
-    @outside_of_graphs
-    def _put_back(self, outputs: Any, call: dict[str, Any], rows: PaddedRows) -> Any:
-        outputs = rows.put_back_outputs(outputs)
-        self.unpadding.note(self.call_original, call, rows, outputs)
-        return outputs
-
 
 def _take(value: Any, rows: PaddedRows) -> Any:
     """Return the true tokens of an argument `(B, L, ...)` or `(1, L, ...)`, inside tuples too."""
@@ -137,9 +133,7 @@ class LengthGroupsOverride(_EncoderOverride):
     @around_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the encoder's forward."""
-        call = self.named(args, kwargs)
-        _refuse_packed(self.module, call)
-        call.pop("packed_layout", None)
+        call = self.read_call(args, kwargs)
         rows = None if self.asks_for_layers(call) else self.find_rows(call)
         if rows is None:
             return self.call_original(**call)

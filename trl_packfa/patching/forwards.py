@@ -167,13 +167,7 @@ class BackboneOverride(_PackedForward):
         unpadding: Any = self.unpadding
         with noise_of_padded_rows(self.module, unpadding.noise, rows, call["attention_mask"].device):
             outputs = self.run_packed(taken, layout, rows if unpadding.runs_by_row else None)
-        return self._put_back(outputs, call, rows)
-
-    @outside_of_graphs
-    def _put_back(self, outputs: Any, call: dict[str, Any], rows: PaddedRows) -> Any:
-        outputs = rows.put_back_outputs(outputs)
-        self.unpadding.note(self.call_original, call, rows, outputs)  # type: ignore[union-attr]
-        return outputs
+        return unpadding.put_back(self.call_original, call, rows, outputs)
 
     @outside_of_graphs
     def _taken(self, call: dict[str, Any], rows: PaddedRows) -> tuple[dict[str, Any], PackedLayout]:
@@ -247,6 +241,9 @@ class RebatchOverride(BackboneOverride):
 class CausalLMOverride(_PackedForward):
     """Forward of a causal LM that does not pass all its arguments to its backbone; it finds the boundaries first."""
 
+    # Arguments that a packed call drops: its backbone finds the boundaries in the context.
+    dropped: tuple[str, ...] = (*BOUNDARIES, *FOUND_BY_ITSELF)
+
     def __init__(self, module: nn.Module, state: PatchState, original: Callable[..., Any] | None = None) -> None:
         super().__init__(module, state, original, own_positions=True)  # it passes no positions on
         self.__signature__ = forward_signature(module)  # `generate()` and the Trainer read it
@@ -268,11 +265,9 @@ class CausalLMOverride(_PackedForward):
 
     @around_graphs
     def run_packed(self, call: dict[str, Any], layout: PackedLayout) -> Any:
-        """Run the original forward without the boundaries, which its backbone finds in the context."""
-        for name in (*BOUNDARIES, *FOUND_BY_ITSELF):
-            call.pop(name, None)
+        """Run the original forward without the boundaries."""
         with packed_call(layout):
-            return self.call_original(**call)
+            return self.call_original(**{name: value for name, value in call.items() if name not in self.dropped})
 
 
 class CompositeOverride(CausalLMOverride):
@@ -281,6 +276,8 @@ class CompositeOverride(CausalLMOverride):
     Padded calls pass through: the decoder removes their pads after the embeddings of images and text are merged.
     Packed calls may hold text only.
     """
+
+    dropped = (*BOUNDARIES, "attention_mask")
 
     @around_graphs
     def run_unpacked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -302,10 +299,7 @@ class CompositeOverride(CausalLMOverride):
             )
         if call.get("position_ids") is None:  # some models would count them over the whole row
             call["position_ids"] = layout.position_ids().to(layout.cu_seqlens.device)
-        for name in (*BOUNDARIES, "attention_mask"):
-            call.pop(name, None)
-        with packed_call(layout):
-            return self.call_original(**call)
+        return super().run_packed(call, layout)
 
 
 class AttentionOverride(Override):

@@ -162,7 +162,18 @@ class MixerOverride(NamedOverride):
         # A trial must not change the random numbers that training draws after it.
         with random_states_kept(devices_of(self.module)):
             exact = _first(run_by_document(self.call_original, args, dict(kwargs), layout)).float()
-            error_of = partial(self._native_error, args, kwargs, layout, exact)
+
+            def error_of(offer: tuple[str, ...]) -> float:
+                """Return the largest difference of the own kernels in standard deviations; `inf` if they fail."""
+                try:
+                    native = _first(self._run_native(args, kwargs, layout, offer)).float()
+                except (ValueError, TypeError, RuntimeError, AttributeError, ImportError) as error:
+                    # transformers raises these if kernels are missing
+                    logger.debug("trl-packfa: %s with %s: %s", type(self.module).__name__, offer, error)
+                    return float("inf")
+                # NaN (no spread, or numbers that are not finite) compares as false with every limit: no proof.
+                return float((native - exact).abs().max() / exact.std())
+
             # Without boundaries the kernels must be visibly wrong, or equal results would prove nothing. They may not
             # be in a row of one long and some tiny documents, or in a mixer whose gate is still shut.
             control = error_of(())
@@ -171,24 +182,6 @@ class MixerOverride(NamedOverride):
             dtype = next((a.dtype for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), torch.float32)
             allowed = min(_EQUAL.get(dtype, _EQUAL_HALF), control / _SEPARATION)
             return next((offer for offer in self.offers if error_of(offer) <= allowed), ())
-
-    def _native_error(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        layout: PackedLayout,
-        exact: torch.Tensor,
-        offer: tuple[str, ...],
-    ) -> float:
-        """Return the largest difference of the own kernels from `exact` in standard deviations; `inf` if they fail."""
-        try:
-            native = _first(self._run_native(args, kwargs, layout, offer)).float()
-        except (ValueError, TypeError, RuntimeError, AttributeError, ImportError) as error:
-            # transformers raises these if kernels are missing
-            logger.debug("trl-packfa: %s with %s: %s", type(self.module).__name__, offer, error)
-            return float("inf")
-        # NaN (no spread, or numbers that are not finite) compares as false with every limit: no proof.
-        return float((native - exact).abs().max() / exact.std())
 
 
 class FunctionOverride:

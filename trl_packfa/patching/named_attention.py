@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -37,7 +37,6 @@ from .inspect import is_causal
 from .mask_rules import sees_ahead, starts_in_rule
 from .named_models import AS_SDPA, CHOSEN, NAME, refuse_at_load, require_positions, served_patch
 
-_EXPLICIT = ("packed_layout", *FLASH_KEYS)
 # Attribute of our masks: the mask of padding `(B, L)` that a mask was made of, or `None`. Callers' masks have none.
 _PADDING = "trl_packfa_padding"
 
@@ -103,7 +102,7 @@ def layout_of_attention(query: torch.Tensor, keys: int, mask: Any, kwargs: Mappi
 class _LastCall(threading.local):
     """The layout of the call that this thread read last, shared by the layers of one forward."""
 
-    _FOUND_BY = (*_EXPLICIT, "position_ids")
+    _FOUND_BY = ("packed_layout", *FLASH_KEYS, "position_ids")
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, Any, int]] | None = None
@@ -141,8 +140,6 @@ _READ = _LastCall()
 
 def _refuse_continued(shape: tuple[int, int], mask: Any, kwargs: Mapping[str, Any]) -> None:
     """Refuse documents beside a filled cache: each of them would see the cached tokens."""
-    if shape[1] < 2:
-        return
     call = dict(kwargs)
     if mask is not None and not hasattr(mask, _PADDING):  # a caller's own mask decides what tokens see
         call.pop("position_ids", None)
@@ -255,12 +252,13 @@ def register_name() -> None:
         if getattr(interface().get(NAME), "__module__", __name__) == __name__:
             interface.register(NAME, ours)
     require_registered()
-    if not _WATCHED:
-        _WATCHED.append(register_module_module_registration_hook(refuse_at_load))
+    _watch_models()
 
 
-# The hook that sees each model as it is built. There is only one, however often the name is registered.
-_WATCHED: list[Any] = []
+@cache  # there is only one hook, however often the name is registered
+def _watch_models() -> None:
+    """Let [`refuse_at_load`] see each model as it is built."""
+    register_module_module_registration_hook(refuse_at_load)
 
 
 def require_registered() -> None:

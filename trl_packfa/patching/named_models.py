@@ -33,6 +33,7 @@ NAME = "packfa"
 _NO_POSITIONS = "it does not pass position_ids on to its attention: documents given by them would see each other"
 _NO_OFFSETS = "it does not pass cu_seq_lens_q on to its attention: documents given by it would see each other"
 _OWN_ATTENTION = "its attention does not go through transformers' attention interface"
+_NEVER_MEASURED = "it was never measured"
 _NOT_BY_NAME: dict[str, str] = {
     **dict.fromkeys(
         ("cohere_compass_text", "ctrl", "fuyu", "gpt_bigcode", "moshi", "persimmon", "whisper"), _NO_POSITIONS
@@ -43,6 +44,7 @@ _NOT_BY_NAME: dict[str, str] = {
     **dict.fromkeys(("codegen", "dory", "gptj"), "it was not found exact by name"),
     "gemma4_unified": "it always builds a mask, for images",
 }
+_PATCH_IT = "Load it with attn_implementation='sdpa' and pass it to trl_packfa.patch(model)."
 
 # True while `check` measures in this context, so that a model of any type runs by name.
 MEASURED: ContextVar[bool] = ContextVar("trl_packfa_measured", default=False)
@@ -61,11 +63,12 @@ def served_patch(config: Any) -> Patch | None:
     Raise [`UnsupportedModel`] for any other.
     """
     patch = find_patch_for_type(config.model_type)
-    if patch is not None and _is_served(patch, config.model_type):
+    why = _why_not_served(patch, config.model_type)
+    if why is None:
         return patch
     if MEASURED.get() or (patch is None and _identity(config) in _PROVEN):
         return None
-    raise _refusal(config.model_type, patch)
+    raise _refusal(config.model_type, why)
 
 
 def refuse_at_load(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
@@ -84,8 +87,9 @@ def refuse_at_load(module: nn.Module, name: str, submodule: nn.Module | None) ->
     patch = find_patch_for_type(config.model_type)
     if patch is None and any(uses_interface(part) for part in submodule.modules()):
         return  # never measured: refused at its first call, unless `check` proves it
-    if patch is None or not _is_served(patch, config.model_type):
-        raise _refusal(config.model_type, patch, never_asks=True)
+    why = _OWN_ATTENTION if patch is None else _why_not_served(patch, config.model_type)
+    if why is not None:
+        raise _refusal(config.model_type, why)
 
 
 def require_served(model: nn.Module) -> None:
@@ -94,39 +98,32 @@ def require_served(model: nn.Module) -> None:
     A type that was never measured passes: `check` decides.
     """
     name = inner_model(model).config.get_text_config().model_type
-    patch = find_patch_for_type(name)
-    if patch is not None and not _is_served(patch, name):
-        raise _refusal(name, patch)
+    why = _why_not_served(find_patch_for_type(name), name)
+    if why is not None and why != _NEVER_MEASURED:
+        raise _refusal(name, why)
 
 
-def _refusal(name: str, patch: Patch | None, *, never_asks: bool = False) -> UnsupportedModel:
-    instead = "Load it with attn_implementation='sdpa' and pass it to trl_packfa.patch(model)."
-    if patch is not None:
-        why = _NOT_BY_NAME.get(name) or _beyond_attention(patch)
-    elif never_asks:
-        why = _OWN_ATTENTION
-    else:
-        why = "it was never measured"
-        instead = "Run trl_packfa.check(model) before: a model that it finds exact is served."
-    return UnsupportedModel(f"attn_implementation='{NAME}' does not serve model type '{name}'.", why=[why], do=instead)
-
-
-def _is_served(patch: Patch, name: str) -> bool:
-    """Tell whether the patch changes nothing but attention, through transformers' interface."""
-    own = patch.functions or patch.makes_mask or patch.bias or patch.beside
-    # A third party's patch is in no table of ours.
-    is_attention_alone = patch.origin == "trl_packfa" and patch.level in ("attention", "interface") and not own
-    return name not in _NOT_BY_NAME and is_attention_alone
-
-
-def _beyond_attention(patch: Patch) -> str:
+def _why_not_served(patch: Patch | None, name: str) -> str | None:
+    """Return why a type is not served; `None` if its patch changes only attention, through transformers' interface."""
+    if patch is None:
+        return _NEVER_MEASURED
+    if name in _NOT_BY_NAME:
+        return _NOT_BY_NAME[name]
     if patch.level == "rebatch":
         return "its documents must run one by one: it mixes tokens in ways that no single module contains"
     if patch.mixers or patch.masked_mixers:
         return "not only attention mixes its tokens: it has recurrent state, convolutions or attention of its own"
     if patch.beside:
         return "not only its attention needs the boundaries: it counts positions itself, or has indexers"
-    return _OWN_ATTENTION
+    own = patch.functions or patch.makes_mask or patch.bias or patch.level not in ("attention", "interface")
+    # A third party's patch is in no table of ours.
+    return _OWN_ATTENTION if own or patch.origin != "trl_packfa" else None
+
+
+def _refusal(name: str, why: str) -> UnsupportedModel:
+    check = "Run trl_packfa.check(model) before: a model that it finds exact is served."
+    do = check if why == _NEVER_MEASURED else _PATCH_IT
+    return UnsupportedModel(f"attn_implementation='{NAME}' does not serve model type '{name}'.", why=[why], do=do)
 
 
 def _identity(config: Any) -> str:
@@ -172,7 +169,7 @@ def named_state(model: nn.Module) -> PatchState:
         raise UnsupportedModel(
             f"attn_implementation='{NAME}' does not reach all attention of a model of type '{name}'.",
             why=[error.what],
-            do="Load it with attn_implementation='sdpa' and pass it to trl_packfa.patch(model).",
+            do=_PATCH_IT,
         ) from error
     return PatchState(asked, PatchOptions(CHOSEN.backends.name, fused_lora=False), CHOSEN.backends, attention, windows)
 

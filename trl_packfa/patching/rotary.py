@@ -38,22 +38,20 @@ class RotaryOverride(Override):
             with packed_call(layout.whole):
                 tables = self(x, layout.position_ids(), layer_type)
             return tuple(layout.shard.local(table, dim=1) for table in tables)
-        if layout is None or layout.max_seqlen < self._fixed_up_to(layer_type):
+        if layout is None or layout.max_seqlen < (fixed := self._fixed_up_to(layer_type)):
             return self.call_original(x, position_ids, **options)
         start = torch.zeros_like(position_ids[:, :1])  # one token at position 0
         self.call_original(x, start, **options)  # a call at position 0 resets a base that had grown
-        short = position_ids.clamp(max=self._fixed_up_to(layer_type) - 1)  # for the tables of short documents
+        short = position_ids.clamp(max=fixed - 1)  # for the tables of short documents
         cos, sin = (table.flatten(0, 1).clone() for table in self.call_original(x, short, **options))
         offset = 0
         for positions in layout.split(position_ids.expand(layout.rows, -1)):
-            if len(positions) >= self._fixed_up_to(layer_type):
+            place = slice(offset, offset + len(positions))
+            if len(positions) >= fixed:
                 self.call_original(x, start, **options)
                 tables = self.call_original(x, positions[None], **options)
-                cos[offset : offset + len(positions)], sin[offset : offset + len(positions)] = (
-                    tables[0][0],
-                    tables[1][0],
-                )
-            offset += len(positions)
+                cos[place], sin[place] = tables[0][0], tables[1][0]
+            offset = place.stop
         shape = (layout.rows, layout.row_length, -1)
         return cos.view(shape), sin.view(shape)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -241,16 +241,16 @@ class Unpadding:
         if self.watch is not None:
             self.watch(forward, call, rows, outputs)
 
-    def off(self) -> AbstractContextManager[None]:
-        """Make padded calls run with their pads, inside a `with` block."""
-        return self._set(is_on=False)
-
-    def unshared(self) -> AbstractContextManager[None]:
-        """Make rows share no prefixes, inside a `with` block."""
-        return self._set(sharing=None)
+    @outside_of_graphs
+    def put_back(self, forward: Callable[..., Any], call: dict[str, Any], rows: PaddedRows, outputs: Any) -> Any:
+        """Return the outputs of a call that ran without its pads in the padded batch's shape, after [`note`]."""
+        outputs = rows.put_back_outputs(outputs)
+        self.note(forward, call, rows, outputs)
+        return outputs
 
     @contextmanager
-    def _set(self, **values: Any) -> Iterator[None]:
+    def setting(self, **values: Any) -> Iterator[None]:
+        """Give attributes these values inside a `with` block, and their own values afterwards."""
         before = {name: getattr(self, name) for name in values}
         vars(self).update(values)
         try:
