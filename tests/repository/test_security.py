@@ -6,6 +6,7 @@ import logging
 import re
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -113,10 +114,11 @@ def test_reports_are_plain_json_inside_their_folder(tmp_path):
 def test_reports_of_names_with_slashes_stay_inside(tmp_path):
     """A dataset's name is a key of the report, never a path."""
     from trl_packfa.packing import PackingReport
-    from trl_packfa.trainers.common.checkpoint_files import write_reports
+    from trl_packfa.trainers.common.packed_run import PackedRun
 
     report = PackingReport(*([0] * len(PackingReport.__dataclass_fields__)))
-    write_reports(tmp_path, {"../../escaped": report}, None)
+    run = SimpleNamespace(packing_reports={"../../escaped": report}, exactness=None, packing_plan={})
+    PackedRun.save_reports(run, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["packing_report.json"]
     assert not (tmp_path.parent.parent / "escaped").exists()
 

@@ -23,15 +23,14 @@ from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 from ...collator import LOSSES
 from ...errors import CheckpointNotWritten, InvalidConfig
-from ...exactness import ExactnessReport
-from ...packing import PackingReport
 from .config import CommonConfig
 
 logger = logging.getLogger(__name__)
 
 # Written when every rank has written its part. The manifest comes last.
 PACKING_REPORT = "packing_report.json"
-_PROGRESS = "packing_progress.json"
+# The state that a resumed run needs and the Trainer does not save.
+PROGRESS = "packing_progress.json"
 _LOST = ("truncated", "split", "dropped", "tokens_lost")
 
 
@@ -190,14 +189,9 @@ def _marked_whole(folder: Path, trainer: Any) -> Iterator[None]:
     rotate_checkpoints(str(folder.parent), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
 
 
-def write_progress(folder: str | Path, progress: dict[str, Any]) -> None:
-    """Write the state that a resumed run needs and the Trainer does not save."""
-    write_json(Path(folder) / _PROGRESS, progress)
-
-
 def read_progress(folder: str | Path) -> dict[str, Any]:
-    """Read the file of [`write_progress`]; return an empty dict for a checkpoint of another trainer."""
-    path = Path(folder) / _PROGRESS
+    """Read a checkpoint's progress; return an empty dict for a checkpoint of another trainer."""
+    path = Path(folder) / PROGRESS
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except ValueError as error:
@@ -243,24 +237,6 @@ def _stream_identity(args: CommonConfig) -> dict[str, Any]:
         "seed", "data_seed",
     )  # fmt: skip
     return {"world_size": args.data_parallel_size, **{name: getattr(args, name) for name in names}}
-
-
-def write_reports(
-    folder: str | Path,
-    packing_reports: Mapping[str, PackingReport],
-    exactness: ExactnessReport | None,
-    *,
-    plan: Mapping[str, float] | None = None,
-) -> None:
-    """Write `packing_report.json` and, once proven, `exactness_report.json` into a folder."""
-    contents: dict[str, Any] = {}
-    if exactness is not None:
-        contents["exactness_report.json"] = exactness.to_dict()
-    contents[PACKING_REPORT] = {name: report.to_dict() for name, report in packing_reports.items()}
-    if plan:
-        contents[PACKING_REPORT]["plan"] = dict(plan)
-    for name, content in contents.items():
-        write_json(Path(folder) / name, content)
 
 
 MANIFEST = "packing_manifest.json"

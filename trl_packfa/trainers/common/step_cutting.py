@@ -26,7 +26,7 @@ from datasets import IterableDataset
 from ...errors import InvalidConfig
 from ...layout import PackedLayout
 from ...layout.from_call import layout_of
-from ...packing import imbalance
+from ...packing import PackingReport, imbalance
 from .batching import FREE, KEPT, TOGETHER, deal
 from .config import CommonConfig
 from .dataset import count_computed, longest_document, read_lengths, split_example
@@ -67,7 +67,26 @@ class Slot(dict):
         self.micro_batches, self.imbalance, self.untrained = list(micro_batches), imbalance, untrained
 
 
-class StepCutter:
+class Cutter:
+    """Base class of the cutters of steps: their loader yields examples, which are collated once their step is cut."""
+
+    gathers = True  # an example may run on another rank than in the padded run
+
+    @property
+    def reports(self) -> dict[str, PackingReport]:
+        """Reports of the examples that have trained, by dataset name, if no other code counts them."""
+        return {}
+
+    def loading(self, collate: Any) -> Any:
+        """Return the loader's collator; `collate` is the trainer's."""
+        return Documents
+
+    def collator(self, collate: Any) -> Any:
+        """Return the collator of a step's examples; `collate` is the trainer's."""
+        return collate
+
+
+class StepCutter(Cutter):
     """A cutter of steps into micro-batches of about equal cost, the same number of them on every rank.
 
     The default of the token budget `max_tokens_per_microbatch` is the size of the padded run's largest micro-batch.

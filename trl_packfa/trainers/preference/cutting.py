@@ -23,7 +23,7 @@ from ..common.dataset import read_lengths
 from ..common.flops import quadratic_weight
 from ..common.image_examples import OwnCutter
 from ..common.image_rows import Example
-from ..common.step_cutting import Documents, Slot, of_all_ranks
+from ..common.step_cutting import Cutter, Documents, Slot, of_all_ranks
 
 # Memory of a padding position as a share of a token's. The position costs one hidden state of zeros when outputs are
 # padded again. A token costs a hidden state in every layer, and one layer's activations.
@@ -62,15 +62,13 @@ class PairSlot(Slot):
         self.parts, self.padded, self.examples, self.lengths, self.widths = parts, padded, examples, lengths, widths
 
 
-class PairCutter:
+class PairCutter(Cutter):
     """A cutter of a step's pairs into micro-batches of about equal cost, the same number of them on every rank.
 
     The default of the token budget `max_tokens_per_microbatch` is the size of the padded run's largest micro-batch.
     The dataset is tokenized and cut to `max_length`. The accelerator gathers the pairs of all ranks. A pair that is
     longer than the user's budget is refused.
     """
-
-    gathers = True  # a pair may run on another rank than in the padded run
 
     def __init__(self, args: Any, *, rows: Rows, train_dataset: Dataset, model: Any, accelerator: Accelerator) -> None:
         self.rows, self.accelerator = rows, accelerator
@@ -84,19 +82,6 @@ class PairCutter:
         # Lengths are those of pairs here. Two rows of 3 tokens have squares that add up to 18, but the square of their
         # sum is 36, so divide by the number of rows.
         self.quadratic = quadratic_weight(model) / len(rows)
-
-    @property
-    def reports(self) -> dict[str, PackingReport]:
-        """No report: the pairs were counted when they were tokenized."""
-        return {}
-
-    def loading(self, collate: Any) -> type[Documents]:
-        """Return the loader's collator, which only keeps the pairs of a padded micro-batch."""
-        return Documents
-
-    def collator(self, collate: Any) -> Any:
-        """Return the collator of the step's pairs: TRL's own."""
-        return collate
 
     def cut(
         self, batches: Sequence[Documents], collate: Callable[[list[dict[str, Any]]], dict[str, Any]]

@@ -20,18 +20,13 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from accelerate.utils import gather_object
-from torch.utils.data import DataLoader
 
 from ...errors import ContaminationError
 from ...layout.padded_rows import rows_of, tell_rows
-from ...packing import PackingReport
-from ..common.image_rows import Base
-from ..common.packed_run import collating_with
+from ..common.packed_run import PackedRun
 from ..common.step_cutting import Slot, log_cut, run_slot
-from .cutting import ImagePairCutter, PairCutter, PairSlot, Part, Rows
+from .cutting import PairSlot, Part, Rows
 
-# The key of a micro-batch's `Part`. It is removed before the micro-batch runs.
-_PART = "trl_packfa_part"
 # The key, in a row's outputs, of the reference's log-probability of its answer.
 _REFERENCE = "reference"
 # Largest relative difference that rounding causes between two means over the same losses, in float32 and in 16 bits.
@@ -44,20 +39,18 @@ class _Alone:
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the tensor as it is, like a run with one rank."""
         return tensor
 
-    def gather_for_metrics(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the tensor as it is, like a run with one rank."""
-        return tensor
+    gather_for_metrics = gather
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)
 
 
-class RecutSteps(Base):
-    """A base class that re-cuts a TRL trainer's steps if it has a cutter. The loss must be a mean over pairs.
+class RecutSteps(PackedRun):
+    """A packed run that re-cuts a TRL trainer's steps if it has a cutter. The loss must be a mean over pairs.
 
     Each micro-batch's loss is TRL's, weighted by its pairs. When all micro-batches have run, TRL's loss runs once more
     for its metrics, on the padded run's micro-batches and the recorded outputs ([`Replay`]).
@@ -67,29 +60,15 @@ class RecutSteps(Base):
     _rows: ClassVar[Rows]
     _reference_keys: ClassVar[tuple[str, ...]] = ()
 
-    # The Trainer declares these types more loosely, or TRL's trainers assign them without a declaration.
-    args: Any
-    model: Any
+    # TRL's trainers assign these without a declaration.
     accelerator: Any
-    data_collator: Any
     neftune_noise_alpha: float | None
     precompute_ref_logps: bool = False
-    _metrics: Any
-    _total_train_tokens: int
-    packing_reports: dict[str, PackingReport]
 
-    _cutter: PairCutter | ImagePairCutter | None = None
     _running: tuple[PairSlot, Part] | None = None
     _has_compared = False
     # While a step runs: the model's outputs for each row of a pair, by the pair's number in the step.
     _computed: dict[int, list[RowOutputs]]
-
-    def get_train_dataloader(self) -> DataLoader:
-        """Return the training loader. If steps are re-cut, it yields the padded run's pairs, to be collated later."""
-        if self._cutter is None:
-            return super().get_train_dataloader()
-        with collating_with(self, self._cutter.loading(self.data_collator)):
-            return super().get_train_dataloader()
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -102,9 +81,6 @@ class RecutSteps(Base):
             return [], None
         slots = self._cutter.cut(batches, self.data_collator)
         self.packing_reports |= self._cutter.reports
-        whole: Any = slots[-1]
-        for micro_batch, part in zip(whole.micro_batches, whole.parts, strict=True):
-            micro_batch[_PART] = part
         return slots, None
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -112,10 +88,11 @@ class RecutSteps(Base):
         if not isinstance(inputs, Slot):
             return super().training_step(model, inputs, num_items_in_batch)
         self._computed = {}
+        parts = iter(inputs.parts if isinstance(inputs, PairSlot) else ())
 
         def run(micro_batch: dict[str, Any]) -> torch.Tensor:
             assert isinstance(inputs, PairSlot), "idle slots have no micro-batches"
-            self._running = inputs, micro_batch.pop(_PART)
+            self._running = inputs, next(parts)
             try:
                 return trl_step(model, micro_batch, num_items_in_batch)
             finally:
@@ -193,7 +170,6 @@ class RecutSteps(Base):
         """Compute TRL's metrics on the padded run's micro-batches. The first time, compare their loss with `loss`."""
         by_trl: Callable[..., torch.Tensor] = super().compute_loss  # type: ignore[assignment]  # no outputs are asked
         computed, as_padded = self._computed_on_all_ranks(), torch.zeros_like(loss)
-        assert self._cutter is not None
         collate = self._cutter.collator(self.data_collator)
         self._computed = {}
         for pairs in slot.padded:
@@ -214,7 +190,7 @@ class RecutSteps(Base):
             self._require_same_loss(loss, as_padded)
 
     def _computed_on_all_ranks(self) -> dict[int, list[RowOutputs]]:
-        if self.accelerator.num_processes == 1 or not (self._cutter and self._cutter.gathers):
+        if self.accelerator.num_processes == 1 or not self._cutter.gathers:
             return self._computed
         mine = {
             pair: [{name: value.cpu() for name, value in row.items()} for row in rows]

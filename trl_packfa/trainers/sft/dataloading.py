@@ -159,17 +159,7 @@ class PackedData:
 
     def stream_loader(self, dataset: Any, collator: Callable[[list[Any]], Any], *, resumed_from: Any) -> DataLoader:
         """Build the loader of a stream, at the position of the checkpoint `resumed_from` if it is given."""
-        batching = self.batching
-        self._stream = PackedStream(
-            dataset,
-            batch_size=batching.batch_size,
-            capacity=batching.max_length if batching.strategy.fills_rows else None,
-            wrapped=batching.strategy.wraps,
-            rank=self.args.data_parallel_rank,
-            world_size=batching.world_size,
-            seed=batching.seed,
-            quadratic=batching.quadratic,
-        )
+        self._stream = PackedStream(dataset, self.batching, rank=self.args.data_parallel_rank)
         if resumed_from is not None:
             self._stream.load_state_dict(read_stream_state(resumed_from, self.args))
         return stream_loader(self._stream, collator, self.args)

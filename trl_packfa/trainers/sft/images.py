@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
-from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 from trl import SFTTrainer
 
@@ -27,12 +26,12 @@ from ...exactness import quiet
 from ...exactness.compare import FLOORS, NOISE_FACTOR, relative_difference
 from ...exactness.rounding import last_places_off
 from ...exactness.subject import compute_dtype
-from ...packing import MINIBATCH, STEP, PackingReport
+from ...packing import MINIBATCH, STEP
 from ...patching.apply import find_state
 from ..common.batching import FREE
 from ..common.image_examples import OwnCutter, why_images_stay
-from ..common.image_rows import Example, NamesRows, image_columns
-from ..common.packed_run import collating_with
+from ..common.image_rows import Example, image_columns
+from ..common.packed_run import PackedRun
 from ..common.parallelism import agree
 from ..common.step_cutting import Documents, Slot, how_to_cut, keep_padded
 from ..padding_free.padding_free import run_without_pads
@@ -111,13 +110,10 @@ def _refuse_without_effect(args: PackedSFTConfig, column: str) -> None:
         )
 
 
-class TrainsOnImages(NamesRows, SFTTrainer):
-    """TRL's `SFTTrainer`, and what a run on images needs more: a cutter of steps, and rows that errors name."""
+class TrainsOnImages(PackedRun, SFTTrainer):
+    """TRL's `SFTTrainer`, and what a run on images needs more: a cutter of steps, and its check."""
 
-    args: Any
-    model: Any
     _tokenizer: Any
-    _cutter: Any
     _recut_is_proven = False
 
     def run_images_without_pads(self, strategy: str, *, own_collator: bool) -> None:
@@ -147,18 +143,6 @@ class TrainsOnImages(NamesRows, SFTTrainer):
         if own_collator:
             return "data_collator makes the batches, and they may depend on which examples are together"
         return why_images_stay(self.model, self.neftune_noise_alpha)
-
-    @property
-    def seen_images(self) -> dict[str, PackingReport]:
-        """The report of the examples that have trained, by dataset name; empty unless steps on images are re-cut."""
-        return self._cutter.reports if isinstance(self._cutter, ImageCutter) else {}
-
-    def get_train_dataloader(self) -> DataLoader:
-        """Return the training loader. If steps on images are re-cut, its workers process each example alone."""
-        if not isinstance(self._cutter, ImageCutter):
-            return super().get_train_dataloader()
-        with collating_with(self, self._cutter.loading(self.data_collator)):
-            return super().get_train_dataloader()
 
     def prove_recut_images(self, model: Any) -> None:
         """Compare an example of the first re-cut step with the example alone, unless `check_packing` is off."""

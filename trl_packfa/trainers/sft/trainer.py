@@ -48,7 +48,7 @@ from ..common.checkpoint_files import count_batch
 from ..common.dataset import read_lengths, without_our_columns
 from ..common.flops import quadratic_weight
 from ..common.model_loading import AnyDataset, EvalDataset, load_as_asked, output_dir, telling_of_targets
-from ..common.packed_run import PackedRun, collating_with
+from ..common.packed_run import collating_with
 from ..common.parallelism import refuse_short_rows, require_same_documents, share_rows
 from ..common.preflight import left_out_by_template
 from ..common.resuming import identity
@@ -59,7 +59,7 @@ from .construction import asks_for_packing, padded, refuse_once_patched, settle_
 from .dataloading import PackedData, copies_without_waiting, send
 from .epoch_plan import summarize_plan
 from .exactness_gate import ExactnessGate
-from .images import TrainsOnImages
+from .images import ImageCutter, TrainsOnImages
 from .lm_head import LossHead, OwnHead, drop_unmeasured
 from .loss_terms import PaddedTerms, SourceLosses, WeightedModel, as_example_labels, example_weights
 from .memory import tell_what_fits
@@ -71,7 +71,7 @@ from .throughput import LossWatch, SpeedMeter, memory_advice
 logger = get_logger(__name__)
 
 
-class PackedSFTTrainer(PackedRun, TrainsOnImages, ShardedRowsTrainer):
+class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
     """TRL's `SFTTrainer` with packing. It takes the same arguments; training matches padded training.
 
     ```python
@@ -148,7 +148,7 @@ class PackedSFTTrainer(PackedRun, TrainsOnImages, ShardedRowsTrainer):
         share_rows(args)
         packs_eval = args.eval_packing is not False and options["compute_metrics"] is None
         self._data = PackedData(args, packs_eval=packs_eval)
-        self._cutter: StepCutter | None = None
+        self._cutter = None  # of an attempt that was refused late
         self._terms: PaddedTerms | None = None
         with telling_of_targets(model, args):
             super().__init__(model=model, args=args, data_collator=None if args.packing else data_collator, **options)
@@ -217,7 +217,7 @@ class PackedSFTTrainer(PackedRun, TrainsOnImages, ShardedRowsTrainer):
     @property
     def packing_reports(self) -> dict[str, PackingReport]:
         """Packing reports by dataset name: documents and tokens in, out and lost; of images what has trained."""
-        return self.seen_images or self._data.reports
+        return self._cutter.reports if isinstance(self._cutter, ImageCutter) else self._data.reports
 
     @property
     def packing_sampler(self) -> PackedBatchSampler | None:
@@ -258,14 +258,11 @@ class PackedSFTTrainer(PackedRun, TrainsOnImages, ShardedRowsTrainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """Return the training loader. Under `step` it yields the padded run's examples, collated after the cut."""
-        if not self.args.packing:
+        if not self.args.packing or not isinstance(self.train_dataset, IterableDataset):
             return super().get_train_dataloader()
-        collator: Any = Documents if self.args.strategy.recuts_steps else self.data_collator
-        if isinstance(self.train_dataset, IterableDataset):
-            collator = self._get_collator_with_removed_columns(collator, description="training")
-            return self._data.stream_loader(self.train_dataset, collator, resumed_from=self._resumed_from)
-        with collating_with(self, collator):
-            return super().get_train_dataloader()
+        collator: Any = self.data_collator if self._cutter is None else Documents
+        collator = self._get_collator_with_removed_columns(collator, description="training")
+        return self._data.stream_loader(self.train_dataset, collator, resumed_from=self._resumed_from)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Return the evaluation loader. Batches hold the padded run's examples, packed unless metrics need logits."""
