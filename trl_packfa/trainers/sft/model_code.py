@@ -14,25 +14,13 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import DynamoBackend
 from transformers.integrations.liger import apply_liger_kernel
-from transformers.utils import is_liger_kernel_available
 
-from ...errors import InvalidConfig
 from ...patching.apply import compile_layers
 from ...patching.inspect import model_config
 from ...runtime.compile import allow_graphs_of_layers
 from .config import PackedSFTConfig
 
 logger = get_logger(__name__)
-
-
-def refuse_missing_liger(args: PackedSFTConfig) -> None:
-    """Refuse `use_liger_kernel=True` if liger-kernel is not installed."""
-    if args.use_liger_kernel and not is_liger_kernel_available():
-        raise InvalidConfig(
-            "use_liger_kernel=True, but liger-kernel is not installed.",
-            do="pip install 'trl-packfa[kernels]'. Then drop use_liger_kernel: on CUDA, packed calls use Liger's "
-            "kernels without it.",
-        )
 
 
 def apply_liger(model: Any, args: PackedSFTConfig) -> None:
