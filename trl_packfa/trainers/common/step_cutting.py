@@ -90,18 +90,17 @@ class StepCutter(Cutter):
     """A cutter of steps into micro-batches of about equal cost, the same number of them on every rank.
 
     The default of the token budget `max_tokens_per_microbatch` is the size of the padded run's largest micro-batch.
-    The dataset is tokenized and cut to `max_length`. The accelerator gathers the examples of all ranks. `cut` is how
-    it may cut, and `why` the reason of a restriction; see [`how_to_cut`].
+    The examples of all ranks are gathered. `cut` is how it may cut, and `why` the reason of a restriction; see
+    [`how_to_cut`].
 
     Raises:
         [`InvalidConfig`]: if the dataset is a stream and its documents have no length limit; or if a document, or a
             padded micro-batch that must stay together, is longer than the budget.
     """
 
-    def __init__(
-        self, args: CommonConfig, *, train_dataset: Any, model: Any, accelerator: Accelerator, cut: str, why: str
-    ) -> None:
-        self.args, self.accelerator, self.how = args, accelerator, cut
+    def __init__(self, trainer: Any, *, cut: str, why: str) -> None:
+        args, train_dataset = trainer.args, trainer.train_dataset
+        self.args, self.accelerator, self.how = args, trainer.accelerator, cut
         if cut != FREE:
             kept = "run at the same time" if cut == TOGETHER else "stay one micro-batch"
             logger.info("trl-packfa: the examples of a padded micro-batch %s: %s.", kept, why)
@@ -112,7 +111,7 @@ class StepCutter(Cutter):
             if cut != FREE:
                 require_whole(args.max_tokens_per_microbatch, lengths, args.per_device_train_batch_size)
         self.budget = args.max_tokens_per_microbatch or args.per_device_train_batch_size * longest
-        self.quadratic = quadratic_weight(model)
+        self.quadratic = quadratic_weight(trainer.model)
 
     @property
     def free_budget(self) -> int | None:
@@ -166,7 +165,8 @@ def of_all_ranks(
 def run_slot(trainer: Any, slot: Slot, model: Any, run: Callable[[dict[str, Any]], torch.Tensor]) -> torch.Tensor:
     """Run the micro-batches of a slot and return the sum of their losses; an idle slot returns zero.
 
-    `model` is the wrapped one. Only the last micro-batch of a step reduces gradients over ranks.
+    `model` is the wrapped one. Only the last micro-batch of a step reduces gradients over ranks. The number of
+    micro-batches and their imbalance are added to TRL's metrics.
 
     Raises:
         [`InvalidConfig`]: if `gradient_accumulation_steps` was changed at a step where the Trainer's count does not
@@ -196,13 +196,10 @@ def run_slot(trainer: Any, slot: Slot, model: Any, run: Callable[[dict[str, Any]
         waits = not is_last and not trainer.is_deepspeed_enabled
         with accelerator.no_sync(model) if waits else nullcontext():
             loss += run(micro_batch)
+    if slot.micro_batches:
+        trainer._metrics["train"]["micro_batches"].append(len(slot.micro_batches))
+        trainer._metrics["train"]["imbalance"].append(slot.imbalance)
     return loss
-
-
-def log_cut(trainer: Any, slot: Slot) -> None:
-    """Add the number of micro-batches of a step and their imbalance to TRL's metrics."""
-    trainer._metrics["train"]["micro_batches"].append(len(slot.micro_batches))
-    trainer._metrics["train"]["imbalance"].append(slot.imbalance)
 
 
 def count_every_rank(accelerator: Accelerator) -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from accelerate import Accelerator
 from datasets import Dataset
 
 from ...errors import InvalidConfig, InvalidDataset
@@ -66,14 +65,14 @@ class PairCutter(Cutter):
     """A cutter of a step's pairs into micro-batches of about equal cost, the same number of them on every rank.
 
     The default of the token budget `max_tokens_per_microbatch` is the size of the padded run's largest micro-batch.
-    The dataset is tokenized and cut to `max_length`. The accelerator gathers the pairs of all ranks. A pair that is
-    longer than the user's budget is refused.
+    The pairs of all ranks are gathered. A pair that is longer than the user's budget is refused.
     """
 
-    def __init__(self, args: Any, *, rows: Rows, train_dataset: Dataset, model: Any, accelerator: Accelerator) -> None:
-        self.rows, self.accelerator = rows, accelerator
+    def __init__(self, trainer: Any, *, rows: Rows) -> None:
+        args = trainer.args
+        self.rows, self.accelerator = rows, trainer.accelerator
         self.multiple: int = args.pad_to_multiple_of or 1
-        lengths = row_lengths(train_dataset, rows)
+        lengths = row_lengths(trainer.train_dataset, rows)
         self.tokens = lengths.sum(axis=1)  # of each pair
         self.asked: int | None = args.max_tokens_per_microbatch
         if self.asked is not None:
@@ -81,7 +80,7 @@ class PairCutter(Cutter):
         self.budget = self.asked or args.per_device_train_batch_size * len(rows) * int(lengths.max())
         # Lengths are those of pairs here. Two rows of 3 tokens have squares that add up to 18, but the square of their
         # sum is 36, so divide by the number of rows.
-        self.quadratic = quadratic_weight(model) / len(rows)
+        self.quadratic = quadratic_weight(trainer.model) / len(rows)
 
     def cut(
         self, batches: Sequence[Documents], collate: Callable[[list[dict[str, Any]]], dict[str, Any]]

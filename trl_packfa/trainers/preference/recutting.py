@@ -24,7 +24,7 @@ from accelerate.utils import gather_object
 from ...errors import ContaminationError
 from ...layout.padded_rows import rows_of, tell_rows
 from ..common.packed_run import PackedRun
-from ..common.step_cutting import Slot, log_cut, run_slot
+from ..common.step_cutting import Slot, run_slot
 from .cutting import PairSlot, Part, Rows
 
 # The key, in a row's outputs, of the reference's log-probability of its answer.
@@ -184,7 +184,6 @@ class RecutSteps(PackedRun):
                 batch |= dict(zip(self._reference_keys, chunks, strict=True))
             with torch.no_grad(), self.compute_loss_context_manager(), self._knowing_references():
                 as_padded += by_trl(Replay(rows, loss.device), batch) / len(slot.padded)
-        log_cut(self, slot)
         if not self._has_compared:
             self._has_compared = True
             self._require_same_loss(loss, as_padded)

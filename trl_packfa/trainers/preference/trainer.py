@@ -151,8 +151,7 @@ class PackedPreference(RecutSteps):
         elif self._is_vision_dataset:
             self._cutter = ImagePairCutter(self, rows=len(self._rows))
         else:
-            options = {"train_dataset": self.train_dataset, "model": self.model, "accelerator": self.accelerator}
-            self._cutter = PairCutter(self.args, rows=self._rows, **options)
+            self._cutter = PairCutter(self, rows=self._rows)
             require_same_documents(self.accelerator, self._cutter.tokens)
 
     def _why_not_cut(self) -> str:

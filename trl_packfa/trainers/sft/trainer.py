@@ -52,7 +52,7 @@ from ..common.packed_run import collating_with
 from ..common.parallelism import refuse_short_rows, require_same_documents, share_rows
 from ..common.preflight import left_out_by_template
 from ..common.resuming import identity
-from ..common.step_cutting import Documents, Slot, StepCutter, count_every_rank, how_to_cut, log_cut, run_slot
+from ..common.step_cutting import Documents, Slot, StepCutter, count_every_rank, how_to_cut, run_slot
 from ..common.validation import refuse_precision
 from .config import PackedSFTConfig
 from .construction import asks_for_packing, padded, refuse_once_patched, settle_arguments
@@ -145,6 +145,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
     ) -> None:
         """Run TRL's `__init__` with the model loaded and adapted as the arguments say, then set packing up."""
         options |= load_as_asked(model, args, options, asked=asked)
+        self._packs = args.packing
         share_rows(args)
         packs_eval = args.eval_packing is not False and options["compute_metrics"] is None
         self._data = PackedData(args, packs_eval=packs_eval)
@@ -152,7 +153,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
         self._terms: PaddedTerms | None = None
         with telling_of_targets(model, args):
             super().__init__(model=model, args=args, data_collator=None if args.packing else data_collator, **options)
-        self._gate = ExactnessGate(self.args, self.accelerator)
+        self._gate = ExactnessGate(self)
         self._head = LossHead(self.args, self.accelerator)
         self._sources = SourceLosses(self.accelerator)
         self._speed = SpeedMeter(self.model, self.args, world_size=self.args.world_size)
@@ -193,9 +194,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
             world_size=args.data_parallel_size,
         )
         if args.strategy.recuts_steps:
-            self._cutter = StepCutter(
-                args, train_dataset=self.train_dataset, model=model, accelerator=self.accelerator, cut=cut, why=why
-            )
+            self._cutter = StepCutter(self, cut=cut, why=why)
         self.packing_plan = self._plan(cut)
         tell_what_fits(model, args, self.train_dataset, cut=cut)
         self.add_callback(_RunCallback(self))
@@ -316,17 +315,14 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
     ) -> torch.Tensor:
         """Run TRL's training step; for a slot with a whole optimizer step, run it once per micro-batch."""
         if self.args.packing:
-            self._gate.prove_first_batch(model, inputs, self._prepare_inputs)
+            self._gate.prove_first_batch(model, inputs)
         self._speed.start(self._total_train_tokens)
         if not isinstance(inputs, Slot):
             return self._run_micro_batch(model, inputs, num_items_in_batch)
         self.current_gradient_accumulation_steps = len(inputs.micro_batches)  # TRL divides the auxiliary loss by it
         self._total_train_tokens -= inputs.untrained  # TRL will add them
         self.prove_recut_images(model)
-        loss = run_slot(self, inputs, model, lambda batch: self._run_micro_batch(model, batch, num_items_in_batch))
-        if inputs.micro_batches:
-            log_cut(self, inputs)
-        return loss
+        return run_slot(self, inputs, model, lambda batch: self._run_micro_batch(model, batch, num_items_in_batch))
 
     def _prepare_input(self, data: Any) -> Any:
         waits = not copies_without_waiting(self.args)
@@ -425,14 +421,7 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
             [`ContaminationError`]: if packing is not exact on this model. If it fails on one rank, all ranks raise.
             [`UnsupportedModel`]: under DeepSpeed ZeRO-3 before training has begun.
         """
-        return self._gate.prove(
-            self.model,
-            engine=self.deepspeed if self.is_zero3_enabled else self.model,
-            collator=self.data_collator,
-            documents=self.train_dataset,
-            tokenizer=self._tokenizer,
-            checkpoint=checkpoint,
-        )
+        return self._gate.prove(checkpoint)
 
     def _require_proof(self) -> None:
         if self.args.packing:
@@ -448,10 +437,6 @@ class PackedSFTTrainer(TrainsOnImages, ShardedRowsTrainer):
             self._require_proof()
         with changed_already(self.model, self.args):
             yield
-
-    @property
-    def _packs(self) -> bool:
-        return self.args.packing
 
     @cached_property
     def _identity(self) -> dict[str, str]:
